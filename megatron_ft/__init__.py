@@ -1,0 +1,29 @@
+"""In-memory fault tolerance for LLM pretraining.
+
+The public names are loaded on first use: processes that must stay small, the SMP
+above all, import parts of this package without importing torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from megatron_ft.capture.manager import SnapshotManager
+    from megatron_ft.config import SnapshotConfig
+
+__all__ = ["SnapshotConfig", "SnapshotManager", "__version__"]
+
+_HOME = {
+    "SnapshotConfig": "megatron_ft.config",
+    "SnapshotManager": "megatron_ft.capture.manager",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

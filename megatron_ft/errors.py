@@ -1,0 +1,79 @@
+"""One tree of errors.  Each message says what was wrong, where, and what to do next."""
+
+from __future__ import annotations
+
+
+class MegatronFTError(Exception):
+    """Root of all errors that this package raises on purpose."""
+
+
+class ConfigError(MegatronFTError, ValueError):
+    """A setting is unknown, has the wrong type, or contradicts another one."""
+
+
+class ProtectionError(ConfigError):
+    """The wanted redundancy cannot be built from the failure domains that exist."""
+
+
+class UnsupportedVersionError(MegatronFTError):
+    """A framework's release lacks what we hook into; the message names the versions that work."""
+
+
+class MissingEnvironmentError(MegatronFTError):
+    """Something outside the package is missing: MPI, ISA-L, a directory, a variable."""
+
+
+class NotUnderSupervisorError(MissingEnvironmentError):
+    """The process was not started by ``megatron-ft run``, so it has no SMP to talk to."""
+
+
+class MpiError(MissingEnvironmentError):
+    """No MPI can be started here, or it gives fewer processes than the stripes need."""
+
+
+class ArenaError(MegatronFTError):
+    """Root of all that can be wrong with one arena file."""
+
+
+class ArenaMemoryError(ArenaError):
+    """The tmpfs or a memory cgroup has no room; the message prints the arithmetic."""
+
+
+class ArenaForeignError(ArenaError):
+    """The arena belongs to another job, another user, or another shard."""
+
+
+class ArenaVersionError(ArenaError):
+    """The arena was written in a format version or byte order that this release cannot read."""
+
+
+class ArenaTruncatedError(ArenaError):
+    """The file is shorter than its own header says."""
+
+
+class ArenaCorruptError(ArenaError):
+    """A header record fails its own hash in both of its copies."""
+
+
+class LayoutMismatchError(MegatronFTError):
+    """The shard that a trainer brings differs from the one that the arena holds."""
+
+
+class CorruptBlockError(MegatronFTError):
+    """Bytes in memory do not match the digest that was taken when they were captured."""
+
+
+class ControlPlaneError(MegatronFTError):
+    """A peer did not answer in time, or refused; the message names it."""
+
+
+class StaleIncarnationError(ControlPlaneError):
+    """The sender belongs to an earlier life of the job and must stop."""
+
+
+class UnrecoverableError(MegatronFTError):
+    """No snapshot in memory can be served; the message says which stripe lost what."""
+
+
+class RestartBudgetError(MegatronFTError):
+    """The job failed too often without progress; the message names the repeated failure."""

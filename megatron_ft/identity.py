@@ -1,0 +1,65 @@
+"""Names of things: snapshots, shards, and what a sealed shard looks like from outside.
+
+Plain values without behaviour, shared by every other part of the package; this
+module imports nothing of ours and no torch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+
+class SnapshotId(NamedTuple):
+    """Identity of one snapshot within a job.
+
+    The iteration is not part of it: after a rollback the same iteration is
+    captured twice, by two incarnations, with different bytes.  Ids compare by
+    incarnation first, so a later life of the job always compares as newer.
+    """
+
+    incarnation: int
+    sequence: int
+
+    def __str__(self) -> str:
+        return f"{self.incarnation}.{self.sequence}"
+
+
+class Ancestor(NamedTuple):
+    """One step of a lineage: the snapshot from which an incarnation started.
+
+    ``parent`` is None for an incarnation that started from scratch or from disk.
+    """
+
+    incarnation: int
+    parent: SnapshotId | None
+
+
+class SealedRecord(msgspec.Struct, frozen=True, array_like=True):
+    """What proves and describes one sealed shard; every stripe member stores everyone's.
+
+    Lengths are bytes, offsets are relative to the start of the slot's data region.
+    ``digest_root`` covers the digest table and, through it, every byte up to
+    ``digest_offset``; see docs/arena-format.md.
+    """
+
+    shard_id: str
+    snapshot: SnapshotId
+    iteration: int
+    tensor_bytes: int
+    meta_offset: int
+    meta_bytes: int
+    digest_offset: int
+    used_bytes: int
+    layout_hash: bytes
+    digest_root: bytes
+
+
+def shard_id(*, pp: int = 0, tp: int = 0, dp: int = 0, ep: int = 0) -> str:
+    """The logical place of a shard, for example ``pp0-tp1-dp3-ep0``.
+
+    Host names and global ranks are left out on purpose: any trainer may take any
+    shard on any node.
+    """
+    return f"pp{pp}-tp{tp}-dp{dp}-ep{ep}"

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Make .venv with the development tools, then run every check: ruff, mypy, pytest.
+# Arguments go to pytest, for example: scripts/test.sh -k arena -x
+set -euo pipefail
+
+source "$(dirname "${BASH_SOURCE[0]}")/lib/environment.sh"
+
+# Seconds after which pytest starts no further test; single tests are limited in pyproject.toml.
+TEST_BUDGET_SECONDS=1020
+
+failed=()
+
+# check NAME MODULE...: run it in the checkout; a failure is kept for the end, so that all are seen.
+check() {
+    local name="$1" start=$SECONDS verdict=passed
+    shift
+    printf '\n== %s: %s\n' "$name" "$*"
+    if ! "$VENV/bin/python" -m "$@"; then
+        failed+=("$name")
+        verdict=FAILED
+    fi
+    printf '== %s: %s after %d s\n' "$name" "$verdict" $((SECONDS - start))
+}
+
+environment_prepare dev
+cd "$REPO"
+check lint ruff check .
+check format ruff format --check .
+check types mypy
+check tests pytest --session-timeout="$TEST_BUDGET_SECONDS" --durations=15 "$@"
+
+[ ${#failed[@]} -eq 0 ] || fail "failed: ${failed[*]} (after $SECONDS s)"
+printf '\nall checks passed in %d s\n' "$SECONDS"
