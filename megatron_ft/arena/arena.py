@@ -1,0 +1,277 @@
+"""An arena file, created or adopted, and views of its regions.
+
+Whoever creates an arena has its memory afterwards: allocated, populated, within all
+limits.  Whoever opens one has checked that it is whole and theirs.  Data, parity and
+records are mapped separately and writable only where asked for, so that a stray
+write by a process that only reads (an encoder) faults instead of corrupting.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+from uuid import UUID
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ft.arena import binary, files, limits, record
+from megatron_ft.arena import format as fmt
+from megatron_ft.arena.format import ArenaHeader, Geometry, Permit, SlotHeader
+from megatron_ft.arena.mapping import Mapping
+from megatron_ft.arena.record import RecordPlace
+from megatron_ft.errors import ArenaCorruptError, ArenaForeignError
+
+NO_PROGRESS = -1
+
+_Scalar = TypeVar("_Scalar", bound=np.generic)
+
+_HEADER_PLACE = RecordPlace(
+    fmt.HEADER_OFFSET, fmt.HEADER_COPY_BYTES, binary.HEADER_BYTES, record.KIND_HEADER
+)
+_PERMIT_PLACE = RecordPlace(
+    fmt.PERMIT_OFFSET, fmt.WORD_COPY_BYTES, binary.PERMIT_BYTES, record.KIND_PERMIT
+)
+_PROGRESS_PLACE = RecordPlace(
+    fmt.PROGRESS_OFFSET, fmt.WORD_COPY_BYTES, binary.PROGRESS_BYTES, record.KIND_PROGRESS
+)
+
+
+class Arena:
+    """One mapped arena file; made by ``create`` or ``open``, closed by ``close`` or ``with``.
+
+    Writers, one each: the SMP writes header, slot headers and permit, the trainer
+    progress and the granted slot's data, the encoder parity.  Readers may be anywhere.
+
+    ``close`` never pulls memory from under a view: what is still viewed stays mapped
+    until its last view dies.  A closed arena's methods raise ValueError.
+    """
+
+    def __init__(self, path: Path, fd: int, geometry: Geometry) -> None:
+        self.path = path
+        self._geometry = geometry
+        self._lock = threading.Lock()
+        self._writable: dict[int, Mapping] = {}
+        self._all: Mapping | None = Mapping(
+            fd, 0, geometry.file_bytes, writable=False, name=str(path)
+        )
+        # Our own descriptor: mappings are added later, and an unlinked file lives on with it.
+        self._fd = os.dup(fd)
+
+    @classmethod
+    def create(cls, path: Path, header: ArenaHeader, *, replace: bool = False) -> Arena:
+        """Allocate, populate and publish a new arena: all slots free, no permit, no progress.
+
+        The parent folder is made with mode 0700 if missing.  Another process sees the
+        complete file or none.  ArenaMemoryError if a limit is in the way, with nothing left
+        behind.  An arena that exists is refused with ArenaError unless ``replace``,
+        since it may hold the only copy of a snapshot.
+        """
+        sizes = header.geometry
+        arithmetic = limits.describe_requirement(sizes, header.parity_members, header.data_members)
+        arena: Arena | None = None
+        try:
+            with files.new_file(path, sizes.file_bytes, arithmetic, replace=replace) as fd:
+                arena = cls(path, fd, sizes)
+                arena._fill(header)
+        except BaseException:
+            if arena is not None:
+                arena.close()
+            raise
+        return arena
+
+    @classmethod
+    def open(cls, path: Path, *, job: UUID | None = None) -> Arena:
+        """Map an arena that exists, after checking all that can be wrong with it.
+
+        ArenaForeignError: a link, no plain file, another user's, or not of ``job``.
+        ArenaVersionError: another format version or byte order.  ArenaTruncatedError:
+        shorter than its header says.  ArenaCorruptError: no arena, or both copies of its
+        header damaged.  ArenaError: it does not exist.
+        """
+        fd = files.open_file(path)
+        try:
+            header = _read_header(fd, path)
+            if job is not None and header.job != job:
+                raise ArenaForeignError(
+                    f"{path} belongs to job {header.job}, not to {job}: remove it if that job is "
+                    "over, or give this job another directory"
+                )
+            files.check_length(fd, path, header.geometry.file_bytes)
+            return cls(path, fd, header.geometry)
+        finally:
+            os.close(fd)
+
+    def _fill(self, header: ArenaHeader) -> None:
+        length = self._geometry.file_bytes
+        whole = Mapping(self._fd, 0, length, writable=True, name=str(self.path))
+        whole.populate()
+        whole.write(0, binary.pack_preamble())
+        whole.close()
+        self._write(_HEADER_PLACE, binary.pack_header(header))
+        for slot in range(self._geometry.slot_count):
+            self.write_slot(slot, SlotHeader())
+
+    @property
+    def geometry(self) -> Geometry:
+        """Sizes and offsets, fixed for the life of the file."""
+        return self._geometry
+
+    @property
+    def header(self) -> ArenaHeader:
+        """The arena header as it is in memory now; ArenaCorruptError if no copy is whole."""
+        header = binary.unpack_header(self._read_required(_HEADER_PLACE, "arena header"))
+        if header.geometry != self._geometry:
+            raise ArenaCorruptError(f"{self.path} changed its geometry while it was open")
+        return header
+
+    def write_header(self, header: ArenaHeader) -> None:
+        """Replace the arena header; job, shard and geometry cannot change (ValueError)."""
+        present = self.header
+        for name in ("job", "shard_id", "geometry"):
+            if getattr(header, name) != getattr(present, name):
+                raise ValueError(f"{name} of {self.path} cannot change: make a new arena")
+        self._write(_HEADER_PLACE, binary.pack_header(header))
+
+    def slot(self, slot: int) -> SlotHeader:
+        """One slot's header as it is in memory now; ArenaCorruptError if no copy is whole."""
+        return binary.unpack_slot(self._read_required(self._slot_place(slot), f"slot {slot}"))
+
+    def write_slot(self, slot: int, header: SlotHeader) -> None:
+        """Replace one slot's header."""
+        self._write(self._slot_place(slot), binary.pack_slot(header))
+
+    def permit(self) -> Permit | None:
+        """The permit as it is in memory now; None if there is none or it is damaged."""
+        raw = self._read(_PERMIT_PLACE)
+        permit = None if raw is None else binary.unpack_permit(raw)
+        damaged = permit is not None and permit.slot >= self._geometry.slot_count
+        return None if damaged else permit
+
+    def write_permit(self, permit: Permit | None) -> None:
+        """Grant, revoke or withdraw."""
+        self._write(_PERMIT_PLACE, binary.pack_permit(permit))
+
+    def progress(self) -> int:
+        """The last iteration that the trainer finished; -1 if none is known."""
+        raw = self._read(_PROGRESS_PLACE)
+        return NO_PROGRESS if raw is None else binary.unpack_progress(raw)
+
+    def write_progress(self, iteration: int) -> None:
+        """Publish the last finished iteration."""
+        self._write(_PROGRESS_PLACE, binary.pack_progress(iteration))
+
+    def data(self, slot: int, writable: bool = False) -> NDArray[np.uint8]:
+        """The slot's data region, ``geometry.data_bytes`` long; the address stays the same."""
+        at = self._geometry.data_offset(slot)
+        return self._view(np.uint8, at, self._geometry.data_bytes, writable)
+
+    def parity(self, slot: int, writable: bool = False) -> NDArray[np.uint8]:
+        """The slot's parity region, ``geometry.parity_bytes`` long."""
+        at = self._geometry.parity_offset(slot)
+        return self._view(np.uint8, at, self._geometry.parity_bytes, writable)
+
+    def parity_digests(self, slot: int, writable: bool = False) -> NDArray[np.uint64]:
+        """Digests of the slot's parity blocks, ``geometry.parity_blocks`` little-endian u64."""
+        at = self._geometry.parity_digest_offset(slot)
+        return self._view(np.uint64, at, self._geometry.parity_blocks, writable)
+
+    def prefault(self, slot: int) -> None:
+        """Map every page of the slot's writable data view now, not during the first capture."""
+        at = self._geometry.data_offset(slot)
+        self._writable_mapping(at, self._geometry.data_bytes).populate()
+
+    def close(self) -> None:
+        """Give up descriptor and mappings; what is still viewed is unmapped with its last view."""
+        with self._lock:
+            if self._all is None:
+                return
+            os.close(self._fd)
+            for mapping in (self._all, *self._writable.values()):
+                mapping.close()
+            # Dropped, not only closed: where views live, theirs must be the last references.
+            self._all = None
+            self._writable.clear()
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _slot_place(self, slot: int) -> RecordPlace:
+        at = self._geometry.slot_header_offset(slot)
+        return RecordPlace(at, fmt.SLOT_COPY_BYTES, binary.SLOT_BYTES, record.KIND_SLOT, slot)
+
+    def _view(self, dtype: type[_Scalar], at: int, count: int, writable: bool) -> NDArray[_Scalar]:
+        everything = self._everything()
+        if count == 0:
+            return np.empty(0, dtype)
+        if not writable:
+            return everything.view(dtype, at, count)
+        length = count * np.dtype(dtype).itemsize
+        return self._writable_mapping(at, length).view(dtype, 0, count)
+
+    def _everything(self) -> Mapping:
+        mapping = self._all
+        if mapping is None:
+            raise ValueError(f"the arena {self.path} is closed")
+        return mapping
+
+    def _writable_mapping(self, at: int, length: int) -> Mapping:
+        with self._lock:
+            self._everything()
+            if at not in self._writable:
+                self._writable[at] = Mapping(
+                    self._fd, at, length, writable=True, name=str(self.path)
+                )
+            return self._writable[at]
+
+    def _copies(self, place: RecordPlace) -> record.Copies:
+        mapping = self._everything()
+        first = mapping.read(place.offset, place.stored_bytes)
+        return first, mapping.read(place.offset + place.copy_bytes, place.stored_bytes)
+
+    def _read(self, place: RecordPlace) -> bytes | None:
+        return record.read_settled(lambda: self._copies(place), place)
+
+    def _read_required(self, place: RecordPlace, what: str) -> bytes:
+        raw = self._read(place)
+        if raw is None:
+            raise ArenaCorruptError(_both_damaged(self.path, what))
+        return raw
+
+    def _write(self, place: RecordPlace, payload: bytes) -> None:
+        mapping = self._writable_mapping(0, self._geometry.control_bytes)
+        for store in record.plan_write(self._copies(place), place, payload):
+            mapping.write(store.offset, store.raw)
+
+
+def _both_damaged(path: Path, what: str) -> str:
+    return (
+        f"both copies of the {what} of {path} are damaged: the shard counts as lost and is "
+        "rebuilt from its stripe; remove the file"
+    )
+
+
+def _read_header(fd: int, path: Path) -> ArenaHeader:
+    binary.check_preamble(os.pread(fd, binary.PREAMBLE_BYTES, 0), str(path))
+    place = _HEADER_PLACE
+
+    def copies() -> record.Copies:
+        first = os.pread(fd, place.stored_bytes, place.offset)
+        return first, os.pread(fd, place.stored_bytes, place.offset + place.copy_bytes)
+
+    raw = record.read_settled(copies, place)
+    if raw is None:
+        files.check_length(fd, path, Geometry(1, 1, 0, 1).file_bytes, exactly=False)
+        raise ArenaCorruptError(_both_damaged(path, "arena header"))
+    return binary.unpack_header(raw)

@@ -1,0 +1,229 @@
+"""Digests: what is taken before a shard counts as sealed, and checked before it is used.
+
+A data region holds tensors, then the small objects ("meta"), then a table with one
+64-bit digest per block of what precedes it, then zeros (docs/arena-format.md).  The
+digest root covers the table and the sealed record, so 32 bytes vouch for everything.
+Digests find accidents (memory errors, stray writes, wrong blocks), not forgery: who
+can write an arena can write its digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ft import isal
+from megatron_ft.arena.format import DIGEST_BLAKE2B, DIGEST_CRC64, HASH_BYTES, round_up
+from megatron_ft.errors import ArenaCorruptError, ArenaError
+from megatron_ft.identity import SealedRecord, SnapshotId
+
+ALIGNMENT = 64
+ENTRY_BYTES = 8
+_PIECE_WORDS = 1 << 17
+
+Bytes = NDArray[np.uint8]
+Table = NDArray[np.uint64]
+
+
+class ArenaCapacityError(ArenaError):
+    """A shard does not fit into its arena's data region: it has grown since it was planned."""
+
+
+def default_algorithm() -> int:
+    """1, CRC-64 by ISA-L, where ISA-L can be loaded; else 2, BLAKE2b by hashlib."""
+    return DIGEST_CRC64 if isal.available() else DIGEST_BLAKE2B
+
+
+def digest_block(buffer: Bytes, algorithm: int) -> int:
+    """The 64-bit digest of one block; ValueError for an unknown algorithm."""
+    if algorithm == DIGEST_CRC64:
+        return isal.crc64(buffer)
+    if algorithm == DIGEST_BLAKE2B:
+        # hashlib releases the GIL for anything above 2 KiB, as does ISA-L through ctypes.
+        return int.from_bytes(hashlib.blake2b(buffer.data, digest_size=8).digest(), "little")
+    raise ValueError(f"digest algorithm {algorithm} is unknown; 1 is CRC-64, 2 is BLAKE2b")
+
+
+def digest_blocks(buffer: Bytes, block_bytes: int, algorithm: int, out: Table) -> None:
+    """Write the digest of every block of ``buffer`` into ``out``; the last block may be short.
+
+    ``buffer`` is contiguous bytes; ``out`` has table_entries(len(buffer), block_bytes)
+    entries, else ValueError.
+    """
+    entries = table_entries(buffer.size, block_bytes)
+    if out.shape != (entries,):
+        raise ValueError(f"{buffer.size} bytes have {entries} blocks; out has shape {out.shape}")
+    for number in range(entries):
+        at = number * block_bytes
+        out[number] = digest_block(buffer[at : at + block_bytes], algorithm)
+
+
+def table_entries(covered_bytes: int, block_bytes: int) -> int:
+    """Blocks in ``covered_bytes``, a last short one included."""
+    return -(-covered_bytes // block_bytes)
+
+
+def required_bytes(tensor_bytes: int, meta_capacity: int, block_bytes: int) -> int:
+    """Bytes that a data region needs for tensors, up to ``meta_capacity`` of meta, and the table.
+
+    The region itself is larger: padded to whole blocks, and to its stripe's maximum.
+    """
+    meta_offset = round_up(tensor_bytes, ALIGNMENT)
+    return _end_of_table(round_up(meta_offset + meta_capacity, ALIGNMENT), block_bytes)
+
+
+def _end_of_table(digest_offset: int, block_bytes: int) -> int:
+    return digest_offset + ENTRY_BYTES * table_entries(digest_offset, block_bytes)
+
+
+def table_root(table: Table, context: bytes) -> bytes:
+    """BLAKE2b-32 of a digest table (as little-endian u64) followed by ``context``."""
+    digest = hashlib.blake2b(np.ascontiguousarray(table, dtype="<u8").data, digest_size=HASH_BYTES)
+    digest.update(context)
+    return digest.digest()
+
+
+def digest_root(table: Table, record: SealedRecord) -> bytes:
+    """The root that belongs into ``record``: over the table and the record without a root."""
+    return table_root(table, msgspec.msgpack.encode(_with_root(record, b"")))
+
+
+def _with_root(record: SealedRecord, root: bytes) -> SealedRecord:
+    return msgspec.structs.replace(record, digest_root=root)
+
+
+def seal(
+    data: Bytes,
+    *,
+    shard_id: str,
+    snapshot: SnapshotId,
+    iteration: int,
+    tensor_bytes: int,
+    meta: bytes,
+    layout_hash: bytes,
+    block_bytes: int,
+    algorithm: int,
+    dirty_bytes: int | None = None,
+) -> SealedRecord:
+    """Finish a data region whose first ``tensor_bytes`` bytes are in place.
+
+    Writes meta, the gaps beside it, the digest table and the zeros after it, and
+    returns the record with its root.  ``dirty_bytes``: how far the region may hold
+    something else than zeros from earlier use; None means to its end.
+    ArenaCapacityError, with nothing written, if it does not fit.
+    """
+    record = _plan(shard_id, snapshot, iteration, tensor_bytes, len(meta), layout_hash, block_bytes)
+    if record.used_bytes > data.size:
+        raise ArenaCapacityError(
+            f"shard {shard_id} needs {record.used_bytes} bytes ({tensor_bytes} of tensors, "
+            f"{len(meta)} of small objects, the rest digests) and its arena holds {data.size}: "
+            "objects or tensors have grown since the layout was planned; plan it again"
+        )
+    _write_meta(data, record, meta)
+    table = _table_view(data, record)
+    digest_blocks(data[: record.digest_offset], block_bytes, algorithm, table)
+    data[record.used_bytes : data.size if dirty_bytes is None else dirty_bytes] = 0
+    return _with_root(record, digest_root(table, record))
+
+
+def _plan(
+    shard_id: str,
+    snapshot: SnapshotId,
+    iteration: int,
+    tensor_bytes: int,
+    meta_bytes: int,
+    layout_hash: bytes,
+    block_bytes: int,
+) -> SealedRecord:
+    meta_offset = round_up(tensor_bytes, ALIGNMENT)
+    digest_offset = round_up(meta_offset + meta_bytes, ALIGNMENT)
+    return SealedRecord(
+        shard_id=shard_id,
+        snapshot=snapshot,
+        iteration=iteration,
+        tensor_bytes=tensor_bytes,
+        meta_offset=meta_offset,
+        meta_bytes=meta_bytes,
+        digest_offset=digest_offset,
+        used_bytes=_end_of_table(digest_offset, block_bytes),
+        layout_hash=layout_hash,
+        digest_root=b"",
+    )
+
+
+def _write_meta(data: Bytes, record: SealedRecord, meta: bytes) -> None:
+    meta_end = record.meta_offset + record.meta_bytes
+    data[record.tensor_bytes : record.meta_offset] = 0
+    data[record.meta_offset : meta_end] = np.frombuffer(meta, np.uint8)
+    data[meta_end : record.digest_offset] = 0
+
+
+def _fits(data: Bytes, record: SealedRecord) -> bool:
+    """Whether a record's lengths are in order and inside the region, whoever wrote them."""
+    meta_end = record.meta_offset + record.meta_bytes
+    ends = (0, record.tensor_bytes, record.meta_offset, meta_end, record.digest_offset)
+    ordered = all(a <= b for a, b in zip(ends, (*ends[1:], record.used_bytes), strict=True))
+    whole = (record.used_bytes - record.digest_offset) % ENTRY_BYTES == 0
+    return ordered and whole and record.used_bytes <= data.size
+
+
+def _check_fits(data: Bytes, record: SealedRecord) -> None:
+    if not _fits(data, record):
+        raise ArenaCorruptError(
+            f"the record of {record.shard_id} describes {record.used_bytes} bytes in an order that "
+            f"a region of {data.size} bytes cannot hold"
+        )
+
+
+def _table_view(data: Bytes, record: SealedRecord) -> NDArray[Any]:
+    return data[record.digest_offset : record.used_bytes].view("<u8")
+
+
+def digest_table(data: Bytes, record: SealedRecord) -> Table:
+    """A copy of the digest table, not checked yet; ArenaCorruptError if it lies outside."""
+    _check_fits(data, record)
+    return _table_view(data, record).astype(np.uint64)
+
+
+def verify_root(data: Bytes, record: SealedRecord) -> bool:
+    """Whether the table in the region and the record are those that were sealed together."""
+    return _fits(data, record) and digest_root(_table_view(data, record), record) == (
+        record.digest_root
+    )
+
+
+def verify_shard(data: Bytes, record: SealedRecord, block_bytes: int, algorithm: int) -> list[int]:
+    """Numbers of the blocks before ``digest_offset`` whose bytes are not the sealed ones.
+
+    Empty means that every byte up to ``used_bytes`` is as sealed.  With a wrong root
+    nothing is known of any block, so every block is named, at least block 0.
+    """
+    table = digest_table(data, record) if _fits(data, record) else None
+    covered = min(max(record.digest_offset, 0), data.size)
+    entries = table_entries(covered, block_bytes)
+    if table is None or table.size != entries or digest_root(table, record) != record.digest_root:
+        return list(range(max(entries, 1)))
+    found = np.empty(entries, np.uint64)
+    digest_blocks(data[:covered], block_bytes, algorithm, found)
+    return [int(number) for number in np.flatnonzero(found != table)]
+
+
+def tail_is_zero(data: Bytes, record: SealedRecord) -> bool:
+    """Whether all bytes from ``used_bytes`` to the region's end are zero, as coding assumes."""
+    _check_fits(data, record)
+    start = min(round_up(record.used_bytes, ENTRY_BYTES), data.size)
+    end = start + (data.size - start) // ENTRY_BYTES * ENTRY_BYTES
+    if data[record.used_bytes : start].any() or data[end:].any():
+        return False
+    words = data[start:end].view(np.uint64)
+    return not any(words[at : at + _PIECE_WORDS].any() for at in range(0, words.size, _PIECE_WORDS))
+
+
+def read_meta(data: Bytes, record: SealedRecord) -> bytes:
+    """A copy of the small objects' bytes; verify the shard first.  ArenaCorruptError if outside."""
+    _check_fits(data, record)
+    return data[record.meta_offset : record.meta_offset + record.meta_bytes].tobytes()

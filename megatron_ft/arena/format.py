@@ -1,0 +1,249 @@
+"""What an arena file holds, and where: constants, geometry and the values of its records.
+
+The byte tables are in docs/arena-format.md and are packed by ``binary.py``; this
+module only knows values and offsets.  Every ``ValueError`` here names the field.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from dataclasses import dataclass
+from enum import IntEnum
+
+from megatron_ft.identity import Ancestor, SealedRecord, SnapshotId
+
+MAGIC = b"MFTARENA"
+FORMAT_VERSION = 1
+BYTE_ORDER_MARK = 0x0A0B0C0D
+PAGE_BYTES = 4096
+
+HEADER_OFFSET = 4096
+HEADER_COPY_BYTES = 8192
+PERMIT_OFFSET = 20480
+PROGRESS_OFFSET = 24576
+WORD_COPY_BYTES = 2048
+SLOT_HEADERS_OFFSET = 32768
+SLOT_COPY_BYTES = 16384
+
+MAX_SLOTS = 8
+MAX_MEMBERS = 64
+MAX_LINEAGE = 64
+SHARD_ID_BYTES = 64
+HASH_BYTES = 32
+ZERO_HASH = bytes(HASH_BYTES)
+# Far above any machine, far below what would overflow an offset of type off_t.
+MAX_REGION_BYTES = 1 << 56
+
+CODECS = ("none", "xor", "rs", "replica")
+MATRIX_NONE, MATRIX_CAUCHY, MATRIX_ONES = 0, 1, 2
+DIGEST_CRC64, DIGEST_BLAKE2B = 1, 2
+
+_SHARD_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,63}")
+
+
+def round_up(value: int, unit: int) -> int:
+    """The smallest multiple of ``unit`` that is not below ``value``."""
+    return -(-value // unit) * unit
+
+
+def check_shard_id(shard_id: str) -> None:
+    """ValueError unless the id is 1 to 64 of ``A-Z a-z 0-9 _ - .``, since it names a file."""
+    if not _SHARD_ID.fullmatch(shard_id):
+        raise ValueError(
+            f"shard id {shard_id!r}: use 1 to 64 letters, digits, '_', '-' or '.', "
+            "not starting with '-' or '.'"
+        )
+
+
+class SlotState(IntEnum):
+    """Where a slot is on its way; section "Slot states" of docs/arena-format.md."""
+
+    FREE = 0
+    CAPTURING = 1
+    SEALED = 2
+    ENCODING = 3
+    PROTECTED = 4
+    COMMITTED = 5
+    REBUILDING = 6
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of an arena and the places of its regions, all in bytes from the file's start.
+
+    ``data_bytes`` and ``parity_bytes`` are per slot; every region starts on a
+    4096-byte page.  The file is: fixed records, slot headers, then per slot
+    data, parity and the digests of the parity's blocks.
+    """
+
+    slot_count: int
+    data_bytes: int
+    parity_bytes: int
+    block_bytes: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.slot_count <= MAX_SLOTS:
+            raise ValueError(f"slot_count is {self.slot_count}; use 1 to {MAX_SLOTS}")
+        for name, least in (("data_bytes", 1), ("parity_bytes", 0), ("block_bytes", 1)):
+            if not least <= getattr(self, name) <= MAX_REGION_BYTES:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; use {least} to {MAX_REGION_BYTES} bytes"
+                )
+
+    @classmethod
+    def for_stripe(
+        cls,
+        *,
+        slot_count: int,
+        required_bytes: int,
+        data_members: int,
+        parity_members: int,
+        block_bytes: int,
+    ) -> Geometry:
+        """Geometry of a stripe's arenas: data padded to whole blocks in each of k chunks."""
+        data_bytes = round_up(max(required_bytes, 1), data_members * block_bytes)
+        return cls(slot_count, data_bytes, parity_members * data_bytes // data_members, block_bytes)
+
+    @property
+    def parity_blocks(self) -> int:
+        """Entries of one slot's parity digest table."""
+        return -(-self.parity_bytes // self.block_bytes)
+
+    @property
+    def control_bytes(self) -> int:
+        """Bytes before the first slot's data: fixed records and slot headers."""
+        return SLOT_HEADERS_OFFSET + self.slot_count * 2 * SLOT_COPY_BYTES
+
+    @property
+    def slot_span(self) -> int:
+        """Bytes from one slot's data to the next one's."""
+        return self._parity_digest_start + round_up(8 * self.parity_blocks, PAGE_BYTES)
+
+    @property
+    def file_bytes(self) -> int:
+        """Length of the whole file."""
+        return self.control_bytes + self.slot_count * self.slot_span
+
+    def slot_header_offset(self, slot: int) -> int:
+        """Where the two copies of a slot's header start."""
+        return SLOT_HEADERS_OFFSET + self._checked(slot) * 2 * SLOT_COPY_BYTES
+
+    def data_offset(self, slot: int) -> int:
+        """Where a slot's data region starts."""
+        return self.control_bytes + self._checked(slot) * self.slot_span
+
+    def parity_offset(self, slot: int) -> int:
+        """Where a slot's parity region starts."""
+        return self.data_offset(slot) + round_up(self.data_bytes, PAGE_BYTES)
+
+    def parity_digest_offset(self, slot: int) -> int:
+        """Where the digests of a slot's parity blocks start."""
+        return self.data_offset(slot) + self._parity_digest_start
+
+    @property
+    def _parity_digest_start(self) -> int:
+        return round_up(self.data_bytes, PAGE_BYTES) + round_up(self.parity_bytes, PAGE_BYTES)
+
+    def _checked(self, slot: int) -> int:
+        if not 0 <= slot < self.slot_count:
+            raise ValueError(f"slot {slot} does not exist; the arena has {self.slot_count}")
+        return slot
+
+
+@dataclass(frozen=True)
+class ArenaHeader:
+    """Whose arena this is and how its bytes are protected.
+
+    ``lineage`` has the newest ancestor last, the last one being this incarnation with
+    the snapshot it started from; only the newest 64 are stored.  ``members`` are the
+    shard ids of the stripe in order, k + m of them, this shard at ``member_index``.
+    ``codec`` is one of "none", "xor", "rs", "replica"; ``matrix`` 1 is Cauchy, 2 all
+    ones, 0 none; ``digest_algorithm`` 1 is CRC-64 (ECMA, reflected), 2 BLAKE2b of 8 bytes.
+    Inconsistent values raise ValueError.
+    """
+
+    job: uuid.UUID
+    shard_id: str
+    incarnation: int
+    lineage: tuple[Ancestor, ...]
+    codec: str
+    matrix: int
+    data_members: int
+    parity_members: int
+    member_index: int
+    members: tuple[str, ...]
+    digest_algorithm: int
+    geometry: Geometry
+
+    def __post_init__(self) -> None:
+        for shard_id in (self.shard_id, *self.members):
+            check_shard_id(shard_id)
+        self._check_codec()
+        self._check_members()
+        self._check_geometry()
+
+    def _check_codec(self) -> None:
+        if self.codec not in CODECS:
+            raise ValueError(f"codec is {self.codec!r}; known: {', '.join(CODECS)}")
+        if self.matrix not in (MATRIX_NONE, MATRIX_CAUCHY, MATRIX_ONES):
+            raise ValueError(f"matrix is {self.matrix}; known: 0 none, 1 Cauchy, 2 all ones")
+        if self.digest_algorithm not in (DIGEST_CRC64, DIGEST_BLAKE2B):
+            raise ValueError(f"digest_algorithm is {self.digest_algorithm}; known: 1, 2")
+        if self.codec == "none" and self.parity_members:
+            raise ValueError(f"codec none with {self.parity_members} parity members; use 0")
+
+    def _check_members(self) -> None:
+        count = len(self.members)
+        if not 1 <= count <= MAX_MEMBERS:
+            raise ValueError(f"{count} members; a stripe has 1 to {MAX_MEMBERS}")
+        if self.data_members < 1 or self.parity_members < 0:
+            raise ValueError(f"k={self.data_members}, m={self.parity_members}; use k >= 1, m >= 0")
+        if self.data_members + self.parity_members != count:
+            raise ValueError(f"k={self.data_members} + m={self.parity_members} is not {count}")
+        if len(set(self.members)) != count:
+            raise ValueError(f"members {self.members} are not all different")
+        if not 0 <= self.member_index < count or self.members[self.member_index] != self.shard_id:
+            raise ValueError(f"member {self.member_index} of {self.members} is not {self.shard_id}")
+
+    def _check_geometry(self) -> None:
+        sizes = self.geometry
+        unit = self.data_members * sizes.block_bytes
+        if sizes.data_bytes % unit:
+            raise ValueError(f"data_bytes {sizes.data_bytes} is no multiple of k blocks, {unit}")
+        if sizes.parity_bytes != self.parity_members * sizes.data_bytes // self.data_members:
+            raise ValueError(f"parity_bytes {sizes.parity_bytes} is not data_bytes * m / k")
+
+
+@dataclass(frozen=True)
+class SlotHeader:
+    """State of one slot, data and parity together; what is not known yet has its default.
+
+    ``parity_root`` is the root of the parity's digest table, 32 bytes; ``stripe_table``
+    has one record per stripe member in order, and is empty until the slot is protected.
+    """
+
+    state: SlotState = SlotState.FREE
+    snapshot: SnapshotId | None = None
+    iteration: int = -1
+    local_only: bool = False
+    record: SealedRecord | None = None
+    parity_valid: bool = False
+    parity_root: bytes = ZERO_HASH
+    stripe_table: tuple[SealedRecord, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.parity_root) != HASH_BYTES:
+            raise ValueError(f"parity_root has {len(self.parity_root)} bytes; it has {HASH_BYTES}")
+        if len(self.stripe_table) > MAX_MEMBERS:
+            raise ValueError(f"stripe_table has {len(self.stripe_table)} of {MAX_MEMBERS} records")
+
+
+@dataclass(frozen=True)
+class Permit:
+    """Leave to capture ``snapshot`` at ``iteration`` into ``slot``, unless ``revoked``."""
+
+    snapshot: SnapshotId
+    iteration: int
+    slot: int
+    revoked: bool = False
