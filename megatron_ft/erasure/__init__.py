@@ -1,0 +1,1 @@
+"""Erasure coding of sealed shards over MPI: stripes, codecs, encode, rebuild, verify."""

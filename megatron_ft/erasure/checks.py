@@ -1,0 +1,141 @@
+"""Is a block what it was when its shard was sealed?  Asked before it is coded or used."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Protocol
+
+import numpy as np
+
+from megatron_ft.arena.digest import digest_blocks, digest_root
+from megatron_ft.erasure.member import Digests, MemberView, StripeCode
+from megatron_ft.errors import CorruptBlockError
+from megatron_ft.identity import SealedRecord
+from megatron_ft.isal import Bytes
+
+
+class CorruptMemberError(CorruptBlockError):
+    """A member's bytes, digest table or record are wrong; that member counts as lost.
+
+    ``shard_id`` names it; ``block`` is the block's number in its data or parity region,
+    or None if a whole table is wrong.
+    """
+
+    def __init__(self, shard_id: str, what: str, block: int | None = None) -> None:
+        """``what`` continues the sentence that begins with the shard's name."""
+        place = "" if block is None else f", block {block}"
+        super().__init__(
+            f"shard {shard_id}{place}: {what}; it counts as lost and must be rebuilt from the "
+            "other members of its stripe"
+        )
+        self.shard_id, self.block = shard_id, block
+
+
+class Check(Protocol):
+    """Looks for wrong blocks in one region of one member."""
+
+    def bad_blocks(self, offset: int, piece: Bytes) -> list[int]:
+        """Numbers of the wrong blocks of whole blocks of bytes that lie at ``offset``."""
+        ...
+
+    def require(self, offset: int, piece: Bytes) -> None:
+        """CorruptMemberError naming the first wrong block, if there is one."""
+        ...
+
+
+class DataCheck:
+    """A shard's data against its digest table, which is first checked against its root.
+
+    Bytes of the table itself are compared with the table that was exchanged, bytes
+    after it with zero.
+    """
+
+    def __init__(self, code: StripeCode, record: SealedRecord, table: Bytes) -> None:
+        """CorruptMemberError if table and record do not belong together."""
+        self._code, self._record, self._bytes = code, record, table
+        blocks = -(-record.digest_offset // code.block_bytes)
+        if not 0 <= record.digest_offset <= record.used_bytes <= code.data_bytes:
+            raise CorruptMemberError(record.shard_id, f"its record has impossible lengths {record}")
+        if table.nbytes != record.used_bytes - record.digest_offset or table.nbytes != 8 * blocks:
+            raise CorruptMemberError(record.shard_id, "its digest table has the wrong length")
+        self._table = table.view("<u8")
+        if digest_root(self._table, record) != record.digest_root:
+            raise CorruptMemberError(record.shard_id, "its digest table does not match its root")
+
+    def bad_blocks(self, offset: int, piece: Bytes) -> list[int]:
+        """See Check."""
+        code, record = self._code, self._record
+        covered = _clip(record.digest_offset - offset, piece)
+        in_table = _clip(record.used_bytes - offset, piece)
+        first = offset // code.block_bytes
+        bad = first + np.flatnonzero(
+            _digests(code, piece[:covered]) != self._table[first : first + _blocks(code, covered)]
+        )
+        if self._tail_matches(offset, piece, covered, in_table):
+            return [int(block) for block in bad]
+        return sorted({int(block) for block in bad} | {(offset + covered) // code.block_bytes})
+
+    def require(self, offset: int, piece: Bytes) -> None:
+        """See Check."""
+        for block in self.bad_blocks(offset, piece):
+            raise CorruptMemberError(
+                self._record.shard_id, "its data does not match the digest taken at capture", block
+            )
+
+    def _tail_matches(self, offset: int, piece: Bytes, covered: int, in_table: int) -> bool:
+        start = offset + covered - self._record.digest_offset
+        part = self._bytes[start : start + in_table - covered] if in_table > covered else ()
+        return np.array_equal(piece[covered:in_table], part) and not piece[in_table:].any()
+
+
+class ParityCheck:
+    """A member's parity against the digests that were taken when it was computed."""
+
+    def __init__(self, code: StripeCode, shard_id: str, digests: Digests, root: bytes) -> None:
+        """CorruptMemberError if the digests do not match their root."""
+        self._code, self._shard_id, self._digests = code, shard_id, digests
+        if digests.size != code.parity_blocks or parity_root(digests) != root:
+            raise CorruptMemberError(shard_id, "its parity digests do not match their root")
+
+    def bad_blocks(self, offset: int, piece: Bytes) -> list[int]:
+        """See Check."""
+        first = offset // self._code.block_bytes
+        wanted = self._digests[first : first + _blocks(self._code, piece.nbytes)]
+        return [int(b) for b in first + np.flatnonzero(_digests(self._code, piece) != wanted)]
+
+    def require(self, offset: int, piece: Bytes) -> None:
+        """See Check."""
+        for block in self.bad_blocks(offset, piece):
+            raise CorruptMemberError(self._shard_id, "its parity does not match its digest", block)
+
+
+def parity_root(digests: Digests) -> bytes:
+    """BLAKE2b-32 over the parity's digests as little-endian 64-bit numbers."""
+    return hashlib.blake2b(digests.astype("<u8").tobytes(), digest_size=32).digest()
+
+
+def digest_table_of(member: MemberView) -> Bytes:
+    """The digest table inside a member's data; empty if the record cannot be right."""
+    record = member.record
+    assert record is not None, "a lost member has no digest table"
+    return member.data[max(record.digest_offset, 0) : max(record.used_bytes, 0)]
+
+
+def parity_digests_of(code: StripeCode, parity: Bytes) -> Digests:
+    """Digests of the parity as it is in memory now."""
+    return _digests(code, parity)
+
+
+def _digests(code: StripeCode, piece: Bytes) -> Digests:
+    out = np.zeros(_blocks(code, piece.nbytes), np.uint64)
+    if piece.nbytes:
+        digest_blocks(piece, code.block_bytes, code.digest_algorithm, out)
+    return out
+
+
+def _blocks(code: StripeCode, length: int) -> int:
+    return -(-length // code.block_bytes)
+
+
+def _clip(length: int, piece: Bytes) -> int:
+    return max(0, min(length, piece.nbytes))

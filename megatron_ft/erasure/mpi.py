@@ -1,0 +1,56 @@
+"""The transport over MPI.  Importing this module starts MPI in the process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from mpi4py import MPI
+
+from megatron_ft.erasure.transport import Pending
+from megatron_ft.isal import Bytes
+
+
+class MpiTransport:
+    """Non-blocking sends and receives of an MPI communicator, by default the whole world.
+
+    Errors of MPI are raised as ``MPI.Exception``; after one the world is unusable.
+    """
+
+    def __init__(self, communicator: MPI.Intracomm | None = None) -> None:
+        """Make the counter start at zero; one communicator may serve many transports."""
+        self._communicator = MPI.COMM_WORLD if communicator is None else communicator
+        self._bytes_sent = 0
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._communicator.Get_rank()
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return self._communicator.Get_size()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes given to ``isend`` so far."""
+        return self._bytes_sent
+
+    def isend(self, buffer: Bytes, peer: int, tag: int) -> Pending:
+        """Start sending the whole buffer, which may be read-only memory."""
+        self._bytes_sent += buffer.nbytes
+        return self._communicator.Isend([buffer, MPI.BYTE], peer, tag)
+
+    def irecv(self, buffer: Bytes, peer: int, tag: int) -> Pending:
+        """Start receiving exactly the buffer's length."""
+        return self._communicator.Irecv([buffer, MPI.BYTE], peer, tag)
+
+    def waitall(self, pending: Sequence[Pending]) -> None:
+        """Wait until all these transfers are finished."""
+        MPI.Request.Waitall([cast(MPI.Request, request) for request in pending])
+
+
+def abort(code: int) -> None:
+    """End all processes of the world at once, whatever they wait for."""
+    MPI.COMM_WORLD.Abort(code)

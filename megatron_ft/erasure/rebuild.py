@@ -1,0 +1,285 @@
+"""Bring lost members of a stripe back: data and parity, from any k survivors of each row.
+
+The work goes round: piece by piece and row by row, another survivor gathers k pieces,
+solves for the lost ones, and sends them to where they belong.  So each survivor
+sends and receives an even share, L N/(N-1) bytes for one lost member, instead of one
+that takes k L bytes in through its one network link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import numpy as np
+
+from megatron_ft.arena.digest import tail_is_zero, verify_shard
+from megatron_ft.erasure.checks import (
+    Check,
+    CorruptMemberError,
+    DataCheck,
+    ParityCheck,
+    parity_digests_of,
+    parity_root,
+)
+from megatron_ft.erasure.codec import Codec, Kernel
+from megatron_ft.erasure.encode import open_row_codec
+from megatron_ft.erasure.introduce import agreed_table, introduce
+from megatron_ft.erasure.member import (
+    MemberView,
+    StripeCode,
+    chunk_of,
+    spare_pieces,
+)
+from megatron_ft.erasure.transport import Kind, Link, Pending, Transport, Window, barrier
+from megatron_ft.errors import UnrecoverableError
+from megatron_ft.identity import SealedRecord
+from megatron_ft.isal import Bytes
+
+_Checks = tuple[DataCheck, ParityCheck]
+
+
+@dataclass(frozen=True)
+class RebuildResult:
+    """What a member stores afterwards; for a survivor all of it is as it was before."""
+
+    record: SealedRecord
+    parity_root: bytes
+    stripe_table: tuple[SealedRecord, ...]
+
+
+def rebuild(
+    code: StripeCode,
+    member: MemberView,
+    transport: Transport,
+    peers: Sequence[int],
+    lost: Collection[int],
+    *,
+    index: int | None = None,
+    codec: Codec | None = None,
+) -> RebuildResult:
+    """Recompute data, parity and parity digests of the ``lost`` members, by member number.
+
+    All members call this together, lost ones with writable data.  Survivors' blocks are
+    checked before use; a wrong one raises CorruptMemberError that names its shard,
+    which then counts as lost: call again with it among ``lost``.  A lost member's data
+    is checked in full against the stripe's table before this returns on any member.
+    UnrecoverableError if more than m members are lost, before any byte moves.
+    """
+    member.require_fit(code)
+    task = _Task(code, tuple(sorted(set(lost))))
+    link = Link(transport, peers, index)
+    introductions = introduce(link, member, frozenset(task.lost))
+    table = agreed_table(introductions, code.members)
+    # Lost members make the checks too, so that a bad table raises on every member alike.
+    checks = {n: (i.data_check(code), i.parity_check(code)) for n, i in introductions.items()}
+    if link.member in task.lost:
+        _Receiver(link, task, member).run()
+        _require_rebuilt(code, member, table[link.member])
+    else:
+        _Survivor(link, task, member, checks, codec or open_row_codec(code)).run()
+    barrier(link)
+    return RebuildResult(table[link.member], parity_root(member.parity_digests), table)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """One piece of one row: ``sources`` are k survivors, the first of which solves it."""
+
+    row: int
+    part: slice
+    sources: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Task:
+    """Who solves what: the same on every member, without a word between them."""
+
+    code: StripeCode
+    lost: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        members, parity = self.code.members, self.code.parity_members
+        if not all(0 <= number < members for number in self.lost):
+            raise ValueError(f"lost members {self.lost} of a stripe of {members}")
+        if len(self.lost) > parity:
+            raise UnrecoverableError(
+                f"{len(self.lost)} of {members} members of a stripe are lost, its parity makes up "
+                f"for {parity}; an older snapshot or a checkpoint must serve"
+            )
+
+    @cached_property
+    def survivors(self) -> tuple[int, ...]:
+        return tuple(n for n in range(self.code.members) if n not in self.lost)
+
+    @cached_property
+    def parts(self) -> tuple[slice, ...]:
+        return tuple(self.code.pieces())
+
+    @property
+    def rounds(self) -> int:
+        """In one round, each survivor solves one unit (in the last one, maybe none)."""
+        units = len(self.parts) * self.code.members if self.lost else 0
+        return -(-units // len(self.survivors))
+
+    def unit(self, round_number: int, solver: int) -> _Unit | None:
+        """The unit that the solver, counted among survivors, has in a round."""
+        count = len(self.survivors)
+        piece, row = divmod(round_number * count + solver % count, self.code.members)
+        if piece >= len(self.parts):
+            return None
+        rotated = [self.survivors[(solver + s) % count] for s in range(self.code.data_members)]
+        return _Unit(row, self.parts[piece], tuple(rotated))
+
+
+def _place(code: StripeCode, member: MemberView, symbol: int, part: slice) -> Bytes:
+    """Where a member keeps a piece of a symbol."""
+    region = member.parity if code.layout.is_parity(symbol) else member.data
+    return chunk_of(code, region, code.layout.chunk(symbol))[part]
+
+
+class _Survivor:
+    """Solves one unit a round, and gives k-1 pieces to the other solvers."""
+
+    def __init__(
+        self,
+        link: Link,
+        task: _Task,
+        member: MemberView,
+        checks: Mapping[int, _Checks],
+        codec: Codec,
+    ) -> None:
+        self._link, self._task, self._member, self._codec = link, task, member, codec
+        self._code, self._window = task.code, Window(link)
+        self._own_place = task.survivors.index(link.member)
+        self._last_step = max(1, self._code.data_members - 1)
+        self._checks = checks
+        self._gathered = [spare_pieces(self._code, codec.data_members) for _ in range(2)]
+        self._solved = [spare_pieces(self._code, len(task.lost)) for _ in range(2)]
+        self._kernels: dict[tuple[tuple[int, ...], tuple[int, ...]], Kernel] = {}
+
+    def run(self) -> None:
+        """As in encoding, results go out after the next round's first transfer was started."""
+        for number in range(self._task.rounds):
+            self._gather(number, range(1, 2))
+            if number:
+                self._give_back(number - 1)
+            self._gather(number, range(2, self._last_step + 1))
+        self._window.drain()
+        if self._task.rounds:
+            self._give_back(self._task.rounds - 1)
+        self._window.drain()
+
+    def _gather(self, number: int, steps: range) -> None:
+        for step in steps:
+            self._window.post(
+                partial(self._swap, number, step), partial(self._arrived, number, step)
+            )
+
+    def _swap(self, number: int, step: int) -> list[Pending]:
+        """Receive our unit's source number ``step``, be that for another solver's unit."""
+        mine = self._task.unit(number, self._own_place)
+        other = self._task.unit(number, self._own_place - step)
+        started: list[Pending] = []
+        if step >= self._code.data_members:
+            return started  # whole copies: the solver has its only source itself
+        if mine is not None:
+            buffer = _cut(self._gathered[number % 2][step], mine.part)
+            started.append(self._link.receive(buffer, mine.sources[step], Kind.SOURCE))
+        if other is not None:
+            symbol = self._code.layout.symbol(other.row, self._link.member)
+            piece = _place(self._code, self._member, symbol, other.part)
+            started.append(self._link.send(piece, other.sources[0], Kind.SOURCE))
+        return started
+
+    def _arrived(self, number: int, step: int) -> None:
+        if step == self._last_step:
+            self._solve(number)
+
+    def _solve(self, number: int) -> None:
+        unit = self._task.unit(number, self._own_place)
+        if unit is None:
+            return
+        symbols = [self._code.layout.symbol(unit.row, n) for n in unit.sources]
+        own = _place(self._code, self._member, symbols[0], unit.part)
+        others = self._gathered[number % 2][1 : len(symbols)]
+        pieces = [own, *(_cut(buffer, unit.part) for buffer in others)]
+        for source, symbol, piece in zip(unit.sources, symbols, pieces, strict=True):
+            self._check(source, symbol, unit.part, piece)
+        wanted = tuple(self._code.layout.symbol(unit.row, n) for n in self._task.lost)
+        outputs = [_cut(buffer, unit.part) for buffer in self._solved[number % 2]]
+        self._kernel(wanted, tuple(symbols))(pieces, outputs)
+
+    def _check(self, source: int, symbol: int, part: slice, piece: Bytes) -> None:
+        layout = self._code.layout
+        data_check, parity_check = self._checks[source]
+        check: Check = parity_check if layout.is_parity(symbol) else data_check
+        check.require(layout.chunk(symbol) * self._code.chunk_bytes + part.start, piece)
+
+    def _kernel(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Kernel:
+        key = wanted, given
+        if key not in self._kernels:
+            self._kernels[key] = self._codec.kernel(wanted, given)
+        return self._kernels[key]
+
+    def _give_back(self, number: int) -> None:
+        unit = self._task.unit(number, self._own_place)
+        if unit is None:
+            return
+        for place, target in enumerate(self._task.lost):
+            self._window.post(partial(self._send_result, number, unit, place, target))
+
+    def _send_result(self, number: int, unit: _Unit, place: int, target: int) -> list[Pending]:
+        output = _cut(self._solved[number % 2][place], unit.part)
+        started = [self._link.send(output, target, Kind.RESULT)]
+        if self._code.layout.is_parity(self._code.layout.symbol(unit.row, target)):
+            digests = parity_digests_of(self._code, output).view(np.uint8)
+            started.append(self._link.send(digests, target, Kind.DIGEST))
+        return started
+
+
+class _Receiver:
+    """Takes the pieces of a lost member in the order in which survivors solve them."""
+
+    def __init__(self, link: Link, task: _Task, member: MemberView) -> None:
+        self._link, self._task, self._member = link, task, member
+        self._code, self._window = task.code, Window(link)
+
+    def run(self) -> None:
+        for number in range(self._task.rounds):
+            for solver in range(len(self._task.survivors)):
+                unit = self._task.unit(number, solver)
+                if unit is not None:
+                    self._window.post(partial(self._receive, unit))
+        self._window.drain()
+
+    def _receive(self, unit: _Unit) -> list[Pending]:
+        code, source = self._code, unit.sources[0]
+        symbol = code.layout.symbol(unit.row, self._link.member)
+        home = _place(code, self._member, symbol, unit.part)
+        started = [self._link.receive(home, source, Kind.RESULT)]
+        if code.layout.is_parity(symbol):
+            first = code.layout.chunk(symbol) * code.chunk_blocks
+            blocks = code.blocks(unit.part)
+            digests = self._member.parity_digests[first + blocks.start : first + blocks.stop]
+            started.append(self._link.receive(digests.view(np.uint8), source, Kind.DIGEST))
+        return started
+
+
+def _require_rebuilt(code: StripeCode, member: MemberView, record: SealedRecord) -> None:
+    bad = verify_shard(member.data, record, code.block_bytes, code.digest_algorithm)
+    if bad or not tail_is_zero(member.data, record):
+        first = min(bad, default=record.used_bytes // code.block_bytes)
+        raise CorruptMemberError(
+            record.shard_id, "its rebuilt data does not match the stripe's table", first
+        )
+    wrong = np.flatnonzero(parity_digests_of(code, member.parity) != member.parity_digests)
+    if wrong.size:
+        raise CorruptMemberError(
+            record.shard_id, "its rebuilt parity is not what was computed", int(wrong[0])
+        )
+
+
+def _cut(buffer: Bytes, part: slice) -> Bytes:
+    return buffer[: part.stop - part.start]

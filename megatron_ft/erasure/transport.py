@@ -1,0 +1,180 @@
+"""How encoders move bytes: a small interface, and the order in which it is used.
+
+Every member walks through one global sequence of messages and has at most two peers
+in flight; all peers at once would collide at the receivers.  Waits are always for the
+oldest exchange, so whoever is waited for can always go on, and no cycle can form.
+Waiting has no deadline of its own: MPI cannot give up on one message.  A world that
+hangs is ended from outside by the SMP, which loses nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from megatron_ft.erasure.scheme import MAX_MEMBERS
+from megatron_ft.isal import Bytes
+
+Pending = object
+"""A transfer that was started and not waited for; only its transport knows what it is."""
+
+PEERS_IN_FLIGHT = 2
+
+
+class Transport(Protocol):
+    """Point-to-point transfers between the processes of one world.
+
+    A buffer must stay as it is until its transfer was waited for.  Transfers between
+    two processes with one tag arrive in the order in which they were started.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many processes the world has."""
+        ...
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes given to ``isend`` so far."""
+        ...
+
+    def isend(self, buffer: Bytes, peer: int, tag: int) -> Pending:
+        """Start sending the whole buffer."""
+        ...
+
+    def irecv(self, buffer: Bytes, peer: int, tag: int) -> Pending:
+        """Start receiving exactly the buffer's length."""
+        ...
+
+    def waitall(self, pending: Sequence[Pending]) -> None:
+        """Wait until all these transfers are finished."""
+        ...
+
+
+class Kind(IntEnum):
+    """What a message carries; part of its tag."""
+
+    LENGTH = 0
+    BODY = 1
+    SOURCE = 2
+    RESULT = 3
+    DIGEST = 4
+
+
+class Link:
+    """A transport as seen by one member of one stripe: peers are member numbers."""
+
+    def __init__(self, transport: Transport, peers: Sequence[int], member: int | None) -> None:
+        """``peers`` are the members' ranks, in stripe order; ``member`` defaults to our rank's.
+
+        ValueError if a rank stands for two members, or if we are none of them.
+        """
+        self._transport, self._peers = transport, tuple(peers)
+        if len(set(self._peers)) != len(self._peers) and member is None:
+            raise ValueError(f"one encoder stands for two members of a stripe: ranks {peers}")
+        if transport.rank not in self._peers:
+            raise ValueError(f"rank {transport.rank} is no member of the stripe of ranks {peers}")
+        self.member = self._peers.index(transport.rank) if member is None else member
+        assert self._peers[self.member] == transport.rank, "this member lives in another process"
+        assert len(self._peers) <= MAX_MEMBERS, "tags have no room for so many members"
+
+    @property
+    def members(self) -> int:
+        """N."""
+        return len(self._peers)
+
+    def send(self, buffer: Bytes, member: int, kind: Kind) -> Pending:
+        """Start sending to a member."""
+        tag = _tag(kind, self.member, member % self.members)
+        return self._transport.isend(buffer, self._peers[member % self.members], tag)
+
+    def receive(self, buffer: Bytes, member: int, kind: Kind) -> Pending:
+        """Start receiving from a member."""
+        tag = _tag(kind, member % self.members, self.member)
+        return self._transport.irecv(buffer, self._peers[member % self.members], tag)
+
+    def wait(self, pending: Sequence[Pending]) -> None:
+        """Wait for all of these."""
+        self._transport.waitall(pending)
+
+
+class Window:
+    """At most two exchanges in flight, finished in the order in which they were started."""
+
+    def __init__(self, link: Link) -> None:
+        """An empty window."""
+        self._link = link
+        self._flight: deque[tuple[Sequence[Pending], Callable[[], None] | None]] = deque()
+
+    def post(
+        self, start: Callable[[], Sequence[Pending]], then: Callable[[], None] | None = None
+    ) -> None:
+        """Make room, start an exchange, and do ``then`` once it is finished.
+
+        ``start`` runs after older exchanges were finished, so it may send what they made.
+        """
+        while len(self._flight) >= PEERS_IN_FLIGHT:
+            self._finish_oldest()
+        self._flight.append((start(), then))
+
+    def drain(self) -> None:
+        """Finish everything."""
+        while self._flight:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        pending, then = self._flight.popleft()
+        self._link.wait(pending)
+        if then is not None:
+            then()
+
+
+def exchange(link: Link, blob: bytes, silent: frozenset[int] = frozenset()) -> Mapping[int, bytes]:
+    """Everyone's blob, by member; ``silent`` members only listen, and their blob is left out."""
+    lengths = {m: np.zeros(8, np.uint8) for m in range(link.members) if m not in silent}
+    mine = np.frombuffer(len(blob).to_bytes(8, "little"), np.uint8)
+    _shift(link, mine, lengths, silent, Kind.LENGTH)
+    bodies = {
+        m: np.empty(int.from_bytes(n.tobytes(), "little"), np.uint8) for m, n in lengths.items()
+    }
+    _shift(link, np.frombuffer(blob, np.uint8), bodies, silent, Kind.BODY)
+    return {m: body.tobytes() for m, body in bodies.items()} | (
+        {} if link.member in silent else {link.member: blob}
+    )
+
+
+def barrier(link: Link) -> None:
+    """Return once every member has come here."""
+    exchange(link, b"")
+
+
+def _shift(
+    link: Link, mine: Bytes, others: Mapping[int, Bytes], silent: frozenset[int], kind: Kind
+) -> None:
+    window, speaks = Window(link), link.member not in silent
+
+    def swap(to: int, source: int) -> list[Pending]:
+        started = [link.send(mine, to, kind)] if speaks else []
+        if source in others:
+            started.append(link.receive(others[source], source, kind))
+        return started
+
+    for step in range(1, link.members):
+        to, source = (link.member + step) % link.members, (link.member - step) % link.members
+        window.post(partial(swap, to, source))
+    window.drain()
+
+
+def _tag(kind: Kind, source: int, target: int) -> int:
+    """Below 32768, the largest tag that every MPI must have."""
+    return (int(kind) * MAX_MEMBERS + source) * MAX_MEMBERS + target
