@@ -1,0 +1,1 @@
+"""From what survived to a running job: inventory, decision, rebuild, restore."""

@@ -1,0 +1,1 @@
+"""The snapshot management process: one daemon per node that owns the node's arenas."""

@@ -1,0 +1,198 @@
+"""The trainer's side of the Unix socket to its node's SMP.
+
+One thread owns the socket.  The training thread waits for answers only at start-up;
+everything on the hot path is handed over and forgotten.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from megatron_ft import errors
+from megatron_ft.environment import ProcessEnvironment
+from megatron_ft.errors import ControlPlaneError, MegatronFTError
+from megatron_ft.identity import SealedRecord, SnapshotId
+from megatron_ft.smp import messages as m
+
+log = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_SECONDS = 60.0
+OutcomeCallback = Callable[[SnapshotId, str], None]
+
+
+@dataclass(frozen=True)
+class RestoreOffer:
+    """A snapshot of this shard that the job has agreed to load, and where it lies.
+
+    ``source`` is "memory" for the node's own, "parity" for a rebuilt one.
+    """
+
+    arena_path: Path
+    slot: int
+    record: SealedRecord
+    source: str
+
+
+class TrainerClient:
+    """Connection of one trainer rank to its SMP.
+
+    Call ``hello`` once, ``prepare`` once the layout is known, then report each capture's
+    end with ``sealed``, ``missed`` or ``abandoned``.  ``on_outcome`` is called from the
+    client's thread with "protected", "committed" or "aborted".
+    """
+
+    def __init__(self, environment: ProcessEnvironment, rank: int, local_rank: int = 0) -> None:
+        self._environment = environment
+        self._rank, self._local_rank = rank, local_rank
+        self.shard_id = ""
+        self.on_outcome: OutcomeCallback | None = None
+        self._answers: queue.SimpleQueue[m.Message] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[m.Message | None] = queue.SimpleQueue()
+        self._wake_read, self._wake_write = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="megatron-ft-client", daemon=True)
+        self._thread.start()
+
+    def hello(
+        self, shard_id: str, coordinates: tuple[int, ...], world_size: int
+    ) -> RestoreOffer | None:
+        """Register this process as the writer of ``shard_id``; the snapshot to load, if any."""
+        self.shard_id = shard_id
+        message = m.Hello(
+            pid=os.getpid(),
+            rank=self._rank,
+            world_size=world_size,
+            local_index=self._local_rank,
+            shard_id=shard_id,
+            coordinates=coordinates,
+            incarnation=self._environment.incarnation,
+        )
+        welcome = self._ask(message, m.Welcome, HELLO_TIMEOUT_SECONDS)
+        assert isinstance(welcome, m.Welcome)
+        if welcome.restore is None or welcome.arena is None:
+            return None
+        return RestoreOffer(Path(welcome.arena), welcome.slot, welcome.restore, welcome.source)
+
+    def prepare(
+        self, layout_hash: bytes, required_bytes: int, interval: int, timeout: float = 600.0
+    ) -> Path:
+        """Ask for an arena of ``required_bytes`` data bytes and wait for it; returns its path.
+
+        All ranks must ask before any is answered, because stripes are padded to their
+        longest member.  Raises the error for which the job refused, ControlPlaneError
+        after ``timeout`` seconds.
+        """
+        request = m.Prepare(self.shard_id, layout_hash, required_bytes, interval)
+        answer = self._ask(request, m.Prepared, timeout)
+        assert isinstance(answer, m.Prepared)
+        return Path(answer.arena)
+
+    def sealed(self, snapshot: SnapshotId, record: SealedRecord) -> None:
+        """Everything of ``snapshot`` is in its slot, digests included."""
+        assert record.snapshot == snapshot
+        self._send(m.Sealed(record))
+
+    def missed(self, snapshot: SnapshotId) -> None:
+        """The permitted iteration passed without a capture."""
+        self._send(m.Missed(self.shard_id, snapshot))
+
+    def abandoned(self, snapshot: SnapshotId, reason: str) -> None:
+        """The capture ended without a result; nothing writes to the slot any more."""
+        self._send(m.Abandoned(self.shard_id, snapshot, reason))
+
+    def restored(self, snapshot: SnapshotId, seconds: float, source: str) -> None:
+        """The shard was loaded and verified."""
+        self._send(m.Restored(self.shard_id, snapshot, seconds, source))
+
+    def corrupt(self, snapshot: SnapshotId, blocks: int) -> None:
+        """The shard's bytes of ``snapshot`` fail their digests: it counts as lost from now on."""
+        self._send(m.CorruptShard(self.shard_id, snapshot, blocks))
+
+    def cost(
+        self, snapshot: SnapshotId, stall_seconds: float, copy_seconds: float, copied_bytes: int
+    ) -> None:
+        """What a capture cost the training thread, and how long its copy took."""
+        self._send(
+            m.CaptureCost(self.shard_id, snapshot, stall_seconds, copy_seconds, copied_bytes)
+        )
+
+    def close(self) -> None:
+        """Flush what is queued and end the thread."""
+        self._outbox.put(None)
+        os.write(self._wake_write, b"x")
+        self._thread.join(timeout=10.0)
+
+    def _ask(self, request: m.Message, wanted: type[m.Message], timeout: float) -> m.Message:
+        self._send(request)
+        try:
+            answer = self._answers.get(timeout=timeout)
+        except queue.Empty:
+            raise ControlPlaneError(
+                f"rank {self._rank} ({self.shard_id}) got no answer to {type(request).__name__} "
+                f"from the SMP of node {self._environment.node} at {self._environment.socket} in "
+                f"{timeout:.0f} s: other ranks may be late (`megatron-ft status` names them)"
+            ) from None
+        if isinstance(answer, m.Refused):
+            raise _error_class(answer.error)(answer.reason)
+        if not isinstance(answer, wanted):
+            raise ControlPlaneError(f"the SMP answered {type(answer).__name__} to {request!r}")
+        return answer
+
+    def _send(self, message: m.Message) -> None:
+        self._outbox.put(message)
+        os.write(self._wake_write, b"x")
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.identity = f"trainer-{self._rank}-{os.getpid()}".encode()
+        socket.linger = 2000
+        socket.connect(f"ipc://{self._environment.socket}")
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        try:
+            while self._turn(socket, dict(poller.poll())):
+                pass
+        finally:
+            socket.close()
+            context.term()
+
+    def _turn(self, socket: zmq.Socket[bytes], ready: dict[object, int]) -> bool:
+        """One round of the thread; False when it should end."""
+        if self._wake_read in ready:
+            os.read(self._wake_read, 4096)
+            while not self._outbox.empty():
+                message = self._outbox.get()
+                if message is None:
+                    return False
+                socket.send(m.encode(message))
+        if socket in ready:
+            self._received(m.decode(socket.recv()))
+        return True
+
+    def _received(self, message: m.Message) -> None:
+        if not isinstance(message, m.Outcome):
+            self._answers.put(message)
+            return
+        if self.on_outcome is None:
+            return
+        try:
+            self.on_outcome(message.snapshot, message.state)
+        except Exception:
+            log.exception("outcome %s of snapshot %s", message.state, message.snapshot)
+
+
+def _error_class(name: str) -> type[MegatronFTError]:
+    """The error that a Refused names; ControlPlaneError for names that are not ours."""
+    found = getattr(errors, name, None)
+    if isinstance(found, type) and issubclass(found, MegatronFTError):
+        return found
+    return ControlPlaneError

@@ -1,0 +1,143 @@
+"""The SMP's end of the control plane: authenticated TCP, spoken by the coordinator only."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from megatron_ft.errors import MegatronFTError
+from megatron_ft.smp import messages as m
+from megatron_ft.smp.host import NodeHost, resident_bytes
+from megatron_ft.smp.local_server import refusal
+from megatron_ft.smp.security import JobKeys
+
+
+class ControlServer:
+    """Serves one NodeHost to the coordinator."""
+
+    def __init__(
+        self, host: NodeHost, context: zmq.asyncio.Context, keys: JobKeys, address: str
+    ) -> None:
+        self._host = host
+        self._busy = asyncio.Lock()
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.linger = 1000
+        keys.protect_server(self.socket)
+        self.socket.bind(f"tcp://{address}:*")
+        host.send_coordinator = self._send_event
+
+    @property
+    def endpoint(self) -> str:
+        """Where it listens, as ``tcp://address:port``."""
+        return bytes(self.socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+    async def serve(self) -> None:
+        """Answer until cancelled."""
+        while True:
+            frames = await self.socket.recv_multipart()
+            if len(frames) != 3:
+                continue
+            identity, correlation, frame = frames
+            try:
+                request = m.decode(frame)
+            except MegatronFTError as error:
+                await self._reply(identity, correlation, refusal(error))
+                continue
+            if isinstance(request, m.Lease):
+                await self._reply(identity, correlation, self._lease(identity, request))
+            else:
+                self._host.later(self._answer(identity, correlation, request))
+
+    async def _send_event(self, identity: bytes, body: m.Message) -> None:
+        await self._reply(identity, b"", body)
+
+    async def _reply(self, identity: bytes, correlation: bytes, body: m.Message) -> None:
+        await self.socket.send_multipart([identity, correlation, m.encode(body)])
+
+    async def _answer(self, identity: bytes, correlation: bytes, request: Any) -> None:
+        """One request at a time; heartbeats overtake, so that a long one is no silence."""
+        async with self._busy:
+            try:
+                answer = await self._decide(identity, request)
+            except MegatronFTError as error:
+                answer = refusal(error)
+            await self._host.carry_out()
+        await self._reply(identity, correlation, answer)
+
+    async def _decide(self, identity: bytes, request: Any) -> m.Message:
+        host = self._host
+        if isinstance(request, m.Admit):
+            return await self._admit(identity, request)
+        if getattr(request, "incarnation", None) != host.machine.highest_incarnation:
+            return m.Refused(
+                "StaleIncarnationError",
+                f"node {host.machine.node} is at incarnation {host.machine.highest_incarnation}",
+            )
+        if isinstance(request, m.CreateArena):
+            arena = await asyncio.to_thread(host.store.allocate, request)
+            if arena is not None:
+                host.store.enter(arena, host.machine)
+        elif isinstance(request, m.ArenasReady):
+            await self._release_prepared(request)
+        elif isinstance(request, m.RestoreReady):
+            host.restore = request
+        elif isinstance(request, m.Retire):
+            await host.retire(remove_arenas=request.remove_arenas)
+        else:
+            if isinstance(request, m.Adopt):
+                host.store.keep_only(request.keep, host.machine)
+                host.store.set_lineage(request.incarnation, request.lineage)
+            return host.machine.handle(request)
+        return m.Ok()
+
+    def _lease(self, identity: bytes, request: m.Lease) -> m.Message:
+        host = self._host
+        if request.incarnation != host.machine.highest_incarnation:
+            return m.Refused("StaleIncarnationError", "the lease is of another incarnation")
+        host.coordinator = identity
+        host.lease_until = time.monotonic() + request.seconds
+        host.summary = request.summary or host.summary
+        return m.LeaseAnswer(
+            node=host.machine.node,
+            paused=host.state.paused,
+            progress=host.store.progress(),
+            encoder_world=host.machine.world,
+            resident_bytes=resident_bytes(),
+        )
+
+    async def _admit(self, identity: bytes, request: m.Admit) -> m.Message:
+        """Fence: nothing of an older incarnation may write once this is answered."""
+        host = self._host
+        left = host.lease_until - time.monotonic()
+        if left > 0 and identity != host.coordinator:
+            return m.Refused("LeaseHeld", f"{left:.3f}")
+        highest = host.machine.highest_incarnation
+        if request.incarnation <= highest:
+            return m.Refused("StaleIncarnationError", f"incarnation {highest} was here already")
+        host.set_state(host.state.at(request.incarnation))
+        await host.kill_writers(host.writers.all())
+        host.coordinator = identity
+        host.lease_until = time.monotonic() + request.seconds
+        host.restore = None
+        host.preparing.clear()
+        host.machine.admit(request.incarnation)
+        host.store.forget_progress()
+        return m.Inventory(
+            node=host.machine.node,
+            highest_incarnation=highest,
+            arenas=host.store.reports(host.machine),
+            refused=tuple(host.store.refused),
+        )
+
+    async def _release_prepared(self, message: m.ArenasReady) -> None:
+        host = self._host
+        waiting, host.preparing = host.preparing, {}
+        for shard_id, identity in waiting.items():
+            if message.error:
+                await host.send_local(identity, m.Refused(message.error, message.reason))
+            else:
+                await host.send_local(identity, m.Prepared(host.machine.paths[shard_id]))

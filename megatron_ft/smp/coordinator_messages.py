@@ -1,0 +1,253 @@
+"""What the coordinator and an SMP say to each other, and what the command line asks."""
+
+from __future__ import annotations
+
+import msgspec
+
+from megatron_ft.arena.format import DIGEST_CRC64
+from megatron_ft.identity import Ancestor, SealedRecord, SnapshotId
+from megatron_ft.smp.encoder_messages import (
+    Encoded,
+    EncoderHello,
+    OrderDone,
+    OrderFailed,
+    Rebuilt,
+    StripeOrder,
+)
+from megatron_ft.smp.message_base import Message
+from megatron_ft.smp.trainer_messages import (
+    Abandoned,
+    CaptureCost,
+    CorruptShard,
+    Hello,
+    Missed,
+    Prepare,
+    Restored,
+    Sealed,
+)
+
+
+class Lease(Message, frozen=True):
+    """Heartbeat of the coordinator: valid ``seconds`` from receipt, then trainers are killed."""
+
+    incarnation: int
+    seconds: float
+    summary: bytes = b""
+
+
+class LeaseAnswer(Message, frozen=True):
+    """Heartbeat of the SMP.  ``progress`` maps shard ids to their last finished iteration."""
+
+    node: str
+    paused: bool
+    progress: dict[str, int]
+    encoder_world: str
+    resident_bytes: int
+
+
+class Admit(Message, frozen=True):
+    """A new incarnation asks to take over: older writers are killed before it is answered."""
+
+    incarnation: int
+    seconds: float
+
+
+class SlotReport(msgspec.Struct, frozen=True):
+    """One slot as its header says it is."""
+
+    slot: int
+    state: int
+    snapshot: SnapshotId | None
+    iteration: int
+    local_only: bool
+    record: SealedRecord | None
+    parity_valid: bool
+    stripe_table: tuple[SealedRecord, ...]
+
+
+class ArenaReport(msgspec.Struct, frozen=True):
+    """One arena as its header says it is."""
+
+    shard_id: str
+    incarnation: int
+    lineage: tuple[Ancestor, ...]
+    codec: str
+    data_members: int
+    parity_members: int
+    member_index: int
+    members: tuple[str, ...]
+    data_bytes: int
+    file_bytes: int
+    slots: tuple[SlotReport, ...]
+
+
+class Inventory(Message, frozen=True):
+    """Answer to Admit: all that the node holds, after its older writers have died."""
+
+    node: str
+    highest_incarnation: int
+    arenas: tuple[ArenaReport, ...]
+    refused: tuple[str, ...] = ()
+
+
+class Adopt(Message, frozen=True):
+    """The decision of a recovery: go on from ``restore``, forget all that is off the lineage.
+
+    ``keep`` are the shards that live on the receiving node from now on; arenas of others
+    (of a node that was replaced and has come back, say) are removed.
+    """
+
+    incarnation: int
+    lineage: tuple[Ancestor, ...]
+    restore: SnapshotId | None
+    keep: tuple[str, ...] = ()
+
+
+class CreateArena(Message, frozen=True):
+    """Make the arena of one shard, or check that the one that is there is the same."""
+
+    incarnation: int
+    shard_id: str
+    lineage: tuple[Ancestor, ...]
+    codec: str
+    data_members: int
+    parity_members: int
+    member_index: int
+    members: tuple[str, ...]
+    data_bytes: int
+    block_bytes: int
+    slot_count: int
+    digest_algorithm: int = DIGEST_CRC64
+
+
+class Grant(Message, frozen=True):
+    """Permit ``snapshot`` at ``iteration`` to every trainer of the node."""
+
+    incarnation: int
+    snapshot: SnapshotId
+    iteration: int
+
+
+class Encode(Message, frozen=True):
+    """Start encoding the node's part of these stripes."""
+
+    incarnation: int
+    snapshot: SnapshotId
+    world: str
+    stripes: tuple[StripeOrder, ...]
+
+
+class Rebuild(Message, frozen=True):
+    """Start rebuilding the lost members of these stripes."""
+
+    incarnation: int
+    snapshot: SnapshotId
+    iteration: int
+    world: str
+    stripes: tuple[StripeOrder, ...]
+
+
+class Commit(Message, frozen=True):
+    """``snapshot`` is the newest good one everywhere; ``level`` is "protected" or "local"."""
+
+    incarnation: int
+    snapshot: SnapshotId
+    level: str
+
+
+class Abort(Message, frozen=True):
+    """``snapshot`` will not be committed; its slots become free once their writers have stopped."""
+
+    incarnation: int
+    snapshot: SnapshotId
+    reason: str
+
+
+class RestoreReady(Message, frozen=True):
+    """Trainers of the incarnation may start: ``sources`` says where each shard came from."""
+
+    incarnation: int
+    snapshot: SnapshotId | None
+    sources: dict[str, str]
+
+
+class ArenasReady(Message, frozen=True):
+    """Every arena of the job exists: waiting Prepare requests may be answered, or refused."""
+
+    incarnation: int
+    error: str = ""
+    reason: str = ""
+
+
+class Retire(Message, frozen=True):
+    """The job has ended: remove arenas if asked, and exit."""
+
+    incarnation: int
+    remove_arenas: bool
+
+
+class Event(Message, frozen=True):
+    """Something happened on ``node``; ``body`` is one of the messages of this module."""
+
+    node: str
+    incarnation: int
+    body: (
+        Hello
+        | Prepare
+        | Sealed
+        | Missed
+        | Abandoned
+        | Restored
+        | CorruptShard
+        | CaptureCost
+        | EncoderHello
+        | Encoded
+        | Rebuilt
+        | OrderDone
+        | OrderFailed
+        | WriterGone
+        | SlotFreed
+    )
+
+
+class WriterGone(Message, frozen=True):
+    """A registered trainer or encoder has died; ``who`` is its shard id or world."""
+
+    role: str
+    who: str
+    pid: int
+
+
+class SlotFreed(Message, frozen=True):
+    """An aborted slot is free: its writer has stopped."""
+
+    shard_id: str
+    snapshot: SnapshotId
+
+
+class Pause(Message, frozen=True):
+    """Stop (or start again) permits for new snapshots, in the whole job."""
+
+    paused: bool
+
+
+class Discard(Message, frozen=True):
+    """Free the arenas and exit: for a job that nobody supervises any more."""
+
+
+class StatusRequest(Message, frozen=True):
+    """Ask for the node's own view and the job summary that the coordinator last sent."""
+
+
+class Status(Message, frozen=True):
+    """Answer to StatusRequest; ``summary`` is JSON of the coordinator's view, maybe empty."""
+
+    node: str
+    pid: int
+    incarnation: int
+    paused: bool
+    lease_seconds_left: float
+    resident_bytes: int
+    arenas: tuple[ArenaReport, ...]
+    progress: dict[str, int]
+    summary: bytes

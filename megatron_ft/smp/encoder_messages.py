@@ -1,0 +1,111 @@
+"""What an encoder and its SMP say to each other."""
+
+from __future__ import annotations
+
+import msgspec
+
+from megatron_ft.identity import SealedRecord, SnapshotId
+from megatron_ft.smp.message_base import Message
+
+
+class EncoderHello(Message, frozen=True):
+    """An encoder of world ``world`` introduces itself and is watched through a pidfd."""
+
+    pid: int
+    world: str
+    world_rank: int
+    world_size: int
+
+
+class EncoderWelcome(Message, frozen=True):
+    """Answer to EncoderHello: what encoders need to open the node's arenas."""
+
+    job: str
+    node: str
+
+
+class StripeOrder(msgspec.Struct, frozen=True):
+    """One stripe's part of an order, the same on every encoder of the world.
+
+    ``members`` are shard ids in stripe order, ``world_ranks`` where each one's
+    encoder is, ``arenas`` maps the members of the receiving node to arena paths,
+    ``slots`` to the slot that holds the snapshot there.
+    """
+
+    index: int
+    kind: str
+    data_members: int
+    parity_members: int
+    data_bytes: int
+    block_bytes: int
+    digest_algorithm: int
+    members: tuple[str, ...]
+    world_ranks: tuple[int, ...]
+    arenas: dict[str, str]
+    slots: dict[str, int]
+    lost: tuple[str, ...] = ()
+
+
+class EncodeOrder(Message, frozen=True):
+    """SMP to encoder: compute the parity of these stripes, in this order."""
+
+    snapshot: SnapshotId
+    world: str
+    stripes: tuple[StripeOrder, ...]
+
+
+class RebuildOrder(Message, frozen=True):
+    """SMP to encoder: recompute data and parity of the ``lost`` members of these stripes."""
+
+    snapshot: SnapshotId
+    world: str
+    stripes: tuple[StripeOrder, ...]
+
+
+class VerifyOrder(Message, frozen=True):
+    """SMP to encoder: recompute parity and compare, change nothing."""
+
+    snapshot: SnapshotId
+    world: str
+    stripes: tuple[StripeOrder, ...]
+
+
+class Encoded(Message, frozen=True):
+    """Encoder to SMP: this member's parity is complete and digested, its table known."""
+
+    snapshot: SnapshotId
+    world: str
+    shard_id: str
+    parity_root: bytes
+    stripe_table: tuple[SealedRecord, ...]
+    bytes_sent: int
+    seconds: float
+
+
+class Rebuilt(Message, frozen=True):
+    """Encoder to SMP: this lost member's data and parity are back and match their digests."""
+
+    snapshot: SnapshotId
+    world: str
+    shard_id: str
+    record: SealedRecord
+    parity_root: bytes
+    stripe_table: tuple[SealedRecord, ...]
+    bytes_sent: int
+    seconds: float
+
+
+class OrderDone(Message, frozen=True):
+    """Encoder to SMP: every stripe of the order that touches this node is finished."""
+
+    snapshot: SnapshotId
+    world: str
+
+
+class OrderFailed(Message, frozen=True):
+    """Encoder to SMP: the order cannot be finished; ``corrupt`` names a shard with bad bytes."""
+
+    snapshot: SnapshotId
+    world: str
+    reason: str
+    corrupt: str = ""

@@ -1,0 +1,154 @@
+"""One node's machine, arenas and writers together, and the way from decisions to effects.
+
+Both servers (the Unix socket's and the control plane's) work on one NodeHost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.environment import ProcessEnvironment
+from megatron_ft.smp import messages as m
+from megatron_ft.smp.node import (
+    Effect,
+    NodeMachine,
+    StorePermit,
+    StoreSlot,
+    ToCoordinator,
+    ToTrainer,
+)
+from megatron_ft.smp.state_file import NodeState
+from megatron_ft.smp.store import ArenaStore
+from megatron_ft.smp.writers import Writer, Writers
+
+log = logging.getLogger(__name__)
+
+KILL_TIMEOUT_SECONDS = 15.0
+SendTo = Callable[[bytes, m.Message], Awaitable[None]]
+
+
+class NodeHost:
+    """The state of one SMP.  ``send_local`` and ``send_coordinator`` are set by the servers."""
+
+    def __init__(self, environment: ProcessEnvironment, job: uuid.UUID) -> None:
+        self.environment = environment
+        self.job = job
+        self.machine = NodeMachine(environment.node)
+        self.store = ArenaStore(environment.node_dir, job)
+        self.writers = Writers(environment.node_dir, self._writer_died)
+        self.state = NodeState.load(environment.node_dir)
+        self.retired = asyncio.Event()
+        self.lease_until = 0.0
+        self.coordinator = b""
+        self.summary = b""
+        self.restore: m.RestoreReady | None = None
+        self.preparing: dict[str, bytes] = {}
+        self.send_local: SendTo
+        self.send_coordinator: SendTo
+        self._identities: dict[str, bytes] = {}
+        self._sending = asyncio.Lock()
+        self._tasks: set[asyncio.Future[Any]] = set()
+
+    def adopt(self) -> None:
+        """Take over arenas and writers of an SMP that died here."""
+        self.machine.highest_incarnation = self.state.highest_incarnation
+        self.store.adopt(self.machine)
+        gone = self.writers.adopt()
+        for writer in self.writers.all():
+            self.enter(writer)
+        for writer in gone:
+            self.enter(writer)
+            self._leave(writer)
+        if self.store.arenas:
+            log.info("adopted %d arenas: %s", len(self.store.arenas), ", ".join(self.store.arenas))
+
+    def set_state(self, state: NodeState) -> None:
+        """Remember a state beyond the life of this process, before anything relies on it."""
+        state.save(self.environment.node_dir)
+        self.state = state
+
+    def enter(self, writer: Writer) -> None:
+        """A writer is registered and watched."""
+        self._identities[f"{writer.role} {writer.who}"] = writer.identity
+        if writer.role == "trainer":
+            self.machine.trainer_joined(writer.who)
+        else:
+            self.machine.encoder_joined(writer.who)
+
+    async def kill_writers(self, victims: list[Writer]) -> None:
+        """SIGKILL and wait; ControlPlaneError if one cannot be confirmed dead."""
+        await self.writers.kill(victims, KILL_TIMEOUT_SECONDS)
+
+    async def carry_out(self) -> None:
+        """Perform effects in order: headers first, then those who are told about them."""
+        async with self._sending:
+            for effect in self.machine.take_effects():
+                await self._perform(effect)
+
+    async def tell(self, body: Any) -> None:
+        """Send an event to the coordinator, if one has been here."""
+        if self.coordinator:
+            event = m.Event(self.machine.node, self.machine.highest_incarnation, body)
+            await self.send_coordinator(self.coordinator, event)
+
+    def later(self, work: Awaitable[Any]) -> None:
+        """Run ``work`` as a task that is kept until it ends."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def retire(self, *, remove_arenas: bool) -> None:
+        """End this SMP: ``retired`` is set once the answer to whoever asked has left."""
+        await self.kill_writers(self.writers.all())
+        if remove_arenas:
+            self.store.remove()
+        asyncio.get_running_loop().call_later(0.05, self.retired.set)
+
+    async def watch_lease(self) -> None:
+        """A node that the coordinator cannot reach stops its own trainers."""
+        while True:
+            await asyncio.sleep(0.1)
+            writers = self.writers.all()
+            if writers and self.lease_until and time.monotonic() > self.lease_until:
+                log.error("no word from the coordinator: killing %d writers", len(writers))
+                await self.kill_writers(writers)
+
+    def _writer_died(self, writer: Writer) -> None:
+        log.info("%s %s (pid %d) is gone", writer.role, writer.who, writer.pid)
+        self._leave(writer)
+        self.later(self.carry_out())
+
+    def _leave(self, writer: Writer) -> None:
+        self._identities.pop(f"{writer.role} {writer.who}", None)
+        self.preparing.pop(writer.who, None)
+        if writer.role == "trainer":
+            self.machine.trainer_gone(writer.who, writer.pid)
+        else:
+            self.machine.encoder_gone(writer.who, writer.pid)
+
+    async def _perform(self, effect: Effect) -> None:
+        if isinstance(effect, StoreSlot | StorePermit):
+            self.store.apply(effect)
+        elif isinstance(effect, ToCoordinator):
+            await self.tell(effect.body)
+        elif isinstance(effect, ToTrainer):
+            await self._send_writer(f"trainer {effect.shard_id}", effect.body)
+        else:
+            await self._send_writer(f"encoder {self.machine.world}", effect.body)
+
+    async def _send_writer(self, key: str, body: m.Message) -> None:
+        if key in self._identities:
+            await self.send_local(self._identities[key], body)
+
+
+def resident_bytes() -> int:
+    """Memory of this process beside the arenas: resident, less shared memory (proc(5))."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))

@@ -1,0 +1,151 @@
+"""The SMP's Unix socket: trainers, encoders and the command line of the same machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import Any
+
+import zmq.asyncio
+
+from megatron_ft.errors import MegatronFTError
+from megatron_ft.smp import messages as m
+from megatron_ft.smp.host import NodeHost, resident_bytes
+from megatron_ft.smp.local_socket import bind
+
+log = logging.getLogger(__name__)
+
+FROM_WRITERS = (
+    m.Sealed | m.Missed | m.Abandoned | m.Encoded | m.Rebuilt | m.OrderDone | m.OrderFailed
+)
+PASSED_ON = m.Restored | m.CorruptShard | m.CaptureCost
+
+
+class LocalServer:
+    """Serves one NodeHost to the processes of its machine."""
+
+    def __init__(self, host: NodeHost, context: zmq.asyncio.Context) -> None:
+        self._host = host
+        self.socket = bind(context, host.environment.socket)
+        host.send_local = self.send
+
+    async def send(self, identity: bytes, body: m.Message) -> None:
+        """Send one message to one peer; one that has left gets nothing."""
+        await self.socket.send_multipart([identity, m.encode(body)])
+
+    async def serve(self) -> None:
+        """Answer until cancelled.  A frame that makes no sense is refused, never fatal."""
+        while True:
+            frames = await self.socket.recv_multipart()
+            try:
+                answer = await self._handle(frames[0], m.decode(b"".join(frames[1:])))
+            except MegatronFTError as error:
+                answer = refusal(error)
+            except ProcessLookupError as error:
+                answer = m.Refused("ControlPlaneError", f"process {error} is gone")
+            if answer is not None:
+                await self.send(frames[0], answer)
+
+    async def _handle(self, identity: bytes, message: Any) -> m.Message | None:
+        if isinstance(message, m.Hello):
+            return await self._hello(identity, message)
+        if isinstance(message, m.EncoderHello):
+            return await self._encoder_hello(identity, message)
+        if isinstance(message, m.Prepare):
+            self._host.preparing[message.shard_id] = identity
+            await self._host.tell(message)
+            return None
+        if isinstance(message, PASSED_ON):
+            await self._host.tell(message)
+            return None
+        if isinstance(message, FROM_WRITERS):
+            await self._from_writer(message)
+            return None
+        return await self._from_command_line(message)
+
+    async def _from_command_line(self, message: Any) -> m.Message:
+        if isinstance(message, m.StatusRequest):
+            return self._status()
+        if isinstance(message, m.Pause):
+            self._host.set_state(self._host.state.paused_as(message.paused))
+            return m.Ok()
+        if isinstance(message, m.Discard):
+            return await self._discard()
+        reason = f"{type(message).__name__} does not belong on the Unix socket"
+        return m.Refused("ControlPlaneError", reason)
+
+    async def _discard(self) -> m.Message:
+        if time.monotonic() < self._host.lease_until:
+            return m.Refused("ControlPlaneError", "a supervisor leads this job; end it first")
+        await self._host.retire(remove_arenas=True)
+        return m.Ok()
+
+    async def _from_writer(self, message: m.Message) -> None:
+        answer = self._host.machine.handle(message)
+        if isinstance(answer, m.Refused):
+            log.warning("%s refused: %s", type(message).__name__, answer.reason)
+        await self._host.carry_out()
+
+    async def _hello(self, identity: bytes, message: m.Hello) -> m.Message:
+        machine = self._host.machine
+        if message.incarnation != machine.highest_incarnation:
+            return m.Refused(
+                "StaleIncarnationError",
+                f"trainer of incarnation {message.incarnation} on node {machine.node}, which "
+                f"is at {machine.highest_incarnation}: it was started for an earlier life",
+            )
+        await self._admit_writer("trainer", message.shard_id, message.pid, identity)
+        await self._host.tell(message)
+        return self._welcome(message.shard_id)
+
+    def _welcome(self, shard_id: str) -> m.Welcome:
+        ready, machine = self._host.restore, self._host.machine
+        if ready is None or ready.snapshot is None or shard_id not in machine.shards:
+            return m.Welcome()
+        slots = machine.shards[shard_id]
+        slot = slots.find(ready.snapshot)
+        if slot is None:
+            return m.Welcome()
+        return m.Welcome(
+            arena=machine.paths[shard_id],
+            slot=slot,
+            restore=slots.slots[slot].record,
+            source=ready.sources.get(shard_id, "memory"),
+        )
+
+    async def _encoder_hello(self, identity: bytes, message: m.EncoderHello) -> m.Message:
+        await self._admit_writer("encoder", message.world, message.pid, identity)
+        await self._host.tell(message)
+        return m.EncoderWelcome(str(self._host.job), self._host.machine.node)
+
+    async def _admit_writer(self, role: str, who: str, pid: int, identity: bytes) -> None:
+        """Register a writer after every other one that could touch the same slots is dead."""
+        writers = self._host.writers
+        rivals = [
+            w
+            for w in writers.all()
+            if w.role == role and (role == "encoder" or w.who == who) and w.pid != pid
+        ]
+        await self._host.kill_writers(rivals)
+        if writers.find(role, who) is None:
+            self._host.enter(writers.add(role, who, pid, identity))
+
+    def _status(self) -> m.Status:
+        host = self._host
+        return m.Status(
+            node=host.machine.node,
+            pid=os.getpid(),
+            incarnation=host.machine.highest_incarnation,
+            paused=host.state.paused,
+            lease_seconds_left=max(0.0, host.lease_until - time.monotonic()),
+            resident_bytes=resident_bytes(),
+            arenas=host.store.reports(host.machine),
+            progress=host.store.progress(),
+            summary=host.summary,
+        )
+
+
+def refusal(error: MegatronFTError) -> m.Refused:
+    """An error as an answer; the other side raises it again."""
+    return m.Refused(type(error).__name__, str(error))

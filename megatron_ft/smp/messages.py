@@ -1,0 +1,183 @@
+"""Typed messages of the control plane, as msgspec structs in MessagePack.
+
+Three conversations use them: trainer and SMP, encoder and SMP (Unix socket), and
+coordinator and SMP (TCP).  A message is one frame; its struct's tag says what it is.
+Lengths are bytes.  Nothing here moves tensor bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from megatron_ft.errors import ControlPlaneError
+from megatron_ft.smp.coordinator_messages import (
+    Abort,
+    Admit,
+    Adopt,
+    ArenaReport,
+    ArenasReady,
+    Commit,
+    CreateArena,
+    Discard,
+    Encode,
+    Event,
+    Grant,
+    Inventory,
+    Lease,
+    LeaseAnswer,
+    Pause,
+    Rebuild,
+    RestoreReady,
+    Retire,
+    SlotFreed,
+    SlotReport,
+    Status,
+    StatusRequest,
+    WriterGone,
+)
+from megatron_ft.smp.encoder_messages import (
+    Encoded,
+    EncodeOrder,
+    EncoderHello,
+    EncoderWelcome,
+    OrderDone,
+    OrderFailed,
+    RebuildOrder,
+    Rebuilt,
+    StripeOrder,
+    VerifyOrder,
+)
+from megatron_ft.smp.message_base import (
+    Message,
+    Ok,
+    Refused,
+)
+from megatron_ft.smp.trainer_messages import (
+    Abandoned,
+    CaptureCost,
+    CorruptShard,
+    Hello,
+    Missed,
+    Outcome,
+    Prepare,
+    Prepared,
+    Restored,
+    Sealed,
+    Welcome,
+)
+
+__all__ = [
+    "Abandoned",
+    "Abort",
+    "Admit",
+    "Adopt",
+    "ArenaReport",
+    "ArenasReady",
+    "CaptureCost",
+    "Commit",
+    "CorruptShard",
+    "CreateArena",
+    "Discard",
+    "Encode",
+    "EncodeOrder",
+    "Encoded",
+    "EncoderHello",
+    "EncoderWelcome",
+    "Event",
+    "Grant",
+    "Hello",
+    "Inventory",
+    "Lease",
+    "LeaseAnswer",
+    "Message",
+    "Missed",
+    "Ok",
+    "OrderDone",
+    "OrderFailed",
+    "Outcome",
+    "Pause",
+    "Prepare",
+    "Prepared",
+    "Rebuild",
+    "RebuildOrder",
+    "Rebuilt",
+    "Refused",
+    "RestoreReady",
+    "Restored",
+    "Retire",
+    "Sealed",
+    "SlotFreed",
+    "SlotReport",
+    "Status",
+    "StatusRequest",
+    "StripeOrder",
+    "VerifyOrder",
+    "Welcome",
+    "WriterGone",
+    "AnyMessage",
+    "decode",
+    "encode",
+]
+
+AnyMessage = (
+    Ok
+    | Refused
+    | Hello
+    | Welcome
+    | Prepare
+    | Prepared
+    | Sealed
+    | Missed
+    | Abandoned
+    | Restored
+    | CorruptShard
+    | CaptureCost
+    | Outcome
+    | EncoderHello
+    | EncoderWelcome
+    | EncodeOrder
+    | RebuildOrder
+    | VerifyOrder
+    | Encoded
+    | Rebuilt
+    | OrderDone
+    | OrderFailed
+    | Lease
+    | LeaseAnswer
+    | Admit
+    | Inventory
+    | Adopt
+    | CreateArena
+    | Grant
+    | Encode
+    | Rebuild
+    | Commit
+    | Abort
+    | RestoreReady
+    | ArenasReady
+    | Retire
+    | Event
+    | Pause
+    | Discard
+    | StatusRequest
+    | Status
+)
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    """One message as one frame."""
+    return _ENCODER.encode(message)
+
+
+def decode(frame: bytes) -> Any:
+    """The message in a frame; ControlPlaneError if it is not one of ours."""
+    try:
+        return _DECODER.decode(frame)
+    except msgspec.MsgspecError as error:
+        reason = f"unreadable control message of {len(frame)} bytes: {error}"
+        raise ControlPlaneError(reason) from error

@@ -1,0 +1,174 @@
+"""The arenas of one node: opened, adopted, created, and written as the machine decides."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_ft.arena.arena import Arena
+from megatron_ft.arena.format import (
+    MATRIX_CAUCHY,
+    MATRIX_NONE,
+    MATRIX_ONES,
+    ArenaHeader,
+    Geometry,
+)
+from megatron_ft.errors import ArenaError, LayoutMismatchError
+from megatron_ft.identity import Ancestor
+from megatron_ft.smp import messages as m
+from megatron_ft.smp.node import NodeMachine, StorePermit, StoreSlot
+from megatron_ft.smp.slots import ShardSlots
+
+SUFFIX = ".arena"
+MATRIX_OF = {
+    "none": MATRIX_NONE,
+    "xor": MATRIX_ONES,
+    "replica": MATRIX_ONES,
+    "rs": MATRIX_CAUCHY,
+}
+
+
+class ArenaStore:
+    """All arenas in a node's folder.  The SMP that owns it is the only writer of headers."""
+
+    def __init__(self, directory: Path, job: uuid.UUID) -> None:
+        self.directory = directory
+        self.job = job
+        self.arenas: dict[str, Arena] = {}
+        self.refused: list[str] = []
+
+    def adopt(self, machine: NodeMachine) -> None:
+        """Open every arena that an earlier SMP left; what is not ours is named, not touched."""
+        for path in sorted(self.directory.glob(f"*{SUFFIX}")):
+            try:
+                arena = Arena.open(path, job=self.job)
+                self.enter(arena, machine)
+            except ArenaError as error:
+                self.refused.append(f"{path}: {error}")
+                continue
+            machine.highest_incarnation = max(machine.highest_incarnation, arena.header.incarnation)
+
+    def allocate(self, request: m.CreateArena) -> Arena | None:
+        """Make the arena of one shard; slow, safe to call from another thread.
+
+        None if the present one is the same.  Raises LayoutMismatchError when it differs,
+        ArenaMemoryError when there is no room.
+        """
+        present = self.arenas.get(request.shard_id)
+        if present is not None:
+            _check_same(present.header, self._header(request))
+            return None
+        path = self.directory / f"{request.shard_id}{SUFFIX}"
+        # What lies there now was refused when this SMP started: it can serve nobody.
+        return Arena.create(path, self._header(request), replace=True)
+
+    def enter(self, arena: Arena, machine: NodeMachine) -> None:
+        """Take an arena into the node's books."""
+        header = arena.header
+        slots = [arena.slot(i) for i in range(header.geometry.slot_count)]
+        machine.shards[header.shard_id] = ShardSlots(header.shard_id, slots)
+        machine.paths[header.shard_id] = str(arena.path)
+        self.arenas[header.shard_id] = arena
+
+    def keep_only(self, shards: Collection[str], machine: NodeMachine) -> None:
+        """Remove the arenas of shards that do not live here any more."""
+        for shard_id in self.arenas.keys() - set(shards):
+            del machine.shards[shard_id], machine.paths[shard_id]
+            self._remove(self.arenas.pop(shard_id))
+
+    def apply(self, effect: StoreSlot | StorePermit) -> None:
+        """Write one header or permit."""
+        arena = self.arenas[effect.shard_id]
+        if isinstance(effect, StoreSlot):
+            arena.write_slot(effect.slot, effect.header)
+        else:
+            arena.write_permit(effect.permit)
+
+    def set_lineage(self, incarnation: int, lineage: tuple[Ancestor, ...]) -> None:
+        """Record the current life of the job in every arena."""
+        for arena in self.arenas.values():
+            arena.write_header(replace(arena.header, incarnation=incarnation, lineage=lineage))
+
+    def progress(self) -> dict[str, int]:
+        """Last iteration that each shard's trainer has finished, -1 if none."""
+        return {shard_id: arena.progress() for shard_id, arena in self.arenas.items()}
+
+    def forget_progress(self) -> None:
+        """No trainer of the new incarnation has finished an iteration yet; the old are dead."""
+        for arena in self.arenas.values():
+            arena.write_progress(-1)
+
+    def reports(self, machine: NodeMachine) -> tuple[m.ArenaReport, ...]:
+        """What the node holds, for an inventory or a status."""
+        return tuple(
+            _report(arena, machine.inventory_slots(shard_id))
+            for shard_id, arena in self.arenas.items()
+        )
+
+    def remove(self) -> None:
+        """Unmap and delete every arena: the job has ended."""
+        for arena in self.arenas.values():
+            self._remove(arena)
+        self.arenas.clear()
+
+    def _remove(self, arena: Arena) -> None:
+        arena.close()
+        arena.path.unlink(missing_ok=True)
+
+    def _header(self, request: m.CreateArena) -> ArenaHeader:
+        k, parity = request.data_members, request.parity_members
+        return ArenaHeader(
+            job=self.job,
+            shard_id=request.shard_id,
+            incarnation=request.incarnation,
+            lineage=request.lineage,
+            codec=request.codec,
+            matrix=MATRIX_OF[request.codec],
+            data_members=k,
+            parity_members=parity,
+            member_index=request.member_index,
+            members=request.members,
+            digest_algorithm=request.digest_algorithm,
+            geometry=Geometry(
+                slot_count=request.slot_count,
+                data_bytes=request.data_bytes,
+                parity_bytes=parity * request.data_bytes // k,
+                block_bytes=request.block_bytes,
+            ),
+        )
+
+
+def _check_same(present: ArenaHeader, wanted: ArenaHeader) -> None:
+    for field in ("codec", "data_members", "parity_members", "member_index", "members"):
+        if getattr(present, field) != getattr(wanted, field):
+            raise LayoutMismatchError(
+                f"the arena of {present.shard_id} has {field} {getattr(present, field)}, the job "
+                f"now wants {getattr(wanted, field)}; run with the old protection and parallel "
+                "shape, or remove the job's snapshots with `megatron-ft clean`"
+            )
+    if present.geometry.data_bytes < wanted.geometry.data_bytes:
+        raise LayoutMismatchError(
+            f"the arena of {present.shard_id} has room for {present.geometry.data_bytes} bytes, "
+            f"the job now needs {wanted.geometry.data_bytes}: has the model changed since the "
+            "snapshot? Run with the old flags, or remove the job's snapshots with "
+            "`megatron-ft clean`"
+        )
+
+
+def _report(arena: Arena, slots: tuple[m.SlotReport, ...]) -> m.ArenaReport:
+    header = arena.header
+    return m.ArenaReport(
+        shard_id=header.shard_id,
+        incarnation=header.incarnation,
+        lineage=header.lineage,
+        codec=header.codec,
+        data_members=header.data_members,
+        parity_members=header.parity_members,
+        member_index=header.member_index,
+        members=header.members,
+        data_bytes=header.geometry.data_bytes,
+        file_bytes=header.geometry.file_bytes,
+        slots=slots,
+    )

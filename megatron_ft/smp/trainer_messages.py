@@ -1,0 +1,100 @@
+"""What a trainer and its SMP say to each other."""
+
+from __future__ import annotations
+
+from megatron_ft.identity import SealedRecord, SnapshotId
+from megatron_ft.smp.message_base import Message
+
+
+class Hello(Message, frozen=True):
+    """A trainer introduces itself and is watched through a pidfd from here on.
+
+    ``coordinates`` are its model-parallel coordinates without the data-parallel one.
+    """
+
+    pid: int
+    rank: int
+    world_size: int
+    local_index: int
+    shard_id: str
+    coordinates: tuple[int, ...]
+    incarnation: int
+
+
+class Welcome(Message, frozen=True):
+    """Answer to Hello; with ``restore`` when the shard has a snapshot to load."""
+
+    arena: str | None = None
+    slot: int = 0
+    restore: SealedRecord | None = None
+    source: str = ""
+
+
+class Prepare(Message, frozen=True):
+    """The trainer's layout is planned; answered by Prepared once every arena exists."""
+
+    shard_id: str
+    layout_hash: bytes
+    required_bytes: int
+    interval: int
+
+
+class Prepared(Message, frozen=True):
+    """The arena is allocated in full and may be mapped."""
+
+    arena: str
+
+
+class Sealed(Message, frozen=True):
+    """All bytes and digests of the shard are in the granted slot; capture has ended."""
+
+    record: SealedRecord
+
+
+class Missed(Message, frozen=True):
+    """The trainer passed the permitted iteration without capturing."""
+
+    shard_id: str
+    snapshot: SnapshotId
+
+
+class Abandoned(Message, frozen=True):
+    """Capture has ended without a usable result; nothing is written to the slot any more."""
+
+    shard_id: str
+    snapshot: SnapshotId
+    reason: str
+
+
+class Restored(Message, frozen=True):
+    """The trainer has loaded its shard and goes on from there."""
+
+    shard_id: str
+    snapshot: SnapshotId
+    seconds: float
+    source: str
+
+
+class CorruptShard(Message, frozen=True):
+    """The trainer found bytes that fail their digests, and loaded nothing."""
+
+    shard_id: str
+    snapshot: SnapshotId
+    blocks: int
+
+
+class CaptureCost(Message, frozen=True):
+    """How long one snapshot held the training thread, and how long its copy took."""
+
+    shard_id: str
+    snapshot: SnapshotId
+    stall_seconds: float
+    copy_seconds: float
+    copied_bytes: int
+
+
+class Outcome(Message, frozen=True):
+    """SMP to trainer: a snapshot reached ``state``: protected, committed or aborted."""
+
+    snapshot: SnapshotId
+    state: str

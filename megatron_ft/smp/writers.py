@@ -1,0 +1,118 @@
+"""The processes that may write into a node's arenas, watched and killed through pidfds.
+
+A pidfd names one process for ever: unlike a pid it cannot be reused, and it becomes
+readable exactly when the process has died.  The list is kept in a file beside the
+arenas so that a restarted SMP knows whom it has to fence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from megatron_ft.errors import ControlPlaneError
+
+FILE_NAME = "writers.json"
+
+
+class Writer(msgspec.Struct, frozen=True):
+    """One registered process.  ``who`` is a shard id (trainer) or a world (encoder).
+
+    ``start_time`` is field 22 of /proc/<pid>/stat (clock ticks since boot): it tells the
+    process from a later one with the same pid.  ``identity`` is its socket's.
+    """
+
+    role: str
+    who: str
+    pid: int
+    start_time: int
+    identity: bytes
+
+
+def start_time_of(pid: int) -> int:
+    """Start time of a live process; ProcessLookupError if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError as error:
+        raise ProcessLookupError(pid) from error
+    return int(text.rsplit(")", 1)[1].split()[19])
+
+
+class Writers:
+    """Registry of live writers.  ``on_death`` is called once for each, from the event loop."""
+
+    def __init__(self, directory: Path, on_death: Callable[[Writer], None]) -> None:
+        self._path = directory / FILE_NAME
+        self._on_death = on_death
+        self._pidfds: dict[Writer, int] = {}
+        self._dead: dict[Writer, asyncio.Event] = {}
+
+    def all(self) -> list[Writer]:
+        """The writers that are alive."""
+        return list(self._pidfds)
+
+    def find(self, role: str, who: str) -> Writer | None:
+        """The live writer with this role and name."""
+        return next((w for w in self._pidfds if (w.role, w.who) == (role, who)), None)
+
+    def add(self, role: str, who: str, pid: int, identity: bytes) -> Writer:
+        """Watch a process; ProcessLookupError if it is dead already."""
+        writer = Writer(role, who, pid, start_time_of(pid), identity)
+        self._watch(writer)
+        self._save()
+        return writer
+
+    def adopt(self) -> list[Writer]:
+        """Watch again what an earlier SMP watched.  Returns those that have died since."""
+        if not self._path.exists():
+            return []
+        gone = []
+        for writer in msgspec.json.decode(self._path.read_bytes(), type=list[Writer]):
+            try:
+                if start_time_of(writer.pid) != writer.start_time:
+                    raise ProcessLookupError(writer.pid)
+                self._watch(writer)
+            except ProcessLookupError:
+                gone.append(writer)
+        self._save()
+        return gone
+
+    async def kill(self, victims: list[Writer], timeout: float) -> None:
+        """SIGKILL and wait until each pidfd has signalled.
+
+        ControlPlaneError names those that are still there after ``timeout`` seconds.
+        """
+        waits = [(w, self._dead[w]) for w in victims if w in self._pidfds]
+        for writer, _ in waits:
+            signal.pidfd_send_signal(self._pidfds[writer], signal.SIGKILL)
+        try:
+            await asyncio.wait_for(asyncio.gather(*(e.wait() for _, e in waits)), timeout)
+        except asyncio.TimeoutError as error:
+            left = [f"{w.role} {w.who} (pid {w.pid})" for w, e in waits if not e.is_set()]
+            raise ControlPlaneError(
+                f"still alive {timeout:.0f} s after SIGKILL: {', '.join(left)}"
+            ) from error
+
+    def _watch(self, writer: Writer) -> None:
+        pidfd = os.pidfd_open(writer.pid)
+        self._pidfds[writer] = pidfd
+        self._dead[writer] = asyncio.Event()
+        asyncio.get_running_loop().add_reader(pidfd, self._died, writer)
+
+    def _died(self, writer: Writer) -> None:
+        pidfd = self._pidfds.pop(writer)
+        asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
+        self._save()
+        self._on_death(writer)
+        self._dead.pop(writer).set()
+
+    def _save(self) -> None:
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_bytes(msgspec.json.encode(list(self._pidfds)))
+        temporary.replace(self._path)

@@ -1,0 +1,94 @@
+"""Shared by all tests: nothing that a test file starts may outlive that file."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.cli import clean
+from megatron_ft.launch.virtual import default_root
+
+# Children inherit it, so processes of this run are told apart from those of any other.
+SESSION_VARIABLE = "MEGATRON_FT_TEST_SESSION"
+SESSION = uuid.uuid4().hex
+GRACE_SECONDS = 5.0
+
+
+def pytest_configure() -> None:
+    os.environ[SESSION_VARIABLE] = SESSION
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_job_folder_left() -> Iterator[None]:
+    """Fail a test file after which a new job folder that nobody uses is in shared memory."""
+    before = {folder.path for folder in clean.find_jobs(default_root())}
+    yield
+    new = [f for f in clean.find_jobs(default_root()) if f.path not in before]
+    left = [str(folder.path) for folder in new if not clean.living_process(folder)]
+    assert not left, f"job folders outlived their test file: {left}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_left(no_job_folder_left: None) -> Iterator[None]:
+    """Fail a test file after which processes of it still run, and end those.
+
+    Processes may take a moment to go after they were told to; each is awaited.
+    """
+    before = set(_session_processes())
+    yield
+    stuck = _outliving(set(_session_processes()) - before)
+    commands = [f"{pid}: {_command(pid)}" for pid in stuck]
+    for pid in stuck:
+        _kill(pid)
+    assert not stuck, "processes outlived their test file:\n" + "\n".join(commands)
+
+
+def _session_processes() -> Iterator[int]:
+    marker = f"{SESSION_VARIABLE}={SESSION}".encode()
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            try:
+                variables = Path("/proc", name, "environ").read_bytes()
+            except OSError:
+                continue
+            if marker in variables.split(b"\0"):
+                yield int(name)
+
+
+def _outliving(pids: set[int]) -> list[int]:
+    deadline = time.monotonic() + GRACE_SECONDS
+    return sorted(pid for pid in pids if not _ends_by(pid, deadline))
+
+
+def _ends_by(pid: int, deadline: float) -> bool:
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        remaining = max(0.0, deadline - time.monotonic())
+        ready, _, _ = select.select([descriptor], [], [], remaining)
+        return bool(ready)
+    finally:
+        os.close(descriptor)
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return "gone"

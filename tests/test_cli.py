@@ -1,0 +1,195 @@
+"""The command line's dispatch and `megatron-ft clean`, run as users run them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ft import __version__
+from megatron_ft.cli import main as cli
+from megatron_ft.environment import JOB, NODE_DIR
+from megatron_ft.errors import ConfigError
+
+
+def make_job(root: Path, job: str) -> Path:
+    node = root / job / "node-0"
+    node.mkdir(parents=True)
+    (node / "pp0-tp0-dp0.arena").write_bytes(bytes(8192))
+    (node / "smp.lock").touch()
+    return node
+
+
+def clean(root: Path, *options: str) -> int:
+    return cli.main(["clean", "--arena-dir", str(root), *options])
+
+
+def test_version_and_overview(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--version"])
+    assert left.value.code == 0
+    assert __version__ in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(command.name in shown for command in cli.COMMANDS)
+
+
+def test_help_of_a_command_documents_its_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["clean", "--help"])
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    assert "exit codes:\n  0 " in shown
+    assert "still runs" in shown
+
+
+@pytest.mark.parametrize("argv", [[], ["no-such-command"], ["clean"], ["clean", "--bogus"]])
+def test_bad_usage_exits_2(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(argv)
+    assert left.value.code == 2
+
+
+@pytest.mark.parametrize("command", ["run", "status", "clean"])
+def test_help_needs_no_torch(command: str) -> None:
+    module = Path(cli.__file__).with_name(f"{command}.py")
+    if not module.exists():
+        pytest.skip(f"{command} is not written yet")
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from megatron_ft.cli.main import main\n"
+        f"main(['{command}', '--help'])"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60)
+
+
+def test_errors_are_one_line_without_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert clean(tmp_path, "--job", "absent") == 2
+    assert capsys.readouterr().err.startswith("megatron-ft: error: no job 'absent'")
+
+
+def test_missing_package_is_explained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def need_torch(root: Path) -> None:
+        raise ModuleNotFoundError("No module named 'torch.cuda'", name="torch.cuda")
+
+    monkeypatch.setattr("megatron_ft.cli.clean.find_jobs", need_torch)
+    assert clean(tmp_path, "--all") == 2
+    assert "needs torch" in capsys.readouterr().err
+
+
+def test_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupt(root: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megatron_ft.cli.clean.find_jobs", interrupt)
+    assert clean(tmp_path, "--all") == 130
+
+
+def test_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megatron_ft.cli.main", "clean", "--all", "--dry-run"]
+    process = subprocess.Popen(
+        [*command, "--arena-dir", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout and process.stderr
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert (process.wait(timeout=60), errors) == (141, b"")
+
+
+def test_clean_removes_only_the_named_job(tmp_path: Path) -> None:
+    make_job(tmp_path, "old")
+    make_job(tmp_path, "other")
+    assert clean(tmp_path, "--job", "old") == 0
+    assert sorted(os.listdir(tmp_path)) == ["other"]
+
+
+def test_clean_all_removes_every_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_job(tmp_path, "a")
+    make_job(tmp_path, "b")
+    assert clean(tmp_path, "--all") == 0
+    assert os.listdir(tmp_path) == []
+    assert clean(tmp_path / "absent", "--all") == 0
+    assert "nothing to clean" in capsys.readouterr().out
+
+
+def test_dry_run_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    node = make_job(tmp_path, "old")
+    (node / "smp.lock").unlink()
+    before = sorted(tmp_path.rglob("*"))
+    assert clean(tmp_path, "--all", "--dry-run") == 0
+    assert sorted(tmp_path.rglob("*")) == before
+    assert "would remove" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lock", ["node-0/smp.lock", "supervisor.lock"])
+def test_job_whose_lock_is_held_is_left_alone(
+    tmp_path: Path, lock: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_job(tmp_path, "alive")
+    make_job(tmp_path, "dead")
+    with open(tmp_path / "alive" / lock, "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert clean(tmp_path, "--job", "alive") == 1
+        assert "alive: still runs" in capsys.readouterr().err
+        assert clean(tmp_path, "--all") == 0
+    assert os.listdir(tmp_path) == ["alive"]
+    assert (tmp_path / "alive/node-0/pp0-tp0-dp0.arena").exists()
+    assert clean(tmp_path, "--job", "alive") == 0
+
+
+@pytest.mark.parametrize("variable", [JOB, NODE_DIR])
+def test_job_with_a_living_process_is_left_alone(
+    tmp_path: Path, variable: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = make_job(tmp_path, "alive")
+    value = "alive" if variable == JOB else str(node)
+    program = "import sys; print(flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, variable: value},
+    ) as process:
+        assert process.stdout and process.stdout.readline()
+        (node / "smp.pid").write_text(f"{process.pid}\n")
+        assert clean(tmp_path, "--job", "alive") == 1
+        assert f"process {process.pid}, the SMP of node node-0" in capsys.readouterr().err
+    assert clean(tmp_path, "--job", "alive") == 0
+
+
+def test_reused_process_id_does_not_keep_a_job(tmp_path: Path) -> None:
+    node = make_job(tmp_path, "old")
+    (node / "smp.pid").write_text(f"{os.getppid()}\n")
+    assert clean(tmp_path, "--job", "old") == 0
+
+
+def test_links_are_never_followed(tmp_path: Path) -> None:
+    treasure = tmp_path / "treasure"
+    make_job(treasure, "precious")
+    root = tmp_path / "root"
+    make_job(root, "old")
+    (root / "link").symlink_to(treasure)
+    (root / "old" / "link").symlink_to(treasure)
+    assert clean(root, "--all") == 0
+    assert (treasure / "precious/node-0/pp0-tp0-dp0.arena").exists()
+    (tmp_path / "linked-root").symlink_to(treasure)
+    assert clean(tmp_path / "linked-root", "--all") == 2
+    assert (treasure / "precious").exists()
+
+
+def test_foreign_root_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_ft.cli.clean import find_jobs
+
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ConfigError, match="not a folder of user"):
+        find_jobs(tmp_path)

@@ -1,0 +1,305 @@
+"""The SMP as a real process: adoption, fencing, leases, authentication, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+import zmq.asyncio
+
+from megatron_ft.arena.arena import Arena
+from megatron_ft.arena.digest import seal
+from megatron_ft.arena.format import SlotState
+from megatron_ft.cli.local_query import ask
+from megatron_ft.coordinator.link import SmpLink
+from megatron_ft.errors import ControlPlaneError, LayoutMismatchError, StaleIncarnationError
+from megatron_ft.identity import Ancestor
+from megatron_ft.smp import messages as m
+from megatron_ft.smp.security import JobKeys
+from tests.smp_node import SECRET, SmpNode, create, run, snapshot
+
+TRAINER = """
+import sys, os
+sys.path.insert(0, {root!r})
+from megatron_ft.environment import ProcessEnvironment
+from megatron_ft.smp.client import TrainerClient
+client = TrainerClient(ProcessEnvironment.from_env(), 0)
+try:
+    print("offer", client.hello("dp0", (), 1), flush=True)
+except Exception as error:
+    print(type(error).__name__, error, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[SmpNode]:
+    node = SmpNode(tmp_path)
+    node.start()
+    yield node
+    node.kill()
+
+
+def trainer(node: SmpNode, incarnation: int = 1) -> subprocess.Popen[str]:
+    environment = {
+        **os.environ,
+        **node.environment.variables(),
+        "MEGATRON_FT_INCARNATION": str(incarnation),
+    }
+    script = TRAINER.format(root=str(Path(__file__).parent.parent))
+    return subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+
+
+async def led(node: SmpNode, incarnation: int = 1, seconds: float = 60.0) -> SmpLink:
+    """A link whose coordinator has been admitted and holds the lease."""
+    link = await node.link(zmq.asyncio.Context.instance())
+    await link.demand(m.Admit(incarnation, seconds), 30)
+    await link.demand(m.Lease(incarnation, seconds), 30)
+    return link
+
+
+def capture(node: SmpNode, sequence: int, slot: int) -> m.Sealed:
+    """What a trainer does with a granted slot."""
+    with Arena.open(node.environment.node_dir / "dp0.arena") as arena:
+        permit = arena.permit()
+        assert permit is not None and permit.slot == slot
+        data = arena.data(slot, writable=True)
+        data[:1000] = np.full(1000, sequence, np.uint8)
+        record = seal(
+            data,
+            shard_id="dp0",
+            snapshot=permit.snapshot,
+            iteration=permit.iteration,
+            tensor_bytes=1000,
+            meta=b"meta",
+            layout_hash=bytes(32),
+            block_bytes=65536,
+            algorithm=arena.header.digest_algorithm,
+        )
+        del data
+    return m.Sealed(record)
+
+
+def say(node: SmpNode, message: m.Message) -> None:
+    """Send one frame to the Unix socket without waiting for an answer."""
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 5000
+    socket.connect(f"ipc://{node.environment.socket}")
+    socket.send(m.encode(message))
+    socket.close()
+    context.term()
+
+
+def test_a_killed_smp_leaves_arenas_that_the_next_one_adopts(node: SmpNode) -> None:
+    async def story() -> None:
+        link = await led(node)
+        await link.demand(create(), 30)
+        await link.demand(m.Grant(1, snapshot(1), 2), 30)
+        say(node, capture(node, 1, 0))
+        assert (await node.event(m.Sealed)).record.snapshot == snapshot(1)
+        await link.demand(m.Commit(1, snapshot(1), "local"), 30)
+        link.close()
+        node.kill()
+        node.start()
+        link = await node.link(zmq.asyncio.Context.instance())
+        with pytest.raises(StaleIncarnationError):
+            await link.demand(m.Admit(1, 60.0), 30)
+        inventory = await link.demand(m.Admit(2, 60.0), 30)
+        assert inventory.highest_incarnation == 1
+        (arena,) = inventory.arenas
+        assert [s.state for s in arena.slots] == [SlotState.COMMITTED, SlotState.FREE]
+        assert arena.slots[0].record is not None and arena.slots[0].iteration == 2
+        link.close()
+
+    run(story())
+
+
+def test_an_older_trainer_is_dead_before_a_new_incarnation_is_admitted(node: SmpNode) -> None:
+    async def story() -> None:
+        link = await led(node)
+        await link.demand(create(), 30)
+        old = trainer(node)
+        await node.event(m.Hello)
+        await link.demand(m.Grant(1, snapshot(1), 2), 30)
+        os.kill(old.pid, signal.SIGSTOP)
+        inventory = await link.demand(m.Admit(2, 60.0), 30)
+        assert old.wait(1) == -signal.SIGKILL
+        assert [s.state for s in inventory.arenas[0].slots] == [SlotState.FREE, SlotState.FREE]
+        link.close()
+
+    run(story())
+
+
+def test_a_trainer_of_an_earlier_life_is_turned_away(node: SmpNode) -> None:
+    async def story() -> str:
+        link = await led(node, incarnation=2)
+        late = trainer(node, incarnation=1)
+        assert late.stdout is not None
+        said = await asyncio.to_thread(late.stdout.readline)
+        late.communicate("")
+        link.close()
+        return said
+
+    assert run(story()).startswith("StaleIncarnationError trainer of incarnation 1")
+
+
+def test_without_a_lease_the_node_kills_its_own_trainers(node: SmpNode) -> None:
+    async def story() -> None:
+        link = await led(node)
+        cut_off = trainer(node)
+        await node.event(m.Hello)
+        await link.demand(m.Lease(1, 0.5), 30)
+        assert await asyncio.to_thread(cut_off.wait, 60) == -signal.SIGKILL
+        link.close()
+
+    run(story())
+
+
+def test_a_second_coordinator_waits_for_the_lease_of_the_first(node: SmpNode) -> None:
+    async def story() -> None:
+        first = await led(node, seconds=60.0)
+        second = await node.link(zmq.asyncio.Context.instance())
+        answer = await second.ask(m.Admit(2, 60.0), 30)
+        assert isinstance(answer, m.Refused) and answer.error == "LeaseHeld"
+        assert 0 < float(answer.reason) <= 60
+        await first.demand(m.Lease(1, 0.0), 30)
+        assert isinstance(await second.ask(m.Admit(2, 60.0), 30), m.Inventory)
+        stale = await first.ask(m.Lease(1, 60.0), 30)
+        assert isinstance(stale, m.Refused) and stale.error == "StaleIncarnationError"
+        first.close()
+        second.close()
+
+    run(story())
+
+
+def test_a_wrong_secret_gets_no_answer(node: SmpNode) -> None:
+    async def story() -> None:
+        link = await node.link(zmq.asyncio.Context.instance(), secret=bytes(32))
+        with pytest.raises(ControlPlaneError, match="node0"):
+            await link.ask(m.Admit(1, 60.0), 2)
+        link.close()
+        right = await node.link(zmq.asyncio.Context.instance())
+        assert isinstance(await right.ask(m.Admit(1, 60.0), 30), m.Inventory)
+        right.close()
+
+    run(story())
+
+
+def test_the_server_key_alone_opens_nothing(node: SmpNode) -> None:
+    """Who knows the public key of SMPs but has a key pair of their own is turned away."""
+
+    async def story() -> None:
+        context = zmq.asyncio.Context.instance()
+        socket = context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        socket.curve_serverkey = JobKeys.derive(SECRET).server_public
+        socket.connect(await node.endpoint())
+        await socket.send_multipart([b"1", m.encode(m.Admit(1, 60.0))])
+        assert not await socket.poll(2000)
+        socket.close()
+
+    run(story())
+
+
+def test_files_are_private_and_the_process_is_small(node: SmpNode) -> None:
+    async def story() -> m.Status:
+        link = await led(node)
+        await link.demand(create(), 30)
+        link.close()
+        status = await asyncio.to_thread(ask, node.environment.socket, m.StatusRequest())
+        assert isinstance(status, m.Status)
+        return status
+
+    status = run(story())
+    assert status.resident_bytes < 100 << 20
+    for name in ("smp.sock", "dp0.arena"):
+        mode = (node.environment.node_dir / name).stat().st_mode
+        assert stat.S_IMODE(mode) == 0o600, name
+
+
+def test_a_shard_that_does_not_fit_its_arena_is_refused(node: SmpNode) -> None:
+    async def story() -> None:
+        link = await led(node)
+        await link.demand(create(), 30)
+        await link.demand(create(), 30)
+        larger = m.CreateArena(**{**_fields(create()), "data_bytes": 262144})
+        with pytest.raises(LayoutMismatchError, match="megatron-ft clean"):
+            await link.demand(larger, 30)
+        await link.demand(m.Adopt(1, (Ancestor(1, None),), None, keep=()), 30)
+        await link.demand(larger, 30)
+        link.close()
+
+    run(story())
+
+
+def _fields(request: m.CreateArena) -> dict[str, object]:
+    return {name: getattr(request, name) for name in request.__struct_fields__}
+
+
+def test_a_second_smp_in_the_same_folder_is_refused(node: SmpNode, tmp_path: Path) -> None:
+    async def story() -> None:
+        await node.endpoint()
+
+    run(story())
+    second = SmpNode(tmp_path)
+    second.start()
+    assert second.process is not None and second.process.wait(60) == 1
+    assert "another SMP already owns" in second.log.read_text()
+
+
+def test_noise_on_the_unix_socket_is_survived(node: SmpNode) -> None:
+    async def story() -> None:
+        link = await led(node)
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.linger = 1000
+        socket.connect(f"ipc://{node.environment.socket}")
+        for frame in (b"", b"\xff" * 100, m.encode(m.Commit(1, snapshot(1), "local"))):
+            socket.send(frame)
+            reply = await asyncio.to_thread(_receive, socket)
+            assert isinstance(m.decode(reply), m.Refused), frame
+        socket.close()
+        context.term()
+        assert isinstance(await link.ask(m.Lease(1, 1.0), 30), m.LeaseAnswer)
+        link.close()
+
+    run(story())
+
+
+def _receive(socket: zmq.Socket[bytes]) -> bytes:
+    assert socket.poll(30000), "the SMP did not answer"
+    return socket.recv()
+
+
+def test_discard_frees_memory_only_when_nobody_leads(node: SmpNode) -> None:
+    async def story() -> None:
+        link = await led(node, seconds=60.0)
+        await link.demand(create(), 30)
+        refused = await asyncio.to_thread(ask, node.environment.socket, m.Discard())
+        assert isinstance(refused, m.Refused) and "supervisor" in refused.reason
+        await link.demand(m.Lease(1, 0.0), 30)
+        await asyncio.to_thread(ask, node.environment.socket, m.Discard())
+        assert node.process is not None
+        assert await asyncio.to_thread(node.process.wait, 30) == 0
+        link.close()
+
+    run(story())
+    assert not (node.environment.node_dir / "dp0.arena").exists()
