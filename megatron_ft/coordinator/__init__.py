@@ -1,0 +1,1 @@
+"""The one process that permits, commits and aborts snapshots, and leads recoveries."""

@@ -1,0 +1,303 @@
+"""The coordinator: heartbeats to every SMP, and snapshots driven through cycle.py.
+
+It lives in the supervisor's process.  Its lease is renewed with each heartbeat; an SMP
+that hears none for the length of the lease kills its own trainers, and a new
+coordinator is admitted there only after that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import zmq.asyncio
+
+from megatron_ft.coordinator.cycle import Ended, KillWorld, Phase, Send, SnapshotCycle
+from megatron_ft.coordinator.events import Observers
+from megatron_ft.coordinator.link import SmpLink
+from megatron_ft.errors import ControlPlaneError
+from megatron_ft.identity import SnapshotId
+from megatron_ft.smp import messages as m
+from megatron_ft.smp.security import JobKeys
+
+REQUEST_TIMEOUT_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds.  A node that is silent for ``node_timeout`` is lost; it must exceed the lease,
+    so that a node which was only cut off has stopped its trainers before it is replaced."""
+
+    heartbeat: float = 0.5
+    lease: float = 10.0
+    node_timeout: float = 15.0
+    encode_timeout: float = 300.0
+
+
+class Coordinator:
+    """Control-plane state of one job over all its incarnations.
+
+    ``kill_world`` ends the encoder world; ``observers`` are told what happens.
+    """
+
+    def __init__(
+        self,
+        keys: JobKeys,
+        observers: Observers,
+        kill_world: Callable[[str], None],
+        timing: Timing = Timing(),  # noqa: B008 -- frozen
+    ) -> None:
+        self.links: dict[str, SmpLink] = {}
+        self.incarnation = 0
+        self.timing = timing
+        self.observers = observers
+        self.cycle: SnapshotCycle | None = None
+        self.committed: tuple[SnapshotId, int, str] | None = None
+        self.protected: tuple[SnapshotId, int] | None = None
+        self.restoring: SnapshotId | None = None
+        self.progress: dict[str, int] = {}
+        self._paused_on: set[str] = set()
+        self.world = ""
+        self.world_nodes: tuple[str, ...] = ()
+        self.silent = asyncio.Event()
+        self.listeners: list[Callable[[m.Event], None]] = []
+        self._keys, self._kill_world = keys, kill_world
+        self._context = zmq.asyncio.Context()
+        self._encoders_up: set[str] = set()
+        self._world_up = asyncio.Event()
+        self._kick = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._encoding_since = 0.0
+
+    @property
+    def paused(self) -> bool:
+        """Whether some node was told to stop snapshots; one is enough for the whole job."""
+        return bool(self._paused_on & self.links.keys())
+
+    def connect(self, node: str, endpoint: str) -> None:
+        """Use ``endpoint`` for ``node`` from now on."""
+        self.disconnect(node)
+        link = SmpLink(self._context, node, endpoint, self._keys, self._on_event)
+        self.links[node] = link
+        self._keep(self._heartbeat(link))
+
+    def disconnect(self, node: str) -> None:
+        """Forget a node that is lost or whose SMP is being replaced."""
+        link = self.links.pop(node, None)
+        if link is not None:
+            link.close()
+
+    async def close(self) -> None:
+        """End all tasks and connections; the SMPs stay."""
+        self.stop_snapshots()
+        for task in list(self._tasks):
+            task.cancel()
+        for node in list(self.links):
+            self.disconnect(node)
+        self._context.term()
+
+    async def refresh(self) -> None:
+        """One round of heartbeats to all nodes at once; updates progress."""
+        await asyncio.gather(*(self._beat(link) for link in list(self.links.values())))
+
+    async def _heartbeat(self, link: SmpLink) -> None:
+        """Renew one node's lease as long as its link is in use.
+
+        Every node has a task of its own, so that one which does not answer never
+        delays the leases of the others.
+        """
+        while self.links.get(link.node) is link:
+            await self._beat(link)
+            if link.node in self.silent_nodes([link.node]):
+                self.silent.set()
+            await asyncio.sleep(self.timing.heartbeat)
+
+    async def _beat(self, link: SmpLink) -> None:
+        lease = m.Lease(self.incarnation, self.timing.lease, self.summary())
+        try:
+            answer = await link.ask(lease, 4 * self.timing.heartbeat)
+        except ControlPlaneError:
+            return
+        if isinstance(answer, m.LeaseAnswer):
+            self.progress.update(answer.progress)
+            self._heard(answer)
+
+    def _heard(self, answer: m.LeaseAnswer) -> None:
+        before = self.paused
+        self._paused_on = (self._paused_on - {answer.node}) | (
+            {answer.node} if answer.paused else set()
+        )
+        if self.paused != before:
+            word = "paused" if self.paused else "resumed"
+            self.observers.tell(word, f"snapshots {word} by request")
+
+    def silent_nodes(self, nodes: Iterable[str]) -> list[str]:
+        """Those of ``nodes`` that have not been heard of for ``node_timeout``."""
+        now = time.monotonic()
+        return [
+            n
+            for n in nodes
+            if n in self.links and now - self.links[n].last_heard > self.timing.node_timeout
+        ]
+
+    async def ask_all(self, requests: Mapping[str, m.Message]) -> dict[str, Any]:
+        """Send each node its request; the answers.  A refusal or silence is raised."""
+        answers = await asyncio.gather(
+            *(
+                self.links[node].demand(request, REQUEST_TIMEOUT_SECONDS)
+                for node, request in requests.items()
+            )
+        )
+        return dict(zip(requests, answers, strict=True))
+
+    def expect_world(self, world: str, nodes: tuple[str, ...]) -> None:
+        """A world with these nodes as ranks 0, 1, ... is being started."""
+        self.world, self.world_nodes = world, nodes
+        self._encoders_up = set()
+        self._world_up.clear()
+
+    async def world_ready(self, timeout: float) -> None:
+        """Wait until an encoder of the expected world has joined on every node of it."""
+        try:
+            await asyncio.wait_for(self._world_up.wait(), timeout)
+        except asyncio.TimeoutError as error:
+            missing = sorted(set(self.world_nodes) - self._encoders_up)
+            raise ControlPlaneError(
+                f"encoder world {self.world}: none from {', '.join(missing)} in {timeout:.0f} s"
+            ) from error
+
+    @property
+    def usable_world(self) -> str:
+        """The encoder world if it is up on all its nodes, else empty."""
+        return self.world if self._world_up.is_set() else ""
+
+    def world_lost(self) -> None:
+        """The world has ended, or is being ended."""
+        self._world_up.clear()
+        self._encoders_up.clear()
+
+    def start_snapshots(self, cycle: SnapshotCycle) -> None:
+        """Permit one snapshot after the other until ``stop_snapshots``."""
+        self.cycle = cycle
+        self._keep(self._pump(cycle))
+
+    def stop_snapshots(self) -> None:
+        """Permit no more; what is under way is left to the next recovery."""
+        self.cycle = None
+        self._kick.set()
+
+    def smp_restarted(self, node: str) -> None:
+        """A new SMP has adopted the arenas of ``node`` and is connected."""
+        if self.cycle is not None:
+            self._perform(self.cycle, self.cycle.smp_restarted(node))
+
+    async def _pump(self, cycle: SnapshotCycle) -> None:
+        while self.cycle is cycle:
+            if cycle.phase == Phase.IDLE and not self.paused:
+                await self.refresh()
+                fastest = max((self.progress.get(s, -1) for s in cycle.places), default=-1)
+                if self.cycle is cycle and cycle.phase == Phase.IDLE:
+                    self._perform(cycle, cycle.propose(fastest, self.usable_world))
+            elif cycle.phase == Phase.ENCODING and self._encoding_too_long():
+                reason = f"no parity after {self.timing.encode_timeout:.0f} s"
+                self._perform(cycle, cycle.give_up(reason))
+            self._kick.clear()
+            try:
+                await asyncio.wait_for(self._kick.wait(), 0.25)
+            except asyncio.TimeoutError:
+                continue
+
+    def _encoding_too_long(self) -> bool:
+        return time.monotonic() - self._encoding_since > self.timing.encode_timeout
+
+    def _perform(self, cycle: SnapshotCycle, actions: Iterable[Any]) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                if isinstance(action.message, m.Encode):
+                    self._encoding_since = time.monotonic()
+                self._keep(self._send(cycle, action))
+            elif isinstance(action, KillWorld):
+                self.observers.tell("world_broken", f"parity stopped: {action.reason}")
+                self.world_lost()
+                self._kill_world(action.world)
+            else:
+                self._ended(action)
+
+    async def _send(self, cycle: SnapshotCycle, action: Send) -> None:
+        link = self.links.get(action.node)
+        if link is None:
+            return
+        try:
+            answer = await link.ask(action.message, REQUEST_TIMEOUT_SECONDS)
+        except ControlPlaneError:
+            return
+        if self.cycle is cycle:
+            self._perform(cycle, cycle.answered(action.node, action.message, answer))
+
+    def _ended(self, ended: Ended) -> None:
+        if ended.level == "aborted":
+            self.observers.tell(
+                "dropped" if ended.last else "aborted",
+                f"snapshot of iteration {ended.iteration} given up: {ended.reason}",
+                iteration=ended.iteration,
+            )
+            return
+        self.note_commit(ended.snapshot, ended.iteration, ended.level)
+        self.observers.tell(
+            "committed",
+            f"snapshot of iteration {ended.iteration} committed ({ended.level})",
+            iteration=ended.iteration,
+            level=ended.level,
+        )
+        self._kick.set()
+
+    def note_commit(self, snapshot: SnapshotId, iteration: int, level: str) -> None:
+        """``snapshot`` is committed on every node: what a failure falls back to from now on."""
+        self.committed = (snapshot, iteration, level)
+        if level == "protected":
+            self.protected = (snapshot, iteration)
+
+    def _on_event(self, event: m.Event) -> None:
+        if event.incarnation != self.incarnation:
+            return
+        body = event.body
+        if isinstance(body, m.EncoderHello) and body.world == self.world:
+            self._encoders_up.add(event.node)
+            if self._encoders_up >= set(self.world_nodes):
+                self._world_up.set()
+                if self.cycle is not None:
+                    self.cycle.world_changed(self.world)
+        if isinstance(body, m.WriterGone) and body.role == "encoder" and body.who == self.world:
+            self.world_lost()
+        if self.cycle is not None:
+            self._perform(self.cycle, self.cycle.handle(event.node, body))
+        for listener in list(self.listeners):
+            listener(event)
+
+    def _keep(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def summary(self) -> bytes:
+        """The job as the coordinator sees it, as JSON for ``megatron-ft status``."""
+        snapshot = self.committed
+        protected = self.protected
+        view = {
+            "incarnation": self.incarnation,
+            "nodes": sorted(self.links),
+            "encoders": "up" if self.usable_world else "down",
+            "paused": self.paused,
+            "iteration": max(self.progress.values(), default=-1),
+            "committed": None
+            if snapshot is None
+            else {"snapshot": str(snapshot[0]), "iteration": snapshot[1], "level": snapshot[2]},
+            "protected": None
+            if protected is None
+            else {"snapshot": str(protected[0]), "iteration": protected[1]},
+        }
+        return json.dumps(view).encode()

@@ -1,0 +1,284 @@
+"""One snapshot from permit to commit, as decisions without input or output.
+
+The coordinator feeds events and answers in and sends what comes out; the model test
+does the same with random interleavings.  There is at most one snapshot under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from megatron_ft.identity import SnapshotId
+from megatron_ft.smp import messages as m
+from megatron_ft.smp.slots import WorldGoneError
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a request to a node's SMP and report its answer to ``answered``."""
+
+    node: str
+    message: m.Message
+
+
+@dataclass(frozen=True)
+class KillWorld:
+    """End an encoder world; its encoders' deaths arrive as WriterGone events."""
+
+    world: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A snapshot is over: ``level`` is protected, local or aborted; ``last`` if training is too."""
+
+    snapshot: SnapshotId
+    iteration: int
+    level: str
+    reason: str = ""
+    last: bool = False
+
+
+Action = Send | KillWorld | Ended
+
+
+class Phase(Enum):
+    """Where the snapshot under way is."""
+
+    IDLE = "idle"
+    CAPTURING = "capturing"
+    ENCODING = "encoding"
+    COMMITTING = "committing"
+    ABORTING = "aborting"
+
+
+class SnapshotCycle:
+    """Permits snapshots one after the other and takes each to commit or abort.
+
+    ``places`` maps each shard to its node.  All arithmetic is on iterations: ``lead`` is
+    how many iterations ahead of the fastest known trainer a permit is given; it grows when
+    a permit came too late and shrinks again after ``calm`` commits in a row.
+    """
+
+    MOST_LEAD = 64
+    calm = 16
+
+    def __init__(
+        self,
+        incarnation: int,
+        places: Mapping[str, str],
+        stripes: tuple[m.StripeOrder, ...],
+        interval: int,
+    ) -> None:
+        self.incarnation = incarnation
+        self.places = dict(places)
+        self.nodes = sorted(set(places.values()))
+        self.stripes = stripes
+        self.interval = interval
+        self.phase = Phase.IDLE
+        self.snapshot = SnapshotId(incarnation, 0)
+        self.iteration = -1
+        self.level = ""
+        self.lead = 1
+        self._commits_in_a_row = 0
+        self._waiting: set[str] = set()
+        self._encoders: set[str] = set()
+        self._world = ""
+        self._broken = ""
+        self._corrupt = False
+        self._last = False
+
+    def propose(self, progress: int, world: str) -> list[Action]:
+        """Permit the next snapshot, if none is under way.
+
+        ``progress`` is the highest iteration that any trainer has finished; ``world`` the
+        encoder world that is up on all nodes, "" if none.
+        """
+        if self.phase != Phase.IDLE or self._last:
+            return []
+        self.snapshot = SnapshotId(self.incarnation, self.snapshot.sequence + 1)
+        self.iteration = self.next_iteration(progress)
+        self.phase = Phase.CAPTURING
+        self._world = world
+        self._broken, self._corrupt = "", False
+        self._waiting = set(self.places)
+        grant = m.Grant(self.incarnation, self.snapshot, self.iteration)
+        return self._to_all(grant)
+
+    def next_iteration(self, progress: int) -> int:
+        """The first multiple of the interval that lies more than ``lead`` ahead."""
+        return -(-(progress + self.lead + 1) // self.interval) * self.interval
+
+    def world_changed(self, world: str) -> None:
+        """A world came up while nothing was being encoded: use it for the snapshot under way."""
+        if self.phase == Phase.CAPTURING:
+            self._world = world
+
+    def handle(self, node: str, body: Any) -> list[Action]:
+        """React to an event of a node."""
+        if isinstance(body, m.Sealed):
+            return self._sealed(body)
+        if isinstance(body, m.Encoded):
+            return self._encoded(body)
+        if isinstance(body, m.Missed | m.Abandoned):
+            return self._gave_up(body)
+        if isinstance(body, m.OrderFailed):
+            return self._order_failed(body)
+        if isinstance(body, m.WriterGone):
+            return self._writer_gone(node, body)
+        return []
+
+    def answered(self, node: str, request: m.Message, answer: m.Message) -> list[Action]:
+        """React to a node's answer to one of our requests."""
+        if getattr(request, "snapshot", None) != self.snapshot:
+            return []
+        if isinstance(answer, m.Refused):
+            return self._refused(node, request, answer)
+        expected = {m.Commit: Phase.COMMITTING, m.Abort: Phase.ABORTING}.get(type(request))
+        if expected is None or expected != self.phase:
+            return []
+        self._waiting.discard(node)
+        return [] if self._waiting else self._over()
+
+    def smp_restarted(self, node: str) -> list[Action]:
+        """The SMP of ``node`` was replaced by one that adopted its arenas.
+
+        Words that the old one may have taken with it are repeated; what it was in the
+        middle of is given up.  Its encoder has ended with it.
+        """
+        if self.phase == Phase.CAPTURING:
+            return self._abort(f"the SMP of {node} was restarted")
+        if self.phase == Phase.ENCODING:
+            return self._writer_gone(node, m.WriterGone("encoder", self._world, 0))
+        return self._repeat(node)
+
+    def _repeat(self, node: str) -> list[Action]:
+        """The word that decides the snapshot once more, to a node that has not confirmed it."""
+        if self.phase == Phase.COMMITTING and node in self._waiting:
+            return [Send(node, m.Commit(self.incarnation, self.snapshot, self.level))]
+        if self.phase == Phase.ABORTING and node in self._waiting:
+            return [Send(node, m.Abort(self.incarnation, self.snapshot, self._broken))]
+        return []
+
+    def give_up(self, reason: str) -> list[Action]:
+        """Abort the snapshot under way unless it is decided already."""
+        if self.phase == Phase.CAPTURING:
+            return self._abort(reason)
+        if self.phase == Phase.ENCODING:
+            return self._break(reason)
+        return []
+
+    def _sealed(self, body: m.Sealed) -> list[Action]:
+        if self.phase != Phase.CAPTURING or body.record.snapshot != self.snapshot:
+            return []
+        self._waiting.discard(body.record.shard_id)
+        if not self.all_sealed(self._waiting):
+            return []
+        if not self._world or not self.stripes:
+            return self._commit("local")
+        self.phase = Phase.ENCODING
+        self._waiting = set(self.places)
+        self._encoders = set(self.nodes)
+        return self._to_all(m.Encode(self.incarnation, self.snapshot, self._world, self.stripes))
+
+    def all_sealed(self, waiting: set[str]) -> bool:
+        """Whether encoding may start: only when no shard is still being captured."""
+        return not waiting
+
+    def _encoded(self, body: m.Encoded) -> list[Action]:
+        if self.phase != Phase.ENCODING or body.snapshot != self.snapshot or self._broken:
+            return []
+        self._waiting.discard(body.shard_id)
+        return [] if self._waiting else self._commit("protected")
+
+    def _gave_up(self, body: m.Missed | m.Abandoned) -> list[Action]:
+        if body.snapshot != self.snapshot or self.phase != Phase.CAPTURING:
+            return []
+        if isinstance(body, m.Missed):
+            self.lead = min(self.lead + 1, self.MOST_LEAD)
+            self._commits_in_a_row = 0
+            return self._abort(f"{body.shard_id} had already passed iteration {self.iteration}")
+        return self._abort(f"{body.shard_id}: {body.reason}")
+
+    def _order_failed(self, body: m.OrderFailed) -> list[Action]:
+        if self.phase != Phase.ENCODING or body.snapshot != self.snapshot:
+            return []
+        self._corrupt = self._corrupt or bool(body.corrupt)
+        return self._break(body.reason)
+
+    def _writer_gone(self, node: str, body: m.WriterGone) -> list[Action]:
+        if body.role == "trainer":
+            # Training is over, well or not: what is sealed may finish, nothing new is begun.
+            self._last = True
+            return self._abort(f"trainer {body.who} has ended") if self._capturing() else []
+        if body.who != self._world:
+            return []
+        if self._capturing():
+            self._world = ""
+        if self.phase != Phase.ENCODING:
+            # Suspended, it had outlived its SMP: the new one refused to commit over it.
+            return self._repeat(node)
+        return self._encoder_ended(node, f"the encoder on {node} died")
+
+    def _encoder_ended(self, node: str, reason: str) -> list[Action]:
+        self._encoders.discard(node)
+        actions = self._break(reason)
+        return actions + ([] if self._encoders else self._encoding_ended())
+
+    def _capturing(self) -> bool:
+        return self.phase == Phase.CAPTURING
+
+    def _break(self, reason: str) -> list[Action]:
+        """Encoding cannot finish: have the whole world ended, then settle without parity."""
+        if self._broken:
+            return []
+        self._broken = reason or "unknown reason"
+        return [KillWorld(self._world, self._broken)]
+
+    def _encoding_ended(self) -> list[Action]:
+        """No encoder is left that could write: local if the data are good, else abort."""
+        if self._corrupt:
+            return self._abort(self._broken)
+        return self._commit("local")
+
+    def _refused(self, node: str, request: m.Message, answer: m.Refused) -> list[Action]:
+        if isinstance(request, m.Grant) and self.phase == Phase.CAPTURING:
+            return self._abort(answer.reason)
+        if isinstance(request, m.Encode) and self.phase == Phase.ENCODING:
+            if answer.error == WorldGoneError.__name__:
+                return self._encoder_ended(node, answer.reason)
+            return self._break(answer.reason)
+        return []
+
+    def _commit(self, level: str) -> list[Action]:
+        self.phase, self.level = Phase.COMMITTING, level
+        self._waiting = set(self.nodes)
+        return self._to_all(m.Commit(self.incarnation, self.snapshot, level))
+
+    def _abort(self, reason: str) -> list[Action]:
+        self.phase, self.level, self._broken = Phase.ABORTING, "aborted", reason
+        self._waiting = set(self.nodes)
+        return self._to_all(m.Abort(self.incarnation, self.snapshot, reason))
+
+    def _over(self) -> list[Action]:
+        self.phase = Phase.IDLE
+        if self.level != "aborted":
+            self._commits_in_a_row += 1
+            if self._commits_in_a_row % self.calm == 0:
+                self.lead = max(1, self.lead - 1)
+        return [Ended(self.snapshot, self.iteration, self.level, self._broken, self._last)]
+
+    def _to_all(self, message: m.Message) -> list[Action]:
+        return [Send(node, message) for node in self.nodes]
+
+
+def places_of(shards: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Shard to node, refusing a shard that two nodes claim."""
+    places: dict[str, str] = {}
+    for shard_id, node in shards:
+        assert places.setdefault(shard_id, node) == node, f"{shard_id} is on two nodes"
+    return places

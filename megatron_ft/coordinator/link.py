@@ -1,0 +1,95 @@
+"""The coordinator's connection to one SMP: requests with answers, and events."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from megatron_ft import errors
+from megatron_ft.errors import ControlPlaneError, MegatronFTError
+from megatron_ft.smp import messages as m
+from megatron_ft.smp.security import JobKeys
+
+EventCallback = Callable[[m.Event], None]
+
+
+class SmpLink:
+    """An authenticated connection to the SMP of ``node``.
+
+    Answers may come in any order, so heartbeats pass a request that takes long.
+    ``last_heard`` is the monotonic time of the last frame from there.
+    """
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        node: str,
+        endpoint: str,
+        keys: JobKeys,
+        on_event: EventCallback,
+    ) -> None:
+        self.node, self.endpoint = node, endpoint
+        self.last_heard = time.monotonic()
+        self._on_event = on_event
+        self._numbers = itertools.count(1)
+        self._pending: dict[bytes, asyncio.Future[Any]] = {}
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        keys.protect_client(self._socket)
+        self._socket.connect(endpoint)
+        self._reader = asyncio.create_task(self._read())
+
+    async def ask(self, request: m.Message, timeout: float) -> Any:
+        """The answer to a request, Refused included.  ControlPlaneError after ``timeout`` s."""
+        if self._socket.closed:
+            raise ControlPlaneError(f"the connection to node {self.node} was given up")
+        number = str(next(self._numbers)).encode()
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._pending[number] = future
+        try:
+            await self._socket.send_multipart([number, m.encode(request)])
+            return await asyncio.wait_for(future, timeout)
+        except asyncio.TimeoutError as error:
+            raise ControlPlaneError(
+                f"the SMP of node {self.node} ({self.endpoint}) did not answer "
+                f"{type(request).__name__} in {timeout:.1f} s"
+            ) from error
+        finally:
+            self._pending.pop(number, None)
+
+    async def demand(self, request: m.Message, timeout: float) -> Any:
+        """Like ``ask``, but a Refused is raised as the error that it names."""
+        answer = await self.ask(request, timeout)
+        if isinstance(answer, m.Refused):
+            raise _error(answer)
+        return answer
+
+    def close(self) -> None:
+        """Give the connection up; waiting requests are cancelled."""
+        self._reader.cancel()
+        for future in self._pending.values():
+            future.cancel()
+        self._socket.close()
+
+    async def _read(self) -> None:
+        while True:
+            number, frame = await self._socket.recv_multipart()
+            self.last_heard = time.monotonic()
+            message = m.decode(frame)
+            if isinstance(message, m.Event):
+                self._on_event(message)
+            elif number in self._pending and not self._pending[number].done():
+                self._pending[number].set_result(message)
+
+
+def _error(refused: m.Refused) -> MegatronFTError:
+    found = getattr(errors, refused.error, None)
+    if isinstance(found, type) and issubclass(found, MegatronFTError):
+        return found(refused.reason)
+    return ControlPlaneError(f"{refused.error}: {refused.reason}")

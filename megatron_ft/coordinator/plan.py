@@ -1,0 +1,85 @@
+"""What to ask of each node: arenas to make, stripes to encode or rebuild.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_ft.arena.format import DIGEST_BLAKE2B, DIGEST_CRC64
+from megatron_ft.identity import Ancestor
+from megatron_ft.recovery.decide import StripeState
+from megatron_ft.smp import messages as m
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Choices that all arenas of a job share."""
+
+    block_bytes: int
+    slot_count: int
+    crc: bool = True
+
+    @property
+    def digest_algorithm(self) -> int:
+        """Number of the digest algorithm in the arena format."""
+        return DIGEST_CRC64 if self.crc else DIGEST_BLAKE2B
+
+
+def create_requests(
+    stripes: Sequence[StripeState],
+    incarnation: int,
+    lineage: tuple[Ancestor, ...],
+    sizes: Sizes,
+) -> dict[str, m.CreateArena]:
+    """The request that makes each shard's arena."""
+    return {
+        shard_id: m.CreateArena(
+            incarnation=incarnation,
+            shard_id=shard_id,
+            lineage=lineage,
+            codec=stripe.codec,
+            data_members=stripe.data_members,
+            parity_members=stripe.parity_members,
+            member_index=index,
+            members=stripe.members,
+            data_bytes=stripe.data_bytes,
+            block_bytes=sizes.block_bytes,
+            slot_count=sizes.slot_count,
+            digest_algorithm=sizes.digest_algorithm,
+        )
+        for stripe in stripes
+        for index, shard_id in enumerate(stripe.members)
+    }
+
+
+def stripe_orders(
+    stripes: Sequence[StripeState],
+    places: Mapping[str, str],
+    world: Sequence[str],
+    sizes: Sizes,
+    lost: Mapping[StripeState, tuple[str, ...]] | None = None,
+) -> tuple[m.StripeOrder, ...]:
+    """Orders for all stripes that have parity, or with ``lost`` for those that lost members.
+
+    ``places`` maps shards to nodes, ``world`` lists the nodes in the order of their
+    encoders' MPI ranks.  Every node gets the same tuple in the same order, so that the
+    encoders meet; each fills in its own arenas and slots.
+    """
+    return tuple(
+        m.StripeOrder(
+            index=index,
+            kind=stripe.codec,
+            data_members=stripe.data_members,
+            parity_members=stripe.parity_members,
+            data_bytes=stripe.data_bytes,
+            block_bytes=sizes.block_bytes,
+            digest_algorithm=sizes.digest_algorithm,
+            members=stripe.members,
+            world_ranks=tuple(world.index(places[s]) for s in stripe.members),
+            arenas={},
+            slots={},
+            lost=() if lost is None else lost[stripe],
+        )
+        for index, stripe in enumerate(stripes)
+        if stripe.parity_members and (lost is None or stripe in lost)
+    )

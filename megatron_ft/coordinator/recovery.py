@@ -1,0 +1,167 @@
+"""From "something died" to "trainers may start": the steps of one new incarnation.
+
+Each step can be interrupted: nothing that a later attempt needs is given up before the
+restored snapshot is complete and committed everywhere again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_ft.coordinator.coordinator import Coordinator
+from megatron_ft.coordinator.plan import Sizes, create_requests, stripe_orders
+from megatron_ft.errors import ControlPlaneError, MegatronFTError
+from megatron_ft.identity import Ancestor, SnapshotId
+from megatron_ft.recovery.decide import Decision
+from megatron_ft.smp import messages as m
+
+ADMIT_TIMEOUT_SECONDS = 30.0
+REBUILD_TIMEOUT_SECONDS = 1800.0
+
+
+class RebuildError(MegatronFTError):
+    """A rebuild did not finish; ``corrupt`` is a shard whose bytes turned out wrong, or empty."""
+
+    def __init__(self, reason: str, corrupt: str = "") -> None:
+        super().__init__(reason)
+        self.corrupt = corrupt
+
+
+class LifeHigherError(ControlPlaneError):
+    """Some SMP has already seen this incarnation; the next attempt must be higher."""
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """Who let the new incarnation in, and who did not answer."""
+
+    inventories: dict[str, m.Inventory]
+    lost: tuple[str, ...]
+
+
+async def admit(coordinator: Coordinator, incarnation: int, nodes: Sequence[str]) -> Admitted:
+    """Fence every node for ``incarnation`` and collect what it holds.
+
+    A node that does not answer, or cannot confirm that its older writers are dead, counts
+    as lost.  A node that still obeys another coordinator is waited for: its lease runs out.
+    """
+    coordinator.incarnation = incarnation
+    answers = await asyncio.gather(*(_admit(coordinator, incarnation, n) for n in nodes))
+    inventories = {n: a for n, a in zip(nodes, answers, strict=True) if a is not None}
+    return Admitted(inventories, tuple(n for n in nodes if n not in inventories))
+
+
+async def _admit(coordinator: Coordinator, incarnation: int, node: str) -> m.Inventory | None:
+    request = m.Admit(incarnation, coordinator.timing.lease)
+    while node in coordinator.links:
+        try:
+            answer = await coordinator.links[node].ask(request, ADMIT_TIMEOUT_SECONDS)
+        except ControlPlaneError:
+            return None
+        if isinstance(answer, m.Inventory):
+            return answer
+        if answer.error == "LeaseHeld":
+            coordinator.observers.tell("waiting", f"node {node}: {answer.reason} s of lease left")
+            await asyncio.sleep(float(answer.reason))
+        elif answer.error == "StaleIncarnationError":
+            raise LifeHigherError(answer.reason)
+        else:
+            return None
+    return None
+
+
+@dataclass(frozen=True)
+class Restore:
+    """The input of one restore: a decision, where shards live now, and the new lineage."""
+
+    decision: Decision
+    places: dict[str, str]
+    active: tuple[str, ...]
+    incarnation: int
+    lineage: tuple[Ancestor, ...]
+    sizes: Sizes
+
+    def adoption(self, node: str) -> m.Adopt:
+        """What ``node`` keeps: its shards if something is restored, else nothing."""
+        snapshot = self.decision.snapshot
+        keep = tuple(s for s, n in self.places.items() if n == node and snapshot is not None)
+        return m.Adopt(self.incarnation, self.lineage, snapshot, keep)
+
+    def sources(self) -> dict[str, str]:
+        """Where each shard's bytes come from: "memory" of its own node, or "parity"."""
+        lost = {shard for members in self.decision.lost.values() for shard in members}
+        return {shard: "parity" if shard in lost else "memory" for shard in self.places}
+
+
+async def restore(
+    coordinator: Coordinator, plan: Restore, admitted: Sequence[str], world_up: Callable[[], None]
+) -> None:
+    """Carry a decision out: adopt the lineage, rebuild what is lost, commit, let trainers in.
+
+    ``world_up`` starts an encoder world over the active nodes.  RebuildError when some
+    shard could not be rebuilt; another incarnation then tries again.
+    """
+    snapshot = plan.decision.snapshot
+    coordinator.restoring = snapshot
+    await coordinator.ask_all({node: plan.adoption(node) for node in admitted})
+    if snapshot is not None and plan.decision.lost:
+        await _make_targets(coordinator, plan)
+        world_up()
+        await coordinator.world_ready(120.0)
+        await _rebuild(coordinator, plan, snapshot)
+    if snapshot is not None:
+        level = "protected" if plan.decision.protected else "local"
+        commit = m.Commit(plan.incarnation, snapshot, level)
+        await coordinator.ask_all({node: commit for node in plan.active})
+        coordinator.note_commit(snapshot, plan.decision.iteration, level)
+    ready = m.RestoreReady(plan.incarnation, snapshot, plan.sources())
+    await coordinator.ask_all({node: ready for node in plan.active})
+
+
+async def _make_targets(coordinator: Coordinator, plan: Restore) -> None:
+    """Arenas for lost shards, where their new node has none yet."""
+    requests = create_requests(plan.decision.stripes, plan.incarnation, plan.lineage, plan.sizes)
+    for members in plan.decision.lost.values():
+        for shard_id in members:
+            node = plan.places[shard_id]
+            await coordinator.links[node].demand(requests[shard_id], 600.0)
+
+
+async def _rebuild(coordinator: Coordinator, plan: Restore, snapshot: SnapshotId) -> None:
+    missing = {shard for members in plan.decision.lost.values() for shard in members}
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def listen(event: m.Event) -> None:
+        body = event.body
+        if isinstance(body, m.Rebuilt) and body.snapshot == snapshot:
+            missing.discard(body.shard_id)
+            if not missing and not done.done():
+                done.set_result(None)
+        elif isinstance(body, m.OrderFailed) and not done.done():
+            done.set_exception(RebuildError(body.reason, body.corrupt))
+        elif isinstance(body, m.WriterGone) and body.role == "encoder" and not done.done():
+            reason = f"the encoder on {event.node} died while rebuilding"
+            asyncio.get_running_loop().call_later(1.0, _fail, done, reason)
+
+    orders = stripe_orders(
+        plan.decision.stripes, plan.places, plan.active, plan.sizes, plan.decision.lost
+    )
+    request = m.Rebuild(
+        plan.incarnation, snapshot, plan.decision.iteration, coordinator.world, orders
+    )
+    coordinator.listeners.append(listen)
+    try:
+        await coordinator.ask_all({node: request for node in plan.active})
+        await asyncio.wait_for(done, REBUILD_TIMEOUT_SECONDS)
+    except asyncio.TimeoutError as error:
+        raise RebuildError(f"no end of the rebuild of {', '.join(sorted(missing))}") from error
+    finally:
+        coordinator.listeners.remove(listen)
+
+
+def _fail(done: asyncio.Future[None], reason: str) -> None:
+    """An encoder's own account of what went wrong arrives before this and wins."""
+    if not done.done():
+        done.set_exception(RebuildError(reason))

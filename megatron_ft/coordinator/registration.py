@@ -1,0 +1,140 @@
+"""The start of a life: every rank registers, stripes are fixed, arenas are made."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron_ft.coordinator.coordinator import Coordinator
+from megatron_ft.coordinator.plan import Sizes, create_requests
+from megatron_ft.erasure.scheme import Scheme
+from megatron_ft.erasure.stripes import RankPlace, plan_stripes
+from megatron_ft.errors import ControlPlaneError, LayoutMismatchError, MegatronFTError
+from megatron_ft.identity import Ancestor
+from megatron_ft.recovery.decide import StripeState
+from megatron_ft.smp import messages as m
+
+
+@dataclass
+class Roll:
+    """Who has said hello, and who has brought a layout, in this life."""
+
+    world_size: int
+    hellos: dict[str, tuple[str, m.Hello]] = field(default_factory=dict)
+    layouts: dict[str, m.Prepare] = field(default_factory=dict)
+    complete: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def hear(self, event: m.Event) -> None:
+        """Take note of a registration event."""
+        if isinstance(event.body, m.Hello):
+            self.hellos[event.body.shard_id] = (event.node, event.body)
+        elif isinstance(event.body, m.Prepare):
+            self.layouts[event.body.shard_id] = event.body
+        if len(self.layouts) == self.world_size and self.layouts.keys() <= self.hellos.keys():
+            self.complete.set()
+
+    def missing_ranks(self) -> list[int]:
+        """Ranks that have not brought a layout."""
+        there = {self.hellos[s][1].rank for s in self.layouts if s in self.hellos}
+        return sorted(set(range(self.world_size)) - there)
+
+    def places(self) -> dict[str, str]:
+        """Shard to node."""
+        return {shard_id: node for shard_id, (node, _) in self.hellos.items()}
+
+    def rank_places(self) -> list[RankPlace]:
+        """What the stripe planner needs to know of each rank."""
+        return [
+            RankPlace(
+                rank=hello.rank,
+                shard_id=shard_id,
+                node=node,
+                domain=node,
+                local_index=hello.local_index,
+                coordinates=hello.coordinates,
+                required_bytes=self.layouts[shard_id].required_bytes,
+            )
+            for shard_id, (node, hello) in self.hellos.items()
+        ]
+
+    @property
+    def interval(self) -> int:
+        """Iterations between snapshots, as the ranks were told; they must agree."""
+        intervals = {prepare.interval for prepare in self.layouts.values()}
+        if len(intervals) != 1:
+            raise ControlPlaneError(f"ranks have different snapshot intervals: {sorted(intervals)}")
+        return intervals.pop()
+
+
+async def wait_for_all(roll: Roll, timeout: float) -> None:
+    """Wait until every rank has registered; ControlPlaneError names those that have not."""
+    try:
+        await asyncio.wait_for(roll.complete.wait(), timeout)
+    except asyncio.TimeoutError as error:
+        raise ControlPlaneError(
+            f"ranks {roll.missing_ranks()} have not registered within {timeout:.0f} s; "
+            "see their logs"
+        ) from error
+
+
+def settle_stripes(
+    roll: Roll, stored: Sequence[StripeState], scheme: Scheme, sizes: Sizes
+) -> tuple[StripeState, ...]:
+    """The stripes of this life: those stored in the arenas if there are, else planned anew.
+
+    LayoutMismatchError if the shards no longer fit the stored ones.
+    """
+    if not stored:
+        plans = plan_stripes(roll.rank_places(), scheme, block_bytes=sizes.block_bytes)
+        return tuple(
+            StripeState(p.kind, p.data_members, p.parity_members, p.data_bytes, p.members)
+            for p in plans
+        )
+    room = {shard: stripe.data_bytes for stripe in stored for shard in stripe.members}
+    if room.keys() != roll.layouts.keys():
+        raise LayoutMismatchError(
+            f"the job's snapshots hold shards {sorted(room)}, the trainers bring "
+            f"{sorted(roll.layouts)}: run with the parallel shape of the snapshots, or remove "
+            "them with `megatron-ft clean`"
+        )
+    for shard_id, prepare in roll.layouts.items():
+        if prepare.required_bytes > room[shard_id]:
+            raise LayoutMismatchError(
+                f"shard {shard_id} needs {prepare.required_bytes} bytes, its arena has room for "
+                f"{room[shard_id]}: has the model changed? Run with the old flags, or remove the "
+                "job's snapshots with `megatron-ft clean`"
+            )
+    return tuple(stored)
+
+
+async def make_arenas(
+    coordinator: Coordinator,
+    stripes: Sequence[StripeState],
+    places: Mapping[str, str],
+    lineage: tuple[Ancestor, ...],
+    sizes: Sizes,
+) -> None:
+    """Have every arena made or checked, then let the waiting trainers go on.
+
+    When a node refuses (too little memory, say) every trainer gets that error, before
+    training starts, and it is raised here as well.
+    """
+    incarnation = coordinator.incarnation
+    requests = create_requests(stripes, incarnation, lineage, sizes)
+    by_node: dict[str, list[m.CreateArena]] = {}
+    for shard_id, request in requests.items():
+        by_node.setdefault(places[shard_id], []).append(request)
+
+    async def make(node: str) -> None:
+        for request in by_node[node]:
+            await coordinator.links[node].demand(request, 600.0)
+
+    nodes = sorted(by_node)
+    try:
+        await asyncio.gather(*(make(node) for node in nodes))
+    except MegatronFTError as error:
+        refusal = m.ArenasReady(incarnation, type(error).__name__, str(error))
+        await coordinator.ask_all({node: refusal for node in nodes})
+        raise
+    await coordinator.ask_all({node: m.ArenasReady(incarnation) for node in nodes})

@@ -1,0 +1,205 @@
+"""Which snapshot a recovery serves, and what must be rebuilt for it.  Pure.
+
+The rule: a snapshot of the current lineage can be served if in every stripe either no
+member lacks it, or at most m do and the parity of all the others is complete.  The
+newest such snapshot wins.  Commit words play no part: a snapshot that is complete
+everywhere is consistent whether or not its commit was heard of by all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from megatron_ft.identity import SealedRecord, SnapshotId
+from megatron_ft.recovery.lineage import on_lineage
+from megatron_ft.smp.messages import ArenaReport, Inventory, SlotReport
+from megatron_ft.smp.node import usable
+
+
+@dataclass(frozen=True)
+class StripeState:
+    """One stripe as stored in the arenas of its members; indices are never recomputed."""
+
+    codec: str
+    data_members: int
+    parity_members: int
+    data_bytes: int
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Where one shard's arena is, and what it reports."""
+
+    node: str
+    arena: ArenaReport
+
+    def slot(self, snapshot: SnapshotId) -> SlotReport | None:
+        """The slot with complete data of ``snapshot``, if there is one."""
+        found = (s for s in self.arena.slots if s.snapshot == snapshot and usable(s))
+        return next(found, None)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a recovery does.
+
+    ``snapshot`` is None when nothing can be served; ``explanation`` then says which
+    stripe lost what.  ``lost`` maps a stripe to its members that must be rebuilt.
+    ``protected`` says whether the snapshot survives another node loss once it is back.
+    """
+
+    snapshot: SnapshotId | None
+    iteration: int
+    protected: bool
+    stripes: tuple[StripeState, ...]
+    holdings: dict[str, Holding]
+    lost: dict[StripeState, tuple[str, ...]] = field(default_factory=dict)
+    explanation: str = ""
+
+
+def decide(
+    inventories: Sequence[Inventory],
+    *,
+    shard_count: int | None = None,
+    corrupt: Collection[tuple[str, SnapshotId]] = (),
+) -> Decision:
+    """The decision for what these nodes hold.
+
+    ``shard_count`` is the number of shards of the job if it is known: with fewer found,
+    whole stripes are gone and nothing can be served.  ``corrupt`` names shards whose
+    bytes of a snapshot failed their digests: they count as lost.
+    """
+    holdings = _holdings(inventories)
+    stripes = _stripes(holdings)
+    known = sum(len(stripe.members) for stripe in stripes)
+    if shard_count is not None and known < shard_count:
+        text = f"{shard_count - known} of {shard_count} shards belong to stripes with no survivor"
+        return Decision(None, -1, False, stripes, holdings, explanation=text)
+    refusals: list[str] = []
+    for snapshot in _candidates(holdings):
+        losses = {s: _lacking(s, snapshot, holdings, corrupt) for s in stripes}
+        problem = _problem(snapshot, losses, holdings)
+        if problem is None:
+            return _serve(snapshot, losses, stripes, holdings)
+        refusals.append(f"snapshot {snapshot}: {problem}")
+    text = "; ".join(refusals) or "no arena holds a complete snapshot"
+    return Decision(None, -1, False, stripes, holdings, explanation=text)
+
+
+def _holdings(inventories: Sequence[Inventory]) -> dict[str, Holding]:
+    """The owner of each shard: the arena of the highest incarnation; older claims own nothing."""
+    owners: dict[str, Holding] = {}
+    for inventory in inventories:
+        for arena in inventory.arenas:
+            other = owners.get(arena.shard_id)
+            if other is None or other.arena.incarnation < arena.incarnation:
+                owners[arena.shard_id] = Holding(inventory.node, arena)
+    return owners
+
+
+def _stripes(holdings: dict[str, Holding]) -> tuple[StripeState, ...]:
+    """Stripes as the newest arenas store them, each member in exactly one."""
+    newest = sorted(holdings.values(), key=lambda h: h.arena.incarnation, reverse=True)
+    stripes: dict[tuple[str, ...], StripeState] = {}
+    placed: set[str] = set()
+    for holding in newest:
+        arena = holding.arena
+        if arena.members in stripes or placed & set(arena.members):
+            continue
+        placed |= set(arena.members)
+        stripes[arena.members] = StripeState(
+            arena.codec, arena.data_members, arena.parity_members, arena.data_bytes, arena.members
+        )
+    return tuple(sorted(stripes.values(), key=lambda s: s.members))
+
+
+def _candidates(holdings: dict[str, Holding]) -> list[SnapshotId]:
+    """Snapshots of the current lineage of which some arena holds complete data, newest first."""
+    if not holdings:
+        return []
+    current = max((h.arena for h in holdings.values()), key=lambda a: a.incarnation)
+    found = {
+        slot.snapshot
+        for holding in holdings.values()
+        for slot in holding.arena.slots
+        if slot.snapshot is not None and usable(slot)
+    }
+    return sorted((s for s in found if on_lineage(s, current.lineage)), reverse=True)
+
+
+def _lacking(
+    stripe: StripeState,
+    snapshot: SnapshotId,
+    holdings: dict[str, Holding],
+    corrupt: Collection[tuple[str, SnapshotId]],
+) -> tuple[str, ...]:
+    """Members that do not hold the snapshot, or hold other bytes than their peers vouch for."""
+    slots = {
+        member: holdings[member].slot(snapshot)
+        for member in stripe.members
+        if member in holdings and (member, snapshot) not in corrupt
+    }
+    lacking = []
+    for member in stripe.members:
+        slot = slots.get(member)
+        peers = (other for shard, other in slots.items() if shard != member)
+        if slot is None or slot.record is None or not _vouched_for(slot.record, peers):
+            lacking.append(member)
+    return tuple(lacking)
+
+
+def _vouched_for(record: SealedRecord, peers: Iterable[SlotReport | None]) -> bool:
+    """Whether no peer knows the shard's sealed bytes by another digest root."""
+    known = (
+        other.digest_root
+        for slot in peers
+        if slot is not None
+        for other in slot.stripe_table
+        if other.shard_id == record.shard_id
+    )
+    return all(root == record.digest_root for root in known)
+
+
+def _problem(
+    snapshot: SnapshotId,
+    losses: dict[StripeState, tuple[str, ...]],
+    holdings: dict[str, Holding],
+) -> str | None:
+    """Why a snapshot cannot be served, or None if it can."""
+    for stripe, lost in losses.items():
+        if len(lost) > stripe.parity_members:
+            return (
+                f"the stripe of {', '.join(stripe.members)} lost {len(lost)} shards "
+                f"({', '.join(lost)}) and has parity for {stripe.parity_members}"
+            )
+        if lost and not _parity_complete(stripe, lost, snapshot, holdings):
+            return f"{', '.join(lost)} is lost and the stripe's parity was not complete"
+    return None
+
+
+def _parity_complete(
+    stripe: StripeState,
+    lost: Sequence[str],
+    snapshot: SnapshotId,
+    holdings: dict[str, Holding],
+) -> bool:
+    survivors = [member for member in stripe.members if member not in lost]
+    slots = [holdings[member].slot(snapshot) for member in survivors]
+    return all(slot is not None and slot.parity_valid for slot in slots)
+
+
+def _serve(
+    snapshot: SnapshotId,
+    losses: dict[StripeState, tuple[str, ...]],
+    stripes: tuple[StripeState, ...],
+    holdings: dict[str, Holding],
+) -> Decision:
+    lost = {stripe: members for stripe, members in losses.items() if members}
+    gone = {member for members in lost.values() for member in members}
+    slots = [h.slot(snapshot) for shard, h in holdings.items() if shard not in gone]
+    iterations = {slot.iteration for slot in slots if slot is not None}
+    assert len(iterations) == 1, f"snapshot {snapshot} has iterations {iterations}"
+    protected = all(slot is not None and slot.parity_valid for slot in slots)
+    return Decision(snapshot, iterations.pop(), protected, stripes, holdings, lost)
