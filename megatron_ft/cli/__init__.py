@@ -1,0 +1,1 @@
+"""The ``megatron-ft`` command; each subcommand is one module of this package."""

@@ -1,0 +1,217 @@
+"""Remove what jobs that no longer run left in shared memory: arenas, sockets and state.
+
+A job that has a supervisor is never touched.  With --job, SMPs that keep the snapshots of a
+stopped job are ended first; with --all, such a job is left alone.  What is removed cannot be
+restored from any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import select
+import shutil
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ft.cli.local_query import ask
+from megatron_ft.environment import JOB, NODE_DIR, SOCKET_NAME
+from megatron_ft.errors import ConfigError, ControlPlaneError
+from megatron_ft.launch.job_state import JobState, state_folder
+from megatron_ft.launch.virtual import default_root
+from megatron_ft.smp.messages import Discard, Ok
+
+EXIT_CODES = {1: "the job given with --job still runs and was left alone"}
+
+SMP_PID_NAME = "smp.pid"
+SMP_LOCK_NAME = "smp.lock"
+SMP_END_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class JobFolder:
+    """One job's folder under the root; its subfolders are nodes."""
+
+    path: Path
+
+    @property
+    def job(self) -> str:
+        """The job's name."""
+        return self.path.name
+
+    def nodes(self) -> list[Path]:
+        """Folders of the job's nodes on this machine; links are not followed."""
+        return _subfolders(self.path)
+
+    def allocated_bytes(self) -> int:
+        """Bytes of memory (or disk) that the folder's files occupy."""
+        files = (Path(base, f) for base, _, names in os.walk(self.path) for f in names)
+        return sum(f.lstat().st_blocks * 512 for f in files)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``megatron-ft clean``."""
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--job", help="remove this job only")
+    which.add_argument(
+        "--all", action="store_true", help="remove every job that no longer runs, skip the others"
+    )
+    parser.add_argument(
+        "--arena-dir",
+        type=Path,
+        default=default_root(),
+        help="folder of all jobs (default: %(default)s)",
+    )
+    parser.add_argument("--state-dir", type=Path, help="the --state-dir of the job, if it has one")
+    parser.add_argument("--dry-run", action="store_true", help="say what would go, remove nothing")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command; see EXIT_CODES."""
+    root: Path = arguments.arena_dir
+    folders = find_jobs(root)
+    if arguments.job is not None:
+        folders = [f for f in folders if f.job == arguments.job]
+        if not folders:
+            raise ConfigError(f"no job {arguments.job!r} under {root}; see `--all --dry-run`")
+        if not arguments.dry_run:
+            end_idle_smps(folders[0])
+    running = [f for f in folders if not _clean_one(f, arguments)]
+    if not folders:
+        print(f"nothing to clean under {root}")
+    return 1 if running and arguments.job is not None else 0
+
+
+def find_jobs(root: Path) -> list[JobFolder]:
+    """Folders of jobs under ``root``, [] if it does not exist.
+
+    ConfigError if ``root`` is a link or belongs to somebody else: /dev/shm is writable to all,
+    so a foreign folder by our name may be a trap.
+    """
+    try:
+        found = root.lstat()
+    except FileNotFoundError:
+        return []
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise ConfigError(
+            f"{root} is not a folder of user {os.geteuid()}; give another --arena-dir"
+        )
+    return [JobFolder(path) for path in _subfolders(root)]
+
+
+def end_idle_smps(folder: JobFolder) -> None:
+    """End the SMPs of a job that nobody supervises any more, and wait until they are gone.
+
+    One that has a supervisor refuses, and then counts as a living process of the job.
+    """
+    for node in folder.nodes():
+        try:
+            pidfd = os.pidfd_open(_read_pid(node / SMP_PID_NAME))
+        except (OSError, ValueError, OverflowError):
+            continue
+        try:
+            if isinstance(ask(node / SOCKET_NAME, Discard()), Ok):
+                select.select([pidfd], [], [], SMP_END_SECONDS)
+        except ControlPlaneError as error:
+            print(f"{folder.job}: {error}", file=sys.stderr)
+        finally:
+            os.close(pidfd)
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    entries = (e for e in os.scandir(folder) if not e.name.startswith("."))
+    return sorted(Path(e.path) for e in entries if e.is_dir(follow_symlinks=False))
+
+
+def _clean_one(folder: JobFolder, arguments: argparse.Namespace) -> bool:
+    """Remove one job unless it runs; True if it is gone (or would be)."""
+    mebibytes = folder.allocated_bytes() / (1 << 20)
+    with locked(folder) as free:
+        reason = "an SMP or supervisor holds its lock" if not free else living_process(folder)
+        if reason:
+            print(f"{folder.job}: still runs ({reason}), left alone", file=sys.stderr)
+            return False
+        if not arguments.dry_run:
+            shutil.rmtree(folder.path)
+            _forget(folder.job, arguments.state_dir)
+    print(f"{folder.job}: {'would remove' if arguments.dry_run else 'removed'} {mebibytes:.1f} MiB")
+    return True
+
+
+def _forget(job: str, state_dir: Path | None) -> None:
+    """Remove the supervisor's notes too: without arenas they would only mislead the next one."""
+    notes = state_folder(job, state_dir)
+    if notes.is_dir():
+        JobState(notes, job).remove()
+
+
+@contextmanager
+def locked(folder: JobFolder) -> Iterator[bool]:
+    """Hold every lock file of the job; False if somebody else holds one.
+
+    A lock shows a living SMP also when it runs in a container with its own process ids.  Holding
+    them until the folder is gone keeps an SMP that starts meanwhile from adopting half of it.
+    """
+    locks = {n / SMP_LOCK_NAME for n in folder.nodes()}
+    locks |= {*folder.path.glob("*.lock"), *folder.path.glob("*/*.lock")}
+    with ExitStack() as held:
+        for path in sorted(locks):
+            descriptor = _open_lock(path)
+            if descriptor is None:
+                continue
+            held.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+        yield True
+
+
+def _open_lock(path: Path) -> int | None:
+    # Not created if missing: a dry run changes nothing, and without a lock no SMP was there.
+    try:
+        return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+
+
+def living_process(folder: JobFolder) -> str:
+    """Name a living process of the job, "" if there is none.
+
+    Processes of a job carry its name and a node's folder in their environment.  Process ids in
+    files are shown but not trusted alone, since the kernel gives numbers out again.
+    """
+    candidates = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid()}
+    members = {pid for pid in candidates if _belongs(_environment(pid), folder)}
+    for node in folder.nodes():
+        pid = _read_pid(node / SMP_PID_NAME)
+        if pid in members:
+            return f"process {pid}, the SMP of node {node.name}"
+    return f"process {min(members)}" if members else ""
+
+
+def _belongs(variables: list[bytes], folder: JobFolder) -> bool:
+    inside = os.fsencode(f"{NODE_DIR}={folder.path.absolute()}/")
+    named = os.fsencode(f"{JOB}={folder.job}")
+    return any(v == named or v.startswith(inside) for v in variables)
+
+
+def _environment(pid: int) -> list[bytes]:
+    # A process that has just gone has none; another user's is none of our jobs.
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def _read_pid(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return -1

@@ -1,0 +1,126 @@
+"""Entry point of ``megatron-ft``: finds the subcommand, loads only its module, runs it.
+
+A subcommand's module offers ``add_arguments(parser)`` and ``main(arguments) -> exit code``.
+Its docstring is its description; an optional ``EXIT_CODES`` mapping adds to the common ones.
+``arguments.command`` holds the name that the user typed, for modules that serve two names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import NamedTuple
+
+from megatron_ft import __version__
+from megatron_ft.errors import MegatronFTError, MissingEnvironmentError
+
+
+class Command(NamedTuple):
+    """One row of the table of subcommands."""
+
+    name: str
+    module: str
+    help: str
+
+
+COMMANDS = (
+    Command("run", "megatron_ft.cli.run", "run a training command under protection"),
+    Command("status", "megatron_ft.cli.status", "show what is protected and what is exposed"),
+    Command("pause", "megatron_ft.cli.pause", "stop taking snapshots until resume"),
+    Command("resume", "megatron_ft.cli.pause", "take snapshots again"),
+    Command("demo", "megatron_ft.cli.demo", "lose a node on this machine and go on from memory"),
+    Command("clean", "megatron_ft.cli.clean", "remove the memory of jobs that no longer run"),
+)
+
+EXIT_CODES: Mapping[int, str] = {
+    0: "success",
+    2: "bad arguments or settings, or something needed is missing; the message says what",
+    130: "interrupted by Ctrl-C",
+}
+
+# What is never installed along with the package, and how a user gets it.
+_HOW_TO_GET = {
+    "torch": "install the torch build for your hardware; megatron-ft never does, so as not to "
+    "replace the one you have",
+    "megatron": "install Megatron, or on Python >= 3.12: pip install 'megatron-ft[megatron]'",
+    "deepspeed": "pip install 'megatron-ft[deepspeed]'",
+    "mpi4py": "build mpi4py against your cluster's MPI, or: pip install 'megatron-ft[mpi]'",
+    "matplotlib": "pip install 'megatron-ft[demo]'",
+    "rich": "pip install 'megatron-ft[demo]'",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``megatron-ft`` with ``argv`` (default: the process's) and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
+    except MegatronFTError as error:
+        print(f"megatron-ft: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our output is gone; the interpreter must not fail on its last flush too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13
+
+
+def _dispatch(argv: list[str]) -> int:
+    command = next((c for c in COMMANDS if argv[:1] == [c.name]), None)
+    if command is None:
+        # Prints help or version and leaves, or refuses what is no subcommand.
+        _overview_parser().parse_args(argv)
+        raise AssertionError("the table of subcommands and the parser disagree")
+    try:
+        module = import_module(command.module)
+        return _run(command, module, argv[1:])
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _HOW_TO_GET:
+            raise
+        raise MissingEnvironmentError(
+            f"`megatron-ft {command.name}` needs {package}, which this Python "
+            f"({sys.executable}) does not have: {_HOW_TO_GET[package]}"
+        ) from error
+
+
+def _run(command: Command, module: ModuleType, argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog=f"megatron-ft {command.name}",
+        description=module.__doc__,
+        epilog=_exit_code_text({**EXIT_CODES, **getattr(module, "EXIT_CODES", {})}),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    parser.set_defaults(command=command.name)
+    return int(module.main(parser.parse_args(argv)))
+
+
+def _overview_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-ft",
+        description="In-memory fault tolerance for LLM pretraining.",
+        epilog="`megatron-ft <command> --help` describes one command.\n\n"
+        + _exit_code_text(EXIT_CODES),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-ft {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="<command>", required=True)
+    for command in COMMANDS:
+        commands.add_parser(command.name, help=command.help)
+    return parser
+
+
+def _exit_code_text(codes: Mapping[int, str]) -> str:
+    return "exit codes:\n" + "\n".join(f"  {code:<4} {codes[code]}" for code in sorted(codes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

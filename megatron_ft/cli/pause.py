@@ -1,0 +1,33 @@
+"""Stop taking snapshots in a running job, or take them again.
+
+What is committed stays; status shows its age.  The setting survives restarts of trainers.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_ft.cli.local_query import ask, sockets
+from megatron_ft.errors import ControlPlaneError
+from megatron_ft.launch.virtual import default_root
+from megatron_ft.smp import messages as m
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``megatron-ft pause`` and ``megatron-ft resume``."""
+    parser.add_argument("--job", default="job", help="name of the job (default: %(default)s)")
+    parser.add_argument("--arena-dir", type=Path, help="the --arena-dir of the job, if it has one")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Tell every SMP of the job that can be reached from here."""
+    pause = arguments.command == "pause"
+    told = 0
+    for path in sockets(arguments.arena_dir or default_root(), arguments.job):
+        ask(path, m.Pause(pause))
+        told += 1
+    if not told:
+        raise ControlPlaneError(f"no SMP of job {arguments.job!r} runs here")
+    print(f"snapshots {'paused' if pause else 'resumed'} on {told} nodes")
+    return 0

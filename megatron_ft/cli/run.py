@@ -1,0 +1,151 @@
+"""Run a training command under protection.
+
+  megatron-ft run --nodes 4 --spares 1 --protect rs:3+1 -- python train.py ...
+
+Starts an SMP on every node, an encoder world over MPI and one trainer per rank with
+torchrun's environment variables; notices deaths, replaces nodes, restarts from memory.
+Nodes are virtual: groups of processes of this machine.  If this command itself is
+killed, run it again with the same --job: it takes over what is in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_ft import isal
+from megatron_ft.coordinator.coordinator import Timing
+from megatron_ft.coordinator.events import JobEvent
+from megatron_ft.coordinator.plan import Sizes
+from megatron_ft.erasure.scheme import Scheme
+from megatron_ft.errors import RestartBudgetError, UnrecoverableError
+from megatron_ft.launch.job_state import JobState, state_folder
+from megatron_ft.launch.membership import NoSpareError
+from megatron_ft.launch.spec import JobSpec
+from megatron_ft.launch.supervisor import Supervisor
+from megatron_ft.launch.virtual import VirtualCluster, default_root
+
+EXIT_CODES: Mapping[int, str] = {
+    10: "stopped: no snapshot in memory can be served and no checkpoint was found",
+    11: "stopped: a node is lost and no spare is left",
+    12: "stopped: the same failure three times without progress",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``megatron-ft run``."""
+    parser.add_argument("--job", default="job", help="name of the job (default: %(default)s)")
+    parser.add_argument("--nodes", type=int, default=4, help="nodes that train (%(default)s)")
+    parser.add_argument("--spares", type=int, default=0, help="nodes in reserve (%(default)s)")
+    parser.add_argument(
+        "--ranks-per-node", type=int, default=1, help="trainers a node (%(default)s)"
+    )
+    parser.add_argument(
+        "--protect",
+        default="rs:3+1",
+        help="xor:N, rs:K+M, replica:R or none (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--slots", type=int, default=2, choices=(2, 3), help="snapshots kept a shard (%(default)s)"
+    )
+    parser.add_argument("--arena-dir", type=Path, help="tmpfs folder (default: in /dev/shm)")
+    parser.add_argument("--state-dir", type=Path, help="where the job's notes are kept")
+    parser.add_argument("--log-dir", type=Path, help="where the processes' output goes")
+    parser.add_argument(
+        "--checkpoint-dir",
+        type=Path,
+        help="where the training command keeps its own checkpoints, used when memory is lost",
+    )
+    parser.add_argument(
+        "--from-scratch",
+        action="store_true",
+        help="when neither memory nor disk has a state, start again from nothing",
+    )
+    parser.add_argument(
+        "--lease-seconds",
+        type=float,
+        default=10.0,
+        help="a cut-off node kills its trainers after this long (%(default)s)",
+    )
+    parser.add_argument("training_command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the job; see EXIT_CODES."""
+    spec = spec_from(arguments)
+    names = [f"node{i}" for i in range(spec.nodes + spec.spares)]
+    root = arguments.arena_dir or default_root()
+    cluster = VirtualCluster(spec.name, names, root)
+    with JobState(state_folder(spec.name, arguments.state_dir), spec.name) as state:
+        supervisor = Supervisor(spec, cluster, state)
+        supervisor.observers.add(Printer())
+        code = asyncio.run(_run(supervisor))
+        if code == 0:
+            state.remove()
+        else:
+            print(
+                "snapshots stay in memory: run the same command again to go on, or free it with "
+                f"`megatron-ft clean --job {spec.name}`",
+                flush=True,
+            )
+    return code
+
+
+def spec_from(arguments: argparse.Namespace) -> JobSpec:
+    """The job that the flags describe; ConfigError or ProtectionError if it makes no sense."""
+    command = arguments.training_command
+    if command[:1] == ["--"]:
+        command = command[1:]
+    lease = arguments.lease_seconds
+    return JobSpec(
+        name=arguments.job,
+        command=tuple(command),
+        nodes=arguments.nodes,
+        spares=arguments.spares,
+        ranks_per_node=arguments.ranks_per_node,
+        scheme=Scheme.parse(arguments.protect),
+        sizes=Sizes(block_bytes=65536, slot_count=arguments.slots, crc=isal.available()),
+        checkpoint_dir=arguments.checkpoint_dir,
+        from_scratch=arguments.from_scratch,
+        log_dir=arguments.log_dir or state_folder(arguments.job, arguments.state_dir) / "logs",
+        timing=Timing(lease=lease, node_timeout=1.5 * lease),
+    )
+
+
+async def _run(supervisor: Supervisor) -> int:
+    task = asyncio.ensure_future(supervisor.run())
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        await task
+    except asyncio.CancelledError:
+        print("interrupted: trainers are stopped", flush=True)
+        return 130
+    except (UnrecoverableError, NoSpareError, RestartBudgetError) as error:
+        print(f"megatron-ft: stopped: {error}", flush=True)
+        return {UnrecoverableError: 10, NoSpareError: 11, RestartBudgetError: 12}[type(error)]
+    return 0
+
+
+class Printer:
+    """Prints one line an event; of commits only the first of each level and every tenth."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._commits: dict[str, int] = {}
+
+    def __call__(self, event: JobEvent) -> None:
+        """Print the event if it is worth a line."""
+        if event.kind == "committed":
+            level = event.fields["level"]
+            self._commits[level] = self._commits.get(level, 0) + 1
+            if self._commits[level] % 10 != 1:
+                return
+        if event.kind == "dropped":
+            return
+        print(f"[{event.monotonic - self._start:7.1f} s] {event.text}", flush=True)

@@ -1,0 +1,129 @@
+"""Show what is protected, and what a node loss would cost right now."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.arena.format import SlotState
+from megatron_ft.cli.local_query import ask, sockets
+from megatron_ft.errors import ControlPlaneError
+from megatron_ft.launch.virtual import default_root
+from megatron_ft.smp import messages as m
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``megatron-ft status``."""
+    parser.add_argument("--job", default=None, help="name of the job (default: every job here)")
+    parser.add_argument("--arena-dir", type=Path, help="the --arena-dir of the job, if it has one")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the status of every job found."""
+    jobs = collect(arguments.arena_dir or default_root(), arguments.job)
+    if not jobs:
+        raise ControlPlaneError("no SMP runs here; is the job running, or --arena-dir missing?")
+    if arguments.json:
+        print(json.dumps(jobs, indent=1))
+    else:
+        print("\n\n".join(render(name, job) for name, job in jobs.items()))
+    return 0
+
+
+def collect(root: Path, job: str | None) -> dict[str, dict[str, Any]]:
+    """Job name to its coordinator's summary and to what each node holds."""
+    jobs: dict[str, dict[str, Any]] = {}
+    for path in sockets(root, job):
+        entry = jobs.setdefault(path.parent.parent.name, {"summary": {}, "nodes": {}})
+        try:
+            status = ask(path, m.StatusRequest())
+        except ControlPlaneError as error:
+            entry["nodes"][path.parent.name] = {"error": str(error)}
+            continue
+        entry["nodes"][status.node] = _node(status)
+        if status.summary and status.lease_seconds_left >= entry.get("_fresh", 0.0):
+            entry["summary"], entry["_fresh"] = (
+                json.loads(status.summary),
+                status.lease_seconds_left,
+            )
+    for entry in jobs.values():
+        entry["supervised"] = entry.pop("_fresh", 0.0) > 0
+    return jobs
+
+
+def _node(status: m.Status) -> dict[str, Any]:
+    return {
+        "pid": status.pid,
+        "incarnation": status.incarnation,
+        "paused": status.paused,
+        "lease_seconds_left": round(status.lease_seconds_left, 1),
+        "smp_bytes": status.resident_bytes,
+        "arena_bytes": sum(a.file_bytes for a in status.arenas),
+        "shards": {a.shard_id: _shard(a, status.progress) for a in status.arenas},
+    }
+
+
+def _shard(arena: m.ArenaReport, progress: dict[str, int]) -> dict[str, Any]:
+    return {
+        "progress": progress.get(arena.shard_id, -1),
+        "stripe": list(arena.members),
+        "codec": f"{arena.codec}:{arena.data_members}+{arena.parity_members}",
+        "slots": [
+            {
+                "state": SlotState(s.state).name,
+                "snapshot": None if s.snapshot is None else str(s.snapshot),
+                "iteration": s.iteration,
+                "parity": s.parity_valid,
+            }
+            for s in arena.slots
+        ],
+    }
+
+
+def render(name: str, job: dict[str, Any]) -> str:
+    """One job as text."""
+    lines = [f"job {name}: {_headline(job)}"]
+    lines.append(f"{'node':10} {'shard':20} {'iteration':>9}  {'slots':44} {'arena':>9}")
+    for node, view in job["nodes"].items():
+        if "error" in view:
+            lines.append(f"{node:10} {view['error']}")
+        elif not view["shards"]:
+            lines.append(f"{node:10} {'(spare)':20}")
+        else:
+            lines += [_shard_line(node, s, v, view) for s, v in view["shards"].items()]
+    return "\n".join(lines)
+
+
+def _headline(job: dict[str, Any]) -> str:
+    summary = job["summary"]
+    if not job["supervised"]:
+        return "no supervisor; run the same `megatron-ft run` command again to go on"
+    committed, protected = summary.get("committed"), summary.get("protected")
+    if committed is None:
+        exposed = "nothing committed yet: a failure starts over"
+    elif protected is None:
+        exposed = (
+            f"iteration {committed['iteration']} survives a crash, nothing survives a node loss"
+        )
+    else:
+        exposed = (
+            f"iteration {committed['iteration']} survives a crash, "
+            f"iteration {protected['iteration']} a node loss"
+        )
+    paused = ", snapshots paused" if summary.get("paused") else ""
+    return (
+        f"incarnation {summary['incarnation']}, iteration {summary['iteration']}, "
+        f"encoders {summary['encoders']}{paused}; {exposed}"
+    )
+
+
+def _shard_line(node: str, shard: str, view: dict[str, Any], parent: dict[str, Any]) -> str:
+    slots = "  ".join(
+        s["state"] if s["iteration"] < 0 else f"{s['state']} {s['iteration']}{'+p' * s['parity']}"
+        for s in view["slots"]
+    )
+    size = parent["arena_bytes"] / len(parent["shards"]) / 2**20
+    return f"{node:10} {shard:20} {view['progress']:9}  {slots:44} {size:5.1f} MiB"

@@ -1,0 +1,223 @@
+"""The three kinds of processes that a supervisor keeps: SMPs, encoders, trainers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from megatron_ft.environment import INCARNATION
+from megatron_ft.errors import ControlPlaneError
+from megatron_ft.launch.job_state import JobState, SmpPlace
+from megatron_ft.launch.launcher import (
+    Launcher,
+    NodeUnreachable,
+    Placement,
+    ProcessGoneError,
+    ProcessHandle,
+)
+from megatron_ft.launch.spec import JobSpec
+from megatron_ft.launch.trainer_env import free_port, trainer_environment
+from megatron_ft.smp.__main__ import READY_NAME, Ready
+from megatron_ft.smp.daemon import Credentials
+
+SMP_START_SECONDS = 60.0
+
+
+class SmpFleet:
+    """One SMP on every node of the job, spares included; they outlive the supervisor."""
+
+    def __init__(self, launcher: Launcher, state: JobState, spec: JobSpec) -> None:
+        self._launcher, self._state, self._spec = launcher, state, spec
+        self._handles: dict[str, ProcessHandle] = {}
+
+    def alive(self, node: str) -> bool:
+        """Whether the node's SMP is known to run."""
+        return node in self._handles and self._handles[node].alive()
+
+    async def ensure(self, node: str) -> str:
+        """Endpoint of the node's SMP, which is taken over or started as needed.
+
+        Raises NodeUnreachable for a lost node, ControlPlaneError if the SMP does not come up.
+        """
+        place = self._state.record.smps.get(node)
+        if not self.alive(node) and place is not None:
+            try:
+                self._handles[node] = self._launcher.attach(node, place.pid, place.start_time)
+            except ProcessGoneError:
+                place = None
+        if place is not None and self.alive(node):
+            return place.endpoint
+        return await self._start(node)
+
+    async def first_exit(self) -> str:
+        """Wait until an SMP ends; the name of its node."""
+        waits = {asyncio.ensure_future(h.wait()): node for node, h in self._handles.items()}
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return waits[done.pop()]
+
+    def forget(self, node: str) -> None:
+        """The node is lost, and its SMP with it."""
+        self._handles.pop(node, None)
+
+    async def _start(self, node: str) -> str:
+        record = self._state.record
+        ready = self._launcher.node_dir(node) / READY_NAME
+        ready.unlink(missing_ok=True)
+        credentials = Credentials(str(record.job), record.secret)
+        handle = self._launcher.start(
+            node,
+            [sys.executable, "-m", "megatron_ft.smp"],
+            dict(os.environ),
+            self._spec.log_dir / f"smp-{node}.log",
+            stdin=msgspec.json.encode(credentials),
+        )
+        self._handles[node] = handle
+        endpoint = await self._serving(node, handle, ready)
+        place = SmpPlace(handle.pid, handle.start_time, endpoint)
+        self._state.update(smps={**record.smps, **self._state.record.smps, node: place})
+        return endpoint
+
+    async def _serving(self, node: str, handle: ProcessHandle, ready: Path) -> str:
+        """Wait for the file by which an SMP says that it serves.
+
+        A file on a tmpfs has no event that reaches other machines, so it is looked at.
+        """
+        log = self._spec.log_dir / f"smp-{node}.log"
+        for _ in range(int(SMP_START_SECONDS / 0.05)):
+            if ready.exists():
+                return msgspec.json.decode(ready.read_bytes(), type=Ready).endpoint
+            if not handle.alive():
+                if not self._launcher.reachable(node):
+                    raise NodeUnreachable(f"node {node} was lost while its SMP started")
+                raise ControlPlaneError(
+                    f"the SMP of node {node} ended at its start; {log} says: {last_lines(log, 1)}"
+                )
+            await asyncio.sleep(0.05)
+        raise ControlPlaneError(
+            f"the SMP of node {node} did not serve within {SMP_START_SECONDS:.0f} s; see {log}"
+        )
+
+
+class EncoderWorld:
+    """The disposable MPI world: started over the active nodes, again whenever it breaks."""
+
+    def __init__(self, launcher: Launcher, spec: JobSpec) -> None:
+        self._launcher, self._spec = launcher, spec
+        self._handle: ProcessHandle | None = None
+        self.name = ""
+
+    def start(self, nodes: Sequence[str], incarnation: int) -> str:
+        """Start a world with these nodes as ranks 0, 1, ...; returns its name."""
+        self.kill()
+        self.name = f"w{incarnation}-{uuid.uuid4().hex[:6]}"
+        argv = [sys.executable, "-m", "megatron_ft.erasure.worker", "--world", self.name]
+        environment = {**os.environ, INCARNATION: str(incarnation), "OMP_NUM_THREADS": "1"}
+        placements = [Placement(node, argv, environment) for node in nodes]
+        self._handle = self._launcher.start_world(placements, self._spec.log_dir / "encoders.log")
+        return self.name
+
+    async def ended(self) -> int:
+        """Wait until the world is gone; its exit status."""
+        assert self._handle is not None
+        return await self._handle.wait()
+
+    def end(self) -> None:
+        """End the world; ``ended`` returns once its processes are gone."""
+        if self._handle is not None:
+            self._handle.kill()
+
+    def kill(self) -> None:
+        """End the world, if there is one, and forget it."""
+        self.end()
+        self._handle = None
+
+
+@dataclass(frozen=True)
+class TrainerExit:
+    """The first trainer of a life that ended: all with 0, or one with something else."""
+
+    finished: bool
+    rank: int = -1
+    node: str = ""
+    status: int = 0
+
+
+class TrainerFleet:
+    """All trainer ranks of one life of the job."""
+
+    def __init__(self, launcher: Launcher, spec: JobSpec) -> None:
+        self._launcher, self._spec = launcher, spec
+        self._handles: list[ProcessHandle] = []
+
+    def start(self, active: Sequence[str], incarnation: int, extra: Mapping[str, str]) -> None:
+        """Start every rank, node by node.  NodeUnreachable if one is lost meanwhile."""
+        spec = self._spec
+        port = free_port()
+        base = {**os.environ, **spec.environment, **extra, INCARNATION: str(incarnation)}
+        self._handles = []
+        for index, node in enumerate(active):
+            for local in range(spec.ranks_per_node):
+                environment = trainer_environment(
+                    base,
+                    node_index=index,
+                    local_rank=local,
+                    node_count=spec.nodes,
+                    ranks_per_node=spec.ranks_per_node,
+                    master_address="127.0.0.1",
+                    master_port=port,
+                    run_id=spec.name,
+                    restart_count=incarnation - 1,
+                )
+                log = self.log_of(index * spec.ranks_per_node + local)
+                handle = self._launcher.start(node, spec.command, environment, log)
+                self._handles.append(handle)
+
+    def log_of(self, rank: int) -> Path:
+        """Where a rank's output goes."""
+        return self._spec.log_dir / f"rank{rank}.log"
+
+    def pids(self) -> list[int]:
+        """Process numbers by rank."""
+        return [handle.pid for handle in self._handles]
+
+    async def ended(self) -> TrainerExit:
+        """Wait until all ranks have ended well, or one has not."""
+        waits = {asyncio.ensure_future(h.wait()): rank for rank, h in enumerate(self._handles)}
+        pending = set(waits)
+        try:
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for wait in done:
+                    if wait.result() != 0:
+                        return self._exit(waits[wait], wait.result())
+        finally:
+            for wait in pending:
+                wait.cancel()
+        return TrainerExit(finished=True)
+
+    def _exit(self, rank: int, status: int) -> TrainerExit:
+        return TrainerExit(False, rank, self._handles[rank].node, status)
+
+    async def kill_all(self) -> None:
+        """SIGKILL every rank and wait until they are dead."""
+        for handle in self._handles:
+            handle.kill()
+        await asyncio.gather(*(handle.wait() for handle in self._handles))
+
+
+def last_lines(path: Path, count: int = 15) -> str:
+    """The end of a log, for an error message."""
+    if not path.exists():
+        return f"(no log at {path})"
+    return "\n".join(path.read_text(errors="replace").splitlines()[-count:])

@@ -1,0 +1,247 @@
+"""The supervisor's notes about its job, so that a later supervisor can take it over."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from megatron_ft.errors import ConfigError, ControlPlaneError
+
+VERSION = 1
+SECRET_BYTES = 32
+_FILE, _TEMPORARY, _LOCK = "job.json", ".job.json.tmp", "lock"
+
+
+class SmpPlace(msgspec.Struct, frozen=True):
+    """Where a node's SMP is: its process, named by pid and start time, and its endpoint."""
+
+    pid: int
+    start_time: int
+    endpoint: str
+
+
+class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one job's state file holds.
+
+    ``name`` is the user's name for the job, ``job`` its uuid.  ``active`` are the nodes
+    that trainers run on, in the order of their ranks.  ``shards`` gives the rank of each
+    shard, ``incarnation`` the job's last life, ``committed`` whether it ever committed a
+    snapshot.  The secret never appears in text made from this object.
+    """
+
+    version: int
+    name: str
+    job: uuid.UUID
+    uid: int
+    secret: bytes
+    smps: dict[str, SmpPlace] = {}
+    active: tuple[str, ...] = ()
+    scheme: str = ""
+    command_digest: str = ""
+    shards: dict[str, int] = {}
+    incarnation: int = 0
+    committed: bool = False
+
+    def __repr__(self) -> str:
+        """All but the secret."""
+        return f"JobRecord(name={self.name!r}, job={self.job}, smps={self.smps})"
+
+    def __rich_repr__(self) -> Any:
+        """The same for rich, which would list the fields."""
+        yield "name", self.name
+        yield "job", str(self.job)
+
+
+class JobState:
+    """The state folder of one job, held by one supervisor at a time.
+
+    The folder has mode 0700, its file 0600.  A lock is held until ``close`` or the end of
+    the process, however it ends.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        """Take the lock, then read or create the file.
+
+        Raises ControlPlaneError when another supervisor holds the job, and when the file
+        is unreadable or of another job, user or release.
+        """
+        self.folder = folder
+        _make_private(folder)
+        self._lock: int | None = _take_lock(folder, name)
+        try:
+            self._record = read_record(folder, name) or self._create(name)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def record(self) -> JobRecord:
+        """The newest value written."""
+        return self._record
+
+    def update(self, **changes: Any) -> JobRecord:
+        """Write a record with these fields changed; on return it is on stable storage."""
+        assert self._lock is not None, "the state was closed"
+        self._record = msgspec.structs.replace(self._record, **changes)
+        write_record(self.folder, self._record)
+        return self._record
+
+    def remove(self) -> None:
+        """Forget the job: remove our files, the folder if then empty, and give back the lock."""
+        for name in (_FILE, _TEMPORARY, _LOCK):
+            (self.folder / name).unlink(missing_ok=True)
+        # Not a removal of all that is in it: somebody may have put something there.
+        with suppress(OSError):
+            self.folder.rmdir()
+        self.close()
+
+    def close(self) -> None:
+        """Give back the lock; the file stays."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> JobState:
+        """The state itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def _create(self, name: str) -> JobRecord:
+        record = JobRecord(
+            VERSION, name, uuid.uuid4(), os.geteuid(), secrets.token_bytes(SECRET_BYTES)
+        )
+        write_record(self.folder, record)
+        return record
+
+
+def state_folder(name: str, state_dir: Path | None = None) -> Path:
+    """Where a job's state is kept: <state_dir>/<name>, by default in ~/.cache/megatron-ft."""
+    if not name or "/" in name or name.startswith("."):
+        raise ConfigError(f"{name!r} cannot name a job: no slash, no dot in front, not empty")
+    return (state_dir or Path.home() / ".cache" / "megatron-ft") / name
+
+
+def command_digest(argv: Sequence[str]) -> str:
+    """A short text that is the same for the same command."""
+    return hashlib.blake2b(msgspec.msgpack.encode(list(argv)), digest_size=16).hexdigest()
+
+
+def read_record(folder: Path, name: str) -> JobRecord | None:
+    """The record in a state folder without taking the lock; None if there is none.
+
+    Raises ControlPlaneError when it is unreadable or of another job, user or release.
+    """
+    path = folder / _FILE
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _refusal(path, name, f"cannot be read ({error.strerror})") from error
+    try:
+        record = msgspec.json.decode(raw, type=JobRecord)
+    except msgspec.MsgspecError as error:
+        raise _refusal(path, name, f"is damaged or of another release ({error})") from error
+    reason = _reason_to_refuse(record, name, path.stat().st_uid)
+    if reason:
+        raise _refusal(path, name, reason)
+    return record
+
+
+def write_record(folder: Path, record: JobRecord) -> None:
+    """Replace the record whole: whoever reads sees the old one or the new one."""
+    temporary = folder / _TEMPORARY
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(record)))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(folder / _FILE)
+    _sync_folder(folder)
+
+
+def _reason_to_refuse(record: JobRecord, name: str, owner: int) -> str:
+    if record.version != VERSION:
+        return f"has version {record.version}, this release writes {VERSION}"
+    if record.name != name:
+        return f"is of job {record.name!r}"
+    if record.uid != os.geteuid() or owner != os.geteuid():
+        return f"is of user {record.uid}"
+    if len(record.secret) != SECRET_BYTES:
+        return "holds no secret"
+    return ""
+
+
+def _refusal(path: Path, name: str, reason: str) -> ControlPlaneError:
+    return ControlPlaneError(
+        f"{path} {reason}; `megatron-ft clean` removes what is left of a job, or choose another "
+        f"name than {name!r} or another --state-dir"
+    )
+
+
+def _make_private(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.lstat()
+    if folder.is_symlink() or status.st_uid != os.geteuid():
+        raise ControlPlaneError(
+            f"{folder} is a link or belongs to another user; choose another --state-dir"
+        )
+    # It was made by hand, perhaps, with the user's usual mode; the secret needs a closed one.
+    folder.chmod(0o700)
+
+
+def _take_lock(folder: Path, name: str) -> int:
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(lock)
+        raise ControlPlaneError(
+            f"job {name!r} already has a supervisor, process {holder}; wait for it, end it, or "
+            "give this job another name"
+        ) from error
+    except OSError as error:
+        os.close(lock)
+        raise ControlPlaneError(
+            f"{folder} cannot be locked ({error.strerror}); give a --state-dir on a file system "
+            "with locks"
+        ) from error
+    if not _is_same_file(lock, folder / _LOCK):
+        os.close(lock)
+        raise ControlPlaneError(f"job {name!r} was being removed just now; start again")
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    return lock
+
+
+def _is_same_file(descriptor: int, path: Path) -> bool:
+    """False if the file was removed, or made anew, after it was opened."""
+    return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,126 @@
+"""Which nodes a job has, which of them train, and who takes the place of a lost one."""
+
+from __future__ import annotations
+
+import msgspec
+
+from megatron_ft.coordinator.coordinator import Coordinator
+from megatron_ft.coordinator.recovery import Admitted, LifeHigherError, admit
+from megatron_ft.errors import ControlPlaneError, MegatronFTError
+from megatron_ft.launch.fleet import SmpFleet
+from megatron_ft.launch.job_state import JobState
+from megatron_ft.launch.launcher import Launcher, NodeUnreachable
+from megatron_ft.launch.spec import JobSpec
+from megatron_ft.smp import messages as m
+
+
+class NoSpareError(MegatronFTError):
+    """A node is lost and no spare is left to take its place."""
+
+
+class Membership:
+    """The nodes of one job over all its lives.
+
+    ``active`` lists the nodes that train, in the order of their ranks; a spare that takes
+    over gets the lost node's position, so that no other shard moves.
+    """
+
+    def __init__(
+        self, spec: JobSpec, launcher: Launcher, state: JobState, coordinator: Coordinator
+    ) -> None:
+        self.smps = SmpFleet(launcher, state, spec)
+        self.active: list[str] = list(state.record.active) or launcher.nodes()[: spec.nodes]
+        self._spec, self._launcher, self._state = spec, launcher, state
+        self._coordinator = coordinator
+
+    def places(self) -> dict[str, str]:
+        """Shard to node, as far as shards are known from earlier lives."""
+        per_node = self._spec.ranks_per_node
+        return {s: self.active[r // per_node] for s, r in self._state.record.shards.items()}
+
+    async def admit_all(self) -> Admitted:
+        """Start a new incarnation on every node that can be reached."""
+        incarnation = max(self._state.record.incarnation, self._coordinator.incarnation) + 1
+        nodes = await self._reachable()
+        while True:
+            try:
+                return await admit(self._coordinator, incarnation, nodes)
+            except LifeHigherError:
+                incarnation += 1
+
+    def replace_lost(self, admitted: Admitted) -> None:
+        """Put a spare in the position of each lost node; NoSpareError if there are too few."""
+        there = list(admitted.inventories)
+        spares = [n for n in there if n not in self.active]
+        lost = [n for n in self.active if n not in there]
+        for node in lost:
+            self._give_up(node)
+            self._tell("node_lost", f"node {node} is lost", node)
+        for node in lost:
+            if not spares:
+                raise NoSpareError(
+                    f"node {', '.join(lost)} lost and no spare is left; its memory may still be "
+                    "rebuilt: start the same command again with more --spares"
+                )
+            spare = spares.pop(0)
+            self.active[self.active.index(node)] = spare
+            self._tell("spare", f"{spare} takes the place of {node}", spare)
+
+    def owned(self, admitted: Admitted) -> list[m.Inventory]:
+        """What each node holds of the shards that are its own; other claims own nothing."""
+        places = self.places()
+        return [
+            msgspec.structs.replace(
+                inventory,
+                arenas=tuple(a for a in inventory.arenas if places.get(a.shard_id) == node),
+            )
+            for node, inventory in admitted.inventories.items()
+        ]
+
+    async def replace_smp(self, node: str) -> str:
+        """Have a new SMP adopt the arenas of one that died by itself.
+
+        Returns why that cannot be, or an empty string.
+        """
+        self._coordinator.disconnect(node)
+        try:
+            endpoint = await self.smps.ensure(node)
+        except ControlPlaneError as error:
+            return str(error)
+        self._tell("smp_restarted", f"the SMP of {node} died; a new one took its arenas", node)
+        self._coordinator.connect(node, endpoint)
+        if self._coordinator.cycle is None:
+            return f"the SMP of {node} died before training"
+        await self._coordinator.refresh()
+        self._coordinator.smp_restarted(node)
+        return ""
+
+    async def _reachable(self) -> list[str]:
+        """Nodes whose SMP runs, started where it does not; their links are connected."""
+        found = [node for node in self._launcher.nodes() if await self._connect(node)]
+        self._coordinator.silent.clear()
+        return found
+
+    async def _connect(self, node: str) -> bool:
+        if self._coordinator.silent_nodes([node]):
+            self._give_up(node)
+            return False
+        try:
+            endpoint = await self.smps.ensure(node)
+        except ControlPlaneError as error:
+            # At the job's start a node that merely refuses is a mistake that the user can mend.
+            if self._coordinator.incarnation == 0 and not isinstance(error, NodeUnreachable):
+                raise
+            self._give_up(node)
+            return False
+        link = self._coordinator.links.get(node)
+        if link is None or link.endpoint != endpoint:
+            self._coordinator.connect(node, endpoint)
+        return True
+
+    def _give_up(self, node: str) -> None:
+        self._coordinator.disconnect(node)
+        self.smps.forget(node)
+
+    def _tell(self, kind: str, text: str, node: str) -> None:
+        self._coordinator.observers.tell(kind, text, node=node)

@@ -1,0 +1,198 @@
+"""One process of this machine, watched through a pidfd."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from megatron_ft.errors import ControlPlaneError, MissingEnvironmentError
+from megatron_ft.launch import procfs
+from megatron_ft.launch.launcher import UNKNOWN_EXIT, ProcessGoneError
+
+# The smallest a pipe can be: what fits is written before the process exists, without blocking.
+STDIN_LIMIT = 4096
+
+
+class LocalProcess:
+    """Handle of a process on this machine; see ProcessHandle for what it promises.
+
+    The kernel gives an exit status only to the parent: ``spawn`` knows it, ``attach``
+    does not and reports UNKNOWN_EXIT.
+    """
+
+    def __init__(self, node: str, pid: int, child: subprocess.Popen[bytes] | None = None) -> None:
+        """Watch ``pid``; ``child`` is given when this process is its parent."""
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            raise ProcessGoneError(f"process {pid} on {node or 'no node'} has ended") from error
+        self._pidfd = pidfd
+        self._close = weakref.finalize(self, os.close, pidfd)
+        stat = procfs.read_stat(pid)
+        if stat is None:
+            raise ProcessGoneError(f"process {pid} on {node or 'no node'} has ended")
+        self._node, self._pid, self._child, self._stat = node, pid, child, stat
+        self._exit: int | None = None
+
+    @classmethod
+    def spawn(
+        cls,
+        node: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log_path: Path,
+        stdin: bytes | None = None,
+    ) -> LocalProcess:
+        """Start a process in a session of its own; MissingEnvironmentError if it cannot be."""
+        child = open_session(node, argv, env, log_path, stdin)
+        return cls(node, child.pid, child)
+
+    @classmethod
+    def attach(cls, node: str, pid: int, start_time: int | None = None) -> LocalProcess:
+        """Watch a process that somebody else started.
+
+        Raises ProcessGoneError if it has ended or did not start at ``start_time``.
+        """
+        process = cls(node, pid)
+        if not process.alive() or start_time not in (None, process.start_time):
+            raise ProcessGoneError(
+                f"process {pid} of node {node} has ended"
+                + (" and its number belongs to another process" if process.alive() else "")
+            )
+        return process
+
+    @property
+    def pid(self) -> int:
+        """Process number."""
+        return self._pid
+
+    @property
+    def node(self) -> str:
+        """The node that it was started on."""
+        return self._node
+
+    @property
+    def start_time(self) -> int:
+        """Kernel clock ticks from boot to its start."""
+        return self._stat.start_time
+
+    def alive(self) -> bool:
+        """Whether it still runs."""
+        if self._exit is None and procfs.ended(self._pidfd):
+            self._reap()
+        return self._exit is None
+
+    async def wait(self) -> int:
+        """Its exit status once it has ended: below zero a signal, UNKNOWN_EXIT if not ours."""
+        if self.alive():
+            await self._end()
+        return self._reap()
+
+    def join(self, timeout_seconds: float) -> int:
+        """As ``wait``, for callers without an event loop; ControlPlaneError after the timeout."""
+        if self.alive() and not procfs.ended(self._pidfd, timeout_seconds):
+            raise ControlPlaneError(f"{self} has not ended within {timeout_seconds:g} s")
+        return self._reap()
+
+    def kill(self) -> None:
+        """SIGKILL to it, and to its whole session or process group where it leads one."""
+        if self._number_is_taken():
+            return
+        if self.alive():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        if self._stat.session == self._pid:
+            procfs.close_all(procfs.signal_matching(self._in_session))
+        elif self._stat.group == self._pid:
+            with suppress(ProcessLookupError):
+                os.killpg(self._pid, signal.SIGKILL)
+
+    def __repr__(self) -> str:
+        """Number, node and state."""
+        state = "running" if self._exit is None else f"ended with {self._exit}"
+        return f"<process {self._pid} on {self._node or 'no node'}, {state}>"
+
+    async def _end(self) -> None:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        # A loop keeps one reader per descriptor: each waiting task needs its own.
+        own = os.dup(self._pidfd)
+        loop.add_reader(own, _finish, done)
+        try:
+            await done
+        finally:
+            loop.remove_reader(own)
+            os.close(own)
+
+    def _reap(self) -> int:
+        if self._exit is None:
+            self._exit = UNKNOWN_EXIT if self._child is None else self._child.wait()
+            self._close()
+        return self._exit
+
+    def _in_session(self, pid: int) -> bool:
+        stat = procfs.read_stat(pid)
+        return stat is not None and stat.session == self._pid and not stat.ended
+
+    def _number_is_taken(self) -> bool:
+        stat = procfs.read_stat(self._pid)
+        return stat is not None and stat.start_time != self.start_time
+
+
+def open_session(
+    node: str,
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    log_path: Path,
+    stdin: bytes | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a program in a new session, output appended to ``log_path`` (made with mode 0600).
+
+    No parent-death signal and no terminal: it outlives whoever starts it.
+    """
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        source = _filled_pipe(stdin)
+        try:
+            return subprocess.Popen(
+                list(argv),
+                env=dict(env),
+                stdin=source,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        finally:
+            os.close(source)
+    except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
+        raise MissingEnvironmentError(
+            f"cannot start {argv[0]!r} on node {node!r}: {error.strerror}; "
+            "give a program that exists there and may be run"
+        ) from error
+    finally:
+        os.close(log)
+
+
+def _finish(done: asyncio.Future[None]) -> None:
+    if not done.done():
+        done.set_result(None)
+
+
+def _filled_pipe(content: bytes | None) -> int:
+    if content is None:
+        return os.open(os.devnull, os.O_RDONLY)
+    if len(content) > STDIN_LIMIT:
+        raise ValueError(f"stdin of {len(content)} bytes; at most {STDIN_LIMIT} can be passed")
+    read_end, write_end = os.pipe()
+    try:
+        os.write(write_end, content)
+    finally:
+        os.close(write_end)
+    return read_end

@@ -1,0 +1,154 @@
+"""Finding and ending processes through /proc, safe against reuse of process numbers."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_ft.errors import ControlPlaneError
+
+PROC = Path("/proc")
+
+# include/linux/sched.h
+_PF_EXITING = 0x00000004
+_PF_KTHREAD = 0x00200000
+
+_EXEC_SECONDS = 1.0
+_EXEC_POLL_SECONDS = 0.0005
+
+
+class ProcessStat(NamedTuple):
+    """The fields of /proc/PID/stat that we need (see proc(5))."""
+
+    state: str
+    group: int
+    session: int
+    flags: int
+    start_time: int
+
+    @property
+    def ended(self) -> bool:
+        """Whether only the exit status of the process is left."""
+        return self.state in "ZX"
+
+    @property
+    def has_program(self) -> bool:
+        """Whether it runs a program: it is no kernel thread and not on its way out."""
+        return not self.ended and not self.flags & (_PF_EXITING | _PF_KTHREAD)
+
+
+def read_stat(pid: int) -> ProcessStat | None:
+    """What the kernel says of a process, None if there is none of this number."""
+    try:
+        text = (PROC / str(pid) / "stat").read_text()
+    except OSError:
+        return None
+    # The command name, in parentheses, may itself hold blanks and parentheses.
+    fields = text[text.rindex(")") + 2 :].split()
+    group, session, flags, start_time = (int(fields[i]) for i in (2, 3, 6, 19))
+    return ProcessStat(fields[0], group, session, flags, start_time)
+
+
+def read_environment(pid: int) -> dict[str, str]:
+    """The environment that a process was started with; empty if it ended or is not ours.
+
+    While a process changes to a new program, also just after ``Popen`` has returned, the
+    kernel shows neither environment nor arguments; that is waited for.
+    """
+    deadline = time.monotonic() + _EXEC_SECONDS
+    while not (raw := _read(pid, "environ")) and _in_exec(pid) and time.monotonic() < deadline:
+        # Nothing signals the end of exec to a process that is not its parent.
+        time.sleep(_EXEC_POLL_SECONDS)
+    pairs = (entry.partition(b"=") for entry in raw.split(b"\0") if entry)
+    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return (PROC / str(pid) / name).read_bytes()
+    except OSError:
+        return b""
+
+
+def _in_exec(pid: int) -> bool:
+    stat = read_stat(pid)
+    return stat is not None and stat.has_program and not _read(pid, "cmdline")
+
+
+def own_processes() -> Iterator[int]:
+    """Numbers of all processes of this user, this process left out."""
+    for entry in os.scandir(PROC):
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            with suppress(OSError):
+                if entry.stat().st_uid == os.geteuid():
+                    yield int(entry.name)
+
+
+def ended(pidfd: int, timeout_seconds: float = 0.0) -> bool:
+    """Whether the process behind a pidfd has ended, or ends within the time given."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(max(0.0, timeout_seconds) * 1000))
+
+
+def signal_matching(matches: Callable[[int], bool]) -> dict[int, int]:
+    """SIGKILL to every process that matches; returns pid -> pidfd, for the caller to close.
+
+    A process that was signalled cannot fork any more, so the search ends with the first
+    round that finds nobody new.
+    """
+    signalled: dict[int, int] = {}
+    while True:
+        fresh = [p for p in own_processes() if p not in signalled and matches(p)]
+        opened = {pid: fd for pid in fresh if (fd := _open_matching(pid, matches)) is not None}
+        if not opened:
+            return signalled
+        signalled.update(opened)
+        for pidfd in opened.values():
+            with suppress(ProcessLookupError, PermissionError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
+def kill_matching(
+    matches: Callable[[int], bool], whom: str, timeout_seconds: float = 10.0
+) -> list[int]:
+    """End every process that matches; returns their numbers once all of them are dead.
+
+    Raises ControlPlaneError naming ``whom`` and those that outlive the timeout.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    dead: list[int] = []
+    while victims := signal_matching(matches):
+        alive = [p for p, fd in victims.items() if not ended(fd, deadline - time.monotonic())]
+        close_all(victims)
+        if alive:
+            raise ControlPlaneError(
+                f"processes {alive} of {whom} still run {timeout_seconds:g} s after SIGKILL; "
+                "they may hang in the kernel (see their state in ps)"
+            )
+        dead.extend(victims)
+    return dead
+
+
+def close_all(pidfds: dict[int, int]) -> None:
+    """Close the descriptors that ``signal_matching`` returned."""
+    for pidfd in pidfds.values():
+        os.close(pidfd)
+
+
+def _open_matching(pid: int, matches: Callable[[int], bool]) -> int | None:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return None
+    # Asked again, because the number may have changed hands before the descriptor held it.
+    if matches(pid):
+        return pidfd
+    os.close(pidfd)
+    return None

@@ -1,0 +1,59 @@
+"""What a user asks ``megatron-ft run`` for, checked before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_ft.coordinator.coordinator import Timing
+from megatron_ft.coordinator.plan import Sizes
+from megatron_ft.erasure.scheme import Scheme, largest_scheme
+from megatron_ft.errors import ConfigError, ProtectionError
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """One job: its command, its nodes, its protection, and what to do when all is lost.
+
+    ``checkpoint_dir`` is where the training command writes its own checkpoints;
+    ``from_scratch`` allows a start from nothing when neither memory nor disk has a state.
+    ConfigError for numbers that make no sense, ProtectionError for a scheme that needs
+    more nodes than there are.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    nodes: int
+    spares: int = 0
+    ranks_per_node: int = 1
+    scheme: Scheme = field(default_factory=lambda: Scheme("rs", 3, 1))
+    sizes: Sizes = field(default_factory=lambda: Sizes(block_bytes=65536, slot_count=2))
+    checkpoint_dir: Path | None = None
+    from_scratch: bool = False
+    log_dir: Path = Path("megatron-ft-logs")
+    environment: Mapping[str, str] = field(default_factory=dict)
+    timing: Timing = field(default_factory=Timing)
+    register_timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("nodes", 1), ("spares", 0), ("ranks_per_node", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is {getattr(self, name)}; give a number >= {least}"
+                )
+        if not self.command:
+            raise ConfigError(
+                "no training command; write it after `--`: megatron-ft run -- python ..."
+            )
+        if self.scheme.kind != "none" and self.nodes < self.scheme.members:
+            raise ProtectionError(
+                f"--protect {self.scheme} needs {self.scheme.members} nodes, there are "
+                f"{self.nodes} (spares do not count); the largest that can be met is "
+                f"{largest_scheme(self.scheme, self.nodes)}"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Number of trainer ranks."""
+        return self.nodes * self.ranks_per_node

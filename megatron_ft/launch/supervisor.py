@@ -1,0 +1,259 @@
+"""One job from its first start to its end: lives, failures, and what comes between.
+
+The supervisor starts processes and decides who replaces whom; the coordinator inside it
+talks to the SMPs.  When it is killed, SMPs and arenas stay, and the same command run
+again takes them over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ft.coordinator.coordinator import Coordinator
+from megatron_ft.coordinator.cycle import SnapshotCycle
+from megatron_ft.coordinator.events import JobEvent, Observers
+from megatron_ft.coordinator.plan import stripe_orders
+from megatron_ft.coordinator.recovery import RebuildError, Restore, restore
+from megatron_ft.coordinator.registration import Roll, make_arenas, settle_stripes, wait_for_all
+from megatron_ft.disk.native import newest_checkpoint
+from megatron_ft.errors import UnrecoverableError
+from megatron_ft.identity import Ancestor, SnapshotId
+from megatron_ft.launch.budget import RestartBudget
+from megatron_ft.launch.fleet import EncoderWorld, TrainerExit, TrainerFleet, last_lines
+from megatron_ft.launch.job_state import JobState, command_digest
+from megatron_ft.launch.launcher import Launcher, NodeUnreachable
+from megatron_ft.launch.membership import Membership
+from megatron_ft.launch.spec import JobSpec
+from megatron_ft.launch.world_keeper import WorldKeeper
+from megatron_ft.recovery.decide import Decision, decide
+from megatron_ft.recovery.lineage import extend
+from megatron_ft.smp import messages as m
+from megatron_ft.smp.security import JobKeys
+
+RESTORE_VARIABLE = "MEGATRON_FT_RESTORE"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a life ended.  ``signature`` is the same text for the same cause."""
+
+    signature: str
+
+
+class Supervisor:
+    """Runs one JobSpec through a Launcher.  ``observers`` are told every event."""
+
+    def __init__(self, spec: JobSpec, launcher: Launcher, state: JobState) -> None:
+        self.spec, self.launcher, self.state = spec, launcher, state
+        self.observers = Observers()
+        self.trainers = TrainerFleet(launcher, spec)
+        self.world = WorldKeeper(EncoderWorld(launcher, spec))
+        self.coordinator = Coordinator(
+            JobKeys.derive(state.record.secret), self.observers, self.world.end_world, spec.timing
+        )
+        self.world.serve(self.coordinator)
+        self.members = Membership(spec, launcher, state, self.coordinator)
+        self._corrupt: set[tuple[str, SnapshotId]] = set()
+        self._budget = RestartBudget()
+        self.coordinator.listeners.append(self._note_corruption)
+        self.observers.add(self._note_first_commit)
+
+    async def run(self) -> None:
+        """Return when the training command has ended well on every rank.
+
+        Raises UnrecoverableError, NoSpareError or RestartBudgetError when the job cannot go
+        on; SMPs and arenas then stay, so that the same command can be run again.
+        """
+        self.spec.log_dir.mkdir(parents=True, exist_ok=True)
+        if self.spec.scheme.parity_members:
+            await asyncio.to_thread(self.launcher.check_world, self.spec.nodes)
+        try:
+            while (failure := await self._live()) is not None:
+                await self._after(failure)
+            await self._retire()
+        finally:
+            self.world.stop()
+            await self.trainers.kill_all()
+            await self.coordinator.close()
+
+    async def _live(self) -> Failure | None:
+        """One incarnation; None when training has finished."""
+        try:
+            return await self._recover_and_train()
+        except RebuildError as error:
+            if error.corrupt and self.coordinator.restoring is not None:
+                self._corrupt.add((error.corrupt, self.coordinator.restoring))
+            self.observers.tell("rebuild_failed", f"the rebuild failed: {error}")
+            return Failure(f"rebuild: {error}")
+        except NodeUnreachable as error:
+            return Failure(f"unreachable: {error}")
+        finally:
+            self.coordinator.stop_snapshots()
+            await self.trainers.kill_all()
+            self.world.stop()
+
+    async def _after(self, failure: Failure) -> None:
+        committed = self.coordinator.committed
+        iteration = -1 if committed is None else committed[1]
+        self._budget = self._budget.after(failure.signature, iteration)
+        if self._budget.delay_seconds:
+            delay = self._budget.delay_seconds
+            self.observers.tell("backoff", f"waiting {delay:.0f} s before the next start")
+            await asyncio.sleep(delay)
+
+    async def _recover_and_train(self) -> Failure | None:
+        plan, admitted = await self._new_incarnation()
+        await restore(self.coordinator, plan, admitted, lambda: self.world.start(plan.active))
+        roll = Roll(self.spec.world_size)
+        self.coordinator.listeners.append(roll.hear)
+        try:
+            if self.spec.scheme.parity_members and not self.world.wanted:
+                self.world.start(plan.active)
+            extra = {RESTORE_VARIABLE: "memory" if plan.decision.snapshot else "disk"}
+            self.trainers.start(plan.active, plan.incarnation, extra)
+            self.observers.tell("trainers_started", f"{self.spec.world_size} trainers started")
+            return await self._watch(asyncio.create_task(self._begin_snapshots(roll, plan)))
+        finally:
+            self.coordinator.listeners.remove(roll.hear)
+
+    async def _new_incarnation(self) -> tuple[Restore, tuple[str, ...]]:
+        members = self.members
+        admitted = await members.admit_all()
+        members.replace_lost(admitted)
+        self.state.update(
+            incarnation=self.coordinator.incarnation,
+            active=tuple(members.active),
+            scheme=str(self.spec.scheme),
+            command_digest=command_digest(self.spec.command),
+        )
+        count = len(self.state.record.shards) or None
+        decision = decide(members.owned(admitted), shard_count=count, corrupt=self._corrupt)
+        if decision.snapshot is None:
+            self._accept_loss(decision)
+        else:
+            self._tell_restore(decision)
+        plan = Restore(
+            decision=decision,
+            places=members.places(),
+            active=tuple(members.active),
+            incarnation=self.coordinator.incarnation,
+            lineage=self._lineage(decision),
+            sizes=self.spec.sizes,
+        )
+        return plan, tuple(admitted.inventories)
+
+    def _accept_loss(self, decision: Decision) -> None:
+        """Memory cannot serve.  Go on from disk or from scratch if that is allowed."""
+        if self.state.record.committed:
+            self._explain_loss(decision.explanation)
+        self.coordinator.committed = self.coordinator.protected = None
+        self.state.update(committed=False, shards={})
+
+    def _explain_loss(self, reason: str) -> None:
+        checkpoint = newest_checkpoint(self.spec.checkpoint_dir)
+        if checkpoint is not None:
+            self.observers.tell("from_disk", f"memory lost ({reason}); starting from {checkpoint}")
+        elif self.spec.from_scratch:
+            self.observers.tell("from_scratch", f"memory lost ({reason}); starting from scratch")
+        else:
+            where = self.spec.checkpoint_dir or "no --checkpoint-dir was given"
+            raise UnrecoverableError(
+                f"no snapshot can be served: {reason}. There is no complete checkpoint on disk "
+                f"either ({where}). To start again from nothing, add --from-scratch"
+            )
+
+    def _lineage(self, decision: Decision) -> tuple[Ancestor, ...]:
+        arenas = [holding.arena for holding in decision.holdings.values()]
+        newest = max(arenas, key=lambda arena: arena.incarnation, default=None)
+        older = () if newest is None else newest.lineage
+        return extend(older, self.coordinator.incarnation, decision.snapshot)
+
+    def _tell_restore(self, decision: Decision) -> None:
+        lost = [shard for members in decision.lost.values() for shard in members]
+        source = f"{', '.join(lost)} from parity" if lost else "every node's own memory"
+        self.observers.tell(
+            "restoring",
+            f"restoring iteration {decision.iteration} from {source}",
+            iteration=decision.iteration,
+            source="parity" if lost else "own memory",
+            lost=lost,
+        )
+
+    async def _begin_snapshots(self, roll: Roll, plan: Restore) -> None:
+        sizes = self.spec.sizes
+        await wait_for_all(roll, self.spec.register_timeout)
+        stored = plan.decision.stripes if plan.decision.snapshot is not None else ()
+        stripes = settle_stripes(roll, stored, self.spec.scheme, sizes)
+        places = roll.places()
+        await make_arenas(self.coordinator, stripes, places, plan.lineage, sizes)
+        ranks = {shard: hello.rank for shard, (_, hello) in roll.hellos.items()}
+        self.state.update(shards=ranks)
+        orders = stripe_orders(stripes, places, plan.active, sizes)
+        cycle = SnapshotCycle(plan.incarnation, places, orders, roll.interval)
+        self.observers.tell("training", "training")
+        self.coordinator.start_snapshots(cycle)
+
+    async def _watch(self, beginning: asyncio.Task[None]) -> Failure | None:
+        """Until this life ends.  SMPs and encoders that die alone are replaced meanwhile."""
+        trainers = asyncio.create_task(self.trainers.ended())
+        silent = asyncio.create_task(self.coordinator.silent.wait())
+        try:
+            while True:
+                smp = asyncio.create_task(self.members.smps.first_exit())
+                waits: set[asyncio.Task[Any]] = {trainers, silent, smp}
+                waits |= set() if beginning.done() else {beginning}
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                dead = smp.result() if smp.done() else ""
+                smp.cancel()
+                if trainers.done():
+                    return self._trainers_ended(trainers.result())
+                if silent.done():
+                    return self._silent()
+                if beginning.done():
+                    beginning.result()
+                reason = await self.members.replace_smp(dead) if dead else ""
+                if reason:
+                    return Failure(reason)
+        finally:
+            for task in (trainers, silent, beginning):
+                task.cancel()
+
+    def _silent(self) -> Failure:
+        nodes = ", ".join(self.coordinator.silent_nodes(self.coordinator.links))
+        self.observers.tell("silent", f"no heartbeat from {nodes}")
+        return Failure(f"no heartbeat from {nodes}")
+
+    def _trainers_ended(self, first: TrainerExit) -> Failure | None:
+        if first.finished:
+            return None
+        rank, node, status = first.rank, first.node, first.status
+        how = f"was killed by signal {-status}" if status < 0 else f"exited with {status}"
+        self.observers.tell(
+            "trainer_died", f"rank {rank} on {node} {how}", rank=rank, node=node, status=status
+        )
+        if status > 0:
+            log = self.trainers.log_of(rank)
+            self.observers.tell("log", f"end of {log}:\n{last_lines(log)}")
+        return Failure(f"rank {rank} {how}")
+
+    def _note_corruption(self, event: m.Event) -> None:
+        if isinstance(event.body, m.CorruptShard):
+            self._corrupt.add((event.body.shard_id, event.body.snapshot))
+            self.observers.tell(
+                "corrupt",
+                f"{event.body.blocks} blocks of {event.body.shard_id} fail their digests; the "
+                "shard counts as lost",
+            )
+
+    def _note_first_commit(self, event: JobEvent) -> None:
+        """From here on a start from nothing would lose work, so it has to be asked for."""
+        if event.kind == "committed" and not self.state.record.committed:
+            self.state.update(committed=True)
+
+    async def _retire(self) -> None:
+        """The job is done: free the memory and forget it."""
+        request = m.Retire(self.coordinator.incarnation, remove_arenas=True)
+        await self.coordinator.ask_all({node: request for node in self.coordinator.links})
+        self.observers.tell("finished", "training finished; the memory is free again")

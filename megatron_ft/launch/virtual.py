@@ -1,0 +1,238 @@
+"""A cluster on one machine: nodes are sets of processes that can be lost as a whole.
+
+Tests, the demo and users share it.  A node's processes carry the names of their job and
+node in their environment, so any process of the user can find and end them; which
+nodes are lost is a file, so every process sees the same.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_ft.environment import INCARNATION, JOB, NODE, NODE_DIR, SOCKET_NAME
+from megatron_ft.errors import ConfigError, MissingEnvironmentError
+from megatron_ft.launch import procfs
+from megatron_ft.launch.launcher import NodeUnreachable, Placement, ProcessGoneError
+from megatron_ft.launch.mpirun import MpiLauncher, find_mpi
+from megatron_ft.launch.process import LocalProcess
+from megatron_ft.launch.world import WORLD, WORLD_NODES, WorldProcess, probe_world
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+# struct sockaddr_un, unix(7), less the final zero.
+_SOCKET_PATH_LIMIT = 107
+_END_SECONDS = 10.0
+
+
+def default_root() -> Path:
+    """Where nodes keep their memory unless told otherwise: a folder of this user's on a tmpfs."""
+    return Path(f"/dev/shm/megatron-ft-{os.geteuid()}")
+
+
+class VirtualCluster:
+    """A Launcher whose nodes are groups of processes of this machine.
+
+    Only processes of this user whose environment names exactly this job and node are ever
+    touched.  A process that overwrites its own initial environment (as some programs do to
+    change their title) is not found; processes of ours do not.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        node_names: Sequence[str],
+        root: Path | None = None,
+        mpi: MpiLauncher | None = None,
+    ) -> None:
+        """Describe the cluster; nothing is started.
+
+        ``mpi`` is what ``start_world`` uses, found when first needed if None.  Raises
+        ConfigError for names that cannot be folders or make socket paths too long, and
+        MissingEnvironmentError when ``root`` is not a private folder of this user.
+        """
+        self.job, self.root = job, (root or default_root())
+        self._names = list(node_names)
+        self._mpi = mpi
+        self._check_names()
+        _make_private(self.root)
+        self._job_dir.mkdir(mode=0o700, exist_ok=True)
+
+    def nodes(self) -> list[str]:
+        """All nodes, lost ones included, in the order given."""
+        return list(self._names)
+
+    def reachable(self, node: str) -> bool:
+        """Whether the node is not lost."""
+        return not self._tombstone(node).exists()
+
+    def node_dir(self, node: str) -> Path:
+        """The node's memory: <root>/<job>/<node>."""
+        self._check_known(node)
+        return self._job_dir / node
+
+    def start(
+        self,
+        node: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log_path: Path,
+        stdin: bytes | None = None,
+    ) -> LocalProcess:
+        """Start a process on a node; see Launcher."""
+        self._require([node])
+        self.node_dir(node).mkdir(mode=0o700, exist_ok=True)
+        process = LocalProcess.spawn(node, argv, self._marked(node, env), log_path, stdin)
+        self._end_if_lost([node], process)
+        return process
+
+    def attach(self, node: str, pid: int, start_time: int | None = None) -> LocalProcess:
+        """Take over a running process of this job and node; see Launcher."""
+        self._require([node])
+        process = LocalProcess.attach(node, pid, start_time)
+        if not self._is_of(pid, node):
+            raise ProcessGoneError(
+                f"process {pid} is not one of job {self.job}, node {node}: the one that was has "
+                "ended and its number was given to another"
+            )
+        return process
+
+    def check_world(self, ranks: int) -> None:
+        """Start a world that counts itself; see Launcher."""
+        probe_world(self.mpi(), ranks, os.environ)
+
+    def start_world(self, placements: Sequence[Placement], log_path: Path) -> WorldProcess:
+        """Start an MPI world over the nodes of ``placements``; see Launcher."""
+        placed = [Placement(*p) for p in placements]
+        if not placed:
+            raise ValueError("a world needs at least one placement")
+        nodes = [p.node for p in placed]
+        self._require(nodes)
+        for node in nodes:
+            self.node_dir(node).mkdir(mode=0o700, exist_ok=True)
+        marked = [p._replace(env=self._marked(p.node, p.env)) for p in placed]
+        scratch = self._job_dir / ".worlds" / uuid.uuid4().hex[:12]
+        world = WorldProcess.start(self.mpi(), self.job, marked, log_path, scratch)
+        self._end_if_lost(nodes, world)
+        return world
+
+    def mpi(self) -> MpiLauncher:
+        """The MPI launcher in use; the first call may start short processes to find it."""
+        self._mpi = self._mpi or find_mpi()
+        return self._mpi
+
+    def processes_of(self, node: str) -> list[int]:
+        """Numbers of the running processes of a node."""
+        self._check_known(node)
+        return [pid for pid in procfs.own_processes() if self._is_of(pid, node)]
+
+    def kill_node(self, node: str, *, keep_folder: bool = False) -> list[int]:
+        """Lose a node: SIGKILL to all of it, and its memory is gone; returns whom it killed.
+
+        ``keep_folder`` leaves the memory, as for a node that is cut off and comes back.
+        Blocks until all are dead; ControlPlaneError if one cannot be killed in 10 s.
+        """
+        # First of all, so that whatever is being started finds it afterwards and ends itself.
+        tombstone = self._tombstone(node)
+        tombstone.parent.mkdir(mode=0o700, exist_ok=True)
+        tombstone.touch(mode=0o600)
+        worlds_hit: set[str] = set()
+        killed = procfs.kill_matching(
+            lambda pid: self._is_of(pid, node, worlds_hit), f"node {node}"
+        )
+        killed += self._kill_worlds_starting_on(node, worlds_hit)
+        if not keep_folder:
+            shutil.rmtree(self.node_dir(node), ignore_errors=True)
+        return killed
+
+    def revive(self, node: str) -> None:
+        """A lost node returns, with what is left in its folder."""
+        self._tombstone(node).unlink(missing_ok=True)
+
+    def destroy(self) -> None:
+        """End every process of the job, worlds included, and remove all its folders."""
+        procfs.kill_matching(self._is_of_job, f"job {self.job}")
+        shutil.rmtree(self._job_dir, ignore_errors=True)
+
+    @property
+    def _job_dir(self) -> Path:
+        return self.root / self.job
+
+    def _tombstone(self, node: str) -> Path:
+        self._check_known(node)
+        return self._job_dir / ".dead" / node
+
+    def _marked(self, node: str, env: Mapping[str, str]) -> dict[str, str]:
+        marks = {JOB: self.job, NODE: node, NODE_DIR: str(self.node_dir(node))}
+        return {INCARNATION: "0", **env, **marks}
+
+    def _is_of(self, pid: int, node: str, worlds: set[str] | None = None) -> bool:
+        """Whether a process is of a node; collects the names of the worlds of those that are."""
+        env = procfs.read_environment(pid)
+        mine = env.get(JOB) == self.job and env.get(NODE) == node
+        if mine and worlds is not None:
+            worlds.add(env.get(WORLD, ""))
+        return mine
+
+    def _is_of_job(self, pid: int) -> bool:
+        env = procfs.read_environment(pid)
+        return env.get(JOB) == self.job and (NODE in env or WORLD in env)
+
+    def _kill_worlds_starting_on(self, node: str, worlds_hit: set[str]) -> list[int]:
+        """End worlds of which no rank was found on the node: theirs was still to come."""
+
+        def misses_its_rank(pid: int) -> bool:
+            env = procfs.read_environment(pid)
+            of_node = node in env.get(WORLD_NODES, "").split(",")
+            return env.get(JOB) == self.job and of_node and env.get(WORLD) not in worlds_hit
+
+        return procfs.kill_matching(misses_its_rank, f"worlds starting on {node}")
+
+    def _require(self, nodes: Sequence[str]) -> None:
+        lost = sorted({n for n in nodes if not self.reachable(n)})
+        if lost:
+            raise NodeUnreachable(
+                f"node {', '.join(lost)} of job {self.job} is lost; go on without it or put a "
+                "spare in its place"
+            )
+
+    def _end_if_lost(self, nodes: Sequence[str], process: LocalProcess) -> None:
+        try:
+            self._require(nodes)
+        except NodeUnreachable:
+            process.kill()
+            process.join(_END_SECONDS)
+            raise
+
+    def _check_known(self, node: str) -> None:
+        if node not in self._names:
+            raise ConfigError(f"no node {node!r} in job {self.job}; there are {self._names}")
+
+    def _check_names(self) -> None:
+        for name in (self.job, *self._names):
+            if not _NAME.fullmatch(name):
+                raise ConfigError(
+                    f"{name!r} cannot name a job or node: use letters, digits, dots, _ and -"
+                )
+        if len(set(self._names)) != len(self._names):
+            raise ConfigError(f"node names repeat: {self._names}")
+        for name in self._names:
+            socket = self._job_dir / name / SOCKET_NAME
+            if len(os.fsencode(socket)) > _SOCKET_PATH_LIMIT:
+                raise ConfigError(
+                    f"{socket} is too long for a Unix socket ({_SOCKET_PATH_LIMIT} bytes); take "
+                    "shorter names or another root folder"
+                )
+
+
+def _make_private(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.lstat()
+    if folder.is_symlink() or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise MissingEnvironmentError(
+            f"{folder} is a link, belongs to another user, or others may write to it; remove it "
+            "or choose another root folder"
+        )

@@ -1,0 +1,132 @@
+"""One MPI world as one handle: when it is over, none of its ranks is left."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_ft.environment import JOB, NODE, NODE_DIR
+from megatron_ft.errors import ControlPlaneError, MpiError
+from megatron_ft.launch import procfs
+from megatron_ft.launch.launcher import Placement
+from megatron_ft.launch.mpirun import (
+    MpiLauncher,
+    split_environments,
+    world_command,
+    world_environment,
+)
+from megatron_ft.launch.process import LocalProcess, open_session
+
+WORLD = "MEGATRON_FT_WORLD"
+WORLD_NODES = "MEGATRON_FT_WORLD_NODES"
+
+_PROBE = (
+    "import sys; from mpi4py import MPI; "
+    "size = MPI.COMM_WORLD.allreduce(1); "
+    "print('ranks in the world:', size); sys.exit(size != int(sys.argv[1]))"
+)
+
+
+class WorldProcess(LocalProcess):
+    """Handle of an MPI world; its process is the MPI launcher.
+
+    A launcher that is killed leaves its ranks behind (seen with Open MPI), and ranks may
+    have sessions of their own (MPICH): they are found by the world's name in their
+    environment.
+    """
+
+    def __init__(self, child: subprocess.Popen[bytes], job: str, world: str, scratch: Path) -> None:
+        """Take over the MPI launcher ``child`` of the world named ``world``."""
+        super().__init__("", child.pid, child)
+        self.job, self.world, self._scratch = job, world, scratch
+
+    @classmethod
+    def start(
+        cls,
+        mpi: MpiLauncher,
+        job: str,
+        placements: Sequence[Placement],
+        log_path: Path,
+        scratch: Path,
+    ) -> WorldProcess:
+        """Start a world; its name is MEGATRON_FT_WORLD of the placements, or a new one.
+
+        ``scratch`` is made, and removed when the world has ended.
+        """
+        shared, own = split_environments([p.env for p in placements])
+        world = shared.get(WORLD) or uuid.uuid4().hex
+        scratch.mkdir(parents=True, mode=0o700)
+        env = world_environment(mpi, shared, scratch)
+        env |= {JOB: job, WORLD: world, WORLD_NODES: ",".join(p.node for p in placements)}
+        command = world_command(mpi, placements, own)
+        return cls(open_session("", command, env, log_path), job, world, scratch)
+
+    async def wait(self) -> int:
+        """Exit status of the MPI launcher, once all ranks are dead too."""
+        status = await super().wait()
+        await asyncio.to_thread(self._clear)
+        return status
+
+    def join(self, timeout_seconds: float) -> int:
+        """As ``wait``, without an event loop."""
+        status = super().join(timeout_seconds)
+        self._clear()
+        return status
+
+    def kill(self) -> None:
+        """SIGKILL to the MPI launcher and to all ranks, and what MPI kept in files is removed."""
+        super().kill()
+        procfs.close_all(procfs.signal_matching(self._is_member))
+        # Also here, for callers that do not wait: shared memory of MPI is 16 MiB a rank.
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _clear(self) -> None:
+        procfs.kill_matching(self._is_member, f"MPI world {self.world}")
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _is_member(self, pid: int) -> bool:
+        env = procfs.read_environment(pid)
+        return env.get(JOB) == self.job and env.get(WORLD) == self.world
+
+
+def probe_world(
+    mpi: MpiLauncher, ranks: int, environment: Mapping[str, str], timeout_seconds: float = 60.0
+) -> None:
+    """Start a world of ``ranks`` and let it count itself.
+
+    Raises MpiError, with what MPI said, when it does not start, does not end in time, or is
+    smaller.
+    """
+    argv = (mpi.python, "-c", _PROBE, str(ranks))
+    env = {n: v for n, v in environment.items() if n not in (JOB, NODE, NODE_DIR, WORLD)}
+    with tempfile.TemporaryDirectory(prefix="megatron-ft-") as folder:
+        log = Path(folder) / "log"
+        placements = [Placement("", argv, env)] * ranks
+        world = WorldProcess.start(mpi, "probe", placements, log, Path(folder) / "scratch")
+        try:
+            status = world.join(timeout_seconds)
+        except ControlPlaneError as error:
+            world.kill()
+            world.join(timeout_seconds)
+            said = _failure(mpi, ranks, log)
+            raise MpiError(f"{said}: no end in {timeout_seconds:g} s") from error
+        if status != 0:
+            raise MpiError(f"{_failure(mpi, ranks, log)} (status {status})")
+
+
+def _failure(mpi: MpiLauncher, ranks: int, log: Path) -> str:
+    text = "".join(c if c.isprintable() else " " for c in log.read_text(errors="replace"))
+    said = " ".join(text.replace("-" * 10, "").split())
+    if "slots" in said or "already filled" in said:
+        hint = "MPI has too few slots; allow more with PRTE_MCA_rmaps_default_mapping_policy"
+        hint += "=:oversubscribe, or take a scheme with fewer nodes"
+    elif "ranks in the world: 1" in said:
+        hint = f"{mpi.path} and mpi4py of {mpi.python} are of different MPIs"
+    else:
+        hint = "see what MPI says"
+    return f"{mpi.kind.value} {mpi.version} gives no world of {ranks} ranks: {hint}: {said[:600]}"

@@ -1,0 +1,80 @@
+"""Keeps an encoder world running for as long as one is wanted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from megatron_ft.coordinator.coordinator import Coordinator
+from megatron_ft.errors import MegatronFTError
+from megatron_ft.launch.fleet import EncoderWorld
+
+FIRST_DELAY_SECONDS = 0.5
+LONGEST_DELAY_SECONDS = 30.0
+
+
+class WorldKeeper:
+    """Starts a world over the active nodes, and a new one whenever it ends.
+
+    That a world cannot be started degrades protection, visibly, and stops nothing.
+    """
+
+    def __init__(self, encoders: EncoderWorld) -> None:
+        self.encoders = encoders
+        self._coordinator: Coordinator
+        self._task: asyncio.Task[None] | None = None
+
+    def serve(self, coordinator: Coordinator) -> None:
+        """Tell ``coordinator`` which world to expect."""
+        self._coordinator = coordinator
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a world is being kept."""
+        return self._task is not None
+
+    def start(self, nodes: Sequence[str]) -> None:
+        """Keep a world over ``nodes`` from now on.  Raises if the first cannot be started."""
+        self.stop()
+        self._launch(nodes)
+        self._task = asyncio.create_task(self._keep(nodes))
+
+    def stop(self) -> None:
+        """End the world; no other is started."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        self.encoders.kill()
+        self._coordinator.world_lost()
+
+    def end_world(self, world: str) -> None:
+        """End this world if it is the present one; the next follows."""
+        if world == self.encoders.name:
+            self.encoders.end()
+
+    def _launch(self, nodes: Sequence[str]) -> None:
+        name = self.encoders.start(nodes, self._coordinator.incarnation)
+        self._coordinator.expect_world(name, tuple(nodes))
+
+    async def _keep(self, nodes: Sequence[str]) -> None:
+        delay = FIRST_DELAY_SECONDS
+        while True:
+            await self.encoders.ended()
+            self._coordinator.world_lost()
+            self._tell("world_ended", "the encoder world ended; a new one is started")
+            started = False
+            while not started:
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, LONGEST_DELAY_SECONDS)
+                started = self._try(nodes)
+
+    def _try(self, nodes: Sequence[str]) -> bool:
+        try:
+            self._launch(nodes)
+        except MegatronFTError as error:
+            self._tell("world_refused", f"no encoder world, snapshots stay local: {error}")
+            return False
+        return True
+
+    def _tell(self, kind: str, text: str) -> None:
+        self._coordinator.observers.tell(kind, text)

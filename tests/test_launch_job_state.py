@@ -1,0 +1,141 @@
+"""The supervisor's state folder: modes, lock, atomic writes, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.errors import ConfigError, ControlPlaneError
+from megatron_ft.launch.job_state import (
+    JobState,
+    SmpPlace,
+    command_digest,
+    read_record,
+    state_folder,
+)
+
+HOLD = """
+import sys
+from pathlib import Path
+from megatron_ft.launch.job_state import JobState
+JobState(Path(sys.argv[1]), "llm")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_state_is_private_and_survives_being_reopened(tmp_path: Path) -> None:
+    folder = tmp_path / "llm"
+    with JobState(folder, "llm") as state:
+        first = state.record
+        state.update(smps={"n0": SmpPlace(12, 34, "tcp://10.0.0.1:5")}, active=("n0", "n1"))
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE((folder / "job.json").stat().st_mode) == 0o600
+    with JobState(folder, "llm") as again:
+        assert again.record.secret == first.secret and len(first.secret) == 32
+        assert again.record.job == first.job
+        assert again.record.smps["n0"].endpoint == "tcp://10.0.0.1:5"
+        assert again.record.active == ("n0", "n1")
+
+
+def test_a_second_supervisor_is_refused_by_name_until_the_first_is_dead(tmp_path: Path) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert holder.stdout is not None
+        assert select.select([holder.stdout], [], [], 30)[0], "the first supervisor did not start"
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(ControlPlaneError, match=f"process {holder.pid}"):
+            JobState(tmp_path, "llm")
+    finally:
+        holder.kill()
+        holder.communicate()
+    JobState(tmp_path, "llm").close()
+
+
+def test_two_jobs_have_different_secrets(tmp_path: Path) -> None:
+    with JobState(tmp_path / "a", "a") as one, JobState(tmp_path / "b", "b") as other:
+        assert one.record.secret != other.record.secret
+
+
+def test_the_secret_is_in_no_text_made_from_the_record(tmp_path: Path) -> None:
+    with JobState(tmp_path, "llm") as state:
+        texts = f"{state.record!r} {state.record} {state!r} {list(state.record.__rich_repr__())}"
+        assert repr(state.record.secret)[2:-1] not in texts
+        assert "secret" not in texts
+
+
+def damage(folder: Path, **changes: object) -> None:
+    path = folder / "job.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"version": 99}, "version 99"),
+        ({"name": "other"}, "of job 'other'"),
+        ({"uid": os.geteuid() + 1}, "of user"),
+        ({"secret": ""}, "no secret"),
+        ({"job": "not-a-uuid"}, "damaged"),
+        ({"unknown": 1}, "damaged"),
+    ],
+)
+def test_foreign_or_damaged_state_is_refused_with_a_way_out(
+    tmp_path: Path, changes: dict[str, object], reason: str
+) -> None:
+    JobState(tmp_path, "llm").close()
+    damage(tmp_path, **changes)
+    with pytest.raises(ControlPlaneError, match=reason) as caught:
+        JobState(tmp_path, "llm")
+    assert str(tmp_path / "job.json") in str(caught.value)
+    assert "megatron-ft clean" in str(caught.value)
+
+
+def test_unreadable_json_is_refused_and_the_lock_given_back(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text("{")
+    for _ in range(2):
+        with pytest.raises(ControlPlaneError, match="damaged"):
+            JobState(tmp_path, "llm")
+
+
+def test_a_write_that_is_cut_short_leaves_the_old_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with JobState(tmp_path, "llm") as state:
+        state.update(scheme="xor:4")
+
+        def full(_: int) -> None:
+            raise OSError("no space left")
+
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="no space"):
+            state.update(scheme="rs:3+1")
+    record = read_record(tmp_path, "llm")
+    assert record is not None and record.scheme == "xor:4"
+
+
+def test_remove_forgets_the_job_but_not_what_others_put_there(tmp_path: Path) -> None:
+    folder = tmp_path / "llm"
+    JobState(folder, "llm").remove()
+    assert not folder.exists()
+    state = JobState(folder, "llm")
+    (folder / "notes.txt").write_text("mine")
+    state.remove()
+    assert [p.name for p in folder.iterdir()] == ["notes.txt"]
+
+
+def test_folder_and_digest_of_a_command(tmp_path: Path) -> None:
+    assert state_folder("llm", tmp_path) == tmp_path / "llm"
+    assert state_folder("llm").parts[-3:] == (".cache", "megatron-ft", "llm")
+    with pytest.raises(ConfigError):
+        state_folder("../x")
+    assert command_digest(["a", "b c"]) != command_digest(["a b", "c"])

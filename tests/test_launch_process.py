@@ -1,0 +1,210 @@
+"""Handles of real processes: start, attach, wait, kill, and what outlives the starter."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.errors import ControlPlaneError, MissingEnvironmentError
+from megatron_ft.launch import procfs
+from megatron_ft.launch.launcher import UNKNOWN_EXIT, ProcessGoneError
+from megatron_ft.launch.process import LocalProcess
+
+TIMEOUT = 20.0
+SLEEP = ["sleep", "60"]
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[list[LocalProcess]]:
+    """Processes to be killed at the end, whatever the test does."""
+    handles: list[LocalProcess] = []
+    yield handles
+    for handle in handles:
+        handle.kill()
+        handle.join(TIMEOUT)
+
+
+def spawn(
+    started: list[LocalProcess], tmp_path: Path, argv: list[str], stdin: bytes | None = None
+) -> LocalProcess:
+    handle = LocalProcess.spawn("n0", argv, os.environ, tmp_path / "logs" / "log", stdin)
+    started.append(handle)
+    return handle
+
+
+def in_shell(script: str) -> list[str]:
+    return ["sh", "-c", script]
+
+
+def first_line(log: Path, process: LocalProcess) -> str:
+    """Await the first line in a log by following it with tail, which ends with the process."""
+    command = ["tail", "-n", "+1", "-f", f"--pid={process.pid}", str(log)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as tail:
+        assert tail.stdout is not None
+        ready = select.select([tail.stdout], [], [], TIMEOUT)[0]
+        line = tail.stdout.readline() if ready else b""
+        tail.kill()
+    assert line.endswith(b"\n"), f"{process} wrote no line within {TIMEOUT} s"
+    return line.decode().strip()
+
+
+@pytest.mark.parametrize(("script", "status"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", -9)])
+def test_exit_status_of_a_child(
+    tmp_path: Path, started: list[LocalProcess], script: str, status: int
+) -> None:
+    process = spawn(started, tmp_path, in_shell(script))
+    assert asyncio.run(asyncio.wait_for(process.wait(), TIMEOUT)) == status
+    assert not process.alive()
+    assert procfs.read_stat(process.pid) is None, "the child was not reaped"
+
+
+def test_many_tasks_may_wait_and_be_cancelled(tmp_path: Path, started: list[LocalProcess]) -> None:
+    process = spawn(started, tmp_path, SLEEP)
+
+    async def scenario() -> list[int]:
+        waiters = [asyncio.create_task(process.wait()) for _ in range(4)]
+        await asyncio.sleep(0)
+        waiters.pop().cancel()
+        process.kill()
+        return await asyncio.wait_for(asyncio.gather(*waiters), TIMEOUT)
+
+    assert asyncio.run(scenario()) == [-9, -9, -9]
+
+
+def test_waiting_holds_no_descriptor_afterwards(
+    tmp_path: Path, started: list[LocalProcess]
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        asyncio.run(spawn(started, tmp_path, ["true"]).wait())
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_output_and_stdin(tmp_path: Path, started: list[LocalProcess]) -> None:
+    process = spawn(started, tmp_path, ["cat"], stdin=b"bytes\0of a secret")
+    assert process.join(TIMEOUT) == 0
+    log = tmp_path / "logs" / "log"
+    assert log.read_bytes() == b"bytes\0of a secret"
+    assert log.stat().st_mode & 0o777 == 0o600
+    spawn(started, tmp_path, ["cat"]).join(TIMEOUT)  # /dev/null: ends at once
+    with pytest.raises(ValueError, match="4096"):
+        spawn(started, tmp_path, ["cat"], stdin=bytes(4097))
+
+
+def test_stdin_is_in_neither_argv_nor_environment(
+    tmp_path: Path, started: list[LocalProcess]
+) -> None:
+    secret = os.urandom(16).hex().encode()
+    script = "read -r line; echo ready; exec sleep 60"
+    process = spawn(started, tmp_path, in_shell(script), stdin=secret + b"\n")
+    assert first_line(tmp_path / "logs" / "log", process) == "ready"
+    for name in ("cmdline", "environ"):
+        content = Path(f"/proc/{process.pid}/{name}").read_bytes()
+        assert content and secret not in content
+
+
+def test_a_program_that_does_not_exist_is_named(
+    tmp_path: Path, started: list[LocalProcess]
+) -> None:
+    with pytest.raises(MissingEnvironmentError, match="no-such-program.*node 'n0'"):
+        spawn(started, tmp_path, ["no-such-program"])
+
+
+def test_kill_reaches_the_whole_session_also_after_its_leader(
+    tmp_path: Path, started: list[LocalProcess]
+) -> None:
+    script = (
+        "import os, subprocess\n"
+        "child = subprocess.Popen(['sleep', '60'], preexec_fn=os.setpgrp)\n"
+        "print(child.pid, flush=True)\n"
+        "os._exit(0)"
+    )
+    process = spawn(started, tmp_path, [sys.executable, "-c", script])
+    child = int(first_line(tmp_path / "logs" / "log", process))
+    assert process.join(TIMEOUT) == 0
+    pidfd = os.pidfd_open(child)
+    assert not procfs.ended(pidfd)
+    process.kill()
+    assert procfs.ended(pidfd, TIMEOUT)
+    os.close(pidfd)
+
+
+def test_kill_spares_this_process_and_its_other_children(
+    tmp_path: Path, started: list[LocalProcess]
+) -> None:
+    one, other = spawn(started, tmp_path, SLEEP), spawn(started, tmp_path, SLEEP)
+    one.kill()
+    assert one.join(TIMEOUT) == -9
+    one.kill()
+    assert other.alive()
+
+
+def test_join_says_for_whom_it_waited(tmp_path: Path, started: list[LocalProcess]) -> None:
+    process = spawn(started, tmp_path, SLEEP)
+    with pytest.raises(ControlPlaneError, match=f"process {process.pid} on n0"):
+        process.join(0.01)
+
+
+def test_attach_watches_but_does_not_know_the_status(
+    tmp_path: Path, started: list[LocalProcess]
+) -> None:
+    process = spawn(started, tmp_path, SLEEP)
+    adopted = LocalProcess.attach("n0", process.pid, process.start_time)
+    assert adopted.alive()
+    adopted.kill()
+    assert asyncio.run(asyncio.wait_for(adopted.wait(), TIMEOUT)) == UNKNOWN_EXIT
+    assert process.join(TIMEOUT) == -signal.SIGKILL
+
+
+def test_attach_refuses_another_start_time_and_the_dead(
+    tmp_path: Path, started: list[LocalProcess]
+) -> None:
+    process = spawn(started, tmp_path, SLEEP)
+    with pytest.raises(ProcessGoneError, match="another process"):
+        LocalProcess.attach("n0", process.pid, process.start_time - 1)
+    process.kill()
+    process.join(TIMEOUT)
+    with pytest.raises(ProcessGoneError, match="has ended"):
+        LocalProcess.attach("n0", process.pid, process.start_time)
+
+
+STARTER = """
+import os, signal, sys
+from pathlib import Path
+from megatron_ft.launch.process import LocalProcess
+process = LocalProcess.spawn("n0", ["sleep", "60"], os.environ, Path(sys.argv[1]))
+print(process.pid, process.start_time, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_survives_the_sigkill_of_its_starter(
+    tmp_path: Path, started: list[LocalProcess]
+) -> None:
+    starter = subprocess.run(
+        [sys.executable, "-c", STARTER, str(tmp_path / "log")],
+        stdout=subprocess.PIPE, timeout=TIMEOUT, check=False,
+    )  # fmt: skip
+    assert starter.returncode == -signal.SIGKILL
+    pid, start_time = map(int, starter.stdout.split())
+    orphan = LocalProcess.attach("n0", pid, start_time)
+    started.append(orphan)
+    assert orphan.alive()
+    orphan.kill()
+    assert orphan.join(TIMEOUT) == UNKNOWN_EXIT
+
+
+def test_stat_of_a_process_with_a_nasty_name(tmp_path: Path, started: list[LocalProcess]) -> None:
+    program = tmp_path / "a) R 1 ("
+    program.symlink_to("/bin/sleep")
+    process = spawn(started, tmp_path, [str(program), "60"])
+    stat = procfs.read_stat(process.pid)
+    assert stat is not None and stat.session == stat.group == process.pid

@@ -1,0 +1,65 @@
+"""The trainers' environment, against the definition of its variables and against torch."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ft.launch.trainer_env import free_port, trainer_environment
+
+
+def environment(
+    base: dict[str, str], node: int, local: int, nodes: int, per_node: int
+) -> dict[str, str]:
+    return trainer_environment(
+        base,
+        node_index=node,
+        local_rank=local,
+        node_count=nodes,
+        ranks_per_node=per_node,
+        master_address="127.0.0.1",
+        master_port=4321,
+        run_id="job",
+        restart_count=2,
+    )
+
+
+@given(st.integers(1, 5), st.integers(1, 5))
+def test_ranks_are_numbered_node_by_node(nodes: int, per_node: int) -> None:
+    places = [(node, local) for node in range(nodes) for local in range(per_node)]
+    all_ranks = [environment({}, node, local, nodes, per_node) for node, local in places]
+    assert [int(e["RANK"]) for e in all_ranks] == list(range(nodes * per_node))
+    assert all(
+        int(e["RANK"]) == int(e["GROUP_RANK"]) * per_node + int(e["LOCAL_RANK"]) for e in all_ranks
+    )
+    assert {e["WORLD_SIZE"] for e in all_ranks} == {str(nodes * per_node)}
+    assert {e["GROUP_WORLD_SIZE"] for e in all_ranks} == {str(nodes)}
+
+
+def test_base_is_kept_and_an_outer_torchrun_does_not_mislead() -> None:
+    base = {
+        "PATH": "/bin",
+        "RANK": "77",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": "/outer",
+    }
+    env = environment(base, 1, 0, 2, 1)
+    assert env["PATH"] == "/bin" and env["RANK"] == "1" and env["OMP_NUM_THREADS"] == "1"
+    assert env["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+    assert env["TORCHELASTIC_RESTART_COUNT"] == "2" and env["TORCHELASTIC_MAX_RESTARTS"] == "0"
+    assert "TORCHELASTIC_ERROR_FILE" not in env
+    assert environment({"OMP_NUM_THREADS": "8"}, 0, 0, 1, 1)["OMP_NUM_THREADS"] == "8"
+
+
+@pytest.mark.parametrize(("node", "local"), [(2, 0), (0, 3), (-1, 0)])
+def test_a_rank_out_of_range_is_refused(node: int, local: int) -> None:
+    with pytest.raises(ValueError, match="not within 2 nodes"):
+        environment({}, node, local, 2, 3)
+
+
+def test_free_port_can_be_bound() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", free_port()))

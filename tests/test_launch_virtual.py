@@ -1,0 +1,196 @@
+"""The virtual cluster: losing a node loses all of it and nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.environment import JOB, NODE, ProcessEnvironment
+from megatron_ft.errors import ConfigError, MissingEnvironmentError
+from megatron_ft.launch import procfs
+from megatron_ft.launch.launcher import Launcher, NodeUnreachable, Placement, ProcessGoneError
+from megatron_ft.launch.process import LocalProcess
+from megatron_ft.launch.virtual import VirtualCluster, default_root
+
+TIMEOUT = 20.0
+SLEEP = ["sleep", "60"]
+NODES = ["n0", "n1", "n10"]
+
+
+@pytest.fixture
+def cluster() -> Iterator[VirtualCluster]:
+    # Not under tmp_path, whose length depends on the test's name: socket paths are short.
+    with tempfile.TemporaryDirectory(prefix="mft-") as folder:
+        made = VirtualCluster(uuid.uuid4().hex[:12], NODES, Path(folder) / "root")
+        yield made
+        made.destroy()
+
+
+def start(cluster: VirtualCluster, node: str, argv: list[str] | None = None) -> LocalProcess:
+    return cluster.start(node, argv or SLEEP, os.environ, cluster.root / "log")
+
+
+def test_it_is_a_launcher(cluster: VirtualCluster) -> None:
+    launcher: Launcher = cluster
+    assert launcher.nodes() == NODES
+    assert str(default_root()).endswith(str(os.geteuid()))
+
+
+def test_processes_know_where_they_are(cluster: VirtualCluster) -> None:
+    process = start(cluster, "n1")
+    told = ProcessEnvironment.from_env(procfs.read_environment(process.pid))
+    assert told == ProcessEnvironment(cluster.job, "n1", cluster.node_dir("n1"), 0)
+    assert cluster.node_dir("n1").stat().st_mode & 0o777 == 0o700
+    assert cluster.processes_of("n1") == [process.pid]
+    assert cluster.processes_of("n0") == []
+
+
+def test_kill_node_kills_all_of_it_and_nothing_else(cluster: VirtualCluster) -> None:
+    # The grandchild leaves session and group: only its environment tells whose it is.
+    victim = start(cluster, "n1", ["sh", "-c", "setsid sleep 60 & exec sleep 60"])
+    others = [start(cluster, "n0"), start(cluster, "n10")]
+    namesake = VirtualCluster(cluster.job + "x", NODES, cluster.root)
+    others.append(start(namesake, "n1"))
+    await_processes(cluster, "n1", 2)
+    (cluster.node_dir("n1") / "a.arena").write_bytes(b"state")
+
+    killed = cluster.kill_node("n1")
+
+    try:
+        assert victim.pid in killed and len(killed) >= 2
+        assert victim.join(TIMEOUT) == -9
+        assert cluster.processes_of("n1") == []
+        assert not cluster.node_dir("n1").exists()
+        assert all(process.alive() for process in others)
+        assert cluster.node_dir("n0").exists()
+    finally:
+        namesake.destroy()
+    assert not others[-1].alive()
+
+
+def await_processes(cluster: VirtualCluster, node: str, count: int) -> None:
+    event = threading.Event()
+    for _ in range(int(TIMEOUT * 100)):
+        if len(cluster.processes_of(node)) >= count:
+            return
+        event.wait(0.01)
+    raise AssertionError(f"{node} has no {count} processes")
+
+
+def test_a_lost_node_refuses_everything_until_it_returns(cluster: VirtualCluster) -> None:
+    process = start(cluster, "n0")
+    cluster.kill_node("n0")
+    assert not cluster.reachable("n0") and cluster.reachable("n1")
+    assert cluster.nodes() == NODES
+    with pytest.raises(NodeUnreachable, match="n0"):
+        start(cluster, "n0")
+    with pytest.raises(NodeUnreachable, match="n0"):
+        cluster.attach("n0", process.pid)
+    with pytest.raises(NodeUnreachable, match="n0"):
+        cluster.start_world([Placement(n, SLEEP, {}) for n in NODES], cluster.root / "log")
+    assert cluster.processes_of("n1") == []
+    same_to_others = VirtualCluster(cluster.job, NODES, cluster.root)
+    assert not same_to_others.reachable("n0")
+    cluster.revive("n0")
+    assert start(cluster, "n0").alive()
+
+
+def test_a_node_may_return_with_its_memory(cluster: VirtualCluster) -> None:
+    start(cluster, "n0")
+    (cluster.node_dir("n0") / "a.arena").write_bytes(b"state")
+    cluster.kill_node("n0", keep_folder=True)
+    cluster.revive("n0")
+    assert (cluster.node_dir("n0") / "a.arena").read_bytes() == b"state"
+
+
+def test_a_node_lost_while_a_process_starts_takes_it_along(
+    cluster: VirtualCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spawned: list[LocalProcess] = []
+    real = LocalProcess.spawn
+
+    def spawn_and_lose(*arguments: object, **named: object) -> LocalProcess:
+        # The search of kill_node runs before the process exists.
+        cluster.kill_node("n0")
+        spawned.append(real(*arguments, **named))  # type: ignore[arg-type]
+        return spawned[0]
+
+    monkeypatch.setattr(LocalProcess, "spawn", spawn_and_lose)
+    with pytest.raises(NodeUnreachable):
+        start(cluster, "n0")
+    assert not spawned[0].alive()
+
+
+def test_processes_that_fork_while_being_killed_do_not_escape(cluster: VirtualCluster) -> None:
+    start(cluster, "n0", ["sh", "-c", "while :; do setsid sleep 60 & sleep 0.001; done"])
+    await_processes(cluster, "n0", 10)
+    cluster.kill_node("n0")
+    assert cluster.processes_of("n0") == []
+
+
+def test_attach_accepts_only_processes_of_the_node(cluster: VirtualCluster) -> None:
+    process = start(cluster, "n0")
+    assert cluster.attach("n0", process.pid, process.start_time).pid == process.pid
+    with pytest.raises(ProcessGoneError, match="not one of job"):
+        cluster.attach("n1", process.pid)
+    with pytest.raises(ProcessGoneError):
+        cluster.attach("n0", os.getpid())
+
+
+def test_destroy_spares_a_process_that_only_names_the_job(cluster: VirtualCluster) -> None:
+    env = {**os.environ, JOB: cluster.job}
+    env.pop(NODE, None)
+    with subprocess.Popen(SLEEP, env=env) as supervisor:
+        process = start(cluster, "n0")
+        cluster.destroy()
+        assert process.join(TIMEOUT) == -9
+        assert supervisor.poll() is None
+        supervisor.kill()
+    assert not cluster.node_dir("n0").exists()
+
+
+@pytest.mark.parametrize("names", [["../x"], [""], [".dead"], ["a/b"], ["a", "a"], ["x" * 120]])
+def test_names_that_cannot_be_folders_are_refused(tmp_path: Path, names: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        VirtualCluster("job", names, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_node_is_named(cluster: VirtualCluster) -> None:
+    for call in (cluster.node_dir, cluster.kill_node, cluster.processes_of, cluster.revive):
+        with pytest.raises(ConfigError, match="n7"):
+            call("n7")
+
+
+def test_a_root_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(MissingEnvironmentError, match="others may write"):
+        VirtualCluster("job", NODES, shared)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    with pytest.raises(MissingEnvironmentError, match="link"):
+        VirtualCluster("job", NODES, link)
+
+
+def test_launching_needs_no_torch() -> None:
+    check = "import sys, megatron_ft.launch.virtual; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", check], timeout=TIMEOUT, check=True)
+
+
+def test_a_process_is_found_as_soon_as_start_returns(cluster: VirtualCluster) -> None:
+    # exec shows no environment for an instant after Popen has returned.
+    for _ in range(40):
+        process = start(cluster, "n0")
+        assert procfs.read_environment(process.pid)[NODE] == "n0"
+        process.kill()
+        process.join(TIMEOUT)
