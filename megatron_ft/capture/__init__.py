@@ -1,0 +1,1 @@
+"""The trainer's side: what is captured, how it is copied, and how it comes back."""

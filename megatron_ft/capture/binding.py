@@ -1,0 +1,91 @@
+"""A layout bound to memory: typed views of a slot, and the check that a state still fits."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+import torch
+
+from megatron_ft.capture.copier import Bytes, CopyItem
+from megatron_ft.capture.plan import dtype_from_name
+from megatron_ft.shard import LayoutEntry, ShardLayout
+
+
+def region_tensor(region: Bytes) -> torch.Tensor:
+    """The bytes of a data region as a tensor that keeps the mapping alive; may be read-only."""
+    with warnings.catch_warnings():
+        # torch warns of writes to read-only arrays; readers of a region do not write.
+        warnings.filterwarnings("ignore", message=".*not writable.*")
+        return torch.from_numpy(region)
+
+
+def stored_view(region: torch.Tensor, entry: LayoutEntry) -> torch.Tensor:
+    """The stored bytes of one entry, typed; flat if only a part of the tensor is stored."""
+    raw = region[entry.offset : entry.offset + entry.nbytes]
+    typed = raw.view(dtype_from_name(entry.dtype))
+    return typed if entry.is_split else typed.view(entry.shape)
+
+
+class LayoutBinding:
+    """What every snapshot needs of a layout, computed once.
+
+    ``copied_bytes`` are the tensor bytes that one snapshot copies.
+    """
+
+    def __init__(self, layout: ShardLayout, regions: list[Bytes]) -> None:
+        """``regions`` are the writable data regions, one per slot."""
+        self.layout = layout
+        self.layout_bytes = layout.to_bytes()
+        self.layout_hash = layout.hash()
+        self._owners = [entry for entry in layout.entries if not entry.alias_of]
+        self._expected = [
+            (entry.name, dtype_from_name(entry.dtype), entry.shape) for entry in layout.entries
+        ]
+        by_name = layout.by_name()
+        self._aliases = [
+            (e.name, e.alias_of, e.offset - by_name[e.alias_of].offset)
+            for e in layout.entries
+            if e.alias_of
+        ]
+        self.copied_bytes = sum(entry.nbytes for entry in self._owners)
+        self._targets = [self._views(region_tensor(region)) for region in regions]
+
+    def _views(self, region: torch.Tensor) -> list[torch.Tensor]:
+        return [stored_view(region, entry) for entry in self._owners]
+
+    def mismatch(self, live: Mapping[str, torch.Tensor]) -> str:
+        """Why the live tensors no longer fit the layout; empty if they do.
+
+        Compares names, dtypes and shapes, and that aliases still share memory.
+        """
+        for name, dtype, shape in self._expected:
+            tensor = live.get(name)
+            if tensor is None:
+                return f"{name} has gone"
+            if tensor.dtype != dtype or tensor.shape != shape:
+                return f"{name} is now {tensor.dtype} {list(tensor.shape)}"
+        if len(live) != len(self._expected):
+            known = {name for name, _, _ in self._expected}
+            return f"{min(live.keys() - known)} is new"
+        for name, owner, distance in self._aliases:
+            if live[name].data_ptr() != live[owner].data_ptr() + distance:
+                return f"{name} no longer shares memory with {owner}"
+        return ""
+
+    def items(
+        self, live: Mapping[str, torch.Tensor], slot: int
+    ) -> tuple[list[CopyItem], list[CopyItem]]:
+        """The copies of one snapshot: at the boundary, and lazily."""
+        now: list[CopyItem] = []
+        later: list[CopyItem] = []
+        for entry, target in zip(self._owners, self._targets[slot], strict=True):
+            source = live[entry.name]
+            if entry.is_split:
+                source = source.detach().view(-1)[entry.start : entry.stop]
+            (now if entry.boundary else later).append(CopyItem(source, target))
+        return now, later
+
+    def release(self) -> None:
+        """Drop all views of the arena, so that it can be unmapped."""
+        self._targets.clear()

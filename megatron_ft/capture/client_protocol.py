@@ -1,0 +1,76 @@
+"""What the snapshot manager asks of its connection to the SMP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from megatron_ft.identity import SealedRecord, SnapshotId
+
+OutcomeCallback = Callable[[SnapshotId, str], None]
+
+
+class RestoreOffer(Protocol):
+    """A snapshot of this shard that lies ready in the node's memory."""
+
+    @property
+    def arena_path(self) -> Path:
+        """The arena file that holds it."""
+
+    @property
+    def slot(self) -> int:
+        """The slot of that arena."""
+
+    @property
+    def record(self) -> SealedRecord:
+        """What the bytes must prove to be."""
+
+    @property
+    def source(self) -> str:
+        """Where the bytes come from, for people: "memory" or "parity"."""
+
+
+class SnapshotClient(Protocol):
+    """One trainer's conversation with the SMP of its node.
+
+    ``hello`` and ``prepare`` come from the training thread, before any capture.
+    ``missed`` and ``abandoned`` may come from the training thread while ``sealed``
+    comes from the copy thread, so these must be safe to call from both and must not
+    wait for an answer.
+    """
+
+    on_outcome: OutcomeCallback | None
+
+    def hello(
+        self, shard_id: str, coordinates: tuple[int, ...], world_size: int
+    ) -> RestoreOffer | None:
+        """Introduce the trainer; the answer is a snapshot to load, or None."""
+
+    def prepare(
+        self, layout_hash: bytes, required_bytes: int, interval: int, timeout: float = ...
+    ) -> Path:
+        """Ask for an arena; returns its path when those of all ranks exist."""
+
+    def sealed(self, snapshot: SnapshotId, record: SealedRecord) -> None:
+        """All bytes and digests are in the granted slot."""
+
+    def missed(self, snapshot: SnapshotId) -> None:
+        """The permitted iteration has passed without a capture."""
+
+    def abandoned(self, snapshot: SnapshotId, reason: str) -> None:
+        """The capture ended without a result; nothing writes to the slot any more."""
+
+    def restored(self, snapshot: SnapshotId, seconds: float, source: str) -> None:
+        """The shard was verified and loaded."""
+
+    def corrupt(self, snapshot: SnapshotId, blocks: int) -> None:
+        """So many blocks of the offered shard failed their digests; nothing was loaded."""
+
+    def cost(
+        self, snapshot: SnapshotId, stall_seconds: float, copy_seconds: float, copied_bytes: int
+    ) -> None:
+        """What a capture cost the training thread, and how long its copy took."""
+
+    def close(self) -> None:
+        """End the conversation."""

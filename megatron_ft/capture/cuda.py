@@ -1,0 +1,110 @@
+"""Copies of tensors in device memory, on a stream of their own."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_ft.capture.copier import Bytes, CopyItem, ShouldStop, batches, move
+
+logger = logging.getLogger(__name__)
+
+PORTABLE = 1
+"""Flag of cudaHostRegister: pinned in every context of the process."""
+
+PIECES_IN_FLIGHT = 2
+"""One piece is copied while the next is queued; more would only delay a stop."""
+
+
+class CudaCopier:
+    """Asynchronous device-to-host copies into pinned arena memory.
+
+    The arena's data regions are page-locked once.  Each copy runs on a side stream
+    that first waits for an event of the training stream, so it sees the state as of
+    the iteration boundary.  ``cuda`` is torch.cuda, or something with the same names.
+    Never fork a process that has pinned memory; start children with exec.
+    """
+
+    def __init__(self, piece_bytes: int, cuda: Any = None) -> None:
+        """Copies are cut in pieces of ``piece_bytes`` bytes; uses the current device."""
+        self._cuda = torch.cuda if cuda is None else cuda
+        self._piece_bytes = piece_bytes
+        self._device = self._cuda.current_device()
+        self._stream = self._cuda.Stream(device=self._device)
+        self._pinned: list[int] = []
+
+    def attach(self, regions: Sequence[Bytes]) -> None:
+        """Page-lock the regions; where that fails copies go on unpinned, which is slower.
+
+        Regions begin on pages of their own, so no page is registered twice.
+        """
+        for region in regions:
+            address = region.ctypes.data
+            code = int(self._cuda.cudart().cudaHostRegister(address, region.nbytes, PORTABLE))
+            if code == 0:
+                self._pinned.append(address)
+            else:
+                logger.warning(
+                    "cudaHostRegister of %d bytes failed with CUDA error %d: copies run unpinned "
+                    "and slower; raise the limit of locked memory (ulimit -l)",
+                    region.nbytes,
+                    code,
+                )
+
+    def stage(self, items: Sequence[CopyItem]) -> list[CopyItem]:
+        """Clone on the device, in order with training's own work; host tensors are copied now.
+
+        A clone costs device memory for a moment but no wait: the copy out of it is lazy.
+        """
+        left: list[CopyItem] = []
+        with torch.no_grad():
+            for source, target in items:
+                if source.is_cuda:
+                    left.append(CopyItem(source.detach().clone(), target))
+                else:
+                    target.copy_(source)
+        return left
+
+    def mark(self) -> Any:
+        """An event on the training thread's current stream."""
+        event = self._cuda.Event()
+        event.record(self._cuda.current_stream(self._device))
+        return event
+
+    def copy(self, items: Sequence[CopyItem], mark: Any, should_stop: ShouldStop) -> bool:
+        """Copy piece by piece on the side stream; see Copier."""
+        in_flight: deque[Any] = deque()
+        try:
+            with torch.no_grad(), self._cuda.stream(self._stream):
+                self._stream.wait_event(mark)
+                for batch in batches(items, self._piece_bytes):
+                    if should_stop():
+                        return False
+                    in_flight.append(self._start(batch))
+                    if len(in_flight) > PIECES_IN_FLIGHT:
+                        in_flight.popleft().synchronize()
+                return True
+        finally:
+            # Queued copies write to the slot whatever happens here: wait for all of them.
+            self._stream.synchronize()
+
+    def _start(self, batch: Sequence[CopyItem]) -> Any:
+        move(batch, non_blocking=True)
+        done = self._cuda.Event(blocking=True)
+        done.record(self._stream)
+        return done
+
+    def enter_thread(self) -> None:
+        """Select the device: the selection belongs to the thread, the default is device 0."""
+        self._cuda.set_device(self._device)
+
+    def detach(self) -> None:
+        """Unlock the regions, while the context lives and before they are unmapped."""
+        self._stream.synchronize()
+        for address in self._pinned:
+            self._cuda.cudart().cudaHostUnregister(address)
+        self._pinned.clear()

@@ -1,0 +1,125 @@
+"""Finding the tensors in a mapping of user objects, in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_ft.errors import ConfigError
+
+SMALL_BYTES = 16384
+"""Tensors of unknown Stateful objects up to this size travel with the small objects: a
+data loader's may change their shape, which no planned layout could hold."""
+
+COUNTER_BYTES = 4096
+"""Plain tensors up to this size are secured at the boundary: likely counters."""
+
+
+@dataclass
+class Enumeration:
+    """One pass over a state mapping.
+
+    ``structures`` holds, per name of the mapping, what has to be pickled beside the
+    tensors; ``name_of`` tells by ``id`` which tensor inside them is stored under which
+    name; ``handles`` gives the user's own object (a DTensor, not its local shard).
+    """
+
+    lazy: dict[str, torch.Tensor] = field(default_factory=dict)
+    boundary: dict[str, torch.Tensor] = field(default_factory=dict)
+    structures: dict[str, Any] = field(default_factory=dict)
+    name_of: dict[int, str] = field(default_factory=dict)
+    handles: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def put(self, name: str, tensor: torch.Tensor, lazy: bool) -> None:
+        """Register a tensor under a name that must be new."""
+        if name in self.handles:
+            raise ConfigError(f"two tensors of the state are called {name!r}; rename one of them")
+        self.handles[name] = tensor
+        self.name_of.setdefault(id(tensor), name)
+        (self.lazy if lazy else self.boundary)[name] = local_tensor(tensor)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The shard of a DTensor that lies on this rank; any other tensor as it is."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return tensor
+    local = getattr(tensor, "_local_tensor", tensor)
+    return local if isinstance(local, torch.Tensor) else tensor
+
+
+def is_stateful(value: Any) -> bool:
+    """True for the Stateful protocol of torch.distributed.checkpoint."""
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def is_optimizer(value: Any) -> bool:
+    """True for torch's optimizers and wrappers that look like one."""
+    return is_stateful(value) and hasattr(value, "param_groups") and hasattr(value, "step")
+
+
+def enumerate_state(
+    state: Mapping[str, Any], lazy: frozenset[str], boundary: frozenset[str]
+) -> Enumeration:
+    """Enumerate a state mapping.
+
+    Lazily copied: parameters of modules, everything of optimizers, plain tensors that
+    are no counters, and names in ``lazy``.  At the boundary: buffers, whatever else
+    has a state_dict, and names in ``boundary``.
+    """
+    found = Enumeration()
+    for name, value in state.items():
+        force = True if name in lazy else False if name in boundary else None
+        if isinstance(value, torch.nn.Module):
+            _module(found, name, value, force)
+        elif is_optimizer(value):
+            _structure(found, name, value.state_dict(), force is not False)
+        elif is_stateful(value):
+            _structure(found, name, value.state_dict(), force is True, inline=SMALL_BYTES)
+        elif isinstance(value, torch.Tensor):
+            found.put(name, value, _plain_is_lazy(value) if force is None else force)
+        else:
+            _structure(found, name, value, force)
+    return found
+
+
+def _plain_is_lazy(tensor: torch.Tensor) -> bool:
+    return tensor.nbytes > COUNTER_BYTES
+
+
+def _module(found: Enumeration, name: str, module: torch.nn.Module, force: bool | None) -> None:
+    """Enumerate a module; its structure is pickled only if it has extra state."""
+    content = module.state_dict(keep_vars=True)
+    only_tensors = True
+    for key, value in content.items():
+        if isinstance(value, torch.Tensor):
+            is_parameter = isinstance(value, torch.nn.Parameter)
+            found.put(f"{name}/{key}", value, is_parameter if force is None else force)
+        else:
+            only_tensors = False
+    if not only_tensors:
+        found.structures[name] = dict(content)
+
+
+def _structure(
+    found: Enumeration, name: str, value: Any, lazy: bool | None, inline: int = -1
+) -> None:
+    """Enumerate nested containers; tensors of at most ``inline`` bytes stay in the pickle."""
+    found.structures[name] = value
+    pending = [(name, value)]
+    while pending:
+        path, item = pending.pop()
+        if isinstance(item, torch.Tensor):
+            if item.nbytes > inline:
+                found.put(path, item, _plain_is_lazy(item) if lazy is None else lazy)
+        elif isinstance(item, Mapping):
+            pending += [(f"{path}/{key}", inner) for key, inner in item.items()]
+        elif isinstance(item, (list, tuple)):
+            pending += [(f"{path}/{index}", inner) for index, inner in enumerate(item)]
+        elif is_stateful(item):
+            raise ConfigError(
+                f"{path} ({type(item).__name__}) has a state_dict but lies inside another "
+                "value; put it into the state mapping under a name of its own"
+            )

@@ -1,0 +1,135 @@
+"""From live tensors to a layout: the only place that looks at tensors' memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ft.arena.digest import default_algorithm, digest_block
+from megatron_ft.capture.exchange import exchange_device
+from megatron_ft.capture.state import HasLogicalMap, TrainingState, live_tensors
+from megatron_ft.errors import ConfigError
+from megatron_ft.shard import LogicalPlace, ShardLayout, TensorSpec, plan_layout
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """The inverse of dtype_name; ConfigError for a dtype that this torch lacks."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"dtype {name!r} is unknown to torch {torch.__version__}; upgrade torch")
+    return dtype
+
+
+def plan_state(state: TrainingState, split_bytes: int) -> ShardLayout:
+    """Plan the layout of a complete state; tensors of unsupported kinds raise ConfigError.
+
+    Replicated tensors of at least ``split_bytes`` bytes are split over their group.
+    The state must hold on to its tensors meanwhile: memory is compared by address.
+    """
+    live = live_tensors(state)
+    boundary = state.boundary_tensors().keys()
+    splits = _splits(live, boundary, state.replicas(), split_bytes)
+    places = state.logical_map() if isinstance(state, HasLogicalMap) else {}
+    return plan_layout(
+        _spec(name, tensor, name in boundary, splits.get(name, (0, 1)), places.get(name))
+        for name, tensor in live.items()
+    )
+
+
+def _splits(
+    live: Mapping[str, torch.Tensor],
+    boundary: Any,
+    replicas: Mapping[str, Any],
+    split_bytes: int,
+) -> dict[str, tuple[int, int]]:
+    """Which part of which tensor this rank captures.
+
+    A tensor that is not contiguous stays whole: cutting its memory order would need a
+    copy; so does one that forward may change, which need not be equal everywhere.
+    """
+    return {
+        name: (dist.get_rank(group), dist.get_world_size(group))
+        for name, group in replicas.items()
+        if name in live
+        and name not in boundary
+        and live[name].is_contiguous()
+        and live[name].nbytes >= max(split_bytes, 1)
+    }
+
+
+def check_replicas(state: TrainingState, layout: ShardLayout) -> None:
+    """Check that every tensor that is to be split holds the same bytes on all its replicas.
+
+    Parts of unequal replicas would be restored as a mixture of them.  Collective over
+    each group; costs one digest of the split tensors and 8 bytes a tensor on the wire.
+    Raises ConfigError, on all ranks of the group, naming the first tensor that differs.
+    """
+    live, groups = live_tensors(state), state.replicas()
+    by_group: dict[Any, list[str]] = {}
+    for name in sorted(entry.name for entry in layout.entries if entry.parts > 1):
+        by_group.setdefault(groups[name], []).append(name)
+    for group, names in by_group.items():
+        unequal = _unequal([live[name] for name in names], group)
+        if unequal:
+            raise ConfigError(
+                f"{len(unequal)} tensors declared replicated differ between ranks,"
+                f" {names[unequal[0]]} first: take them out of `replicated`, or make all ranks "
+                "compute the same bits"
+            )
+
+
+def _unequal(tensors: list[torch.Tensor], group: Any) -> list[int]:
+    device = exchange_device(group)
+    digests = torch.tensor([_digest(tensor) for tensor in tensors], device=device)
+    every = [torch.empty_like(digests) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, digests, group=group)
+    return [i for i in range(len(tensors)) if any(other[i] != every[0][i] for other in every)]
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    data = tensor.detach().cpu().view(-1).view(torch.uint8).numpy()
+    # Halved, because torch has no unsigned 64-bit integers for collectives.
+    return digest_block(data, default_algorithm()) >> 1
+
+
+def _spec(
+    name: str,
+    tensor: torch.Tensor,
+    boundary: bool,
+    split: tuple[int, int],
+    logical: LogicalPlace | None,
+) -> TensorSpec:
+    _check_kind(name, tensor)
+    return TensorSpec(
+        name=name,
+        dtype=dtype_name(tensor.dtype),
+        item_bytes=tensor.element_size(),
+        shape=tuple(tensor.shape),
+        address=tensor.data_ptr(),
+        contiguous=tensor.is_contiguous(),
+        boundary=boundary,
+        split=split,
+        logical=logical,
+    )
+
+
+def _check_kind(name: str, tensor: torch.Tensor) -> None:
+    """Refuse what has no plain memory of its own."""
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        kind = f"{tensor.layout}, {tensor.device}, {tensor.dtype}"
+    elif hasattr(tensor, "__tensor_flatten__"):
+        kind = f"a {type(tensor).__name__}"
+    else:
+        return
+    raise ConfigError(
+        f"tensor {name!r} is {kind}: only dense tensors and DTensors can be captured; "
+        "give its inner tensors under names of their own"
+    )

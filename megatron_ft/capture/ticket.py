@@ -1,0 +1,91 @@
+"""What save() returns: a claim on one snapshot's steps of safety."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from concurrent.futures import Future
+from threading import Lock
+
+from megatron_ft.identity import SnapshotId
+
+
+class Ticket:
+    """Three futures of bool in the order of safety; each gives False when it will not happen.
+
+    ``captured``: the tensors may change.  ``protected``: the bytes survive the loss of
+    as many nodes as the scheme allows.  ``committed``: a restore would choose this
+    snapshot.  Wait with ``ticket.committed.result(timeout=seconds)``, never without a
+    timeout in a training loop.  ``snapshot`` is None when the call was skipped.
+    """
+
+    def __init__(self, iteration: int, snapshot: SnapshotId | None = None) -> None:
+        """A ticket without a snapshot is skipped: its futures are False at once."""
+        self.iteration = iteration
+        self.snapshot = snapshot
+        self.captured: Future[bool] = Future()
+        self.protected: Future[bool] = Future()
+        self.committed: Future[bool] = Future()
+        self._lock = Lock()
+        if snapshot is None:
+            self.fail()
+
+    @property
+    def skipped(self) -> bool:
+        """True when the call captured nothing."""
+        return self.snapshot is None
+
+    def resolve(self, future: Future[bool], happened: bool) -> None:
+        """Set a future unless it is set already: outcomes may overtake each other."""
+        with self._lock:
+            if not future.done():
+                future.set_result(happened)
+
+    def fail(self) -> None:
+        """Nothing more will happen to this snapshot."""
+        for future in (self.captured, self.protected, self.committed):
+            self.resolve(future, False)
+
+    def outcome(self, outcome: str) -> bool:
+        """Take "protected", "committed" or "aborted" from the SMP; True when it is the last.
+
+        A commit that comes without protection is one at level "local".
+        """
+        if outcome == "protected":
+            self.resolve(self.protected, True)
+            return False
+        if outcome == "committed":
+            self.resolve(self.committed, True)
+        self.fail()
+        return True
+
+
+class TicketBook:
+    """Tickets that still wait for outcomes, newest ``limit`` of them."""
+
+    def __init__(self, limit: int = 16) -> None:
+        """Older tickets than the last ``limit`` are failed: their outcomes were lost."""
+        self._limit = limit
+        self._open: OrderedDict[SnapshotId, Ticket] = OrderedDict()
+        self._lock = Lock()
+
+    def add(self, ticket: Ticket) -> None:
+        """Keep the ticket until its last outcome."""
+        assert ticket.snapshot is not None
+        with self._lock:
+            self._open[ticket.snapshot] = ticket
+            surplus = len(self._open) - self._limit
+            old = [self._open.popitem(last=False)[1] for _ in range(surplus)]
+        for forgotten in old:
+            forgotten.fail()
+
+    def outcome(self, snapshot: SnapshotId, outcome: str) -> None:
+        """Pass an outcome on; one for an unknown snapshot is of an earlier life, ignored."""
+        with self._lock:
+            ticket = self._open.get(snapshot)
+        if ticket is not None and ticket.outcome(outcome):
+            self.discard(snapshot)
+
+    def discard(self, snapshot: SnapshotId) -> None:
+        """Forget a ticket."""
+        with self._lock:
+            self._open.pop(snapshot, None)

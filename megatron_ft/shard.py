@@ -1,0 +1,251 @@
+"""What a shard holds: a flat table of tensors at fixed offsets, and their logical places.
+
+A layout is planned once, from the first complete training state, and every snapshot
+after it is raw copies.  The table lists tensors by name, in sorted order, so that the
+same state gives the same bytes whatever order a framework enumerates it in.  No torch
+here: dtypes are names such as ``bfloat16``, memory is an address.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from megatron_ft.errors import LayoutMismatchError
+
+ALIGNMENT = 64
+LAYOUT_VERSION = 1
+
+
+class LogicalPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where a local tensor lies in the unsharded model: what a reshape or an export needs."""
+
+    global_name: str
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """One live tensor as the planner sees it.
+
+    ``address`` is where its bytes are, 0 when unknown; it may be an alias of another
+    tensor only if ``contiguous``.  ``split`` is (part, parts) for a replicated tensor
+    of which this rank captures one part, (0, 1) for any other.
+    """
+
+    name: str
+    dtype: str
+    item_bytes: int
+    shape: tuple[int, ...]
+    address: int = 0
+    contiguous: bool = True
+    boundary: bool = False
+    split: tuple[int, int] = (0, 1)
+    logical: LogicalPlace | None = None
+
+    @property
+    def elements(self) -> int:
+        """Number of elements; 1 for a tensor without dimensions."""
+        return math.prod(self.shape)
+
+
+class LayoutEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a layout.
+
+    ``offset`` and ``nbytes`` are bytes from the start of the slot's data region.
+    Elements ``start`` to ``stop`` of the flattened tensor are stored.  An entry with
+    ``alias_of`` owns no bytes: its offset points into those of that other entry.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+    start: int
+    stop: int
+    boundary: bool
+    alias_of: str
+    parts: int
+    logical: LogicalPlace | None
+
+    @property
+    def is_split(self) -> bool:
+        """True when other ranks store the rest of this tensor."""
+        return self.parts > 1
+
+    def describe(self) -> str:
+        """Dtype, shape and stored range, for messages."""
+        text = f"{self.dtype}{list(self.shape)}"
+        return f"{text} elements {self.start}:{self.stop}" if self.is_split else text
+
+
+class ShardLayout(msgspec.Struct, frozen=True, array_like=True):
+    """The byte layout of one shard; equal hashes mean that bytes are interchangeable."""
+
+    version: int
+    tensor_bytes: int
+    entries: tuple[LayoutEntry, ...]
+
+    def to_bytes(self) -> bytes:
+        """Canonical MessagePack: equal layouts give equal bytes."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> ShardLayout:
+        """The layout back; LayoutMismatchError if the bytes are none of this version."""
+        try:
+            layout = msgspec.msgpack.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            raise LayoutMismatchError(
+                f"the stored layout ({len(data)} bytes) cannot be read: {error}; "
+                "it was written by another release, restore with that one"
+            ) from error
+        if layout.version != LAYOUT_VERSION:
+            raise LayoutMismatchError(
+                f"the stored layout has version {layout.version}, this release reads "
+                f"{LAYOUT_VERSION}; restore with the release that wrote it"
+            )
+        return layout
+
+    def hash(self) -> bytes:
+        """blake2b-32 of ``to_bytes()``."""
+        return hashlib.blake2b(self.to_bytes(), digest_size=32).digest()
+
+    def by_name(self) -> dict[str, LayoutEntry]:
+        """The entries by tensor name."""
+        return {entry.name: entry for entry in self.entries}
+
+
+def align(offset: int) -> int:
+    """The next multiple of 64 bytes: a cache line, and enough for every dtype."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def split_range(elements: int, part: int, parts: int) -> tuple[int, int]:
+    """The elements that part ``part`` of ``parts`` stores; the parts partition the tensor."""
+    assert 0 <= part < parts
+    return part * elements // parts, (part + 1) * elements // parts
+
+
+def plan_layout(specs: Iterable[TensorSpec]) -> ShardLayout:
+    """Assign offsets; each byte of memory is captured once.
+
+    A contiguous tensor whose memory lies within that of another captured one becomes
+    an alias of it (tied weights, views into flat buffers).  Raises
+    LayoutMismatchError when two tensors have the same name.
+    """
+    ordered = sorted(specs, key=lambda spec: spec.name)
+    for left, right in zip(ordered, ordered[1:], strict=False):
+        if left.name == right.name:
+            raise LayoutMismatchError(f"two tensors are called {left.name!r}; rename one of them")
+    owner_of = _find_owners(ordered)
+    entries: dict[str, LayoutEntry] = {}
+    offset = 0
+    for spec in ordered:
+        if spec.name not in owner_of:
+            entries[spec.name] = entry = _owned_entry(spec, offset)
+            offset = align(offset + entry.nbytes)
+    for spec in ordered:
+        if spec.name in owner_of:
+            owner = owner_of[spec.name]
+            entries[spec.name] = _alias_entry(spec, owner, entries[owner.name])
+    return ShardLayout(LAYOUT_VERSION, offset, tuple(entries[s.name] for s in ordered))
+
+
+def _owned_entry(spec: TensorSpec, offset: int) -> LayoutEntry:
+    start, stop = split_range(spec.elements, *spec.split)
+    return LayoutEntry(
+        name=spec.name,
+        dtype=spec.dtype,
+        shape=spec.shape,
+        offset=offset,
+        nbytes=(stop - start) * spec.item_bytes,
+        start=start,
+        stop=stop,
+        boundary=spec.boundary,
+        alias_of="",
+        parts=spec.split[1],
+        logical=spec.logical,
+    )
+
+
+def _alias_entry(spec: TensorSpec, owner: TensorSpec, stored: LayoutEntry) -> LayoutEntry:
+    """An entry into the bytes of ``owner``; of a split owner it shares the stored range."""
+    whole = not stored.is_split
+    return LayoutEntry(
+        name=spec.name,
+        dtype=spec.dtype,
+        shape=spec.shape,
+        offset=stored.offset + (spec.address - owner.address if whole else 0),
+        nbytes=spec.elements * spec.item_bytes if whole else stored.nbytes,
+        start=0 if whole else stored.start,
+        stop=spec.elements if whole else stored.stop,
+        boundary=stored.boundary,
+        alias_of=owner.name,
+        parts=stored.parts,
+        logical=spec.logical,
+    )
+
+
+def _find_owners(specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
+    """The containing tensor of each tensor that needs no bytes of its own.
+
+    Larger memory comes first at one address, so one pass finds every containment.
+    A split owner serves only exact twins: of a part of it, bytes might be elsewhere.
+    A tensor that forward may change is never left to a lazily copied owner.
+    """
+    memory = [s for s in specs if s.address and s.contiguous and s.elements]
+    memory.sort(key=lambda s: (s.address, -_memory_bytes(s), not s.boundary, s.name))
+    owners: dict[str, TensorSpec] = {}
+    current: TensorSpec | None = None
+    for spec in memory:
+        if current is not None and _serves(current, spec):
+            owners[spec.name] = current
+        elif current is None or _end(spec) > _end(current):
+            current = spec
+    return owners
+
+
+def _serves(owner: TensorSpec, spec: TensorSpec) -> bool:
+    if spec.boundary and not owner.boundary:
+        return False
+    if owner.split != (0, 1) or spec.split != (0, 1):
+        twins = (owner.address, owner.dtype, owner.shape) == (spec.address, spec.dtype, spec.shape)
+        return twins and owner.split == spec.split
+    return spec.address >= owner.address and _end(spec) <= _end(owner)
+
+
+def _memory_bytes(spec: TensorSpec) -> int:
+    return spec.elements * spec.item_bytes
+
+
+def _end(spec: TensorSpec) -> int:
+    return spec.address + _memory_bytes(spec)
+
+
+def layout_differences(
+    stored: ShardLayout, live: ShardLayout, limit: int = 8
+) -> tuple[str, ...]:
+    """What differs, one sentence per tensor, at most ``limit`` and then a count."""
+    ours, theirs = live.by_name(), stored.by_name()
+    lines = [f"{name} is not in the snapshot" for name in sorted(ours.keys() - theirs.keys())]
+    lines += [f"{name} is only in the snapshot" for name in sorted(theirs.keys() - ours.keys())]
+    for name in sorted(ours.keys() & theirs.keys()):
+        if ours[name] != theirs[name]:
+            lines.append(_entry_difference(theirs[name], ours[name]))
+    if len(lines) > limit:
+        lines[limit:] = [f"and {len(lines) - limit} more"]
+    return tuple(lines)
+
+
+def _entry_difference(stored: LayoutEntry, live: LayoutEntry) -> str:
+    if stored.describe() != live.describe():
+        return f"{live.name} is {live.describe()}, in the snapshot {stored.describe()}"
+    return (
+        f"{live.name} is stored at {live.offset} (alias of {live.alias_of or 'nothing'}), in "
+        f"the snapshot at {stored.offset} (alias of {stored.alias_of or 'nothing'})"
+    )

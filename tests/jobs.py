@@ -1,0 +1,169 @@
+"""Whole jobs of examples/plain_pytorch.py on a virtual cluster, with faults on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_ft.coordinator.coordinator import Timing
+from megatron_ft.coordinator.events import JobEvent
+from megatron_ft.coordinator.plan import Sizes
+from megatron_ft.erasure.scheme import Scheme
+from megatron_ft.launch.job_state import JobState
+from megatron_ft.launch.spec import JobSpec
+from megatron_ft.launch.supervisor import Supervisor
+from megatron_ft.launch.virtual import VirtualCluster
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "plain_pytorch.py"
+WAIT_SECONDS = 200.0
+
+Fault = Callable[["Job"], None]
+Result = tuple[dict[int, str], str]
+
+
+@dataclass
+class Job:
+    """One job in ``folder``; ``run`` may be called again, as a user would."""
+
+    folder: Path
+    nodes: int
+    spares: int = 0
+    protect: str = "xor:2"
+    ranks_per_node: int = 1
+    iterations: int = 40
+    width: int = 64
+    iteration_seconds: float = 0.05
+    from_scratch: bool = False
+    slots: int = 2
+    root: Path | None = None
+    command: tuple[str, ...] = ()
+    events: list[JobEvent] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.name = f"test-{uuid.uuid4().hex[:8]}"
+        names = [f"n{i}" for i in range(self.nodes + self.spares)]
+        self.cluster = VirtualCluster(self.name, names, self.root)
+        self.supervisor: Supervisor
+        self.lives = 0
+
+    @property
+    def losses(self) -> Path:
+        return self.folder / "losses.jsonl"
+
+    def training_command(self) -> tuple[str, ...]:
+        flags = {
+            "--iterations": self.iterations,
+            "--losses": self.losses,
+            "--width": self.width,
+            "--iteration-seconds": self.iteration_seconds,
+        }
+        words = [str(word) for pair in flags.items() for word in pair]
+        return self.command or (sys.executable, str(EXAMPLE), *words)
+
+    def spec(self) -> JobSpec:
+        return JobSpec(
+            name=self.name,
+            command=self.training_command(),
+            nodes=self.nodes,
+            spares=self.spares,
+            ranks_per_node=self.ranks_per_node,
+            scheme=Scheme.parse(self.protect),
+            sizes=Sizes(block_bytes=65536, slot_count=self.slots),
+            from_scratch=self.from_scratch,
+            log_dir=self.folder / "logs",
+            timing=Timing(lease=5.0, node_timeout=8.0),
+        )
+
+    def run(self, *faults: tuple[int, Fault]) -> None:
+        """Run to the end.  Each fault strikes once its iteration was reached and committed."""
+        asyncio.run(self._run(faults))
+
+    async def _run(self, faults: tuple[tuple[int, Fault], ...]) -> None:
+        with JobState(self.folder / "state", self.name) as state:
+            self.supervisor = Supervisor(self.spec(), self.cluster, state)
+            self.supervisor.observers.add(self.events.append)
+            injector = asyncio.create_task(self._inject(faults))
+            try:
+                await self.supervisor.run()
+            finally:
+                injector.cancel()
+                print(self.story())
+
+    async def _inject(self, faults: tuple[tuple[int, Fault], ...]) -> None:
+        for iteration, fault in faults:
+            await self.until(lambda at=iteration: self._reached(at))  # type: ignore[misc]
+            await asyncio.to_thread(fault, self)
+
+    def _reached(self, iteration: int) -> bool:
+        coordinator = self.supervisor.coordinator
+        progress = max(coordinator.progress.values(), default=-1)
+        protected = coordinator.protected or coordinator.committed
+        training = coordinator.cycle is not None
+        return training and progress >= iteration and protected is not None
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Look again after each event of the job; a heartbeat comes twice a second at least."""
+        deadline = asyncio.get_running_loop().time() + WAIT_SECONDS
+        while not condition():
+            assert asyncio.get_running_loop().time() < deadline, self.story()
+            await asyncio.sleep(0.02)
+
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.events]
+
+    def story(self) -> str:
+        return "\n".join(f"{event.kind}: {event.text}" for event in self.events)
+
+    def restores(self) -> list[tuple[int, str]]:
+        return [
+            (e.fields["iteration"], e.fields["source"])
+            for e in self.events
+            if e.kind == "restoring"
+        ]
+
+    def result(self) -> Result:
+        return read_losses(self.losses)
+
+
+def difference(one: Result, other: Result) -> str:
+    """The first place where two runs differ, or nothing."""
+    (losses, sha), (expected, expected_sha) = one, other
+    for iteration in sorted(losses.keys() | expected.keys()):
+        if losses.get(iteration) != expected.get(iteration):
+            pair = f"{losses.get(iteration)} instead of {expected.get(iteration)}"
+            return f"iteration {iteration} has loss {pair}"
+    return "" if sha == expected_sha else "the final states differ"
+
+
+def read_losses(path: Path) -> Result:
+    """Last loss of each iteration, and the final hash."""
+    losses: dict[int, str] = {}
+    sha = ""
+    for line in path.read_text().splitlines():
+        entry = json.loads(line)
+        if "sha256" in entry:
+            sha = entry["sha256"]
+        else:
+            losses[entry["iteration"]] = entry["loss"]
+    return losses, sha
+
+
+def oracle(folder: Path, ranks: int, iterations: int = 40, width: int = 64) -> Result:
+    """The same training without us and without interruption."""
+    losses = folder / "oracle.jsonl"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", str(EXAMPLE), "--iterations", str(iterations)]
+    command += ["--losses", str(losses), "--width", str(width)]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MEGATRON_FT_JOB")}
+    environment["OMP_NUM_THREADS"] = "1"
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return read_losses(losses)

@@ -1,0 +1,183 @@
+"""The order of the CUDA copier's calls, on a recorded device: no GPU is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ft.capture.copier import CopyItem
+from megatron_ft.capture.cuda import CudaCopier
+
+
+class RecordedEvent:
+    """Records what is done with it."""
+
+    def __init__(self, cuda: RecordedCuda, number: int) -> None:
+        self.cuda, self.number = cuda, number
+
+    def record(self, stream: RecordedStream) -> None:
+        """Note the stream."""
+        self.cuda.calls.append(("record", self.number, stream.name))
+
+    def synchronize(self) -> None:
+        """Note the wait."""
+        self.cuda.calls.append(("wait", self.number))
+
+
+class RecordedStream:
+    """Records what is done with it."""
+
+    def __init__(self, cuda: RecordedCuda, name: str) -> None:
+        self.cuda, self.name = cuda, name
+
+    def wait_event(self, event: RecordedEvent) -> None:
+        """Note the order that is asked for."""
+        self.cuda.calls.append(("stream waits", self.name, event.number))
+
+    def synchronize(self) -> None:
+        """Note the wait."""
+        self.cuda.calls.append(("drain", self.name))
+
+
+class RecordedCuda:
+    """The names of torch.cuda that the copier uses."""
+
+    def __init__(self, register_code: int = 0) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.events = 0
+        self.register_code = register_code
+        self.training = RecordedStream(self, "training")
+
+    def current_device(self) -> int:
+        """The third GPU."""
+        return 2
+
+    def set_device(self, device: int) -> None:
+        """Note it."""
+        self.calls.append(("set_device", device))
+
+    def current_stream(self, device: int) -> RecordedStream:
+        """Training's."""
+        return self.training
+
+    def Stream(self, device: int) -> RecordedStream:  # noqa: N802
+        """The side stream."""
+        return RecordedStream(self, "side")
+
+    def Event(self, blocking: bool = False) -> RecordedEvent:  # noqa: N802
+        """A numbered event."""
+        self.events += 1
+        return RecordedEvent(self, self.events)
+
+    @contextmanager
+    def stream(self, stream: RecordedStream) -> Iterator[None]:
+        """Note what runs inside."""
+        self.calls.append(("enter", stream.name))
+        yield
+        self.calls.append(("leave", stream.name))
+
+    def cudart(self) -> RecordedCuda:
+        """The runtime."""
+        return self
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        """Note it; the code that the test wants."""
+        self.calls.append(("register", address, nbytes, flags))
+        return self.register_code
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        """Note it."""
+        self.calls.append(("unregister", address))
+        return 0
+
+
+def items(count: int) -> list[CopyItem]:
+    """Copies of 4000 bytes each."""
+    return [CopyItem(torch.full((1000,), float(i)), torch.zeros(1000)) for i in range(count)]
+
+
+def test_copies_follow_the_training_stream_and_are_bounded() -> None:
+    cuda = RecordedCuda()
+    copier = CudaCopier(4000, cuda)
+    wanted = items(5)
+    mark = copier.mark()
+    assert copier.copy(wanted, mark, lambda: False)
+    assert all(torch.equal(source, target) for source, target in wanted)
+    assert cuda.calls[:3] == [
+        ("record", 1, "training"),
+        ("enter", "side"),
+        ("stream waits", "side", 1),
+    ]
+    assert cuda.calls[-1] == ("drain", "side")
+    in_flight = most = 0
+    for call in cuda.calls[3:]:
+        in_flight += {"record": 1, "wait": -1}.get(call[0], 0)
+        most = max(most, in_flight)
+    assert most == 3
+
+
+def test_a_stop_leaves_nothing_in_flight() -> None:
+    cuda = RecordedCuda()
+    copier = CudaCopier(4000, cuda)
+    answers = iter([False, False, True])
+    wanted = items(5)
+    assert not copier.copy(wanted, copier.mark(), lambda: next(answers))
+    assert cuda.calls[-1] == ("drain", "side")
+    assert not wanted[2].target.any()
+
+
+def test_an_error_leaves_nothing_in_flight() -> None:
+    cuda = RecordedCuda()
+    copier = CudaCopier(4000, cuda)
+
+    def fail() -> bool:
+        raise RuntimeError("injected")
+
+    with pytest.raises(RuntimeError, match="injected"):
+        copier.copy(items(1), copier.mark(), fail)
+    assert cuda.calls[-1] == ("drain", "side")
+
+
+def test_regions_are_registered_once_and_unregistered() -> None:
+    cuda = RecordedCuda()
+    copier = CudaCopier(4000, cuda)
+    regions = [np.zeros(8192, np.uint8), np.zeros(4096, np.uint8)]
+    copier.attach(regions)
+    addresses = [region.ctypes.data for region in regions]
+    assert cuda.calls == [("register", addresses[0], 8192, 1), ("register", addresses[1], 4096, 1)]
+    cuda.calls.clear()
+    copier.detach()
+    assert cuda.calls == [("drain", "side"), *(("unregister", address) for address in addresses)]
+    copier.detach()
+    assert len(cuda.calls) == 4
+
+
+def test_a_failed_registration_warns_and_is_not_undone(caplog: pytest.LogCaptureFixture) -> None:
+    cuda = RecordedCuda(register_code=2)
+    copier = CudaCopier(4000, cuda)
+    copier.attach([np.zeros(8192, np.uint8)])
+    assert "error 2" in caplog.text
+    copier.detach()
+    assert not any(call[0] == "unregister" for call in cuda.calls)
+
+
+def test_host_tensors_are_secured_at_once() -> None:
+    copier = CudaCopier(4000, RecordedCuda())
+    wanted = items(2)
+    assert copier.stage(wanted) == []
+    assert torch.equal(wanted[1].source, wanted[1].target)
+
+
+def test_large_tensors_are_cut_in_pieces() -> None:
+    cuda = RecordedCuda()
+    copier = CudaCopier(1024, cuda)
+    source = torch.randn(3, 1001)
+    target = torch.zeros(3, 1001)
+    assert copier.copy([CopyItem(source, target)], copier.mark(), lambda: False)
+    assert torch.equal(source, target)
+    assert sum(call[0] == "record" for call in cuda.calls) == 1 + -(-source.nbytes // 1024)

@@ -1,0 +1,506 @@
+"""SnapshotManager on real arenas, in one process."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_capture_support import WAIT, FakeSmp, GatedCopier, bits, make_manager
+
+from megatron_ft.arena.arena import Arena
+from megatron_ft.capture.cpu import CpuCopier
+from megatron_ft.capture.rng import RngState
+from megatron_ft.errors import CorruptBlockError, LayoutMismatchError
+
+
+@pytest.fixture
+def smp(tmp_path: Path) -> Iterator[FakeSmp]:
+    """An SMP without an arena yet."""
+    fake = FakeSmp(tmp_path)
+    yield fake
+    if fake.arena is not None:
+        fake.arena.close()
+
+
+def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """One step on random data."""
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+
+
+def make_training(seed: int = 0) -> dict[str, Any]:
+    """A small complete training state."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 32), torch.nn.BatchNorm1d(32), torch.nn.Dropout(), torch.nn.Linear(32, 8)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": schedule,
+        "rng": RngState(),
+        "progress": {"tokens": 0, "seen": []},
+        "iteration": 0,
+    }
+
+
+def advance(state: dict[str, Any], iteration: int) -> None:
+    """One iteration of that training."""
+    train_step(state["model"], state["optimizer"])
+    state["schedule"].step()
+    state["progress"]["tokens"] += 32
+    state["progress"]["seen"].append(iteration)
+    state["iteration"] = iteration
+
+
+def fingerprint(state: dict[str, Any]) -> list[Any]:
+    """All bits that matter."""
+    weights = {k: bits(v) for k, v in state["model"].state_dict().items()}
+    moments = {
+        (i, k): bits(v)
+        for i, s in state["optimizer"].state_dict()["state"].items()
+        for k, v in s.items()
+    }
+    groups = [{k: v for k, v in g.items()} for g in state["optimizer"].param_groups]
+    for group in groups:
+        group.pop("params")
+    schedule = state["schedule"].state_dict()
+    counters = (state["progress"], state["iteration"], torch.get_rng_state().tolist())
+    return [weights, moments, groups, schedule, counters]
+
+
+def capture(smp: FakeSmp, manager: Any, state: Any, iteration: int = 1, slot: int = 0) -> Any:
+    """One complete capture."""
+    if smp.arena is None:
+        manager.prepare(state)
+    smp.grant(iteration, slot)
+    ticket = manager.save(iteration, state)
+    smp.wait_ended()
+    return ticket
+
+
+def test_restored_training_is_bit_identical_to_one_never_interrupted(smp: FakeSmp) -> None:
+    state = make_training()
+    manager = make_manager(smp)
+    for iteration in (1, 2, 3):
+        with manager.fence():
+            advance(state, iteration)
+    ticket = capture(smp, manager, state, 3)
+    assert ticket.captured.result(WAIT) and not ticket.skipped
+    for iteration in (4, 5):
+        with manager.fence():
+            advance(state, iteration)
+    expected = fingerprint(state)
+    manager.close()
+
+    smp.offer_last()
+    fresh = make_training(seed=99)
+    parameters = list(fresh["model"].parameters())
+    progress = fresh["progress"]
+    second = make_manager(smp)
+    assert second.load(into=fresh) == 3
+    assert all(a is b for a, b in zip(parameters, fresh["model"].parameters(), strict=True))
+    assert fresh["progress"] is progress and progress["seen"] == [1, 2, 3]
+    for iteration in (4, 5):
+        advance(fresh, iteration)
+    assert fingerprint(fresh) == expected
+    assert smp.restored_calls[0][0] == ticket.snapshot
+    second.prepare(fresh)
+    second.close()
+
+
+def tensors_of_all_kinds() -> dict[str, torch.Tensor]:
+    """Every dtype and odd shape that a state may hold."""
+    torch.manual_seed(3)
+    return {
+        "fp32": torch.randn(100, 37),
+        "bf16": torch.randn(1001).bfloat16(),
+        "fp16": torch.randn(5, 5).half(),
+        "fp8": torch.randn(64).to(torch.float8_e4m3fn),
+        "int64": torch.randint(-(2**60), 2**60, (7,)),
+        "uint8": torch.randint(0, 255, (13,), dtype=torch.uint8),
+        "bool": torch.rand(17) > 0.5,
+        "complex": torch.randn(9, dtype=torch.complex64),
+        "scalar": torch.tensor(3.25, dtype=torch.float64),
+        "empty": torch.empty(0, 4),
+        "nan": torch.tensor([float("nan"), -0.0, float("inf")]),
+        "strided": torch.randn(20, 30).t(),
+        "large": torch.randn(300_000),
+    }
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_round_trip_of_every_kind_of_tensor(smp: FakeSmp, slot: int) -> None:
+    state = tensors_of_all_kinds()
+    wanted = {name: bits(tensor) for name, tensor in state.items()}
+    manager = make_manager(smp)
+    capture(smp, manager, state, slot=slot)
+    manager.close()
+    smp.offer_last()
+    fresh = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    identity = dict(fresh)
+    make_manager(smp).load(into=fresh)
+    assert {name: bits(tensor) for name, tensor in fresh.items()} == wanted
+    assert all(fresh[name] is identity[name] for name in fresh)
+
+
+def test_tied_weights_and_views_are_stored_once(smp: FakeSmp) -> None:
+    embedding = torch.nn.Embedding(500, 16)
+    head = torch.nn.Linear(16, 500, bias=False)
+    head.weight = embedding.weight
+    flat = torch.randn(8192)
+    state = {"model": torch.nn.ModuleDict({"embedding": embedding, "head": head}), "flat": flat}
+    state["part"] = flat[1024:3072].view(64, 32)
+    manager = make_manager(smp)
+    capture(smp, manager, state)
+    assert smp.costs[0][3] == embedding.weight.nbytes + flat.nbytes
+    wanted = bits(flat), bits(embedding.weight)
+    manager.close()
+    smp.offer_last()
+    with torch.no_grad():
+        flat.zero_()
+        head.weight.zero_()
+    make_manager(smp).load(into=state)
+    assert (bits(flat), bits(embedding.weight)) == wanted
+    untied = torch.nn.ModuleDict(
+        {"embedding": embedding, "head": torch.nn.Linear(16, 500, bias=False)}
+    )
+    with pytest.raises(LayoutMismatchError, match=r"model/head\.weight"):
+        make_manager(smp).load(into={**state, "model": untied})
+
+
+@pytest.mark.parametrize("use_fence", [True, False])
+def test_the_fence_prevents_torn_captures(smp: FakeSmp, use_fence: bool) -> None:
+    state = {"weights": torch.zeros(200_000)}
+    copier = GatedCopier()
+    manager = make_manager(smp, copier=copier)
+    with manager.fence():
+        pass
+    manager.prepare(state)
+    snapshot = smp.grant(1)
+    manager.save(1, state)
+    assert copier.started.wait(WAIT)
+    if use_fence:
+        _open_while_fenced(copier)
+        with manager.fence():
+            state["weights"] += 1.0
+    else:
+        state["weights"] += 1.0
+        copier.gate.set()
+    smp.wait_ended()
+    record = smp.sealed_records[snapshot]
+    assert smp.arena is not None
+    captured = smp.arena.data(0)[: record.tensor_bytes].view("f4")
+    torn = bool((captured != 0.0).any())
+    assert torn is not use_fence
+    manager.close()
+
+
+def _open_while_fenced(copier: GatedCopier) -> None:
+    """Let the copy go on once the training thread has had time to reach the fence."""
+    import threading
+
+    threading.Timer(0.2, copier.gate.set).start()
+
+
+def test_without_any_fence_save_waits_for_its_copy(smp: FakeSmp) -> None:
+    state = {"weights": torch.zeros(200_000)}
+    copier = GatedCopier()
+    manager = make_manager(smp, copier=copier)
+    manager.prepare(state)
+    smp.grant(1)
+    _open_while_fenced(copier)
+    ticket = manager.save(1, state)
+    assert ticket.captured.done() and ticket.captured.result()
+    manager.close()
+
+
+def test_a_fence_that_times_out_abandons_the_capture(smp: FakeSmp) -> None:
+    state = {"weights": torch.zeros(200_000)}
+    copier = GatedCopier()
+    manager = make_manager(smp, copier=copier, settings={"fence_timeout_seconds": 0.05})
+    with manager.fence():
+        pass
+    manager.prepare(state)
+    snapshot = smp.grant(1)
+    ticket = manager.save(1, state)
+    with manager.fence():
+        state["weights"] += 1.0
+    assert not smp.abandoned_ids, "reported while the copier could still write"
+    copier.gate.set()
+    smp.wait_ended()
+    assert "fence" in smp.abandoned_ids[snapshot] and not smp.sealed_records
+    assert ticket.committed.result(WAIT) is False
+    assert manager.stats.abandoned == 1 and manager.stats.stall_seconds >= 0.05
+    second = capture(smp, manager, state, 2, slot=1)
+    assert second.captured.result(WAIT)
+    manager.close()
+
+
+def test_missed_skipped_and_captured_are_told_apart(smp: FakeSmp) -> None:
+    state = {"weights": torch.zeros(100)}
+    manager = make_manager(smp)
+    assert manager.save(1, state).skipped
+    future = smp.grant(5)
+    assert manager.save(2, state).skipped and not smp.missed_ids
+    assert manager.save(6, state).skipped
+    assert manager.save(7, state).skipped
+    assert smp.missed_ids == [future]
+    smp.grant(8)
+    smp.revoke()
+    assert manager.save(8, state).skipped
+    assert len(smp.missed_ids) == 2
+    ticket = capture(smp, manager, state, 9)
+    assert not ticket.skipped and manager.save(9, state).skipped
+    stats = manager.stats
+    assert (stats.taken, stats.skipped, stats.missed, stats.abandoned) == (1, 6, 2, 0)
+    assert smp.arena is not None and smp.arena.progress() == 9
+    manager.close()
+
+
+def test_a_permit_that_comes_during_a_capture_is_missed(smp: FakeSmp) -> None:
+    state = {"weights": torch.zeros(200_000)}
+    copier = GatedCopier()
+    manager = make_manager(smp, copier=copier)
+    with manager.fence():
+        pass
+    manager.prepare(state)
+    first = smp.grant(1)
+    manager.save(1, state)
+    second = smp.grant(2)
+    assert manager.save(2, state).skipped
+    assert smp.missed_ids == [second]
+    copier.gate.set()
+    smp.wait_ended()
+    assert "revoked" in smp.abandoned_ids[first]
+    manager.close()
+
+
+def test_a_revoked_permit_ends_a_running_capture(smp: FakeSmp) -> None:
+    state = {"weights": torch.zeros(200_000)}
+    copier = GatedCopier()
+    manager = make_manager(smp, copier=copier)
+    with manager.fence():
+        pass
+    manager.prepare(state)
+    snapshot = smp.grant(1)
+    ticket = manager.save(1, state)
+    assert copier.started.wait(WAIT)
+    smp.revoke()
+    copier.gate.set()
+    smp.wait_ended()
+    assert "revoked" in smp.abandoned_ids[snapshot]
+    assert ticket.captured.result(WAIT) is False
+    manager.close()
+
+
+@pytest.mark.parametrize("where", ["first byte", "middle", "objects", "digest table"])
+def test_one_flipped_bit_is_found_and_nothing_is_loaded(smp: FakeSmp, where: str) -> None:
+    state = make_training()
+    advance(state, 1)
+    manager = make_manager(smp)
+    ticket = capture(smp, manager, state)
+    manager.close()
+    record = smp.sealed_records[ticket.snapshot]
+    offset = {
+        "first byte": 0,
+        "middle": record.tensor_bytes // 2,
+        "objects": record.meta_offset + record.meta_bytes - 1,
+        "digest table": record.digest_offset,
+    }[where]
+    with Arena.open(smp.path) as arena:
+        arena.data(0, writable=True)[offset] ^= 1
+    smp.offer_last()
+    fresh = make_training(seed=5)
+    before = fingerprint(fresh)
+    with pytest.raises(CorruptBlockError, match="blocks of 4096 bytes"):
+        make_manager(smp).load(into=fresh)
+    assert fingerprint(fresh) == before
+    assert smp.corrupt_calls[0][0] == ticket.snapshot and smp.corrupt_calls[0][1] >= 1
+
+
+class BrokenCopier(CpuCopier):
+    """A copier that fails in one of its phases."""
+
+    def __init__(self, phase: str) -> None:
+        super().__init__(65536)
+        self.phase = phase
+
+    def stage(self, items: Any) -> Any:
+        """Fail at the boundary."""
+        if self.phase == "stage":
+            raise RuntimeError("injected at the boundary")
+        return super().stage(items)
+
+    def copy(self, items: Any, mark: None, should_stop: Any) -> bool:
+        """Fail in the copy thread."""
+        if self.phase == "copy":
+            raise RuntimeError("injected in the copy")
+        return super().copy(items, mark, should_stop)
+
+
+@pytest.mark.parametrize("phase", ["stage", "copy", "objects", "seal"])
+def test_errors_of_a_capture_never_reach_training(smp: FakeSmp, phase: str) -> None:
+    state: dict[str, Any] = {"weights": torch.zeros(1000), "extra": 1}
+    manager = make_manager(smp, copier=BrokenCopier(phase))
+    manager.prepare(state)
+    if phase == "objects":
+        state["extra"] = lambda: None
+    if phase == "seal":
+        state["extra"] = bytes(10_000_000)
+    snapshot = smp.grant(1)
+    ticket = manager.save(1, state)
+    smp.wait_ended()
+    assert snapshot in smp.abandoned_ids
+    assert ticket.captured.result(WAIT) is (phase == "seal")
+    assert ticket.committed.result(WAIT) is False
+    manager.close()
+
+
+def test_an_error_of_the_client_does_not_reach_training(smp: FakeSmp) -> None:
+    state = {"weights": torch.zeros(1000)}
+    manager = make_manager(smp)
+    manager.prepare(state)
+    smp.missed = None  # type: ignore[assignment,method-assign]
+    smp.grant(1)
+    assert manager.save(2, state).skipped
+    manager.close()
+
+
+def test_a_layout_that_changes_is_skipped_and_never_fails_training(smp: FakeSmp) -> None:
+    state: dict[str, Any] = {"weights": torch.zeros(1000)}
+    manager = make_manager(smp)
+    capture(smp, manager, state)
+    for change in (
+        {"weights": torch.zeros(1001)},
+        {"weights": torch.zeros(1000), "more": torch.zeros(3)},
+        {},
+    ):
+        snapshot = smp.grant(2)
+        manager.save(2, change)
+        assert "layout has changed" in smp.abandoned_ids[snapshot]
+    assert manager.stats.abandoned == 3
+    assert capture(smp, manager, state, 3).captured.result(WAIT)
+    manager.close()
+
+
+def test_a_different_model_is_refused_by_name(smp: FakeSmp) -> None:
+    state = make_training()
+    advance(state, 1)
+    manager = make_manager(smp)
+    capture(smp, manager, state)
+    manager.close()
+    smp.offer_last()
+    other = make_training()
+    other["model"][0] = torch.nn.Linear(8, 32, bias=False)
+    with pytest.raises(LayoutMismatchError, match=r"model/0\.bias"):
+        make_manager(smp).load(into=other)
+    other["model"][0] = torch.nn.Linear(8, 32).double()
+    with pytest.raises(LayoutMismatchError, match=r"model/0\.weight is float64"):
+        make_manager(smp).load(into=other)
+    with pytest.raises(LayoutMismatchError, match="schedule"):
+        make_manager(smp).load(into={k: v for k, v in make_training().items() if k != "schedule"})
+
+
+def test_outcomes_reach_the_ticket(smp: FakeSmp) -> None:
+    state = {"weights": torch.zeros(1000)}
+    manager = make_manager(smp)
+    tickets = [capture(smp, manager, state, i, slot=i % 2) for i in (1, 2, 3)]
+    assert smp.on_outcome is not None
+    smp.on_outcome(tickets[0].snapshot, "protected")
+    assert tickets[0].protected.result(WAIT) and not tickets[0].committed.done()
+    smp.on_outcome(tickets[0].snapshot, "committed")
+    assert tickets[0].committed.result(WAIT)
+    smp.on_outcome(tickets[1].snapshot, "aborted")
+    assert tickets[1].protected.result(WAIT) is False
+    smp.on_outcome(tickets[2].snapshot, "committed")
+    assert tickets[2].protected.result(WAIT) is False and tickets[2].committed.result(WAIT)
+    manager.close()
+
+
+def test_registered_fence_runs_before_every_step(smp: FakeSmp) -> None:
+    model = torch.nn.Linear(100, 2000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    copier = GatedCopier()
+    manager = make_manager(smp, copier=copier)
+    manager.register_fence(optimizer)
+    optimizer.step()
+    state = {"model": model}
+    manager.prepare(state)
+    smp.grant(1)
+    before = bits(model.weight)
+    ticket = manager.save(1, state)
+    model(torch.ones(100)).sum().backward()
+    _open_while_fenced(copier)
+    optimizer.step()
+    assert ticket.captured.result(WAIT) and bits(model.weight) != before
+    smp.wait_ended()
+    assert smp.arena is not None
+    assert before in smp.arena.data(0).tobytes()
+    assert smp.costs[0][1] >= 0.1, "the wait counts as this snapshot's stall"
+    manager.close()
+
+
+def test_buffers_are_secured_at_the_boundary(smp: FakeSmp) -> None:
+    norm = torch.nn.BatchNorm1d(4096)
+    state = {"norm": norm}
+    copier = GatedCopier()
+    manager = make_manager(smp, copier=copier)
+    with manager.fence():
+        pass
+    manager.prepare(state)
+    snapshot = smp.grant(1)
+    manager.save(1, state)
+    wanted = bits(norm.get_buffer("running_mean"))
+    norm(torch.randn(8, 4096) + 5.0)
+    copier.gate.set()
+    smp.wait_ended()
+    assert snapshot in smp.sealed_records
+    manager.close()
+    smp.offer_last()
+    make_manager(smp).load(into=state)
+    assert bits(norm.get_buffer("running_mean")) == wanted
+
+
+def test_bookkeeping_for_two_thousand_tensors_is_cheap(smp: FakeSmp) -> None:
+    model = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(1000))
+    state = {"model": model}
+    manager = make_manager(smp)
+    with manager.fence():
+        pass
+    manager.prepare(state)
+    ratios = []
+    for iteration in range(1, 8):
+        smp.grant(iteration, iteration % 2)
+        started = time.perf_counter()
+        ticket = manager.save(iteration, state)
+        saved = time.perf_counter()
+        model.state_dict()
+        ratios.append((saved - started) / (time.perf_counter() - saved))
+        assert ticket.captured.result(WAIT)
+        smp.wait_ended()
+        manager._run.finished.wait(WAIT)  # type: ignore[union-attr]
+    assert manager.stats.taken == 7
+    assert min(ratios) < 4.0, f"save() took {ratios} times as long as one state_dict()"
+    manager.close()
+
+
+def test_fresh_arena_bytes_beyond_the_table_are_zero_after_reuse(smp: FakeSmp) -> None:
+    state: dict[str, Any] = {"weights": torch.ones(1000), "blob": b""}
+    manager = make_manager(smp)
+    manager.prepare(state)
+    for iteration, size in zip(itertools.count(1), (50_000, 10, 30_000), strict=False):
+        state["blob"] = bytes([255]) * size
+        record = smp.sealed_records[capture(smp, manager, state, iteration).snapshot]
+        assert smp.arena is not None
+        assert not smp.arena.data(0)[record.used_bytes :].any()
+        manager._run.finished.wait(WAIT)  # type: ignore[union-attr]
+    manager.close()

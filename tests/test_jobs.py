@@ -1,0 +1,260 @@
+"""Jobs that lose trainers, encoders, SMPs, nodes and their supervisor, against the oracle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.arena.arena import Arena
+from megatron_ft.arena.format import SlotState
+from megatron_ft.cli.local_query import ask
+from megatron_ft.errors import (
+    ArenaMemoryError,
+    LayoutMismatchError,
+    MegatronFTError,
+    ProtectionError,
+    RestartBudgetError,
+    UnrecoverableError,
+)
+from megatron_ft.launch.membership import NoSpareError
+from megatron_ft.smp import messages as m
+from tests.jobs import ROOT, Fault, Job, Result, difference, oracle
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[list[Job]]:
+    """Jobs to be destroyed, with everything they started, after the test."""
+    jobs: list[Job] = []
+    yield jobs
+    for job in jobs:
+        job.cluster.destroy()
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return oracle(tmp_path_factory.mktemp("oracle4"), 4)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return oracle(tmp_path_factory.mktemp("oracle2"), 2)
+
+
+def kill_rank(rank: int) -> Fault:
+    return lambda job: os.kill(job.supervisor.trainers.pids()[rank], signal.SIGKILL)
+
+
+def kill_of_node(node: str, module: str) -> Fault:
+    """SIGKILL the processes of ``node`` whose command line has ``module`` in it."""
+
+    def strike(job: Job) -> None:
+        for pid in job.cluster.processes_of(node):
+            if module in Path(f"/proc/{pid}/cmdline").read_text():
+                os.kill(pid, signal.SIGKILL)
+
+    return strike
+
+
+def lose(*nodes: str) -> Fault:
+    def strike(job: Job) -> None:
+        for node in nodes:
+            job.cluster.kill_node(node)
+
+    return strike
+
+
+def test_every_kind_of_process_dies_once_and_nothing_changes(
+    made: list[Job], tmp_path: Path, four: Result
+) -> None:
+    job = Job(tmp_path, nodes=4, spares=1, protect="rs:3+1")
+    made.append(job)
+    job.run(
+        (6, kill_rank(1)),
+        (12, kill_of_node("n3", "megatron_ft.erasure.worker")),
+        (18, kill_of_node("n1", "megatron_ft.smp")),
+        (24, lose("n2")),
+    )
+    assert not difference(job.result(), four), job.story()
+    sources = [source for _, source in job.restores()]
+    assert sources == ["own memory", "parity"], job.story()
+    assert "smp_restarted" in job.kinds() and "spare" in job.kinds(), job.story()
+    assert "world_ended" in job.kinds(), job.story()
+
+
+def test_two_nodes_lost_at_once_with_two_parity_members(
+    made: list[Job], tmp_path: Path, four: Result
+) -> None:
+    job = Job(tmp_path, nodes=4, spares=2, protect="rs:2+2")
+    made.append(job)
+    job.run((10, lose("n0", "n3")))
+    assert not difference(job.result(), four), job.story()
+    assert [source for _, source in job.restores()] == ["parity"], job.story()
+
+
+def test_two_ranks_a_node_make_two_stripes(made: list[Job], tmp_path: Path, four: Result) -> None:
+    job = Job(tmp_path, nodes=2, spares=1, protect="replica:2", ranks_per_node=2)
+    made.append(job)
+    job.run((10, lose("n1")))
+    assert not difference(job.result(), four), job.story()
+
+
+def test_more_losses_than_parity_stop_the_job_until_told_to_start_over(
+    made: list[Job], tmp_path: Path, two: Result
+) -> None:
+    job = Job(tmp_path, nodes=2, spares=4, protect="xor:2", iterations=40)
+    made.append(job)
+    with pytest.raises(UnrecoverableError, match=r"lost 2 shards|no survivor") as caught:
+        job.run((8, lose("n0", "n1")))
+    assert "--from-scratch" in str(caught.value)
+    job.from_scratch = True
+    job.run()
+    assert not difference(job.result(), two), job.story()
+    assert "from_scratch" in job.kinds()
+
+
+def test_no_spare_left_is_said(made: list[Job], tmp_path: Path) -> None:
+    job = Job(tmp_path, nodes=2, protect="xor:2")
+    made.append(job)
+    with pytest.raises(NoSpareError, match="n1.*--spares"):
+        job.run((6, lose("n1")))
+
+
+def test_a_flipped_byte_is_found_and_rebuilt_from_parity(
+    made: list[Job], tmp_path: Path, two: Result
+) -> None:
+    def corrupt(job: Job) -> None:
+        shard = "pp0-tp0-dp1-ep0"
+        with Arena.open(job.cluster.node_dir("n1") / f"{shard}.arena") as arena:
+            for slot in range(2):
+                if arena.slot(slot).state != SlotState.FREE:
+                    data = arena.data(slot, writable=True)
+                    data[100] ^= 1
+                    del data
+        os.kill(job.supervisor.trainers.pids()[0], signal.SIGKILL)
+
+    job = Job(tmp_path, nodes=2, protect="xor:2")
+    made.append(job)
+    job.run((10, corrupt))
+    assert not difference(job.result(), two), job.story()
+    assert "corrupt" in job.kinds(), job.story()
+    assert job.restores()[-1][1] == "parity", job.story()
+
+
+def test_the_same_command_takes_over_after_the_supervisor_was_killed(
+    made: list[Job], tmp_path: Path, two: Result
+) -> None:
+    job = Job(tmp_path, nodes=2, protect="xor:2", iterations=40, iteration_seconds=0.25)
+    made.append(job)
+    command = [sys.executable, "-m", "megatron_ft.cli.main", "run", "--job", job.name]
+    command += ["--nodes", "2", "--protect", "xor:2", "--lease-seconds", "4"]
+    command += ["--state-dir", str(tmp_path / "state"), "--", *job.training_command()]
+    first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None
+    for line in first.stdout:
+        if "(protected)" in line:
+            break
+    first.kill()
+    first.communicate()
+    held = [_committed(job, node) for node in ("n0", "n1")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "of lease left" in done.stdout and "own memory" in done.stdout
+    assert min(held) > 0
+    assert not difference(job.result(), two), done.stdout
+
+
+def _committed(job: Job, node: str) -> int:
+    folder = job.cluster._job_dir / node.replace("n", "node")
+    status = ask(folder / "smp.sock", m.StatusRequest())
+    slots = [slot for arena in status.arenas for slot in arena.slots]
+    return max(slot.iteration for slot in slots if slot.state == SlotState.COMMITTED)
+
+
+def test_another_shape_of_model_is_refused_and_costs_no_snapshot(
+    made: list[Job], tmp_path: Path, two: Result
+) -> None:
+    def stop(job: Job) -> None:
+        raise KeyboardInterrupt
+
+    job = Job(tmp_path, nodes=2, protect="xor:2", spares=0)
+    made.append(job)
+    with pytest.raises(NoSpareError):
+        job.run((10, lose("n1")))
+    job.cluster.revive("n1")
+    job.width = 65
+    with pytest.raises(MegatronFTError) as caught:
+        job.run()
+    assert isinstance(caught.value, LayoutMismatchError | RestartBudgetError), job.story()
+    assert any("LayoutMismatchError" in e.text for e in job.events if e.kind == "log"), job.story()
+    job.width = 64
+    job.run()
+    assert not difference(job.result(), two), job.story()
+
+
+def test_the_same_failure_three_times_stops_the_job(made: list[Job], tmp_path: Path) -> None:
+    command = (sys.executable, "-c", "import sys; print('no such file'); sys.exit(3)")
+    job = Job(tmp_path, nodes=2, protect="xor:2", command=command)
+    made.append(job)
+    with pytest.raises(RestartBudgetError, match="rank . exited with 3"):
+        job.run()
+    assert any("no such file" in e.text for e in job.events if e.kind == "log"), job.story()
+
+
+def test_without_encoders_snapshots_go_on_locally(
+    made: list[Job], tmp_path: Path, two: Result
+) -> None:
+    """Encoders that die again and again degrade protection, and stop nothing."""
+
+    def no_more_worlds(job: Job) -> None:
+        job.supervisor.world.encoders.start = _refuse  # type: ignore[method-assign, assignment]
+        kill_of_node("n0", "megatron_ft.erasure.worker")(job)
+
+    job = Job(tmp_path, nodes=2, protect="xor:2", iterations=40)
+    made.append(job)
+    job.run((6, no_more_worlds), (30, lambda job: None))
+    assert not difference(job.result(), two), job.story()
+    levels = [e.fields["level"] for e in job.events if e.kind == "committed"]
+    assert levels[0] == "protected" and levels[-1] == "local", levels
+
+
+def _refuse(*_: object) -> str:
+    from megatron_ft.launch.launcher import NodeUnreachable
+
+    raise NodeUnreachable("no encoders in this test")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
+def test_too_little_memory_is_said_before_training(made: list[Job], tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir(mode=0o700)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", small], check=True)
+    try:
+        job = Job(tmp_path, nodes=2, protect="xor:2", width=512, root=small)
+        made.append(job)
+        with pytest.raises(ArenaMemoryError, match="slots"):
+            job.run()
+        assert not job.losses.exists() or not job.losses.read_text()
+        job.cluster.destroy()
+    finally:
+        subprocess.run(["umount", "-l", small], check=True)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "protect", "words"),
+    [(3, "rs:3+1", "needs 4 nodes, there are 3"), (1, "xor:2", "needs 2 nodes, there are 1")],
+)
+def test_impossible_protection_is_refused_at_once(
+    made: list[Job], tmp_path: Path, nodes: int, protect: str, words: str
+) -> None:
+    job = Job(tmp_path, nodes=nodes, spares=3, protect=protect)
+    made.append(job)
+    with pytest.raises(ProtectionError, match=words):
+        job.run()
