@@ -1,0 +1,128 @@
+"""The functions of Megatron's loop that are wrapped, and nothing else of it.
+
+Megatron's loop calls these by bare name in one module, so replacing attributes of that
+module reaches every caller, and no file of Megatron is edited.  Only parameter *names*
+are relied on, and they are checked when the wraps go in.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ft.config import SnapshotConfig
+from megatron_ft.megatron import arguments
+from megatron_ft.megatron.manager import Manager, make_manager
+from megatron_ft.megatron.run import SnapshotRun, without_disk_load
+from megatron_ft.megatron.versions import check_megatron
+
+Function = Callable[..., Any]
+ManagerFactory = Callable[[SnapshotConfig], Manager]
+
+_MARK = "_megatron_ft_wrapper"
+
+_current: SnapshotRun | None = None
+"""The run between its set-up and its end; wraps hold no reference of their own to it."""
+
+
+def install(manager_factory: ManagerFactory = make_manager) -> None:
+    """Wrap Megatron's functions in this process; a second call changes nothing.
+
+    Call it before Megatron parses its arguments.  Imports Megatron, so on a machine
+    without CUDA the stand-in has to be in place.  Raises UnsupportedVersionError, naming
+    releases that work, if this one lacks something.
+    """
+    check_megatron()
+    from megatron.training import arguments as megatron_arguments
+    from megatron.training import training
+
+    _wrap(megatron_arguments, "add_megatron_arguments", _with_flags)
+    setup = functools.partial(_with_restore, manager_factory)
+    _wrap(training, "setup_model_and_optimizer", setup)
+    _wrap(training, "train", _with_end)
+    _wrap(training, "checkpoint_and_decide_exit", _with_capture)
+
+
+def _wrap(module: Any, name: str, wrap: Callable[[Function], Function]) -> None:
+    original = getattr(module, name)
+    if not hasattr(original, _MARK):
+        wrapper = functools.wraps(original)(wrap(original))
+        setattr(wrapper, _MARK, True)
+        setattr(module, name, wrapper)
+
+
+def _with_flags(original: Function) -> Function:
+    def add_arguments(parser: Any) -> Any:
+        return arguments.add_snapshot_arguments(original(parser))
+
+    return add_arguments
+
+
+def _with_restore(manager_factory: ManagerFactory, original: Function) -> Function:
+    def setup(*args: Any, **kwargs: Any) -> Any:
+        options = _options()
+        if not arguments.is_enabled(options):
+            return original(*args, **kwargs)
+        run = SnapshotRun(options, manager_factory(arguments.validate(options)))
+        try:
+            built = _build(run, options, lambda: original(*args, **kwargs))
+            run.attach(*built[:3])
+        except BaseException:
+            run.close()
+            raise
+        _replace_current(run)
+        return built
+
+    return setup
+
+
+def _build(run: SnapshotRun, options: Any, build: Callable[[], Any]) -> Any:
+    if not run.memory_holds_snapshot:
+        return build()
+    with without_disk_load(options):
+        return build()
+
+
+def _with_end(original: Function) -> Function:
+    def train(*args: Any, **kwargs: Any) -> Any:
+        if _current is None:
+            return original(*args, **kwargs)
+        _current.begin_training()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _replace_current(None)
+
+    return train
+
+
+def _with_capture(original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    def decide_exit(*args: Any, **kwargs: Any) -> Any:
+        if _current is not None:
+            # Before the original, which may write a checkpoint for minutes or end the run.
+            given = signature.bind(*args, **kwargs).arguments
+            _current.end_iteration(
+                given["iteration"],
+                given["num_floating_point_operations_so_far"],
+                given["train_data_iterator"],
+            )
+        return original(*args, **kwargs)
+
+    return decide_exit
+
+
+def _replace_current(run: SnapshotRun | None) -> None:
+    global _current
+    if _current is not None:
+        _current.close()
+    _current = run
+
+
+def _options() -> Any:
+    from megatron.training import get_args
+
+    return get_args()

@@ -1,0 +1,115 @@
+"""Which Megatron releases work, and the check that this one has what is wrapped."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from megatron_ft.errors import UnsupportedVersionError
+
+OLDEST = (0, 18)
+WORKING = "megatron-core 0.18.2 and 0.19.2"
+"""Releases that were tested; newer ones are tried if they have the names below."""
+
+
+class Required(NamedTuple):
+    """A function of Megatron and the parameter names that are used; order does not matter."""
+
+    owner: str
+    name: str
+    parameters: tuple[str, ...] = ()
+
+
+WRAPPED = (
+    Required("megatron.training.arguments", "add_megatron_arguments", ("parser",)),
+    Required("megatron.training.training", "setup_model_and_optimizer"),
+    Required("megatron.training.training", "train"),
+    Required(
+        "megatron.training.training",
+        "checkpoint_and_decide_exit",
+        ("iteration", "num_floating_point_operations_so_far", "train_data_iterator"),
+    ),
+)
+
+CALLED = (
+    Required(
+        "megatron.core.distributed.DistributedDataParallel", "start_param_sync", ("force_sync",)
+    ),
+    Required(
+        "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer",
+        "_copy_main_params_to_model_params",
+    ),
+    Required(
+        "megatron.core.num_microbatches_calculator",
+        "update_num_microbatches",
+        ("consumed_samples",),
+    ),
+    Required("megatron.core.tensor_parallel.random", "convert_cuda_rng_state", ("to_graphable",)),
+    Required("megatron.core.tensor_parallel.random", "is_graph_safe_cuda_rng_tracker"),
+    Required("megatron.core.rerun_state_machine", "get_rerun_state_machine"),
+)
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """Leading numbers of a version: ``0.19.0rc1`` gives (0, 19)."""
+    numbers = []
+    for part in version.split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def missing_names(owner: Any, required: Required) -> list[str]:
+    """What of a required function ``owner`` lacks, in words; empty if nothing."""
+    function = getattr(owner, required.name, None)
+    where = f"{required.owner}.{required.name}"
+    if not callable(function):
+        return [f"function {where}"]
+    parameters = inspect.signature(function).parameters
+    return [f"parameter {p!r} of {where}" for p in required.parameters if p not in parameters]
+
+
+def check_version(version: str) -> None:
+    """Raise UnsupportedVersionError if a release is older than what can work."""
+    if version_numbers(version) < OLDEST:
+        raise UnsupportedVersionError(
+            f"Megatron {version} is too old for in-memory snapshots, which need {WORKING} (or "
+            "newer): upgrade Megatron, or train without --inmem-snapshot"
+        )
+
+
+def check_names(version: str, pairs: Iterable[tuple[Any, Required]]) -> None:
+    """Raise UnsupportedVersionError that lists every name missing from (owner, required) pairs."""
+    missing = [text for owner, required in pairs for text in missing_names(owner, required)]
+    if missing:
+        raise UnsupportedVersionError(
+            f"Megatron {version} has no {'; no '.join(missing)}. In-memory snapshots work with "
+            f"{WORKING}: use one of those, or train without --inmem-snapshot"
+        )
+
+
+def check_megatron(required: Sequence[Required] = WRAPPED + CALLED) -> None:
+    """Check the importable Megatron; UnsupportedVersionError if it cannot work."""
+    try:
+        import megatron.core
+        import megatron.training.training  # noqa: F401  # the loop must be importable
+    except ModuleNotFoundError as error:
+        raise UnsupportedVersionError(
+            f"{error}: in-memory snapshots need {WORKING}, with megatron.training"
+        ) from error
+    version = str(megatron.core.__version__)
+    check_version(version)
+    check_names(version, [(_owner(entry.owner), entry) for entry in required])
+
+
+def _owner(path: str) -> Any:
+    """A module, or a class in one, by its dotted path; None if it is not there."""
+    import importlib
+
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        module, _, name = path.rpartition(".")
+        return getattr(_owner(module), name, None) if module else None

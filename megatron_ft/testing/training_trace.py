@@ -1,0 +1,121 @@
+"""A trace of Megatron's training loop: one JSON line per iteration and rank.
+
+Each line has ``rank``, ``incarnation``, ``iteration``, ``loss`` (float.hex of what
+``train_step`` returned, null where this rank has none; Megatron's log lines average the
+first two), ``samples`` (indices this rank read), ``step_seconds`` (the step alone),
+``seconds`` (since the last step ended, so with snapshots, checkpoints and logging) and
+``time`` (end of the step, seconds since the epoch).  Iterations that are trained again after
+a restore are appended again.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from megatron.training import get_args, training
+
+from megatron_ft.environment import INCARNATION
+from megatron_ft.testing import final_state, gpt_training
+
+
+def trace_path(directory: Path, rank: int) -> Path:
+    """The file that holds one rank's lines."""
+    return directory / f"rank{rank}.jsonl"
+
+
+def final_path(directory: Path, rank: int) -> Path:
+    """The file that holds one rank's state at the end of its run."""
+    return directory / f"final-rank{rank}.pt"
+
+
+class Trace:
+    """Appends this rank's lines to its file and flushes each at once."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = trace_path(directory, rank).open("a", encoding="ascii")
+        self._rank = rank
+        self._incarnation = int(os.environ.get(INCARNATION, "0"))
+        self._samples: list[int] = []
+        self._last_end: float | None = None
+
+    def observe(self, samples: list[int]) -> None:
+        """Note indices that belong to the iteration under way."""
+        self._samples.extend(samples)
+
+    def record(self, iteration: int, loss: float | None, started: float) -> None:
+        """Write the line of an iteration that began at ``started`` (time.perf_counter)."""
+        ended = time.perf_counter()
+        since = started if self._last_end is None else self._last_end
+        line = {
+            "rank": self._rank,
+            "incarnation": self._incarnation,
+            "iteration": iteration,
+            "loss": None if loss is None else loss.hex(),
+            "samples": self._samples,
+            "step_seconds": round(ended - started, 6),
+            "seconds": round(ended - since, 6),
+            "time": round(time.time(), 3),
+        }
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        self._samples, self._last_end = [], ended
+
+
+def _loss(result: Any) -> float | None:
+    losses: dict[str, Any] = result[0]
+    return float(losses["lm loss"]) if "lm loss" in losses else None
+
+
+def _traced_step(step: Any, directory: Path) -> Any:
+    traces: list[Trace] = []
+
+    @functools.wraps(step)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        if not traces:  # ranks are known only now
+            traces.append(Trace(directory, torch.distributed.get_rank()))
+            gpt_training.sample_observers.append(traces[0].observe)
+        started = time.perf_counter()
+        result = step(*args, **kwargs)
+        traces[0].record(get_args().curr_iteration + 1, _loss(result), started)
+        return result
+
+    return traced
+
+
+def _traced_train(train: Any, directory: Path) -> Any:
+    signature = inspect.signature(train)
+
+    @functools.wraps(train)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        live = (given["model"], given["optimizer"], given["opt_param_scheduler"])
+        try:
+            result = train(*args, **kwargs)
+        except SystemExit:  # how --exit-interval leaves, with the state of an iteration's end
+            _write_final(directory, *live)
+            raise
+        _write_final(directory, *live)
+        return result
+
+    return traced
+
+
+def _write_final(directory: Path, model: Any, optimizer: Any, scheduler: Any) -> None:
+    iteration = getattr(get_args(), "curr_iteration", -1) + 1
+    state = final_state.collect(model, optimizer, scheduler, iteration)
+    directory.mkdir(parents=True, exist_ok=True)
+    final_state.write(final_path(directory, torch.distributed.get_rank()), state)
+
+
+def install(directory: Path) -> None:
+    """Wrap ``train_step`` and ``train`` of Megatron's loop to write into ``directory``."""
+    training.train_step = _traced_step(training.train_step, directory)
+    training.train = _traced_train(training.train, directory)
