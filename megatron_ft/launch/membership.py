@@ -6,7 +6,7 @@ import msgspec
 
 from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.recovery import Admitted, LifeHigherError, admit
-from megatron_ft.errors import ControlPlaneError, MegatronFTError
+from megatron_ft.errors import ArenaForeignError, ControlPlaneError, MegatronFTError
 from megatron_ft.launch.fleet import SmpFleet
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.launcher import Launcher, NodeUnreachable
@@ -44,9 +44,21 @@ class Membership:
         nodes = await self._reachable()
         while True:
             try:
-                return await admit(self._coordinator, incarnation, nodes)
+                admitted = await admit(self._coordinator, incarnation, nodes)
+                self._refuse_foreign(admitted)
+                return admitted
             except LifeHigherError:
                 incarnation += 1
+
+    def _refuse_foreign(self, admitted: Admitted) -> None:
+        """Never write over another job's snapshots, whatever the reason that they are here."""
+        foreign = [text for i in admitted.inventories.values() for text in i.foreign]
+        if foreign:
+            raise ArenaForeignError(
+                f"{len(foreign)} arenas in this job's folders are not its own: {foreign[0]}. If "
+                "they are of an earlier run of this job, run it with the same --state-dir; else "
+                "choose another --job name, or remove them with `megatron-ft clean`"
+            )
 
     def replace_lost(self, admitted: Admitted) -> None:
         """Put a spare in the position of each lost node; NoSpareError if there are too few."""

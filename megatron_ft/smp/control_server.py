@@ -130,7 +130,8 @@ class ControlServer:
             node=host.machine.node,
             highest_incarnation=highest,
             arenas=host.store.reports(host.machine),
-            refused=tuple(host.store.refused),
+            damaged=tuple(host.store.damaged),
+            foreign=tuple(host.store.foreign),
         )
 
     async def _release_prepared(self, message: m.ArenasReady) -> None:

@@ -82,12 +82,17 @@ class ArenaReport(msgspec.Struct, frozen=True):
 
 
 class Inventory(Message, frozen=True):
-    """Answer to Admit: all that the node holds, after its older writers have died."""
+    """Answer to Admit: all that the node holds, after its older writers have died.
+
+    ``damaged`` are arena files of this job that cannot be read; they count as lost and may
+    be replaced.  ``foreign`` are those of another job or format, which may not.
+    """
 
     node: str
     highest_incarnation: int
     arenas: tuple[ArenaReport, ...]
-    refused: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
 
 
 class Adopt(Message, frozen=True):

@@ -15,7 +15,12 @@ from megatron_ft.arena.format import (
     ArenaHeader,
     Geometry,
 )
-from megatron_ft.errors import ArenaError, LayoutMismatchError
+from megatron_ft.errors import (
+    ArenaError,
+    ArenaForeignError,
+    ArenaVersionError,
+    LayoutMismatchError,
+)
 from megatron_ft.identity import Ancestor
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.node import NodeMachine, StorePermit, StoreSlot
@@ -37,7 +42,8 @@ class ArenaStore:
         self.directory = directory
         self.job = job
         self.arenas: dict[str, Arena] = {}
-        self.refused: list[str] = []
+        self.damaged: list[str] = []
+        self.foreign: list[str] = []
 
     def adopt(self, machine: NodeMachine) -> None:
         """Open every arena that an earlier SMP left; what is not ours is named, not touched."""
@@ -45,8 +51,11 @@ class ArenaStore:
             try:
                 arena = Arena.open(path, job=self.job)
                 self.enter(arena, machine)
+            except (ArenaForeignError, ArenaVersionError) as error:
+                self.foreign.append(str(error))
+                continue
             except ArenaError as error:
-                self.refused.append(f"{path}: {error}")
+                self.damaged.append(str(error))
                 continue
             machine.highest_incarnation = max(machine.highest_incarnation, arena.header.incarnation)
 
@@ -61,7 +70,7 @@ class ArenaStore:
             _check_same(present.header, self._header(request))
             return None
         path = self.directory / f"{request.shard_id}{SUFFIX}"
-        # What lies there now was refused when this SMP started: it can serve nobody.
+        # What lies there now is damaged; foreign files have stopped the job before this.
         return Arena.create(path, self._header(request), replace=True)
 
     def enter(self, arena: Arena, machine: NodeMachine) -> None:
