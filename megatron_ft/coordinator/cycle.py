@@ -59,7 +59,8 @@ class Phase(Enum):
 class SnapshotCycle:
     """Permits snapshots one after the other and takes each to commit or abort.
 
-    ``places`` maps each shard to its node.  All arithmetic is on iterations: ``lead`` is
+    ``places`` maps each shard to its node.  ``first`` is the iteration that training starts
+    from, 0 or the restored one.  All arithmetic is on iterations: ``lead`` is
     how many iterations ahead of the fastest known trainer a permit is given; it grows when
     a permit came too late and shrinks again after ``calm`` commits in a row.
     """
@@ -73,12 +74,14 @@ class SnapshotCycle:
         places: Mapping[str, str],
         stripes: tuple[m.StripeOrder, ...],
         interval: int,
+        first: int = 0,
     ) -> None:
         self.incarnation = incarnation
         self.places = dict(places)
         self.nodes = sorted(set(places.values()))
         self.stripes = stripes
         self.interval = interval
+        self.first = first
         self.phase = Phase.IDLE
         self.snapshot = SnapshotId(incarnation, 0)
         self.iteration = -1
@@ -101,7 +104,7 @@ class SnapshotCycle:
         if self.phase != Phase.IDLE or self._last:
             return []
         self.snapshot = SnapshotId(self.incarnation, self.snapshot.sequence + 1)
-        self.iteration = self.next_iteration(progress)
+        self.iteration = self.next_iteration(max(progress, self.first))
         self.phase = Phase.CAPTURING
         self._world = world
         self._broken, self._corrupt = "", False

@@ -18,7 +18,7 @@ from megatron_ft.coordinator.plan import stripe_orders
 from megatron_ft.coordinator.recovery import RebuildError, Restore, restore
 from megatron_ft.coordinator.registration import Roll, make_arenas, settle_stripes, wait_for_all
 from megatron_ft.disk.native import newest_checkpoint
-from megatron_ft.errors import UnrecoverableError
+from megatron_ft.errors import MegatronFTError, UnrecoverableError
 from megatron_ft.identity import Ancestor, SnapshotId
 from megatron_ft.launch.budget import RestartBudget
 from megatron_ft.launch.fleet import EncoderWorld, TrainerExit, TrainerFleet, last_lines
@@ -172,10 +172,10 @@ class Supervisor:
 
     def _tell_restore(self, decision: Decision) -> None:
         lost = [shard for members in decision.lost.values() for shard in members]
-        source = f"{', '.join(lost)} from parity" if lost else "every node's own memory"
+        what = f": {', '.join(lost)} from parity, the rest" if lost else ""
         self.observers.tell(
             "restoring",
-            f"restoring iteration {decision.iteration} from {source}",
+            f"restoring iteration {decision.iteration}{what} from own memory",
             iteration=decision.iteration,
             source="parity" if lost else "own memory",
             lost=lost,
@@ -191,7 +191,8 @@ class Supervisor:
         ranks = {shard: hello.rank for shard, (_, hello) in roll.hellos.items()}
         self.state.update(shards=ranks)
         orders = stripe_orders(stripes, places, plan.active, sizes)
-        cycle = SnapshotCycle(plan.incarnation, places, orders, roll.interval)
+        first = max(0, plan.decision.iteration)
+        cycle = SnapshotCycle(plan.incarnation, places, orders, roll.interval, first)
         self.observers.tell("training", "training")
         self.coordinator.start_snapshots(cycle)
 
@@ -253,7 +254,12 @@ class Supervisor:
             self.state.update(committed=True)
 
     async def _retire(self) -> None:
-        """The job is done: free the memory and forget it."""
+        """The job is done: free the memory.  A node that cannot be told spoils nothing."""
         request = m.Retire(self.coordinator.incarnation, remove_arenas=True)
-        await self.coordinator.ask_all({node: request for node in self.coordinator.links})
+        try:
+            await self.coordinator.ask_all({node: request for node in self.coordinator.links})
+        except MegatronFTError as error:
+            self.observers.tell(
+                "not_freed", f"memory may be left behind, `megatron-ft clean` frees it: {error}"
+            )
         self.observers.tell("finished", "training finished; the memory is free again")
