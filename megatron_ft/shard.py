@@ -227,9 +227,7 @@ def _end(spec: TensorSpec) -> int:
     return spec.address + _memory_bytes(spec)
 
 
-def layout_differences(
-    stored: ShardLayout, live: ShardLayout, limit: int = 8
-) -> tuple[str, ...]:
+def layout_differences(stored: ShardLayout, live: ShardLayout, limit: int = 8) -> tuple[str, ...]:
     """What differs, one sentence per tensor, at most ``limit`` and then a count."""
     ours, theirs = live.by_name(), stored.by_name()
     lines = [f"{name} is not in the snapshot" for name in sorted(ours.keys() - theirs.keys())]

@@ -1,38 +1,24 @@
-"""A trace of Megatron's training loop: one JSON line per iteration and rank.
+"""Makes Megatron's training loop write a trace: see trace.py for its lines.
 
-Each line has ``rank``, ``incarnation``, ``iteration``, ``loss`` (float.hex of what
-``train_step`` returned, null where this rank has none; Megatron's log lines average the
-first two), ``samples`` (indices this rank read), ``step_seconds`` (the step alone),
-``seconds`` (since the last step ended, so with snapshots, checkpoints and logging) and
-``time`` (end of the step, seconds since the epoch).  Iterations that are trained again after
-a restore are appended again.
+Imports Megatron, so it is imported by training processes only.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import json
 import os
 import time
 from pathlib import Path
 from typing import Any, TextIO
 
+import msgspec
 import torch
 from megatron.training import get_args, training
 
 from megatron_ft.environment import INCARNATION
 from megatron_ft.testing import final_state, gpt_training
-
-
-def trace_path(directory: Path, rank: int) -> Path:
-    """The file that holds one rank's lines."""
-    return directory / f"rank{rank}.jsonl"
-
-
-def final_path(directory: Path, rank: int) -> Path:
-    """The file that holds one rank's state at the end of its run."""
-    return directory / f"final-rank{rank}.pt"
+from megatron_ft.testing.trace import TraceLine, final_path, trace_path
 
 
 class Trace:
@@ -54,17 +40,17 @@ class Trace:
         """Write the line of an iteration that began at ``started`` (time.perf_counter)."""
         ended = time.perf_counter()
         since = started if self._last_end is None else self._last_end
-        line = {
-            "rank": self._rank,
-            "incarnation": self._incarnation,
-            "iteration": iteration,
-            "loss": None if loss is None else loss.hex(),
-            "samples": self._samples,
-            "step_seconds": round(ended - started, 6),
-            "seconds": round(ended - since, 6),
-            "time": round(time.time(), 3),
-        }
-        self._file.write(json.dumps(line) + "\n")
+        line = TraceLine(
+            rank=self._rank,
+            incarnation=self._incarnation,
+            iteration=iteration,
+            loss=None if loss is None else loss.hex(),
+            samples=self._samples,
+            step_seconds=round(ended - started, 6),
+            seconds=round(ended - since, 6),
+            time=round(time.time(), 3),
+        )
+        self._file.write(msgspec.json.encode(line).decode() + "\n")
         self._file.flush()
         self._samples, self._last_end = [], ended
 

@@ -1,0 +1,1 @@
+"""The demo: Megatron's training loop loses processes and nodes and ends as if nothing had been."""

@@ -1,0 +1,491 @@
+"""The demo: its pure parts, and short real runs of it."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("rich")
+pytest.importorskip("torch")
+
+import torch  # noqa: E402
+from rich.console import Console  # noqa: E402
+
+from megatron_ft.cli import demo as cli  # noqa: E402
+from megatron_ft.cli.clean import default_root  # noqa: E402
+from megatron_ft.coordinator.events import JobEvent  # noqa: E402
+from megatron_ft.errors import ConfigError, ProtectionError  # noqa: E402
+from megatron_ft.identity import SnapshotId  # noqa: E402
+from megatron_ft.smp import messages as m  # noqa: E402
+from megatron_ft.testing.demo import compare, outcome, overhead, plot, report  # noqa: E402
+from megatron_ft.testing.demo.record import Record, Seen, Strike  # noqa: E402
+from megatron_ft.testing.demo.run import Demo, faults_of  # noqa: E402
+from megatron_ft.testing.demo.scenario import Fault, FaultKind, plan_faults  # noqa: E402
+from megatron_ft.testing.demo.screen import Screen, make_console  # noqa: E402
+from megatron_ft.testing.demo.settings import DemoSettings, Folders, job_spec  # noqa: E402
+from megatron_ft.testing.trace import (  # noqa: E402
+    TraceLine,
+    TraceTail,
+    final_lines,
+    final_path,
+    parse_line,
+    read_trace,
+    trace_path,
+)
+
+
+def _has_megatron() -> bool:
+    return find_spec("megatron") is not None and find_spec("megatron.training") is not None
+
+
+def real(test: Any) -> Any:
+    """Mark a test that runs Megatron and MPI."""
+    marks = (
+        pytest.mark.mpi,
+        pytest.mark.megatron,
+        pytest.mark.slow,
+        # A hang's limit, not an expectation: a start of Megatron takes seconds to a minute.
+        pytest.mark.timeout(900),
+        pytest.mark.skipif(not _has_megatron(), reason="needs megatron-core and its training"),
+    )
+    for mark in marks:
+        test = mark(test)
+    return test
+
+
+def line(iteration: int, life: int = 1, end: float | None = None, rank: int = 0) -> TraceLine:
+    when = float(iteration) if end is None else end
+    return TraceLine(rank, life, iteration, (1.0 / iteration).hex(), [iteration], 0.4, 0.5, when)
+
+
+def write_trace(folder: Path, lines: list[TraceLine], rank: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with trace_path(folder, rank).open("a") as file:
+        for one in lines:
+            values = {name: getattr(one, name) for name in one.__struct_fields__}
+            file.write(json.dumps(values) + "\n")
+
+
+# scenario.py
+
+
+@given(
+    seed=st.integers(),
+    iterations=st.integers(20, 500),
+    nodes=st.integers(1, 16),
+    per_node=st.integers(1, 8),
+    data=st.data(),
+)
+def test_faults_fit_the_job_and_leave_room_between_them(
+    seed: int, iterations: int, nodes: int, per_node: int, data: st.DataObject
+) -> None:
+    lose = data.draw(st.integers(1, nodes))
+    faults = plan_faults(seed, iterations, nodes, per_node, lose)
+    assert faults == plan_faults(seed, iterations, nodes, per_node, lose)
+    assert [f.kind for f in faults] == list(FaultKind)
+    for fault in faults:
+        assert len(fault.positions) == (lose if fault.kind is FaultKind.NODE else 1)
+        assert len(set(fault.positions)) == len(fault.positions)
+        assert all(0 <= position < nodes for position in fault.positions)
+        assert 0 <= fault.local_rank < per_node
+        assert 0 < fault.fraction < 1
+    moments = [0, *(fault.iteration for fault in faults), iterations]
+    gaps = [later - earlier for earlier, later in zip(moments, moments[1:], strict=False)]
+    assert min(gaps) >= 0.15 * iterations - 1  # both ends are rounded
+
+
+def test_seeds_give_different_faults() -> None:
+    plans = {plan_faults(seed, 40, 4) for seed in range(20)}
+    assert len(plans) == 20
+    assert {plan[1].positions for plan in plans} == {(0,), (1,), (2,), (3,)}
+
+
+def test_more_nodes_than_there_are_cannot_be_lost() -> None:
+    with pytest.raises(ValueError, match="5 of 4 nodes"):
+        plan_faults(0, 40, 4, lose=5)
+
+
+def test_a_job_that_must_refuse_gets_the_loss_alone() -> None:
+    assert [f.kind for f in faults_of(DemoSettings(lose=2))] == [FaultKind.NODE]
+    assert len(faults_of(DemoSettings(lose=2, protect="rs:2+2"))) == 3
+
+
+# settings.py and the flags
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tp": 3}, "give 1, 2 or 4"),
+        ({"tp": 2, "pp": 3}, "cannot be divided"),
+        ({"iterations": 5}, "at least 20"),
+        ({"lose": 5}, "more than the 4 nodes"),
+        ({"pp": 0}, ">= 1"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DemoSettings(**changes)  # type: ignore[arg-type]
+
+
+def parse(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return parser.parse_args(flags)
+
+
+def test_spares_follow_what_is_lost_unless_given() -> None:
+    assert cli.settings_from(parse()).spares == 1
+    assert cli.settings_from(parse("--lose", "3")).spares == 3
+    assert cli.settings_from(parse("--lose", "3", "--spares", "1")).spares == 1
+
+
+def test_a_folder_with_something_in_it_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "old").touch()
+    with pytest.raises(ConfigError, match="not empty"):
+        cli.make_folders(tmp_path)
+
+
+def test_outputs_that_cannot_be_written_are_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no folder"):
+        cli.main(parse("--json", str(tmp_path / "absent" / "report.json")))
+
+
+def test_both_runs_have_the_same_command_but_for_snapshots(tmp_path: Path) -> None:
+    settings, folders = DemoSettings(tp=2), Folders(tmp_path)
+    ours = job_spec(settings, folders, tmp_path / "text", "a").command
+    oracle = job_spec(settings, folders, tmp_path / "text", "b", snapshots=False).command
+    snapshots = ("--inmem-snapshot", "--inmem-snapshot-interval", "2")
+    assert ours == (*oracle[:-2], *snapshots, "--trace-dir", str(folders.protected))
+    assert oracle[-2:] == ("--trace-dir", str(folders.oracle))
+
+
+def test_a_scheme_that_the_nodes_cannot_meet_is_refused_at_once() -> None:
+    with pytest.raises(ProtectionError, match="needs 4 nodes"):
+        cli.settings_from(parse("--nodes", "3"))
+
+
+# trace.py
+
+
+def test_half_lines_of_killed_ranks_are_passed_over(tmp_path: Path) -> None:
+    write_trace(tmp_path, [line(1), line(2)])
+    with trace_path(tmp_path, 0).open("a") as file:
+        file.write('{"rank": 0, "incarnation": 1, "iter')
+    write_trace(tmp_path, [line(2, life=2), line(3, life=2)])
+    found = read_trace(tmp_path, 0)
+    assert [(x.incarnation, x.iteration) for x in found] == [(1, 1), (1, 2), (2, 2), (2, 3)]
+    assert final_lines(found)[2].incarnation == 2
+    assert parse_line(b"nothing of ours") is None
+    assert read_trace(tmp_path, 7) == []
+
+
+def test_a_tail_gives_each_line_once_and_only_when_complete(tmp_path: Path) -> None:
+    tail = TraceTail(trace_path(tmp_path, 0))
+    assert tail.read() == []
+    write_trace(tmp_path, [line(1)])
+    assert [x.iteration for x in tail.read()] == [1]
+    text = trace_path(tmp_path, 0).read_bytes()
+    with trace_path(tmp_path, 0).open("ab", buffering=0) as file:
+        file.write(text[:20])
+        assert tail.read() == []
+        file.write(text[20:])
+        assert [x.iteration for x in tail.read()] == [1]
+    tail.close()
+
+
+# compare.py
+
+
+def write_run(folder: Path, losses: list[float], weight: torch.Tensor, life: int = 1) -> None:
+    values = enumerate(losses, 1)
+    lines = [TraceLine(0, life, i, x.hex(), [i, i + 1], 0.1, 0.1, float(i)) for i, x in values]
+    write_trace(folder, lines)
+    torch.save({"weights": {"w": weight}, "iteration": len(losses)}, final_path(folder, 0))
+
+
+def test_equal_runs_are_identical_and_counted(tmp_path: Path) -> None:
+    weight = torch.arange(6, dtype=torch.float32)
+    for name in ("ours", "oracle"):
+        write_run(tmp_path / name, [3.0, 2.0, 1.0], weight)
+    result = compare.compare_runs(tmp_path / "ours", tmp_path / "oracle", 1, 3)
+    assert result.identical
+    assert (result.losses, result.samples, result.tensors, result.bytes) == (3, 6, 1, 24)
+    assert result.values == 1
+
+
+def test_the_last_occurrence_of_an_iteration_counts(tmp_path: Path) -> None:
+    weight = torch.zeros(1)
+    write_run(tmp_path / "oracle", [3.0, 2.0], weight)
+    write_trace(tmp_path / "ours", [line(2, life=1)])
+    write_run(tmp_path / "ours", [3.0, 2.0], weight, life=2)
+    assert compare.compare_runs(tmp_path / "ours", tmp_path / "oracle", 1, 2).identical
+
+
+@pytest.mark.parametrize(
+    ("losses", "weight", "expected"),
+    [
+        ([3.0, 2.0 + 2**-50], torch.zeros(2), "rank 0 iteration 2: loss"),
+        ([3.0, 2.0], torch.tensor([0.0, -0.0]), "final state differs at /weights/w"),
+        ([3.0], torch.zeros(2), "rank 0 iteration 2: missing in our run"),
+    ],
+)
+def test_one_bit_is_found(
+    tmp_path: Path, losses: list[float], weight: torch.Tensor, expected: str
+) -> None:
+    write_run(tmp_path / "oracle", [3.0, 2.0], torch.zeros(2))
+    write_run(tmp_path / "ours", losses, weight)
+    result = compare.compare_runs(tmp_path / "ours", tmp_path / "oracle", 1, 2)
+    assert not result.identical
+    assert any(expected in text for text in result.differences)
+
+
+def test_other_samples_and_a_missing_final_state_are_found(tmp_path: Path) -> None:
+    write_trace(tmp_path / "ours", [line(1)])
+    write_trace(tmp_path / "oracle", [TraceLine(0, 1, 1, (1.0).hex(), [9], 0.1, 0.1, 1.0)])
+    result = compare.compare_runs(tmp_path / "ours", tmp_path / "oracle", 1, 1)
+    assert any("samples [1], uninterrupted [9]" in text for text in result.differences)
+    assert sum("no final state" in text for text in result.differences) == 2
+
+
+def test_nothing_compared_is_not_identical() -> None:
+    assert not compare.Comparison().identical
+
+
+# outcome.py and overhead.py
+
+
+def seen(kind: str, at: float, life: int, **fields: Any) -> Seen:
+    return Seen(JobEvent(kind, kind, fields, monotonic=at), life)
+
+
+NODE_LOSS = Fault(FaultKind.NODE, 5, 0.5, (2,))
+
+
+def recovered_record() -> Record:
+    # Monotonic time is wall time less 1000 here.
+    record = Record()
+    record.strikes.append(Strike(NODE_LOSS, "node2", "node2 lost", 1, 7, 100.0, 1100.0))
+    record.seen += [
+        seen("committed", 99.0, 1, iteration=4, level="protected"),
+        seen("trainer_died", 100.5, 1),
+        seen("restoring", 101.0, 2, iteration=4, source="parity", lost=["shard2"]),
+        seen("trainers_started", 103.0, 2),
+        seen("training", 110.0, 2),
+    ]
+    return record
+
+
+def test_an_outcome_adds_up() -> None:
+    lost = [line(i, life=1, end=1000.0 + i) for i in range(1, 7)]
+    again = [line(i, life=2, end=1106.0 + i) for i in range(5, 9)]
+    slower = [line(i, life=2, end=1106.5 + i, rank=1) for i in range(5, 9)]
+    found = outcome.outcomes(recovered_record(), {0: lost + again, 1: lost + slower})[0]
+    assert (found.source, found.restored_iteration, found.iterations_lost) == ("parity", 4, 2)
+    assert found.lost_shards == ("shard2",)
+    parts = (found.detect, found.decide, found.rebuild, found.start, found.iterate)
+    assert parts == (0.5, 0.5, 2.0, 7.0, 1.5)
+    assert found.seconds_to_first_iteration == 11.5
+    assert found.seconds_to_catch_up == 13.5
+
+
+def test_without_a_rebuild_the_parts_add_up_as_well() -> None:
+    record = recovered_record()
+    record.seen[2] = seen("restoring", 101.0, 2, iteration=4, source="own memory", lost=[])
+    traces = {0: [line(6, life=1), line(5, life=2, end=1111.0)]}
+    found = outcome.outcomes(record, traces)[0]
+    assert (found.decide, found.rebuild, found.start, found.iterate) == (2.5, None, 7.0, 1.0)
+
+
+def test_a_fault_that_ended_the_job_was_noticed_but_not_restored() -> None:
+    record = recovered_record()
+    del record.seen[2:]
+    found = outcome.outcomes(record, {0: [line(6)]})[0]
+    assert found.detect == 0.5
+    assert found.source is None
+    assert found.seconds_to_first_iteration is None
+    assert plot.caption(found) == "node lost, not restored"
+
+
+def cost(sequence: int, stall: float, shard: str = "a") -> m.CaptureCost:
+    return m.CaptureCost(shard, SnapshotId(1, sequence), stall, 0.1, 10)
+
+
+def test_overhead_takes_the_slowest_rank_of_each_snapshot() -> None:
+    record = recovered_record()
+    record.costs += [cost(1, 0.01), cost(1, 0.03, "b"), cost(2, 0.01)]
+    ours = [line(i) for i in range(1, 9)]
+    found = overhead.overhead(record, ours, ours[:4])
+    assert (found.snapshots, found.protected, found.local) == (2, 1, 0)
+    assert found.stall_worst == 0.03
+    assert found.share == pytest.approx(0.04 / 4.0)
+    assert found.stall_per_iteration == pytest.approx(0.02 / 0.5)
+
+
+# report.py, screen.py, plot.py
+
+
+def a_report(**changes: Any) -> report.Report:
+    traces = {0: [line(6, life=1), line(5, life=2, end=1111.0)]}
+    made = report.Report(DemoSettings(), events=outcome.outcomes(recovered_record(), traces))
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def shown(made: report.Report) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    report.show(made, console)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+def test_a_good_end_says_identical() -> None:
+    good = compare.Comparison(losses=4, samples=8, tensors=5, values=6, bytes=7)
+    made = a_report(comparison=good, exit_code=0)
+    text = shown(made)
+    assert "IDENTICAL" in text
+    assert "parity" in text
+    assert json.loads(json.dumps(made.as_json()))["identical"] is True
+
+
+def test_a_difference_is_never_called_identical() -> None:
+    bad = compare.Comparison(losses=4, tensors=5, differences=["rank 0 iteration 2: loss"])
+    made = a_report(comparison=bad, exit_code=1, reason="the two runs differ")
+    text = shown(made)
+    assert "IDENTICAL" not in text
+    assert "DIFFERENT" in text
+    assert "rank 0 iteration 2: loss" in text
+    assert made.as_json()["identical"] is False
+
+
+def test_a_refusal_says_why_and_that_it_is_right() -> None:
+    made = a_report(exit_code=10, reason="the stripe lost 2 shards", settings=DemoSettings(lose=2))
+    text = shown(made)
+    assert "exit code 10" in text
+    assert "the stripe lost 2 shards" in text
+    assert "right answer" in text
+    assert made.as_json()["identical"] is False
+
+
+def test_a_pipe_gets_plain_lines_and_no_colour() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    screen = Screen(console)
+    screen.begin("a run", 10)
+    screen.event(JobEvent("committed", "", {"iteration": 4}))
+    for iteration in range(1, 6):
+        screen.line(line(iteration))
+    screen.strike(recovered_record().strikes[0])
+    screen.line(line(5, life=2, end=1111.0))
+    screen.end()
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b" not in text
+    assert "iteration   5/10  loss 0.200  snapshot 4\n" in text
+    assert "FAULT in iteration 7: node2 lost" in text
+    assert "iteration 5 done 11.0 s after the fault" in text
+    assert "again\n" in text
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    traces = {0: [line(i) for i in range(1, 7)] + [line(i, life=2) for i in range(5, 9)]}
+    made = a_report()
+    path = tmp_path / "any name"
+    plot.draw(path, plot.headline(made), traces, {}, made.events, 8)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert plot.mean_losses(traces, 1)[6] == pytest.approx(1 / 6)
+
+
+# Real runs.
+
+SMALL = ("--nodes", "2", "--protect", "xor:2", "--iterations", "20")
+
+
+def run_demo(folder: Path, *flags: str) -> tuple[int, dict[str, Any], Demo]:
+    """Two ranks, a spare and one fault: the loss of a node."""
+    arguments = parse(*SMALL, "--keep", str(folder), *flags)
+    demo = Demo(
+        cli.settings_from(arguments), cli.make_folders(arguments.keep), Screen(make_console())
+    )
+    demo.faults = tuple(fault for fault in demo.faults if fault.kind is FaultKind.NODE)
+    made = demo.run()
+    return made.exit_code, made.as_json(), demo
+
+
+@real
+def test_a_node_is_lost_and_the_end_is_identical(tmp_path: Path) -> None:
+    code, made, demo = run_demo(tmp_path / "demo")
+    assert made["identical"], made["comparison"]["differences"]
+    assert code == 0
+    assert [event["source"] for event in made["events"]] == ["parity"]
+    assert made["comparison"]["losses"] == 2 * 20
+    assert made["overhead"]["protected"] > 0
+    assert all(node["arena_bytes"] > 0 for node in made["memory"]["nodes"] if node["shards"])
+    assert not demo.folders.state.exists()
+    # The comparison of these very files can fail.
+    path = final_path(demo.folders.oracle, 1)
+    state = torch.load(path, weights_only=True)
+    name = next(iter(state["weights"]))
+    state["weights"][name].view(-1).view(torch.uint8)[0] ^= 1
+    torch.save(state, path)
+    again = compare.compare_runs(demo.folders.protected, demo.folders.oracle, 2, 20)
+    assert again.differences == [f"rank 1: final state differs at /weights/{name}"]
+
+
+@real
+def test_losing_more_than_parity_covers_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "report.json"
+    flags = ("--lose", "2", "--keep", str(tmp_path / "demo"), "--json", str(target))
+    assert cli.main(parse(*SMALL, *flags)) == 10
+    made = json.loads(target.read_text())
+    assert made["identical"] is False
+    assert made["exit_code"] == 10
+    assert "lost" in made["reason"] or "no survivor" in made["reason"]
+    assert "exit code 10" in capsys.readouterr().out
+
+
+def _wait_for(process: subprocess.Popen[str], words: str, seconds: float = 300.0) -> None:
+    assert process.stdout is not None
+    deadline = time.monotonic() + seconds
+    read = ""
+    while words not in read:
+        ready, _, _ = select.select([process.stdout], [], [], deadline - time.monotonic())
+        assert ready, f"no {words!r} within {seconds} s; it said:\n{read}"
+        part = os.read(process.stdout.fileno(), 4096).decode()
+        assert part, f"it ended without {words!r}; it said:\n{read}"
+        read += part
+
+
+@real
+def test_an_interrupted_demo_leaves_nothing(tmp_path: Path) -> None:
+    before = set(default_root().glob("demo-*"))
+    command = [sys.executable, "-m", "megatron_ft.cli.main", "demo", *SMALL]
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        _wait_for(process, "iteration   5/20")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(120) == 130
+    finally:
+        process.kill()
+        process.wait()
+    assert set(default_root().glob("demo-*")) <= before
+    assert list(tmp_path.glob("megatron-ft-demo-*")) == []
