@@ -1,0 +1,280 @@
+"""One snapshot from permit to commit, and every way in which it can end otherwise."""
+
+from __future__ import annotations
+
+import pytest
+from protocol_memory import record_of
+
+from megatron_ft.coordinator.cycle import Action, Ended, KillWorld, Phase, Send, SnapshotCycle
+from megatron_ft.coordinator.plan import Sizes, stripe_orders
+from megatron_ft.identity import SnapshotId
+from megatron_ft.recovery.decide import StripeState
+from megatron_ft.smp import messages as m
+
+NODES = ("n0", "n1", "n2")
+PLACES = {f"dp{i}": node for i, node in enumerate(NODES)}
+STRIPE = StripeState("xor", 2, 1, 128, tuple(PLACES))
+ORDERS = stripe_orders([STRIPE], PLACES, NODES, Sizes(64, 2))
+FIRST = SnapshotId(7, 1)
+WORLD = "w7"
+
+
+class Driver:
+    """A cycle with the messages of its nodes spelled out."""
+
+    def __init__(self, interval: int = 1, *, parity: bool = True) -> None:
+        self.cycle = SnapshotCycle(7, PLACES, ORDERS if parity else (), interval)
+
+    def propose(self, progress: int = 10, world: str = WORLD) -> list[Action]:
+        return self.cycle.propose(progress, world)
+
+    def seal(self, *shards: str) -> list[Action]:
+        bodies = (m.Sealed(record_of(self.cycle.snapshot, s, 12)) for s in shards or PLACES)
+        return [a for body in bodies for a in self.cycle.handle(PLACES[body.record.shard_id], body)]
+
+    def encoded(self, *shards: str) -> list[Action]:
+        snapshot = self.cycle.snapshot
+        return [
+            action
+            for shard in shards or PLACES
+            for action in self.cycle.handle(
+                PLACES[shard], m.Encoded(snapshot, WORLD, shard, b"", (), 0, 0.0)
+            )
+        ]
+
+    def encoders_die(self, *nodes: str) -> list[Action]:
+        gone = m.WriterGone("encoder", WORLD, 1)
+        return [a for node in nodes or NODES for a in self.cycle.handle(node, gone)]
+
+    def confirm(self, sent: list[Action], *nodes: str) -> list[Action]:
+        sends = [a for a in sent if isinstance(a, Send) and (not nodes or a.node in nodes)]
+        return [a for s in sends for a in self.cycle.answered(s.node, s.message, m.Ok())]
+
+    def encoding(self) -> Driver:
+        self.propose()
+        self.seal()
+        assert self.cycle.phase == Phase.ENCODING
+        return self
+
+
+def to_all(actions: list[Action], kind: type[m.Message]) -> bool:
+    """Whether the actions are one message of ``kind`` to every node, and nothing else."""
+    sends = [a for a in actions if isinstance(a, Send) and isinstance(a.message, kind)]
+    return len(sends) == len(actions) and sorted(s.node for s in sends) == list(NODES)
+
+
+def level_of(actions: list[Action]) -> str:
+    assert to_all(actions, m.Commit)
+    (level,) = {a.message.level for a in actions}  # type: ignore[union-attr]
+    return str(level)
+
+
+def test_from_permit_to_commit() -> None:
+    d = Driver()
+    granted = d.propose(progress=10)
+    assert to_all(granted, m.Grant)
+    assert granted[0].message == m.Grant(7, FIRST, 12)  # type: ignore[union-attr]
+    assert d.seal("dp0", "dp1") == []
+    assert to_all(d.seal("dp2"), m.Encode)
+    assert d.encoded("dp0", "dp1") == []
+    commits = d.encoded("dp2")
+    assert level_of(commits) == "protected"
+    assert d.confirm(commits, "n0", "n1") == []
+    (ended,) = d.confirm(commits, "n2")
+    assert isinstance(ended, Ended) and (ended.snapshot, ended.level) == (FIRST, "protected")
+
+
+def test_ids_count_up_and_there_is_one_at_a_time() -> None:
+    d = Driver()
+    d.propose()
+    assert d.propose() == []
+    d.confirm(d.cycle.give_up("test"))
+    d.propose()
+    assert d.cycle.snapshot == SnapshotId(7, 2)
+
+
+@pytest.mark.parametrize("progress, iteration", [(0, 5), (3, 5), (4, 10), (5, 10), (-1, 5)])
+def test_the_iteration_is_a_multiple_of_the_interval_ahead(progress: int, iteration: int) -> None:
+    d = Driver(interval=5)
+    d.propose(progress)
+    assert d.cycle.iteration == iteration
+
+
+@pytest.mark.parametrize("d", [Driver(), Driver(parity=False)], ids=["no world", "no parity"])
+def test_without_encoders_it_is_local(d: Driver) -> None:
+    d.propose(world="" if d.cycle.stripes else WORLD)
+    assert level_of(d.seal()) == "local"
+
+
+def test_a_miss_aborts_everywhere_and_lengthens_the_lead() -> None:
+    d = Driver()
+    d.propose()
+    d.seal("dp0")
+    aborts = d.cycle.handle("n1", m.Missed("dp1", FIRST))
+    assert to_all(aborts, m.Abort) and d.cycle.lead == 2
+    assert d.seal("dp2") == []
+    (ended,) = d.confirm(aborts)
+    assert isinstance(ended, Ended) and ended.level == "aborted" and "dp1" in ended.reason
+
+
+def test_the_lead_is_bounded_and_shrinks_after_calm() -> None:
+    d = Driver(parity=False)
+    for _ in range(SnapshotCycle.MOST_LEAD + 3):
+        d.propose()
+        d.confirm(d.cycle.handle("n1", m.Missed("dp1", d.cycle.snapshot)))
+    assert d.cycle.lead == SnapshotCycle.MOST_LEAD
+    for _ in range(SnapshotCycle.calm):
+        d.propose()
+        d.confirm(d.seal())
+    assert d.cycle.lead == SnapshotCycle.MOST_LEAD - 1
+
+
+def test_an_abandoned_capture_aborts_but_says_nothing_of_the_lead() -> None:
+    d = Driver()
+    d.propose()
+    assert to_all(d.cycle.handle("n1", m.Abandoned("dp1", FIRST, "slow")), m.Abort)
+    assert d.cycle.lead == 1
+
+
+def test_reports_on_another_snapshot_change_nothing() -> None:
+    d = Driver()
+    d.propose()
+    other = SnapshotId(6, 9)
+    for body in (
+        m.Missed("dp1", other),
+        m.Abandoned("dp1", other, ""),
+        m.Sealed(record_of(other, "dp1", 12)),
+        m.OrderFailed(other, WORLD, "", "dp1"),
+        m.Encoded(other, WORLD, "dp1", b"", (), 0, 0.0),
+    ):
+        assert d.cycle.handle("n1", body) == []
+    assert d.cycle.answered("n1", m.Abort(7, other, ""), m.Ok()) == []
+    assert d.cycle.phase == Phase.CAPTURING
+
+
+def test_a_refused_permit_aborts() -> None:
+    d = Driver()
+    (grant, *_) = d.propose()
+    assert isinstance(grant, Send)
+    refused = m.Refused("TransitionRefusedError", "no free slot")
+    assert to_all(d.cycle.answered("n0", grant.message, refused), m.Abort)
+
+
+def test_a_trainer_that_dies_while_capturing_aborts_and_later_does_not() -> None:
+    d = Driver()
+    d.propose()
+    gone = m.WriterGone("trainer", "dp1", 1)
+    assert to_all(d.cycle.handle("n1", gone), m.Abort)
+    assert Driver().encoding().cycle.handle("n1", gone) == []
+
+
+def test_a_dead_encoder_means_local_after_all_are_dead() -> None:
+    d = Driver().encoding()
+    assert d.encoders_die("n1") == [KillWorld(WORLD, "the encoder on n1 died")]
+    assert d.encoded() == [], "what arrives now may be from before"
+    assert d.encoders_die("n0") == []
+    assert level_of(d.encoders_die("n2")) == "local"
+
+
+def test_encoders_that_die_while_capturing_cost_only_the_parity() -> None:
+    d = Driver()
+    d.propose()
+    assert d.encoders_die("n0") == []
+    assert level_of(d.seal()) == "local"
+
+
+def test_a_world_that_comes_up_while_capturing_is_used() -> None:
+    d = Driver()
+    d.propose(world="")
+    d.cycle.world_changed("w8")
+    encodes = d.seal()
+    assert to_all(encodes, m.Encode)
+    assert {a.message.world for a in encodes} == {"w8"}  # type: ignore[union-attr]
+
+
+def test_another_world_that_dies_is_nobodys_business() -> None:
+    d = Driver().encoding()
+    assert d.cycle.handle("n1", m.WriterGone("encoder", "w6", 1)) == []
+
+
+def test_corrupt_bytes_abort_when_the_encoders_are_dead() -> None:
+    d = Driver().encoding()
+    failed = m.OrderFailed(FIRST, WORLD, "wrong bytes", "dp1")
+    assert d.cycle.handle("n1", failed) == [KillWorld(WORLD, "wrong bytes")]
+    assert to_all(d.encoders_die(), m.Abort)
+
+
+def test_another_failure_of_the_order_keeps_the_data() -> None:
+    d = Driver().encoding()
+    d.cycle.handle("n1", m.OrderFailed(FIRST, WORLD, "mpi", ""))
+    assert level_of(d.encoders_die()) == "local"
+
+
+def test_giving_up() -> None:
+    d = Driver()
+    assert d.cycle.give_up("idle") == []
+    d.propose()
+    assert to_all(d.cycle.give_up("slow"), m.Abort)
+    assert Driver().encoding().cycle.give_up("slow") == [KillWorld(WORLD, "slow")]
+
+
+def test_a_refused_encode_ends_the_world() -> None:
+    d = Driver().encoding()
+    request = m.Encode(7, FIRST, WORLD, ORDERS)
+    refused = m.Refused("TransitionRefusedError", "is CAPTURING")
+    assert d.cycle.answered("n1", request, refused) == [KillWorld(WORLD, "is CAPTURING")]
+    assert d.encoders_die("n0", "n2") == []
+    assert level_of(d.encoders_die("n1")) == "local"
+
+
+def test_a_node_whose_encoder_is_gone_unheard_of_is_not_waited_for() -> None:
+    """Its SMP was restarted, and the event was lost with the old one."""
+    d = Driver().encoding()
+    request = m.Encode(7, FIRST, WORLD, ORDERS)
+    d.cycle.answered("n1", request, m.Refused("WorldGoneError", "w7 is gone"))
+    assert level_of(d.encoders_die("n0", "n2")) == "local"
+
+
+def test_an_smp_restarted_while_capturing_aborts() -> None:
+    d = Driver()
+    d.propose()
+    assert to_all(d.cycle.smp_restarted("n1"), m.Abort)
+
+
+def test_an_smp_restarted_while_encoding_has_no_encoder() -> None:
+    d = Driver().encoding()
+    (kill,) = d.cycle.smp_restarted("n1")
+    assert isinstance(kill, KillWorld)
+    assert level_of(d.encoders_die("n0", "n2")) == "local"
+
+
+@pytest.mark.parametrize("abort", [False, True])
+def test_an_smp_restarted_while_it_was_told_is_told_again(abort: bool) -> None:
+    d = Driver().encoding() if not abort else Driver()
+    if abort:
+        d.propose()
+    words = d.cycle.give_up("test") if abort else d.encoded()
+    d.confirm(words, "n0")
+    assert d.cycle.smp_restarted("n0") == [], "it has confirmed, so it is in its headers"
+    assert d.cycle.smp_restarted("n1") == [w for w in words if getattr(w, "node", "") == "n1"]
+    assert d.confirm(words, "n1") == []
+    assert isinstance(d.confirm(words, "n2")[0], Ended)
+
+
+def test_an_smp_restarted_between_snapshots_changes_nothing() -> None:
+    assert Driver().cycle.smp_restarted("n1") == []
+
+
+def test_a_suspended_encoder_that_outlived_its_smp_delays_the_commit() -> None:
+    """The new SMP refuses to commit over it until it is dead, then hears the word again."""
+    d = Driver().encoding()
+    d.cycle.smp_restarted("n1")
+    commits = d.encoders_die("n0", "n2")
+    d.confirm(commits, "n0", "n2")
+    (mine,) = [c for c in commits if getattr(c, "node", "") == "n1"]
+    assert isinstance(mine, Send)
+    refused = m.Refused("TransitionRefusedError", "is ENCODING")
+    assert d.cycle.answered("n1", mine.message, refused) == []
+    again = d.encoders_die("n1")
+    assert again == [mine]
+    assert isinstance(d.confirm(again)[0], Ended)

@@ -1,0 +1,253 @@
+"""One SMP's decisions: what is stored, who is told, and in which order."""
+
+from __future__ import annotations
+
+import pytest
+from protocol_memory import record_of
+
+from megatron_ft.arena.format import Permit, SlotState
+from megatron_ft.coordinator.plan import Sizes, stripe_orders
+from megatron_ft.identity import Ancestor, SnapshotId
+from megatron_ft.recovery.decide import StripeState
+from megatron_ft.smp import messages as m
+from megatron_ft.smp.node import (
+    Effect,
+    NodeMachine,
+    StorePermit,
+    StoreSlot,
+    ToCoordinator,
+    ToEncoder,
+    ToTrainer,
+)
+from megatron_ft.smp.slots import EMPTY_SLOT, ShardSlots
+
+HERE, LIFE, WORLD = "dp0", 3, "w3"
+ONE, TWO = SnapshotId(LIFE, 1), SnapshotId(LIFE, 2)
+PLACES = {"dp0": "n0", "dp1": "n1", "dp2": "n2"}
+STRIPE = StripeState("xor", 2, 1, 128, tuple(PLACES))
+ORDERS = stripe_orders([STRIPE], PLACES, list(PLACES.values()), Sizes(64, 2))
+TABLE = tuple(record_of(ONE, shard, 10) for shard in PLACES)
+ROOT = b"r".ljust(32)
+
+
+def machine(*shards: str, slots: int = 2) -> NodeMachine:
+    node = NodeMachine("n0", LIFE)
+    for shard in shards or (HERE,):
+        node.shards[shard] = ShardSlots(shard, [EMPTY_SLOT] * slots)
+        node.paths[shard] = f"/arenas/{shard}"
+        node.trainer_joined(shard)
+    node.encoder_joined(WORLD)
+    return node
+
+
+def ok(node: NodeMachine, *messages: m.Message) -> list[Effect]:
+    """Handle messages that must be accepted; the effects of the last one."""
+    for message in messages:
+        node.take_effects()
+        assert node.handle(message) == m.Ok()
+    return node.take_effects()
+
+
+def state(node: NodeMachine, slot: int = 0) -> SlotState:
+    return node.shards[HERE].slots[slot].state
+
+
+GRANT = m.Grant(LIFE, ONE, 10)
+SEALED = m.Sealed(TABLE[0])
+ENCODE = m.Encode(LIFE, ONE, WORLD, ORDERS)
+ENCODED = m.Encoded(ONE, WORLD, HERE, ROOT, TABLE, 0, 0.0)
+COMMIT = m.Commit(LIFE, ONE, "protected")
+ABORT = m.Abort(LIFE, ONE, "test")
+
+
+def test_a_permit_is_stored_after_the_slot_that_it_names() -> None:
+    slot, permit = ok(machine(), GRANT)
+    assert isinstance(slot, StoreSlot) and slot.header.state == SlotState.CAPTURING
+    assert permit == StorePermit(HERE, Permit(ONE, 10, 0, False))
+
+
+def test_each_step_is_stored_before_anybody_is_told() -> None:
+    node = machine()
+    ok(node, GRANT)
+    for message, told in (
+        (SEALED, ToCoordinator(SEALED)),
+        (ENCODE, None),
+        (ENCODED, ToCoordinator(ENCODED)),
+        (COMMIT, ToTrainer(HERE, m.Outcome(ONE, "committed"))),
+    ):
+        first, second, *_ = ok(node, message)
+        assert isinstance(first, StoreSlot)
+        assert told in (None, second)
+    assert state(node) == SlotState.COMMITTED
+
+
+def test_the_order_reaches_the_encoder_with_paths_and_slots_after_parity_is_void() -> None:
+    node = machine()
+    stored, sent = ok(node, GRANT, SEALED, ENCODE)
+    assert isinstance(stored, StoreSlot) and not stored.header.parity_valid
+    assert isinstance(sent, ToEncoder) and isinstance(sent.body, m.EncodeOrder)
+    (stripe,) = sent.body.stripes
+    assert (stripe.arenas, stripe.slots) == ({HERE: "/arenas/dp0"}, {HERE: 0})
+
+
+def test_effects_of_two_messages_keep_their_order() -> None:
+    """The first message's effects may still wait when the second one is handled."""
+    node = machine()
+    ok(node, GRANT, SEALED)
+    node.handle(ENCODE)
+    node.encoder_gone(WORLD, 1)
+    stored = [e.header.state for e in node.take_effects() if isinstance(e, StoreSlot)]
+    assert stored == [SlotState.ENCODING, SlotState.SEALED]
+
+
+def test_a_permit_is_all_or_nothing_on_a_node() -> None:
+    node = machine("dp0", "dp3")
+    ok(node, GRANT)
+    node.handle(m.Missed("dp0", ONE))
+    node.take_effects()
+    answer = node.handle(m.Grant(LIFE, TWO, 12))
+    assert isinstance(answer, m.Refused) and "dp3" in answer.reason
+    assert node.take_effects() == []
+
+
+@pytest.mark.parametrize("message", [GRANT, ENCODE, COMMIT, ABORT, m.Adopt(LIFE, (), None)])
+@pytest.mark.parametrize("life", [LIFE - 1, LIFE + 1])
+def test_another_incarnation_is_not_obeyed(message: m.Message, life: int) -> None:
+    node = NodeMachine("n0", life)
+    node.shards[HERE] = ShardSlots(HERE, [EMPTY_SLOT])
+    answer = node.handle(message)
+    assert isinstance(answer, m.Refused) and answer.error == "StaleIncarnationError"
+    assert node.take_effects() == []
+
+
+def test_admission_drops_what_was_unfinished_and_every_permit() -> None:
+    node = machine()
+    ok(node, GRANT)
+    node.trainer_gone(HERE, 1)
+    node.encoder_gone(WORLD, 2)
+    node.take_effects()
+    assert node.admit(LIFE + 1) is None
+    assert StorePermit(HERE, None) in node.take_effects()
+    assert state(node) == SlotState.FREE and node.highest_incarnation == LIFE + 1
+
+
+def test_admission_of_what_is_not_higher_is_refused() -> None:
+    node = NodeMachine("n0", LIFE)
+    assert isinstance(node.admit(LIFE), m.Refused)
+
+
+def test_admission_before_the_writers_are_dead_is_a_programming_error() -> None:
+    with pytest.raises(AssertionError):
+        machine().admit(LIFE + 1)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_abort_under_a_live_trainer_revokes_and_waits(restarted: bool) -> None:
+    """Also an SMP that has only the headers knows which permit it is."""
+    node = machine()
+    ok(node, GRANT)
+    if restarted:
+        headers = list(node.shards[HERE].slots)
+        node = machine()
+        node.shards[HERE] = ShardSlots(HERE, headers)
+    effects = ok(node, ABORT)
+    assert StorePermit(HERE, Permit(ONE, 10, 0, True)) in effects
+    assert ToTrainer(HERE, m.Outcome(ONE, "aborted")) in effects
+    assert state(node) == SlotState.CAPTURING
+    freed = ok(node, SEALED)
+    assert state(node) == SlotState.FREE and ToCoordinator(m.SlotFreed(HERE, ONE)) in freed
+
+
+def test_abort_of_a_capture_that_is_over_leaves_the_permit_word_alone() -> None:
+    node = machine()
+    effects = ok(node, GRANT, SEALED, ABORT)
+    assert not [e for e in effects if isinstance(e, StorePermit)]
+    assert state(node) == SlotState.FREE
+
+
+def test_a_dead_trainer_frees_its_slot_and_the_coordinator_hears_of_it() -> None:
+    node = machine()
+    ok(node, GRANT)
+    node.trainer_gone(HERE, 5)
+    stored, told = node.take_effects()
+    assert isinstance(stored, StoreSlot) and stored.header == EMPTY_SLOT
+    assert told == ToCoordinator(m.WriterGone("trainer", HERE, 5))
+    late = node.handle(SEALED)
+    assert isinstance(late, m.Refused) and state(node) == SlotState.FREE
+
+
+def test_a_missed_permit_is_passed_on_once() -> None:
+    node = machine()
+    ok(node, GRANT)
+    assert ToCoordinator(m.Missed(HERE, ONE)) in ok(node, m.Missed(HERE, ONE))
+    assert ok(node, m.Missed(HERE, ONE)) == []
+
+
+def test_an_encoder_of_another_world_moves_nothing() -> None:
+    node = machine()
+    ok(node, GRANT, SEALED, ENCODE)
+    node.encoder_gone(WORLD, 1)
+    node.encoder_joined("w4")
+    node.take_effects()
+    for message in (ENCODED, ENCODE):
+        answer = node.handle(message)
+        assert isinstance(answer, m.Refused) and answer.error == "WorldGoneError"
+    assert state(node) == SlotState.SEALED
+
+
+def test_encoding_is_refused_while_a_shard_is_captured() -> None:
+    node = machine()
+    ok(node, GRANT)
+    answer = node.handle(ENCODE)
+    assert isinstance(answer, m.Refused) and "CAPTURING" in answer.reason
+    assert not [e for e in node.take_effects() if isinstance(e, ToEncoder)]
+
+
+def test_commit_is_refused_when_a_shard_does_not_hold_it() -> None:
+    node = machine("dp0", "dp3")
+    ok(node, GRANT, SEALED)
+    answer = node.handle(m.Commit(LIFE, ONE, "local"))
+    assert isinstance(answer, m.Refused) and "dp3" in answer.reason
+
+
+def test_adopt_forgets_what_is_off_the_lineage() -> None:
+    node = machine()
+    ok(node, GRANT, SEALED, m.Commit(LIFE, ONE, "local"), m.Grant(LIFE, TWO, 12))
+    node.trainer_gone(HERE, 1)
+    node.encoder_gone(WORLD, 1)
+    node.admit(LIFE + 1)
+    lineage = (Ancestor(LIFE, None), Ancestor(LIFE + 1, ONE))
+    ok(node, m.Adopt(LIFE + 1, lineage, ONE))
+    assert state(node) == SlotState.COMMITTED
+    ok(node, m.Adopt(LIFE + 1, (Ancestor(LIFE + 1, None),), None))
+    assert state(node) == SlotState.FREE
+
+
+def test_a_rebuild_target_is_protected_when_its_digests_match() -> None:
+    node = machine()
+    (order,) = stripe_orders(
+        [STRIPE], PLACES, list(PLACES.values()), Sizes(64, 2), {STRIPE: (HERE,)}
+    )
+    stored, sent = ok(node, m.Rebuild(LIFE, ONE, 10, WORLD, (order,)))
+    assert isinstance(stored, StoreSlot) and stored.header.state == SlotState.REBUILDING
+    assert isinstance(sent, ToEncoder) and isinstance(sent.body, m.RebuildOrder)
+    ok(node, m.Rebuilt(ONE, WORLD, HERE, TABLE[0], ROOT, TABLE, 0, 0.0))
+    assert state(node) == SlotState.PROTECTED and node.shards[HERE].slots[0].parity_valid
+
+
+def test_a_survivor_without_the_snapshot_refuses_to_rebuild() -> None:
+    (order,) = stripe_orders(
+        [STRIPE], PLACES, list(PLACES.values()), Sizes(64, 2), {STRIPE: ("dp1",)}
+    )
+    answer = machine().handle(m.Rebuild(LIFE, ONE, 10, WORLD, (order,)))
+    assert isinstance(answer, m.Refused) and HERE in answer.reason
+
+
+def test_an_interrupted_rebuild_leaves_nothing() -> None:
+    node = machine()
+    (order,) = stripe_orders(
+        [STRIPE], PLACES, list(PLACES.values()), Sizes(64, 2), {STRIPE: (HERE,)}
+    )
+    ok(node, m.Rebuild(LIFE, ONE, 10, WORLD, (order,)))
+    node.encoder_gone(WORLD, 1)
+    assert state(node) == SlotState.FREE
