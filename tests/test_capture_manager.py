@@ -258,10 +258,13 @@ def test_missed_skipped_and_captured_are_told_apart(smp: FakeSmp) -> None:
     smp.revoke()
     assert manager.save(8, state).skipped
     assert len(smp.missed_ids) == 2
+    # The first word may have died with an SMP: it is repeated for as long as it is asked for.
+    assert manager.save(8, state).skipped
+    assert len(smp.missed_ids) == 3
     ticket = capture(smp, manager, state, 9)
     assert not ticket.skipped and manager.save(9, state).skipped
     stats = manager.stats
-    assert (stats.taken, stats.skipped, stats.missed, stats.abandoned) == (1, 6, 2, 0)
+    assert (stats.taken, stats.skipped, stats.missed, stats.abandoned) == (1, 7, 2, 0)
     assert smp.arena is not None and smp.arena.progress() == 9
     manager.close()
 

@@ -160,6 +160,23 @@ def test_a_trainer_of_an_earlier_life_is_turned_away(node: SmpNode) -> None:
     assert run(story()).startswith("StaleIncarnationError trainer of incarnation 1")
 
 
+def test_a_shard_missing_from_a_restore_is_refused(node: SmpNode) -> None:
+    """It must never start from nothing beside ranks that were restored."""
+
+    async def story() -> str:
+        link = await led(node)
+        await link.demand(create(), 30)
+        await link.demand(m.RestoreReady(1, snapshot(5), {}), 30)
+        rank = trainer(node)
+        assert rank.stdout is not None
+        said = await asyncio.to_thread(rank.stdout.readline)
+        rank.communicate("")
+        link.close()
+        return said
+
+    assert run(story()).startswith("LayoutMismatchError the job restores snapshot 1.5")
+
+
 def test_without_a_lease_the_node_kills_its_own_trainers(node: SmpNode) -> None:
     async def story() -> None:
         link = await led(node)

@@ -211,6 +211,7 @@ class SnapshotManager:
         self._engine.arena.write_progress(iteration)
         permit = self._engine.arena.permit()
         if permit is None or permit.snapshot == self._last_permit:
+            self._repeat_end(permit)
             return self._skip(iteration)
         if permit.revoked or permit.iteration < iteration or self._busy(permit, iteration):
             self._miss(permit)
@@ -223,6 +224,15 @@ class SnapshotManager:
         """Whether an earlier capture still occupies the copy thread when this one is due."""
         running = self._run is not None and not self._run.finished.is_set()
         return running and permit.iteration == iteration
+
+    def _repeat_end(self, permit: Permit | None) -> None:
+        """Say again that nothing is written for a revoked permit, as long as it is shown.
+
+        The first word may have died with an SMP, and without it the slot is never free.
+        """
+        idle = self._run is None or self._run.finished.is_set()
+        if permit is not None and permit.revoked and idle:
+            self._client.missed(permit.snapshot)
 
     def _skip(self, iteration: int) -> Ticket:
         self.stats.skipped += 1

@@ -228,15 +228,20 @@ class Coordinator:
                 self._ended(action)
 
     async def _send(self, cycle: SnapshotCycle, action: Send) -> None:
-        link = self.links.get(action.node)
-        if link is None:
+        """Send until answered: without a Commit's or Abort's answer nothing would ever go on."""
+        while self.cycle is cycle and action.node in self.links:
+            try:
+                answer = await self.links[action.node].ask(action.message, REQUEST_TIMEOUT_SECONDS)
+            except ControlPlaneError as error:
+                if not isinstance(action.message, m.Commit | m.Abort):
+                    self._perform(cycle, cycle.give_up(str(error)))
+                    return
+                continue
+            if isinstance(answer, m.Refused) and isinstance(action.message, m.Commit | m.Abort):
+                self.observers.tell("refused", f"{action.node}: {answer.reason}")
+            if self.cycle is cycle:
+                self._perform(cycle, cycle.answered(action.node, action.message, answer))
             return
-        try:
-            answer = await link.ask(action.message, REQUEST_TIMEOUT_SECONDS)
-        except ControlPlaneError:
-            return
-        if self.cycle is cycle:
-            self._perform(cycle, cycle.answered(action.node, action.message, answer))
 
     def _ended(self, ended: Ended) -> None:
         if ended.level == "aborted":

@@ -10,7 +10,7 @@ from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.plan import Sizes, create_requests
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.erasure.stripes import RankPlace, plan_stripes
-from megatron_ft.errors import ControlPlaneError, LayoutMismatchError, MegatronFTError
+from megatron_ft.errors import ConfigError, ControlPlaneError, LayoutMismatchError, MegatronFTError
 from megatron_ft.identity import Ancestor
 from megatron_ft.recovery.decide import StripeState
 from megatron_ft.smp import messages as m
@@ -63,7 +63,7 @@ class Roll:
         """Iterations between snapshots, as the ranks were told; they must agree."""
         intervals = {prepare.interval for prepare in self.layouts.values()}
         if len(intervals) != 1:
-            raise ControlPlaneError(f"ranks have different snapshot intervals: {sorted(intervals)}")
+            raise ConfigError(f"ranks have different snapshot intervals: {sorted(intervals)}")
         return intervals.pop()
 
 

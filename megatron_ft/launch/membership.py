@@ -18,6 +18,10 @@ class NoSpareError(MegatronFTError):
     """A node is lost and no spare is left to take its place."""
 
 
+class SmpStartError(MegatronFTError):
+    """The first SMPs of a job could not be started; nothing was lost."""
+
+
 class Membership:
     """The nodes of one job over all its lives.
 
@@ -122,7 +126,7 @@ class Membership:
         except ControlPlaneError as error:
             # At the job's start a node that merely refuses is a mistake that the user can mend.
             if self._coordinator.incarnation == 0 and not isinstance(error, NodeUnreachable):
-                raise
+                raise SmpStartError(str(error)) from error
             self._give_up(node)
             return False
         link = self._coordinator.links.get(node)

@@ -18,12 +18,17 @@ from megatron_ft.coordinator.plan import stripe_orders
 from megatron_ft.coordinator.recovery import RebuildError, Restore, restore
 from megatron_ft.coordinator.registration import Roll, make_arenas, settle_stripes, wait_for_all
 from megatron_ft.disk.native import newest_checkpoint
-from megatron_ft.errors import MegatronFTError, UnrecoverableError
+from megatron_ft.errors import (
+    ControlPlaneError,
+    MegatronFTError,
+    StaleIncarnationError,
+    UnrecoverableError,
+)
 from megatron_ft.identity import Ancestor, SnapshotId
 from megatron_ft.launch.budget import RestartBudget
 from megatron_ft.launch.fleet import EncoderWorld, TrainerExit, TrainerFleet, last_lines
 from megatron_ft.launch.job_state import JobState, command_digest
-from megatron_ft.launch.launcher import Launcher, NodeUnreachable
+from megatron_ft.launch.launcher import Launcher
 from megatron_ft.launch.membership import Membership
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.world_keeper import WorldKeeper
@@ -57,7 +62,7 @@ class Supervisor:
         self.members = Membership(spec, launcher, state, self.coordinator)
         self._corrupt: set[tuple[str, SnapshotId]] = set()
         self._budget = RestartBudget()
-        self.coordinator.listeners.append(self._note_corruption)
+        self.coordinator.listeners += [self._note_corruption, self._note_rebuilt]
         self.observers.add(self._note_first_commit)
 
     async def run(self) -> None:
@@ -87,8 +92,12 @@ class Supervisor:
                 self._corrupt.add((error.corrupt, self.coordinator.restoring))
             self.observers.tell("rebuild_failed", f"the rebuild failed: {error}")
             return Failure(f"rebuild: {error}")
-        except NodeUnreachable as error:
-            return Failure(f"unreachable: {error}")
+        except StaleIncarnationError:
+            # Somebody else leads the job now: going on would be a second coordinator.
+            raise
+        except ControlPlaneError as error:
+            self.observers.tell("interrupted", str(error))
+            return Failure(str(error))
         finally:
             self.coordinator.stop_snapshots()
             await self.trainers.kill_all()
@@ -247,6 +256,10 @@ class Supervisor:
                 f"{event.body.blocks} blocks of {event.body.shard_id} fail their digests; the "
                 "shard counts as lost",
             )
+
+    def _note_rebuilt(self, event: m.Event) -> None:
+        if isinstance(event.body, m.Rebuilt):
+            self._corrupt.discard((event.body.shard_id, event.body.snapshot))
 
     def _note_first_commit(self, event: JobEvent) -> None:
         """From here on a start from nothing would lose work, so it has to be asked for."""

@@ -119,7 +119,8 @@ class ControlServer:
         if request.incarnation <= highest:
             return m.Refused("StaleIncarnationError", f"incarnation {highest} was here already")
         host.set_state(host.state.at(request.incarnation))
-        await host.kill_writers(host.writers.all())
+        while host.writers.all():
+            await host.kill_writers(host.writers.all())
         host.coordinator = identity
         host.lease_until = time.monotonic() + request.seconds
         host.restore = None

@@ -65,6 +65,7 @@ class NodeHost:
         for writer in gone:
             self.enter(writer)
             self._leave(writer)
+        self.machine.adopted()
         if self.store.arenas:
             log.info("adopted %d arenas: %s", len(self.store.arenas), ", ".join(self.store.arenas))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import zmq.asyncio
 
-from megatron_ft.errors import MegatronFTError
+from megatron_ft.errors import MegatronFTError, StaleIncarnationError
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.host import NodeHost, resident_bytes
 from megatron_ft.smp.local_socket import bind
@@ -88,25 +88,34 @@ class LocalServer:
         await self._host.carry_out()
 
     async def _hello(self, identity: bytes, message: m.Hello) -> m.Message:
-        machine = self._host.machine
-        if message.incarnation != machine.highest_incarnation:
-            return m.Refused(
-                "StaleIncarnationError",
-                f"trainer of incarnation {message.incarnation} on node {machine.node}, which "
-                f"is at {machine.highest_incarnation}: it was started for an earlier life",
-            )
+        self._check_incarnation(message.incarnation)
         await self._admit_writer("trainer", message.shard_id, message.pid, identity)
         await self._host.tell(message)
         return self._welcome(message.shard_id)
 
-    def _welcome(self, shard_id: str) -> m.Welcome:
+    def _check_incarnation(self, incarnation: int) -> None:
+        """Turn away who belongs to another life than the one admitted or being admitted."""
+        current = self._host.state.highest_incarnation
+        if incarnation != current:
+            raise StaleIncarnationError(
+                f"trainer of incarnation {incarnation} on node {self._host.machine.node}, which "
+                f"is at {current}: it was started for an earlier life"
+            )
+
+    def _welcome(self, shard_id: str) -> m.Message:
         ready, machine = self._host.restore, self._host.machine
-        if ready is None or ready.snapshot is None or shard_id not in machine.shards:
+        if ready is None or ready.snapshot is None:
             return m.Welcome()
-        slots = machine.shards[shard_id]
-        slot = slots.find(ready.snapshot)
-        if slot is None:
-            return m.Welcome()
+        slots = machine.shards.get(shard_id)
+        slot = None if slots is None else slots.find(ready.snapshot)
+        if slots is None or slot is None:
+            # An empty welcome would start this rank from nothing beside restored ones.
+            return m.Refused(
+                "LayoutMismatchError",
+                f"the job restores snapshot {ready.snapshot}, in which node {machine.node} has no "
+                f"shard {shard_id} (it has {', '.join(machine.shards) or 'none'}): start with the "
+                "parallel shape of the snapshot, or remove it with `megatron-ft clean`",
+            )
         return m.Welcome(
             arena=machine.paths[shard_id],
             slot=slot,
@@ -121,13 +130,18 @@ class LocalServer:
 
     async def _admit_writer(self, role: str, who: str, pid: int, identity: bytes) -> None:
         """Register a writer after every other one that could touch the same slots is dead."""
-        writers = self._host.writers
+        writers, admitted = self._host.writers, self._host.state.highest_incarnation
         rivals = [
             w
             for w in writers.all()
             if w.role == role and (role == "encoder" or w.who == who) and w.pid != pid
         ]
         await self._host.kill_writers(rivals)
+        if (
+            self._host.state.highest_incarnation != admitted
+            or self._host.machine.highest_incarnation != admitted
+        ):
+            raise StaleIncarnationError(f"{role} {who} came while a new incarnation is admitted")
         if writers.find(role, who) is None:
             self._host.enter(writers.add(role, who, pid, identity))
 

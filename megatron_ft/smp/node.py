@@ -160,6 +160,18 @@ class NodeMachine:
         self._tell(m.WriterGone("encoder", world, pid))
         self._collect_changes()
 
+    def adopted(self) -> None:
+        """All living writers are known again: what the others were in the middle of is void.
+
+        An SMP may die between forgetting a dead writer and storing what that means.
+        """
+        for shard_id, slots in self.shards.items():
+            if shard_id not in self.trainers:
+                slots.capture_ended()
+            if not self.world:
+                slots.encoder_gone()
+        self._collect_changes()
+
     def _encoded(self, message: m.Encoded) -> m.Message:
         self._check_world(message.world)
         slots = self._slots(message.shard_id)
