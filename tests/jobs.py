@@ -42,6 +42,7 @@ class Job:
     width: int = 64
     iteration_seconds: float = 0.05
     from_scratch: bool = False
+    checkpoint_dir: Path | None = None
     slots: int = 2
     root: Path | None = None
     command: tuple[str, ...] = ()
@@ -78,6 +79,7 @@ class Job:
             scheme=Scheme.parse(self.protect),
             sizes=Sizes(block_bytes=65536, slot_count=self.slots),
             from_scratch=self.from_scratch,
+            checkpoint_dir=self.checkpoint_dir,
             log_dir=self.folder / "logs",
             timing=Timing(lease=5.0, node_timeout=8.0),
         )

@@ -15,6 +15,7 @@ import pytest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotState
 from megatron_ft.cli.local_query import ask
+from megatron_ft.disk.native import TRACKER
 from megatron_ft.errors import (
     ArenaForeignError,
     ArenaMemoryError,
@@ -120,6 +121,21 @@ def test_more_losses_than_parity_stop_the_job_until_told_to_start_over(
     job.run()
     assert not difference(job.result(), two), job.story()
     assert "from_scratch" in job.kinds()
+
+
+def test_more_losses_than_parity_go_on_from_a_complete_checkpoint(
+    made: list[Job], tmp_path: Path, two: Result
+) -> None:
+    """The training command reads it itself; this one has none of its own and starts over."""
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "iter_0000004").mkdir(parents=True)
+    (checkpoints / "iter_0000004" / "metadata.json").write_text("{}")
+    (checkpoints / TRACKER).write_text("4")
+    job = Job(tmp_path, nodes=2, spares=2, protect="xor:2", checkpoint_dir=checkpoints)
+    made.append(job)
+    job.run((8, lose("n0", "n1")))
+    assert not difference(job.result(), two), job.story()
+    assert "from_disk" in job.kinds(), job.story()
 
 
 def test_no_spare_left_is_said(made: list[Job], tmp_path: Path) -> None:
