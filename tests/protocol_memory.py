@@ -87,9 +87,7 @@ def inventory_after_fence(node: str, arenas: Iterable[MemoryArena]) -> m.Invento
     return m.Inventory(node, machine.highest_incarnation, tuple(reports))
 
 
-def owned(
-    inventories: Mapping[str, m.Inventory], places: Mapping[str, str]
-) -> list[m.Inventory]:
+def owned(inventories: Mapping[str, m.Inventory], places: Mapping[str, str]) -> list[m.Inventory]:
     """Rule 10, as in launch/membership.py: what lies on another node than its place is nothing."""
     return [
         msgspec.structs.replace(

@@ -284,16 +284,12 @@ class World:
 
     def missing(self) -> set[str]:
         """Shards that went with their node, or of which nothing can be heard."""
-        there = {
-            (shard, x.name) for x in self.nodes.values() if x.reachable for shard in x.arenas
-        }
+        there = {(shard, x.name) for x in self.nodes.values() if x.reachable for shard in x.arenas}
         return {shard for shard, node in self.places().items() if (shard, node) not in there}
 
     def memory(self) -> dict[str, list[MemoryArena]]:
         return {
-            x.name: list(x.arenas.values())
-            for x in self.nodes.values()
-            if x.alive and x.reachable
+            x.name: list(x.arenas.values()) for x in self.nodes.values() if x.alive and x.reachable
         }
 
     def placed(self) -> dict[str, list[MemoryArena]]:

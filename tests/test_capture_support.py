@@ -58,9 +58,7 @@ class FakeSmp:
         """The arena file."""
         return self.directory / f"{self.shard_id}.arena"
 
-    def hello(
-        self, shard_id: str, coordinates: tuple[int, ...], world_size: int
-    ) -> Offer | None:
+    def hello(self, shard_id: str, coordinates: tuple[int, ...], world_size: int) -> Offer | None:
         """Give the offer that the test set."""
         assert shard_id == self.shard_id
         return self.offer
@@ -176,7 +174,11 @@ def make_manager(smp: FakeSmp, **options: object) -> SnapshotManager:
     settings = {"fence_timeout_seconds": WAIT, "copy_piece_bytes": 65536}
     settings.update(options.pop("settings", {}))  # type: ignore[call-overload]
     return SnapshotManager(
-        SnapshotConfig(**settings), client=smp, rank=0, world_size=1, **options  # type: ignore[arg-type]
+        SnapshotConfig(**settings),
+        client=smp,
+        rank=0,
+        world_size=1,
+        **options,  # type: ignore[arg-type]
     )
 
 

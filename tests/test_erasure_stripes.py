@@ -29,9 +29,7 @@ def cluster(
             for local in range(here):
                 rank = len(ranks)
                 shard, host, rack = f"s{rank}", f"n{node}", f"d{domain}"
-                ranks.append(
-                    RankPlace(rank, shard, host, rack, local, (stage, local), 100 + rank)
-                )
+                ranks.append(RankPlace(rank, shard, host, rack, local, (stage, local), 100 + rank))
             node += 1
     return ranks
 
@@ -69,9 +67,7 @@ def check(plans: tuple[StripePlan, ...], ranks: list[RankPlace], scheme: Scheme)
 
 
 @given(clusters(), schemes)
-def test_any_cluster_is_striped_soundly_or_refused(
-    ranks: list[RankPlace], scheme: Scheme
-) -> None:
+def test_any_cluster_is_striped_soundly_or_refused(ranks: list[RankPlace], scheme: Scheme) -> None:
     try:
         plans = plan_stripes(ranks, scheme, block_bytes=BLOCK)
     except ProtectionError:

@@ -128,9 +128,7 @@ def test_a_damaged_source_is_never_coded(shape: tuple[str, int, int], data: st.D
 
 @given(st.sampled_from([("rs", 3, 1), ("rs", 2, 2), ("replica", 1, 2)]), st.data())
 @settings(max_examples=60, deadline=None)
-def test_a_damaged_survivor_is_never_used(
-    shape: tuple[str, int, int], data: st.DataObject
-) -> None:
+def test_a_damaged_survivor_is_never_used(shape: tuple[str, int, int], data: st.DataObject) -> None:
     """Rebuild either names the damaged survivor, or never looked at that byte."""
     kind, k, m = shape
     lengths = data.draw(st.lists(st.integers(0, 6000), min_size=k + m, max_size=k + m))

@@ -94,8 +94,13 @@ class Stripe:
             arena.write_slot(
                 SLOT,
                 replace(
-                    slot, state=SlotState.PROTECTED, snapshot=SNAPSHOT, iteration=15,
-                    record=record, parity_valid=True, parity_root=answer.parity_root,
+                    slot,
+                    state=SlotState.PROTECTED,
+                    snapshot=SNAPSHOT,
+                    iteration=15,
+                    record=record,
+                    parity_valid=True,
+                    parity_root=answer.parity_root,
                     stripe_table=answer.stripe_table,
                 ),  # fmt: skip
             )

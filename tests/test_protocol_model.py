@@ -45,7 +45,10 @@ SHAPES = {
 
 
 def walk(
-    shape: Shape, seed: int, steps: int = STEPS, bias: Mapping[str, float] = {}  # noqa: B006
+    shape: Shape,
+    seed: int,
+    steps: int = STEPS,
+    bias: Mapping[str, float] = {},  # noqa: B006
 ) -> tuple[list[Step], World, str]:
     """Random steps from a seed; the third result says what went wrong, or is empty.
 
