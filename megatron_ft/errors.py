@@ -77,3 +77,14 @@ class UnrecoverableError(MegatronFTError):
 
 class RestartBudgetError(MegatronFTError):
     """The job failed too often without progress; the message names the repeated failure."""
+
+
+def error_class(name: str) -> type[MegatronFTError]:
+    """The error of this module with that name, which travelled in a message.
+
+    ControlPlaneError for a name that is not ours.
+    """
+    found = globals().get(name)
+    if isinstance(found, type) and issubclass(found, MegatronFTError):
+        return found
+    return ControlPlaneError

@@ -44,6 +44,7 @@ class FakeSmp:
     arena: Arena | None = None
     sealed_records: dict[SnapshotId, SealedRecord] = field(default_factory=dict)
     missed_ids: list[SnapshotId] = field(default_factory=list)
+    unfit_errors: list[Exception] = field(default_factory=list)
     abandoned_ids: dict[SnapshotId, str] = field(default_factory=dict)
     restored_calls: list[tuple[SnapshotId, float, str]] = field(default_factory=list)
     corrupt_calls: list[tuple[SnapshotId, int]] = field(default_factory=list)
@@ -114,6 +115,9 @@ class FakeSmp:
         """Keep the record."""
         self.sealed_records[snapshot] = record
         self.ended.set()
+
+    def unfit(self, error: Exception) -> None:
+        self.unfit_errors.append(error)
 
     def missed(self, snapshot: SnapshotId) -> None:
         """Keep the id."""

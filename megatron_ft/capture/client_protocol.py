@@ -72,5 +72,8 @@ class SnapshotClient(Protocol):
     ) -> None:
         """What a capture cost the training thread, and how long its copy took."""
 
+    def unfit(self, error: Exception) -> None:
+        """The shard does not fit the snapshot; starting this trainer again will not help."""
+
     def close(self) -> None:
         """End the conversation."""

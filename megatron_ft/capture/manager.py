@@ -27,6 +27,7 @@ from megatron_ft.capture.stats import CaptureStats
 from megatron_ft.capture.ticket import Ticket, TicketBook
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.environment import ProcessEnvironment
+from megatron_ft.errors import CorruptBlockError, LayoutMismatchError
 from megatron_ft.identity import SealedRecord, SnapshotId
 from megatron_ft.identity import shard_id as make_shard_id
 from megatron_ft.shard import ShardLayout
@@ -122,7 +123,7 @@ class SnapshotManager:
             logger.info("rank %d (%s): no snapshot to load", self.rank, self.shard_id)
             return 0
         started = time.monotonic()
-        with Arena.open(offer.arena_path) as arena:
+        with self._telling(), Arena.open(offer.arena_path) as arena:
             verify(arena, offer.slot, offer.record, self._report_corrupt)
             self._restored = restore_shard(
                 arena,
@@ -133,6 +134,18 @@ class SnapshotManager:
             )
         self._say_restored(offer, time.monotonic() - started)
         return offer.record.iteration
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """What keeps this shard from its snapshot is told to the job before it ends this rank."""
+        try:
+            yield
+        except (LayoutMismatchError, CorruptBlockError) as error:
+            if isinstance(error, LayoutMismatchError):
+                self._client.unfit(error)
+            # Closing sends what is queued; the process is about to end.
+            self._client.close()
+            raise
 
     def prepare(self, state: State) -> None:
         """Plan the layout and wait for the arena; the first ``save`` does it if you do not.
@@ -147,7 +160,8 @@ class SnapshotManager:
         layout = plan_state(adapted, self.config.replicated_split_bytes)
         check_replicas(adapted, layout)
         if self._restored is not None:
-            compare(self._restored, layout)
+            with self._telling():
+                compare(self._restored, layout)
         meta = pack_meta(layout.to_bytes(), adapted.objects())
         capacity = 2 * len(meta) + META_SPARE_BYTES
         path = self._client.prepare(

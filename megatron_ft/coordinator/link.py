@@ -11,8 +11,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from megatron_ft import errors
-from megatron_ft.errors import ControlPlaneError, MegatronFTError
+from megatron_ft.errors import ControlPlaneError, error_class
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.security import JobKeys
 
@@ -67,7 +66,7 @@ class SmpLink:
         """Like ``ask``, but a Refused is raised as the error that it names."""
         answer = await self.ask(request, timeout)
         if isinstance(answer, m.Refused):
-            raise _error(answer)
+            raise error_class(answer.error)(answer.reason)
         return answer
 
     def close(self) -> None:
@@ -86,10 +85,3 @@ class SmpLink:
                 self._on_event(message)
             elif number in self._pending and not self._pending[number].done():
                 self._pending[number].set_result(message)
-
-
-def _error(refused: m.Refused) -> MegatronFTError:
-    found = getattr(errors, refused.error, None)
-    if isinstance(found, type) and issubclass(found, MegatronFTError):
-        return found(refused.reason)
-    return ControlPlaneError(f"{refused.error}: {refused.reason}")

@@ -23,6 +23,7 @@ from megatron_ft.errors import (
     MegatronFTError,
     StaleIncarnationError,
     UnrecoverableError,
+    error_class,
 )
 from megatron_ft.identity import Ancestor, SnapshotId
 from megatron_ft.launch.budget import RestartBudget
@@ -62,7 +63,12 @@ class Supervisor:
         self.members = Membership(spec, launcher, state, self.coordinator)
         self._corrupt: set[tuple[str, SnapshotId]] = set()
         self._budget = RestartBudget()
-        self.coordinator.listeners += [self._note_corruption, self._note_rebuilt]
+        self._unfit: m.Unfit | None = None
+        self.coordinator.listeners += [
+            self._note_corruption,
+            self._note_rebuilt,
+            self._note_unfit,
+        ]
         self.observers.add(self._note_first_commit)
 
     async def run(self) -> None:
@@ -238,6 +244,9 @@ class Supervisor:
     def _trainers_ended(self, first: TrainerExit) -> Failure | None:
         if first.finished:
             return None
+        if self._unfit is not None:
+            # The same command would fail the same way; the snapshot stays for the right one.
+            raise error_class(self._unfit.error)(self._unfit.reason)
         rank, node, status = first.rank, first.node, first.status
         how = f"was killed by signal {-status}" if status < 0 else f"exited with {status}"
         self.observers.tell(
@@ -260,6 +269,10 @@ class Supervisor:
     def _note_rebuilt(self, event: m.Event) -> None:
         if isinstance(event.body, m.Rebuilt):
             self._corrupt.discard((event.body.shard_id, event.body.snapshot))
+
+    def _note_unfit(self, event: m.Event) -> None:
+        if isinstance(event.body, m.Unfit):
+            self._unfit = event.body
 
     def _note_first_commit(self, event: JobEvent) -> None:
         """From here on a start from nothing would lose work, so it has to be asked for."""

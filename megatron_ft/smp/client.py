@@ -16,9 +16,8 @@ from pathlib import Path
 
 import zmq
 
-from megatron_ft import errors
 from megatron_ft.environment import ProcessEnvironment
-from megatron_ft.errors import ControlPlaneError, MegatronFTError
+from megatron_ft.errors import ControlPlaneError, error_class
 from megatron_ft.identity import SealedRecord, SnapshotId
 from megatron_ft.smp import messages as m
 
@@ -115,6 +114,10 @@ class TrainerClient:
         """The shard's bytes of ``snapshot`` fail their digests: it counts as lost from now on."""
         self._send(m.CorruptShard(self.shard_id, snapshot, blocks))
 
+    def unfit(self, error: Exception) -> None:
+        """The shard cannot take the job's snapshot; the job stops and says why."""
+        self._send(m.Unfit(self.shard_id, type(error).__name__, str(error)))
+
     def cost(
         self, snapshot: SnapshotId, stall_seconds: float, copy_seconds: float, copied_bytes: int
     ) -> None:
@@ -140,7 +143,7 @@ class TrainerClient:
                 f"{timeout:.0f} s: other ranks may be late (`megatron-ft status` names them)"
             ) from None
         if isinstance(answer, m.Refused):
-            raise _error_class(answer.error)(answer.reason)
+            raise error_class(answer.error)(answer.reason)
         if not isinstance(answer, wanted):
             raise ControlPlaneError(f"the SMP answered {type(answer).__name__} to {request!r}")
         return answer
@@ -188,11 +191,3 @@ class TrainerClient:
             self.on_outcome(message.snapshot, message.state)
         except Exception:
             log.exception("outcome %s of snapshot %s", message.state, message.snapshot)
-
-
-def _error_class(name: str) -> type[MegatronFTError]:
-    """The error that a Refused names; ControlPlaneError for names that are not ours."""
-    found = getattr(errors, name, None)
-    if isinstance(found, type) and issubclass(found, MegatronFTError):
-        return found
-    return ControlPlaneError

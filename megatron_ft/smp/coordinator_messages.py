@@ -24,6 +24,7 @@ from megatron_ft.smp.trainer_messages import (
     Prepare,
     Restored,
     Sealed,
+    Unfit,
 )
 
 
@@ -204,6 +205,7 @@ class Event(Message, frozen=True):
         | Abandoned
         | Restored
         | CorruptShard
+        | Unfit
         | CaptureCost
         | EncoderHello
         | Encoded

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 FROM_WRITERS = (
     m.Sealed | m.Missed | m.Abandoned | m.Encoded | m.Rebuilt | m.OrderDone | m.OrderFailed
 )
-PASSED_ON = m.Restored | m.CorruptShard | m.CaptureCost
+PASSED_ON = m.Restored | m.CorruptShard | m.Unfit | m.CaptureCost
 
 
 class LocalServer:

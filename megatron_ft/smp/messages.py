@@ -65,6 +65,7 @@ from megatron_ft.smp.trainer_messages import (
     Prepared,
     Restored,
     Sealed,
+    Unfit,
     Welcome,
 )
 
@@ -111,6 +112,7 @@ __all__ = [
     "SlotFreed",
     "SlotReport",
     "Status",
+    "Unfit",
     "StatusRequest",
     "StripeOrder",
     "VerifyOrder",
@@ -133,6 +135,7 @@ AnyMessage = (
     | Abandoned
     | Restored
     | CorruptShard
+    | Unfit
     | CaptureCost
     | Outcome
     | EncoderHello

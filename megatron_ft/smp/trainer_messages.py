@@ -83,6 +83,17 @@ class CorruptShard(Message, frozen=True):
     blocks: int
 
 
+class Unfit(Message, frozen=True):
+    """The trainer's shard cannot take the snapshot, now or ever: starting again will not help.
+
+    ``error`` names a class of megatron_ft.errors.
+    """
+
+    shard_id: str
+    error: str
+    reason: str
+
+
 class CaptureCost(Message, frozen=True):
     """How long one snapshot held the training thread, and how long its copy took."""
 
