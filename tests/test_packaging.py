@@ -76,7 +76,7 @@ def our_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (REPOSITORY / folder).exists():
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(REPOSITORY / folder, source / folder, ignore=ignored)
-    for file in ("pyproject.toml", "setup.py", "LICENSE"):
+    for file in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
         shutil.copy(REPOSITORY / file, source)
     wheels = tmp_path_factory.mktemp("wheels")
     pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", wheels, source)
