@@ -15,10 +15,12 @@ import pytest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotState
 from megatron_ft.cli.local_query import ask
+from megatron_ft.coordinator.coordinator import Timing
 from megatron_ft.disk.native import TRACKER
 from megatron_ft.errors import (
     ArenaForeignError,
     ArenaMemoryError,
+    ConfigError,
     LayoutMismatchError,
     ProtectionError,
     RestartBudgetError,
@@ -274,6 +276,12 @@ def test_too_little_memory_is_said_at_the_start(made: list[Job], tmp_path: Path)
         job.cluster.destroy()
     finally:
         subprocess.run(["umount", "-l", small], check=True)
+
+
+@pytest.mark.parametrize(("lease", "silence"), [(0.0, 15.0), (-1.0, 15.0), (10.0, 10.0)])
+def test_leases_that_would_fence_nobody_are_refused(lease: float, silence: float) -> None:
+    with pytest.raises(ConfigError, match="lease"):
+        Timing(lease=lease, node_timeout=silence)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import zmq.asyncio
 from megatron_ft.coordinator.cycle import Ended, KillWorld, Phase, Send, SnapshotCycle
 from megatron_ft.coordinator.events import Observers
 from megatron_ft.coordinator.link import SmpLink
-from megatron_ft.errors import ControlPlaneError
+from megatron_ft.errors import ConfigError, ControlPlaneError
 from megatron_ft.identity import SnapshotId
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.security import JobKeys
@@ -36,6 +36,18 @@ class Timing:
     lease: float = 10.0
     node_timeout: float = 15.0
     encode_timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.lease < 4 * self.heartbeat:
+            raise ConfigError(
+                f"a lease of {self.lease:g} s is too short for heartbeats every "
+                f"{self.heartbeat:g} s: give at least {4 * self.heartbeat:g} s"
+            )
+        if self.node_timeout <= self.lease:
+            raise ConfigError(
+                f"a node would be replaced after {self.node_timeout:g} s of silence, before its "
+                f"lease of {self.lease:g} s has run out"
+            )
 
 
 class Coordinator:
