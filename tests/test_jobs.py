@@ -139,6 +139,17 @@ def test_more_losses_than_parity_go_on_from_a_complete_checkpoint(
     assert "from_disk" in job.kinds(), job.story()
 
 
+def test_a_lost_spare_does_not_interrupt_training(
+    made: list[Job], tmp_path: Path, two: Result
+) -> None:
+    job = Job(tmp_path, nodes=2, spares=1, protect="xor:2")
+    made.append(job)
+    job.run((6, lose("n2")))
+    assert not difference(job.result(), two), job.story()
+    assert "spare_lost" in job.kinds(), job.story()
+    assert job.kinds().count("trainers_started") == 1, job.story()
+
+
 def test_no_spare_left_is_said(made: list[Job], tmp_path: Path) -> None:
     job = Job(tmp_path, nodes=2, protect="xor:2")
     made.append(job)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from megatron_ft.coordinator.coordinator import Coordinator
@@ -102,7 +104,7 @@ class Membership:
         try:
             endpoint = await self.smps.ensure(node)
         except ControlPlaneError as error:
-            return str(error)
+            return "" if self.without([node]) else str(error)
         self._tell("smp_restarted", f"the SMP of {node} died; a new one took its arenas", node)
         self._coordinator.connect(node, endpoint)
         if self._coordinator.cycle is None:
@@ -110,6 +112,15 @@ class Membership:
         await self._coordinator.refresh()
         self._coordinator.smp_restarted(node)
         return ""
+
+    def without(self, nodes: Sequence[str]) -> bool:
+        """Whether training goes on without these lost nodes: only if all of them are spares."""
+        if not nodes or any(node in self.active for node in nodes):
+            return False
+        for node in nodes:
+            self._give_up(node)
+            self._tell("spare_lost", f"spare {node} is lost; training goes on", node)
+        return True
 
     async def _reachable(self) -> list[str]:
         """Nodes whose SMP runs, started where it does not; their links are connected."""

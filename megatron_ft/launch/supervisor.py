@@ -226,7 +226,10 @@ class Supervisor:
                 if trainers.done():
                     return self._trainers_ended(trainers.result())
                 if silent.done():
-                    return self._silent()
+                    failure = self._silent()
+                    if failure is not None:
+                        return failure
+                    silent = asyncio.create_task(self.coordinator.silent.wait())
                 if beginning.done():
                     beginning.result()
                 reason = await self.members.replace_smp(dead) if dead else ""
@@ -236,10 +239,13 @@ class Supervisor:
             for task in (trainers, silent, beginning):
                 task.cancel()
 
-    def _silent(self) -> Failure:
-        nodes = ", ".join(self.coordinator.silent_nodes(self.coordinator.links))
-        self.observers.tell("silent", f"no heartbeat from {nodes}")
-        return Failure(f"no heartbeat from {nodes}")
+    def _silent(self) -> Failure | None:
+        self.coordinator.silent.clear()
+        lost = self.coordinator.silent_nodes(list(self.coordinator.links))
+        if not lost or self.members.without(lost):
+            return None
+        self.observers.tell("silent", f"no heartbeat from {', '.join(lost)}")
+        return Failure(f"no heartbeat from {', '.join(lost)}")
 
     def _trainers_ended(self, first: TrainerExit) -> Failure | None:
         if first.finished:
