@@ -14,6 +14,9 @@ NODE = "MEGATRON_FT_NODE"
 NODE_DIR = "MEGATRON_FT_NODE_DIR"
 INCARNATION = "MEGATRON_FT_INCARNATION"
 
+RESTORE = "MEGATRON_FT_RESTORE"
+"""Where a life's state comes from: "memory", or "disk" for the framework's own checkpoint."""
+
 SOCKET_NAME = "smp.sock"
 
 

@@ -61,7 +61,7 @@ class Coordinator:
         keys: JobKeys,
         observers: Observers,
         kill_world: Callable[[str], None],
-        timing: Timing = Timing(),  # noqa: B008 -- frozen
+        timing: Timing,
     ) -> None:
         self.links: dict[str, SmpLink] = {}
         self.incarnation = 0

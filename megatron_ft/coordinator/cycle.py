@@ -6,7 +6,7 @@ does the same with random interleavings.  There is at most one snapshot under wa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -277,11 +277,3 @@ class SnapshotCycle:
 
     def _to_all(self, message: m.Message) -> list[Action]:
         return [Send(node, message) for node in self.nodes]
-
-
-def places_of(shards: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Shard to node, refusing a shard that two nodes claim."""
-    places: dict[str, str] = {}
-    for shard_id, node in shards:
-        assert places.setdefault(shard_id, node) == node, f"{shard_id} is on two nodes"
-    return places

@@ -18,6 +18,7 @@ from megatron_ft.coordinator.plan import stripe_orders
 from megatron_ft.coordinator.recovery import RebuildError, Restore, restore
 from megatron_ft.coordinator.registration import Roll, make_arenas, settle_stripes, wait_for_all
 from megatron_ft.disk.native import newest_checkpoint
+from megatron_ft.environment import RESTORE
 from megatron_ft.errors import (
     ControlPlaneError,
     MegatronFTError,
@@ -37,8 +38,6 @@ from megatron_ft.recovery.decide import Decision, decide
 from megatron_ft.recovery.lineage import extend
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.security import JobKeys
-
-RESTORE_VARIABLE = "MEGATRON_FT_RESTORE"
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ class Supervisor:
         try:
             if self.spec.scheme.parity_members and not self.world.wanted:
                 self.world.start(plan.active)
-            extra = {RESTORE_VARIABLE: "memory" if plan.decision.snapshot else "disk"}
+            extra = {RESTORE: "memory" if plan.decision.snapshot else "disk"}
             self.trainers.start(plan.active, plan.incarnation, extra)
             self.observers.tell("trainers_started", f"{self.spec.world_size} trainers started")
             return await self._watch(asyncio.create_task(self._begin_snapshots(roll, plan)))

@@ -8,19 +8,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from megatron_ft.environment import RESTORE
 from megatron_ft.megatron.manager import Manager
 from megatron_ft.megatron.optimizer import optimizer_parts
 from megatron_ft.megatron.state import MegatronState
-
-RESTORE_VARIABLE = "MEGATRON_FT_RESTORE"
-"""Set to ``disk`` by the supervisor when a checkpoint is newer than anything in memory."""
 
 _DISK_SOURCES = ("load", "pretrained_checkpoint")
 
 
 def restores_from_disk(environment: Mapping[str, str] | None = None) -> bool:
     """True if the supervisor decided that this life starts from Megatron's own ``--load``."""
-    return (os.environ if environment is None else environment).get(RESTORE_VARIABLE) == "disk"
+    return (os.environ if environment is None else environment).get(RESTORE) == "disk"
 
 
 @contextmanager
