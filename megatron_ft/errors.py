@@ -75,6 +75,18 @@ class UnrecoverableError(MegatronFTError):
     """No snapshot in memory can be served; the message says which stripe lost what."""
 
 
+class SnapshotUnavailableError(MegatronFTError):
+    """A snapshot cannot be read: a shard is missing or damaged, or it was given up meanwhile."""
+
+
+class CheckpointDamagedError(SnapshotUnavailableError):
+    """A checkpoint on disk lacks a file, or bytes of it are not those that were written."""
+
+
+class DrainError(MegatronFTError):
+    """A snapshot could not be written to disk; what was there before is untouched."""
+
+
 class RestartBudgetError(MegatronFTError):
     """The job failed too often without progress; the message names the repeated failure."""
 

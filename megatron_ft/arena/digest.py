@@ -212,6 +212,11 @@ def verify_shard(data: Bytes, record: SealedRecord, block_bytes: int, algorithm:
     return [int(number) for number in np.flatnonzero(found != table)]
 
 
+def name_blocks(bad: list[int]) -> str:
+    """Numbers of bad blocks for a message, the first 16 of them."""
+    return ", ".join(map(str, bad[:16])) + (", ..." if len(bad) > 16 else "")
+
+
 def tail_is_zero(data: Bytes, record: SealedRecord) -> bool:
     """Whether all bytes from ``used_bytes`` to the region's end are zero, as coding assumes."""
     _check_fits(data, record)

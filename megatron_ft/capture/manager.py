@@ -20,7 +20,7 @@ from megatron_ft.capture.engine import CaptureEngine
 from megatron_ft.capture.fence import Fence
 from megatron_ft.capture.mapping import MappingState
 from megatron_ft.capture.plan import check_replicas, plan_state
-from megatron_ft.capture.restore import compare, pack_meta, restore_shard, verify
+from megatron_ft.capture.restore import compare, restore_shard, verify
 from megatron_ft.capture.run import CaptureRun
 from megatron_ft.capture.state import TrainingState, live_tensors
 from megatron_ft.capture.stats import CaptureStats
@@ -31,6 +31,7 @@ from megatron_ft.errors import CorruptBlockError, LayoutMismatchError
 from megatron_ft.identity import SealedRecord, SnapshotId
 from megatron_ft.identity import shard_id as make_shard_id
 from megatron_ft.shard import ShardLayout
+from megatron_ft.shard_meta import pack_meta
 from megatron_ft.smp.client import TrainerClient
 
 logger = logging.getLogger(__name__)

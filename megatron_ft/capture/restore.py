@@ -6,7 +6,6 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import torch
 
 from megatron_ft.arena import digest
@@ -18,18 +17,7 @@ from megatron_ft.capture.state import AdoptsTensors, TrainingState, live_tensors
 from megatron_ft.errors import CorruptBlockError, LayoutMismatchError
 from megatron_ft.identity import SealedRecord
 from megatron_ft.shard import LayoutEntry, ShardLayout, layout_differences
-
-
-class Meta(msgspec.Struct, frozen=True):
-    """What lies behind the tensors of a slot: the layout, and pickled small objects."""
-
-    layout: bytes
-    objects: bytes
-
-
-def pack_meta(layout_bytes: bytes, objects: dict[str, Any]) -> bytes:
-    """The meta bytes of one snapshot."""
-    return msgspec.msgpack.encode(Meta(layout_bytes, pickle.dumps(objects, protocol=5)))
+from megatron_ft.shard_meta import unpack_meta
 
 
 def verify(arena: Arena, slot: int, record: SealedRecord, report: Callable[[int], None]) -> None:
@@ -42,11 +30,10 @@ def verify(arena: Arena, slot: int, record: SealedRecord, report: Callable[[int]
     bad = digest.verify_shard(arena.data(slot), record, block_bytes, header.digest_algorithm)
     if bad:
         report(len(bad))
-        named = ", ".join(map(str, bad[:16])) + (", ..." if len(bad) > 16 else "")
         raise CorruptBlockError(
             f"shard {record.shard_id}, snapshot {record.snapshot}, slot {slot} of {arena.path}: "
             f"{len(bad)} of its blocks of {block_bytes} bytes do not match their digests "
-            f"({named}); nothing was loaded, rebuild the shard from its stripe"
+            f"({digest.name_blocks(bad)}); nothing was loaded, rebuild the shard from its stripe"
         )
 
 
@@ -59,7 +46,7 @@ def restore_shard(
     holds, which only this user's processes can have written.
     """
     data = arena.data(slot)
-    meta = msgspec.msgpack.decode(digest.read_meta(data, record), type=Meta)
+    meta = unpack_meta(digest.read_meta(data, record))
     layout = ShardLayout.from_bytes(meta.layout)
     _fill(layout, region_tensor(data), state)
     state.load(pickle.loads(meta.objects))

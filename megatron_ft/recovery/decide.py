@@ -8,7 +8,7 @@ everywhere is consistent whether or not its commit was heard of by all.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_ft.identity import SealedRecord, SnapshotId
@@ -71,14 +71,14 @@ def decide(
     whole stripes are gone and nothing can be served.  ``corrupt`` names shards whose
     bytes of a snapshot failed their digests: they count as lost.
     """
-    holdings = _holdings(inventories)
+    holdings = owners(inventories)
     stripes = _stripes(holdings)
     known = sum(len(stripe.members) for stripe in stripes)
     if shard_count is not None and known < shard_count:
         text = f"{shard_count - known} of {shard_count} shards belong to stripes with no survivor"
         return Decision(None, -1, False, stripes, holdings, explanation=text)
     refusals: list[str] = []
-    for snapshot in _candidates(holdings):
+    for snapshot in candidates(holdings):
         losses = {s: _lacking(s, snapshot, holdings, corrupt) for s in stripes}
         problem = _problem(snapshot, losses, holdings)
         if problem is None:
@@ -88,15 +88,15 @@ def decide(
     return Decision(None, -1, False, stripes, holdings, explanation=text)
 
 
-def _holdings(inventories: Sequence[Inventory]) -> dict[str, Holding]:
+def owners(inventories: Sequence[Inventory]) -> dict[str, Holding]:
     """The owner of each shard: the arena of the highest incarnation; older claims own nothing."""
-    owners: dict[str, Holding] = {}
+    found: dict[str, Holding] = {}
     for inventory in inventories:
         for arena in inventory.arenas:
-            other = owners.get(arena.shard_id)
+            other = found.get(arena.shard_id)
             if other is None or other.arena.incarnation < arena.incarnation:
-                owners[arena.shard_id] = Holding(inventory.node, arena)
-    return owners
+                found[arena.shard_id] = Holding(inventory.node, arena)
+    return found
 
 
 def _stripes(holdings: dict[str, Holding]) -> tuple[StripeState, ...]:
@@ -115,7 +115,7 @@ def _stripes(holdings: dict[str, Holding]) -> tuple[StripeState, ...]:
     return tuple(sorted(stripes.values(), key=lambda s: s.members))
 
 
-def _candidates(holdings: dict[str, Holding]) -> list[SnapshotId]:
+def candidates(holdings: Mapping[str, Holding]) -> list[SnapshotId]:
     """Snapshots of the current lineage of which some arena holds complete data, newest first."""
     if not holdings:
         return []

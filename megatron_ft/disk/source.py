@@ -1,0 +1,162 @@
+"""Snapshots to read, in memory or on disk: what drain, export and verify are written against.
+
+A source is made by ``open_live`` (live.py) or ``open_checkpoint`` (checkpoint.py):
+
+    source = open_live(root, job)
+    with open_newest(source) as shards:
+        for shard_id, shard in shards.items():
+            ...  # shard.layout, shard.data, shard.objects
+        shards.check()  # before what was made from them is given its final name
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ft.arena import digest
+from megatron_ft.errors import SnapshotUnavailableError
+from megatron_ft.identity import Ancestor, SealedRecord, SnapshotId
+from megatron_ft.shard import LayoutEntry, ShardLayout
+from megatron_ft.shard_meta import unpack_meta
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SnapshotInfo:
+    """One complete snapshot.  ``level`` is protected or local (in memory), durable (on disk)."""
+
+    snapshot: SnapshotId
+    iteration: int
+    level: str
+
+
+@dataclass(frozen=True)
+class ShardBytes:
+    """One shard whose digests have matched.
+
+    ``data`` is the whole sealed region [0, ``record.used_bytes``), read-only; offsets in
+    ``layout`` count from its start.  ``objects`` is the pickle of the small objects.
+    ``origin`` names the arena or file for messages.
+    """
+
+    record: SealedRecord
+    data: NDArray[np.uint8]
+    layout: ShardLayout
+    objects: bytes
+    block_bytes: int
+    digest_algorithm: int
+    origin: str
+
+    def bytes_of(self, entry: LayoutEntry) -> NDArray[np.uint8]:
+        """The stored bytes of one tensor of the layout, alias or not; a view of ``data``."""
+        return self.data[entry.offset : entry.offset + entry.nbytes]
+
+
+class OpenSnapshot(Mapping[str, ShardBytes]):
+    """All shards of one snapshot by shard id, readable until the source's context ends.
+
+    ``job`` and ``lineage`` say whose it is and what it descends from.
+    """
+
+    def __init__(
+        self,
+        info: SnapshotInfo,
+        job: uuid.UUID,
+        lineage: tuple[Ancestor, ...],
+        shards: Mapping[str, ShardBytes],
+        check: Callable[[], None],
+    ) -> None:
+        self.info, self.job, self.lineage = info, job, lineage
+        self.check = check
+        """SnapshotUnavailableError if memory was reused since it was verified: what was read
+        may then be anything.  Call it after the last read, before the result is published;
+        the end of the context calls it too."""
+        self._shards = dict(shards)
+
+    def __getitem__(self, shard_id: str) -> ShardBytes:
+        return self._shards[shard_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shards)
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+
+class SnapshotSource(Protocol):
+    """A place that holds snapshots of one job."""
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What the last ``snapshots()`` found in the way of being complete, one sentence each."""
+
+    def snapshots(self) -> list[SnapshotInfo]:
+        """The snapshots that every shard is there of, newest first; none is an empty list."""
+
+    def open(self, info: SnapshotInfo) -> AbstractContextManager[OpenSnapshot]:
+        """Verify every byte of one snapshot and hold it until the context ends.
+
+        SnapshotUnavailableError if a shard is missing or damaged, or the snapshot was given
+        up meanwhile; the message names the shard and where it lies.
+        """
+
+
+@contextmanager
+def open_newest(source: SnapshotSource, iteration: int | None = None) -> Iterator[OpenSnapshot]:
+    """Open the newest snapshot that is whole, of ``iteration`` if one is given.
+
+    One that turns out damaged costs a warning, and the next older one is tried.
+    SnapshotUnavailableError, with all reasons, if none can be opened.
+    """
+    reasons: list[str] = []
+    for info in source.snapshots():
+        if iteration not in (None, info.iteration):
+            continue
+        with ExitStack() as opened:
+            try:
+                shards = opened.enter_context(source.open(info))
+            except SnapshotUnavailableError as error:
+                log.warning("iteration %d cannot be used: %s", info.iteration, error)
+                reasons.append(str(error))
+                continue
+            yield shards
+            return
+    which = "complete snapshot" if iteration is None else f"complete snapshot of {iteration}"
+    reasons = reasons or list(source.problems) or ["nothing was committed yet"]
+    raise SnapshotUnavailableError(f"{source} has no {which}: {'; '.join(reasons)}")
+
+
+def verified_shard(
+    data: NDArray[np.uint8],
+    record: SealedRecord,
+    block_bytes: int,
+    algorithm: int,
+    origin: str,
+) -> ShardBytes:
+    """Check every byte of a sealed region and take it apart; nothing is unpickled.
+
+    ``data`` may be longer than the region.  SnapshotUnavailableError names the bad blocks.
+    """
+    bad = digest.verify_shard(data, record, block_bytes, algorithm)
+    if bad:
+        raise SnapshotUnavailableError(
+            f"shard {record.shard_id} of snapshot {record.snapshot} in {origin}: {len(bad)} of its "
+            f"blocks of {block_bytes} bytes do not match their digests ({digest.name_blocks(bad)})"
+        )
+    meta = unpack_meta(digest.read_meta(data, record))
+    layout = ShardLayout.from_bytes(meta.layout)
+    if layout.hash() != record.layout_hash:
+        raise SnapshotUnavailableError(
+            f"shard {record.shard_id} in {origin} holds another layout than its record names"
+        )
+    region = data[: record.used_bytes]
+    return ShardBytes(record, region, layout, meta.objects, block_bytes, algorithm, origin)

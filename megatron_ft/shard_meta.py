@@ -1,0 +1,37 @@
+"""What lies behind the tensors of a sealed region: the layout, and pickled small objects."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import msgspec
+
+from megatron_ft.errors import LayoutMismatchError
+
+
+class Meta(msgspec.Struct, frozen=True):
+    """The small parts of one shard.
+
+    ``layout`` is what ShardLayout.to_bytes() gives, ``objects`` a pickle of a dict by name:
+    unpickle it only after the shard's digests have matched.
+    """
+
+    layout: bytes
+    objects: bytes
+
+
+def pack_meta(layout_bytes: bytes, objects: dict[str, Any]) -> bytes:
+    """The meta bytes of one snapshot."""
+    return msgspec.msgpack.encode(Meta(layout_bytes, pickle.dumps(objects, protocol=5)))
+
+
+def unpack_meta(raw: bytes) -> Meta:
+    """Meta bytes apart again, nothing unpickled; LayoutMismatchError if they are none."""
+    try:
+        return msgspec.msgpack.decode(raw, type=Meta)
+    except msgspec.MsgspecError as error:
+        raise LayoutMismatchError(
+            f"the stored layout and objects ({len(raw)} bytes) cannot be read: {error}; they were "
+            "written by another release, restore with that one"
+        ) from error
