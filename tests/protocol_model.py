@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from protocol_memory import Judge, MemoryArena, MemorySlot, Violation
-from protocol_processes import Encoder, Process, Trainer
+from protocol_processes import Encoder, Process, Reader, Trainer
 
+from megatron_ft.arena.format import SlotState
 from megatron_ft.coordinator import cycle as c
 from megatron_ft.coordinator.cycle import Phase, SnapshotCycle
 from megatron_ft.coordinator.plan import Sizes, create_requests, stripe_orders
+from megatron_ft.identity import SnapshotId
 from megatron_ft.recovery.decide import Decision, StripeState
 from megatron_ft.recovery.lineage import extend
 from megatron_ft.smp import messages as m
@@ -40,6 +42,7 @@ class Shape:
     spares: int
     slots: int
     stripes: int = 1
+    readers: bool = False
 
     def nodes(self) -> list[str]:
         return [f"n{i}" for i in range(self.data + self.parity)]
@@ -277,6 +280,9 @@ class World:
         self.over = False
         self.changed = False
         self.commits = 0
+        self.readers: dict[int, Reader] = {}
+        self.readers_seen = 0
+        self.whole_reads = 0
         self._node_of = {s: i for stripe in self.stripes for i, s in enumerate(stripe.members)}
 
     def places(self) -> dict[str, str]:
@@ -319,6 +325,9 @@ class World:
                 steps += self._node_steps(node)
             else:
                 steps.append((0.05, ("repair", node.name)))
+        for reader in self.readers.values():
+            steps.append((1.0, ("read", reader.number)))
+            steps.append((0.02, ("reader_dies", reader.number)))
         return steps + list(self._job_steps())
 
     def _process_steps(self, p: Process) -> Iterator[tuple[float, Step]]:
@@ -361,6 +370,18 @@ class World:
                     yield 4.0, ("request", node.name, life)
         if node.events and node.reachable:
             yield 4.0, ("event", node.name)
+        if self.shape.readers and len(self.readers) < 2:
+            for snapshot in self._committed_on(node):
+                yield 0.1, ("pin", node.name, snapshot)
+
+    def _committed_on(self, node: Node) -> list[SnapshotId]:
+        """What a reader sees to be committed there, in the headers of all arenas."""
+        seen = [
+            {s.header.snapshot for s in arena.slots if s.header.state == SlotState.COMMITTED}
+            for arena in node.arenas.values()
+        ]
+        found = set.intersection(*seen) if seen else set()
+        return sorted(snapshot for snapshot in found if snapshot is not None)
 
     def _job_steps(self) -> Iterator[tuple[float, Step]]:
         life = self.life
@@ -466,6 +487,49 @@ class World:
         for encoder in self._encoders(world):
             encoder.doomed = True
 
+    # Readers.
+
+    def _do_pin(self, name: str, snapshot: SnapshotId) -> None:
+        node = self.nodes[name]
+        assert node.machine is not None
+        self.readers_seen += 1
+        number = self.readers_seen
+        if isinstance(node.machine.handle(m.Pin(str(number), snapshot, number)), m.Refused):
+            return
+        slots = [
+            (arena.shard, slot)
+            for arena in node.arenas.values()
+            for slot in arena.slots
+            if slot.header.snapshot == snapshot
+        ]
+        life = (node.machine, node.machine.highest_incarnation)
+        self.readers[number] = Reader(number, name, snapshot, slots, life)
+
+    def _do_read(self, number: int) -> None:
+        reader = self.readers[number]
+        reader.step()
+        if reader.done():
+            self._judge_reader(reader)
+            self._do_reader_dies(number)
+
+    def _judge_reader(self, reader: Reader) -> None:
+        machine = self.nodes[reader.node].machine
+        in_force = machine is not None and reader.pinned_by == (
+            machine,
+            machine.highest_incarnation,
+        )
+        if in_force and (reader.wrong() or not reader.unchanged()):
+            raise Violation(f"rule 8: {reader.snapshot} was reused on {reader.node} while pinned")
+        if reader.unchanged() and reader.wrong():
+            raise Violation(f"rule 8: a reader took {reader.wrong()} for {reader.snapshot}")
+        self.whole_reads += reader.unchanged()
+
+    def _do_reader_dies(self, number: int) -> None:
+        reader = self.readers.pop(number)
+        machine = self.nodes[reader.node].machine
+        if machine is not None:
+            machine.reader_gone(str(number))
+
     # Nodes.
 
     def _do_lose(self, name: str) -> None:
@@ -474,6 +538,7 @@ class World:
             self.kill(process)
             process.outbox.clear()
         self.nodes[name] = Node(name, alive=False)
+        self.readers = {k: r for k, r in self.readers.items() if r.node != name}
         self.changed = True
 
     def _on(self, name: str) -> list[Process]:

@@ -261,5 +261,37 @@ class Encoder(Process):
         self.order, self.doomed = None, True
 
 
+@dataclass
+class Reader:
+    """A reader of disk/live.py: it has pinned a snapshot, reads its halves, looks once more.
+
+    ``pinned_by`` is the SMP and the incarnation that the pin is good for.
+    """
+
+    number: int
+    node: str
+    snapshot: SnapshotId
+    slots: list[tuple[str, MemorySlot]]
+    pinned_by: tuple[Any, int]
+    read: list[tuple[str, Tag | None]] = field(default_factory=list)
+
+    def step(self) -> None:
+        shard, slot = self.slots[len(self.read) // HALVES]
+        self.read.append((shard, slot.data[len(self.read) % HALVES]))
+
+    def done(self) -> bool:
+        return len(self.read) == HALVES * len(self.slots)
+
+    def unchanged(self) -> bool:
+        """The last look: whether the headers still name what was read."""
+        return all(
+            slot.header.record is not None and slot.header.record.snapshot == self.snapshot
+            for _, slot in self.slots
+        )
+
+    def wrong(self) -> list[Tag | None]:
+        return [tag for shard, tag in self.read if tag != (self.snapshot, shard)]
+
+
 def _no_arena(shard: str) -> MemoryArena:
     raise AssertionError(f"no arena of {shard}")

@@ -14,7 +14,6 @@ import pytest
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotState
-from megatron_ft.cli.local_query import ask
 from megatron_ft.coordinator.coordinator import Timing
 from megatron_ft.disk.native import TRACKER
 from megatron_ft.errors import (
@@ -28,6 +27,7 @@ from megatron_ft.errors import (
 )
 from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.smp import messages as m
+from megatron_ft.smp.local_query import ask
 from tests.jobs import ROOT, Fault, Job, Result, difference, oracle
 
 pytestmark = pytest.mark.mpi

@@ -251,3 +251,64 @@ def test_an_interrupted_rebuild_leaves_nothing() -> None:
     ok(node, m.Rebuild(LIFE, ONE, 10, WORLD, (order,)))
     node.encoder_gone(WORLD, 1)
     assert state(node) == SlotState.FREE
+
+
+def held(*shards: str) -> NodeMachine:
+    """Two committed snapshots in two slots: the next permit needs the slot of the older."""
+    node = machine(*shards)
+    for snapshot, iteration in ((ONE, 10), (TWO, 12)):
+        ok(node, m.Grant(LIFE, snapshot, iteration))
+        for shard in shards or (HERE,):
+            ok(node, m.Sealed(record_of(snapshot, shard, iteration)))
+        ok(node, m.Commit(LIFE, snapshot, "local"))
+    return node
+
+
+THREE = SnapshotId(LIFE, 3)
+
+
+@pytest.mark.parametrize(
+    ("pin", "unpin"),
+    [
+        (m.Pin("r", ONE, 1), m.Unpin("r")),
+        (m.Hold(LIFE, "r", ONE), m.Unhold(LIFE, "r")),
+        (m.Pin("r", ONE, 1), None),
+    ],
+    ids=["reader", "coordinator", "reader dies"],
+)
+def test_a_pinned_snapshot_keeps_its_slot(pin: m.Message, unpin: m.Message | None) -> None:
+    node = held("dp0", "dp3")
+    assert ok(node, pin) == [] and node.held_back()
+    answer = node.handle(m.Grant(LIFE, THREE, 14))
+    assert isinstance(answer, m.Refused) and answer.error == "PinnedError"
+    if unpin is None:
+        node.reader_gone("r")
+    else:
+        ok(node, unpin)
+    assert not node.held_back()
+    ok(node, m.Grant(LIFE, THREE, 14))
+
+
+def test_a_pin_is_all_or_nothing_on_a_node() -> None:
+    node = held("dp0", "dp3")
+    node.shards["dp3"].forget(lambda snapshot: snapshot == ONE)
+    node.take_effects()
+    answer = node.handle(m.Pin("r", ONE, 1))
+    assert isinstance(answer, m.Refused) and "dp3" in answer.reason
+    assert node.readers() == []
+
+
+def test_a_new_incarnation_voids_pins() -> None:
+    node = held()
+    ok(node, m.Pin("r", ONE, 1))
+    node.trainer_gone(HERE, 1)
+    node.encoder_gone(WORLD, 2)
+    assert node.admit(LIFE + 1) is None
+    assert node.readers() == [] and not node.held_back()
+    ok(node, m.Unpin("r"))
+
+
+def test_a_node_that_waits_for_its_trainer_is_not_held_back() -> None:
+    node = held("dp0", "dp3")
+    ok(node, m.Grant(LIFE, THREE, 14), m.Missed("dp0", THREE), m.Pin("r", TWO, 1))
+    assert not node.held_back(), "dp3 still captures, whoever reads"

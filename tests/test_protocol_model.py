@@ -17,7 +17,7 @@ import protocol_memory
 import pytest
 from protocol_memory import Judge, Violation, record_of
 from protocol_model import Node, Shape, Step, World
-from protocol_processes import Process
+from protocol_processes import Process, Reader
 
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.coordinator.cycle import Action, Phase, SnapshotCycle
@@ -41,6 +41,7 @@ SHAPES = {
     "xor:3, 2 stripes": Shape("xor", 2, 1, spares=1, slots=2, stripes=2),
     "rs:2+2": Shape("rs", 2, 2, spares=1, slots=2),
     "none": Shape("none", 1, 0, spares=0, slots=2),
+    "xor:3, readers": Shape("xor", 2, 1, spares=1, slots=2, readers=True),
 }
 
 
@@ -152,12 +153,14 @@ def test_without_the_lineage_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_no_interleaving_loses_a_snapshot(name: str) -> None:
     """All rules on: I1 and I2 hold after every step, and the walks are not idle ones."""
-    commits = 0
+    commits = reads = 0
     for seed in range(WALKS):
         steps, world, problem = walk(SHAPES[name], seed)
         assert not problem, explain(name, steps)
         commits += world.commits
+        reads += world.whole_reads
     assert commits >= WALKS
+    assert reads >= WALKS * SHAPES[name].readers
 
 
 def explain(name: str, steps: list[Step]) -> str:
@@ -351,9 +354,20 @@ def shadows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(node.NodeMachine, "_collect_changes", collect_changes)
 
 
+def no_pins(patch: pytest.MonkeyPatch) -> None:
+    """A slot is reused in spite of its readers."""
+    patch.setattr(ShardSlots, "pin", lambda self, reader, snapshot: None)
+
+
+def no_second_look(patch: pytest.MonkeyPatch) -> None:
+    """A reader trusts its pin although the SMP that gave it is gone."""
+    patch.setattr(Reader, "unchanged", lambda self: True)
+
+
 LONG_SLEEP = {"suspend": 0.0, "suspend_writing": 2.0, "resume": 0.03, "start_life": 3.0}
 SLOW_DEATH = {**LONG_SLEEP, "suspend_writing": 6.0, "die": 0.005, "give_up": 20.0, "lose": 0.0}
 COME_AND_GO = {"cut": 8.0, "heal": 0.5, "lose": 4.0, "world": 0.2}
+SLOW_READERS = {"read": 0.05, "smp_crash": 5.0}
 RESTARTS = {"start_life": 10.0, "world": 0.1}
 
 
@@ -380,6 +394,8 @@ HOLES: dict[Callable[[pytest.MonkeyPatch], None], Hole] = {
     target_counts_as_whole: Hole("would be served as"),
     anybody_owns: Hole("starts from nothing", 35, bias=COME_AND_GO),
     shadows: Hole("reuses its slot in doubt", 20),
+    no_pins: Hole("while pinned", shape="xor:3, readers", bias=SLOW_READERS),
+    no_second_look: Hole("a reader took", shape="xor:3, readers", bias=SLOW_READERS),
 }
 MOST_WALKS = 200
 

@@ -12,7 +12,7 @@ from protocol_memory import record_of
 
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.identity import SnapshotId
-from megatron_ft.smp.slots import EMPTY_SLOT, ShardSlots, TransitionRefusedError
+from megatron_ft.smp.slots import EMPTY_SLOT, PinnedError, ShardSlots, TransitionRefusedError
 
 SHARD = "dp0"
 ONE, TWO, THREE = (SnapshotId(1, number) for number in (1, 2, 3))
@@ -189,6 +189,71 @@ def test_a_grant_leaves_what_must_stay(before: list[SlotHeader]) -> None:
     elif committed:
         newest = max(h.snapshot for h in committed)  # type: ignore[type-var]
         assert newest in [h.snapshot for h in left]
+
+
+# Readers.
+
+
+@pytest.mark.parametrize("state", SlotState, ids=lambda state: state.name)
+def test_only_what_is_complete_can_be_pinned(state: SlotState) -> None:
+    machine = slots(header(state))
+    if state in (SEALED, PROTECTED, COMMITTED):
+        machine.pin("r", TWO)
+        assert machine.pins == {"r": TWO}
+    else:
+        with pytest.raises(TransitionRefusedError, match=SHARD):
+            machine.pin("r", TWO)
+        assert machine.pins == {}
+
+
+def test_a_pinned_slot_is_granted_only_after_its_last_reader() -> None:
+    machine = slots(header(COMMITTED, ONE), header(COMMITTED, TWO))
+    machine.pin("a", ONE)
+    machine.pin("b", ONE)
+    for reader in ("a", "b"):
+        assert machine.held_back() and not machine.may_grant()
+        with pytest.raises(PinnedError, match="being read"):
+            machine.grant(THREE, 30)
+        machine.unpin(reader)
+    assert not machine.held_back() and machine.grant(THREE, 30) == 0
+
+
+def test_a_third_slot_lets_captures_go_on_beside_a_reader() -> None:
+    machine = slots(header(COMMITTED, ONE), header(COMMITTED, TWO), header(FREE))
+    machine.pin("r", ONE)
+    assert not machine.held_back() and machine.grant(THREE, 30) == 2
+
+
+def test_a_reader_is_not_blamed_for_what_waits_anyway() -> None:
+    machine = slots(header(COMMITTED, ONE), header(ENCODING, TWO))
+    machine.pin("r", ONE)
+    assert not machine.held_back() and not machine.may_grant()
+
+
+def test_rebuild_and_rollback_wait_for_no_reader() -> None:
+    machine = slots(header(COMMITTED, ONE), header(COMMITTED, TWO))
+    machine.pin("r", ONE)
+    assert machine.begin_rebuild(THREE, 30) == 0
+    machine.pin("r", TWO)
+    machine.forget(lambda snapshot: snapshot == TWO)
+    assert states(machine) == [REBUILDING, FREE]
+
+
+@given(
+    st.lists(headers, min_size=1, max_size=4, unique_by=lambda h: h.snapshot or id(h)),
+    st.sets(st.integers(0, 3)),
+)
+@settings(max_examples=300, derandomize=True, deadline=None)
+def test_no_grant_takes_what_is_pinned(before: list[SlotHeader], read: set[int]) -> None:
+    """And with pins a grant is possible only where it was without them."""
+    machine, alone = slots(*before), slots(*before)
+    for index in read & set(range(len(before))):
+        snapshot = before[index].snapshot
+        if snapshot is not None and before[index].state in (SEALED, PROTECTED, COMMITTED):
+            machine.pin(str(index), snapshot)
+    assert (machine.may_grant() or machine.held_back()) == alone.may_grant()
+    if machine.may_grant():
+        assert before[machine.grant(SnapshotId(4, 1), 99)].snapshot not in machine.pins.values()
 
 
 # Abort under a live writer.

@@ -19,11 +19,11 @@ import zmq.asyncio
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import seal
 from megatron_ft.arena.format import SlotState
-from megatron_ft.cli.local_query import ask
 from megatron_ft.coordinator.link import SmpLink
 from megatron_ft.errors import ControlPlaneError, LayoutMismatchError, StaleIncarnationError
 from megatron_ft.identity import Ancestor
 from megatron_ft.smp import messages as m
+from megatron_ft.smp.local_query import ask
 from megatron_ft.smp.security import JobKeys
 from tests.smp_node import SECRET, SmpNode, create, run, snapshot
 
@@ -320,3 +320,129 @@ def test_discard_frees_memory_only_when_nobody_leads(node: SmpNode) -> None:
 
     run(story())
     assert not (node.environment.node_dir / "dp0.arena").exists()
+
+
+READER = """
+import os, sys
+from pathlib import Path
+from megatron_ft.identity import SnapshotId
+from megatron_ft.smp.pin import pinned
+with pinned([Path(p) for p in sys.argv[1:]], SnapshotId(1, 1)):
+    print("pinned", flush=True)
+    sys.stdin.read()
+"""
+
+
+def reader(*nodes: SmpNode) -> subprocess.Popen[str]:
+    """A process that holds snapshot 1.1 until its standard input ends."""
+    folders = [str(node.environment.node_dir) for node in nodes]
+    process = subprocess.Popen(
+        [sys.executable, "-c", READER, *folders],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+async def with_two_commits(node: SmpNode) -> SmpLink:
+    link = await led(node)
+    await link.demand(create(), 30)
+    for sequence in (1, 2):
+        await link.demand(m.Grant(1, snapshot(sequence), 2 * sequence), 30)
+        say(node, capture(node, sequence, sequence - 1))
+        await node.event(m.Sealed)
+        await link.demand(m.Commit(1, snapshot(sequence), "local"), 30)
+    return link
+
+
+async def released(link: SmpLink) -> None:
+    """Until a heartbeat says that no reader is in the way."""
+    for _ in range(300):
+        if not (await link.demand(m.Lease(1, 60.0), 30)).pinned:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("the pin outlived its reader")
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["unpins", "is killed"])
+def test_a_pin_lasts_until_its_reader_has_gone(node: SmpNode, killed: bool) -> None:
+    async def story() -> None:
+        link = await with_two_commits(node)
+        first, second = reader(node), reader(node)
+        third = m.Grant(1, snapshot(3), 6)
+        for process in (first, second):
+            assert (await link.demand(m.Lease(1, 60.0), 30)).pinned
+            answer = await link.ask(third, 30)
+            assert isinstance(answer, m.Refused) and answer.error == "PinnedError"
+            if killed:
+                process.kill()
+            process.communicate(timeout=30)
+        await released(link)
+        await link.demand(third, 30)
+        link.close()
+
+    run(story())
+
+
+def test_a_new_incarnation_waits_for_no_reader(node: SmpNode) -> None:
+    async def story() -> None:
+        link = await with_two_commits(node)
+        process = reader(node)
+        await link.demand(m.Admit(2, 60.0), 30)
+        await link.demand(m.Grant(2, snapshot(1, 2), 6), 30)
+        assert process.poll() is None, "a reader is never killed"
+        _, errors = process.communicate(timeout=30)
+        assert (process.returncode, errors) == (0, "")
+        link.close()
+
+    run(story())
+
+
+def test_a_pin_that_one_node_refuses_holds_no_other(tmp_path: Path, node: SmpNode) -> None:
+    other = SmpNode(tmp_path, "node1")
+    other.start()
+
+    async def story() -> None:
+        link = await with_two_commits(node)
+        away = await led(other)
+        await away.demand(create(), 30)
+        process = reader(node, other)
+        _, errors = process.communicate(timeout=30)
+        assert "cannot be held in" in errors and "node1" in errors
+        assert not (await link.demand(m.Lease(1, 60.0), 30)).pinned
+        await link.demand(m.Grant(1, snapshot(3), 6), 30)
+        for one in (link, away):
+            one.close()
+
+    try:
+        run(story())
+    finally:
+        other.kill()
+
+
+def test_a_node_without_an_smp_needs_no_pin(tmp_path: Path) -> None:
+    node = SmpNode(tmp_path)
+    node.start()
+    asyncio.run(node.endpoint())
+    node.kill()
+    process = reader(node)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (0, "")
+
+
+def test_a_dead_process_cannot_pin(node: SmpNode) -> None:
+    async def story() -> None:
+        link = await with_two_commits(node)
+        gone = subprocess.Popen(["true"])
+        gone.wait()
+        answer = ask(node.environment.socket, m.Pin("r", snapshot(1), gone.pid))
+        assert isinstance(answer, m.Refused)
+        assert not (await link.demand(m.Lease(1, 60.0), 30)).pinned
+        link.close()
+
+    run(story())

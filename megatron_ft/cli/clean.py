@@ -19,11 +19,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ft.cli.local_query import ask
 from megatron_ft.environment import JOB, NODE_DIR, SOCKET_NAME
 from megatron_ft.errors import ConfigError, ControlPlaneError
 from megatron_ft.launch.job_state import JobState, state_folder
 from megatron_ft.launch.virtual import default_root
+from megatron_ft.smp.local_query import ask
 from megatron_ft.smp.messages import Discard, Ok
 
 EXIT_CODES = {1: "the job given with --job still runs and was left alone"}

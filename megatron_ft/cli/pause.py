@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_ft.cli.local_query import ask, sockets
 from megatron_ft.errors import ControlPlaneError
 from megatron_ft.launch.virtual import default_root
 from megatron_ft.smp import messages as m
+from megatron_ft.smp.local_query import ask, sockets
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

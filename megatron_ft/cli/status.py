@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.arena.format import SlotState
-from megatron_ft.cli.local_query import ask, sockets
 from megatron_ft.errors import ControlPlaneError
 from megatron_ft.launch.virtual import default_root
 from megatron_ft.smp import messages as m
+from megatron_ft.smp.local_query import ask, sockets
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,6 +114,7 @@ def _headline(job: dict[str, Any]) -> str:
             f"iteration {protected['iteration']} a node loss"
         )
     paused = ", snapshots paused" if summary.get("paused") else ""
+    paused += ", snapshots skipped for a reader" if summary.get("held") else ""
     return (
         f"incarnation {summary['incarnation']}, iteration {summary['iteration']}, "
         f"encoders {summary['encoders']}{paused}; {exposed}"

@@ -19,6 +19,7 @@ import zmq.asyncio
 from megatron_ft.coordinator.cycle import Ended, KillWorld, Phase, Send, SnapshotCycle
 from megatron_ft.coordinator.events import Observers
 from megatron_ft.coordinator.link import SmpLink
+from megatron_ft.coordinator.skips import Skips
 from megatron_ft.errors import ConfigError, ControlPlaneError
 from megatron_ft.identity import SnapshotId
 from megatron_ft.smp import messages as m
@@ -72,7 +73,9 @@ class Coordinator:
         self.protected: tuple[SnapshotId, int] | None = None
         self.restoring: SnapshotId | None = None
         self.progress: dict[str, int] = {}
+        self.skips = Skips()
         self._paused_on: set[str] = set()
+        self._pinned_on: set[str] = set()
         self.world = ""
         self.world_nodes: tuple[str, ...] = ()
         self.silent = asyncio.Event()
@@ -89,6 +92,11 @@ class Coordinator:
     def paused(self) -> bool:
         """Whether some node was told to stop snapshots; one is enough for the whole job."""
         return bool(self._paused_on & self.links.keys())
+
+    @property
+    def pinned(self) -> bool:
+        """Whether some node has no slot for a snapshot but those that readers hold."""
+        return bool(self._pinned_on & self.links.keys())
 
     def connect(self, node: str, endpoint: str) -> None:
         """Use ``endpoint`` for ``node`` from now on."""
@@ -140,9 +148,9 @@ class Coordinator:
 
     def _heard(self, answer: m.LeaseAnswer) -> None:
         before = self.paused
-        self._paused_on = (self._paused_on - {answer.node}) | (
-            {answer.node} if answer.paused else set()
-        )
+        for nodes, stated in ((self._paused_on, answer.paused), (self._pinned_on, answer.pinned)):
+            nodes.discard(answer.node)
+            nodes |= {answer.node} if stated else set()
         if self.paused != before:
             word = "paused" if self.paused else "resumed"
             self.observers.tell(word, f"snapshots {word} by request")
@@ -212,7 +220,7 @@ class Coordinator:
             if cycle.phase == Phase.IDLE and not self.paused:
                 await self.refresh()
                 fastest = max((self.progress.get(s, -1) for s in cycle.places), default=-1)
-                if self.cycle is cycle and cycle.phase == Phase.IDLE:
+                if self.cycle is cycle and cycle.phase == Phase.IDLE and self._unread(fastest):
                     self._perform(cycle, cycle.propose(fastest, self.usable_world))
             elif cycle.phase == Phase.ENCODING and self._encoding_too_long():
                 reason = f"no parity after {self.timing.encode_timeout:.0f} s"
@@ -222,6 +230,19 @@ class Coordinator:
                 await asyncio.wait_for(self._kick.wait(), 0.25)
             except asyncio.TimeoutError:
                 continue
+
+    def _unread(self, fastest: int) -> bool:
+        """Whether no reader is in the way; the observers hear once of each time that one is."""
+        if self.pinned:
+            if self.skips.begin(fastest):
+                self.observers.tell("held", "a reader holds a snapshot: captures are skipped")
+            return False
+        assert self.cycle is not None
+        skipped = self.skips.end(fastest, self.cycle.interval)
+        if skipped is not None:
+            text = f"the reader is done: captures go on, {skipped} were skipped"
+            self.observers.tell("released", text, skipped=skipped)
+        return True
 
     def _encoding_too_long(self) -> bool:
         return time.monotonic() - self._encoding_since > self.timing.encode_timeout
@@ -309,6 +330,8 @@ class Coordinator:
             "nodes": sorted(self.links),
             "encoders": "up" if self.usable_world else "down",
             "paused": self.paused,
+            "held": self.pinned,
+            "skipped": self.skips.total,
             "iteration": max(self.progress.values(), default=-1),
             "committed": None
             if snapshot is None

@@ -21,6 +21,7 @@ from megatron_ft.identity import Ancestor, SealedRecord, SnapshotId
 from megatron_ft.recovery.decide import Holding, candidates, owners
 from megatron_ft.smp.messages import Inventory, SlotReport
 from megatron_ft.smp.node import NodeMachine
+from megatron_ft.smp.pin import pinned
 from megatron_ft.smp.store import SUFFIX, ArenaStore
 
 
@@ -75,7 +76,11 @@ class LiveSource:
         """See SnapshotSource."""
         with scan(self._folders) as memory:
             shards = self._known | _members(memory.holdings)
-            with hold(memory, info, shards) as opened:
+            nodes = {memory.holdings[s].node for s in shards if s in memory.holdings}
+            with (
+                pinned([memory.folders[node] for node in sorted(nodes)], info.snapshot),
+                hold(memory, info, shards) as opened,
+            ):
                 yield opened
 
 

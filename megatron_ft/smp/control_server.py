@@ -107,6 +107,7 @@ class ControlServer:
             progress=host.store.progress(),
             encoder_world=host.machine.world,
             resident_bytes=resident_bytes(),
+            pinned=host.machine.held_back(),
         )
 
     async def _admit(self, identity: bytes, request: m.Admit) -> m.Message:
@@ -126,6 +127,7 @@ class ControlServer:
         host.restore = None
         host.preparing.clear()
         host.machine.admit(request.incarnation)
+        host.readers.forget_all()
         host.store.forget_progress()
         return m.Inventory(
             node=host.machine.node,

@@ -37,13 +37,17 @@ class Lease(Message, frozen=True):
 
 
 class LeaseAnswer(Message, frozen=True):
-    """Heartbeat of the SMP.  ``progress`` maps shard ids to their last finished iteration."""
+    """Heartbeat of the SMP.  ``progress`` maps shard ids to their last finished iteration.
+
+    ``pinned`` says that a Grant would be refused now, only because readers hold snapshots.
+    """
 
     node: str
     paused: bool
     progress: dict[str, int]
     encoder_world: str
     resident_bytes: int
+    pinned: bool = False
 
 
 class Admit(Message, frozen=True):
@@ -167,6 +171,21 @@ class Abort(Message, frozen=True):
     incarnation: int
     snapshot: SnapshotId
     reason: str
+
+
+class Hold(Message, frozen=True):
+    """Pin ``snapshot`` for the coordinator itself, until Unhold or the next incarnation."""
+
+    incarnation: int
+    reader: str
+    snapshot: SnapshotId
+
+
+class Unhold(Message, frozen=True):
+    """End a Hold; answered by Ok, also when there is none."""
+
+    incarnation: int
+    reader: str
 
 
 class RestoreReady(Message, frozen=True):

@@ -23,6 +23,7 @@ from megatron_ft.smp.node import (
     ToCoordinator,
     ToTrainer,
 )
+from megatron_ft.smp.readers import Readers
 from megatron_ft.smp.state_file import NodeState
 from megatron_ft.smp.store import ArenaStore
 from megatron_ft.smp.writers import Writer, Writers
@@ -42,6 +43,7 @@ class NodeHost:
         self.machine = NodeMachine(environment.node)
         self.store = ArenaStore(environment.node_dir, job)
         self.writers = Writers(environment.node_dir, self._writer_died)
+        self.readers = Readers(self.machine.reader_gone)
         self.state = NodeState.load(environment.node_dir)
         self.retired = asyncio.Event()
         self.lease_until = 0.0

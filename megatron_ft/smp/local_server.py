@@ -1,4 +1,4 @@
-"""The SMP's Unix socket: trainers, encoders and the command line of the same machine."""
+"""The SMP's Unix socket: trainers, encoders, readers and the command line, same machine."""
 
 from __future__ import annotations
 
@@ -72,8 +72,21 @@ class LocalServer:
             return m.Ok()
         if isinstance(message, m.Discard):
             return await self._discard()
+        if isinstance(message, m.Pin):
+            return self._pin(message)
+        if isinstance(message, m.Unpin):
+            self._host.readers.forget(message.reader)
+            return self._host.machine.handle(message)
         reason = f"{type(message).__name__} does not belong on the Unix socket"
         return m.Refused("ControlPlaneError", reason)
+
+    def _pin(self, message: m.Pin) -> m.Message:
+        """Watch the reader first: a pin of one that is dead already would last for ever."""
+        self._host.readers.watch(message.reader, message.pid)
+        answer = self._host.machine.handle(message)
+        if isinstance(answer, m.Refused):
+            self._host.readers.forget(message.reader)
+        return answer
 
     async def _discard(self) -> m.Message:
         if time.monotonic() < self._host.lease_until:

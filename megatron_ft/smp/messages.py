@@ -1,6 +1,6 @@
 """Typed messages of the control plane, as msgspec structs in MessagePack.
 
-Three conversations use them: trainer and SMP, encoder and SMP (Unix socket), and
+Four conversations use them: trainer, encoder or reader and SMP (Unix socket), and
 coordinator and SMP (TCP).  A message is one frame; its struct's tag says what it is.
 Lengths are bytes.  Nothing here moves tensor bytes.
 """
@@ -24,6 +24,7 @@ from megatron_ft.smp.coordinator_messages import (
     Encode,
     Event,
     Grant,
+    Hold,
     Inventory,
     Lease,
     LeaseAnswer,
@@ -35,6 +36,7 @@ from megatron_ft.smp.coordinator_messages import (
     SlotReport,
     Status,
     StatusRequest,
+    Unhold,
     WriterGone,
 )
 from megatron_ft.smp.encoder_messages import (
@@ -54,6 +56,7 @@ from megatron_ft.smp.message_base import (
     Ok,
     Refused,
 )
+from megatron_ft.smp.reader_messages import Pin, Unpin
 from megatron_ft.smp.trainer_messages import (
     Abandoned,
     CaptureCost,
@@ -89,6 +92,7 @@ __all__ = [
     "Event",
     "Grant",
     "Hello",
+    "Hold",
     "Inventory",
     "Lease",
     "LeaseAnswer",
@@ -99,6 +103,7 @@ __all__ = [
     "OrderFailed",
     "Outcome",
     "Pause",
+    "Pin",
     "Prepare",
     "Prepared",
     "Rebuild",
@@ -112,9 +117,11 @@ __all__ = [
     "SlotFreed",
     "SlotReport",
     "Status",
-    "Unfit",
     "StatusRequest",
     "StripeOrder",
+    "Unfit",
+    "Unhold",
+    "Unpin",
     "VerifyOrder",
     "Welcome",
     "WriterGone",
@@ -161,9 +168,13 @@ AnyMessage = (
     | RestoreReady
     | ArenasReady
     | Retire
+    | Hold
+    | Unhold
     | Event
     | Pause
     | Discard
+    | Pin
+    | Unpin
     | StatusRequest
     | Status
 )

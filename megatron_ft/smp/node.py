@@ -18,7 +18,7 @@ from megatron_ft.errors import StaleIncarnationError
 from megatron_ft.identity import Ancestor, SnapshotId
 from megatron_ft.recovery.lineage import on_lineage
 from megatron_ft.smp import messages as m
-from megatron_ft.smp.slots import ShardSlots, TransitionRefusedError, WorldGoneError
+from megatron_ft.smp.slots import PinnedError, ShardSlots, TransitionRefusedError, WorldGoneError
 
 
 @dataclass(frozen=True)
@@ -196,13 +196,41 @@ class NodeMachine:
         if world != self.world:
             raise WorldGoneError(f"encoder world {world} is gone; now {self.world or '-'}")
 
+    # Readers.
+
+    def _pin(self, message: m.Pin | m.Hold) -> m.Message:
+        for slots in self.shards.values():
+            slots.check_pinnable(message.snapshot)
+        for slots in self.shards.values():
+            slots.pin(message.reader, message.snapshot)
+        return m.Ok()
+
+    def _unpin(self, message: m.Unpin | m.Unhold) -> m.Message:
+        self.reader_gone(message.reader)
+        return m.Ok()
+
+    def reader_gone(self, reader: str) -> None:
+        """The reader is dead or done: what it held may be reused."""
+        for slots in self.shards.values():
+            slots.unpin(reader)
+
+    def readers(self) -> list[str]:
+        """Names of the readers that hold some snapshot here."""
+        return sorted({reader for slots in self.shards.values() for reader in slots.pins})
+
+    def held_back(self) -> bool:
+        """Whether readers are all that is in the way of a Grant."""
+        free = all(slots.may_grant() or slots.held_back() for slots in self.shards.values())
+        return free and any(slots.held_back() for slots in self.shards.values())
+
     # The coordinator.
 
     def admit(self, incarnation: int) -> m.Refused | None:
         """Accept a new incarnation, once every older writer of the node is dead.
 
         The caller has stored the number and killed the writers before; here their
-        unfinished work is dropped.  A number that is not higher is refused.
+        unfinished work is dropped, and pins are void: a recovery waits for no reader.  A
+        number that is not higher is refused.
         """
         if incarnation <= self.highest_incarnation:
             return m.Refused(
@@ -212,6 +240,7 @@ class NodeMachine:
         assert not self.trainers and not self.world
         self.highest_incarnation = incarnation
         for slots in self.shards.values():
+            slots.pins.clear()
             slots.capture_ended()
             slots.encoder_gone()
         self._drop_permits()
@@ -228,6 +257,8 @@ class NodeMachine:
         return not on_lineage(snapshot, lineage)
 
     def _grant(self, message: m.Grant) -> m.Message:
+        if self.held_back():
+            raise PinnedError(f"snapshots are being read: {', '.join(self.readers())}")
         for slots in self.shards.values():
             if not slots.may_grant():
                 raise TransitionRefusedError(f"{slots.shard_id} has no free slot")
@@ -352,6 +383,10 @@ class NodeMachine:
         m.Rebuild: _rebuild,
         m.Commit: _commit,
         m.Abort: _abort,
+        m.Pin: _pin,
+        m.Unpin: _unpin,
+        m.Hold: _pin,
+        m.Unhold: _unpin,
     }
 
 

@@ -7,7 +7,7 @@ snapshot alive is a method of its own; the model test switches them off one by o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from megatron_ft.arena.format import SlotHeader, SlotState
@@ -32,6 +32,10 @@ class TransitionRefusedError(MegatronFTError):
     """The slot is not in a state in which the request makes sense; nothing was changed."""
 
 
+class PinnedError(TransitionRefusedError):
+    """There would be room for a snapshot if a reader did not hold what lies there."""
+
+
 class WorldGoneError(TransitionRefusedError):
     """The message belongs to an encoder world that is not, or no longer, the node's."""
 
@@ -43,12 +47,16 @@ class ShardSlots:
     A slot that was aborted while its writer was alive is *ending*: its header has lost
     its iteration, so that a restarted SMP knows it too.  It becomes free only when that
     writer says that it has stopped, or has died.
+
+    ``pins`` names the snapshot that each reader is reading.  They are not in any header:
+    a restarted SMP has none, and readers look at headers again after their last read.
     """
 
     def __init__(self, shard_id: str, slots: list[SlotHeader]) -> None:
         self.shard_id = shard_id
         self.slots = list(slots)
         self.changes: list[tuple[int, SlotHeader]] = []
+        self.pins: dict[str, SnapshotId] = {}
 
     def find(self, snapshot: SnapshotId) -> int | None:
         """The slot that belongs to ``snapshot``, if one does."""
@@ -112,14 +120,46 @@ class ShardSlots:
         capturing = any(slot.state == SlotState.CAPTURING for slot in self.slots)
         return not capturing and self.victim() is not None
 
+    def held_back(self) -> bool:
+        """Whether ``may_grant`` would hold if there were no readers."""
+        capturing = any(slot.state == SlotState.CAPTURING for slot in self.slots)
+        return not capturing and self.victim() is None and self._oldest_reusable() is not None
+
     def victim(self) -> int | None:
-        """The slot for the next snapshot: a free one, else the oldest that may be reused."""
-        usable = [i for i in range(len(self.slots)) if self.may_reuse(i)]
+        """The slot for the next snapshot: a free one, else the oldest that nobody needs."""
+        return self._oldest_reusable(spared=self.pins.values())
+
+    def _oldest_reusable(self, spared: Collection[SnapshotId] = ()) -> int | None:
+        usable = [
+            i
+            for i, slot in enumerate(self.slots)
+            if self.may_reuse(i) and (slot.state == SlotState.FREE or slot.snapshot not in spared)
+        ]
         return min(usable, key=lambda i: _age(self.slots[i]), default=None)
+
+    def check_pinnable(self, snapshot: SnapshotId) -> None:
+        """TransitionRefusedError unless the snapshot is complete here."""
+        index = self._expect(snapshot, SlotState.SEALED, SlotState.PROTECTED, SlotState.COMMITTED)
+        assert not self.ending(index)
+
+    def pin(self, reader: str, snapshot: SnapshotId) -> None:
+        """Keep the slot of a complete snapshot from being granted until ``unpin``.
+
+        What must not wait for a reader (abort, rebuild, a new lineage) does not: the slot
+        then changes its header before its bytes, as the reader will see.
+        """
+        self.check_pinnable(snapshot)
+        self.pins[reader] = snapshot
+
+    def unpin(self, reader: str) -> None:
+        """The reader is done, or dead."""
+        self.pins.pop(reader, None)
 
     def grant(self, snapshot: SnapshotId, iteration: int) -> int:
         """Give a slot to the trainer: FREE to CAPTURING.  Returns the slot's number."""
         index = self.victim()
+        if self.held_back():
+            raise PinnedError(f"{self.shard_id} has no slot for {snapshot} but those being read")
         if index is None or not self.may_grant():
             raise TransitionRefusedError(f"{self.shard_id} has no free slot for {snapshot}")
         self._put(
@@ -227,7 +267,7 @@ class ShardSlots:
         """Make a slot the target of a rebuild: lost until its digests have matched."""
         index = self.find(snapshot)
         if index is None:
-            index = self.victim()
+            index = self._oldest_reusable()
         if index is None:
             raise TransitionRefusedError(f"{self.shard_id} has no slot to rebuild {snapshot} in")
         self._put(

@@ -1,0 +1,42 @@
+"""The processes that read snapshots of a node, watched through pidfds and never killed.
+
+Nothing is stored: an SMP that is restarted has forgotten them, which they notice by the
+header of the slot that they read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+
+class Readers:
+    """Live readers by name.  ``on_death`` is called with the name, from the event loop."""
+
+    def __init__(self, on_death: Callable[[str], None]) -> None:
+        self._on_death = on_death
+        self._pidfds: dict[str, int] = {}
+
+    def watch(self, reader: str, pid: int) -> None:
+        """Watch a process under this name; ProcessLookupError if it is dead already."""
+        self.forget(reader)
+        pidfd = os.pidfd_open(pid)
+        self._pidfds[reader] = pidfd
+        asyncio.get_running_loop().add_reader(pidfd, self._died, reader)
+
+    def forget(self, reader: str) -> None:
+        """Watch it no more; one that is unknown is none of ours."""
+        pidfd = self._pidfds.pop(reader, None)
+        if pidfd is not None:
+            asyncio.get_running_loop().remove_reader(pidfd)
+            os.close(pidfd)
+
+    def forget_all(self) -> None:
+        """A new incarnation was admitted: all pins are void."""
+        for reader in list(self._pidfds):
+            self.forget(reader)
+
+    def _died(self, reader: str) -> None:
+        self.forget(reader)
+        self._on_death(reader)
