@@ -14,7 +14,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from importlib import import_module
 from types import TracebackType
 from typing import Any
@@ -28,6 +27,7 @@ from megatron_ft.erasure.checks import CorruptMemberError
 from megatron_ft.erasure.orders import Order, OrderRunner
 from megatron_ft.erasure.transport import Transport
 from megatron_ft.errors import ControlPlaneError
+from megatron_ft.priority import lower_priority
 from megatron_ft.smp.messages import (
     EncodeOrder,
     EncoderHello,
@@ -43,7 +43,6 @@ from megatron_ft.smp.messages import (
 
 WELCOME_SECONDS = 60.0
 FLUSH_SECONDS = 5.0
-NICENESS = 10
 
 EXIT_FAILED = 1
 EXIT_SMP_GONE = 3
@@ -136,15 +135,6 @@ def _carry_out(runner: OrderRunner, order: Order, smp: SmpConnection) -> None:
         reason = f"{type(error).__name__}: {error}"
         smp.send(OrderFailed(order.snapshot, order.world, reason, corrupt))
         raise
-
-
-def lower_priority() -> None:
-    """Leave the processor and the disk to training; what cannot be lowered stays as it is."""
-    with suppress(OSError):
-        os.nice(NICENESS)
-    with suppress(ImportError, OSError, AttributeError):
-        psutil = import_module("psutil")
-        psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

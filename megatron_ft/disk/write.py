@@ -1,0 +1,135 @@
+"""Writing one snapshot as a checkpoint: shard files by anybody, the manifest last.
+
+A checkpoint is a folder with a manifest.  Until that is there, the folder is nothing, and
+what else is in the drain folder is as it was.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ft.arena import digest
+from megatron_ft.disk import manifest as mf
+from megatron_ft.disk import safetensors as st
+from megatron_ft.disk.durable import Disk
+from megatron_ft.disk.manifest import Manifest, ShardFile
+from megatron_ft.disk.pace import Pace
+from megatron_ft.disk.source import OpenSnapshot, ShardBytes, SnapshotInfo
+from megatron_ft.errors import CheckpointDamagedError, DrainError, SnapshotUnavailableError
+from megatron_ft.identity import Ancestor
+
+PIECE_BYTES = 4 << 20
+
+
+def write_shards(
+    shards: OpenSnapshot, folder: Path, disk: Disk | None = None, pace: Pace | None = None
+) -> int:
+    """Write these shards into a checkpoint's folder; bytes written.
+
+    Every byte is checked once more after it was copied out of the arena.  OSError from the
+    disk, SnapshotUnavailableError if the memory was reused meanwhile.
+    """
+    disk, pace = disk or Disk(), pace or Pace(0)
+    disk.make_folder(folder)
+    written = 0
+    for shard_id, shard in shards.items():
+        path = folder / f"{shard_id}{mf.SHARD_SUFFIX}"
+        disk.write_file(path, _pieces(shard, shards.job, pace))
+        shards.check()
+        written += path.stat().st_size
+    return written
+
+
+def _pieces(shard: ShardBytes, job: uuid.UUID, pace: Pace) -> Iterator[object]:
+    header = st.ShardHeader(shard.record, shard.block_bytes, shard.digest_algorithm, str(job))
+    yield st.pack_header(header, shard.layout)
+    table = digest.digest_table(shard.data, shard.record)
+    if digest.digest_root(table, shard.record) != shard.record.digest_root:
+        raise SnapshotUnavailableError(
+            f"the digest table in {shard.origin} changed under the drain"
+        )
+    blocks = max(1, PIECE_BYTES // shard.block_bytes)
+    for first in range(0, table.size, blocks):
+        piece = _checked_copy(shard, first, table[first : first + blocks])
+        yield piece.data
+        pace.after(piece.size)
+    yield np.ascontiguousarray(table, dtype="<u8").data
+
+
+def _checked_copy(shard: ShardBytes, first: int, expected: NDArray[np.uint64]) -> NDArray[np.uint8]:
+    """Blocks ``first`` and following, copied and then compared with their digests."""
+    start = first * shard.block_bytes
+    stop = min(start + expected.size * shard.block_bytes, shard.record.digest_offset)
+    copy: NDArray[np.uint8] = shard.data[start:stop].copy()
+    found = np.empty_like(expected)
+    digest.digest_blocks(copy, shard.block_bytes, shard.digest_algorithm, found)
+    bad = [first + int(number) for number in np.flatnonzero(found != expected)]
+    if bad:
+        raise SnapshotUnavailableError(
+            f"shard {shard.record.shard_id} in {shard.origin} changed while it was drained: "
+            f"blocks {digest.name_blocks(bad)} no longer match their digests"
+        )
+    return copy
+
+
+def publish(
+    folder: Path,
+    info: SnapshotInfo,
+    job: uuid.UUID,
+    lineage: tuple[Ancestor, ...],
+    shard_count: int,
+    disk: Disk | None = None,
+) -> Manifest:
+    """Make a folder of ``shard_count`` shard files a checkpoint.
+
+    DrainError if files are missing, or are not of this snapshot.
+    """
+    files = dict(_shard_file(path, info, job) for path in shard_paths(folder))
+    if len(files) != shard_count:
+        raise DrainError(
+            f"{folder} has {len(files)} shards of {shard_count}: some node wrote to another disk "
+            "(the drain folder must be on a file system that all nodes share), or not at all"
+        )
+    manifest = Manifest(
+        format_version=mf.FORMAT_VERSION,
+        job=job,
+        snapshot=info.snapshot,
+        iteration=info.iteration,
+        level=info.level,
+        lineage=lineage,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        shards=files,
+    )
+    (disk or Disk()).write_file(folder / mf.NAME, [manifest.to_json()])
+    return manifest
+
+
+def shard_paths(folder: Path) -> Collection[Path]:
+    """The shard files in a checkpoint's folder; temporary ones are none."""
+    return sorted(folder.glob(f"[!.]*{mf.SHARD_SUFFIX}"))
+
+
+def _shard_file(path: Path, info: SnapshotInfo, job: uuid.UUID) -> tuple[str, ShardFile]:
+    """A shard's line of the manifest, from what its file says of itself."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(st.LENGTH_BYTES)
+            rest = st.header_length(start, str(path)) - st.LENGTH_BYTES
+            raw = start + file.read(rest)
+        header = st.unpack_header(raw, str(path))
+    except CheckpointDamagedError as error:
+        raise DrainError(f"a shard was not written as it should be: {error}") from error
+    record = header.record
+    if (record.snapshot, header.job) != (info.snapshot, str(job)):
+        raise DrainError(f"{path} is of snapshot {record.snapshot} of job {header.job}; remove it")
+    size = path.stat().st_size
+    if size != len(raw) + record.used_bytes:
+        raise DrainError(f"{path} has {size} bytes instead of {len(raw) + record.used_bytes}")
+    line = ShardFile(path.name, size, st.header_digest(raw), record.digest_root.hex())
+    return record.shard_id, line

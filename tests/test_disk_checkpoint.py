@@ -1,0 +1,457 @@
+"""Checkpoints: what stock tools see, what damage is found, and what a crash leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+
+from megatron_ft.disk import manifest as mf
+from megatron_ft.disk.checkpoint import open_checkpoint
+from megatron_ft.disk.durable import Disk
+from megatron_ft.disk.live import open_live
+from megatron_ft.disk.manifest import Manifest, folder_name
+from megatron_ft.disk.pace import Pace
+from megatron_ft.disk.retention import clean_up, superfluous
+from megatron_ft.disk.source import OpenSnapshot, open_newest
+from megatron_ft.disk.write import publish, write_shards
+from megatron_ft.errors import (
+    CheckpointDamagedError,
+    ConfigError,
+    DrainError,
+    SnapshotUnavailableError,
+)
+from megatron_ft.identity import SnapshotId
+from tests.disk_samples import JOB, Memory
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Memory:
+    memory = Memory(tmp_path / "shm")
+    memory.commit(1, 10)
+    memory.commit(2, 20)
+    return memory
+
+
+def drain(memory: Memory, into: Path, iteration: int, disk: Disk | None = None) -> Path:
+    """What `megatron-ft drain` does: write, publish, keep two."""
+    with open_newest(open_live(memory.root, memory.job), iteration) as shards:
+        folder = into / folder_name(JOB, iteration, shards.info.snapshot)
+        write_shards(shards, folder, disk)
+        publish(folder, shards.info, JOB, shards.lineage, len(shards), disk)
+    clean_up(into, JOB, 2, disk)
+    return folder
+
+
+def same(one: OpenSnapshot, other: OpenSnapshot) -> bool:
+    return (
+        one.keys() == other.keys()
+        and all(bytes(one[s].data) == bytes(other[s].data) for s in one)
+        and all(one[s].record == other[s].record for s in one)
+    )
+
+
+def test_a_checkpoint_gives_back_what_the_arenas_hold(memory: Memory, tmp_path: Path) -> None:
+    folder = drain(memory, tmp_path / "disk", 20)
+    live = open_live(memory.root, memory.job)
+    with open_newest(live) as shards, open_newest(open_checkpoint(folder)) as stored:
+        assert same(shards, stored) and stored.lineage == shards.lineage and stored.job == JOB
+        assert stored.info.level == "durable" and stored.info.iteration == 20
+        assert stored["dp0"].layout == memory.layout
+        assert pickle.loads(stored["dp1"].objects) == {"iteration": 20}
+        assert not stored["dp0"].data.flags.writeable
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "dp0.safetensors",
+        "dp1.safetensors",
+        "manifest.json",
+    ]
+
+
+def test_stock_safetensors_reads_every_tensor(memory: Memory, tmp_path: Path) -> None:
+    folder = drain(memory, tmp_path / "disk", 20)
+    with open_newest(open_live(memory.root, memory.job)) as shards:
+        shard = shards["dp1"]
+        stored = {e.name: shard.bytes_of(e).tobytes() for e in shard.layout.entries}
+        metadata = shard.data[shard.record.meta_offset :][: shard.record.meta_bytes].tobytes()
+    path = folder / "dp1.safetensors"
+    with safetensors.safe_open(path, framework="pt") as file:
+        names = {name for name in file.keys() if not name.startswith("__megatron_ft__.gap")}
+        assert names == {
+            *{"weight", "half", "part", "empty", "flag", "spectrum"},
+            *{"__megatron_ft__.meta", "__megatron_ft__.digests"},
+        }
+        for name in names & stored.keys():
+            tensor = file.get_tensor(name)
+            raw = b"" if not tensor.numel() else _bytes(tensor)
+            assert raw == stored[name], name
+        assert list(file.get_slice("weight").get_shape()) == [100, 3]
+        assert list(file.get_slice("part").get_shape()) == [6]
+        described = json.loads(file.metadata()["tensors"])
+    assert described["tied"]["alias_of"] == "weight"
+    assert (described["part"]["shape"], described["part"]["start"]) == ([11], 5)
+    assert described["spectrum"]["dtype"] == "complex128"
+    arrays = safetensors.numpy.load_file(_without_bfloat16(path))
+    assert arrays["weight"].tobytes() == stored["weight"]
+    assert arrays["__megatron_ft__.meta"].tobytes() == metadata
+
+
+def _bytes(tensor: Any) -> bytes:
+    import torch
+
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _without_bfloat16(path: Path) -> Path:
+    """NumPy has no bfloat16, whoever wrote the file: the same bytes under another name."""
+    raw = path.read_bytes()
+    changed = raw.replace(b'{"dtype":"BF16","shape":[7]', b'{"dtype":"F16" ,"shape":[7]')
+    assert changed != raw and len(changed) == len(raw)
+    copy = path.parent.parent / "numpy.safetensors"
+    copy.write_bytes(changed)
+    return copy
+
+
+# Damage.
+
+
+def flip(path: Path, at: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 4
+    path.write_bytes(raw)
+
+
+def cut(path: Path, length: int) -> None:
+    os.truncate(path, path.stat().st_size - length)
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "first byte": ("dp1.safetensors", lambda p: flip(p, 0), "dp1.safetensors"),
+    "high byte of the length": ("dp1.safetensors", lambda p: flip(p, 7), "dp1.safetensors"),
+    "header": ("dp1.safetensors", lambda p: flip(p, 30), "header of .*dp1.safetensors"),
+    "padding of the header": ("dp1.safetensors", lambda p: flip(p, _start(p) - 1), "header of"),
+    "tensor": ("dp1.safetensors", lambda p: flip(p, _start(p)), "dp1 .*do not match"),
+    "digests": ("dp1.safetensors", lambda p: flip(p, -1), "dp1 .*do not match"),
+    "cut by one": ("dp1.safetensors", lambda p: cut(p, 1), "dp1.safetensors has"),
+    "empty": ("dp1.safetensors", lambda p: os.truncate(p, 0), "dp1.safetensors has 0 bytes"),
+    "gone": ("dp1.safetensors", lambda p: p.unlink(), "dp1.safetensors"),
+    "other shard": (
+        "dp1.safetensors",
+        lambda p: shutil.copy(p.with_name("dp0.safetensors"), p) and None,
+        "dp1.safetensors",
+    ),
+    "manifest": ("manifest.json", lambda p: flip(p, 40), "manifest.json"),
+    "iteration": (
+        "manifest.json",
+        lambda p: (
+            p.write_text(p.read_text().replace('"iteration": 20', '"iteration": 30')) and None
+        ),
+        "manifest.json does not match its own digest",
+    ),
+}
+
+
+def _start(path: Path) -> int:
+    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_refused_and_names_the_file(memory: Memory, tmp_path: Path, name: str) -> None:
+    drain(memory, tmp_path / "disk", 10)
+    folder = drain(memory, tmp_path / "disk", 20)
+    file, damage, words = DAMAGE[name]
+    damage(folder / file)
+    with pytest.raises(SnapshotUnavailableError, match=words), open_newest(open_checkpoint(folder)):
+        pass
+    with open_newest(open_checkpoint(tmp_path / "disk")) as shards:
+        assert shards.info.iteration == 10
+
+
+def test_every_flipped_byte_of_a_shard_is_found(memory: Memory, tmp_path: Path) -> None:
+    folder = drain(memory, tmp_path / "disk", 20)
+    path = folder / "dp0.safetensors"
+    raw = path.read_bytes()
+    source = open_checkpoint(folder)
+    (info,) = source.snapshots()
+    for at in np.random.default_rng(0).integers(0, len(raw), 200):
+        flip(path, int(at))
+        with pytest.raises(CheckpointDamagedError, match="dp0"), source.open(info):
+            pytest.fail(f"byte {at} of {len(raw)} may change unseen")
+        path.write_bytes(raw)
+
+
+def test_a_manifest_of_a_later_release_is_said_to_be_one(memory: Memory, tmp_path: Path) -> None:
+    folder = drain(memory, tmp_path / "disk", 20)
+    path = folder / mf.NAME
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 2, "new": 1}))
+    with pytest.raises(CheckpointDamagedError, match="format version 2"):
+        Manifest.read(folder)
+
+
+def test_what_others_may_write_is_not_trusted(memory: Memory, tmp_path: Path) -> None:
+    folder = drain(memory, tmp_path / "disk", 20)
+    (folder / "dp0.safetensors").chmod(0o666)
+    with pytest.raises(SnapshotUnavailableError, match="not trusted"):
+        with open_newest(open_checkpoint(folder)):
+            pass
+
+
+def test_memory_that_changes_under_the_drain_is_not_written(memory: Memory, tmp_path: Path) -> None:
+    folder = tmp_path / "disk" / folder_name(JOB, 20, SnapshotId(1, 2))
+    with open_newest(open_live(memory.root, memory.job)) as shards:
+        memory.flip("dp0", 2, at=100)
+        with pytest.raises(SnapshotUnavailableError, match="dp0 .*changed while it was drained"):
+            write_shards(shards, folder)
+    assert list(folder.iterdir()) == []
+
+
+def test_no_manifest_without_all_shards(memory: Memory, tmp_path: Path) -> None:
+    folder = tmp_path / "disk" / folder_name(JOB, 20, SnapshotId(1, 2))
+    with open_newest(open_live(memory.root, memory.job)) as shards:
+        write_shards(shards, folder)
+        with pytest.raises(DrainError, match="2 shards of 3"):
+            publish(folder, shards.info, JOB, shards.lineage, 3)
+        cut(folder / "dp1.safetensors", 1)
+        with pytest.raises(DrainError, match="dp1"):
+            publish(folder, shards.info, JOB, shards.lineage, 2)
+    with pytest.raises(SnapshotUnavailableError, match="no checkpoint, or one that was never"):
+        with open_newest(open_checkpoint(folder)):
+            pass
+
+
+def test_folders_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no folder"):
+        open_checkpoint(tmp_path / "absent")
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        open_checkpoint(tmp_path)
+    for job in ("0" * 8, "1" * 8):
+        (tmp_path / f"iter_0000020-1.7-{job}").mkdir()
+    with pytest.raises(ConfigError, match="2 jobs"):
+        open_checkpoint(tmp_path)
+
+
+# Retention.
+
+
+def test_the_newest_by_snapshot_stay_not_by_iteration() -> None:
+    """After a rollback a higher iteration may be the older one."""
+    complete = {"a": SnapshotId(1, 9), "b": SnapshotId(2, 1), "c": SnapshotId(1, 3)}
+    assert superfluous(complete, 2) == ["c"]
+    assert superfluous(complete, 1) == ["c", "a"]
+    assert superfluous(complete, 3) == []
+
+
+def test_older_and_unfinished_ones_go_and_what_is_not_ours_stays(
+    memory: Memory, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    unfinished = disk / folder_name(JOB, 5, SnapshotId(1, 0))
+    foreign = disk / "iter_0000005-1.0-ffffffff"
+    notes = disk / "notes"
+    for folder in (unfinished, foreign, notes):
+        folder.mkdir(parents=True)
+        (folder / ".dp0.safetensors.1234.tmp").write_bytes(b"half")
+    kept = [drain(memory, disk, 10), drain(memory, disk, 20)]
+    memory.commit(3, 30)
+    kept.append(drain(memory, disk, 30))
+    assert sorted(disk.iterdir()) == sorted([*kept[1:], foreign, notes])
+
+
+# Crashes.
+
+
+class Recorder(Disk):
+    """Counts steps; what happens before step ``at`` is left to ``strike``."""
+
+    def __init__(self, at: int = -1, strike: Callable[[], None] = lambda: None) -> None:
+        self.at, self.strike, self.steps = at, strike, 0
+
+    def _step(self) -> None:
+        if self.steps == self.at:
+            self.strike()
+        self.steps += 1
+
+    def create(self, path: Path) -> int:
+        self._step()
+        return super().create(path)
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        self._step()
+        return super().write(descriptor, data[: max(1, len(data) // 2)])
+
+    def sync(self, descriptor: int) -> None:
+        self._step()
+        super().sync(descriptor)
+
+    def rename(self, old: Path, new: Path) -> None:
+        self._step()
+        super().rename(old, new)
+
+    def sync_folder(self, folder: Path) -> None:
+        self._step()
+        super().sync_folder(folder)
+
+    def remove(self, path: Path) -> None:
+        self._step()
+        super().remove(path)
+
+    def remove_folder(self, folder: Path) -> None:
+        self._step()
+        super().remove_folder(folder)
+
+
+@contextmanager
+def open_and_compare(memory: Memory, directory: Path) -> Iterator[int]:
+    """The newest checkpoint of a folder is what the arenas hold; its iteration."""
+    with open_newest(open_checkpoint(directory)) as stored:
+        live = open_live(memory.root, memory.job)
+        with open_newest(live, stored.info.iteration) as shards:
+            assert same(shards, stored)
+        yield stored.info.iteration
+
+
+def test_a_kill_at_any_step_leaves_the_last_checkpoint(memory: Memory, tmp_path: Path) -> None:
+    """The drain of 20 is killed before each of its steps in turn; 10 was there before."""
+    before = tmp_path / "before"
+    drain(memory, before, 10)
+    counted = Recorder()
+    shutil.copytree(before, tmp_path / "count")
+    drain(memory, tmp_path / "count", 20, counted)
+    assert counted.steps > 20
+    seen = set()
+    for at in range(counted.steps):
+        disk = tmp_path / f"disk{at}"
+        shutil.copytree(before, disk)
+        assert _killed(lambda at=at, disk=disk: drain(memory, disk, 20, Recorder(at, _suicide)))
+        with open_and_compare(memory, disk) as iteration:
+            seen.add(iteration)
+        # The next life goes on in the same folder.
+        drain(memory, disk, 20)
+        with open_and_compare(memory, disk) as iteration:
+            assert iteration == 20
+        assert len(list(disk.iterdir())) == 2
+        shutil.rmtree(disk)
+    assert seen == {10, 20}
+
+
+def _suicide() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _killed(work: Callable[[], object]) -> bool:
+    """Run it in a forked child; whether that was killed."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+class PowerLoss(Recorder):
+    """Keeps a second folder as a power loss would leave it: only what was synced is there."""
+
+    def __init__(self, root: Path, shadow: Path, at: int) -> None:
+        super().__init__(at, self._off)
+        self.root, self.shadow = root, shadow
+        self._content: dict[int, bytes] = {}
+
+    def _off(self) -> None:
+        raise InterruptedError("power")
+
+    def sync(self, descriptor: int) -> None:
+        super().sync(descriptor)
+        size = os.fstat(descriptor).st_size
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        self._content[os.fstat(descriptor).st_ino] = Path(path).read_bytes()[:size]
+
+    def sync_folder(self, folder: Path) -> None:
+        """Names become durable; a file behind one has what was synced of it, else nothing."""
+        super().sync_folder(folder)
+        there = self.shadow / folder.relative_to(self.root)
+        names = {path.name: path for path in folder.iterdir()}
+        for old in list(there.iterdir()):
+            if old.name not in names:
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
+        for name, path in names.items():
+            if path.is_dir():
+                (there / name).mkdir(exist_ok=True)
+            else:
+                known = (there / name).read_bytes() if (there / name).exists() else b""
+                (there / name).write_bytes(self._content.get(path.stat().st_ino, known))
+
+
+def test_a_power_loss_at_any_step_leaves_a_checkpoint(memory: Memory, tmp_path: Path) -> None:
+    before = tmp_path / "before"
+    drain(memory, before, 10)
+    seen = []
+    at = 0
+    finished = False
+    while not finished:
+        root, shadow = tmp_path / f"r{at}", tmp_path / f"s{at}"
+        shutil.copytree(before, root)
+        shutil.copytree(before, shadow)
+        try:
+            drain(memory, root, 20, PowerLoss(root, shadow, at))
+            finished = True
+        except InterruptedError:
+            pass
+        with open_and_compare(memory, shadow) as iteration:
+            seen.append(iteration)
+        at += 1
+    assert set(seen) == {10, 20} and seen == sorted(seen), seen
+
+
+# Errors of the disk.
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
+def test_a_full_disk_fails_the_drain_and_nothing_else(memory: Memory, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20k", "tmpfs", disk], check=True)
+    try:
+        drain(memory, disk, 10)
+        with pytest.raises(OSError, match="No space left"):
+            drain(memory, disk, 20)
+        with open_and_compare(memory, disk) as iteration:
+            assert iteration == 10
+        assert not list(disk.glob("*/.*.tmp")), "what was half written holds no space"
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_a_cap_on_bandwidth_spreads_the_bytes() -> None:
+    now, slept = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    pace = Pace(100.0, lambda: now[0], sleep)
+    pace.after(50)
+    now[0] += 2.0
+    pace.after(50)
+    pace.after(200)
+    assert slept == [0.5, 0.5]
+    Pace(0, sleep=sleep).after(1 << 40)
+    assert len(slept) == 2
+
+
+def test_the_disk_tier_needs_no_torch() -> None:
+    program = "import sys; sys.modules['torch'] = None; import megatron_ft.disk.checkpoint"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
