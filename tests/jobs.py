@@ -44,6 +44,8 @@ class Job:
     from_scratch: bool = False
     checkpoint_dir: Path | None = None
     slots: int = 2
+    drain_dir: Path | None = None
+    drain_interval: int = 0
     root: Path | None = None
     command: tuple[str, ...] = ()
     events: list[JobEvent] = field(default_factory=list)
@@ -82,6 +84,8 @@ class Job:
             checkpoint_dir=self.checkpoint_dir,
             log_dir=self.folder / "logs",
             timing=Timing(lease=5.0, node_timeout=8.0),
+            drain_dir=self.drain_dir,
+            drain_interval=self.drain_interval,
         )
 
     def run(self, *faults: tuple[int, Fault]) -> None:
@@ -89,7 +93,8 @@ class Job:
         asyncio.run(self._run(faults))
 
     async def _run(self, faults: tuple[tuple[int, Fault], ...]) -> None:
-        with JobState(self.folder / "state", self.name) as state:
+        self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
+        with JobState(self.folder / "state" / self.name, self.name) as state:
             self.supervisor = Supervisor(self.spec(), self.cluster, state)
             self.supervisor.observers.add(self.events.append)
             injector = asyncio.create_task(self._inject(faults))
@@ -98,6 +103,11 @@ class Job:
             finally:
                 injector.cancel()
                 print(self.story())
+
+    def interrupt(self) -> None:
+        """End the supervisor as Ctrl-C does, from a fault; ``run`` raises CancelledError."""
+        assert self._task is not None
+        self._loop.call_soon_threadsafe(self._task.cancel)
 
     async def _inject(self, faults: tuple[tuple[int, Fault], ...]) -> None:
         for iteration, fault in faults:

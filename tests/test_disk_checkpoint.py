@@ -25,7 +25,7 @@ from megatron_ft.disk.durable import Disk
 from megatron_ft.disk.live import open_live
 from megatron_ft.disk.manifest import Manifest, folder_name
 from megatron_ft.disk.pace import Pace
-from megatron_ft.disk.retention import clean_up, superfluous
+from megatron_ft.disk.retention import clean_up, clear_unfinished, superfluous
 from megatron_ft.disk.source import OpenSnapshot, open_newest
 from megatron_ft.disk.write import publish, write_shards
 from megatron_ft.errors import (
@@ -53,6 +53,7 @@ def drain(memory: Memory, into: Path, iteration: int, disk: Disk | None = None) 
         write_shards(shards, folder, disk)
         publish(folder, shards.info, JOB, shards.lineage, len(shards), disk)
     clean_up(into, JOB, 2, disk)
+    clear_unfinished(into, JOB, disk)
     return folder
 
 

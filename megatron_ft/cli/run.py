@@ -21,8 +21,9 @@ from megatron_ft import isal
 from megatron_ft.coordinator.coordinator import Timing
 from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.coordinator.plan import Sizes
+from megatron_ft.disk.durable import Disk
 from megatron_ft.erasure.scheme import Scheme
-from megatron_ft.errors import RestartBudgetError, UnrecoverableError
+from megatron_ft.errors import ConfigError, RestartBudgetError, UnrecoverableError
 from megatron_ft.launch.job_state import JobState, state_folder
 from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.launch.spec import JobSpec
@@ -66,6 +67,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="when neither memory nor disk has a state, start again from nothing",
     )
     parser.add_argument(
+        "--drain-dir",
+        type=Path,
+        help="write committed snapshots to this folder, which all nodes share",
+    )
+    parser.add_argument(
+        "--drain-interval",
+        type=int,
+        default=0,
+        help="iterations between such writes, 0 for none (%(default)s)",
+    )
+    parser.add_argument(
+        "--drain-keep", type=int, default=2, help="how many of them stay (%(default)s)"
+    )
+    parser.add_argument(
+        "--drain-bandwidth-mib",
+        type=float,
+        default=0.0,
+        help="most MiB/s that a node writes, 0 for no limit (%(default)s)",
+    )
+    parser.add_argument(
         "--lease-seconds",
         type=float,
         default=10.0,
@@ -77,6 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Run the job; see EXIT_CODES."""
     spec = spec_from(arguments)
+    _check_drain_dir(spec.drain_dir)
     names = [f"node{i}" for i in range(spec.nodes + spec.spares)]
     root = arguments.arena_dir or default_root()
     cluster = VirtualCluster(spec.name, names, root)
@@ -113,7 +135,20 @@ def spec_from(arguments: argparse.Namespace) -> JobSpec:
         from_scratch=arguments.from_scratch,
         log_dir=arguments.log_dir or state_folder(arguments.job, arguments.state_dir) / "logs",
         timing=Timing(lease=lease, node_timeout=1.5 * lease),
+        drain_dir=arguments.drain_dir,
+        drain_interval=arguments.drain_interval,
+        drain_keep=arguments.drain_keep,
+        drain_bandwidth_mib=arguments.drain_bandwidth_mib,
     )
+
+
+def _check_drain_dir(folder: Path | None) -> None:
+    """Make it now, so that a wrong path is found before training."""
+    if folder is not None:
+        try:
+            Disk().make_folder(folder.absolute())
+        except OSError as error:
+            raise ConfigError(f"--drain-dir {folder} cannot be made: {error.strerror}") from error
 
 
 async def _run(supervisor: Supervisor) -> int:

@@ -113,6 +113,8 @@ def _headline(job: dict[str, Any]) -> str:
             f"iteration {committed['iteration']} survives a crash, "
             f"iteration {protected['iteration']} a node loss"
         )
+    if summary.get("durable"):
+        exposed += f", iteration {summary['durable']['iteration']} is on disk"
     paused = ", snapshots paused" if summary.get("paused") else ""
     paused += ", snapshots skipped for a reader" if summary.get("held") else ""
     return (

@@ -26,6 +26,8 @@ from megatron_ft.smp import messages as m
 from megatron_ft.smp.security import JobKeys
 
 REQUEST_TIMEOUT_SECONDS = 30.0
+HOLDER = "drain"
+"""The coordinator's name as a reader; it has one drain at a time."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Coordinator:
         self.cycle: SnapshotCycle | None = None
         self.committed: tuple[SnapshotId, int, str] | None = None
         self.protected: tuple[SnapshotId, int] | None = None
+        self.durable: tuple[SnapshotId, int] | None = None
         self.restoring: SnapshotId | None = None
         self.progress: dict[str, int] = {}
         self.skips = Skips()
@@ -173,6 +176,19 @@ class Coordinator:
             )
         )
         return dict(zip(requests, answers, strict=True))
+
+    async def hold(self, snapshot: SnapshotId, nodes: Iterable[str]) -> None:
+        """Pin a snapshot on these nodes for a drain; ControlPlaneError if one refuses."""
+        await self.ask_all({n: m.Hold(self.incarnation, HOLDER, snapshot) for n in nodes})
+
+    async def release(self, nodes: Iterable[str]) -> None:
+        """End ``hold``; a node that cannot be told forgets it with the next incarnation."""
+        requests = [
+            self.links[n].ask(m.Unhold(self.incarnation, HOLDER), REQUEST_TIMEOUT_SECONDS)
+            for n in nodes
+            if n in self.links
+        ]
+        await asyncio.gather(*requests, return_exceptions=True)
 
     def expect_world(self, world: str, nodes: tuple[str, ...]) -> None:
         """A world with these nodes as ranks 0, 1, ... is being started."""
@@ -324,7 +340,7 @@ class Coordinator:
     def summary(self) -> bytes:
         """The job as the coordinator sees it, as JSON for ``megatron-ft status``."""
         snapshot = self.committed
-        protected = self.protected
+        protected, durable = self.protected, self.durable
         view = {
             "incarnation": self.incarnation,
             "nodes": sorted(self.links),
@@ -339,5 +355,8 @@ class Coordinator:
             "protected": None
             if protected is None
             else {"snapshot": str(protected[0]), "iteration": protected[1]},
+            "durable": None
+            if durable is None
+            else {"snapshot": str(durable[0]), "iteration": durable[1]},
         }
         return json.dumps(view).encode()

@@ -20,25 +20,28 @@ def superfluous(complete: Mapping[str, SnapshotId], keep: int) -> list[str]:
 
 
 def clean_up(directory: Path, job: uuid.UUID, keep: int, disk: Disk | None = None) -> list[Path]:
-    """Remove the job's older checkpoints and its unfinished ones; what was removed.
+    """Remove the job's older checkpoints; what was removed.
 
-    Call it when no other drain of the job writes.  Other jobs' folders, and whatever has a
-    manifest that cannot be read, are left alone.
+    Other jobs' folders, and whatever has no manifest that can be read, are left alone.
     """
     disk = disk or Disk()
     complete: dict[str, SnapshotId] = {}
-    unfinished: list[str] = []
     for folder in _folders_of(directory, job):
-        if not (folder / mf.NAME).exists():
-            unfinished.append(folder.name)
-            continue
         try:
             found = Manifest.read(folder)
         except CheckpointDamagedError:
             continue
         if found.job == job:
             complete[folder.name] = found.snapshot
-    removed = [directory / name for name in unfinished + superfluous(complete, keep)]
+    removed = [directory / name for name in superfluous(complete, keep)]
+    for folder in removed:
+        remove_checkpoint(folder, disk)
+    return removed
+
+
+def clear_unfinished(directory: Path, job: uuid.UUID, disk: Disk | None = None) -> list[Path]:
+    """Remove the job's folders without a manifest; call it when no drain of the job writes."""
+    removed = [f for f in _folders_of(directory, job) if not (f / mf.NAME).exists()]
     for folder in removed:
         remove_checkpoint(folder, disk)
     return removed

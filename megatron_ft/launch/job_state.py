@@ -139,6 +139,12 @@ def state_folder(name: str, state_dir: Path | None = None) -> Path:
     return (state_dir or Path.home() / ".cache" / "megatron-ft") / name
 
 
+def known_shards(name: str, state_dir: Path | None = None) -> tuple[str, ...]:
+    """Shards that the job is known to have, from its supervisor's notes; () without notes."""
+    record = read_record(state_folder(name, state_dir), name)
+    return () if record is None else tuple(record.shards)
+
+
 def command_digest(argv: Sequence[str]) -> str:
     """A short text that is the same for the same command."""
     return hashlib.blake2b(msgspec.msgpack.encode(list(argv)), digest_size=16).hexdigest()

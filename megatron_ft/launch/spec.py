@@ -18,6 +18,9 @@ class JobSpec:
 
     ``checkpoint_dir`` is where the training command writes its own checkpoints;
     ``from_scratch`` allows a start from nothing when neither memory nor disk has a state.
+    Every ``drain_interval`` iterations (0: never) a committed snapshot is written to
+    ``drain_dir``, which all nodes must share; the newest ``drain_keep`` stay, and each node
+    writes at most ``drain_bandwidth_mib`` MiB/s (0: no cap).
     ConfigError for numbers that make no sense, ProtectionError for a scheme that needs
     more nodes than there are.
     """
@@ -35,6 +38,10 @@ class JobSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     timing: Timing = field(default_factory=Timing)
     register_timeout: float = 600.0
+    drain_dir: Path | None = None
+    drain_interval: int = 0
+    drain_keep: int = 2
+    drain_bandwidth_mib: float = 0.0
 
     def __post_init__(self) -> None:
         for name, least in (("nodes", 1), ("spares", 0), ("ranks_per_node", 1)):
@@ -42,6 +49,7 @@ class JobSpec:
                 raise ConfigError(
                     f"--{name.replace('_', '-')} is {getattr(self, name)}; give a number >= {least}"
                 )
+        self._check_drain()
         if not self.command:
             raise ConfigError(
                 "no training command; write it after `--`: megatron-ft run -- python ..."
@@ -52,6 +60,15 @@ class JobSpec:
                 f"{self.nodes} (spares do not count); the largest that can be met is "
                 f"{largest_scheme(self.scheme, self.nodes)}"
             )
+
+    def _check_drain(self) -> None:
+        for name, least in (("interval", 0), ("keep", 1), ("bandwidth_mib", 0)):
+            value = getattr(self, f"drain_{name}")
+            if value < least:
+                flag = f"--drain-{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} is {value}; give a number >= {least}")
+        if self.drain_interval and self.drain_dir is None:
+            raise ConfigError("--drain-interval needs --drain-dir: the folder to drain to")
 
     @property
     def world_size(self) -> int:

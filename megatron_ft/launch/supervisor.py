@@ -28,6 +28,7 @@ from megatron_ft.errors import (
 )
 from megatron_ft.identity import Ancestor, SnapshotId
 from megatron_ft.launch.budget import RestartBudget
+from megatron_ft.launch.drains import Drains
 from megatron_ft.launch.fleet import EncoderWorld, TrainerExit, TrainerFleet, last_lines
 from megatron_ft.launch.job_state import JobState, command_digest
 from megatron_ft.launch.launcher import Launcher
@@ -60,6 +61,7 @@ class Supervisor:
         )
         self.world.serve(self.coordinator)
         self.members = Membership(spec, launcher, state, self.coordinator)
+        self.drains = Drains(spec, launcher, state.record.job, self.coordinator)
         self._corrupt: set[tuple[str, SnapshotId]] = set()
         self._budget = RestartBudget()
         self._unfit: m.Unfit | None = None
@@ -81,9 +83,12 @@ class Supervisor:
             await asyncio.to_thread(self.launcher.check_world, self.spec.nodes)
         try:
             while (failure := await self._live()) is not None:
+                await self.drains.abandon()
                 await self._after(failure)
+            await self.drains.settle()
             await self._retire()
         finally:
+            await self.drains.abandon()
             self.world.stop()
             await self.trainers.kill_all()
             await self.coordinator.close()
@@ -209,6 +214,7 @@ class Supervisor:
         cycle = SnapshotCycle(plan.incarnation, places, orders, roll.interval, first)
         self.observers.tell("training", "training")
         self.coordinator.start_snapshots(cycle)
+        self.drains.begin(places, plan.lineage, first)
 
     async def _watch(self, beginning: asyncio.Task[None]) -> Failure | None:
         """Until this life ends.  SMPs and encoders that die alone are replaced meanwhile."""

@@ -39,7 +39,13 @@ def pinned(folders: Iterable[Path], snapshot: SnapshotId) -> Iterator[None]:
 
 
 def _pin(folder: Path, request: m.Pin) -> None:
-    answer = ask(folder / SOCKET_NAME, request)
+    try:
+        answer = ask(folder / SOCKET_NAME, request)
+    except ControlPlaneError:
+        if serves(folder / SOCKET_NAME):
+            raise
+        # It has died since it was looked for: its arenas are read like those of a stopped job.
+        return
     if isinstance(answer, m.Refused):
         raise SnapshotUnavailableError(
             f"snapshot {request.snapshot} cannot be held in {folder}: {answer.reason}"

@@ -1,0 +1,74 @@
+"""Write the newest committed snapshot of a job to disk, now.
+
+  megatron-ft drain --job NAME --to DIR
+
+Works while the job runs (snapshots that need the memory being read are skipped meanwhile)
+and on what a stopped job keeps in memory.  Makes one folder in DIR, complete when it has a
+manifest.  Give another folder than the job's --drain-dir: there the job itself tidies up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from megatron_ft.disk import manifest as mf
+from megatron_ft.disk.live import open_live
+from megatron_ft.disk.manifest import folder_name
+from megatron_ft.disk.pace import Pace
+from megatron_ft.disk.retention import remove_checkpoint
+from megatron_ft.disk.source import OpenSnapshot, open_newest
+from megatron_ft.disk.write import publish, write_shards
+from megatron_ft.errors import DrainError, SnapshotUnavailableError
+from megatron_ft.launch.job_state import known_shards
+from megatron_ft.launch.virtual import default_root
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``megatron-ft drain``."""
+    parser.add_argument("--job", default="job", help="name of the job (default: %(default)s)")
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="where to write")
+    parser.add_argument("--iteration", type=int, help="this one instead of the newest")
+    parser.add_argument("--arena-dir", type=Path, help="the --arena-dir of the job, if it has one")
+    parser.add_argument("--state-dir", type=Path, help="the --state-dir of the job, if it has one")
+    parser.add_argument(
+        "--bandwidth-mib", type=float, default=0.0, help="most MiB/s, 0 for no limit (%(default)s)"
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Drain once; prints the folder."""
+    known = known_shards(arguments.job, arguments.state_dir)
+    source = open_live(arguments.arena_dir or default_root(), arguments.job, shards=known)
+    started = time.monotonic()
+    with open_newest(source, arguments.iteration) as shards:
+        name = folder_name(shards.job, shards.info.iteration, shards.info.snapshot)
+        folder = arguments.to.absolute() / name
+        if (folder / mf.NAME).exists():
+            print(f"iteration {shards.info.iteration} is there already: {folder}")
+            return 0
+        written = _write(shards, folder, Pace(arguments.bandwidth_mib * (1 << 20)))
+    print(
+        f"iteration {shards.info.iteration}: {len(shards)} shards, {written / (1 << 20):.1f} MiB "
+        f"in {time.monotonic() - started:.1f} s: {folder}"
+    )
+    return 0
+
+
+def _write(shards: OpenSnapshot, folder: Path, pace: Pace) -> int:
+    try:
+        written = write_shards(shards, folder, pace=pace)
+        publish(folder, shards.info, shards.job, shards.lineage, len(shards))
+    except (OSError, DrainError, SnapshotUnavailableError) as error:
+        _discard(folder)
+        raise DrainError(f"nothing was written to {folder.parent}: {error}") from error
+    return written
+
+
+def _discard(folder: Path) -> None:
+    """Give back the space; on a disk that fails, what is left has no manifest at least."""
+    try:
+        remove_checkpoint(folder)
+    except OSError as error:
+        print(f"{folder} is unfinished and could not be removed: {error}")

@@ -1,0 +1,81 @@
+"""Check every byte of a checkpoint on disk, or of a job's snapshots in memory.
+
+  megatron-ft verify DIR | --job NAME
+
+DIR is one checkpoint that was drained, or a folder with several.  Nothing is changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.disk.checkpoint import open_checkpoint
+from megatron_ft.disk.live import open_live
+from megatron_ft.disk.source import SnapshotSource
+from megatron_ft.errors import SnapshotUnavailableError
+from megatron_ft.launch.job_state import known_shards
+from megatron_ft.launch.virtual import default_root
+
+EXIT_CODES: Mapping[int, str] = {
+    3: "something is damaged or incomplete, but a whole snapshot is there",
+    4: "there is no whole snapshot",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``megatron-ft verify``."""
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("directory", nargs="?", type=Path, metavar="DIR", help="on disk")
+    which.add_argument("--job", help="in the memory of this job")
+    parser.add_argument("--arena-dir", type=Path, help="the --arena-dir of the job, if it has one")
+    parser.add_argument("--state-dir", type=Path, help="the --state-dir of the job, if it has one")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Verify and report; see EXIT_CODES."""
+    found = check(_source(arguments))
+    print(json.dumps(found, indent=1) if arguments.json else render(found))
+    if not any(not entry["problem"] for entry in found["snapshots"]):
+        return 4
+    damaged = found["problems"] or any(entry["problem"] for entry in found["snapshots"])
+    return 3 if damaged else 0
+
+
+def _source(arguments: argparse.Namespace) -> SnapshotSource:
+    if arguments.directory is not None:
+        return open_checkpoint(arguments.directory)
+    known = known_shards(arguments.job, arguments.state_dir)
+    return open_live(arguments.arena_dir or default_root(), arguments.job, shards=known)
+
+
+def check(source: SnapshotSource) -> dict[str, Any]:
+    """Each snapshot of the source with what is wrong with it, and what is wrong beside them."""
+    entries = []
+    for info in source.snapshots():
+        entry = {"snapshot": str(info.snapshot), "iteration": info.iteration, "level": info.level}
+        try:
+            with source.open(info) as shards:
+                used = sum(shard.record.used_bytes for shard in shards.values())
+                entry |= {"shards": len(shards), "bytes": used, "problem": ""}
+        except SnapshotUnavailableError as error:
+            entry |= {"shards": 0, "bytes": 0, "problem": str(error)}
+        entries.append(entry)
+    return {"source": str(source), "snapshots": entries, "problems": list(source.problems)}
+
+
+def render(found: dict[str, Any]) -> str:
+    """The result as text."""
+    lines = [found["source"]]
+    for entry in found["snapshots"]:
+        what = f"iteration {entry['iteration']}, snapshot {entry['snapshot']} ({entry['level']})"
+        whole = f"whole: {entry['shards']} shards, {entry['bytes'] / (1 << 20):.1f} MiB"
+        lines.append(f"  {what}: {entry['problem'] or whole}")
+    lines += [f"  {problem}" for problem in found["problems"]]
+    if not found["snapshots"]:
+        lines.append("  no complete snapshot")
+    return "\n".join(lines)

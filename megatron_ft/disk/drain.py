@@ -1,0 +1,126 @@
+"""Drain one snapshot: ``python -m megatron_ft.disk.drain {clear,write,publish} PLAN``.
+
+The supervisor starts these short-lived processes on nodes: ``clear`` and ``publish`` on one,
+``write`` on every node that has shards.  PLAN is a DrainPlan as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from megatron_ft.disk.live import hold, scan
+from megatron_ft.disk.manifest import folder_name
+from megatron_ft.disk.pace import Pace
+from megatron_ft.disk.retention import clean_up, clear_unfinished
+from megatron_ft.disk.source import SnapshotInfo
+from megatron_ft.disk.write import publish, write_shards
+from megatron_ft.environment import ProcessEnvironment
+from megatron_ft.errors import DrainError, MegatronFTError
+from megatron_ft.identity import Ancestor, SnapshotId
+from megatron_ft.priority import lower_priority
+from megatron_ft.smp.pin import pinned
+
+log = logging.getLogger(__name__)
+
+
+class DrainPlan(msgspec.Struct, frozen=True):
+    """What is drained, by whom, and where to.
+
+    ``shards`` are those of the node that the plan is for, ``shard_count`` is of the whole
+    job.  ``keep`` checkpoints stay in ``directory``; ``bandwidth_mib`` is MiB/s a node,
+    0 for no cap.
+    """
+
+    job: uuid.UUID
+    snapshot: SnapshotId
+    iteration: int
+    level: str
+    lineage: tuple[Ancestor, ...]
+    directory: Path
+    shard_count: int
+    shards: tuple[str, ...] = ()
+    keep: int = 2
+    bandwidth_mib: float = 0.0
+
+    @property
+    def folder(self) -> Path:
+        """The checkpoint's folder."""
+        return self.directory / folder_name(self.job, self.iteration, self.snapshot)
+
+    @property
+    def info(self) -> SnapshotInfo:
+        """The snapshot as it is in memory."""
+        return SnapshotInfo(self.snapshot, self.iteration, self.level)
+
+    def to_json(self) -> str:
+        """The process's argument."""
+        return msgspec.json.encode(self, enc_hook=str).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> DrainPlan:
+        """The plan back."""
+        return msgspec.json.decode(text, type=cls, dec_hook=lambda kind, value: kind(value))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Do one step.  Exit codes: 0 done, 1 failed (the last line of output says why)."""
+    parser = argparse.ArgumentParser(prog="python -m megatron_ft.disk.drain")
+    parser.add_argument("step", choices=sorted(STEPS))
+    parser.add_argument("plan", type=DrainPlan.from_json)
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    lower_priority()
+    try:
+        STEPS[options.step](options.plan)
+    except (MegatronFTError, OSError) as error:
+        log.error("%s", error)
+        return 1
+    return 0
+
+
+def clear(plan: DrainPlan) -> None:
+    """Remove what earlier drains of the job did not finish; what cannot be stays."""
+    if plan.directory.exists():
+        with suppress(OSError):
+            clear_unfinished(plan.directory, plan.job)
+
+
+def write(plan: DrainPlan) -> None:
+    """Write the shards of this node."""
+    node = ProcessEnvironment.from_env().node_dir
+    pace = Pace(plan.bandwidth_mib * (1 << 20))
+    with (
+        pinned([node], plan.snapshot),
+        scan([node]) as memory,
+        hold(memory, plan.info, plan.shards) as shards,
+    ):
+        if shards.job != plan.job:
+            raise DrainError(f"{node} holds arenas of job {shards.job}, not of {plan.job}")
+        written = write_shards(shards, plan.folder, pace=pace)
+    log.info("wrote %d bytes of iteration %d to %s", written, plan.iteration, plan.folder)
+
+
+def finish(plan: DrainPlan) -> None:
+    """Write the manifest, then remove what is superfluous."""
+    publish(plan.folder, plan.info, plan.job, plan.lineage, plan.shard_count)
+    for folder in clean_up(plan.directory, plan.job, plan.keep):
+        log.info("removed %s", folder)
+
+
+STEPS: Mapping[str, Callable[[DrainPlan], None]] = {
+    "clear": clear,
+    "write": write,
+    "publish": finish,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

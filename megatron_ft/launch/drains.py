@@ -1,0 +1,197 @@
+"""Draining committed snapshots to disk while the job runs: when, and by which processes.
+
+At most one drain runs.  It takes the newest committed snapshot, and what is committed
+meanwhile supersedes what was before it; nothing is queued.  A drain that fails is told
+and counted; training does not notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from megatron_ft.coordinator.coordinator import Coordinator
+from megatron_ft.coordinator.events import JobEvent
+from megatron_ft.disk.drain import DrainPlan
+from megatron_ft.errors import DrainError, MegatronFTError
+from megatron_ft.identity import Ancestor
+from megatron_ft.launch.fleet import last_lines
+from megatron_ft.launch.launcher import Launcher, ProcessHandle
+from megatron_ft.launch.spec import JobSpec
+
+STEP_TIMEOUT_SECONDS = 3600.0
+MODULE = "megatron_ft.disk.drain"
+
+
+def is_due(last: int, committed: int, interval: int) -> bool:
+    """Whether ``committed`` is to be drained when ``last`` was the iteration before.  Pure."""
+    return interval > 0 and committed >= last + interval
+
+
+class Drains:
+    """The drains of one job over all its lives; ``failures`` counts those that came to nothing."""
+
+    def __init__(
+        self, spec: JobSpec, launcher: Launcher, job: uuid.UUID, coordinator: Coordinator
+    ) -> None:
+        self.failures = 0
+        self._spec, self._launcher, self._job = spec, launcher, job
+        self._coordinator = coordinator
+        self._task: asyncio.Task[None] | None = None
+        self._places: dict[str, str] = {}
+        self._lineage: tuple[Ancestor, ...] = ()
+        self._interval = 0
+        self._last = 0
+        self._news = asyncio.Event()
+        self._ending = False
+        coordinator.observers.add(self._note)
+
+    def begin(
+        self,
+        places: Mapping[str, str],
+        lineage: tuple[Ancestor, ...],
+        first: int,
+        interval: int | None = None,
+    ) -> None:
+        """A life takes snapshots from iteration ``first`` on; ``places`` maps shards to nodes.
+
+        ``interval`` is in iterations, that of the JobSpec unless given; 0 drains nothing.
+        """
+        self._places, self._lineage = dict(places), lineage
+        self._interval = self._spec.drain_interval if interval is None else interval
+        self._last = min(self._last, first)
+        if self._interval and self._spec.drain_dir is not None:
+            self._ending = False
+            self._task = asyncio.create_task(self._keep())
+
+    async def settle(self) -> None:
+        """Training has finished: let the drain end that runs, and the one that is due."""
+        if self._task is not None:
+            self._ending = True
+            self._news.set()
+            await self._task
+            self._task = None
+
+    async def abandon(self) -> None:
+        """This life has ended: end the drain that runs.  Nothing waits for nodes or disks."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+
+    def _note(self, event: JobEvent) -> None:
+        if event.kind == "committed":
+            self._news.set()
+
+    async def _keep(self) -> None:
+        while True:
+            while (plan := self._next()) is not None:
+                await self._drain(plan)
+            if self._ending:
+                return
+            self._news.clear()
+            await self._news.wait()
+
+    def _next(self) -> DrainPlan | None:
+        """The newest committed snapshot, if it is due."""
+        committed, directory = self._coordinator.committed, self._spec.drain_dir
+        if committed is None or not is_due(self._last, committed[1], self._interval):
+            return None
+        assert directory is not None
+        snapshot, self._last, level = committed
+        return DrainPlan(
+            job=self._job,
+            snapshot=snapshot,
+            iteration=self._last,
+            level=level,
+            lineage=self._lineage,
+            directory=directory.absolute(),
+            shard_count=len(self._places),
+            keep=self._spec.drain_keep,
+            bandwidth_mib=self._spec.drain_bandwidth_mib,
+        )
+
+    async def _drain(self, plan: DrainPlan) -> None:
+        started = time.monotonic()
+        nodes = sorted(set(self._places.values()))
+        try:
+            await self._coordinator.hold(plan.snapshot, nodes)
+            await self._write(plan, nodes)
+        except (MegatronFTError, OSError) as error:
+            await self._failed(plan, nodes[0], str(error))
+        else:
+            seconds = time.monotonic() - started
+            self._coordinator.durable = (plan.snapshot, plan.iteration)
+            self._tell(
+                "drained",
+                f"iteration {plan.iteration} is on disk after {seconds:.1f} s: {plan.folder}",
+                plan,
+            )
+        # Not when cancelled: the next incarnation voids it, and must not wait for us.
+        await self._coordinator.release(nodes)
+
+    async def _write(self, plan: DrainPlan, nodes: list[str]) -> None:
+        await self._run("clear", {nodes[0]: plan})
+        shards = {n: tuple(s for s, place in self._places.items() if place == n) for n in nodes}
+        await self._run(
+            "write", {n: msgspec.structs.replace(plan, shards=shards[n]) for n in nodes}
+        )
+        await self._run("publish", {nodes[0]: plan})
+
+    async def _failed(self, plan: DrainPlan, node: str, reason: str) -> None:
+        self.failures += 1
+        self._tell(
+            "drain_failed",
+            f"iteration {plan.iteration} could not be written to disk, training goes on and what "
+            f"was there stays: {reason}",
+            plan,
+        )
+        # What it wrote would keep the space that the next one needs.
+        with suppress(MegatronFTError, OSError):
+            await self._run("clear", {node: plan})
+
+    async def _run(self, step: str, plans: Mapping[str, DrainPlan]) -> None:
+        """One process on each node; DrainError as soon as one of them fails."""
+        handles: list[ProcessHandle] = []
+        ends: list[asyncio.Task[None]] = []
+        try:
+            for node, plan in plans.items():
+                argv = [sys.executable, "-m", MODULE, step, plan.to_json()]
+                log = self._log_of(node)
+                handles.append(self._launcher.start(node, argv, dict(os.environ), log))
+                ends.append(asyncio.create_task(self._end(step, handles[-1])))
+            done, pending = await asyncio.wait(
+                ends, timeout=STEP_TIMEOUT_SECONDS, return_when=asyncio.FIRST_EXCEPTION
+            )
+            for end in done:
+                end.result()
+            if pending:
+                raise DrainError(f"{step} has not ended within {STEP_TIMEOUT_SECONDS:.0f} s")
+        finally:
+            for handle in handles:
+                handle.kill()
+            for end in ends:
+                end.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+
+    async def _end(self, step: str, handle: ProcessHandle) -> None:
+        status = await handle.wait()
+        if status:
+            said = last_lines(self._log_of(handle.node), 1) if status > 0 else "it was killed"
+            raise DrainError(f"{step} on {handle.node} ended with {status}: {said}")
+
+    def _log_of(self, node: str) -> Path:
+        return self._spec.log_dir / f"drain-{node}.log"
+
+    def _tell(self, kind: str, text: str, plan: DrainPlan) -> None:
+        fields = {"iteration": plan.iteration, "folder": str(plan.folder)}
+        self._coordinator.observers.tell(kind, text, **fields)
