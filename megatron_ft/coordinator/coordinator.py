@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,11 +177,14 @@ class Coordinator:
         )
         return dict(zip(requests, answers, strict=True))
 
-    async def hold(self, snapshot: SnapshotId, nodes: Iterable[str]) -> None:
+    async def hold(self, snapshot: SnapshotId, nodes: Sequence[str]) -> None:
         """Pin a snapshot on these nodes for a drain; ControlPlaneError if one refuses."""
+        away = [node for node in nodes if node not in self.links]
+        if away:
+            raise ControlPlaneError(f"no connection to the SMP of {', '.join(away)} just now")
         await self.ask_all({n: m.Hold(self.incarnation, HOLDER, snapshot) for n in nodes})
 
-    async def release(self, nodes: Iterable[str]) -> None:
+    async def release(self, nodes: Sequence[str]) -> None:
         """End ``hold``; a node that cannot be told forgets it with the next incarnation."""
         requests = [
             self.links[n].ask(m.Unhold(self.incarnation, HOLDER), REQUEST_TIMEOUT_SECONDS)

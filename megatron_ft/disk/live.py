@@ -160,7 +160,7 @@ def complete_snapshots(
     """Decided snapshots that every shard holds, newest first, and what is in the way of others."""
     shards = _members(memory.holdings) | set(known)
     infos: list[SnapshotInfo] = []
-    problems = list(memory.damaged)
+    problems, undecided = list(memory.damaged), []
     missing = sorted(shards - memory.holdings.keys())
     if missing:
         problems.append(f"no arena of {', '.join(missing)}: its node is lost, or elsewhere")
@@ -168,14 +168,15 @@ def complete_snapshots(
         slots = {s: h.slot(snapshot) for s, h in memory.holdings.items()}
         held = [slot for slot in slots.values() if slot is not None]
         lacking = sorted(s for s in shards if slots.get(s) is None)
-        if lacking:
+        if not _decided(held):
+            undecided.append(f"snapshot {snapshot} is not committed")
+        elif lacking:
             problems.append(f"snapshot {snapshot} is not held by {', '.join(lacking)}")
-        elif not _decided(held):
-            problems.append(f"snapshot {snapshot} is not committed")
         else:
             level = "protected" if all(slot.parity_valid for slot in held) else "local"
             infos.append(SnapshotInfo(snapshot, held[0].iteration, level))
-    return infos, tuple(problems)
+    # Beside a complete one, a snapshot that is still on its way is nothing to worry about.
+    return infos, tuple(problems if infos else problems + undecided)
 
 
 def _decided(slots: Sequence[SlotReport]) -> bool:

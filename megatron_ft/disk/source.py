@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -28,6 +28,8 @@ from megatron_ft.shard import LayoutEntry, ShardLayout
 from megatron_ft.shard_meta import unpack_meta
 
 log = logging.getLogger(__name__)
+
+MOST_TRIES = 16
 
 
 @dataclass(frozen=True)
@@ -114,13 +116,14 @@ class SnapshotSource(Protocol):
 def open_newest(source: SnapshotSource, iteration: int | None = None) -> Iterator[OpenSnapshot]:
     """Open the newest snapshot that is whole, of ``iteration`` if one is given.
 
-    One that turns out damaged costs a warning, and the next older one is tried.
-    SnapshotUnavailableError, with all reasons, if none can be opened.
+    One that turns out damaged, or was superseded before it could be held, costs a warning;
+    then the newest is tried that was not yet.  SnapshotUnavailableError, with all reasons,
+    if none can be opened.
     """
     reasons: list[str] = []
-    for info in source.snapshots():
-        if iteration not in (None, info.iteration):
-            continue
+    tried: set[SnapshotId] = set()
+    while (info := _newest(source, iteration, tried)) is not None and len(tried) < MOST_TRIES:
+        tried.add(info.snapshot)
         with ExitStack() as opened:
             try:
                 shards = opened.enter_context(source.open(info))
@@ -133,6 +136,17 @@ def open_newest(source: SnapshotSource, iteration: int | None = None) -> Iterato
     which = "complete snapshot" if iteration is None else f"complete snapshot of {iteration}"
     reasons = reasons or list(source.problems) or ["nothing was committed yet"]
     raise SnapshotUnavailableError(f"{source} has no {which}: {'; '.join(reasons)}")
+
+
+def _newest(
+    source: SnapshotSource, iteration: int | None, tried: Collection[SnapshotId]
+) -> SnapshotInfo | None:
+    found = (
+        info
+        for info in source.snapshots()
+        if iteration in (None, info.iteration) and info.snapshot not in tried
+    )
+    return next(found, None)
 
 
 def verified_shard(
