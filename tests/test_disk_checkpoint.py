@@ -19,6 +19,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 
+from megatron_ft.cli import main as cli
 from megatron_ft.disk import manifest as mf
 from megatron_ft.disk.checkpoint import open_checkpoint
 from megatron_ft.disk.durable import Disk
@@ -243,6 +244,24 @@ def test_folders_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
         (tmp_path / f"iter_0000020-1.7-{job}").mkdir()
     with pytest.raises(ConfigError, match="2 jobs"):
         open_checkpoint(tmp_path)
+
+
+def test_verify_tells_by_its_exit_code(
+    memory: Memory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = tmp_path / "disk"
+    folders = [drain(memory, disk, 10), drain(memory, disk, 20)]
+    here = ["--arena-dir", str(memory.root), "--state-dir", str(tmp_path)]
+    assert cli.main(["verify", str(disk)]) == 0
+    assert cli.main(["verify", "--job", memory.job, *here]) == 0
+    for number, code in ((1, 3), (0, 4)):
+        flip(folders[number] / "dp1.safetensors", -1)
+        memory.flip("dp1", number + 1)
+        assert cli.main(["verify", "--job", memory.job, *here]) == code
+        capsys.readouterr()
+        assert cli.main(["verify", str(disk)]) == code
+        assert "dp1.safetensors" in capsys.readouterr().out
+    assert cli.main(["verify", str(tmp_path / "absent")]) == 2
 
 
 # Retention.

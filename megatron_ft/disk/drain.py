@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_ft.disk.live import hold, scan
+from megatron_ft.disk.arenas import hold, scan
 from megatron_ft.disk.manifest import folder_name
 from megatron_ft.disk.pace import Pace
 from megatron_ft.disk.retention import clean_up, clear_unfinished

@@ -8,27 +8,21 @@ and counted; training does not notice.
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 
 from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.disk.drain import DrainPlan
-from megatron_ft.errors import DrainError, MegatronFTError
+from megatron_ft.errors import MegatronFTError
 from megatron_ft.identity import Ancestor
-from megatron_ft.launch.fleet import last_lines
-from megatron_ft.launch.launcher import Launcher, ProcessHandle
+from megatron_ft.launch.drain_processes import DrainProcesses
+from megatron_ft.launch.launcher import Launcher
 from megatron_ft.launch.spec import JobSpec
-
-STEP_TIMEOUT_SECONDS = 3600.0
-MODULE = "megatron_ft.disk.drain"
 
 
 def is_due(last: int, committed: int, interval: int) -> bool:
@@ -43,8 +37,9 @@ class Drains:
         self, spec: JobSpec, launcher: Launcher, job: uuid.UUID, coordinator: Coordinator
     ) -> None:
         self.failures = 0
-        self._spec, self._launcher, self._job = spec, launcher, job
+        self._spec, self._job = spec, job
         self._coordinator = coordinator
+        self._processes = DrainProcesses(launcher, spec.log_dir)
         self._task: asyncio.Task[None] | None = None
         self._places: dict[str, str] = {}
         self._lineage: tuple[Ancestor, ...] = ()
@@ -140,12 +135,12 @@ class Drains:
         await self._coordinator.release(nodes)
 
     async def _write(self, plan: DrainPlan, nodes: list[str]) -> None:
-        await self._run("clear", {nodes[0]: plan})
+        await self._processes.run("clear", {nodes[0]: plan})
         shards = {n: tuple(s for s, place in self._places.items() if place == n) for n in nodes}
-        await self._run(
+        await self._processes.run(
             "write", {n: msgspec.structs.replace(plan, shards=shards[n]) for n in nodes}
         )
-        await self._run("publish", {nodes[0]: plan})
+        await self._processes.run("publish", {nodes[0]: plan})
 
     async def _failed(self, plan: DrainPlan, node: str, reason: str) -> None:
         self.failures += 1
@@ -157,40 +152,7 @@ class Drains:
         )
         # What it wrote would keep the space that the next one needs.
         with suppress(MegatronFTError, OSError):
-            await self._run("clear", {node: plan})
-
-    async def _run(self, step: str, plans: Mapping[str, DrainPlan]) -> None:
-        """One process on each node; DrainError as soon as one of them fails."""
-        handles: list[ProcessHandle] = []
-        ends: list[asyncio.Task[None]] = []
-        try:
-            for node, plan in plans.items():
-                argv = [sys.executable, "-m", MODULE, step, plan.to_json()]
-                log = self._log_of(node)
-                handles.append(self._launcher.start(node, argv, dict(os.environ), log))
-                ends.append(asyncio.create_task(self._end(step, handles[-1])))
-            done, pending = await asyncio.wait(
-                ends, timeout=STEP_TIMEOUT_SECONDS, return_when=asyncio.FIRST_EXCEPTION
-            )
-            for end in done:
-                end.result()
-            if pending:
-                raise DrainError(f"{step} has not ended within {STEP_TIMEOUT_SECONDS:.0f} s")
-        finally:
-            for handle in handles:
-                handle.kill()
-            for end in ends:
-                end.cancel()
-            await asyncio.gather(*ends, return_exceptions=True)
-
-    async def _end(self, step: str, handle: ProcessHandle) -> None:
-        status = await handle.wait()
-        if status:
-            said = last_lines(self._log_of(handle.node), 1) if status > 0 else "it was killed"
-            raise DrainError(f"{step} on {handle.node} ended with {status}: {said}")
-
-    def _log_of(self, node: str) -> Path:
-        return self._spec.log_dir / f"drain-{node}.log"
+            await self._processes.run("clear", {node: plan})
 
     def _tell(self, kind: str, text: str, plan: DrainPlan) -> None:
         fields = {"iteration": plan.iteration, "folder": str(plan.folder)}

@@ -1,0 +1,61 @@
+"""The short-lived processes of a drain: the same step on some nodes, all or nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_ft.disk.drain import DrainPlan
+from megatron_ft.errors import DrainError
+from megatron_ft.launch.fleet import last_lines
+from megatron_ft.launch.launcher import Launcher, ProcessHandle
+
+STEP_TIMEOUT_SECONDS = 3600.0
+MODULE = "megatron_ft.disk.drain"
+
+
+class DrainProcesses:
+    """Runs steps of disk/drain.py through a Launcher; output goes to drain-<node>.log."""
+
+    def __init__(self, launcher: Launcher, log_dir: Path) -> None:
+        self._launcher, self._log_dir = launcher, log_dir
+
+    async def run(self, step: str, plans: Mapping[str, DrainPlan]) -> None:
+        """One process on each node; DrainError as soon as one of them fails.
+
+        None is left when this returns, raises or is cancelled.  NodeUnreachable as the
+        launcher says.
+        """
+        handles: list[ProcessHandle] = []
+        ends: list[asyncio.Task[None]] = []
+        try:
+            for node, plan in plans.items():
+                argv = [sys.executable, "-m", MODULE, step, plan.to_json()]
+                log = self._log_of(node)
+                handles.append(self._launcher.start(node, argv, dict(os.environ), log))
+                ends.append(asyncio.create_task(self._end(step, handles[-1])))
+            done, pending = await asyncio.wait(
+                ends, timeout=STEP_TIMEOUT_SECONDS, return_when=asyncio.FIRST_EXCEPTION
+            )
+            for end in done:
+                end.result()
+            if pending:
+                raise DrainError(f"{step} has not ended within {STEP_TIMEOUT_SECONDS:.0f} s")
+        finally:
+            for handle in handles:
+                handle.kill()
+            for end in ends:
+                end.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+
+    async def _end(self, step: str, handle: ProcessHandle) -> None:
+        status = await handle.wait()
+        if status:
+            said = last_lines(self._log_of(handle.node), 1) if status > 0 else "it was killed"
+            raise DrainError(f"{step} on {handle.node} ended with {status}: {said}")
+
+    def _log_of(self, node: str) -> Path:
+        return self._log_dir / f"drain-{node}.log"
