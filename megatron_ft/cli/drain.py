@@ -13,9 +13,8 @@ import argparse
 import time
 from pathlib import Path
 
-from megatron_ft.disk import manifest as mf
 from megatron_ft.disk.live import open_live
-from megatron_ft.disk.manifest import folder_name
+from megatron_ft.disk.manifest import folder_name, is_complete
 from megatron_ft.disk.pace import Pace
 from megatron_ft.disk.retention import remove_checkpoint
 from megatron_ft.disk.source import OpenSnapshot, open_newest
@@ -45,7 +44,7 @@ def main(arguments: argparse.Namespace) -> int:
     with open_newest(source, arguments.iteration) as shards:
         name = folder_name(shards.job, shards.info.iteration, shards.info.snapshot)
         folder = arguments.to.absolute() / name
-        if (folder / mf.NAME).exists():
+        if is_complete(folder):
             print(f"iteration {shards.info.iteration} is there already: {folder}")
             return 0
         written = _write(shards, folder, Pace(arguments.bandwidth_mib * (1 << 20)))

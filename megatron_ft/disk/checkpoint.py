@@ -29,7 +29,7 @@ def open_checkpoint(directory: Path) -> CheckpointSource:
     """
     if not directory.is_dir():
         raise ConfigError(f"{directory} is no folder; give a checkpoint or a drain folder")
-    if (directory / mf.NAME).exists() or mf.looks_like_checkpoint(directory.name):
+    if mf.is_complete(directory) or mf.looks_like_checkpoint(directory.name):
         return CheckpointSource(directory, [directory])
     folders = sorted(f for f in directory.iterdir() if mf.looks_like_checkpoint(f.name))
     if not folders:

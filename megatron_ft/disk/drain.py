@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_ft.disk.arenas import hold, scan
-from megatron_ft.disk.manifest import folder_name
+from megatron_ft.disk.manifest import folder_name, is_complete
 from megatron_ft.disk.pace import Pace
 from megatron_ft.disk.retention import clean_up, clear_unfinished
 from megatron_ft.disk.source import SnapshotInfo
@@ -94,7 +94,9 @@ def clear(plan: DrainPlan) -> None:
 
 
 def write(plan: DrainPlan) -> None:
-    """Write the shards of this node."""
+    """Write the shards of this node; a checkpoint that is complete is left as it is."""
+    if is_complete(plan.folder):
+        return
     node = ProcessEnvironment.from_env().node_dir
     pace = Pace(plan.bandwidth_mib * (1 << 20))
     with (
@@ -110,7 +112,8 @@ def write(plan: DrainPlan) -> None:
 
 def finish(plan: DrainPlan) -> None:
     """Write the manifest, then remove what is superfluous."""
-    publish(plan.folder, plan.info, plan.job, plan.lineage, plan.shard_count)
+    if not is_complete(plan.folder):
+        publish(plan.folder, plan.info, plan.job, plan.lineage, plan.shard_count)
     for folder in clean_up(plan.directory, plan.job, plan.keep):
         log.info("removed %s", folder)
 

@@ -95,6 +95,11 @@ def _version(raw: bytes) -> object:
     return found.get("format_version") if isinstance(found, dict) else None
 
 
+def is_complete(folder: Path) -> bool:
+    """Whether a folder is a checkpoint, damaged or not: the manifest comes last and goes first."""
+    return (folder / NAME).exists()
+
+
 def folder_name(job: uuid.UUID, iteration: int, snapshot: SnapshotId) -> str:
     """``iter_0000020-1.7-00c0ffee``: iteration, snapshot id, the start of the job's uuid."""
     return f"iter_{iteration:07d}-{snapshot}-{job.hex[:8]}"

@@ -41,7 +41,7 @@ def clean_up(directory: Path, job: uuid.UUID, keep: int, disk: Disk | None = Non
 
 def clear_unfinished(directory: Path, job: uuid.UUID, disk: Disk | None = None) -> list[Path]:
     """Remove the job's folders without a manifest; call it when no drain of the job writes."""
-    removed = [f for f in _folders_of(directory, job) if not (f / mf.NAME).exists()]
+    removed = [f for f in _folders_of(directory, job) if not mf.is_complete(f)]
     for folder in removed:
         remove_checkpoint(folder, disk)
     return removed
@@ -50,7 +50,7 @@ def clear_unfinished(directory: Path, job: uuid.UUID, disk: Disk | None = None) 
 def remove_checkpoint(folder: Path, disk: Disk | None = None) -> None:
     """Remove one, the manifest first: half a removal leaves no checkpoint that lacks bytes."""
     disk = disk or Disk()
-    if (folder / mf.NAME).exists():
+    if mf.is_complete(folder):
         disk.remove(folder / mf.NAME)
         disk.sync_folder(folder)
     for path in sorted(folder.iterdir()):

@@ -72,16 +72,21 @@ class Drains:
         if self._task is not None:
             self._ending = True
             self._news.set()
-            await self._task
-            self._task = None
+            await self._end(self._task)
 
     async def abandon(self) -> None:
         """This life has ended: end the drain that runs.  Nothing waits for nodes or disks."""
         if self._task is not None:
             self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
-            self._task = None
+            await self._end(self._task)
+
+    async def _end(self, task: asyncio.Task[None]) -> None:
+        """Wait for the task; a mistake of ours in it ends drains, visibly, and nothing else."""
+        await asyncio.wait({task})
+        self._task = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.failures += 1
+            self._coordinator.observers.tell("drain_failed", f"drains had stopped: {error!r}")
 
     def _note(self, event: JobEvent) -> None:
         if event.kind == "committed":
@@ -121,18 +126,18 @@ class Drains:
         try:
             await self._coordinator.hold(plan.snapshot, nodes)
             await self._write(plan, nodes)
+            reason = ""
         except (MegatronFTError, OSError) as error:
-            await self._failed(plan, nodes[0], str(error))
+            reason = str(error)
+        # Not when cancelled: the next incarnation voids it, and must not wait for us.
+        await self._coordinator.release(nodes)
+        if reason:
+            await self._failed(plan, nodes[0], reason)
         else:
             seconds = time.monotonic() - started
             self._coordinator.durable = (plan.snapshot, plan.iteration)
-            self._tell(
-                "drained",
-                f"iteration {plan.iteration} is on disk after {seconds:.1f} s: {plan.folder}",
-                plan,
-            )
-        # Not when cancelled: the next incarnation voids it, and must not wait for us.
-        await self._coordinator.release(nodes)
+            text = f"iteration {plan.iteration} is on disk after {seconds:.1f} s: {plan.folder}"
+            self._tell("drained", text, plan)
 
     async def _write(self, plan: DrainPlan, nodes: list[str]) -> None:
         await self._processes.run("clear", {nodes[0]: plan})
