@@ -23,6 +23,7 @@ from megatron_ft.launch.launcher import (
     ProcessHandle,
 )
 from megatron_ft.launch.spec import JobSpec
+from megatron_ft.launch.startup import before_script
 from megatron_ft.launch.trainer_env import free_port, trainer_environment
 from megatron_ft.smp.__main__ import READY_NAME, Ready
 from megatron_ft.smp.daemon import Credentials
@@ -164,7 +165,8 @@ class TrainerFleet:
         """Start every rank, node by node.  NodeUnreachable if one is lost meanwhile."""
         spec = self._spec
         port = free_port()
-        base = {**os.environ, **spec.environment, **extra, INCARNATION: str(incarnation)}
+        given = {**os.environ, **spec.environment, **extra, INCARNATION: str(incarnation)}
+        base = before_script(given)
         self._handles = []
         for index, node in enumerate(active):
             for local in range(spec.ranks_per_node):

@@ -7,7 +7,7 @@ holds ``megatron.training`` but no program that uses it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,8 +19,6 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_ft.errors import ConfigError
 
-SAMPLE_INDEX = "sample_index"
-
 _BATCH_KEYS = {
     "tokens": torch.int64,
     "labels": torch.int64,
@@ -28,27 +26,12 @@ _BATCH_KEYS = {
     "loss_mask": torch.float32,
 }
 
-sample_observers: list[Callable[[list[int]], None]] = []
-"""Called with the indices of each micro-batch that this rank read, in order."""
-
-
-class IndexedSamples(GPTDataset):  # type: ignore[misc]  # Megatron carries no types
-    """Megatron's GPTDataset whose samples also say which index they were asked for by."""
-
-    def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
-        """Megatron's sample, plus ``sample_index`` (int64 scalar, -1 for padding)."""
-        sample: dict[str, torch.Tensor] = super().__getitem__(idx)
-        return {**sample, SAMPLE_INDEX: torch.tensor(-1 if idx is None else int(idx))}
-
 
 def get_batch(iterator: Iterator[Any]) -> dict[str, torch.Tensor]:
     """One micro-batch on every rank of the tensor-parallel group; its first rank reads it."""
     args, group = get_args(), mpu.get_tensor_model_parallel_group()
     source = mpu.get_tensor_model_parallel_src_rank()
     row = next(iterator) if mpu.get_tensor_model_parallel_rank() == 0 else None
-    if row is not None:
-        for observe in sample_observers:
-            observe(row[SAMPLE_INDEX].tolist())
     batch: dict[str, torch.Tensor] = {}
     for key, dtype in _BATCH_KEYS.items():
         shape = (args.micro_batch_size, args.seq_length)
@@ -97,7 +80,7 @@ def datasets(samples: list[int], vp_stage: int | None = None) -> Any:
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-    return BlendedMegatronDatasetBuilder(IndexedSamples, samples, lambda: True, config).build()
+    return BlendedMegatronDatasetBuilder(GPTDataset, samples, lambda: True, config).build()
 
 
 datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron reads this mark
@@ -110,7 +93,7 @@ def build_model(
     config: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """A GPT model, for releases whose ``pretrain`` still takes a provider (0.18)."""
+    """A GPT model, for releases whose ``pretrain`` still takes a provider (0.17, 0.18)."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.training.arguments import core_transformer_config_from_args

@@ -2,7 +2,7 @@
 
     python -m megatron_ft.testing.pretrain_gpt <Megatron flags> [--trace-dir DIRECTORY]
 
-Serves Megatron 0.18 and later.  On a machine without CUDA it puts the CPU stand-in in
+Serves Megatron 0.17 and later.  On a machine without CUDA it puts the CPU stand-in in
 place first.  Snapshots are on with ``--inmem-snapshot``, as in any Megatron program that
 calls :func:`megatron_ft.megatron.install`.
 """
@@ -11,44 +11,58 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_ft.testing import cpu_device
 
 
-def add_trace_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The flag that Megatron does not know; passed on as its ``extra_args_provider``."""
-    group = parser.add_argument_group(title="trace (megatron_ft.testing)")
-    group.add_argument(
-        "--trace-dir",
-        type=Path,
-        default=None,
-        help="Folder for one JSON line per iteration and rank, and each rank's final state.",
-    )
-    return parser
+def take_trace_directory(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The value of ``--trace-dir``, None without one, and the flags that are Megatron's."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--trace-dir", type=Path)
+    ours, megatrons = parser.parse_known_args(argv)
+    return ours.trace_dir, megatrons
 
 
-def pretrain_arguments(args: Any) -> tuple[Any, dict[str, Any]]:
-    """The config container and the keywords that this release's ``pretrain`` accepts."""
+def pretrain_arguments() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The values and keywords that this release's ``pretrain`` accepts.
+
+    From 0.18 on that begins with a container of all settings, made of the parsed flags;
+    before, ``pretrain`` parses them itself.
+    """
     from megatron.core.enums import ModelType
-    from megatron.training import argument_utils, training
+    from megatron.training import training
 
     from megatron_ft.testing import gpt_training
 
     offered: dict[str, Any] = {
         "train_valid_test_dataset_provider": gpt_training.datasets,
+        "model_provider": gpt_training.build_model,
         "model_type": ModelType.encoder_or_decoder,
         "forward_step_func": gpt_training.forward_step,
     }
-    make_config = argument_utils.pretrain_cfg_container_from_args
-    if hasattr(argument_utils, "gpt_config_from_args"):  # 0.19 builds the model from a config
-        config = make_config(args, argument_utils.gpt_config_from_args(args))
-    else:
-        config = make_config(args)
-        offered["model_provider"] = gpt_training.build_model
     accepted = inspect.signature(training.pretrain).parameters
-    return config, {name: value for name, value in offered.items() if name in accepted}
+    keywords = {name: value for name, value in offered.items() if name in accepted}
+    if "args_defaults" in accepted:
+        return (), keywords
+    config, builds_model = _parsed_config()
+    if builds_model:
+        keywords.pop("model_provider", None)
+    return (config,), keywords
+
+
+def _parsed_config() -> tuple[Any, bool]:
+    """The container, and whether the model is built from it (0.19) or by a provider (0.18)."""
+    from megatron.training import argument_utils
+    from megatron.training.arguments import parse_and_validate_args
+
+    args, make = parse_and_validate_args(), argument_utils.pretrain_cfg_container_from_args
+    if hasattr(argument_utils, "gpt_config_from_args"):
+        return make(args, argument_utils.gpt_config_from_args(args)), True
+    return make(args), False
 
 
 def main() -> None:
@@ -56,18 +70,16 @@ def main() -> None:
     if cpu_device.needed():
         cpu_device.install()
     from megatron.training import training
-    from megatron.training.arguments import parse_and_validate_args
 
     import megatron_ft.megatron
     from megatron_ft.testing import training_trace
 
     megatron_ft.megatron.install()
-    args = parse_and_validate_args(extra_args_provider=add_trace_arguments)
-    trace_dir, args.trace_dir = args.trace_dir, None  # Megatron pickles its arguments
+    trace_dir, sys.argv[1:] = take_trace_directory(sys.argv[1:])
     if trace_dir is not None:
         training_trace.install(trace_dir)
-    config, keywords = pretrain_arguments(args)
-    training.pretrain(config, **keywords)
+    values, keywords = pretrain_arguments()
+    training.pretrain(*values, **keywords)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ from typing import Any, TextIO
 
 import msgspec
 import torch
+from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.training import get_args, training
 
 from megatron_ft.environment import INCARNATION
-from megatron_ft.testing import final_state, gpt_training
+from megatron_ft.testing import final_state
 from megatron_ft.testing.trace import TraceLine, final_path, trace_path
 
 
@@ -32,9 +33,9 @@ class Trace:
         self._samples: list[int] = []
         self._last_end: float | None = None
 
-    def observe(self, samples: list[int]) -> None:
-        """Note indices that belong to the iteration under way."""
-        self._samples.extend(samples)
+    def observe(self, sample: int) -> None:
+        """Note the index of a sample that was read for the iteration under way."""
+        self._samples.append(sample)
 
     def record(self, iteration: int, loss: float | None, started: float) -> None:
         """Write the line of an iteration that began at ``started`` (time.perf_counter)."""
@@ -67,13 +68,22 @@ def _traced_step(step: Any, directory: Path) -> Any:
     def traced(*args: Any, **kwargs: Any) -> Any:
         if not traces:  # ranks are known only now
             traces.append(Trace(directory, torch.distributed.get_rank()))
-            gpt_training.sample_observers.append(traces[0].observe)
+            GPTDataset.__getitem__ = _observed(GPTDataset.__getitem__, traces[0])
         started = time.perf_counter()
         result = step(*args, **kwargs)
         traces[0].record(get_args().curr_iteration + 1, _loss(result), started)
         return result
 
     return traced
+
+
+def _observed(read: Any, trace: Trace) -> Any:
+    @functools.wraps(read)
+    def observed(self: Any, idx: int | None) -> Any:
+        trace.observe(-1 if idx is None else int(idx))
+        return read(self, idx)
+
+    return observed
 
 
 def _traced_train(train: Any, directory: Path) -> Any:

@@ -14,7 +14,7 @@ memory and overlap need a real device.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from megatron_ft.testing.cpu_device import (
     cuda_api,
@@ -38,13 +38,16 @@ TORCH_GROUPS = (
 )
 """The first part: touches only torch and the import table."""
 
-MEGATRON_GROUPS = (
-    megatron_gaps.skip_dataset_helper_build,
-    megatron_gaps.skip_jit_warmup,
-    megatron_gaps.allow_sequence_parallel_torch_norm,
-    megatron_gaps.fill_torch_adam_state,
-)
-"""The second part: imports Megatron and fills what it lacks without CUDA extensions."""
+MEGATRON_GROUPS: dict[str, Callable[[], None]] = {
+    "megatron.core.datasets.utils": megatron_gaps.find_dataset_helper,
+    "megatron.training.initialize": megatron_gaps.skip_jit_warmup,
+    "megatron.core.transformer.torch_norm": megatron_gaps.allow_sequence_parallel_torch_norm,
+    "megatron.core.optimizer.distrib_optimizer": megatron_gaps.fill_torch_adam_state,
+}
+"""The second part fills what Megatron lacks without CUDA extensions.
+
+By the module that each changes, so that it can be called behind that module's import.
+"""
 
 _installed: set[str] = set()
 
@@ -63,9 +66,9 @@ def install(*, megatron: bool = True) -> None:
     what a training process sent them.
     """
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    parts: dict[str, tuple[Callable[[], None], ...]] = {"torch": TORCH_GROUPS}
+    parts: dict[str, Iterable[Callable[[], None]]] = {"torch": TORCH_GROUPS}
     if megatron:
-        parts["megatron"] = MEGATRON_GROUPS
+        parts["megatron"] = MEGATRON_GROUPS.values()
     for part, groups in parts.items():
         if part not in _installed:
             _installed.add(part)

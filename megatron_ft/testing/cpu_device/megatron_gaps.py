@@ -3,20 +3,46 @@
 from __future__ import annotations
 
 import copy
+import filecmp
 import functools
-import importlib
+import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
+
+_HELPER = "megatron.core.datasets.helpers_cpp"
 
 
 def _module(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def skip_dataset_helper_build() -> None:
-    """Skip ``make`` at start-up: the installed package holds the built helper and no Makefile."""
-    _module("megatron.core.datasets.utils").compile_helpers = lambda: None
+def find_dataset_helper() -> None:
+    """Use the built dataset helper of an installed megatron-core instead of running ``make``.
+
+    The package holds no Makefile, and a checkout's may ask another Python for its headers.
+    A checkout without a built helper borrows the package's if both have the same source;
+    else Megatron builds it as ever.
+    """
+    utils = _module("megatron.core.datasets.utils")
+    if importlib.util.find_spec(_HELPER) is not None or _borrow_dataset_helper():
+        utils.compile_helpers = lambda: None
+
+
+def _borrow_dataset_helper() -> bool:
+    # A checkout and the package are parts of one namespace: the checkout comes first.
+    folders = [Path(part) / "core" / "datasets" for part in _module("megatron").__path__]
+    sources = [source for folder in folders if (source := folder / "helpers.cpp").is_file()]
+    for source in sources:
+        if filecmp.cmp(source, sources[0], shallow=False):
+            for built in source.parent.glob("helpers_cpp*.so"):
+                spec: Any = importlib.util.spec_from_file_location(_HELPER, built)
+                sys.modules[_HELPER] = helper = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(helper)
+                return True
+    return False
 
 
 def skip_jit_warmup() -> None:

@@ -1,0 +1,23 @@
+"""Hooks for an unedited script, installed when it imports Megatron's training loop."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from megatron_ft.errors import UnsupportedVersionError
+from megatron_ft.megatron.hooks import install
+
+
+def install_for_script(argv: Sequence[str]) -> None:
+    """Install the hooks in a script that did not ask for them itself.
+
+    Raises UnsupportedVersionError only if ``argv`` asks for snapshots.  Any other program
+    that imports this Megatron under a supervisor goes on without them, and is told.
+    """
+    try:
+        install()
+    except UnsupportedVersionError as error:
+        if any(word.startswith("--inmem-") for word in argv):
+            raise
+        print(f"megatron-ft: {error}", file=sys.stderr)
