@@ -211,7 +211,10 @@ def test_every_file_parses_as_python_3_10() -> None:
         ast.parse(file.read_text(), filename=str(file), feature_version=(3, 10))
 
 
-@pytest.mark.parametrize("script", ["scripts/quickstart.sh", "scripts/test.sh", ".ci/run"])
+@pytest.mark.parametrize(
+    "script",
+    ["scripts/quickstart.sh", "scripts/test.sh", "scripts/patch-megatron.sh", ".ci/run"],
+)
 def test_scripts_are_executable_and_parse(script: str) -> None:
     path = REPOSITORY / script
     assert path.stat().st_mode & 0o111 == 0o111
