@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,6 +48,8 @@ class Job:
     drain_interval: int = 0
     root: Path | None = None
     command: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    timing: Timing = Timing(lease=5.0, node_timeout=8.0)
     events: list[JobEvent] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -83,7 +85,8 @@ class Job:
             from_scratch=self.from_scratch,
             checkpoint_dir=self.checkpoint_dir,
             log_dir=self.folder / "logs",
-            timing=Timing(lease=5.0, node_timeout=8.0),
+            environment=self.environment,
+            timing=self.timing,
             drain_dir=self.drain_dir,
             drain_interval=self.drain_interval,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -18,10 +19,15 @@ from megatron_ft import environment
 from megatron_ft.errors import UnsupportedVersionError
 from megatron_ft.launch.startup import FOLDER, before_script, sitecustomize
 from megatron_ft.launch.startup.sitecustomize import AfterImport, install_snapshots
-from megatron_ft.megatron import autoload
+from megatron_ft.megatron import autoload, versions
 from megatron_ft.testing import demo_model, stock_script
 
 ROOT = Path(__file__).parents[1]
+
+needs_megatron = pytest.mark.skipif(
+    find_spec("megatron") is None or find_spec("megatron.training") is None,
+    reason="needs megatron-core with megatron.training",
+)
 
 
 def run_python(code: str, *folders: Path, **variables: str) -> str:
@@ -205,27 +211,66 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.megatron
-@pytest.mark.slow
-@pytest.mark.skipif(
-    find_spec("megatron") is None or find_spec("megatron.training") is None,
-    reason="needs megatron-core with megatron.training",
-)
-def test_a_grandchild_of_the_command_is_wrapped_and_its_children_are_not_in_the_way(
-    tmp_path: Path,
-) -> None:
-    script = tmp_path / "pretrain_mine.py"
-    script.write_text(_SCRIPT)
-    base = {**os.environ, **demo_model.ENVIRONMENT, "MEGATRON_FT_JOB": "job"}
-    base["PYTHONPATH"] = str(ROOT)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(script)]
-    done = subprocess.run(
-        launcher,
+def start_under_supervision(script: Path, *folders: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script with torchrun as a trainer's command would, with these folders first."""
+    base = {**os.environ, **demo_model.ENVIRONMENT, environment.JOB: "job"}
+    base["PYTHONPATH"] = os.pathsep.join(map(str, (*folders, ROOT)))
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", str(script)],
         env=before_script(before_script(base, Path(stock_script.__file__).parent)),
         capture_output=True,
         text=True,
         timeout=200,
     )
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
+@needs_megatron
+def test_a_grandchild_of_the_command_is_wrapped_and_its_children_are_not_in_the_way(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "pretrain_mine.py"
+    script.write_text(_SCRIPT)
+    done = start_under_supervision(script)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "child (1, False, False)" in done.stdout
     assert "parsed True 7" in done.stdout
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
+@needs_megatron
+def test_an_unsupported_megatron_is_refused_by_name_before_anything_else(tmp_path: Path) -> None:
+    training = find_spec("megatron.training")
+    assert training is not None and training.origin is not None
+    shutil.copytree(Path(training.origin).parents[1], tmp_path / "megatron")
+    loop = tmp_path / "megatron" / "training" / "training.py"
+    loop.write_text(loop.read_text().replace("checkpoint_and_decide_exit", "maybe_exit"))
+    script = tmp_path / "pretrain_mine.py"
+    script.write_text(
+        "import sys\nsys.argv.append('--inmem-snapshot')\n"
+        "from megatron.training import pretrain\nprint('it went on')\n"
+    )
+    done = start_under_supervision(script, tmp_path)
+    assert done.returncode != 0 and "it went on" not in done.stdout
+    name = "no function megatron.training.training.checkpoint_and_decide_exit"
+    assert name in done.stderr and versions.WORKING in done.stderr
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
+@needs_megatron
+def test_snapshots_without_a_supervisor_are_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    flags = demo_model.demo_arguments(data_path=tmp_path / "no corpus is needed")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, "-m", "megatron_ft.testing.pretrain_gpt", *flags, "--inmem-snapshot"],
+        env={**os.environ, **demo_model.ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode != 0
+    assert "NotUnderSupervisorError: MEGATRON_FT_JOB" in done.stderr, done.stderr[-4000:]
+    assert "megatron-ft run -- <command>" in done.stderr

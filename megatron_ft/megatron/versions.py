@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from megatron_ft.errors import UnsupportedVersionError
 
-OLDEST = (0, 18)
-WORKING = "megatron-core 0.18.2 and 0.19.2"
+OLDEST = (0, 17)
+WORKING = "megatron-core 0.17.1, 0.18.2 and 0.19.2"
 """Releases that were tested; newer ones are tried if they have the names below."""
 
 
@@ -43,11 +43,22 @@ CALLED = (
     Required(
         "megatron.core.num_microbatches_calculator",
         "update_num_microbatches",
-        ("consumed_samples",),
+        ("consumed_samples", "verbose"),
     ),
+    Required("megatron.core.parallel_state", "get_pipeline_model_parallel_rank"),
+    Required("megatron.core.parallel_state", "get_tensor_model_parallel_rank"),
+    Required("megatron.core.parallel_state", "get_expert_model_parallel_rank"),
+    Required("megatron.core.parallel_state", "get_data_parallel_rank", ("with_context_parallel",)),
+    Required("megatron.core.parallel_state", "get_data_parallel_group", ("with_context_parallel",)),
+    Required("megatron.core.parallel_state", "get_expert_data_parallel_group"),
+    Required("megatron.core.tensor_parallel.random", "get_cuda_rng_tracker"),
     Required("megatron.core.tensor_parallel.random", "convert_cuda_rng_state", ("to_graphable",)),
     Required("megatron.core.tensor_parallel.random", "is_graph_safe_cuda_rng_tracker"),
     Required("megatron.core.rerun_state_machine", "get_rerun_state_machine"),
+    Required("megatron.core.rerun_state_machine.RerunStateMachine", "state_dict"),
+    Required("megatron.core.rerun_state_machine.RerunStateMachine", "load_state_dict"),
+    Required("megatron.training", "get_args"),
+    Required("megatron.training.utils", "print_rank_0", ("message",)),
 )
 
 

@@ -69,11 +69,13 @@ def main() -> None:
     """Parse ``sys.argv`` as Megatron does, and train."""
     if cpu_device.needed():
         cpu_device.install()
+    import megatron.core
     from megatron.training import training
 
     import megatron_ft.megatron
     from megatron_ft.testing import training_trace
 
+    print(f"> megatron-core {megatron.core.__version__}", flush=True)
     megatron_ft.megatron.install()
     trace_dir, sys.argv[1:] = take_trace_directory(sys.argv[1:])
     if trace_dir is not None:

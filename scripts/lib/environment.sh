@@ -10,6 +10,9 @@ VENV="$REPO/.venv"
 LOG="$VENV/install.log"
 MINIMUM_FREE_GIB=3
 
+# Releases of megatron-core that the tests also run, each in a folder .venv/megatron-core/<release>.
+OLDER_MEGATRON_RELEASES=(0.17.1 0.18.2)
+
 # A constraint, a target or a path from the user's shell would change what is installed or imported.
 unset PIP_CONSTRAINT PIP_TARGET PIP_PREFIX PYTHONPATH PYTHONHOME
 export PIP_USER=0 PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_REQUIRE_VIRTUALENV=0
@@ -121,15 +124,29 @@ make_venv() {
     fi
 }
 
-# install_megatron: releases that contain megatron.training declare Python >= 3.12 but run on older
-# ones when built from the source package; the build finds numpy and pybind11 in the environment.
+# megatron_from_source: pip's flags for megatron-core, one a line.  Releases that contain
+# megatron.training declare Python >= 3.12 but run on older ones when built from the source package;
+# the build finds numpy and pybind11 in the environment.
+megatron_from_source() {
+    "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' ||
+        printf '%s\n' --ignore-requires-python --no-build-isolation --no-binary megatron-core
+}
+
 install_megatron() {
-    if "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
-        pip_install --no-deps megatron-core
-    else
-        pip_install --no-deps --ignore-requires-python --no-build-isolation \
-            --no-binary megatron-core megatron-core
-    fi
+    local flags
+    mapfile -t flags < <(megatron_from_source)
+    pip_install --no-deps "${flags[@]}" megatron-core
+}
+
+# install_release RELEASE: beside the environment's own, and complete or not there at all.
+install_release() {
+    local flags folder="$VENV/megatron-core/$1"
+    mapfile -t flags < <(megatron_from_source)
+    [ ! -d "$folder" ] || return 0
+    rm -rf "$folder.part"
+    "$VENV/bin/python" -m pip install --target "$folder.part" --no-deps "${flags[@]}" \
+        "megatron-core==$1"
+    mv "$folder.part" "$folder"
 }
 
 # check_result: what was installed is there.  megatron.training is looked for, not imported: on a
@@ -151,18 +168,20 @@ environment_prepare() {
         return 0
     fi
     check_machine "$python"
-    environment_install "$python" "$extras"
+    environment_install "$python" "$level" "$extras"
     printf '%s\n' "$print" >"$VENV/.prepared-$level"
     # What dev contains, runtime is satisfied with.
     [ "$level" = runtime ] || fingerprint "$python" runtime >"$VENV/.prepared-runtime"
 }
 
-# environment_install PYTHON EXTRAS: the steps, in the one order in which each finds what it needs.
+# environment_install PYTHON LEVEL EXTRAS: the steps, in the one order in which each finds what it
+# needs.
 environment_install() {
-    local made_for
+    local made_for release releases=()
     made_for="$("$1" --version) $REPO"
+    [ "$2" = runtime ] || releases=("${OLDER_MEGATRON_RELEASES[@]}")
     STEP=0
-    STEPS=6
+    STEPS=$((6 + ${#releases[@]}))
     # Scripts in an environment hold its path, so one that was moved or copied is made again.
     if [ "$(cat "$VENV/.made-for" 2>/dev/null)" != "$made_for" ]; then
         rm -rf "$VENV"
@@ -177,6 +196,9 @@ environment_install() {
     step "installing build tools and numpy" pip_install \
         numpy pybind11 packaging 'setuptools>=80' wheel pyyaml typing_extensions
     step "installing megatron-core" install_megatron
-    step "installing megatron-ft with $2" pip_install --no-build-isolation -e "$REPO[$2]"
+    for release in "${releases[@]}"; do
+        step "installing megatron-core $release beside it" install_release "$release"
+    done
+    step "installing megatron-ft with $3" pip_install --no-build-isolation -e "$REPO[$3]"
     step "checking the result" check_result
 }

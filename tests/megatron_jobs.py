@@ -1,0 +1,115 @@
+"""Whole jobs of Megatron programs: one that loses a trainer, and one that nothing interrupts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.coordinator.coordinator import Timing
+from megatron_ft.launch.startup import before_script
+from megatron_ft.testing import demo_model, stock_script
+from megatron_ft.testing.demo.compare import compare_runs
+from tests.held_in_step import sitecustomize as held
+from tests.jobs import ROOT, Job
+
+RANKS, ITERATIONS = 2, 16
+SNAPSHOTS = ("--inmem-snapshot", "--inmem-snapshot-interval", "2")
+
+needs_megatron = pytest.mark.skipif(
+    find_spec("megatron") is None or find_spec("megatron.training") is None,
+    reason="needs megatron-core with megatron.training",
+)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program that trains: what follows ``python``, with which Megatron, and how it is traced.
+
+    ``megatron`` is put first on the search path.  A ``stock`` one is traced from outside and
+    takes snapshots without a word of ours in it.
+    """
+
+    words: tuple[str, ...]
+    megatron: Path
+    stock: bool = False
+
+    def flags(self, corpus: Path, trace: Path) -> list[str]:
+        flags = demo_model.demo_arguments(
+            iterations=ITERATIONS, data_path=corpus, hidden=64, sequence=32
+        )
+        return [*self.words, *flags, *(() if self.stock else ("--trace-dir", str(trace)))]
+
+    def environment(self, trace: Path) -> dict[str, str]:
+        path = os.pathsep.join([str(self.megatron), str(ROOT)])
+        own = {**demo_model.ENVIRONMENT, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
+        return stock_script.environment(trace, own) if self.stock else own
+
+
+def packaged(megatron: Path) -> Program:
+    """Our own program on a release of megatron-core in the folder ``megatron``."""
+    return Program(("-m", "megatron_ft.testing.pretrain_gpt"), megatron)
+
+
+def stock(checkout: Path) -> Program:
+    """The script of a checkout as it is."""
+    return Program((str(checkout / stock_script.SCRIPT),), checkout, stock=True)
+
+
+def train_alone(program: Program, corpus: Path, trace: Path) -> None:
+    """Train to the end under torchrun, with none of our processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, f"--nproc-per-node={RANKS}", *program.flags(corpus, trace)],
+        env={**os.environ, **program.environment(trace)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
+def kill_held_rank(job: Job) -> None:
+    os.kill(job.supervisor.trainers.pids()[int(held.RANK)], signal.SIGKILL)
+
+
+def survive_a_kill(program: Program, corpus: Path, folder: Path) -> Job:
+    """Train under the supervisor and kill a trainer in mid-iteration; the job, destroyed."""
+    trace = folder / "trace"
+    holding = before_script(program.environment(trace), Path(held.__file__).parent)
+    job = Job(
+        folder,
+        nodes=RANKS,
+        command=(sys.executable, *program.flags(corpus, trace), *SNAPSHOTS),
+        environment=holding,
+        # Imports of Megatron may keep every core of a small machine from the SMPs for a while.
+        timing=Timing(lease=30.0, node_timeout=45.0),
+    )
+    try:
+        job.run((held.ITERATION - 1, kill_held_rank))
+    finally:
+        job.cluster.destroy()
+    return job
+
+
+def check_identical(program: Program, corpus: Path, folder: Path) -> Job:
+    """Losses, samples and final states of both runs are equal bit by bit; the job that was hit."""
+    (folder / "job").mkdir()
+    job = survive_a_kill(program, corpus, folder / "job")
+    assert [source for _, source in job.restores()] == ["own memory"], job.story()
+    train_alone(program, corpus, folder / "alone")
+    found = compare_runs(folder / "job" / "trace", folder / "alone", RANKS, ITERATIONS)
+    assert found.identical, found.differences
+    return job
+
+
+def log_of(job: Job, rank: int) -> str:
+    """What a rank has printed in all its lives."""
+    return (job.folder / "logs" / f"rank{rank}.log").read_text(errors="replace")
