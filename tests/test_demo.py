@@ -28,9 +28,14 @@ from rich.console import Console  # noqa: E402
 from megatron_ft.cli import demo as cli  # noqa: E402
 from megatron_ft.cli.clean import default_root  # noqa: E402
 from megatron_ft.coordinator.events import JobEvent  # noqa: E402
-from megatron_ft.errors import ConfigError, ProtectionError  # noqa: E402
+from megatron_ft.errors import (  # noqa: E402
+    ConfigError,
+    MissingEnvironmentError,
+    ProtectionError,
+)
 from megatron_ft.identity import SnapshotId  # noqa: E402
 from megatron_ft.smp import messages as m  # noqa: E402
+from megatron_ft.testing import stock_script  # noqa: E402
 from megatron_ft.testing.demo import compare, outcome, overhead, plot, report  # noqa: E402
 from megatron_ft.testing.demo.record import Record, Seen, Strike  # noqa: E402
 from megatron_ft.testing.demo.run import Demo, faults_of  # noqa: E402
@@ -65,6 +70,9 @@ def real(test: Any) -> Any:
     for mark in marks:
         test = mark(test)
     return test
+
+
+SNAPSHOTS = ("--inmem-snapshot", "--inmem-snapshot-interval", "2")
 
 
 def line(iteration: int, life: int = 1, end: float | None = None, rank: int = 0) -> TraceLine:
@@ -169,9 +177,47 @@ def test_both_runs_have_the_same_command_but_for_snapshots(tmp_path: Path) -> No
     settings, folders = DemoSettings(tp=2), Folders(tmp_path)
     ours = job_spec(settings, folders, tmp_path / "text", "a").command
     oracle = job_spec(settings, folders, tmp_path / "text", "b", snapshots=False).command
-    snapshots = ("--inmem-snapshot", "--inmem-snapshot-interval", "2")
-    assert ours == (*oracle[:-2], *snapshots, "--trace-dir", str(folders.protected))
+    assert ours == (*oracle[:-1], str(folders.protected), *SNAPSHOTS)
     assert oracle[-2:] == ("--trace-dir", str(folders.oracle))
+
+
+def a_checkout(folder: Path) -> Path:
+    (folder / "megatron" / "core").mkdir(parents=True)
+    (folder / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 20\n")
+    (folder / stock_script.SCRIPT).touch()
+    return folder
+
+
+def test_a_stock_script_gets_no_word_of_ours_but_the_snapshot_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkout, folders = a_checkout(tmp_path / "Megatron-LM"), Folders(tmp_path)
+    flags = ("--framework", "megatron-lm", "--megatron-lm-path", str(checkout))
+    settings = cli.settings_from(parse(*flags))
+    monkeypatch.setenv(stock_script.CHECKOUT, str(checkout))
+    assert settings == cli.settings_from(parse(*flags[:2]))
+    spec = job_spec(settings, folders, tmp_path / "text", "a")
+    oracle = job_spec(settings, folders, tmp_path / "text", "b", snapshots=False)
+    assert spec.command == (*oracle.command, *SNAPSHOTS)
+    assert spec.command[1] == str(checkout / "pretrain_gpt.py")
+    assert not any("megatron_ft" in word or "trace" in word for word in spec.command)
+    assert spec.environment[stock_script.TRACE_DIRECTORY] == str(folders.protected)
+    assert oracle.environment[stock_script.TRACE_DIRECTORY] == str(folders.oracle)
+    assert json.loads(json.dumps(a_report(settings=settings).as_json()))["settings"]["checkout"]
+    assert stock_script.release_of(checkout) == "0.20.?"
+
+
+def test_without_a_checkout_the_demo_says_how_to_name_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(stock_script.CHECKOUT, raising=False)
+    with pytest.raises(MissingEnvironmentError, match="MEGATRON_LM_PATH, or with --megatron-lm"):
+        cli.settings_from(parse("--framework", "megatron-lm"))
+    path = ("--megatron-lm-path", str(tmp_path))
+    with pytest.raises(MissingEnvironmentError, match="holds no pretrain_gpt.py"):
+        cli.settings_from(parse("--framework", "megatron-lm", *path))
+    with pytest.raises(ConfigError, match="needs --framework megatron-lm"):
+        cli.settings_from(parse(*path))
 
 
 def test_a_scheme_that_the_nodes_cannot_meet_is_refused_at_once() -> None:
@@ -444,6 +490,18 @@ def test_a_node_is_lost_and_the_end_is_identical(tmp_path: Path) -> None:
     torch.save(state, path)
     again = compare.compare_runs(demo.folders.protected, demo.folders.oracle, 2, 20)
     assert again.differences == [f"rank 1: final state differs at /weights/{name}"]
+
+
+@real
+@pytest.mark.skipif(
+    stock_script.CHECKOUT not in os.environ,
+    reason=f"needs {stock_script.CHECKOUT} to name a checkout of Megatron-LM",
+)
+def test_a_checkouts_own_script_loses_a_node_and_ends_identical(tmp_path: Path) -> None:
+    code, made, _ = run_demo(tmp_path / "demo", "--framework", "megatron-lm")
+    assert made["identical"], made["comparison"]["differences"]
+    assert code == 0
+    assert [event["source"] for event in made["events"]] == ["parity"]
 
 
 @real

@@ -3,12 +3,14 @@
   megatron-ft demo
   megatron-ft demo --tp 2 --pp 2 --seed 7 --plot loss.png --json report.json
   megatron-ft demo --protect rs:2+2 --lose 2
+  megatron-ft demo --framework megatron-lm --megatron-lm-path ~/Megatron-LM
 
 Four virtual nodes on this machine train, with one in reserve.  A trainer is killed in the
 middle of an iteration, later a whole node with its memory is lost, then the trainer and the
 encoder of a node die at once.  Training goes on from memory each time.  Then the same training
 runs again uninterrupted, and losses, weights, optimizer state, random states and the order of
-the data are compared bit by bit.  Needs no GPU.
+the data are compared bit by bit.  Needs no GPU.  With --framework megatron-lm a checkout's own
+pretrain_gpt.py trains, unedited.
 """
 
 from __future__ import annotations
@@ -58,6 +60,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="nodes lost at once; more than the protection covers shows how the job refuses to go "
         "on (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--framework",
+        choices=("megatron-core", "megatron-lm"),
+        default="megatron-core",
+        help="what trains: a program of this package on the installed megatron-core, or the "
+        "stock pretrain_gpt.py of a checkout of Megatron-LM (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--megatron-lm-path",
+        type=Path,
+        metavar="DIR",
+        help="that checkout (default: the environment variable MEGATRON_LM_PATH)",
     )
     parser.add_argument("--iterations", type=int, default=40, help="length (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="who is hit, and when (%(default)s)")
@@ -117,10 +132,21 @@ def settings_from(arguments: argparse.Namespace) -> DemoSettings:
         iterations=arguments.iterations,
         seed=arguments.seed,
         lose=arguments.lose,
+        checkout=_checkout(arguments),
     )
     # What the job would refuse is refused here, before anything is written.
     job_spec(settings, Folders(Path()), Path(), "demo")
     return settings
+
+
+def _checkout(arguments: argparse.Namespace) -> Path | None:
+    from megatron_ft.testing.stock_script import find_checkout
+
+    if arguments.framework == "megatron-lm":
+        return find_checkout(arguments.megatron_lm_path)
+    if arguments.megatron_lm_path is not None:
+        raise ConfigError("--megatron-lm-path needs --framework megatron-lm")
+    return None
 
 
 def make_folders(keep: Path | None) -> Folders:

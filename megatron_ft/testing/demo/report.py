@@ -48,13 +48,14 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """The whole report as plain values."""
+        checkout = None if self.settings.checkout is None else str(self.settings.checkout)
         comparison = None if self.comparison is None else dataclasses.asdict(self.comparison)
         return {
             "identical": self.identical,
             "reason": self.reason,
             "exit_code": self.exit_code,
             "seconds": round(self.seconds, 1),
-            "settings": dataclasses.asdict(self.settings),
+            "settings": {**dataclasses.asdict(self.settings), "checkout": checkout},
             "events": [dataclasses.asdict(event) for event in self.events],
             "comparison": comparison,
             "overhead": None if self.overhead is None else dataclasses.asdict(self.overhead),

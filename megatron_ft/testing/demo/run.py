@@ -13,7 +13,7 @@ from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.supervisor import Supervisor
 from megatron_ft.launch.virtual import VirtualCluster
-from megatron_ft.testing import stdlib_corpus
+from megatron_ft.testing import stdlib_corpus, stock_script
 from megatron_ft.testing.demo import compare, memory
 from megatron_ft.testing.demo.inject import Injector
 from megatron_ft.testing.demo.interrupt import interruptible
@@ -108,7 +108,7 @@ class Demo:
         names = [f"node{number}" for number in range(spec.nodes + spec.spares)]
         cluster = VirtualCluster(spec.name, names)
         try:
-            self.report.versions = memory.versions(cluster.mpi())
+            self.report.versions = memory.versions(cluster.mpi(), self.settings.checkout)
             with JobState(self.folders.state, spec.name) as state:
                 try:
                     asyncio.run(interruptible(lambda: self._train(spec, cluster, state)))
@@ -179,7 +179,9 @@ def faults_of(settings: DemoSettings) -> tuple[Fault, ...]:
 def _title(settings: DemoSettings) -> str:
     shape = f"tp {settings.tp}, pp {settings.pp}, dp {settings.data_parallel}"
     spares = f"{settings.spares} spare{'s' * (settings.spares != 1)}"
+    checkout = settings.checkout
+    program = "Megatron-LM's loop" if checkout is None else f"{checkout / stock_script.SCRIPT}"
     return (
-        f"training with Megatron-LM's loop: {settings.world_size} ranks ({shape}) on "
+        f"training with {program}: {settings.world_size} ranks ({shape}) on "
         f"{settings.nodes} virtual nodes and {spares}, {settings.protect}, seed {settings.seed}"
     )

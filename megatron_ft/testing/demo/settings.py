@@ -14,6 +14,7 @@ from megatron_ft.coordinator.plan import Sizes
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.errors import ConfigError
 from megatron_ft.launch.spec import JobSpec
+from megatron_ft.testing import stock_script
 
 FEWEST_ITERATIONS = 20
 _HEADS = 4
@@ -28,7 +29,9 @@ class DemoSettings:
     """The user's choices; ConfigError where they cannot be met.
 
     ``lose`` is how many nodes the second fault takes at once.  The data-parallel size is
-    what ``nodes * ranks_per_node`` leaves after ``tp * pp``.
+    what ``nodes * ranks_per_node`` leaves after ``tp * pp``.  ``checkout`` is one of
+    Megatron-LM, whose own ``pretrain_gpt.py`` trains; without it a program of this package
+    does.
     """
 
     tp: int = 1
@@ -41,6 +44,7 @@ class DemoSettings:
     seed: int = 0
     lose: int = 1
     snapshot_interval: int = 2
+    checkout: Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "nodes", "ranks_per_node", "lose", "snapshot_interval"):
@@ -141,19 +145,32 @@ def training_command(
         global_batch=_MICRO_BATCH * settings.data_parallel * (1 if settings.pp == 1 else 2),
         cache_path=folders.corpus / "indices",
     )
-    program = [sys.executable, "-m", "megatron_ft.testing.pretrain_gpt", *flags]
+    if settings.checkout is None:
+        program = ["-m", "megatron_ft.testing.pretrain_gpt", *flags, "--trace-dir", str(trace)]
+    else:
+        program = [str(settings.checkout / stock_script.SCRIPT), *flags]
     if snapshots:
         interval = str(settings.snapshot_interval)
         program += ["--inmem-snapshot", "--inmem-snapshot-interval", interval]
-    return (*program, "--trace-dir", str(trace))
+    return (sys.executable, *program)
+
+
+def training_environment(settings: DemoSettings, trace: Path) -> dict[str, str]:
+    """Variables for every trainer; a stock script is traced by them alone."""
+    from megatron_ft.testing.demo_model import ENVIRONMENT
+
+    # Host memory everywhere, so that the same bits come out with and without a GPU.
+    variables = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+    if settings.checkout is None:
+        return variables
+    path = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    return stock_script.environment(trace, {**variables, **path})
 
 
 def job_spec(
     settings: DemoSettings, folders: Folders, corpus: Path, name: str, *, snapshots: bool = True
 ) -> JobSpec:
     """The job of the protected run, or with ``snapshots=False`` of the uninterrupted one."""
-    from megatron_ft.testing.demo_model import ENVIRONMENT
-
     trace = folders.protected if snapshots else folders.oracle
     return JobSpec(
         name=name,
@@ -165,6 +182,5 @@ def job_spec(
         sizes=Sizes(block_bytes=_BLOCK_BYTES, slot_count=2, crc=isal.available()),
         timing=_TIMING,
         log_dir=folders.logs / ("run" if snapshots else "uninterrupted"),
-        # Host memory everywhere, so that the same bits come out with and without a GPU.
-        environment={**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"},
+        environment=training_environment(settings, trace),
     )

@@ -7,6 +7,7 @@ this folder does from outside: the stand-in where there is no CUDA, and the trac
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -39,6 +40,14 @@ def find_checkout(given: Path | None = None) -> Path:
             f"{checkout} is no checkout of Megatron-LM: it holds no {SCRIPT}"
         )
     return checkout
+
+
+def release_of(checkout: Path) -> str:
+    """The version that a checkout says it has: ``0.20.0``, with ``?`` for what it does not say."""
+    info = checkout / "megatron" / "core" / "package_info.py"
+    text = info.read_text() if info.is_file() else ""
+    numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", text, re.M))
+    return ".".join(numbers.get(name, "?") for name in ("MAJOR", "MINOR", "PATCH"))
 
 
 def environment(trace: Path, base: Mapping[str, str] | None = None) -> dict[str, str]:
