@@ -86,8 +86,8 @@ def check_version(version: str) -> None:
     """Raise UnsupportedVersionError if a release is older than what can work."""
     if version_numbers(version) < OLDEST:
         raise UnsupportedVersionError(
-            f"Megatron {version} is too old for in-memory snapshots, which need {WORKING} (or "
-            "newer): upgrade Megatron, or train without --inmem-snapshot"
+            f"Megatron {version} is too old for in-memory snapshots, which work with {WORKING}; "
+            "upgrade Megatron, or train without --inmem-snapshot"
         )
 
 
