@@ -73,6 +73,15 @@ def test_only_what_can_become_committed_alone_is_listed(
     assert bool(open_live(memory.root, memory.job).snapshots()) == listed
 
 
+def test_a_snapshot_on_its_way_is_a_problem_only_where_nothing_else_is(tmp_path: Path) -> None:
+    memory = Memory(tmp_path)
+    source = open_live(memory.root, memory.job)
+    memory.commit_one("dp0", SnapshotId(1, 2), 20, state=SlotState.SEALED)
+    assert source.snapshots() == [] and source.problems == ("snapshot 1.2 is not committed",)
+    memory.commit(1, 10)
+    assert len(source.snapshots()) == 1 and source.problems == ()
+
+
 def test_a_lost_node_is_named(memory: Memory) -> None:
     shutil.rmtree(memory.folder("dp1"))
     source = open_live(memory.root, memory.job)
