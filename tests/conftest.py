@@ -21,6 +21,24 @@ SESSION = uuid.uuid4().hex
 GRACE_SECONDS = 5.0
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-layouts",
+        action="store_true",
+        help="Every cell of Megatron's matrix of layouts, not only those that pair all values.",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only --all-layouts asks for."""
+    if config.getoption("--all-layouts"):
+        return
+    left_out = [item for item in items if "all_layouts" in item.keywords]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
 def pytest_configure() -> None:
     os.environ[SESSION_VARIABLE] = SESSION
 

@@ -1,155 +1,170 @@
-"""The demo's training program without a supervisor, for tests of Megatron's state.
+"""What a rank of a test runs: the demo's training program, with an SMP that the test plays.
 
-Two managers: one keeps files and is worse than the real one on purpose, as it copies lazily
-captured tensors at the last moment that the contract allows, in the fence; the other is the
-real one, on an arena that the test itself grants.  Both poison everything before they load,
-so a tensor that is not restored shows up in the comparison.
+The snapshot manager is the real one and so are the arenas.  Two things are worse than in a
+real job, on purpose: lazily copied tensors are copied at the last moment that the contract
+allows, in the fence, and everything is poisoned before it is loaded, so that a tensor that
+is not captured, or captured too late, shows up in the comparison.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
 import torch
+from megatron_arenas import SLOT, arena_path, header_of, plan, read_record, record_path
+from test_capture_support import WAIT, FakeSmp, Offer
 from torch.utils.data import DataLoader
 
+from megatron_ft.arena.arena import Arena
+from megatron_ft.capture.copier import CopyItem, ShouldStop
+from megatron_ft.capture.cpu import CpuCopier
 from megatron_ft.config import SnapshotConfig
+from megatron_ft.erasure.stripes import RankPlace
 from megatron_ft.testing import cpu_device
 
 SAVE_AT, SAVE_TO, LOAD_FROM = "TEST_SAVE_AT", "TEST_SAVE_TO", "TEST_LOAD_FROM"
-USE_ARENA = "TEST_USE_ARENA"
+SCHEME, RANKS_PER_NODE = "TEST_SCHEME", "TEST_RANKS_PER_NODE"
+PLUGINS = "TEST_PLUGINS"
+"""Functions to call before training, "module:function", separated by blanks."""
 
 
-def _poison(state: Any) -> None:
+class ArenaClient(FakeSmp):
+    """Plans stripes with the other ranks and makes this rank's arena in a common folder."""
+
+    def __init__(self, place: dict[str, Any]) -> None:
+        folder = Path(os.environ[SAVE_TO])
+        folder.mkdir(parents=True, exist_ok=True)
+        super().__init__(folder, place["shard_id"])
+        self._place = place
+        if LOAD_FROM in os.environ:
+            source = Path(os.environ[LOAD_FROM])
+            record = read_record(source, self.shard_id)
+            self.offer = Offer(arena_path(source, self.shard_id), SLOT, record)
+
+    def prepare(
+        self, layout_hash: bytes, required_bytes: int, interval: int, timeout: float = 0.0
+    ) -> Path:
+        """Agree with all ranks on the stripes, then make the arena."""
+        every: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(every, self._rank_place(required_bytes))
+        stripes = plan(every, os.environ.get(SCHEME, "none"))
+        if torch.distributed.get_rank() == 0:
+            (self.directory / "stripes").write_bytes(pickle.dumps(stripes))
+        self.arena = Arena.create(self.path, header_of(self.shard_id, stripes))
+        return self.path
+
+    def _rank_place(self, required_bytes: int) -> RankPlace:
+        rank, per_node = self._place["rank"], int(os.environ.get(RANKS_PER_NODE, "1"))
+        node = f"node{rank // per_node}"
+        place = (rank, self.shard_id, node, node, rank % per_node, self._place["coordinates"])
+        return RankPlace(*place, required_bytes)
+
+    def close(self) -> None:
+        """Keep what was sealed, for the next life."""
+        assert not self.abandoned_ids and not self.missed_ids and not self.unfit_errors
+        for record in self.sealed_records.values():
+            record_path(self.directory, self.shard_id).write_bytes(pickle.dumps(record))
+
+
+class LateCopier(CpuCopier):
+    """Copies nothing before training has come to a fence, or ends."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.fence_reached = Event()
+
+    def copy(self, items: Sequence[CopyItem], mark: None, should_stop: ShouldStop) -> bool:
+        assert self.fence_reached.wait(WAIT), "training never came to a fence"
+        return super().copy(items, mark, should_stop)
+
+
+def poison(state: Any) -> None:
+    """Overwrite all that a restore has to bring back."""
     torch.manual_seed(99)
     np.random.seed(99)
     random.seed(99)
     with torch.no_grad():
-        for tensor in state.tensors().values():
-            tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+        for tensor in {**state.tensors(), **state.boundary_tensors()}.values():
+            tensor.fill_(float("nan") if tensor.is_floating_point() else True)
         for chunk in state._model:
             for parameter in chunk.parameters():
                 parameter.fill_(float("nan"))
 
 
-class FileManager:
-    """SnapshotManager's methods; one file per rank, replicated tensors split over ranks."""
-
-    def __init__(self) -> None:
-        self._rank = torch.distributed.get_rank()
-        self._saved: dict[str, Any] | None = None
-        self._pending: Any = None
-        self.has_snapshot = LOAD_FROM in os.environ
-
-    def _part(self, state: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        group = state.replicas().get(name)
-        if group is None:
-            return tensor.clone()
-        ranks = torch.distributed.get_world_size(group)
-        return tensor.view(-1).tensor_split(ranks)[torch.distributed.get_rank(group)].clone()
-
-    def load(self, into: Any) -> int:
-        _poison(into)
-        directory = Path(os.environ[LOAD_FROM])
-        files = [
-            pickle.loads((directory / f"{rank}.pickle").read_bytes())
-            for rank in range(torch.distributed.get_world_size())
-        ]
-        replicas = into.replicas()
-        live = {**into.tensors(), **into.boundary_tensors()}
-        assert live.keys() == files[self._rank]["tensors"].keys()
-        for name, tensor in live.items():
-            if name in replicas:
-                ranks = torch.distributed.get_process_group_ranks(replicas[name])
-                parts = [files[rank]["tensors"][name] for rank in ranks]
-                tensor.copy_(torch.cat(parts).view(tensor.shape))
-            else:
-                tensor.copy_(files[self._rank]["tensors"][name])
-        into.load(files[self._rank]["objects"])
-        return int(files[self._rank]["objects"]["iteration"])
-
-    def prepare(self, state: Any) -> None:
-        assert state.tensors()
-
-    def save(self, iteration: int, state: Any) -> None:
-        if iteration != int(os.environ.get(SAVE_AT, "-1")):
-            return
-        boundary = {name: tensor.clone() for name, tensor in state.boundary_tensors().items()}
-        self._saved = {"tensors": boundary, "objects": pickle.dumps(state.objects())}
-        self._pending = state
-
-    def register_fence(self, optimizer: Any) -> None:
-        optimizer.register_step_pre_hook(lambda *_: self.fence())
-
-    def fence(self) -> None:
-        if self._saved is not None and self._pending is not None:
-            state, self._pending = self._pending, None
-            for name, tensor in state.tensors().items():
-                self._saved["tensors"][name] = self._part(state, name, tensor)
-
-    def close(self) -> None:
-        if self._saved is None:
-            return
-        self.fence()
-        saved = {**self._saved, "objects": pickle.loads(self._saved["objects"])}
-        directory = Path(os.environ[SAVE_TO])
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / f"{self._rank}.pickle").write_bytes(pickle.dumps(saved))
-
-
-def make_arena_manager(config: SnapshotConfig) -> Any:
-    """The real manager, with a client that grants one capture and offers it to the next run."""
-    from megatron.core import mpu
-    from test_capture_support import FakeSmp, Offer
-
+def make_manager(config: SnapshotConfig) -> Any:
+    """The real manager with the client and the copier above."""
     from megatron_ft.capture.manager import SnapshotManager
+    from megatron_ft.megatron.manager import place_of_rank
 
-    rank = torch.distributed.get_rank()
-    directory = Path(os.environ[SAVE_TO])
-    directory.mkdir(parents=True, exist_ok=True)
-    smp = FakeSmp(directory, shard_id=f"pp0-tp0-dp{rank}-ep0")
-    if LOAD_FROM in os.environ:
-        record = pickle.loads((Path(os.environ[LOAD_FROM]) / f"{rank}.record").read_bytes())
-        smp.offer = Offer(Path(os.environ[LOAD_FROM]) / f"{smp.shard_id}.arena", 0, record)
+    place, copier = place_of_rank(), LateCopier()
+    client = ArenaClient(place)
 
     class ArenaManager(SnapshotManager):
         def load(self, into: Any) -> int:
-            _poison(into)
+            poison(into)
             return super().load(into)
 
         def prepare(self, state: Any) -> None:
             super().prepare(state)
             if SAVE_AT in os.environ:
-                smp.grant(int(os.environ[SAVE_AT]))
+                client.grant(int(os.environ[SAVE_AT]))
+            else:
+                copier.fence_reached.set()
+
+        def register_fence(self, optimizer: Any) -> Any:
+            optimizer.register_step_pre_hook(lambda *_: self._let_copy())
+            return super().register_fence(optimizer)
+
+        def _let_copy(self) -> None:
+            if self._run is not None:
+                copier.fence_reached.set()
 
         def close(self) -> None:
+            copier.fence_reached.set()
             super().close()
-            assert not smp.abandoned_ids and not smp.missed_ids
-            for record in smp.sealed_records.values():
-                (directory / f"{rank}.record").write_bytes(pickle.dumps(record))
 
-    assert mpu.get_data_parallel_rank() == rank, "only for purely data-parallel layouts"
-    return ArenaManager(config, shard_id=smp.shard_id, client=smp)
+    return ArenaManager(config, client=client, copier=copier, **place)
 
 
-def main() -> None:
+def preload() -> None:
+    """Import everything that ranks need, in the process that they are forked from."""
     cpu_device.install()
     # Let data loaders draw from the generator of dropout again: a restore must not need
     # the stand-in's help against that.
     loader: Any = DataLoader
     loader.__iter__ = loader.__iter__.__wrapped__
+    for module in (
+        "megatron.training.training",
+        "megatron.training.models",
+        "megatron_ft.megatron",
+        "megatron_ft.testing.gpt_training",
+        "megatron_ft.testing.training_trace",
+    ):
+        importlib.import_module(module)
+
+
+def train() -> None:
+    """Train as ``sys.argv`` says."""
     from megatron_ft.megatron import install
     from megatron_ft.testing import pretrain_gpt
 
-    use_arena = bool(os.environ.get(USE_ARENA))
-    install(make_arena_manager if use_arena else lambda config: FileManager())
+    install(make_manager)
+    for plugin in os.environ.get(PLUGINS, "").split():
+        module, _, function = plugin.partition(":")
+        getattr(importlib.import_module(module), function)()
     pretrain_gpt.main()
+    # The first rank serves the store that the others may still ask.
+    torch.distributed.barrier()
 
 
 if __name__ == "__main__":
-    main()
+    preload()
+    train()

@@ -2,77 +2,40 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-import megatron_program  # noqa: E402  # needs torch
-
-from megatron_ft.testing import demo_model, final_state, stdlib_corpus  # noqa: E402
-
-
-def _has_megatron() -> bool:
+pytest.importorskip("torch")
+if find_spec("megatron") is None or find_spec("megatron.training") is None:
     # Looked up, not imported: the test process itself has no stand-in for a device.
-    return find_spec("megatron") is not None and find_spec("megatron.training") is not None
+    pytest.skip("needs megatron-core with megatron.training", allow_module_level=True)
+
+from fork_server import ForkServer  # noqa: E402  # needs torch
+from megatron_layouts import AXES, BESIDE, DISTRIBUTED  # noqa: E402
+from megatron_layouts import Layout, cell, matrix, pairwise  # noqa: E402
+from megatron_program import SAVE_AT  # noqa: E402
+from megatron_runs import SNAPSHOT_AT, SNAPSHOTS, TIMEOUT_SECONDS  # noqa: E402
+from megatron_runs import Runs, check_resume  # noqa: E402
+
+from megatron_ft.testing import demo_model, stdlib_corpus  # noqa: E402
+
+pytestmark = [pytest.mark.megatron, pytest.mark.slow]
+
+PAIRWISE = [cell(*values) for values in pairwise(AXES)]
+REST = [layout for layout in matrix() if layout not in PAIRWISE]
 
 
-pytestmark = [
-    pytest.mark.megatron,
-    pytest.mark.slow,
-    pytest.mark.skipif(not _has_megatron(), reason="needs megatron-core with megatron.training"),
-]
-
-ITERATIONS, SNAPSHOT_AT = 8, 4
-TIMEOUT_SECONDS = 200
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A parallel layout; what differs from demo_model's defaults."""
-
-    name: str
-    processes: int = 2
-    options: dict[str, Any] = field(default_factory=dict)
-    flags: tuple[str, ...] = ()
-    use_arena: bool = False
-
-
-LAYOUTS = [
-    Layout("dp2-distributed-bf16"),
-    Layout("tp2-distributed-bf16", options={"tp": 2}),
-    Layout("pp2-distributed-bf16", options={"pp": 2}),
-    Layout("dp2-replicated-bf16", options={"distributed_optimizer": False}),
-    Layout(
-        "dp2-distributed-overlapped-bf16-arena",
-        flags=("--overlap-grad-reduce", "--overlap-param-gather"),
-        use_arena=True,
-    ),
-    Layout(
-        "dp2-replicated-bf16-arena",
-        options={"distributed_optimizer": False},
-        flags=("--inmem-replicated-split-bytes", "1024"),
-        use_arena=True,
-    ),
-    Layout("dp2-distributed-fp16", options={"precision": "fp16"}),
-    Layout("dp2-replicated-fp32", options={"distributed_optimizer": False, "precision": "fp32"}),
-    Layout(
-        "ep2-experts-bf16",
-        flags=(
-            *("--num-experts", "4", "--expert-model-parallel-size", "2"),
-            *("--moe-token-dispatcher-type", "allgather", "--moe-router-topk", "2"),
-            *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
-        ),
-    ),
-]
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = ForkServer("megatron_program", demo_model.ENVIRONMENT | {"PYTHONWARNINGS": "ignore"})
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="module")
@@ -80,81 +43,46 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return stdlib_corpus.prepare(tmp_path_factory.mktemp("corpus"), max_bytes=200_000)
 
 
-def train(layout: Layout, corpus: Path, trace: Path, *flags: str, **variables: str) -> str:
-    """Run all ranks to the end; their common output.  If one fails, the launcher ends all."""
-    arguments = demo_model.demo_arguments(
-        **{"iterations": ITERATIONS, "data_path": corpus, "hidden": 64, "sequence": 32}
-        | layout.options
-    )
-    environment = {**os.environ, **demo_model.ENVIRONMENT, **variables, "PYTHONWARNINGS": "ignore"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    program = [str(layout.processes), megatron_program.__file__, *arguments, *layout.flags]
+@pytest.fixture
+def runs(server: ForkServer, corpus: Path, tmp_path: Path) -> Runs:
+    return Runs(server, corpus, tmp_path)
+
+
+@pytest.mark.parametrize("layout", PAIRWISE + BESIDE, ids=lambda layout: layout.name)
+def test_a_resumed_run_is_bit_identical(layout: Layout, runs: Runs) -> None:
+    check_resume(runs, layout)
+
+
+@pytest.mark.all_layouts
+@pytest.mark.parametrize("layout", REST, ids=lambda layout: layout.name)
+def test_every_other_cell_of_the_matrix(layout: Layout, runs: Runs) -> None:
+    check_resume(runs, layout)
+
+
+def test_snapshots_do_not_change_training(runs: Runs) -> None:
+    layout = Layout("dp2", 2, DISTRIBUTED)
+    runs.train(layout, "plain")
+    runs.train(layout, "with", SNAPSHOTS, **{SAVE_AT: SNAPSHOT_AT})
+    assert runs.differences(layout, "plain", "with") == []
+
+
+def test_a_rank_of_a_launcher_trains_the_same(runs: Runs) -> None:
+    """What the forked ranks of the other tests show holds for torchrun's processes."""
+    layout = Layout("dp2", 2, DISTRIBUTED)
+    runs.train(layout, "forked", SNAPSHOTS, **{SAVE_AT: SNAPSHOT_AT})
+    request = runs.request(layout, "launched", SNAPSHOTS, **{SAVE_AT: SNAPSHOT_AT})
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    program = Path(__file__).with_name("megatron_program.py")
     done = subprocess.run(
-        [*launcher, *program, *flags, "--trace-dir", str(trace)],
-        env=environment,
+        [*launcher, "--nproc-per-node", str(layout.ranks), str(program), *request.argv],
+        env=os.environ
+        | demo_model.ENVIRONMENT
+        | request.environment
+        | {"PYTHONPATH": str(Path(__file__).parents[1])},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=TIMEOUT_SECONDS,
     )
     assert done.returncode == 0, done.stdout[-6000:]
-    return done.stdout
-
-
-def lines(trace: Path, rank: int) -> dict[int, tuple[str | None, list[int]]]:
-    """Loss and sample indices by iteration."""
-    texts = (trace / f"rank{rank}.jsonl").read_text().splitlines()
-    found = [json.loads(text) for text in texts]
-    return {line["iteration"]: (line["loss"], line["samples"]) for line in found}
-
-
-def final(trace: Path, rank: int) -> Any:
-    return torch.load(trace / f"final-rank{rank}.pt", weights_only=True)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_a_resumed_run_is_bit_identical(layout: Layout, corpus: Path, tmp_path: Path) -> None:
-    snapshot, arena = str(tmp_path / "snapshot"), "1" if layout.use_arena else ""
-    train(
-        layout,
-        corpus,
-        tmp_path / "whole",
-        "--inmem-snapshot",
-        TEST_SAVE_AT=str(SNAPSHOT_AT),
-        TEST_SAVE_TO=snapshot,
-        TEST_USE_ARENA=arena,
-    )
-    output = train(
-        layout,
-        corpus,
-        tmp_path / "resumed",
-        "--inmem-snapshot",
-        TEST_LOAD_FROM=snapshot,
-        TEST_SAVE_TO=str(tmp_path / "after"),
-        TEST_USE_ARENA=arena,
-    )
-    assert f"restored iteration {SNAPSHOT_AT} from the in-memory snapshot" in output
-    for rank in range(layout.processes):
-        whole, resumed = lines(tmp_path / "whole", rank), lines(tmp_path / "resumed", rank)
-        assert list(whole) == list(range(1, ITERATIONS + 1))
-        assert resumed == {i: line for i, line in whole.items() if i > SNAPSHOT_AT}
-        states = [final(tmp_path / run, rank) for run in ("whole", "resumed")]
-        assert final_state.differences(*states) == []
-
-
-def test_snapshots_do_not_change_training(corpus: Path, tmp_path: Path) -> None:
-    layout = LAYOUTS[0]
-    train(layout, corpus, tmp_path / "plain")
-    train(
-        layout,
-        corpus,
-        tmp_path / "with",
-        "--inmem-snapshot",
-        TEST_SAVE_AT="4",
-        TEST_SAVE_TO=str(tmp_path / "snapshot"),
-    )
-    for rank in range(layout.processes):
-        assert lines(tmp_path / "plain", rank) == lines(tmp_path / "with", rank)
-        states = [final(tmp_path / run, rank) for run in ("plain", "with")]
-        assert final_state.differences(*states) == []
+    assert runs.differences(layout, "forked", "launched") == []

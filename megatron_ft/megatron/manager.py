@@ -32,10 +32,12 @@ class Manager(Protocol):
         """End captures and leave."""
 
 
-def make_manager(config: SnapshotConfig) -> Manager:
-    """The manager of this rank, named by its place in Megatron's parallel groups.
+def place_of_rank() -> dict[str, Any]:
+    """This rank's place in Megatron's parallel groups, as keywords of SnapshotManager.
 
-    Raises NotUnderSupervisorError outside ``megatron-ft run``.
+    Pipeline, tensor and data-parallel rank (context parallelism counts as data parallel)
+    name a rank uniquely, with experts too.  ``coordinates`` leave out the data-parallel
+    one and keep the experts', so that stripes are made of ranks with shards of one size.
     """
     import torch
     from megatron.core import mpu
@@ -43,10 +45,17 @@ def make_manager(config: SnapshotConfig) -> Manager:
     pp, tp = mpu.get_pipeline_model_parallel_rank(), mpu.get_tensor_model_parallel_rank()
     dp = mpu.get_data_parallel_rank(with_context_parallel=True)
     ep = mpu.get_expert_model_parallel_rank()
-    return SnapshotManager(
-        config,
-        shard_id=shard_id(pp=pp, tp=tp, dp=dp, ep=ep),
-        rank=torch.distributed.get_rank(),
-        world_size=torch.distributed.get_world_size(),
-        coordinates=(pp, tp, ep),
-    )
+    return {
+        "shard_id": shard_id(pp=pp, tp=tp, dp=dp, ep=ep),
+        "rank": torch.distributed.get_rank(),
+        "world_size": torch.distributed.get_world_size(),
+        "coordinates": (pp, tp, ep),
+    }
+
+
+def make_manager(config: SnapshotConfig) -> Manager:
+    """The manager of this rank, named by its place in Megatron's parallel groups.
+
+    Raises NotUnderSupervisorError outside ``megatron-ft run``.
+    """
+    return SnapshotManager(config, **place_of_rank())

@@ -83,10 +83,19 @@ class Stream(NullContext):
         return (0, 0)
 
 
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _device_count() -> int:
+    return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), _local_rank() + 1)
+
+
 def replace_devices() -> None:
-    """Pretend one device per local rank, as the launcher's variables count them."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    count = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), local_rank + 1)
+    """Pretend one device per local rank, as the launcher's variables count them.
+
+    They are read at each call: a process may learn its rank after this, in a fork.
+    """
     properties = types.SimpleNamespace(
         name="host memory stand-in",
         major=8,
@@ -99,8 +108,8 @@ def replace_devices() -> None:
     cuda: Any = torch.cuda
     cuda.is_available = cuda.is_initialized = lambda: True
     cuda._lazy_init = lambda: None
-    cuda.device_count = lambda: count
-    cuda.current_device = lambda: local_rank
+    cuda.device_count = _device_count
+    cuda.current_device = _local_rank
     cuda.set_device = lambda device=None: None
     cuda.get_device_properties = lambda device=None: properties
     cuda.get_device_capability = lambda device=None: (properties.major, properties.minor)

@@ -15,11 +15,21 @@ import torch
 from torch.utils.data import DataLoader
 
 
+class _OneGenerator:
+    """A list whose every element is the host generator; the number of devices may change."""
+
+    def __getitem__(self, device: int) -> torch.Generator:
+        return torch.default_generator
+
+    def __len__(self) -> int:
+        return torch.cuda.device_count()
+
+
 def replace_generators() -> None:
     """Answer every ``torch.cuda`` random function from the default host generator."""
     generator = torch.default_generator
     cuda: Any = torch.cuda
-    cuda.default_generators = [generator] * max(1, cuda.device_count())
+    cuda.default_generators = _OneGenerator()
     answers: dict[str, Any] = {
         "get_rng_state": lambda device="cuda": generator.get_state(),
         "set_rng_state": lambda state, device="cuda": generator.set_state(state),

@@ -1,0 +1,209 @@
+"""Processes that start in milliseconds: forked from one that has imported everything.
+
+Importing torch and Megatron takes five seconds of processor time in every process; a test
+of four ranks would spend most of its time there.  The server imports once, starts no
+thread, and forks the ranks of each run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+PR_SET_PDEATHSIG = 1
+GRACE_SECONDS = 5.0
+"""How long the other ranks may still run once one has failed."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One run: ``ranks`` processes that call ``entry`` ("module:function") with ``argv``."""
+
+    entry: str
+    argv: list[str]
+    ranks: int
+    logs: str
+    timeout_seconds: float
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Exit codes by rank, those that had to be killed for lack of progress, and the output."""
+
+    codes: list[int]
+    hung: list[int]
+    seconds: float
+    logs: str
+
+    def output(self, rank: int) -> str:
+        """What a rank wrote."""
+        return Path(self.logs, f"rank{rank}.log").read_text(errors="replace")
+
+    def story(self) -> str:
+        """Who failed, and the last that each of these said."""
+        bad = [rank for rank, code in enumerate(self.codes) if code]
+        lines = [f"exit codes {self.codes}; hung: ranks {self.hung or 'none'}"]
+        lines += [f"--- rank {rank}\n{self.output(rank)[-5000:]}" for rank in bad]
+        return "\n".join(lines)
+
+
+class ForkServer:
+    """The tests' end: starts the server with ``preload`` imported, and asks it for runs."""
+
+    def __init__(self, preload: str, environment: Mapping[str, str]) -> None:
+        command = [sys.executable, __file__, preload]
+        path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+        self._process = subprocess.Popen(
+            command,
+            env={**os.environ, **environment, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, request: Request) -> Outcome:
+        """Run to the end; each rank has ended when this returns."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        Path(request.logs).mkdir(parents=True, exist_ok=True)
+        self._process.stdin.write(json.dumps(asdict(request)) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, f"the fork server ended with status {self._process.wait(10)}"
+        return Outcome(**json.loads(answer), logs=request.logs)
+
+    def close(self) -> None:
+        """End the server; its children end with it."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(20)
+        self._process.stdout.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(preload: str) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    importlib.import_module(preload).preload()
+    # Children write to what they collect: objects that nobody collects stay shared.
+    gc.collect()
+    gc.freeze()
+    assert threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1
+    for line in sys.stdin:
+        outcome = _run(Request(**json.loads(line)))
+        del outcome["logs"]
+        print(json.dumps(outcome), file=answers, flush=True)
+
+
+def _run(request: Request) -> dict[str, object]:
+    started, port = time.monotonic(), _free_port()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ranks = {_fork(request, rank, port): rank for rank in range(request.ranks)}
+    codes, hung = _await(ranks, started + request.timeout_seconds)
+    return asdict(Outcome(codes, hung, round(time.monotonic() - started, 3), ""))
+
+
+def _fork(request: Request, rank: int, port: int) -> int:
+    pid = os.fork()
+    if not pid:
+        _child(request, rank, port)
+    return pid
+
+
+def _child(request: Request, rank: int, port: int) -> NoReturn:
+    code = 1
+    try:
+        _become_rank(request, rank, port)
+        module, _, function = request.entry.partition(":")
+        getattr(importlib.import_module(module), function)()
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(bool(error.code))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _become_rank(request: Request, rank: int, port: int) -> None:
+    import ctypes
+    import faulthandler
+
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    log = os.open(
+        Path(request.logs, f"rank{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600
+    )
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    # A rank that hangs is asked for its stacks before it is killed.
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+    ranks = str(request.ranks)
+    os.environ.update(request.environment)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks
+    )
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sys.argv = [request.entry, *request.argv]
+
+
+def _await(ranks: dict[int, int], deadline: float) -> tuple[list[int], list[int]]:
+    """Exit codes, and the ranks that were killed because they were still there at the deadline.
+
+    Once a rank has failed the others wait for it in vain, so they get a short grace.
+    """
+    codes = [0] * len(ranks)
+    handles = {os.pidfd_open(pid): pid for pid in ranks}
+    killed: list[int] = []
+    while handles:
+        wait = max(0.0, deadline - time.monotonic())
+        ready, _, _ = select.select(list(handles), [], [], wait)
+        if not ready:
+            killed += _kill(handles.values(), ranks)
+            deadline = time.monotonic() + GRACE_SECONDS
+        for handle in ready:
+            pid = handles.pop(handle)
+            os.close(handle)
+            codes[ranks[pid]] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            if codes[ranks[pid]]:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    return codes, sorted(set(killed))
+
+
+def _kill(pids: Sequence[int] | object, ranks: dict[int, int]) -> list[int]:
+    alive = list(pids)  # type: ignore[call-overload]
+    for pid in alive:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+    time.sleep(0.2)  # for the stacks to be written; nothing reports that
+    for pid in alive:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return [ranks[pid] for pid in alive]
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])

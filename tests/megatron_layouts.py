@@ -1,0 +1,131 @@
+"""Layouts of Megatron runs that the tests compare: the matrix, and what lies beside it.
+
+A layout is some flags and a number of processes.  The matrix is the product of four axes;
+``pairwise`` picks some of it such that every two values of different axes meet.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+Flags = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to train; ``nodes_lost`` of its virtual nodes are lost and rebuilt.
+
+    ``refused`` is a part of the message with which Megatron itself refuses the layout.
+    """
+
+    name: str
+    ranks: int
+    flags: Flags
+    scheme: str = "xor:2"
+    ranks_per_node: int = 1
+    nodes_lost: tuple[int, ...] = (1,)
+    plugins: tuple[str, ...] = ()
+    refused: str = ""
+
+    @property
+    def skips_iterations(self) -> bool:
+        """Whether the loss scale overflows on both sides of the snapshot."""
+        return "--fp16" in self.flags
+
+
+def words(text: str) -> Flags:
+    """The flags in a text."""
+    return tuple(text.split())
+
+
+TP2 = words("--tensor-model-parallel-size 2 --sequence-parallel")
+PP2 = words("--pipeline-model-parallel-size 2")
+VPP = (*PP2, *words("--num-layers 4 --num-layers-per-virtual-pipeline-stage 1"))
+EXPERTS = words(
+    "--num-experts 4 --moe-token-dispatcher-type allgather --moe-router-topk 2 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+)
+EP2 = (*EXPERTS, *words("--expert-model-parallel-size 2"))
+
+PARALLEL = {
+    "dp4": Layout("dp4", 4, (), "rs:2+2", nodes_lost=(0, 2)),
+    "tp2-sp-dp2": Layout("tp2-sp-dp2", 4, TP2, ranks_per_node=2),
+    "pp2-dp2": Layout("pp2-dp2", 4, PP2, ranks_per_node=1, nodes_lost=(3,)),
+    "ep2-edp2": Layout("ep2-edp2", 4, EP2, "xor:4", nodes_lost=(2,)),
+    "vpp2-pp2": Layout("vpp2-pp2", 2, VPP),
+}
+# Gradients of these models overflow from a scale of about 65536 on.  It starts above that and
+# doubles after each two good iterations, so steps are skipped before and after the snapshot.
+OVERFLOWING = words("--initial-loss-scale 131072 --loss-scale-window 2 --hysteresis 1")
+PRECISION: dict[str, Flags] = {"bf16": ("--bf16",), "fp16": ("--fp16", *OVERFLOWING), "fp32": ()}
+OVERLAP = {"plain": False, "overlapped": True}
+OPTIMIZER = {"distributed": True, "replicated": False}
+
+
+def _overlap_flags(overlapped: bool, distributed: bool) -> Flags:
+    # The gather belongs to the distributed optimizer; without it there is nothing to gather.
+    if not overlapped:
+        return ()
+    both = ("--overlap-grad-reduce", "--overlap-param-gather")
+    return both if distributed else both[:1]
+
+
+def cell(parallel: str, precision: str, overlap: str, optimizer: str) -> Layout:
+    """One cell of the matrix."""
+    base, distributed = PARALLEL[parallel], OPTIMIZER[optimizer]
+    flags = [*base.flags, *PRECISION[precision], *_overlap_flags(OVERLAP[overlap], distributed)]
+    if distributed:
+        flags.append("--use-distributed-optimizer")
+    else:  # small enough to split the small tensors of these models too
+        flags += words("--inmem-replicated-split-bytes 1024")
+    return Layout(
+        "-".join((parallel, precision, overlap, optimizer)),
+        base.ranks,
+        tuple(flags),
+        base.scheme,
+        base.ranks_per_node,
+        base.nodes_lost,
+    )
+
+
+AXES = (tuple(PARALLEL), tuple(PRECISION), tuple(OVERLAP), tuple(OPTIMIZER))
+
+
+def pairwise(axes: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+    """Cells that together hold every pair of values of two axes, greedily few."""
+    wanted = {pair for cell in itertools.product(*axes) for pair in _pairs(cell)}
+    chosen: list[tuple[str, ...]] = []
+    while wanted:
+        best = max(itertools.product(*axes), key=lambda cell: len(wanted & _pairs(cell)))
+        chosen.append(best)
+        wanted -= _pairs(best)
+    return chosen
+
+
+def _pairs(cell: Iterable[str]) -> set[tuple[tuple[int, str], ...]]:
+    return set(itertools.combinations(enumerate(cell), 2))
+
+
+DISTRIBUTED = ("--bf16", "--use-distributed-optimizer")
+BESIDE = [
+    Layout("tp2-pp2", 4, (*TP2, *PP2, *DISTRIBUTED), "xor:4", nodes_lost=(0,)),
+    Layout("untied", 2, (*PP2, *DISTRIBUTED, "--untie-embeddings-and-output-weights")),
+    Layout("accumulated", 2, (*DISTRIBUTED, *words("--micro-batch-size 1"))),
+    Layout(
+        "two-optimizer-instances",
+        4,
+        (*DISTRIBUTED, *words("--num-distributed-optimizer-instances 2")),
+    ),
+    Layout("random-init-per-rank", 2, (*DISTRIBUTED, "--data-parallel-random-init")),
+    Layout("ep2-tp2", 4, (*EP2, *TP2, *DISTRIBUTED, "--disable-bias-linear"), ranks_per_node=2),
+    Layout("ep2-etp1-tp2", 4, (*EP2, *TP2, "--expert-tensor-parallel-size", "1", *DISTRIBUTED)),
+    Layout("ep2-pp2", 4, (*EP2, *PP2, *DISTRIBUTED), nodes_lost=(0,)),
+    Layout("ep2-replicated", 4, (*EP2, "--bf16", "--inmem-replicated-split-bytes", "1024")),
+]
+
+
+def matrix() -> list[Layout]:
+    """Every cell."""
+    return [cell(*values) for values in itertools.product(*AXES)]
