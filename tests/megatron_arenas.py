@@ -24,7 +24,7 @@ from megatron_ft.erasure.orders import OrderRunner
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.erasure.stripes import RankPlace, StripePlan, plan_stripes
 from megatron_ft.identity import Ancestor, SealedRecord
-from megatron_ft.smp.messages import Encoded, EncodeOrder, Rebuilt, RebuildOrder, StripeOrder
+from megatron_ft.smp.messages import Encoded, EncodeOrder, RebuildOrder, Rebuilt, StripeOrder
 from megatron_ft.smp.store import MATRIX_OF
 
 BLOCK_BYTES = 4096

@@ -17,11 +17,9 @@ if find_spec("megatron") is None or find_spec("megatron.training") is None:
     pytest.skip("needs megatron-core with megatron.training", allow_module_level=True)
 
 from fork_server import ForkServer  # noqa: E402  # needs torch
-from megatron_layouts import AXES, BESIDE, DISTRIBUTED  # noqa: E402
-from megatron_layouts import Layout, cell, matrix, pairwise  # noqa: E402
+from megatron_layouts import AXES, BESIDE, DISTRIBUTED, Layout, cell, matrix, pairwise  # noqa: E402  # noqa: E402
 from megatron_program import SAVE_AT  # noqa: E402
-from megatron_runs import SNAPSHOT_AT, SNAPSHOTS, TIMEOUT_SECONDS  # noqa: E402
-from megatron_runs import Runs, check_resume  # noqa: E402
+from megatron_runs import SNAPSHOT_AT, SNAPSHOTS, TIMEOUT_SECONDS, Runs, check_resume  # noqa: E402  # noqa: E402
 
 from megatron_ft.testing import demo_model, stdlib_corpus  # noqa: E402
 

@@ -20,7 +20,7 @@ from megatron_ft.capture.engine import CaptureEngine
 from megatron_ft.capture.fence import Fence
 from megatron_ft.capture.mapping import MappingState
 from megatron_ft.capture.plan import check_replicas, plan_state
-from megatron_ft.capture.restore import compare, restore_shard, verify
+from megatron_ft.capture.restore import compare, read_objects, restore_shard, verify
 from megatron_ft.capture.run import CaptureRun
 from megatron_ft.capture.state import TrainingState, live_tensors
 from megatron_ft.capture.stats import CaptureStats
@@ -100,7 +100,7 @@ class SnapshotManager:
         self._fence = Fence(self.config.fence_timeout_seconds, self.stats)
         self._tickets = TicketBook()
         self._offer: RestoreOffer | None = None
-        self._greeted = False
+        self._greeted = self._declined = False
         self._restored: ShardLayout | None = None
         self._engine: CaptureEngine | None = None
         self._run: CaptureRun | None = None
@@ -109,9 +109,31 @@ class SnapshotManager:
         self._hooks: list[Any] = []
 
     @property
-    def has_snapshot(self) -> bool:
-        """True if the job offers this rank a snapshot; asks the SMP the first time."""
-        return self._hello() is not None
+    def offered_iteration(self) -> int:
+        """The iteration of the snapshot that the job offers this rank, -1 if there is none.
+
+        Asks the SMP the first time.
+        """
+        offer = self._hello()
+        return -1 if offer is None else offer.record.iteration
+
+    def offered_objects(self) -> dict[str, Any]:
+        """The small objects of the offered snapshot, all digests checked; {} if there is none."""
+        offer = self._hello()
+        if offer is None:
+            return {}
+        with self._telling(), Arena.open(offer.arena_path) as arena:
+            verify(arena, offer.slot, offer.record, self._report_corrupt)
+            return read_objects(arena, offer.slot, offer.record)
+
+    def decline(self) -> None:
+        """Start without the offered snapshot; all ranks must, or none.
+
+        It stays in memory, and would be offered again, until a newer one is committed.
+        """
+        self._hello()
+        self._declined = self._offer is not None
+        self._offer = None
 
     def load(self, into: State) -> int:
         """Restore the snapshot that the job agreed on, in place; its iteration, or 0 if none.
@@ -228,12 +250,20 @@ class SnapshotManager:
         if permit is None or permit.snapshot == self._last_permit:
             self._repeat_end(permit)
             return self._skip(iteration)
-        if permit.revoked or permit.iteration < iteration or self._busy(permit, iteration):
+        too_late = permit.iteration < iteration or self._is_for_offer(permit)
+        if permit.revoked or too_late or self._busy(permit, iteration):
             self._miss(permit)
             return self._skip(iteration)
         if permit.iteration > iteration:
             return self._skip(iteration)
         return self._capture(permit, state)
+
+    def _is_for_offer(self, permit: Permit) -> bool:
+        """Whether a permit was given for training that starts from a snapshot we declined.
+
+        Only the first of a life can be: later ones follow what trainers have finished.
+        """
+        return self._declined and permit.snapshot.sequence == 1
 
     def _busy(self, permit: Permit, iteration: int) -> bool:
         """Whether an earlier capture still occupies the copy thread when this one is due."""

@@ -17,7 +17,7 @@ from megatron_ft.capture.state import AdoptsTensors, TrainingState, live_tensors
 from megatron_ft.errors import CorruptBlockError, LayoutMismatchError
 from megatron_ft.identity import SealedRecord
 from megatron_ft.shard import LayoutEntry, ShardLayout, layout_differences
-from megatron_ft.shard_meta import unpack_meta
+from megatron_ft.shard_meta import Meta, unpack_meta
 
 
 def verify(arena: Arena, slot: int, record: SealedRecord, report: Callable[[int], None]) -> None:
@@ -45,13 +45,22 @@ def restore_shard(
     Raises LayoutMismatchError naming the tensors that differ.  Unpickles what the slot
     holds, which only this user's processes can have written.
     """
-    data = arena.data(slot)
-    meta = unpack_meta(digest.read_meta(data, record))
+    meta = _read_meta(arena, slot, record)
     layout = ShardLayout.from_bytes(meta.layout)
-    _fill(layout, region_tensor(data), state)
+    _fill(layout, region_tensor(arena.data(slot)), state)
     state.load(pickle.loads(meta.objects))
     compare(layout, plan_state(state, split_bytes))
     return layout
+
+
+def read_objects(arena: Arena, slot: int, record: SealedRecord) -> dict[str, Any]:
+    """The small objects of a verified slot."""
+    objects: dict[str, Any] = pickle.loads(_read_meta(arena, slot, record).objects)
+    return objects
+
+
+def _read_meta(arena: Arena, slot: int, record: SealedRecord) -> Meta:
+    return unpack_meta(digest.read_meta(arena.data(slot), record))
 
 
 def compare(stored: ShardLayout, live: ShardLayout) -> None:

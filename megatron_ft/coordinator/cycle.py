@@ -98,13 +98,13 @@ class SnapshotCycle:
     def propose(self, progress: int, world: str) -> list[Action]:
         """Permit the next snapshot, if none is under way.
 
-        ``progress`` is the highest iteration that any trainer has finished; ``world`` the
-        encoder world that is up on all nodes, "" if none.
+        ``progress`` is the highest iteration that any trainer has finished, -1 if none has
+        yet; ``world`` the encoder world that is up on all nodes, "" if none.
         """
         if self.phase != Phase.IDLE or self._last:
             return []
         self.snapshot = SnapshotId(self.incarnation, self.snapshot.sequence + 1)
-        self.iteration = self.next_iteration(max(progress, self.first))
+        self.iteration = self.next_iteration(self.first if progress < 0 else progress)
         self.phase = Phase.CAPTURING
         self._world = world
         self._broken, self._corrupt = "", False

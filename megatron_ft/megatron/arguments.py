@@ -75,21 +75,9 @@ def _is_set(name: str) -> Callable[[Any], bool]:
 
 _CONFLICTS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
-        "--optimizer other than adam",
-        lambda args: getattr(args, "optimizer", "adam") != "adam",
-        "only Adam's state is known",
-    ),
-    (
-        "--dataloader-type external",
-        lambda args: getattr(args, "dataloader_type", None) == "external",
-        "its position is not in the counters that a snapshot keeps",
-    ),
-    (
-        "--fp8-recipe delayed",
-        lambda args: (
-            bool(getattr(args, "fp8", None)) and getattr(args, "fp8_recipe", None) == "delayed"
-        ),
-        "amax histories are not captured; use another recipe",
+        "--optimizer other than adam and sgd",
+        lambda args: getattr(args, "optimizer", "adam") not in ("adam", "sgd"),
+        "only the state of Adam and SGD is known",
     ),
     (
         "--optimizer-cuda-graph",
@@ -105,11 +93,6 @@ _CONFLICTS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "--fp8-param-gather or --fp4-param-gather",
         lambda args: _is_set("fp8_param_gather")(args) or _is_set("fp4_param_gather")(args),
         "quantized weights do not follow bit by bit from their fp32 masters",
-    ),
-    (
-        "--use-precision-aware-optimizer",
-        _is_set("use_precision_aware_optimizer"),
-        "its masters are inside the optimizer's own state",
     ),
     (
         "--optimizer-cpu-offload",

@@ -79,17 +79,19 @@ def _with_restore(manager_factory: ManagerFactory, original: Function) -> Functi
 
 
 def _build(run: SnapshotRun, options: Any, build: Callable[[], Any]) -> Any:
-    if not run.memory_holds_snapshot:
+    if not run.starts_from_memory():
         return build()
     with without_disk_load(options):
         return build()
 
 
 def _with_end(original: Function) -> Function:
+    signature = inspect.signature(original)
+
     def train(*args: Any, **kwargs: Any) -> Any:
         if _current is None:
             return original(*args, **kwargs)
-        _current.begin_training()
+        _current.begin_training(signature.bind(*args, **kwargs).arguments["train_data_iterator"])
         try:
             return original(*args, **kwargs)
         finally:

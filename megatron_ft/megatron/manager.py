@@ -13,8 +13,14 @@ class Manager(Protocol):
     """What a run asks of its manager; see capture.manager.SnapshotManager."""
 
     @property
-    def has_snapshot(self) -> bool:
-        """True if this rank was offered a snapshot; asked before Megatron builds its model."""
+    def offered_iteration(self) -> int:
+        """Of the snapshot that this rank was offered, -1 if none; asked before the model is built."""
+
+    def offered_objects(self) -> dict[str, Any]:
+        """What the offered snapshot holds beside tensors; {} if none was offered."""
+
+    def decline(self) -> None:
+        """Start without the offered snapshot, as all ranks do."""
 
     def load(self, into: Any) -> int:
         """Restore the offered snapshot in place; its iteration."""

@@ -1,39 +1,49 @@
 """Megatron's optimizers as fp32 masters, their moments, and the weights that follow from them.
 
 Covers DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer and chains of
-them, around torch's, Transformer Engine's or Apex's Adam.
+them; what is inside these is the matter of :mod:`megatron_ft.megatron.inner_optimizer`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron_ft.errors import ConfigError
+from megatron_ft.megatron import inner_optimizer
 
 _MODEL_AND_MASTER_GROUPS = (
     ("model_float16_groups", "shard_fp32_from_float16_groups"),
+    ("model_float16_groups", "shard_float16_groups"),
     ("model_fp32_groups", "shard_fp32_groups"),
     ("float16_groups", "fp32_from_float16_groups"),
 )
-"""Attributes in which the optimizers keep parameters and, in the same order, their masters."""
+"""Attributes in which the optimizers keep parameters and, in the same order, their masters.
 
-_WEIGHT_AND_MASTER_GROUPS = (
-    ("shard_float16_groups", "shard_fp32_from_float16_groups"),
-    ("float16_groups", "fp32_from_float16_groups"),
+With the precision-aware optimizer the inner one updates the weights themselves, as far as
+they belong to this rank, and keeps masters in its own state.
+"""
+
+_LOW_PRECISION_GROUPS = (
+    ("model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups"),
+    ("float16_groups", "float16_groups", "fp32_from_float16_groups"),
 )
-"""Low-precision weights, as far as this rank updates them, and the masters they follow from."""
+"""Attributes with parameters, their weights on this rank, and the masters of these."""
 
 
 class Master(NamedTuple):
-    """One tensor that an inner optimizer updates; ``parameter`` is the model's own."""
+    """One tensor that an inner optimizer updates; ``parameter`` is the model's own.
+
+    ``distributed`` is True if each data-parallel rank has a shard of its own of it.
+    """
 
     name: str
     tensor: torch.Tensor
     parameter: torch.Tensor
     inner: Any
+    distributed: bool
 
 
 def optimizer_parts(optimizer: Any) -> list[Any]:
@@ -68,31 +78,16 @@ def masters(optimizer: Any, names: dict[int, str]) -> list[Master]:
             for tensor in group["params"]:
                 parameter = owner.get(id(tensor), tensor)
                 name = f"optimizer{number}.{names[id(parameter)]}"
-                found.append(Master(name, tensor, parameter, part.optimizer))
+                distributed = is_distributed(part)
+                found.append(Master(name, tensor, parameter, part.optimizer, distributed))
     return found
 
 
 def materialise(optimizer: Any) -> None:
-    """Create Adam's state as its first step would, so that a layout can be planned before it."""
+    """Create the state as the first step would, so that a layout can be planned before it."""
     for part in optimizer_parts(optimizer):
-        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
-            _materialise_torch_adam(part.optimizer)
-        else:  # Transformer Engine's or Apex's, for which Megatron's own function is right
-            part.init_state_fn(part.optimizer, part.config)
-
-
-def _materialise_torch_adam(inner: torch.optim.Optimizer) -> None:
-    # Megatron's own function leaves out ``step``, after which torch's Adam fails.
-    for group in inner.param_groups:
-        on_device = group.get("capturable") or group.get("fused")
-        moments = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
-        for tensor in group["params"]:
-            if not inner.state[tensor]:
-                device = tensor.device if on_device else torch.device("cpu")
-                step = torch.zeros((), dtype=torch.float32, device=device)
-                inner.state[tensor].update(
-                    step=step, **{name: torch.zeros_like(tensor) for name in moments}
-                )
+        init = functools.partial(part.init_state_fn, part.optimizer, part.config)
+        inner_optimizer.materialise(part.optimizer, init)
 
 
 def group_scalars(optimizer: Any) -> list[list[dict[str, Any]]]:
@@ -112,11 +107,18 @@ def load_group_scalars(optimizer: Any, scalars: Sequence[Sequence[dict[str, Any]
     parts = optimizer_parts(optimizer)
     for part, groups in zip(parts, scalars, strict=True):
         for group, values in zip(part.optimizer.param_groups, groups, strict=True):
-            for name, value in values.items():
-                if isinstance(group.get(name), torch.Tensor) and isinstance(value, torch.Tensor):
-                    group[name].copy_(value)
-                else:
-                    group[name] = value
+            inner_optimizer.load_group(group, values)
+
+
+def state_numbers(optimizer: Any) -> list[list[dict[str, Any]]]:
+    """What inner optimizers keep beside tensors and groups."""
+    return [inner_optimizer.state_numbers(part.optimizer) for part in optimizer_parts(optimizer)]
+
+
+def load_state_numbers(optimizer: Any, numbers: Sequence[list[dict[str, Any]]]) -> None:
+    """Set what :func:`state_numbers` gave."""
+    for part, values in zip(optimizer_parts(optimizer), numbers, strict=True):
+        inner_optimizer.load_state_numbers(part.optimizer, values)
 
 
 def scaler_states(optimizer: Any) -> list[Any]:
@@ -143,21 +145,35 @@ def host_copy(value: Any) -> Any:
     return value
 
 
-def check_weights_follow(optimizer: Any) -> None:
-    """Check bit by bit that low-precision weights are their masters, rounded.
+def independent_weights(optimizer: Any, names: dict[int, str]) -> dict[str, torch.Tensor]:
+    """Low-precision weights of this rank that are not their fp32 masters, rounded; by name.
 
-    Snapshots leave such weights out and derive them on restore.  Raises ConfigError with
-    the first that differ: then a restored run would not be the one that was interrupted.
+    The others are left out of snapshots and derived on restore.  Weights differ where
+    something changed them without the optimizer, until its next step sets them again.
     """
-    for part in optimizer_parts(optimizer):
-        pairs = _pairs(part, _WEIGHT_AND_MASTER_GROUPS)
-        differing = sum(not same_bits(weight, master.to(weight.dtype)) for weight, master in pairs)
-        if differing:
-            raise ConfigError(
-                f"{differing} low-precision weights are not their fp32 masters rounded, so a "
-                "snapshot without them would not restore this run; something changed weights "
-                "without the optimizer (load optimizer state together with weights)"
-            )
+    found = {}
+    for number, part in enumerate(optimizer_parts(optimizer)):
+        for parameter, weight, master in _low_precision(part):
+            if not same_bits(weight, master.to(weight.dtype)):
+                found[f"optimizer{number}.{names[id(parameter)]}"] = weight.detach()
+    return found
+
+
+def low_precision_weights(optimizer: Any, names: dict[int, str]) -> dict[str, torch.Tensor]:
+    """All weights that have fp32 masters, as far as this rank updates them; by name."""
+    return {
+        f"optimizer{number}.{names[id(parameter)]}": weight.detach()
+        for number, part in enumerate(optimizer_parts(optimizer))
+        for parameter, weight, _ in _low_precision(part)
+    }
+
+
+def _low_precision(part: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """(model parameter, its weight on this rank, the master) of each that has a master."""
+    for model, weight, master in _LOW_PRECISION_GROUPS:
+        lists = [getattr(part, name, ()) for name in (model, weight, master)]
+        for groups in zip(*lists, strict=True):
+            yield from (found for found in zip(*groups, strict=True) if found[2] is not None)
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

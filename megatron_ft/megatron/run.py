@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_ft.environment import RESTORE
+from megatron_ft.megatron import start
 from megatron_ft.megatron.manager import Manager
 from megatron_ft.megatron.optimizer import optimizer_parts
-from megatron_ft.megatron.state import MegatronState
+from megatron_ft.megatron.state import WISH, MegatronState
 
 _DISK_SOURCES = ("load", "pretrained_checkpoint")
 
@@ -45,11 +46,32 @@ class SnapshotRun:
         self._args = args
         self._manager = manager
         self._state: MegatronState | None = None
+        self._from_memory = False
 
-    @property
-    def memory_holds_snapshot(self) -> bool:
-        """True if this rank was offered a snapshot to load, and is to use it."""
-        return not restores_from_disk() and self._manager.has_snapshot
+    def starts_from_memory(self) -> bool:
+        """Decide with all other ranks whether to load the snapshot that was offered.
+
+        Collective, once, before Megatron builds its model.
+        """
+        offered = self._manager.offered_iteration
+        disk, wish = start.disk_of(self._args), start.wish_of(self._args)
+        changed = False
+        if offered >= 0 and disk.explicit:
+            changed = self._manager.offered_objects().get(WISH) != tuple(wish)
+        views = _all_ranks((offered, disk, not restores_from_disk(), changed))
+        decision = start.decide(
+            [view[0] for view in views],
+            views[0][1],
+            all(view[2] for view in views),
+            any(view[3] for view in views),
+        )
+        if max(view[0] for view in views) >= 0:
+            source = "memory" if decision.from_memory else "disk"
+            _print_rank_0(f" starting from {source}: {decision.reason}")
+        if not decision.from_memory:
+            self._manager.decline()
+        self._from_memory = decision.from_memory
+        return decision.from_memory
 
     def attach(self, model: Any, optimizer: Any, scheduler: Any) -> None:
         """Take over what Megatron has built: restore into it, get an arena, guard its steps.
@@ -57,13 +79,13 @@ class SnapshotRun:
         Collective: all ranks have to come here.
         """
         self._state = MegatronState(model, optimizer, scheduler, self._args)
-        if self.memory_holds_snapshot:
+        if self._from_memory:
             started = time.perf_counter()
             iteration = self._manager.load(into=self._state)
             seconds = time.perf_counter() - started
             _print_rank_0(
-                f" restored iteration {iteration} from the in-memory snapshot in {seconds:.2f} "
-                "seconds; no checkpoint was read"
+                f"  successfully restored the in-memory snapshot {_place()} at iteration "
+                f"{iteration} in {seconds:.2f} seconds; no checkpoint was read"
             )
         else:
             _print_rank_0(f" no in-memory snapshot restored: at iteration {self._args.iteration}")
@@ -72,10 +94,13 @@ class SnapshotRun:
             # The inner one: it steps last, and not at all in an fp16 iteration that is skipped.
             self._manager.register_fence(part.optimizer)
 
-    def begin_training(self) -> None:
-        """Megatron has built its data iterators and enters its loop."""
+    def begin_training(self, data_iterator: Any) -> None:
+        """Megatron has built its data iterators and enters its loop.
+
+        ConfigError if a loader of the user's own cannot say where it stands.
+        """
         assert self._state is not None, "attach comes first"
-        self._state.restore_random_states()
+        self._state.begin(data_iterator)
 
     def end_iteration(self, iteration: int, operations: float, data_iterator: Any) -> None:
         """All state of ``iteration`` is final: capture it if a snapshot is due."""
@@ -87,6 +112,25 @@ class SnapshotRun:
         """End captures and drop every reference to model and optimizer."""
         self._state = None
         self._manager.close()
+
+
+def _all_ranks(view: Any) -> list[Any]:
+    """What every rank sees, by rank."""
+    from torch import distributed
+
+    views: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(views, view)
+    return views
+
+
+def _place() -> str:
+    """This rank's place as Megatron prints it."""
+    from megatron.core import mpu
+
+    tp, pp = mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
+    tps = mpu.get_tensor_model_parallel_world_size()
+    pps = mpu.get_pipeline_model_parallel_world_size()
+    return f"[ t {tp + 1}/{tps}, p {pp + 1}/{pps} ]"
 
 
 def _print_rank_0(message: str) -> None:

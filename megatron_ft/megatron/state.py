@@ -1,38 +1,50 @@
 """The complete training state of one Megatron rank, as the snapshot manager sees it.
 
 Captured are the tensors that the optimizer owns (fp32 masters, moments, steps), frozen
-parameters, buffers, and small objects.  Low-precision weights are not: they are the
-masters, rounded, and with overlapped parameter gathers they are stale at the end of an
+parameters, buffers, and small objects.  Low-precision weights are not as long as they are
+the masters, rounded; with overlapped parameter gathers they are stale at the end of an
 iteration anyway.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megatron_ft.errors import LayoutMismatchError
-from megatron_ft.megatron import counters
+from megatron_ft.megatron import counters, data_position, inner_optimizer
 from megatron_ft.megatron import optimizer as optimizers
 from megatron_ft.megatron.model import (
+    extra_states,
     frozen_parameters,
     gather_weights,
+    load_extra_states,
     named_buffers,
     named_parameters,
 )
 from megatron_ft.megatron.random_states import capture_random_states, restore_random_states
+from megatron_ft.megatron.start import wish_of
 
-OBJECTS_VERSION = 1
+logger = logging.getLogger(__name__)
+
+OBJECTS_VERSION = 2
+WISH = "load_wish"
+"""Key of what the user asked Megatron to load in the life that took the snapshot."""
+
+WEIGHT = ".weight_copy"
+"""Ends the names of low-precision weights that are captured beside their masters."""
 
 
 class MegatronState:
     """Implements ``capture.state.TrainingState`` for a model, its optimizer and its schedule.
 
-    Making one creates the optimizer's state where it is still empty and checks that the
-    weights follow from the masters (ConfigError if not).  ``at`` must be called before
-    ``objects``: iteration and FLOPs are Megatron's local variables, not on its arguments.
+    Making one creates the optimizer's state where it is still empty, and finds out which
+    weights do not follow from masters: those are captured too.  ``at`` must be called
+    before ``objects``: iteration and FLOPs are Megatron's local variables, not on its
+    arguments.  Raises ConfigError for an optimizer that keeps something unknown.
     """
 
     def __init__(self, model: Sequence[Any], optimizer: Any, scheduler: Any, args: Any) -> None:
@@ -43,11 +55,19 @@ class MegatronState:
         self._iteration = 0
         self._operations: float = 0
         self._data_iterator: Any = None
-        self._loaded_random: dict[str, Any] | None = None
+        self._began = False
+        self._loaded: dict[str, Any] | None = None
         optimizers.materialise(optimizer)
-        optimizers.check_weights_follow(optimizer)
-        names = {id(tensor): name for name, tensor in named_parameters(model).items()}
-        self._masters = optimizers.masters(optimizer, names)
+        self._names = {id(tensor): name for name, tensor in named_parameters(model).items()}
+        self._masters = optimizers.masters(optimizer, self._names)
+        self._weights = optimizers.independent_weights(optimizer, self._names)
+        if self._weights:
+            logger.warning(
+                "%d low-precision weights are not their fp32 masters rounded, so snapshots of "
+                "this job hold them too, at 2 bytes a parameter; %s is one",
+                len(self._weights),
+                min(self._weights),
+            )
 
     def at(self, iteration: int, floating_point_operations: float, data_iterator: Any) -> None:
         """Say where training stands: what ``objects`` will report until the next call."""
@@ -58,11 +78,11 @@ class MegatronState:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Masters, moments, steps and frozen parameters: changed by the optimizer alone."""
         found = dict(frozen_parameters(self._model))
+        found |= {f"{name}{WEIGHT}": weight for name, weight in self._weights.items()}
         for master in self._masters:
             found[f"{master.name}.main"] = master.tensor.detach()
-            for name, value in master.inner.state[master.tensor].items():
-                if isinstance(value, torch.Tensor):
-                    found[f"{master.name}.{name}"] = value.detach()
+            kept = inner_optimizer.state_tensors(master.inner, master.tensor)
+            found |= {f"{master.name}.{name}": value.detach() for name, value in kept.items()}
         return found
 
     def boundary_tensors(self) -> dict[str, torch.Tensor]:
@@ -70,19 +90,54 @@ class MegatronState:
         return {name: buffer.detach() for name, buffer in named_buffers(self._model).items()}
 
     def replicas(self) -> dict[str, Any]:
-        """Without the distributed optimizer, masters and moments are equal on a whole group.
-
-        The group is the data-parallel one with context parallelism, for experts theirs.
-        """
-        parts = optimizers.optimizer_parts(self._optimizer)
-        shared = {id(part.optimizer) for part in parts if not optimizers.is_distributed(part)}
-        groups = _replica_groups()
-        return {
-            f"{master.name}.{name}": groups[bool(getattr(master.parameter, "allreduce", True))]
+        """Tensors of optimizers that several ranks keep equal, with the group of these ranks."""
+        groups = {
+            master.name: group
             for master in self._masters
-            if id(master.inner) in shared
-            for name in ("main", *master.inner.state[master.tensor])
+            if (group := self._replica_group(master)) is not None
         }
+        found = {f"{name}{WEIGHT}": groups[name] for name in self._weights if name in groups}
+        for master in self._masters:
+            if master.name in groups:
+                kept = inner_optimizer.state_tensors(master.inner, master.tensor)
+                names = ("main", *kept)
+                found |= {f"{master.name}.{name}": groups[master.name] for name in names}
+        return found
+
+    def _replica_group(self, master: optimizers.Master) -> Any:
+        """The ranks that hold the same as this one.
+
+        The whole data-parallel group with context parallelism, for experts theirs.  With
+        the distributed optimizer every rank owns a part, and the ranks with the same place
+        in its other instances, if there are any, hold that part too.
+        """
+        from megatron.core import mpu
+
+        if master.distributed:
+            if getattr(self._args, "num_distributed_optimizer_instances", 1) == 1:
+                return None
+            return mpu.get_inter_distributed_optimizer_instance_group()
+        if getattr(master.parameter, "allreduce", True):
+            return mpu.get_data_parallel_group(with_context_parallel=True)
+        return mpu.get_expert_data_parallel_group()
+
+    def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take weights that the snapshot holds because they did not follow from masters."""
+        every = optimizers.low_precision_weights(self._optimizer, self._names)
+        for name, stored in tensors.items():
+            weight = every.get(name.removesuffix(WEIGHT)) if name.endswith(WEIGHT) else None
+            if weight is None or weight.shape != stored.shape:
+                raise LayoutMismatchError(
+                    f"{name} is only in the snapshot; build the same model and optimizer as in "
+                    "the run that saved it"
+                )
+            weight.copy_(stored)
+            self._weights[name.removesuffix(WEIGHT)] = weight
+
+    def replica_group(self, name: str) -> Any:
+        """The group of a weight that the snapshot holds and this state does not yet."""
+        groups = {master.name: self._replica_group(master) for master in self._masters}
+        return groups.get(name.removesuffix(WEIGHT))
 
     def objects(self) -> dict[str, Any]:
         """Small values as of the last ``at``; no tensor in them shares memory with a live one."""
@@ -91,14 +146,25 @@ class MegatronState:
             "iteration": self._iteration,
             "floating_point_operations": self._operations,
             "samples": counters.capture_samples(self._args),
+            "data_position": self._data_position(),
             "groups": optimizers.group_scalars(self._optimizer),
+            "numbers": optimizers.state_numbers(self._optimizer),
             "scalers": optimizers.scaler_states(self._optimizer),
             "schedule": optimizers.host_copy(self._scheduler.state_dict()),
+            "modules": optimizers.host_copy(extra_states(self._model)),
             "rerun_machine": optimizers.host_copy(
                 counters.capture_rerun_machine(self._data_iterator)
             ),
             "random": capture_random_states(),
+            WISH: tuple(wish_of(self._args)),
         }
+
+    def _data_position(self) -> Any:
+        if not data_position.is_external(self._args):
+            return None
+        if not self._began:
+            return data_position.reservation()
+        return data_position.capture(self._data_iterator)
 
     def load(self, objects: dict[str, Any]) -> None:
         """Set everything that is not a captured tensor, after those were filled in place.
@@ -112,7 +178,11 @@ class MegatronState:
                 f"reads {OBJECTS_VERSION}; restore with the release that took it"
             )
         with torch.no_grad():
-            if optimizers.derive_weights(self._optimizer):
+            stored = {name: weight.clone() for name, weight in self._weights.items()}
+            gathers = optimizers.derive_weights(self._optimizer)
+            for name, weight in stored.items():
+                self._weights[name].copy_(weight)
+            if gathers:
                 gather_weights(self._model)
         self._load_objects(objects)
 
@@ -123,27 +193,25 @@ class MegatronState:
         counters.restore_samples(self._args, objects["samples"])
         # Groups before the schedule, which computes rates from what they hold.
         optimizers.load_group_scalars(self._optimizer, objects["groups"])
+        optimizers.load_state_numbers(self._optimizer, objects["numbers"])
         optimizers.load_scaler_states(self._optimizer, objects["scalers"])
         counters.restore_schedule(self._scheduler, objects["schedule"])
+        load_extra_states(self._model, objects["modules"])
         counters.restore_rerun_machine(objects["rerun_machine"])
-        self._loaded_random = objects["random"]
-        self.restore_random_states()
+        self._loaded = objects
+        restore_random_states(objects["random"])
 
-    def restore_random_states(self) -> None:
-        """Set the generators as loaded, again; nothing if nothing was loaded.
+    def begin(self, data_iterator: Any) -> None:
+        """The data iterators exist: training begins.
 
-        Megatron builds its data iterators between set-up and training, and each draws a
-        seed from torch's generator: call this where training begins.
+        Sets what could not be set before, and the generators again: Megatron builds its
+        iterators between set-up and training, and each draws a seed from torch's generator.
         """
-        if self._loaded_random is not None:
-            restore_random_states(self._loaded_random)
-
-
-def _replica_groups() -> dict[bool, Any]:
-    """The groups whose ranks hold equal state: True for dense parameters, False for experts'."""
-    from megatron.core import mpu
-
-    return {
-        True: mpu.get_data_parallel_group(with_context_parallel=True),
-        False: mpu.get_expert_data_parallel_group(),
-    }
+        self._data_iterator, self._began = data_iterator, True
+        if data_position.is_external(self._args):
+            data_position.check(data_iterator)
+            if self._loaded is not None:
+                data_position.restore(data_iterator, self._loaded["data_position"])
+        if self._loaded is not None:
+            restore_random_states(self._loaded["random"])
+            self._loaded = None

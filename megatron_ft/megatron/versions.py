@@ -24,7 +24,7 @@ class Required(NamedTuple):
 WRAPPED = (
     Required("megatron.training.arguments", "add_megatron_arguments", ("parser",)),
     Required("megatron.training.training", "setup_model_and_optimizer"),
-    Required("megatron.training.training", "train"),
+    Required("megatron.training.training", "train", ("train_data_iterator",)),
     Required(
         "megatron.training.training",
         "checkpoint_and_decide_exit",
