@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,3 +111,31 @@ def _command(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
         return "gone"
+
+
+@pytest.fixture(scope="module")
+def megatron_server() -> Iterator[Any]:
+    """The process that Megatron's ranks are forked from; tests that use it need Megatron."""
+    from fork_server import ForkServer
+
+    from megatron_ft.testing import demo_model
+
+    server = ForkServer("megatron_program", demo_model.ENVIRONMENT | {"PYTHONWARNINGS": "ignore"})
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def megatron_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The prefix of a small corpus."""
+    from megatron_ft.testing import stdlib_corpus
+
+    return stdlib_corpus.prepare(tmp_path_factory.mktemp("corpus"), max_bytes=200_000)
+
+
+@pytest.fixture
+def runs(megatron_server: Any, megatron_corpus: Path, tmp_path: Path) -> Any:
+    """Runs of Megatron in this test's folder; see megatron_runs.Runs."""
+    from megatron_runs import Runs
+
+    return Runs(megatron_server, megatron_corpus, tmp_path)

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -152,6 +152,7 @@ def _become_rank(request: Request, rank: int, port: int) -> None:
     import ctypes
     import faulthandler
 
+    os.setpgid(0, 0)  # what it starts is ended with it
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     log = os.open(
         Path(request.logs, f"rank{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600
@@ -187,14 +188,21 @@ def _await(ranks: dict[int, int], deadline: float) -> tuple[list[int], list[int]
         for handle in ready:
             pid = handles.pop(handle)
             os.close(handle)
+            _end_group(pid)
             codes[ranks[pid]] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             if codes[ranks[pid]]:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
     return codes, sorted(set(killed))
 
 
-def _kill(pids: Sequence[int] | object, ranks: dict[int, int]) -> list[int]:
-    alive = list(pids)  # type: ignore[call-overload]
+def _end_group(pid: int) -> None:
+    """End what a rank has left behind; before it is reaped its number is its own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _kill(pids: Iterable[int], ranks: dict[int, int]) -> list[int]:
+    alive = list(pids)
     for pid in alive:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)

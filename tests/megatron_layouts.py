@@ -123,6 +123,67 @@ BESIDE = [
     Layout("ep2-etp1-tp2", 4, (*EP2, *TP2, "--expert-tensor-parallel-size", "1", *DISTRIBUTED)),
     Layout("ep2-pp2", 4, (*EP2, *PP2, *DISTRIBUTED), nodes_lost=(0,)),
     Layout("ep2-replicated", 4, (*EP2, "--bf16", "--inmem-replicated-split-bytes", "1024")),
+    Layout("growing-batch", 2, (*DISTRIBUTED, *words("--rampup-batch-size 4 2 24"))),
+    Layout(
+        "sgd",
+        2,
+        words("--bf16 --optimizer sgd --inmem-replicated-split-bytes 1024"),
+    ),
+]
+
+PRECISION_AWARE = words(
+    "--use-precision-aware-optimizer --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16"
+)
+
+
+def program(name: str, flags: Flags = DISTRIBUTED, plugin: str = "", ranks: int = 2) -> Layout:
+    """A layout whose training program is changed by a plugin; its name by default."""
+    plugin = plugin or name.replace("-", "_")
+    return Layout(name, ranks, flags, plugins=(f"megatron_plugins:{plugin}",))
+
+
+PROGRAMS = [
+    program("freeze-positions"),
+    program(
+        "cyclic-data", (*DISTRIBUTED, *words("--dataloader-type cyclic")), "quiet_data_loaders"
+    ),
+    program("extra-state"),
+    program("savable-loader", (*DISTRIBUTED, *words("--dataloader-type external"))),
+    program(
+        "savable-loader-pp2",
+        (*PP2, *DISTRIBUTED, *words("--dataloader-type external")),
+        "savable_loader",
+    ),
+    program("apex-adam"),
+    program("apex-adam-replicated", ("--bf16",), "apex_adam"),
+    program("capturable-adam"),
+    program("transformer-engine-adam"),
+    program("transformer-engine-adam-ep2", (*EP2, *DISTRIBUTED), "transformer_engine_adam"),
+    program("precision-aware", (*DISTRIBUTED, *PRECISION_AWARE), "transformer_engine_adam"),
+    program(
+        "precision-aware-fp32-params",
+        ("--use-distributed-optimizer", *PRECISION_AWARE),
+        "transformer_engine_adam",
+    ),
+    program(
+        "perturb-weights",
+        (
+            "--fp16",
+            "--use-distributed-optimizer",
+            *words("--initial-loss-scale 16777216 --loss-scale-window 2 --hysteresis 1"),
+        ),
+    ),
+    program(
+        "perturb-weights-replicated",
+        (
+            "--fp16",
+            *words(
+                "--initial-loss-scale 16777216 --loss-scale-window 2 --hysteresis 1 "
+                "--inmem-replicated-split-bytes 1024"
+            ),
+        ),
+        "perturb_weights",
+    ),
 ]
 
 

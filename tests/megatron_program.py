@@ -32,6 +32,9 @@ from megatron_ft.testing import cpu_device
 
 SAVE_AT, SAVE_TO, LOAD_FROM = "TEST_SAVE_AT", "TEST_SAVE_TO", "TEST_LOAD_FROM"
 SCHEME, RANKS_PER_NODE = "TEST_SCHEME", "TEST_RANKS_PER_NODE"
+NO_OFFER = "TEST_NO_OFFER"
+"""The rank that is offered nothing, if one is to be."""
+
 PLUGINS = "TEST_PLUGINS"
 """Functions to call before training, "module:function", separated by blanks."""
 
@@ -44,7 +47,7 @@ class ArenaClient(FakeSmp):
         folder.mkdir(parents=True, exist_ok=True)
         super().__init__(folder, place["shard_id"])
         self._place = place
-        if LOAD_FROM in os.environ:
+        if LOAD_FROM in os.environ and os.environ.get(NO_OFFER) != str(place["rank"]):
             source = Path(os.environ[LOAD_FROM])
             record = read_record(source, self.shard_id)
             self.offer = Offer(arena_path(source, self.shard_id), SLOT, record)
@@ -112,6 +115,10 @@ def make_manager(config: SnapshotConfig) -> Any:
             poison(into)
             return super().load(into)
 
+        def decline(self) -> None:
+            super().decline()
+            client.sequence = 1  # the first permit of a life would be for what was declined
+
         def prepare(self, state: Any) -> None:
             super().prepare(state)
             if SAVE_AT in os.environ:
@@ -126,6 +133,11 @@ def make_manager(config: SnapshotConfig) -> Any:
         def _let_copy(self) -> None:
             if self._run is not None:
                 copier.fence_reached.set()
+
+        def _hold_without_fence(self, run: Any) -> None:
+            # Every step before the snapshot was skipped, so no fence has been seen.
+            copier.fence_reached.set()
+            super()._hold_without_fence(run)
 
         def close(self) -> None:
             copier.fence_reached.set()
@@ -156,10 +168,10 @@ def train() -> None:
     from megatron_ft.megatron import install
     from megatron_ft.testing import pretrain_gpt
 
-    install(make_manager)
     for plugin in os.environ.get(PLUGINS, "").split():
         module, _, function = plugin.partition(":")
         getattr(importlib.import_module(module), function)()
+    install(make_manager)
     pretrain_gpt.main()
     # The first rank serves the store that the others may still ask.
     torch.distributed.barrier()

@@ -72,16 +72,36 @@ class Runs:
         """A rank's complete state at the end."""
         return torch.load(final_path(self.folder / name, rank), weights_only=True)
 
-    def differences(self, layout: Layout, left: str, right: str, after: int = 0) -> list[str]:
-        """Where two runs differ from iteration ``after`` + 1 on, over all ranks."""
+    def require_same(
+        self,
+        layout: Layout,
+        left: str,
+        right: str,
+        *,
+        after: int = 0,
+        until: int = ITERATIONS,
+        but: str = " ",
+    ) -> None:
+        """Fail, saying where, unless two runs are bit-identical; leave out paths with ``but``.
+
+        Compared are losses and samples of the iterations after ``after``, up to ``until``,
+        and the complete states at the end, of all ranks.
+        """
+        found = [d for d in self.differences(layout, left, right, after, until) if but not in d]
+        assert not found, f"{len(found)} differences: " + "; ".join(found[:20])
+
+    def differences(
+        self, layout: Layout, left: str, right: str, after: int, until: int
+    ) -> list[str]:
+        """Paths at which two runs differ, over all ranks."""
         found = []
         for rank in range(layout.ranks):
             lines = [self.lines(name, rank) for name in (left, right)]
-            for at in range(after + 1, ITERATIONS + 1):
+            for at in range(after + 1, until + 1):
                 if lines[0].get(at) != lines[1].get(at) or at not in lines[0]:
-                    found.append(f"rank {rank}: loss or samples of iteration {at}")
+                    found.append(f"rank{rank}/iteration{at}")
             states = [self.final(name, rank) for name in (left, right)]
-            found += [f"rank {rank}: {path}" for path in final_state.differences(*states)]
+            found += [f"rank{rank}{path}" for path in final_state.differences(*states)]
         return found
 
 
@@ -106,7 +126,7 @@ def check_resume(runs: Runs, layout: Layout) -> None:
         after = runs.train(layout, name, SNAPSHOTS, **{program.LOAD_FROM: source.folder})
         assert f"at iteration {SNAPSHOT_AT} in" in after.output(0)
         assert list(runs.lines(name, 0)) == list(range(SNAPSHOT_AT + 1, ITERATIONS + 1))
-        assert runs.differences(layout, "whole", name, after=SNAPSHOT_AT) == []
+        runs.require_same(layout, "whole", name, after=SNAPSHOT_AT)
 
 
 def lose_nodes(whole: ArenaFolder, folder: Path, nodes: Iterable[int]) -> ArenaFolder:

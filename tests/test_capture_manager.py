@@ -117,6 +117,26 @@ def test_restored_training_is_bit_identical_to_one_never_interrupted(smp: FakeSm
     second.close()
 
 
+def test_a_declined_snapshot_is_not_loaded_and_its_permit_is_missed(smp: FakeSmp) -> None:
+    state = {"weight": torch.randn(1000), "iteration": 0}
+    manager = make_manager(smp)
+    capture(smp, manager, state, 5)
+    manager.close()
+    smp.offer_last()
+    smp.sequence = 0  # a new life
+    second = make_manager(smp)
+    assert second.offered_iteration == 5
+    assert "mapping" in second.offered_objects()
+    second.decline()
+    assert second.offered_iteration == -1 and second.load(into=state) == 0
+    second.prepare(state)
+    first = smp.grant(8)  # counted from iteration 5, which training has left behind
+    assert second.save(3, state).skipped and smp.missed_ids == [first]
+    smp.grant(4)
+    assert second.save(4, state).captured.result(WAIT)
+    second.close()
+
+
 def tensors_of_all_kinds() -> dict[str, torch.Tensor]:
     """Every dtype and odd shape that a state may hold."""
     torch.manual_seed(3)

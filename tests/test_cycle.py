@@ -100,6 +100,16 @@ def test_the_iteration_is_a_multiple_of_the_interval_ahead(progress: int, iterat
     assert d.cycle.iteration == iteration
 
 
+def test_permits_follow_trainers_even_below_the_restored_iteration() -> None:
+    d = Driver()
+    d.cycle.first = 150
+    d.propose(progress=-1)
+    assert d.cycle.iteration == 152
+    d.confirm(d.cycle.give_up("the trainers start from an older checkpoint"))
+    d.propose(progress=100)
+    assert d.cycle.iteration == 101 + d.cycle.lead
+
+
 @pytest.mark.parametrize("d", [Driver(), Driver(parity=False)], ids=["no world", "no parity"])
 def test_without_encoders_it_is_local(d: Driver) -> None:
     d.propose(world="" if d.cycle.stripes else WORLD)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,12 +15,11 @@ if find_spec("megatron") is None or find_spec("megatron.training") is None:
     # Looked up, not imported: the test process itself has no stand-in for a device.
     pytest.skip("needs megatron-core with megatron.training", allow_module_level=True)
 
-from fork_server import ForkServer  # noqa: E402  # needs torch
-from megatron_layouts import AXES, BESIDE, DISTRIBUTED, Layout, cell, matrix, pairwise  # noqa: E402  # noqa: E402
+from megatron_layouts import AXES, BESIDE, DISTRIBUTED, PROGRAMS, Layout, cell, matrix, pairwise  # noqa: E402  # noqa: E402
 from megatron_program import SAVE_AT  # noqa: E402
 from megatron_runs import SNAPSHOT_AT, SNAPSHOTS, TIMEOUT_SECONDS, Runs, check_resume  # noqa: E402  # noqa: E402
 
-from megatron_ft.testing import demo_model, stdlib_corpus  # noqa: E402
+from megatron_ft.testing import demo_model  # noqa: E402
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
@@ -29,24 +27,7 @@ PAIRWISE = [cell(*values) for values in pairwise(AXES)]
 REST = [layout for layout in matrix() if layout not in PAIRWISE]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    server = ForkServer("megatron_program", demo_model.ENVIRONMENT | {"PYTHONWARNINGS": "ignore"})
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return stdlib_corpus.prepare(tmp_path_factory.mktemp("corpus"), max_bytes=200_000)
-
-
-@pytest.fixture
-def runs(server: ForkServer, corpus: Path, tmp_path: Path) -> Runs:
-    return Runs(server, corpus, tmp_path)
-
-
-@pytest.mark.parametrize("layout", PAIRWISE + BESIDE, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", PAIRWISE + BESIDE + PROGRAMS, ids=lambda layout: layout.name)
 def test_a_resumed_run_is_bit_identical(layout: Layout, runs: Runs) -> None:
     check_resume(runs, layout)
 
@@ -61,7 +42,7 @@ def test_snapshots_do_not_change_training(runs: Runs) -> None:
     layout = Layout("dp2", 2, DISTRIBUTED)
     runs.train(layout, "plain")
     runs.train(layout, "with", SNAPSHOTS, **{SAVE_AT: SNAPSHOT_AT})
-    assert runs.differences(layout, "plain", "with") == []
+    runs.require_same(layout, "plain", "with")
 
 
 def test_a_rank_of_a_launcher_trains_the_same(runs: Runs) -> None:
@@ -83,4 +64,4 @@ def test_a_rank_of_a_launcher_trains_the_same(runs: Runs) -> None:
         timeout=TIMEOUT_SECONDS,
     )
     assert done.returncode == 0, done.stdout[-6000:]
-    assert runs.differences(layout, "forked", "launched") == []
+    runs.require_same(layout, "forked", "launched")

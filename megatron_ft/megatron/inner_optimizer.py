@@ -31,11 +31,11 @@ APEX_MASTERS = "param_groups_master"
 """Attribute in which Apex's FusedAdam keeps masters of its own, outside its state."""
 
 
-def materialise(inner: Any, init_state: Any) -> None:
+def materialise(inner: Any, init_state: Any, config: Any) -> None:
     """Create state that is still empty as the first step would.
 
-    ``init_state`` is Megatron's function for it, called with nothing for optimizers of
-    torch, whose state it does not know.  Raises ConfigError for an optimizer that keeps
+    ``init_state`` is Megatron's function for it, right for FusedAdam only, and ``config``
+    what it wants beside the optimizer.  Raises ConfigError for an optimizer that keeps
     something unknown.
     """
     if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
@@ -43,7 +43,7 @@ def materialise(inner: Any, init_state: Any) -> None:
     elif isinstance(inner, torch.optim.SGD):
         _materialise_sgd(inner)
     elif type(inner).__name__ == "FusedAdam":
-        init_state()
+        init_state(inner, config)
     else:
         raise ConfigError(
             f"the optimizer {_name(inner)} is not known: snapshots know Adam and AdamW of "

@@ -14,7 +14,7 @@ class Manager(Protocol):
 
     @property
     def offered_iteration(self) -> int:
-        """Of the snapshot that this rank was offered, -1 if none; asked before the model is built."""
+        """Of the snapshot that this rank was offered, -1 if none."""
 
     def offered_objects(self) -> dict[str, Any]:
         """What the offered snapshot holds beside tensors; {} if none was offered."""

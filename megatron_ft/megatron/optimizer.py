@@ -6,7 +6,6 @@ them; what is inside these is the matter of :mod:`megatron_ft.megatron.inner_opt
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -86,8 +85,7 @@ def masters(optimizer: Any, names: dict[int, str]) -> list[Master]:
 def materialise(optimizer: Any) -> None:
     """Create the state as the first step would, so that a layout can be planned before it."""
     for part in optimizer_parts(optimizer):
-        init = functools.partial(part.init_state_fn, part.optimizer, part.config)
-        inner_optimizer.materialise(part.optimizer, init)
+        inner_optimizer.materialise(part.optimizer, part.init_state_fn, part.config)
 
 
 def group_scalars(optimizer: Any) -> list[list[dict[str, Any]]]:

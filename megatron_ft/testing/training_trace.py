@@ -37,6 +37,10 @@ class Trace:
         """Note the index of a sample that was read for the iteration under way."""
         self._samples.append(sample)
 
+    def begin(self) -> None:
+        """An iteration begins: what was read since the last one was for an evaluation."""
+        self._samples = []
+
     def record(self, iteration: int, loss: float | None, started: float) -> None:
         """Write the line of an iteration that began at ``started`` (time.perf_counter)."""
         ended = time.perf_counter()
@@ -69,6 +73,7 @@ def _traced_step(step: Any, directory: Path) -> Any:
         if not traces:  # ranks are known only now
             traces.append(Trace(directory, torch.distributed.get_rank()))
             GPTDataset.__getitem__ = _observed(GPTDataset.__getitem__, traces[0])
+        traces[0].begin()
         started = time.perf_counter()
         result = step(*args, **kwargs)
         traces[0].record(get_args().curr_iteration + 1, _loss(result), started)

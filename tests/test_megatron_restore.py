@@ -1,0 +1,185 @@
+"""Where a run starts from, what Megatron's flags change about it, and what is refused."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+
+from megatron_ft.environment import RESTORE  # noqa: E402  # needs torch
+from megatron_ft.megatron import start  # noqa: E402
+
+iterations = st.integers(-1, 50)
+disks = st.builds(start.Disk, iterations, st.booleans())
+
+
+@given(st.lists(iterations, min_size=1, max_size=6), disks, st.booleans(), st.booleans())
+def test_memory_serves_all_ranks_or_none(
+    offers: list[int], disk: start.Disk, allowed: bool, changed: bool
+) -> None:
+    decision = start.decide(offers, disk, allowed, changed)
+    assert decision.reason
+    if decision.from_memory:
+        assert allowed and min(offers) == max(offers) >= 0
+        assert disk.iteration <= offers[0] or (disk.explicit and not changed)
+    elif allowed and min(offers) == max(offers) >= 0:
+        assert (disk.explicit and changed) or disk.iteration > offers[0]
+
+
+@pytest.mark.parametrize(
+    ("tracker", "settings", "expected"),
+    [
+        ("120", {}, start.Disk(120)),
+        (None, {}, start.Disk(-1)),
+        ("release", {}, start.Disk(0)),
+        ("120", {"finetune": True}, start.Disk(0)),
+        ("120", {"ckpt_step": 40}, start.Disk(40, explicit=True)),
+        ("120", {"load": None}, start.Disk(-1)),
+        ("120", {"load": None, "pretrained_checkpoint": "elsewhere"}, start.Disk(0)),
+    ],
+)
+def test_what_megatron_would_load(
+    tmp_path: Path, tracker: str | None, settings: dict[str, Any], expected: start.Disk
+) -> None:
+    if tracker is not None:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(tracker + "\n")
+    assert start.disk_of(SimpleNamespace(**({"load": str(tmp_path)} | settings))) == expected
+
+
+if find_spec("megatron") is None or find_spec("megatron.training") is None:
+    pytest.skip("needs megatron-core with megatron.training", allow_module_level=True)
+
+from fork_server import ForkServer, Outcome  # noqa: E402
+from megatron_layouts import DISTRIBUTED, Layout, program, words  # noqa: E402
+from megatron_program import LOAD_FROM, SAVE_AT  # noqa: E402
+from megatron_runs import SNAPSHOT_AT, SNAPSHOTS, Runs  # noqa: E402
+
+# Megatron's own resume is exact only if data loaders leave the generator of dropout alone.
+DP2 = program("dp2", plugin="quiet_data_loaders")
+# What Megatron loads from disk leaves a ``step`` in the groups, which torch's Adam ignores.
+GROUPS = "/groups/"
+CHECKPOINTS = words("--save-interval 2 --ckpt-format torch_dist")
+
+
+@pytest.fixture(scope="module")
+def job(
+    megatron_server: ForkServer, megatron_corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Runs:
+    """A run with a snapshot of iteration 4 and checkpoints of 2, 4, 6 and 8; tests add to it."""
+    job = Runs(megatron_server, megatron_corpus, tmp_path_factory.mktemp("job"))
+    disk = str(job.folder / "disk")
+    job.train(DP2, "whole", SNAPSHOTS, "--save", disk, *CHECKPOINTS, **{SAVE_AT: SNAPSHOT_AT})
+    return job
+
+
+def set_tracker(runs: Runs, iteration: int) -> str:
+    """Make Megatron find this checkpoint as the newest; the folder."""
+    folder = runs.folder / "disk"
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    return str(folder)
+
+
+def resume(runs: Runs, earlier: str, name: str, *flags: str, **variables: object) -> Outcome:
+    """The next life after the run called ``earlier``."""
+    arenas = runs.folder / earlier / "arenas"
+    return runs.train(DP2, name, SNAPSHOTS, *flags, **{LOAD_FROM: arenas}, **variables)
+
+
+def starts_at(runs: Runs, name: str) -> int:
+    return min(runs.lines(name, 0)) - 1
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
+class TestTheSource:
+    def test_memory_if_it_is_not_older_than_the_disk(self, job: Runs) -> None:
+        for at, expected in ((2, 4), (4, 4), (6, 6)):
+            name = f"disk{at}"
+            after = resume(job, "whole", name, "--load", set_tracker(job, at))
+            assert starts_at(job, name) == expected
+            assert f"at iteration {expected}" in after.output(0)
+            job.require_same(DP2, "whole", name, after=expected, but=GROUPS)
+
+    def test_disk_for_all_if_one_rank_has_no_offer(self, job: Runs) -> None:
+        load = ("--load", set_tracker(job, 2))
+        after = resume(job, "whole", "partial", *load, TEST_NO_OFFER="1")
+        assert "starting from disk: ranks [1] were not offered" in after.output(0)
+        assert starts_at(job, "partial") == 2
+        job.require_same(DP2, "whole", "partial", after=2, but=GROUPS)
+
+    def test_disk_if_the_supervisor_says_so(self, job: Runs) -> None:
+        load = ("--load", set_tracker(job, 2))
+        resume(job, "whole", "told", *load, **{RESTORE: "disk"})
+        assert starts_at(job, "told") == 2
+
+    def test_finetuning_goes_on_and_does_not_begin_again(self, job: Runs) -> None:
+        flags = ("--load", set_tracker(job, 8), "--finetune")
+        first = job.train(DP2, "tuned", SNAPSHOTS, *flags, **{SAVE_AT: SNAPSHOT_AT})
+        assert starts_at(job, "tuned") == 0 and "successfully loaded" in first.output(0)
+        resume(job, "tuned", "again", *flags)
+        assert starts_at(job, "again") == SNAPSHOT_AT
+        job.require_same(DP2, "tuned", "again", after=SNAPSHOT_AT)
+
+    def test_flags_about_the_first_load_do_not_change_a_restore(self, job: Runs) -> None:
+        load = ("--load", set_tracker(job, 2), "--no-load-optim", "--no-load-rng")
+        resume(job, "whole", "without", *load)
+        job.require_same(DP2, "whole", "without", after=SNAPSHOT_AT)
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
+def test_a_named_checkpoint_is_loaded_once(job: Runs) -> None:
+    """--ckpt-step is new to the job: disk, although memory is newer.  In the next life of that
+    run it is not new any more: memory."""
+    flags = ("--load", set_tracker(job, 8), "--ckpt-step", "2")
+    after = resume(job, "whole", "back", *flags, **{SAVE_AT: 6})
+    assert "starting from disk: --ckpt-step 2 was asked for" in after.output(0)
+    assert starts_at(job, "back") == 2
+    job.require_same(DP2, "whole", "back", after=2, but=GROUPS)
+    resume(job, "back", "next", *flags)
+    assert starts_at(job, "next") == 6
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flag", ["--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler"]
+)
+def test_the_schedule_is_overridden_as_megatron_does(job: Runs, flag: str) -> None:
+    changed = (flag, *words("--lr-decay-iters 20 --lr-warmup-iters 5"))
+    load = ("--load", set_tracker(job, SNAPSHOT_AT))
+    disk, memory = f"disk{flag}", f"memory{flag}"
+    job.train(DP2, disk, *load, *changed)
+    resume(job, "whole", memory, *load, *changed)
+    assert starts_at(job, memory) == starts_at(job, disk) == SNAPSHOT_AT
+    job.require_same(DP2, disk, memory, after=SNAPSHOT_AT, but=GROUPS)
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        (program("unknown-adam"), "keeps 'curvature'"),
+        (
+            program("opaque-loader", (*DISTRIBUTED, *words("--dataloader-type external"))),
+            "cannot say where it stands",
+        ),
+    ],
+    ids=lambda value: value.name if isinstance(value, Layout) else "",
+)
+def test_what_would_be_lost_is_refused_before_training(
+    runs: Runs, layout: Layout, reason: str
+) -> None:
+    outcome = runs.train(layout, "refused", SNAPSHOTS, succeed=False)
+    assert all(outcome.codes) and not outcome.hung
+    for rank in range(layout.ranks):
+        assert "ConfigError" in outcome.output(rank) and reason in outcome.output(rank)
+        assert not runs.lines("refused", rank)
