@@ -40,6 +40,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """The matrix of layouts as a table."""
+    if not config.getoption("--all-layouts"):
+        return
+    passed = {
+        report.nodeid.partition("[")[2].rstrip("]"): outcome == "passed"
+        for outcome in ("passed", "failed")
+        for report in terminalreporter.stats.get(outcome, [])
+        if "test_megatron_resume.py" in report.nodeid and "[" in report.nodeid
+    }
+    if passed:
+        from megatron_layouts import table
+
+        terminalreporter.section("layouts of Megatron")
+        terminalreporter.write_line(table(passed))
+
+
 def pytest_configure() -> None:
     os.environ[SESSION_VARIABLE] = SESSION
 

@@ -68,10 +68,11 @@ class ForkServer:
 
     def __init__(self, preload: str, environment: Mapping[str, str]) -> None:
         command = [sys.executable, __file__, preload]
-        path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+        here = Path(__file__).resolve()
+        path = [str(here.parent), str(here.parents[1]), os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
             command,
-            env={**os.environ, **environment, "PYTHONPATH": path},
+            env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, path))},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -17,7 +17,7 @@ Flags = tuple[str, ...]
 class Layout:
     """One way to train; ``nodes_lost`` of its virtual nodes are lost and rebuilt.
 
-    ``refused`` is a part of the message with which Megatron itself refuses the layout.
+    ``needs`` names a package that Megatron imports for this and that may be missing.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Layout:
     ranks_per_node: int = 1
     nodes_lost: tuple[int, ...] = (1,)
     plugins: tuple[str, ...] = ()
-    refused: str = ""
+    needs: str = ""
 
     @property
     def skips_iterations(self) -> bool:
@@ -117,6 +117,7 @@ BESIDE = [
         "two-optimizer-instances",
         4,
         (*DISTRIBUTED, *words("--num-distributed-optimizer-instances 2")),
+        needs="einops",
     ),
     Layout("random-init-per-rank", 2, (*DISTRIBUTED, "--data-parallel-random-init")),
     Layout("ep2-tp2", 4, (*EP2, *TP2, *DISTRIBUTED, "--disable-bias-linear"), ranks_per_node=2),
@@ -131,62 +132,21 @@ BESIDE = [
     ),
 ]
 
-PRECISION_AWARE = words(
-    "--use-precision-aware-optimizer --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16"
-)
-
-
-def program(name: str, flags: Flags = DISTRIBUTED, plugin: str = "", ranks: int = 2) -> Layout:
-    """A layout whose training program is changed by a plugin; its name by default."""
-    plugin = plugin or name.replace("-", "_")
-    return Layout(name, ranks, flags, plugins=(f"megatron_plugins:{plugin}",))
-
-
-PROGRAMS = [
-    program("freeze-positions"),
-    program(
-        "cyclic-data", (*DISTRIBUTED, *words("--dataloader-type cyclic")), "quiet_data_loaders"
-    ),
-    program("extra-state"),
-    program("savable-loader", (*DISTRIBUTED, *words("--dataloader-type external"))),
-    program(
-        "savable-loader-pp2",
-        (*PP2, *DISTRIBUTED, *words("--dataloader-type external")),
-        "savable_loader",
-    ),
-    program("apex-adam"),
-    program("apex-adam-replicated", ("--bf16",), "apex_adam"),
-    program("capturable-adam"),
-    program("transformer-engine-adam"),
-    program("transformer-engine-adam-ep2", (*EP2, *DISTRIBUTED), "transformer_engine_adam"),
-    program("precision-aware", (*DISTRIBUTED, *PRECISION_AWARE), "transformer_engine_adam"),
-    program(
-        "precision-aware-fp32-params",
-        ("--use-distributed-optimizer", *PRECISION_AWARE),
-        "transformer_engine_adam",
-    ),
-    program(
-        "perturb-weights",
-        (
-            "--fp16",
-            "--use-distributed-optimizer",
-            *words("--initial-loss-scale 16777216 --loss-scale-window 2 --hysteresis 1"),
-        ),
-    ),
-    program(
-        "perturb-weights-replicated",
-        (
-            "--fp16",
-            *words(
-                "--initial-loss-scale 16777216 --loss-scale-window 2 --hysteresis 1 "
-                "--inmem-replicated-split-bytes 1024"
-            ),
-        ),
-        "perturb_weights",
-    ),
-]
-
 
 def matrix() -> list[Layout]:
     """Every cell."""
     return [cell(*values) for values in itertools.product(*AXES)]
+
+
+def table(passed: dict[str, bool]) -> str:
+    """The matrix with the outcome of each cell that ran, by layout name."""
+    columns = list(itertools.product(OVERLAP, OPTIMIZER))
+    lines = [f"{'':17}" + "".join(f"{' '.join(column):>25}" for column in columns)]
+    for parallel, precision in itertools.product(PARALLEL, PRECISION):
+        names = ["-".join((parallel, precision, *column)) for column in columns]
+        outcomes = [{True: "ok", False: "FAILED"}.get(passed.get(n), "-") for n in names]
+        lines.append(f"{parallel:12}{precision:5}" + "".join(f"{o:>25}" for o in outcomes))
+    known = {layout.name for layout in matrix()}
+    others = [f"{name} {'ok' if ok else 'FAILED'}" for name, ok in passed.items()]
+    lines += ["beside: " + ", ".join(o for o in others if o.split()[0] not in known)]
+    return "\n".join(lines)

@@ -111,8 +111,11 @@ def skipped_iterations(outputs: Iterable[str]) -> list[int]:
     return sorted({int(m.group(1)) for text in outputs for m in pattern.finditer(text)})
 
 
-def check_resume(runs: Runs, layout: Layout) -> None:
-    """A run that goes on after a crash, and one after a node loss, are the uninterrupted one."""
+def check_resume(runs: Runs, layout: Layout, crash: bool) -> None:
+    """A run that goes on after a node loss, and one after a ``crash``, are the uninterrupted one.
+
+    After a node loss the other nodes load from their own memory, as all do after a crash.
+    """
     snapshot = {program.SAVE_AT: SNAPSHOT_AT}
     whole = runs.train(layout, "whole", SNAPSHOTS, **snapshot)
     if layout.skips_iterations:
@@ -122,6 +125,8 @@ def check_resume(runs: Runs, layout: Layout) -> None:
     if layout.scheme != "none":
         sources["crash"].protect()
         sources["loss"] = lose_nodes(sources["crash"], runs.folder / "rebuilt", layout.nodes_lost)
+        if not crash:
+            del sources["crash"]
     for name, source in sources.items():
         after = runs.train(layout, name, SNAPSHOTS, **{program.LOAD_FROM: source.folder})
         assert f"at iteration {SNAPSHOT_AT} in" in after.output(0)

@@ -57,8 +57,9 @@ if find_spec("megatron") is None or find_spec("megatron.training") is None:
     pytest.skip("needs megatron-core with megatron.training", allow_module_level=True)
 
 from fork_server import ForkServer, Outcome  # noqa: E402
-from megatron_layouts import DISTRIBUTED, Layout, program, words  # noqa: E402
+from megatron_layouts import Layout, words  # noqa: E402
 from megatron_program import LOAD_FROM, SAVE_AT  # noqa: E402
+from megatron_programs import EXTERNAL, program  # noqa: E402
 from megatron_runs import SNAPSHOT_AT, SNAPSHOTS, Runs  # noqa: E402
 
 # Megatron's own resume is exact only if data loaders leave the generator of dropout alone.
@@ -168,10 +169,7 @@ def test_the_schedule_is_overridden_as_megatron_does(job: Runs, flag: str) -> No
     ("layout", "reason"),
     [
         (program("unknown-adam"), "keeps 'curvature'"),
-        (
-            program("opaque-loader", (*DISTRIBUTED, *words("--dataloader-type external"))),
-            "cannot say where it stands",
-        ),
+        (program("opaque-loader", EXTERNAL), "cannot say where it stands"),
     ],
     ids=lambda value: value.name if isinstance(value, Layout) else "",
 )

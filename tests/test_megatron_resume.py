@@ -15,9 +15,24 @@ if find_spec("megatron") is None or find_spec("megatron.training") is None:
     # Looked up, not imported: the test process itself has no stand-in for a device.
     pytest.skip("needs megatron-core with megatron.training", allow_module_level=True)
 
-from megatron_layouts import AXES, BESIDE, DISTRIBUTED, PROGRAMS, Layout, cell, matrix, pairwise  # noqa: E402  # noqa: E402
+from megatron_layouts import (  # noqa: E402
+    AXES,
+    BESIDE,
+    DISTRIBUTED,
+    Layout,
+    cell,
+    matrix,
+    pairwise,
+)
 from megatron_program import SAVE_AT  # noqa: E402
-from megatron_runs import SNAPSHOT_AT, SNAPSHOTS, TIMEOUT_SECONDS, Runs, check_resume  # noqa: E402  # noqa: E402
+from megatron_programs import MORE_PROGRAMS, PROGRAMS  # noqa: E402
+from megatron_runs import (  # noqa: E402
+    SNAPSHOT_AT,
+    SNAPSHOTS,
+    TIMEOUT_SECONDS,
+    Runs,
+    check_resume,
+)
 
 from megatron_ft.testing import demo_model  # noqa: E402
 
@@ -28,14 +43,18 @@ REST = [layout for layout in matrix() if layout not in PAIRWISE]
 
 
 @pytest.mark.parametrize("layout", PAIRWISE + BESIDE + PROGRAMS, ids=lambda layout: layout.name)
-def test_a_resumed_run_is_bit_identical(layout: Layout, runs: Runs) -> None:
-    check_resume(runs, layout)
+def test_a_resumed_run_is_bit_identical(
+    layout: Layout, runs: Runs, pytestconfig: pytest.Config
+) -> None:
+    if layout.needs:
+        pytest.importorskip(layout.needs)
+    check_resume(runs, layout, crash=pytestconfig.getoption("--all-layouts"))
 
 
 @pytest.mark.all_layouts
-@pytest.mark.parametrize("layout", REST, ids=lambda layout: layout.name)
-def test_every_other_cell_of_the_matrix(layout: Layout, runs: Runs) -> None:
-    check_resume(runs, layout)
+@pytest.mark.parametrize("layout", REST + MORE_PROGRAMS, ids=lambda layout: layout.name)
+def test_so_is_every_other_one(layout: Layout, runs: Runs) -> None:
+    check_resume(runs, layout, crash=True)
 
 
 def test_snapshots_do_not_change_training(runs: Runs) -> None:
