@@ -26,6 +26,7 @@ from megatron_ft.megatron.model import (
     named_parameters,
 )
 from megatron_ft.megatron.random_states import capture_random_states, restore_random_states
+from megatron_ft.megatron.replicas import replica_group
 from megatron_ft.megatron.start import wish_of
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class MegatronState:
         groups = {
             master.name: group
             for master in self._masters
-            if (group := self._replica_group(master)) is not None
+            if (group := replica_group(master, self._args)) is not None
         }
         found = {f"{name}{WEIGHT}": groups[name] for name in self._weights if name in groups}
         for master in self._masters:
@@ -103,23 +104,6 @@ class MegatronState:
                 names = ("main", *kept)
                 found |= {f"{master.name}.{name}": groups[master.name] for name in names}
         return found
-
-    def _replica_group(self, master: optimizers.Master) -> Any:
-        """The ranks that hold the same as this one.
-
-        The whole data-parallel group with context parallelism, for experts theirs.  With
-        the distributed optimizer every rank owns a part, and the ranks with the same place
-        in its other instances, if there are any, hold that part too.
-        """
-        from megatron.core import mpu
-
-        if master.distributed:
-            if getattr(self._args, "num_distributed_optimizer_instances", 1) == 1:
-                return None
-            return mpu.get_inter_distributed_optimizer_instance_group()
-        if getattr(master.parameter, "allreduce", True):
-            return mpu.get_data_parallel_group(with_context_parallel=True)
-        return mpu.get_expert_data_parallel_group()
 
     def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take weights that the snapshot holds because they did not follow from masters."""
@@ -136,7 +120,7 @@ class MegatronState:
 
     def replica_group(self, name: str) -> Any:
         """The group of a weight that the snapshot holds and this state does not yet."""
-        groups = {master.name: self._replica_group(master) for master in self._masters}
+        groups = {master.name: replica_group(master, self._args) for master in self._masters}
         return groups.get(name.removesuffix(WEIGHT))
 
     def objects(self) -> dict[str, Any]:
