@@ -4,78 +4,261 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from megatron_ft.errors import ConfigError
+from megatron_ft.setting import FOLDER, NUMBER, SCHEME, WHOLE, Kind, Setting
 
-ENVIRONMENT_PREFIX = "MEGATRON_FT_"
+SWITCH = "--inmem-snapshot"
+SWITCH_HELP = "Keep snapshots of the training state in host memory and restore from them."
 
 
-def _setting(default: Any, help_text: str) -> Any:
-    return field(default=default, metadata={"help": help_text})
+def _setting(
+    kind: Kind,
+    default: Any,
+    help_text: str,
+    *,
+    allowed: str = "",
+    accepts: Callable[[Any], bool] = lambda value: True,
+    unit: str = "",
+    job: bool = False,
+) -> Any:
+    described = Setting("", kind, default, help_text, unit, allowed or kind.name, accepts, job)
+    return field(default=default, metadata={"setting": described})
+
+
+def _whole(default: int, help_text: str, least: int, unit: str, job: bool = False) -> Any:
+    allowed = f"a whole number >= {least}"
+    return _setting(
+        WHOLE, default, help_text, allowed=allowed, accepts=lambda v: v >= least, unit=unit, job=job
+    )
+
+
+def _seconds(default: float, help_text: str, job: bool = False) -> Any:
+    return _setting(
+        NUMBER,
+        default,
+        help_text,
+        allowed="seconds > 0",
+        accepts=lambda v: v > 0,
+        unit="seconds",
+        job=job,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotConfig:
-    """Settings of one trainer's snapshots; immutable, checked when it is made.
+    """Settings of a job's snapshots; immutable, checked when it is made.
 
     Megatron flags are ``--inmem-<name with dashes>``; environment variables are
-    ``MEGATRON_FT_<NAME>``.  A value out of range raises ConfigError.
+    ``MEGATRON_FT_<NAME>``.  Values out of range raise one ConfigError that lists all of them.
     """
 
-    snapshot_interval: int = _setting(
-        2, "Iterations between snapshots. One that is due before the last is committed is skipped."
+    snapshot_interval: int = _whole(
+        2,
+        "Iterations between snapshots. One that is due before the last is committed is skipped.",
+        1,
+        "iterations",
     )
-    fence_timeout_seconds: float = _setting(
+    protect: str = _setting(
+        SCHEME,
+        "rs:3+1",
+        "Redundancy over nodes: how many nodes share their parity, and how many may be lost.",
+        allowed="xor:N, rs:K+M, replica:R or none",
+        job=True,
+    )
+    slots: int = _setting(
+        WHOLE,
+        2,
+        "Snapshots kept of each shard. With 3 none is skipped while one is read for a drain.",
+        allowed="2 or 3",
+        accepts=lambda v: v in (2, 3),
+        unit="snapshots",
+        job=True,
+    )
+    arena_dir: Path | None = _setting(
+        FOLDER, None, "Folder of the arenas, on a tmpfs. None: one in /dev/shm.", job=True
+    )
+    checkpoint_dir: Path | None = _setting(
+        FOLDER,
+        None,
+        "Where the training command keeps its own checkpoints, used when memory is lost.",
+        job=True,
+    )
+    drain_dir: Path | None = _setting(
+        FOLDER, None, "Folder to which committed snapshots are written. None: no drain.", job=True
+    )
+    drain_interval: int = _whole(
+        100,
+        "Iterations between snapshots that are written to the drain folder.",
+        1,
+        "iterations",
+        job=True,
+    )
+    drain_keep: int = _whole(
+        2, "Snapshots kept in the drain folder; older ones are removed.", 1, "snapshots", job=True
+    )
+    drain_bandwidth_mib: float = _setting(
+        NUMBER,
+        0.0,
+        "Most that a node writes to the drain folder. 0: no limit.",
+        allowed="MiB a second >= 0",
+        accepts=lambda v: v >= 0,
+        unit="MiB/s",
+        job=True,
+    )
+    lease_seconds: float = _seconds(
+        10.0, "A node that hears nothing of the supervisor kills its trainers after it.", job=True
+    )
+    fence_timeout_seconds: float = _seconds(
         30.0, "Longest wait before optimizer.step() for a running capture; then it is abandoned."
     )
-    register_timeout_seconds: float = _setting(
-        600.0, "Longest wait at start-up for all ranks to register and for arenas to be made."
+    register_timeout_seconds: float = _seconds(
+        600.0,
+        "Longest wait at start-up for all ranks to register and for arenas to be made.",
+        job=True,
     )
-    replicated_split_bytes: int = _setting(
-        65536, "Replicated tensors of at least this size are split over data-parallel ranks."
+    replicated_split_bytes: int = _whole(
+        65536,
+        "Replicated tensors of at least this size are split over data-parallel ranks.",
+        0,
+        "bytes",
     )
-    copy_piece_bytes: int = _setting(
-        16 << 20, "Device-to-host copies are cut in pieces of this size."
+    copy_piece_bytes: int = _whole(
+        16 << 20, "Device-to-host copies are cut in pieces of this size.", 1, "bytes"
     )
 
     def __post_init__(self) -> None:
-        for name in ("snapshot_interval", "copy_piece_bytes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; give a whole number >= 1")
-        for name in ("fence_timeout_seconds", "register_timeout_seconds"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; give seconds > 0")
-        if self.replicated_split_bytes < 0:
-            raise ConfigError("replicated_split_bytes is negative; give bytes >= 0")
+        problems = []
+        for name, setting in SETTINGS.items():
+            try:
+                object.__setattr__(self, name, setting.parse(getattr(self, name), name))
+            except ConfigError as error:
+                problems.append(str(error))
+        refuse(problems + self._without_effect())
+
+    def _without_effect(self) -> list[str]:
+        """Settings of a drain that has no folder: whoever gave them expects files."""
+        if self.drain_dir is not None:
+            return []
+        return [
+            f"{name} is {getattr(self, name)}, but there is no drain_dir to write to; give both"
+            for name in ("drain_interval", "drain_keep", "drain_bandwidth_mib")
+            if getattr(self, name) != SETTINGS[name].default
+        ]
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SnapshotConfig:
-        """Settings from names and values, text converted to each field's type.
+        """Settings from names and values, text converted to each setting's type.
 
-        Raises ConfigError for an unknown name (with the nearest right one) or a
-        value that does not convert.
+        Raises ConfigError for unknown names (with the nearest right ones) and for values
+        that do not convert, all at once.
         """
-        known = {f.name: f for f in dataclasses.fields(cls)}
-        converted: dict[str, Any] = {}
-        for name, value in values.items():
-            if name not in known:
-                near = get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
-                raise ConfigError(f"unknown setting {name!r}{hint}")
-            wanted: Any = type(known[name].default)
-            try:
-                converted[name] = wanted(value)
-            except (TypeError, ValueError) as error:
-                raise ConfigError(f"{name}={value!r} is not {wanted.__name__}") from error
-        return cls(**converted)
+        return resolve(Source(values, str))
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str] | None = None) -> SnapshotConfig:
         """Settings from ``MEGATRON_FT_<NAME>`` variables; what is not set keeps its default."""
-        source = os.environ if environment is None else environment
-        names = {f.name: ENVIRONMENT_PREFIX + f.name.upper() for f in dataclasses.fields(cls)}
-        return cls.from_mapping({n: source[v] for n, v in names.items() if v in source})
+        return resolve(environment_source(environment))
+
+    def job_variables(self) -> dict[str, str]:
+        """The environment variables by which trainers learn what the supervisor uses."""
+        values = {s.variable: getattr(self, s.name) for s in SETTINGS.values() if s.job}
+        return {name: "" if value is None else str(value) for name, value in values.items()}
+
+
+SETTINGS: Mapping[str, Setting] = {
+    f.name: dataclasses.replace(f.metadata["setting"], name=f.name)
+    for f in dataclasses.fields(SnapshotConfig)
+}
+"""Every setting by its name, in the order of the documentation."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What one place says about settings, by name; ``label`` tells people where it stands.
+
+    None and empty text count as not given.
+    """
+
+    values: Mapping[str, Any]
+    label: Callable[[str], str]
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Only what is given."""
+        return {n: v for n, v in self.values.items() if v is not None and v != ""}
+
+
+def environment_source(environment: Mapping[str, str] | None = None) -> Source:
+    """Environment variables of settings as a source; other variables are not looked at."""
+    variables = os.environ if environment is None else environment
+    return Source(
+        {name: variables.get(setting.variable) for name, setting in SETTINGS.items()},
+        lambda name: SETTINGS[name].variable,
+    )
+
+
+def resolve(*sources: Source) -> SnapshotConfig:
+    """Each setting from the first source that gives it, else its default.
+
+    Raises one ConfigError that lists every unknown name and every bad value, with the
+    place where it stands.
+    """
+    values: dict[str, Any] = {}
+    problems = []
+    for source in sources:
+        for name, value in source.given.items():
+            try:
+                parsed = _known(name, source.label).parse(value, source.label(name))
+                values.setdefault(name, parsed)
+            except ConfigError as error:
+                problems.append(str(error))
+    refuse(problems)
+    return SnapshotConfig(**values)
+
+
+def differences(ours: Source, theirs: Source) -> dict[str, str]:
+    """Settings to which two sources give different values, each with a line that says so.
+
+    Only None counts as not given here: empty text is the word for "none".  Raises ConfigError
+    for a value that does not convert.
+    """
+    lines = {}
+    for name, setting in SETTINGS.items():
+        mine, other = ours.values.get(name), theirs.values.get(name)
+        if mine is None or other is None:
+            continue
+        if setting.parse(mine, ours.label(name)) != setting.parse(other, theirs.label(name)):
+            said = other if other != "" else setting.shown_default
+            lines[name] = f"{ours.label(name)} is {mine}, but {theirs.label(name)} is {said}"
+    return lines
+
+
+def refuse(problems: list[str]) -> None:
+    """Raise ConfigError with the problems, if there are any: one a line when several."""
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        raise ConfigError("".join(f"\n  {problem}" for problem in problems))
+
+
+def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """A hint for a name that is not known: the nearest one, else all of them.
+
+    ``prefix`` is common to all and tells nothing about which one was meant.
+    """
+    rest = [candidate.removeprefix(prefix) for candidate in known]
+    near = get_close_matches(name.removeprefix(prefix), rest, n=1)
+    names = ", ".join(prefix + candidate for candidate in near or rest)
+    return f"did you mean {names}?" if near else f"known: {names}"
+
+
+def _known(name: str, label: Callable[[str], str]) -> Setting:
+    if name not in SETTINGS:
+        raise ConfigError(f"unknown setting {name!r}; {nearest(name, SETTINGS)}")
+    return SETTINGS[name]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("torch")
 
-from megatron_ft.config import SnapshotConfig  # noqa: E402
+from megatron_ft.config import SETTINGS, SnapshotConfig  # noqa: E402
 from megatron_ft.errors import ConfigError  # noqa: E402
 from megatron_ft.megatron import arguments  # noqa: E402
 
@@ -24,9 +27,9 @@ def test_every_setting_has_a_flag_with_its_help_in_one_group() -> None:
     text = arguments.add_snapshot_arguments(argparse.ArgumentParser()).format_help()
     group = text[text.index(arguments.GROUP_TITLE) :]
     assert "--inmem-snapshot " in group
-    for field in dataclasses.fields(SnapshotConfig):
-        assert arguments.flag_of(field.name) in group
-        assert f"Default: {field.default}" in " ".join(group.split())
+    for setting in SETTINGS.values():
+        assert f"{setting.flag} " in group
+        assert f"Default: {setting.shown_default}" in " ".join(group.split())
 
 
 def test_adding_flags_twice_changes_nothing() -> None:
@@ -57,7 +60,7 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_default(
 
 
 def test_a_value_out_of_range_is_refused() -> None:
-    with pytest.raises(ConfigError, match="snapshot_interval is 0"):
+    with pytest.raises(ConfigError, match="--inmem-snapshot-interval is 0"):
         arguments.validate(parse("--inmem-snapshot-interval", "0"))
 
 
@@ -90,3 +93,99 @@ def test_all_conflicts_are_listed_at_once() -> None:
 def test_ordinary_settings_are_accepted() -> None:
     ordinary = SimpleNamespace(optimizer="sgd", dataloader_type="external", fp8_recipe="delayed")
     assert arguments.validate(ordinary) == SnapshotConfig()
+
+
+def test_conflicts_bad_values_and_contradictions_come_in_one_list(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MEGATRON_FT_JOB", "job")
+    monkeypatch.setenv("MEGATRON_FT_PROTECT", "rs:3+1")
+    args = parse("--inmem-snapshot", "--inmem-protect", "xor:4")
+    args.qk_clip = True
+    args.inmem_snapshot_interval = 0
+    with pytest.raises(ConfigError) as caught:
+        arguments.check(args, [])
+    assert "--qk-clip" in str(caught.value)
+    assert "--inmem-snapshot-interval is 0" in str(caught.value)
+    args.inmem_snapshot_interval = 2
+    with pytest.raises(ConfigError) as caught:
+        arguments.check(args, [])
+    assert "--qk-clip" in str(caught.value)
+    assert "--inmem-protect is xor:4, but the supervisor's --protect is rs:3+1" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "refused"),
+    [
+        (["--inmem-protect", "xor:4"], {"MEGATRON_FT_PROTECT": "xor:4"}, False),
+        (["--inmem-protect", "xor:04"], {"MEGATRON_FT_PROTECT": "xor:4"}, False),
+        (["--inmem-drain-dir", "/x"], {"MEGATRON_FT_DRAIN_DIR": ""}, True),
+        (["--inmem-slots", "3"], {"MEGATRON_FT_SLOTS": "2"}, True),
+        (["--inmem-slots", "3"], {}, False),  # a supervisor that tells nothing
+        ([], {"MEGATRON_FT_SLOTS": "3"}, False),
+        (["--inmem-snapshot-interval", "9"], {"MEGATRON_FT_SNAPSHOT_INTERVAL": "3"}, False),
+    ],
+)
+def test_a_setting_of_the_job_must_be_what_the_supervisor_uses(
+    flags: list[str], variables: dict[str, str], refused: bool
+) -> None:
+    args = parse("--inmem-snapshot", *flags)
+    assert arguments.contradictions(args, variables) == []  # no supervisor, nothing to contradict
+    found = arguments.contradictions(args, {"MEGATRON_FT_JOB": "job", **variables})
+    assert [flags[0] in line for line in found] == [True] * refused
+
+
+def test_flags_beside_a_yaml_file_are_not_silently_lost() -> None:
+    args = SimpleNamespace(yaml_cfg="gpt.yaml", inmem_snapshot=True)
+    with pytest.raises(ConfigError, match="`inmem_slots` into gpt.yaml"):
+        arguments.check(args, ["--yaml-cfg", "gpt.yaml", "--inmem-slots=3"])
+    arguments.check(args, ["--yaml-cfg", "gpt.yaml"])
+    args.inmem_slot = 3
+    with pytest.raises(ConfigError, match="unknown setting inmem_slot; did you mean inmem_slots"):
+        arguments.check(args, [])
+
+
+def test_parsed_values_are_plain_types_that_a_checkpoint_can_hold() -> None:
+    args = parse("--inmem-drain-dir", "/x", "--inmem-protect=xor:4", "--inmem-slots=3")
+    assert {type(value) for value in vars(args).values()} <= {str, int, float, bool, type(None)}
+
+
+_PROGRAM = """
+import sys
+from megatron_ft.testing import cpu_device, demo_model
+cpu_device.install()
+import megatron_ft.megatron
+megatron_ft.megatron.install()
+from megatron.training import arguments, yaml_arguments
+from megatron_ft.errors import ConfigError
+
+def refused(*flags):
+    sys.argv = ["train.py", *demo_model.demo_arguments(iterations=2, data_path="/none"), *flags]
+    try:
+        arguments.validate_args(arguments.parse_args())
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+assert refused() == ""
+assert refused("--inmem-snapshot") == ""
+assert refused("--skip-train") == "", "no snapshots, no conflict"
+conflicting = ["--optimizer", "sgd", "--skip-train"]
+said = refused("--inmem-snapshot", *conflicting, "--inmem-snapshot-interval=0")
+for part in ("--optimizer other", "--skip-train: ", "--inmem-snapshot-interval is 0"):
+    assert part in said, said
+assert hasattr(yaml_arguments.validate_yaml, "__wrapped__")
+"""
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
+@pytest.mark.skipif(
+    find_spec("megatron") is None or find_spec("megatron.training") is None,
+    reason="needs megatron-core with megatron.training",
+)
+def test_conflicts_are_refused_where_megatron_validates_its_arguments(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -12,18 +12,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_ft import isal
+from megatron_ft.config import SnapshotConfig
 from megatron_ft.coordinator.coordinator import Timing
 from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.coordinator.plan import Sizes
 from megatron_ft.disk.durable import Disk
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.errors import ConfigError, RestartBudgetError, UnrecoverableError
+from megatron_ft.flags import argument_type, help_of
+from megatron_ft.launch import job_settings
 from megatron_ft.launch.job_state import JobState, state_folder
 from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.launch.spec import JobSpec
@@ -45,62 +49,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks-per-node", type=int, default=1, help="trainers a node (%(default)s)"
     )
-    parser.add_argument(
-        "--protect",
-        default="rs:3+1",
-        help="xor:N, rs:K+M, replica:R or none (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--slots", type=int, default=2, choices=(2, 3), help="snapshots kept a shard (%(default)s)"
-    )
-    parser.add_argument("--arena-dir", type=Path, help="tmpfs folder (default: in /dev/shm)")
     parser.add_argument("--state-dir", type=Path, help="where the job's notes are kept")
     parser.add_argument("--log-dir", type=Path, help="where the processes' output goes")
-    parser.add_argument(
-        "--checkpoint-dir",
-        type=Path,
-        help="where the training command keeps its own checkpoints, used when memory is lost",
-    )
     parser.add_argument(
         "--from-scratch",
         action="store_true",
         help="when neither memory nor disk has a state, start again from nothing",
     )
-    parser.add_argument(
-        "--drain-dir",
-        type=Path,
-        help="write committed snapshots to this folder, which all nodes share",
+    group = parser.add_argument_group(
+        "settings of the job",
+        "They may stand in the training command instead, as --inmem-<name>, and then must not "
+        "contradict these; what no flag gives is read from MEGATRON_FT_<NAME>.",
     )
-    parser.add_argument(
-        "--drain-interval",
-        type=int,
-        default=0,
-        help="iterations between such writes, 0 for none (%(default)s)",
-    )
-    parser.add_argument(
-        "--drain-keep", type=int, default=2, help="how many of them stay (%(default)s)"
-    )
-    parser.add_argument(
-        "--drain-bandwidth-mib",
-        type=float,
-        default=0.0,
-        help="most MiB/s that a node writes, 0 for no limit (%(default)s)",
-    )
-    parser.add_argument(
-        "--lease-seconds",
-        type=float,
-        default=10.0,
-        help="a cut-off node kills its trainers after this long (%(default)s)",
-    )
+    for setting in job_settings.SHARED:
+        group.add_argument(
+            setting.run_flag,
+            type=argument_type(setting),
+            metavar=setting.name.upper(),
+            help=help_of(setting),
+        )
     parser.add_argument("training_command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the job; see EXIT_CODES."""
-    spec = spec_from(arguments)
+    command = command_of(arguments)
+    settings = job_settings.settle(vars(arguments), command, os.environ)
+    spec = spec_from(arguments, command, settings)
     _check_drain_dir(spec.drain_dir)
     names = [f"node{i}" for i in range(spec.nodes + spec.spares)]
-    root = arguments.arena_dir or default_root()
+    root = settings.arena_dir or default_root()
     cluster = VirtualCluster(spec.name, names, root)
     with JobState(state_folder(spec.name, arguments.state_dir), spec.name) as state:
         supervisor = Supervisor(spec, cluster, state)
@@ -117,28 +95,36 @@ def main(arguments: argparse.Namespace) -> int:
     return code
 
 
-def spec_from(arguments: argparse.Namespace) -> JobSpec:
-    """The job that the flags describe; ConfigError or ProtectionError if it makes no sense."""
-    command = arguments.training_command
-    if command[:1] == ["--"]:
-        command = command[1:]
-    lease = arguments.lease_seconds
+def command_of(arguments: argparse.Namespace) -> list[str]:
+    """The training command, without the ``--`` that separates it."""
+    command: list[str] = arguments.training_command
+    return command[1:] if command[:1] == ["--"] else command
+
+
+def spec_from(
+    arguments: argparse.Namespace, command: Sequence[str], settings: SnapshotConfig
+) -> JobSpec:
+    """The job that flags and settings describe; ConfigError or ProtectionError if it makes no
+    sense."""
+    lease = settings.lease_seconds
     return JobSpec(
         name=arguments.job,
         command=tuple(command),
         nodes=arguments.nodes,
         spares=arguments.spares,
         ranks_per_node=arguments.ranks_per_node,
-        scheme=Scheme.parse(arguments.protect),
-        sizes=Sizes(block_bytes=65536, slot_count=arguments.slots, crc=isal.available()),
-        checkpoint_dir=arguments.checkpoint_dir,
+        scheme=Scheme.parse(settings.protect),
+        sizes=Sizes(block_bytes=65536, slot_count=settings.slots, crc=isal.available()),
+        checkpoint_dir=settings.checkpoint_dir,
         from_scratch=arguments.from_scratch,
         log_dir=arguments.log_dir or state_folder(arguments.job, arguments.state_dir) / "logs",
+        environment=settings.job_variables(),
         timing=Timing(lease=lease, node_timeout=1.5 * lease),
-        drain_dir=arguments.drain_dir,
-        drain_interval=arguments.drain_interval,
-        drain_keep=arguments.drain_keep,
-        drain_bandwidth_mib=arguments.drain_bandwidth_mib,
+        register_timeout=settings.register_timeout_seconds,
+        drain_dir=settings.drain_dir,
+        drain_interval=settings.drain_interval,
+        drain_keep=settings.drain_keep,
+        drain_bandwidth_mib=settings.drain_bandwidth_mib,
     )
 
 

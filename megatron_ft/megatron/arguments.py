@@ -1,53 +1,41 @@
-"""Megatron flags, made from the fields of SnapshotConfig, and what they cannot go with."""
+"""The ``--inmem-*`` flags on Megatron's parser, and what they cannot go with."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_ft.config import SnapshotConfig
+from megatron_ft.config import (
+    SETTINGS,
+    SWITCH,
+    SnapshotConfig,
+    Source,
+    differences,
+    environment_source,
+    nearest,
+    refuse,
+    resolve,
+)
+from megatron_ft.environment import JOB
 from megatron_ft.errors import ConfigError
+from megatron_ft.flags import add_flags, attribute_of, flag_source, read_command
 
 GROUP_TITLE = "in-memory snapshots (megatron-ft)"
-SWITCH = "--inmem-snapshot"
-
-
-def flag_of(field_name: str) -> str:
-    """The Megatron flag of a SnapshotConfig field: ``snapshot_interval`` has
-    ``--inmem-snapshot-interval``."""
-    return "--inmem-" + field_name.replace("_", "-")
-
-
-def attribute_of(field_name: str) -> str:
-    """Where the parsed flag stands on Megatron's ``args``."""
-    return "inmem_" + field_name
 
 
 def add_snapshot_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags in a group of their own and return the parser, as Megatron expects.
+    """Add the flags in a group of their own and return the parser: an ``extra_args_provider``.
 
     A parser that already has them is left alone: Megatron parses several times, and a
     program may add the group itself.
     """
     group = parser.add_argument_group(title=GROUP_TITLE)
     try:
-        group.add_argument(
-            SWITCH,
-            action="store_true",
-            help="Keep snapshots of the training state in host memory and restore from them.",
-        )
+        add_flags(group)
     except argparse.ArgumentError:
         return parser
-    for field in dataclasses.fields(SnapshotConfig):
-        # None, not the default: only then an environment variable can fill what no flag gives.
-        group.add_argument(
-            flag_of(field.name),
-            type=type(field.default),
-            default=None,
-            help=f"{field.metadata['help']} Default: {field.default}.".replace("%", "%%"),
-        )
     return parser
 
 
@@ -59,14 +47,9 @@ def is_enabled(args: Any) -> bool:
 def config_from_args(args: Any) -> SnapshotConfig:
     """Settings by flag, else by environment variable, else the default.
 
-    Raises ConfigError for a value out of range.
+    Raises ConfigError that lists all values out of range.
     """
-    base = SnapshotConfig.from_env()
-    given = {}
-    for field in dataclasses.fields(SnapshotConfig):
-        value = getattr(args, attribute_of(field.name), None)
-        given[field.name] = getattr(base, field.name) if value is None else value
-    return SnapshotConfig.from_mapping(given)
+    return resolve(flag_source(args), environment_source())
 
 
 def _is_set(name: str) -> Callable[[Any], bool]:
@@ -129,13 +112,75 @@ def conflicts(args: Any) -> list[str]:
     return [f"{name}: {reason}" for name, clashes, reason in _CONFLICTS if clashes(args)]
 
 
+def contradictions(args: Any, environment: Mapping[str, str] | None = None) -> list[str]:
+    """Settings of the job that differ from what the supervisor uses, one line each.
+
+    The supervisor read the flags in its own command line and told its choice in environment
+    variables; it cannot have seen those in a YAML file or inside a shell script.  Outside
+    ``megatron-ft run`` there is nothing to contradict.
+    """
+    variables = os.environ if environment is None else environment
+    if JOB not in variables:
+        return []
+    flags = flag_source(args)
+    shared = {name: value for name, value in flags.given.items() if SETTINGS[name].job}
+    told = environment_source(variables).values
+    # An empty variable is how the supervisor says that it uses none.
+    choice = {name: told[name] for name in shared if told[name] is not None}
+    return [
+        f"{line}; give it as {SETTINGS[name].flag} or {SETTINGS[name].run_flag} in the command "
+        "line of `megatron-ft run`, which reads no files or scripts"
+        for name, line in differences(
+            Source(shared, flags.label),
+            Source(choice, lambda name: f"the supervisor's {SETTINGS[name].run_flag}"),
+        ).items()
+    ]
+
+
+def check(args: Any, command: Sequence[str]) -> None:
+    """Refuse, before anything is built, what cannot work; ``command`` is the program's argv.
+
+    Raises one ConfigError that lists every conflict with Megatron's flags, every unknown name,
+    every value out of range and every contradiction to the supervisor.
+    """
+    refuse(_unread_flags(args, command) + _unknown_keys(args))
+    if is_enabled(args):
+        validate(args)
+
+
+def _unread_flags(args: Any, command: Sequence[str]) -> list[str]:
+    """With a YAML file Megatron reads no flags at all, and would train without snapshots."""
+    if getattr(args, "yaml_cfg", None) is None:
+        return []
+    told = read_command(command)
+    names = [SWITCH.lstrip("-")] if told.enabled else []
+    names += [SETTINGS[name].flag.lstrip("-") for name in told.source.given]
+    return [
+        f"--{name} has no effect beside --yaml-cfg: write `{name.replace('-', '_')}` into "
+        f"{args.yaml_cfg}"
+        for name in names
+    ]
+
+
+def _unknown_keys(args: Any) -> list[str]:
+    known = ["inmem_snapshot", *(attribute_of(name) for name in SETTINGS)]
+    found = [name for name in vars(args) if name.startswith("inmem_") and name not in known]
+    return [f"unknown setting {name}; {nearest(name, known, 'inmem_')}" for name in found]
+
+
 def validate(args: Any) -> SnapshotConfig:
-    """The settings; ConfigError that lists all conflicts, or the first bad value."""
-    found = conflicts(args)
-    if found:
-        lines = "".join(f"\n  {line}" for line in found)
+    """The settings; one ConfigError that lists all conflicts, bad values and contradictions."""
+    problems = conflicts(args)
+    config = SnapshotConfig()
+    try:
+        config = config_from_args(args)
+        problems += contradictions(args)
+    except ConfigError as error:
+        problems.append(str(error).strip())
+    if problems:
+        lines = "".join(f"\n  {line}" for line in problems)
         raise ConfigError(
-            f"{SWITCH} does not work with these settings yet; drop them, or train without "
+            f"{SWITCH} does not work with these settings; change them, or train without "
             f"{SWITCH}:{lines}"
         )
-    return config_from_args(args)
+    return config

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -36,9 +37,14 @@ def install(manager_factory: ManagerFactory = make_manager) -> None:
     """
     check_megatron()
     from megatron.training import arguments as megatron_arguments
-    from megatron.training import training
+    from megatron.training import initialize, training, yaml_arguments
 
     _wrap(megatron_arguments, "add_megatron_arguments", _with_flags)
+    for module in (megatron_arguments, yaml_arguments, initialize):
+        for name in ("validate_args", "validate_yaml"):
+            # Up to 0.17 `initialize` has names of its own for both.
+            if hasattr(module, name):
+                _wrap(module, name, _with_checks)
     setup = functools.partial(_with_restore, manager_factory)
     _wrap(training, "setup_model_and_optimizer", setup)
     _wrap(training, "train", _with_end)
@@ -58,6 +64,17 @@ def _with_flags(original: Function) -> Function:
         return arguments.add_snapshot_arguments(original(parser))
 
     return add_arguments
+
+
+def _with_checks(original: Function) -> Function:
+    """After Megatron's own checks: arguments are complete, nothing is built, no port is open."""
+
+    def validate(*args: Any, **kwargs: Any) -> Any:
+        options = original(*args, **kwargs)
+        arguments.check(options, sys.argv[1:])
+        return options
+
+    return validate
 
 
 def _with_restore(manager_factory: ManagerFactory, original: Function) -> Function:

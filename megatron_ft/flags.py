@@ -1,0 +1,110 @@
+"""The ``--inmem-*`` flags: adding them to a parser, and reading them out of a command.
+
+Both use one argparse group, so the supervisor reads a training command exactly as the
+training program will.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from megatron_ft.config import SETTINGS, SWITCH, SWITCH_HELP, Source, nearest, refuse
+from megatron_ft.errors import ConfigError
+from megatron_ft.setting import FLAG_PREFIX, Setting
+
+
+def attribute_of(name: str) -> str:
+    """Where a setting's parsed flag stands on the parsed arguments."""
+    return "inmem_" + name
+
+
+def add_flags(group: Any) -> None:
+    """Add the switch and one flag a setting to an argparse parser or group.
+
+    What is not given is None, so that an environment variable can fill it.
+    Raises argparse.ArgumentError if they are there already.
+    """
+    group.add_argument(SWITCH, action="store_true", help=SWITCH_HELP)
+    for setting in SETTINGS.values():
+        group.add_argument(
+            setting.flag,
+            type=argument_type(setting),
+            default=None,
+            metavar=setting.name.upper(),
+            help=help_of(setting),
+        )
+
+
+def help_of(setting: Setting) -> str:
+    """What ``--help`` shows: meaning, allowed values, unit, default."""
+    unit = f" {setting.unit}" if setting.unit and setting.default is not None else ""
+    text = f"{setting.help} Give {setting.allowed}. Default: {setting.shown_default}{unit}."
+    return text.replace("%", "%%")
+
+
+def argument_type(setting: Setting) -> Callable[[str], Any]:
+    """A converter for argparse.  Numbers stay numbers; all else is text in its normal form,
+    because Megatron stores its arguments in checkpoints, which must not hold our types."""
+
+    def convert(text: str) -> Any:
+        try:
+            value = setting.kind.convert(text)
+        except ValueError as error:
+            known = isinstance(error, ConfigError)
+            reason = str(error) if known else f"{text!r}; give {setting.allowed}"
+            raise argparse.ArgumentTypeError(reason) from error
+        return value if isinstance(value, int | float) else str(value)
+
+    return convert
+
+
+def flag_source(arguments: Any) -> Source:
+    """The ``--inmem-*`` values of parsed arguments; attributes that are missing count as not
+    given."""
+    values = {name: getattr(arguments, attribute_of(name), None) for name in SETTINGS}
+    return Source(values, lambda name: SETTINGS[name].flag)
+
+
+@dataclass(frozen=True)
+class CommandFlags:
+    """The ``--inmem-*`` flags of a training command.  ``enabled``: the switch is among them."""
+
+    enabled: bool
+    source: Source
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Flags that do nothing because the switch is missing."""
+        return [] if self.enabled else [self.source.label(name) for name in self.source.given]
+
+
+def read_command(command: Sequence[str]) -> CommandFlags:
+    """The ``--inmem-*`` flags in a command line, as ``--flag value`` or ``--flag=value``.
+
+    The last of several counts.  Raises ConfigError for unknown ``--inmem-*`` flags, with the
+    nearest right ones, for missing values and for values that do not convert.
+    """
+    # A wrapper of the training program may use "--" itself; flags follow it all the same.
+    words = [word for word in command if word != "--"]
+    parsed, rest = _reader().parse_known_args(words)
+    known = [SWITCH, *(setting.flag for setting in SETTINGS.values())]
+    unknown = [word.partition("=")[0] for word in rest if word.startswith(FLAG_PREFIX)]
+    refuse([f"unknown flag {flag}; {nearest(flag, known, FLAG_PREFIX)}" for flag in unknown])
+    return CommandFlags(parsed.inmem_snapshot, flag_source(parsed))
+
+
+class _Reader(argparse.ArgumentParser):
+    """Raises instead of leaving the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"in the training command: {message}")
+
+
+def _reader() -> argparse.ArgumentParser:
+    # As Megatron's own parser: no abbreviations.
+    reader = _Reader(prog="", usage="", add_help=False, allow_abbrev=False)
+    add_flags(reader)
+    return reader

@@ -1,0 +1,106 @@
+"""What is known of one setting, and the names it has in flags, variables and JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.erasure.scheme import Scheme
+from megatron_ft.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "MEGATRON_FT_"
+FLAG_PREFIX = "--inmem-"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A type of values: its name for people and how text or a number becomes one.
+
+    ``convert`` raises ValueError for what is not of this kind.
+    """
+
+    name: str
+    convert: Callable[[Any], Any]
+
+
+def _whole(value: Any) -> int:
+    number = int(value)
+    if isinstance(value, bool) or number != float(value):
+        raise ValueError(value)
+    return number
+
+
+def _number(value: Any) -> float:
+    number = float(value)
+    if isinstance(value, bool) or not math.isfinite(number):
+        raise ValueError(value)
+    return number
+
+
+def _folder(value: Any) -> Path:
+    # Absolute, since the supervisor and its trainers may have different working directories.
+    return Path(value).expanduser().absolute()
+
+
+WHOLE = Kind("a whole number", _whole)
+NUMBER = Kind("a finite number", _number)
+FOLDER = Kind("a folder", _folder)
+SCHEME = Kind("a redundancy scheme", lambda value: str(Scheme.parse(str(value))))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting: its meaning, its values, and whether the supervisor needs it.
+
+    ``allowed`` says in words what ``accepts`` checks.  A setting with ``job`` set is used by the
+    supervisor, so trainers must have been told the same.  A default of None means "none".
+    """
+
+    name: str
+    kind: Kind
+    default: Any
+    help: str
+    unit: str
+    allowed: str
+    accepts: Callable[[Any], bool]
+    job: bool
+
+    @property
+    def flag(self) -> str:
+        """The framework's flag: ``snapshot_interval`` has ``--inmem-snapshot-interval``."""
+        return FLAG_PREFIX + self.name.replace("_", "-")
+
+    @property
+    def run_flag(self) -> str:
+        """The flag of ``megatron-ft run``, for settings of the job."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable."""
+        return ENVIRONMENT_PREFIX + self.name.upper()
+
+    @property
+    def shown_default(self) -> str:
+        """The default for help texts."""
+        return "none" if self.default is None else str(self.default)
+
+    def parse(self, value: Any, label: str) -> Any:
+        """The value of this setting's kind; None and empty text give the default.
+
+        Raises ConfigError that begins with ``label``, the place where the value was given.
+        """
+        if value is None or value == "":
+            return self.default
+        try:
+            parsed = self.kind.convert(value)
+        except ConfigError as error:
+            raise ConfigError(f"{label} is {value}: {error}") from error
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ConfigError(f"{label} is {value!r}; give {self.allowed}") from error
+        if not self.accepts(parsed):
+            raise ConfigError(f"{label} is {value}; give {self.allowed}")
+        return parsed
