@@ -91,7 +91,7 @@ class CaptureEngine:
         now, later = self.binding.items(live, permit.slot)
         later = self._copier.stage(now) + later
         run = CaptureRun(
-            permit, ticket, later, self._copier.mark(), meta, self.binding.copied_bytes
+            permit, ticket, later, self._copier.mark(), meta, self.binding.copied_bytes, started
         )
         run.boundary_seconds = time.monotonic() - started
         self._thread.submit(lambda: self._work(run))

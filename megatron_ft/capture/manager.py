@@ -23,7 +23,7 @@ from megatron_ft.capture.plan import check_replicas, plan_state
 from megatron_ft.capture.restore import compare, read_objects, restore_shard, verify
 from megatron_ft.capture.run import CaptureRun
 from megatron_ft.capture.state import TrainingState, live_tensors
-from megatron_ft.capture.stats import CaptureStats
+from megatron_ft.capture.stats import CaptureStats, LastCapture
 from megatron_ft.capture.ticket import Ticket, TicketBook
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.environment import ProcessEnvironment
@@ -155,6 +155,7 @@ class SnapshotManager:
                 self._as_state(into),
                 self.config.replicated_split_bytes,
             )
+        self.stats.committed(offer.record.iteration, protected=False)
         self._say_restored(offer, time.monotonic() - started)
         return offer.record.iteration
 
@@ -210,8 +211,7 @@ class SnapshotManager:
         except Exception as error:
             # Snapshots are a service to training and must never end it.
             self._warn("save", "save(%d) failed: %r; training goes on", iteration, error)
-            self.stats.skipped += 1
-            return Ticket(iteration)
+            return self._skip(iteration)
 
     @contextmanager
     def fence(self) -> Iterator[None]:
@@ -281,6 +281,7 @@ class SnapshotManager:
 
     def _skip(self, iteration: int) -> Ticket:
         self.stats.skipped += 1
+        self.stats.due_skipped += iteration % self.config.snapshot_interval == 0
         return Ticket(iteration)
 
     def _miss(self, permit: Permit) -> None:
@@ -330,6 +331,10 @@ class SnapshotManager:
             )
 
     def _on_sealed(self, run: CaptureRun, record: SealedRecord) -> None:
+        seconds = time.monotonic() - run.began
+        self.stats.last = LastCapture(
+            run.permit.iteration, seconds, run.stall_seconds, run.copied_bytes
+        )
         self.stats.taken += 1
         self.stats.copied_bytes += run.copied_bytes
         snapshot = run.permit.snapshot
@@ -350,7 +355,9 @@ class SnapshotManager:
         self._client.abandoned(permit.snapshot, reason)
 
     def _on_outcome(self, snapshot: SnapshotId, outcome: str) -> None:
-        self._tickets.outcome(snapshot, outcome)
+        ticket = self._tickets.outcome(snapshot, outcome)
+        if ticket is not None and outcome == "committed":
+            self.stats.committed(ticket.iteration, ticket.protected.result(timeout=0))
 
     def _hello(self) -> RestoreOffer | None:
         if not self._greeted:

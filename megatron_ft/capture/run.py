@@ -22,6 +22,7 @@ class CaptureRun:
 
     ``moved`` is set when nothing reads the live tensors any more, whatever the result;
     ``finished`` when nothing writes to the slot any more and the SMP was told.
+    ``began`` is the monotonic time at which training was first held for it.
     """
 
     permit: Permit
@@ -30,6 +31,7 @@ class CaptureRun:
     mark: Any
     meta: bytes
     copied_bytes: int = 0
+    began: float = 0.0
     boundary_seconds: float = 0.0
     copy_seconds: float = 0.0
     stall_seconds: float = 0.0

@@ -78,12 +78,16 @@ class TicketBook:
         for forgotten in old:
             forgotten.fail()
 
-    def outcome(self, snapshot: SnapshotId, outcome: str) -> None:
-        """Pass an outcome on; one for an unknown snapshot is of an earlier life, ignored."""
+    def outcome(self, snapshot: SnapshotId, outcome: str) -> Ticket | None:
+        """Pass an outcome on to its ticket, which is returned.
+
+        One for an unknown snapshot is of an earlier life: ignored, None.
+        """
         with self._lock:
             ticket = self._open.get(snapshot)
         if ticket is not None and ticket.outcome(outcome):
             self.discard(snapshot)
+        return ticket
 
     def discard(self, snapshot: SnapshotId) -> None:
         """Forget a ticket."""

@@ -122,7 +122,7 @@ def spec_from(
         timing=Timing(lease=lease, node_timeout=1.5 * lease),
         register_timeout=settings.register_timeout_seconds,
         drain_dir=settings.drain_dir,
-        drain_interval=settings.drain_interval,
+        drain_interval=settings.drain_interval if settings.drain_dir else 0,
         drain_keep=settings.drain_keep,
         drain_bandwidth_mib=settings.drain_bandwidth_mib,
     )

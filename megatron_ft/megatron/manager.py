@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from megatron_ft.capture.manager import SnapshotManager
+from megatron_ft.capture.stats import CaptureStats
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.identity import shard_id
 
 
 class Manager(Protocol):
     """What a run asks of its manager; see capture.manager.SnapshotManager."""
+
+    @property
+    def stats(self) -> CaptureStats:
+        """What snapshots have cost so far, and how safe they are."""
 
     @property
     def offered_iteration(self) -> int:

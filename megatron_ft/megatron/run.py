@@ -12,6 +12,7 @@ from megatron_ft.environment import RESTORE
 from megatron_ft.megatron import start
 from megatron_ft.megatron.manager import Manager
 from megatron_ft.megatron.optimizer import optimizer_parts
+from megatron_ft.megatron.snapshot_log import SnapshotLog
 from megatron_ft.megatron.state import WISH, MegatronState
 
 _DISK_SOURCES = ("load", "pretrained_checkpoint")
@@ -47,6 +48,7 @@ class SnapshotRun:
         self._manager = manager
         self._state: MegatronState | None = None
         self._from_memory = False
+        self._log = SnapshotLog(args, manager.stats)
 
     def starts_from_memory(self) -> bool:
         """Decide with all other ranks whether to load the snapshot that was offered.
@@ -107,6 +109,7 @@ class SnapshotRun:
         assert self._state is not None, "attach comes first"
         self._state.at(iteration, operations, data_iterator)
         self._manager.save(iteration, self._state)
+        self._log.end_iteration(iteration)
 
     def close(self) -> None:
         """End captures and drop every reference to model and optimizer."""
