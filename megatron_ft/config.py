@@ -81,7 +81,10 @@ class SnapshotConfig:
         job=True,
     )
     arena_dir: Path | None = _setting(
-        FOLDER, None, "Folder of the arenas, on a tmpfs. None: one in /dev/shm.", job=True
+        FOLDER,
+        None,
+        "Folder of the arenas, on a tmpfs. None: one in /dev/shm.",
+        job=True,
     )
     checkpoint_dir: Path | None = _setting(
         FOLDER,
@@ -90,12 +93,15 @@ class SnapshotConfig:
         job=True,
     )
     drain_dir: Path | None = _setting(
-        FOLDER, None, "Folder to which committed snapshots are written. None: no drain.", job=True
+        FOLDER,
+        None,
+        "Folder to which committed snapshots are written; all nodes share it.",
+        job=True,
     )
     drain_interval: int = _whole(
-        100,
-        "Iterations between snapshots that are written to the drain folder.",
-        1,
+        0,
+        "Iterations between snapshots that are written to the drain folder. 0: none.",
+        0,
         "iterations",
         job=True,
     )
