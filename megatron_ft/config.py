@@ -250,7 +250,8 @@ def refuse(problems: list[str]) -> None:
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:
-        raise ConfigError("".join(f"\n  {problem}" for problem in problems))
+        lines = "".join(f"\n  {problem}" for problem in problems)
+        raise ConfigError(f"{len(problems)} settings are wrong:{lines}")
 
 
 def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import subprocess
 import sys
 import tempfile
 import uuid
@@ -167,6 +168,14 @@ def test_run_has_a_flag_for_every_setting_of_the_job(capsys: pytest.CaptureFixtu
     for setting in SHARED:
         assert f"{setting.run_flag} {setting.name.upper()}" in shown
         assert f"Default: {setting.shown_default}" in shown
+
+
+def test_the_documentation_has_the_table_of_these_flags() -> None:
+    script = Path(__file__).parents[1] / "scripts" / "flags_table.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--check"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 _TELL = """
