@@ -135,7 +135,10 @@ class Job:
         return [event.kind for event in self.events]
 
     def story(self) -> str:
-        return "\n".join(f"{event.kind}: {event.text}" for event in self.events)
+        start = self.events[0].monotonic if self.events else 0.0
+        return "\n".join(
+            f"{event.monotonic - start:6.2f} s {event.kind}: {event.text}" for event in self.events
+        )
 
     def restores(self) -> list[tuple[int, str]]:
         return [
