@@ -51,6 +51,8 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     timing: Timing = Timing(lease=5.0, node_timeout=8.0)
     events: list[JobEvent] = field(default_factory=list)
+    at_event: dict[str, Fault] = field(default_factory=dict)
+    """Faults that strike at the first event of a kind, before anything follows from it."""
 
     def __post_init__(self) -> None:
         self.name = f"test-{uuid.uuid4().hex[:8]}"
@@ -99,7 +101,7 @@ class Job:
         self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
         with JobState(self.folder / "state" / self.name, self.name) as state:
             self.supervisor = Supervisor(self.spec(), self.cluster, state)
-            self.supervisor.observers.add(self.events.append)
+            self.supervisor.observers.add(self._notice)
             injector = asyncio.create_task(self._inject(faults))
             try:
                 await self.supervisor.run()
@@ -111,6 +113,10 @@ class Job:
         """End the supervisor as Ctrl-C does, from a fault; ``run`` raises CancelledError."""
         assert self._task is not None
         self._loop.call_soon_threadsafe(self._task.cancel)
+
+    def _notice(self, event: JobEvent) -> None:
+        self.events.append(event)
+        self.at_event.pop(event.kind, lambda job: None)(self)
 
     async def _inject(self, faults: tuple[tuple[int, Fault], ...]) -> None:
         for iteration, fault in faults:

@@ -134,9 +134,12 @@ def test_more_losses_than_parity_go_on_from_a_complete_checkpoint(
     (checkpoints / TRACKER).write_text("4")
     job = Job(tmp_path, nodes=2, spares=2, protect="xor:2", checkpoint_dir=checkpoints)
     made.append(job)
-    job.run((8, lose("n0", "n1")))
+    # The second node is lost while the first one's shard is about to be rebuilt.
+    job.at_event["restoring"] = lose("n1")
+    job.run((8, lose("n0")))
     assert not difference(job.result(), two), job.story()
     assert "from_disk" in job.kinds(), job.story()
+    assert "the SMP of n1 ended during the recovery" in job.story(), "it was asked in vain"
 
 
 def test_a_lost_spare_does_not_interrupt_training(
