@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,9 @@ import pytest
 from megatron_ft import __version__
 from megatron_ft.cli import main as cli
 from megatron_ft.environment import JOB, NODE_DIR
-from megatron_ft.errors import ConfigError
+from megatron_ft.errors import ConfigError, ControlPlaneError
+from megatron_ft.smp.local_query import ask
+from megatron_ft.smp.messages import StatusRequest
 
 
 def make_job(root: Path, job: str) -> Path:
@@ -171,6 +174,16 @@ def test_reused_process_id_does_not_keep_a_job(tmp_path: Path) -> None:
     node = make_job(tmp_path, "old")
     (node / "smp.pid").write_text(f"{os.getppid()}\n")
     assert clean(tmp_path, "--job", "old") == 0
+
+
+def test_nobody_waits_for_an_smp_that_is_dead(tmp_path: Path) -> None:
+    path = tmp_path / "smp.sock"
+    with pytest.raises(ControlPlaneError, match="dead"):
+        ask(path, StatusRequest(), timeout_seconds=10_000)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))  # a file that stays, as after SIGKILL
+    with pytest.raises(ControlPlaneError, match="dead"):
+        ask(path, StatusRequest(), timeout_seconds=10_000)
 
 
 def test_links_are_never_followed(tmp_path: Path) -> None:

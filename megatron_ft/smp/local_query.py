@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket as unix
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,22 @@ def sockets(root: Path, job: str | None) -> Iterator[Path]:
     yield from sorted(root.glob(f"{job or '*'}/*/{SOCKET_NAME}"))
 
 
+def _has_listener(path: Path) -> bool:
+    # ZeroMQ would go on trying until the timeout: it cannot know that nobody will come.
+    with unix.socket(unix.AF_UNIX, unix.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        except OSError:
+            return True
+    return True
+
+
 def ask(socket_path: Path, request: m.Message, timeout_seconds: float = 5.0) -> Any:
-    """The answer of one SMP; ControlPlaneError if it is dead or does not answer in time."""
+    """The answer of one SMP; ControlPlaneError at once if nobody listens there, else in time."""
+    if not _has_listener(socket_path):
+        raise ControlPlaneError(f"no SMP listens at {socket_path}: it is dead")
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.linger = 0
