@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from megatron_ft.coordinator.coordinator import Timing
 from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.coordinator.plan import Sizes
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.launch.job_state import JobState
+from megatron_ft.launch.process import LocalProcess
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.supervisor import Supervisor
+from megatron_ft.launch.trainer_env import free_port
 from megatron_ft.launch.virtual import VirtualCluster
+from tests.warm_python import WarmChild, WarmPython
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "plain_pytorch.py"
@@ -27,6 +30,37 @@ WAIT_SECONDS = 200.0
 
 Fault = Callable[["Job"], None]
 Result = tuple[dict[int, str], str]
+
+
+class WarmCluster(VirtualCluster):
+    """A virtual cluster whose trainers, if they run the example, do not wait for its imports."""
+
+    warm: ClassVar[WarmPython | None] = None
+    """The server while it runs; without one all processes are started as ever."""
+
+    waiting: list[WarmChild]
+    """Trainers that have not begun."""
+
+    def __init__(self, job: str, nodes: Sequence[str], root: Path | None = None) -> None:
+        super().__init__(job, nodes, root)
+        self.waiting = []
+
+    def start(
+        self,
+        node: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log_path: Path,
+        stdin: bytes | None = None,
+    ) -> LocalProcess:
+        if self.warm is None or list(argv[:2]) != [sys.executable, str(EXAMPLE)]:
+            return super().start(node, argv, env, log_path, stdin)
+        self._require([node])
+        child = self.warm.start(argv[1:], self._marked(node, env), log_path)
+        self.waiting.append(child)
+        process = LocalProcess(node, child.pid, child)  # type: ignore[arg-type]
+        self._end_if_lost([node], process)
+        return process
 
 
 @dataclass
@@ -57,7 +91,7 @@ class Job:
     def __post_init__(self) -> None:
         self.name = f"test-{uuid.uuid4().hex[:8]}"
         names = [f"n{i}" for i in range(self.nodes + self.spares)]
-        self.cluster = VirtualCluster(self.name, names, self.root)
+        self.cluster = WarmCluster(self.name, names, self.root)
         self.supervisor: Supervisor
         self.lives = 0
 
@@ -102,11 +136,12 @@ class Job:
         with JobState(self.folder / "state" / self.name, self.name) as state:
             self.supervisor = Supervisor(self.spec(), self.cluster, state)
             self.supervisor.observers.add(self._notice)
-            injector = asyncio.create_task(self._inject(faults))
+            tasks = [asyncio.create_task(self._inject(faults)), asyncio.create_task(self._begin())]
             try:
                 await self.supervisor.run()
             finally:
-                injector.cancel()
+                for task in tasks:
+                    task.cancel()
                 print(self.story())
 
     def interrupt(self) -> None:
@@ -117,6 +152,16 @@ class Job:
     def _notice(self, event: JobEvent) -> None:
         self.events.append(event)
         self.at_event.pop(event.kind, lambda job: None)(self)
+
+    async def _begin(self) -> None:
+        """Let trainers begin once encoders are up, as imports give them the time elsewhere."""
+        parity = self.supervisor.spec.scheme.parity_members
+        while True:
+            if self.cluster.waiting and (self.supervisor.coordinator.usable_world or not parity):
+                for child in self.cluster.waiting:
+                    child.go()
+                self.cluster.waiting.clear()
+            await asyncio.sleep(0.02)
 
     async def _inject(self, faults: tuple[tuple[int, Fault], ...]) -> None:
         for iteration, fault in faults:
@@ -183,11 +228,18 @@ def read_losses(path: Path) -> Result:
 def oracle(folder: Path, ranks: int, iterations: int = 40, width: int = 64) -> Result:
     """The same training without us and without interruption."""
     losses = folder / "oracle.jsonl"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", str(EXAMPLE), "--iterations", str(iterations)]
-    command += ["--losses", str(losses), "--width", str(width)]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("MEGATRON_FT_JOB")}
-    environment["OMP_NUM_THREADS"] = "1"
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr[-3000:]
+    flags = ["--iterations", str(iterations), "--losses", str(losses), "--width", str(width)]
+    base = {k: v for k, v in os.environ.items() if not k.startswith("MEGATRON_FT_JOB")}
+    assert WarmCluster.warm is not None
+    port = str(free_port())
+    children = []
+    for rank in range(ranks):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        log = folder / f"rank{rank}.log"
+        children.append(WarmCluster.warm.start([str(EXAMPLE), *flags], base | place, log))
+    for child in children:
+        child.go()
+    codes = [child.wait() for child in children]
+    assert not any(codes), (codes, (folder / "rank0.log").read_text()[-3000:])
     return read_losses(losses)

@@ -28,9 +28,19 @@ from megatron_ft.errors import (
 from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.local_query import ask
-from tests.jobs import ROOT, Fault, Job, Result, difference, oracle
+from tests.jobs import ROOT, Fault, Job, Result, WarmCluster, difference, oracle
+from tests.warm_python import WarmPython
 
 pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> Iterator[None]:
+    """Trainers of this file are forked; the test of the command line starts its own."""
+    WarmCluster.warm = WarmPython()
+    yield
+    WarmCluster.warm.close()
+    WarmCluster.warm = None
 
 
 @pytest.fixture
