@@ -6,9 +6,10 @@ import asyncio
 import os
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -29,6 +30,8 @@ from megatron_ft.smp.__main__ import READY_NAME, Ready
 from megatron_ft.smp.daemon import Credentials
 
 SMP_START_SECONDS = 60.0
+
+Result = TypeVar("Result")
 
 
 class SmpFleet:
@@ -58,7 +61,9 @@ class SmpFleet:
         return await self._start(node)
 
     async def first_exit(self) -> str:
-        """Wait until an SMP ends; the name of its node."""
+        """Wait until an SMP ends; the name of its node.  For ever where there is none."""
+        if not self._handles:
+            await asyncio.Future()
         waits = {asyncio.ensure_future(h.wait()): node for node, h in self._handles.items()}
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -66,6 +71,22 @@ class SmpFleet:
             for wait in waits:
                 wait.cancel()
         return waits[done.pop()]
+
+    async def while_all_run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of ``work``, which asks SMPs; ControlPlaneError as soon as one has ended.
+
+        Its answer would be awaited to the end of the timeout.
+        """
+        task = asyncio.create_task(work)
+        smp = asyncio.create_task(self.first_exit())
+        try:
+            await asyncio.wait({task, smp}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ControlPlaneError(f"the SMP of {smp.result()} ended during the recovery")
+            return task.result()
+        finally:
+            task.cancel()
+            smp.cancel()
 
     def forget(self, node: str) -> None:
         """The node is lost, and its SMP with it."""

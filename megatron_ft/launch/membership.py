@@ -50,7 +50,8 @@ class Membership:
         nodes = await self._reachable()
         while True:
             try:
-                admitted = await admit(self._coordinator, incarnation, nodes)
+                work = admit(self._coordinator, incarnation, nodes)
+                admitted = await self.smps.while_all_run(work)
                 self._refuse_foreign(admitted)
                 return admitted
             except LifeHigherError:

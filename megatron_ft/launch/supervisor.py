@@ -8,7 +8,6 @@ again takes them over.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +124,7 @@ class Supervisor:
 
     async def _recover_and_train(self) -> Failure | None:
         plan, admitted = await self._new_incarnation()
-        await self._unless_smp_ends(
+        await self.members.smps.while_all_run(
             restore(self.coordinator, plan, admitted, lambda: self.world.start(plan.active))
         )
         roll = Roll(self.spec.world_size)
@@ -139,22 +138,6 @@ class Supervisor:
             return await self._watch(asyncio.create_task(self._begin_snapshots(roll, plan)))
         finally:
             self.coordinator.listeners.remove(roll.hear)
-
-    async def _unless_smp_ends(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do ``work``, which asks SMPs; ControlPlaneError as soon as one of them has ended.
-
-        Its answer would be awaited to the end of the timeout.
-        """
-        task = asyncio.create_task(work)
-        smp = asyncio.create_task(self.members.smps.first_exit())
-        try:
-            await asyncio.wait({task, smp}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise ControlPlaneError(f"the SMP of {smp.result()} ended during the recovery")
-            task.result()
-        finally:
-            task.cancel()
-            smp.cancel()
 
     async def _new_incarnation(self) -> tuple[Restore, tuple[str, ...]]:
         members = self.members
