@@ -17,15 +17,44 @@ import msgspec
 from megatron_ft.errors import LayoutMismatchError
 
 ALIGNMENT = 64
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 
 
-class LogicalPlace(msgspec.Struct, frozen=True, array_like=True):
-    """Where a local tensor lies in the unsharded model: what a reshape or an export needs."""
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """A strided window of a local tensor, and where it lies in the unsharded model.
+
+    The window is ``torch.as_strided(flat, shape, stride, offset)`` of the flattened local
+    tensor, in elements; in the global tensor it fills the box at ``global_offset``, whose
+    first ``len(global_shape) - len(shape)`` dimensions have size 1.  Most tensors are one
+    piece; a gated projection is two, because its halves are sharded one by one.
+    """
 
     global_name: str
     global_shape: tuple[int, ...]
     global_offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    offset: int
+    stride: tuple[int, ...]
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """The index of the window in the global tensor."""
+        leading = (1,) * (len(self.global_shape) - len(self.shape))
+        sizes = zip(self.global_offset, leading + self.shape, strict=True)
+        return tuple(slice(start, start + size) for start, size in sizes)
+
+
+class LogicalPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where a local tensor lies in the unsharded model: what a reshape or an export needs.
+
+    The tensor's elements are ``start`` and following of a flattened local parameter of
+    ``elements`` elements (a distributed optimizer owns a range of it), which consists
+    of ``pieces``.
+    """
+
+    start: int
+    elements: int
+    pieces: tuple[Piece, ...]
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -243,6 +272,8 @@ def layout_differences(stored: ShardLayout, live: ShardLayout, limit: int = 8) -
 def _entry_difference(stored: LayoutEntry, live: LayoutEntry) -> str:
     if stored.describe() != live.describe():
         return f"{live.name} is {live.describe()}, in the snapshot {stored.describe()}"
+    if stored.logical != live.logical:
+        return f"{live.name} lies elsewhere in the unsharded model than in the snapshot"
     return (
         f"{live.name} is stored at {live.offset} (alias of {live.alias_of or 'nothing'}), in "
         f"the snapshot at {stored.offset} (alias of {stored.alias_of or 'nothing'})"

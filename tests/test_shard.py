@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from megatron_ft.errors import LayoutMismatchError
 from megatron_ft.shard import (
     ALIGNMENT,
     LogicalPlace,
+    Piece,
     ShardLayout,
     TensorSpec,
     layout_differences,
@@ -162,13 +164,21 @@ def test_differences_name_each_tensor() -> None:
 
 
 def test_the_logical_map_is_part_of_the_layout() -> None:
-    place = LogicalPlace("decoder.weight", (16, 8), (8, 0))
+    place = LogicalPlace(0, 64, (Piece("decoder.weight", (16, 8), (8, 0), (8, 8), 0, (8, 1)),))
     layout = plan_layout([spec("w", (8, 8), logical=place)])
     assert ShardLayout.from_bytes(layout.to_bytes()).entries[0].logical == place
     assert layout.hash() != plan_layout([spec("w", (8, 8))]).hash()
+    moved = msgspec.structs.replace(place, start=8)
+    differing = layout_differences(layout, plan_layout([spec("w", (8, 8), logical=moved)]))
+    assert differing == ("w lies elsewhere in the unsharded model than in the snapshot",)
 
 
-@pytest.mark.parametrize("data", [b"", b"\x93\x02\x00\x90", b"garbage"])
+def test_a_piece_names_its_box_in_the_global_tensor() -> None:
+    piece = Piece("layers.weight", (4, 6, 8), (2, 3, 0), (3, 8), 24, (8, 1))
+    assert piece.box == (slice(2, 3), slice(3, 6), slice(0, 8))
+
+
+@pytest.mark.parametrize("data", [b"", b"\x93\x03\x00\x90", b"garbage"])
 def test_foreign_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(LayoutMismatchError, match="release"):
         ShardLayout.from_bytes(data)

@@ -32,6 +32,13 @@ _LOW_PRECISION_GROUPS = (
 """Attributes with parameters, their weights on this rank, and the masters of these."""
 
 
+MAIN = ".main"
+"""Ends the names of masters, which are captured."""
+
+WEIGHT = ".weight_copy"
+"""Ends the names of low-precision weights that are captured beside their masters."""
+
+
 class Master(NamedTuple):
     """One tensor that an inner optimizer updates; ``parameter`` is the model's own.
 
@@ -76,10 +83,25 @@ def masters(optimizer: Any, names: dict[int, str]) -> list[Master]:
         for group in part.optimizer.param_groups:
             for tensor in group["params"]:
                 parameter = owner.get(id(tensor), tensor)
-                name = f"optimizer{number}.{names[id(parameter)]}"
+                name = _master_name(number, names[id(parameter)])
                 distributed = is_distributed(part)
                 found.append(Master(name, tensor, parameter, part.optimizer, distributed))
     return found
+
+
+def master_names(optimizer: Any, names: dict[int, str]) -> dict[str, str]:
+    """The name of each parameter's master by the parameter's own, whichever ranks hold it."""
+    found = {names[id(m.parameter)]: m.name for m in masters(optimizer, names)}
+    for number, part in enumerate(optimizer_parts(optimizer)):
+        for buffer in part.buffers if is_distributed(part) else ():
+            for parameter in buffer.param_index_map:
+                name = names[id(parameter)]
+                found[name] = _master_name(number, name)
+    return found
+
+
+def _master_name(number: int, parameter: str) -> str:
+    return f"optimizer{number}.{parameter}"
 
 
 def materialise(optimizer: Any) -> None:

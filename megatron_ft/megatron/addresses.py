@@ -1,0 +1,59 @@
+"""Which named tensor a view looks into, told by addresses."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+
+class Window(NamedTuple):
+    """A view into a named tensor: ``as_strided(flat, shape, stride, offset)``, in elements."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class AddressBook:
+    """Named contiguous tensors, searched by the memory that they occupy.
+
+    The tensors must stay alive: freed memory is given out again.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Tensors without elements or with gaps in memory are left out."""
+        spans = (
+            (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name, tensor.dtype)
+            for name, tensor in tensors.items()
+            if tensor.numel() and tensor.is_contiguous()
+        )
+        self._spans = sorted(spans, key=lambda span: (span[0], -span[1], span[2]))
+        self._starts = [span[0] for span in self._spans]
+        # The highest end so far: where it lies below a view, no earlier tensor can hold it.
+        self._highest = list(accumulate((span[1] for span in self._spans), max))
+
+    def find(self, view: torch.Tensor) -> Window | None:
+        """The tensor that holds all of ``view``; of several the smallest, then the last by name.
+
+        None if there is none, or if it has another dtype.
+        """
+        first, last = view.data_ptr(), view.data_ptr() + _reach(view)
+        for index in reversed(range(bisect_right(self._starts, first))):
+            if self._highest[index] < last:
+                break
+            start, end, name, dtype = self._spans[index]
+            if end >= last and dtype == view.dtype:
+                offset = (first - start) // view.element_size()
+                return Window(name, offset, tuple(view.shape), tuple(view.stride()))
+        return None
+
+
+def _reach(view: torch.Tensor) -> int:
+    """Bytes from the first to behind the last element of a view."""
+    steps = ((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+    return (sum(steps) + 1) * view.element_size() if view.numel() else 0
