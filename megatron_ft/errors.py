@@ -63,6 +63,10 @@ class CorruptBlockError(MegatronFTError):
     """Bytes in memory do not match the digest that was taken when they were captured."""
 
 
+class ExportError(MegatronFTError):
+    """A snapshot cannot become a checkpoint of the training framework; says what is missing."""
+
+
 class ControlPlaneError(MegatronFTError):
     """A peer did not answer in time, or refused; the message names it."""
 

@@ -14,16 +14,18 @@ class Meta(msgspec.Struct, frozen=True):
     """The small parts of one shard.
 
     ``layout`` is what ShardLayout.to_bytes() gives, ``objects`` a pickle of a dict by name:
-    unpickle it only after the shard's digests have matched.
+    unpickle it only after the shard's digests have matched.  ``form`` is what the state's
+    ``checkpoint_form()`` gave, for an exporter; empty if it has none.
     """
 
     layout: bytes
     objects: bytes
+    form: bytes = b""
 
 
-def pack_meta(layout_bytes: bytes, objects: dict[str, Any]) -> bytes:
+def pack_meta(layout_bytes: bytes, objects: dict[str, Any], form: bytes = b"") -> bytes:
     """The meta bytes of one snapshot."""
-    return msgspec.msgpack.encode(Meta(layout_bytes, pickle.dumps(objects, protocol=5)))
+    return msgspec.msgpack.encode(Meta(layout_bytes, pickle.dumps(objects, protocol=5), form))
 
 
 def unpack_meta(raw: bytes) -> Meta:

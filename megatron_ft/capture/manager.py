@@ -22,7 +22,7 @@ from megatron_ft.capture.mapping import MappingState
 from megatron_ft.capture.plan import check_replicas, plan_state
 from megatron_ft.capture.restore import compare, read_objects, restore_shard, verify
 from megatron_ft.capture.run import CaptureRun
-from megatron_ft.capture.state import TrainingState, live_tensors
+from megatron_ft.capture.state import HasCheckpointForm, TrainingState, live_tensors
 from megatron_ft.capture.stats import CaptureStats, LastCapture
 from megatron_ft.capture.ticket import Ticket, TicketBook
 from megatron_ft.config import SnapshotConfig
@@ -103,6 +103,7 @@ class SnapshotManager:
         self._greeted = self._declined = False
         self._restored: ShardLayout | None = None
         self._engine: CaptureEngine | None = None
+        self._form = b""
         self._run: CaptureRun | None = None
         self._last_permit: SnapshotId | None = None
         self._warned: set[str] = set()
@@ -186,7 +187,8 @@ class SnapshotManager:
         if self._restored is not None:
             with self._telling():
                 compare(self._restored, layout)
-        meta = pack_meta(layout.to_bytes(), adapted.objects())
+        self._form = adapted.checkpoint_form() if isinstance(adapted, HasCheckpointForm) else b""
+        meta = pack_meta(layout.to_bytes(), adapted.objects(), self._form)
         capacity = 2 * len(meta) + META_SPARE_BYTES
         path = self._client.prepare(
             layout.hash(),
@@ -314,7 +316,7 @@ class SnapshotManager:
         mismatch = self._engine.binding.mismatch(live)
         if mismatch:
             raise ValueError(f"the layout has changed since it was planned ({mismatch})")
-        meta = pack_meta(self._engine.binding.layout_bytes, adapted.objects())
+        meta = pack_meta(self._engine.binding.layout_bytes, adapted.objects(), self._form)
         self._tickets.add(ticket)
         return self._engine.begin(permit, ticket, live, meta, started)
 

@@ -66,6 +66,14 @@ class HasLogicalMap(Protocol):
         """Places by tensor name; a tensor may be left out."""
 
 
+@runtime_checkable
+class HasCheckpointForm(Protocol):
+    """A state that says once what its framework would write to disk of it."""
+
+    def checkpoint_form(self) -> bytes:
+        """An opaque description, the same in every life; kept beside each snapshot."""
+
+
 def live_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
     """Both kinds together, as of now."""
     if isinstance(state, Refreshable):

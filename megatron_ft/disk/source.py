@@ -46,7 +46,8 @@ class ShardBytes:
     """One shard whose digests have matched.
 
     ``data`` is the whole sealed region [0, ``record.used_bytes``), read-only; offsets in
-    ``layout`` count from its start.  ``objects`` is the pickle of the small objects.
+    ``layout`` count from its start.  ``objects`` is the pickle of the small objects, ``form``
+    what the training framework would save of this shard (see shard_meta.Meta).
     ``origin`` names the arena or file for messages.
     """
 
@@ -54,6 +55,7 @@ class ShardBytes:
     data: NDArray[np.uint8]
     layout: ShardLayout
     objects: bytes
+    form: bytes
     block_bytes: int
     digest_algorithm: int
     origin: str
@@ -173,4 +175,6 @@ def verified_shard(
             f"shard {record.shard_id} in {origin} holds another layout than its record names"
         )
     region = data[: record.used_bytes]
-    return ShardBytes(record, region, layout, meta.objects, block_bytes, algorithm, origin)
+    return ShardBytes(
+        record, region, layout, meta.objects, meta.form, block_bytes, algorithm, origin
+    )

@@ -68,8 +68,15 @@ def build(model: Sequence[Any], optimizer: Any, scheduler: Any, args: Any) -> Sa
             rerun_state=get_rerun_state_machine().state_dict(None, FORMAT),
         )
         apply_factories(form.tree)
+        _forget_random_states(form.tree)
         form.content_metadata = _clean_metadata_for_serialization(metadata)
     return form
+
+
+def _forget_random_states(tree: dict[str, Any]) -> None:
+    """Keep how many ranks' states there are: each snapshot has its own, and they are large."""
+    if "rng_state" in tree:
+        tree["rng_state"].data = [None] * len(tree["rng_state"].data)
 
 
 @contextmanager

@@ -17,6 +17,8 @@ import torch
 from megatron_ft.errors import LayoutMismatchError
 from megatron_ft.megatron import counters, data_position, inner_optimizer
 from megatron_ft.megatron import optimizer as optimizers
+from megatron_ft.megatron.checkpoint_form import RankTensors
+from megatron_ft.megatron.description import Description
 from megatron_ft.megatron.model import (
     extra_states,
     frozen_parameters,
@@ -25,18 +27,17 @@ from megatron_ft.megatron.model import (
     named_buffers,
     named_parameters,
 )
+from megatron_ft.megatron.optimizer import MAIN, WEIGHT
 from megatron_ft.megatron.random_states import capture_random_states, restore_random_states
 from megatron_ft.megatron.replicas import replica_group
 from megatron_ft.megatron.start import wish_of
+from megatron_ft.shard import LogicalPlace
 
 logger = logging.getLogger(__name__)
 
 OBJECTS_VERSION = 2
 WISH = "load_wish"
 """Key of what the user asked Megatron to load in the life that took the snapshot."""
-
-WEIGHT = ".weight_copy"
-"""Ends the names of low-precision weights that are captured beside their masters."""
 
 
 class MegatronState:
@@ -69,6 +70,18 @@ class MegatronState:
                 len(self._weights),
                 min(self._weights),
             )
+        self._description = Description(args)
+        self._description.build(self._model, optimizer, scheduler, self._rank_tensors())
+
+    def _rank_tensors(self) -> RankTensors:
+        copies = {f"{name}{WEIGHT}" for name in self._weights}
+        captured = {**self.tensors(), **self.boundary_tensors()}
+        return RankTensors(
+            captured={name: tensor for name, tensor in captured.items() if name not in copies},
+            model={**named_parameters(self._model), **named_buffers(self._model)},
+            masters=tuple(self._masters),
+            master_names=optimizers.master_names(self._optimizer, self._names),
+        )
 
     def at(self, iteration: int, floating_point_operations: float, data_iterator: Any) -> None:
         """Say where training stands: what ``objects`` will report until the next call."""
@@ -81,7 +94,7 @@ class MegatronState:
         found = dict(frozen_parameters(self._model))
         found |= {f"{name}{WEIGHT}": weight for name, weight in self._weights.items()}
         for master in self._masters:
-            found[f"{master.name}.main"] = master.tensor.detach()
+            found[master.name + MAIN] = master.tensor.detach()
             kept = inner_optimizer.state_tensors(master.inner, master.tensor)
             found |= {f"{master.name}.{name}": value.detach() for name, value in kept.items()}
         return found
@@ -123,6 +136,14 @@ class MegatronState:
         groups = {master.name: replica_group(master, self._args) for master in self._masters}
         return groups.get(name.removesuffix(WEIGHT))
 
+    def logical_map(self) -> dict[str, LogicalPlace]:
+        """Places in the unsharded model, of all tensors that Megatron itself would save."""
+        return self._description.places
+
+    def checkpoint_form(self) -> bytes:
+        """What Megatron itself would save of this rank: a checkpoint_form.CheckpointForm."""
+        return self._description.form
+
     def objects(self) -> dict[str, Any]:
         """Small values as of the last ``at``; no tensor in them shares memory with a live one."""
         return {
@@ -141,6 +162,7 @@ class MegatronState:
             ),
             "random": capture_random_states(),
             WISH: tuple(wish_of(self._args)),
+            "arguments": self._description.changed_arguments(),
         }
 
     def _data_position(self) -> Any:

@@ -1,0 +1,80 @@
+"""What is recorded of a rank once, so that others can read its snapshots without it.
+
+The logical map says where its tensors lie in the unsharded model, the checkpoint form what
+Megatron itself would save.  Both come from one sharded state dict, built when training starts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_ft.megatron import checkpoint_form, logical_map, save_form
+from megatron_ft.megatron.checkpoint_form import CheckpointForm, RankTensors
+from megatron_ft.shard import LogicalPlace, Piece
+
+logger = logging.getLogger(__name__)
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Description:
+    """Logical map and checkpoint form of one rank.
+
+    Where Megatron cannot describe a model, both are empty and a warning says why: snapshots
+    work without them, export does not.
+    """
+
+    def __init__(self, args: Any) -> None:
+        """Nothing is described yet; ``args`` are Megatron's own."""
+        self.places: dict[str, LogicalPlace] = {}
+        self.form = b""
+        self._args = args
+        self._known = dict(vars(args))
+
+    def build(
+        self, model: Sequence[Any], optimizer: Any, scheduler: Any, tensors: RankTensors
+    ) -> None:
+        """Describe the rank.  Collective as save_form.build is; never raises."""
+        self._known = dict(vars(self._args))
+        state, problem = b"", ""
+        try:
+            saved = save_form.build(model, optimizer, scheduler, self._args)
+            pieces = logical_map.model_pieces(saved.tree, tensors.model)
+            self.places = _places(pieces, optimizer, tensors)
+            state = checkpoint_form.describe(saved, tensors, pieces)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            logger.warning("snapshots of this run cannot be exported: %s", problem)
+        rank = torch.distributed.get_rank()
+        version = checkpoint_form.FORM_VERSION
+        form = CheckpointForm(version, megatron_version(), rank, state, problem)
+        self.form = form.to_bytes()
+
+    def changed_arguments(self) -> dict[str, Any]:
+        """Plain values on Megatron's arguments that are not what the form was made with."""
+        return {
+            name: value
+            for name, value in vars(self._args).items()
+            if isinstance(value, _PLAIN) and self._known.get(name, self) != value
+        }
+
+
+def _places(
+    pieces: Mapping[str, tuple[Piece, ...]], optimizer: Any, tensors: RankTensors
+) -> dict[str, LogicalPlace]:
+    names = {id(tensor): name for name, tensor in tensors.model.items()}
+    return {
+        **logical_map.model_places(tensors.captured, pieces),
+        **logical_map.optimizer_places(tensors.masters, optimizer, names, pieces),
+    }
+
+
+def megatron_version() -> str:
+    """The release of megatron-core, without the commit that a checkout appends."""
+    import megatron.core
+
+    return str(megatron.core.__version__).partition("+")[0]
