@@ -1,7 +1,8 @@
-"""Checkpoints that the training framework wrote itself: only found here, never read."""
+"""Names and places of the training framework's own checkpoints; what they hold is not read."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -19,6 +20,23 @@ def newest_checkpoint(directory: Path | None) -> Path | None:
     if not tracker.is_file():
         return None
     word = tracker.read_text().strip()
-    name = word if word == "release" else f"iter_{int(word):07d}" if word.isdigit() else ""
-    found = directory / name
-    return found if name and found.is_dir() and any(found.iterdir()) else None
+    if word != "release" and not word.isdigit():
+        return None
+    found = directory / word if word == "release" else checkpoint_folder(directory, int(word))
+    return found if found.is_dir() and any(found.iterdir()) else None
+
+
+def checkpoint_folder(directory: Path, iteration: int) -> Path:
+    """Where Megatron-LM keeps the checkpoint of an iteration (``get_checkpoint_name`` there)."""
+    return directory / f"iter_{iteration:07d}"
+
+
+def point_tracker(directory: Path, iteration: int) -> None:
+    """Have Megatron-LM load this iteration, unless the folder holds a newer one already."""
+    tracker = directory / TRACKER
+    known = tracker.read_text().strip() if tracker.is_file() else ""
+    if known.isdigit() and int(known) > iteration:
+        return
+    half = directory / f".{TRACKER}.partial"
+    half.write_text(str(iteration))
+    os.replace(half, tracker)

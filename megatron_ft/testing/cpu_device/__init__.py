@@ -16,13 +16,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 
-from megatron_ft.testing.cpu_device import (
-    cuda_api,
-    megatron_gaps,
-    optional_packages,
-    random_state,
-    tensors,
-)
+from megatron_ft.megatron import optional_packages
+from megatron_ft.testing.cpu_device import cuda_api, megatron_gaps, random_state, tensors
 
 TORCH_GROUPS = (
     tensors.replace_factories,

@@ -1,9 +1,14 @@
-"""What Megatron imports without a guard and a host-only installation lacks."""
+"""What Megatron imports without a guard and a host-only installation lacks.
+
+Training on a device needs the real ones; whoever only reads or writes checkpoints, or
+trains on the stand-in for a device, does not.
+"""
 
 from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import types
 import typing
@@ -32,6 +37,16 @@ class _StubModule(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         return _Anything()
+
+
+def supply() -> None:
+    """Put stand-ins in the place of what is missing, before Megatron is imported.
+
+    torch's compiler is told to keep still: it believes in any module called triton.
+    """
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    supply_typing_override()
+    stub_triton()
 
 
 def supply_typing_override() -> None:

@@ -1,0 +1,1 @@
+"""Snapshots as Megatron's own checkpoints, made without trainers, model or GPU."""
