@@ -25,6 +25,7 @@ from megatron_ft.errors import (
     RestartBudgetError,
     UnrecoverableError,
 )
+from megatron_ft.launch import procfs
 from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.local_query import ask
@@ -83,6 +84,24 @@ def lose(*nodes: str) -> Fault:
             job.cluster.kill_node(node)
 
     return strike
+
+
+def test_a_forked_trainer_is_found_and_killed_as_a_started_one(
+    made: list[Job], tmp_path: Path
+) -> None:
+    job = Job(tmp_path, nodes=2)
+    made.append(job)
+    command, environment = job.training_command(), {"RANK": "7"}
+    one, other = (
+        job.cluster.start(node, command, environment, tmp_path / f"{node}.log")
+        for node in ("n0", "n1")
+    )
+    assert job.cluster.processes_of("n0") == [one.pid]
+    shown = procfs.read_environment(one.pid)
+    assert shown["RANK"] == "7" and "PATH" not in shown
+    assert os.getsid(one.pid) == one.pid != other.pid
+    assert job.cluster.kill_node("n0") == [one.pid]
+    assert one.join(30) == -signal.SIGKILL and other.alive()
 
 
 def test_every_kind_of_process_dies_once_and_nothing_changes(
