@@ -171,6 +171,8 @@ def test_the_logical_map_is_part_of_the_layout() -> None:
     moved = msgspec.structs.replace(place, start=8)
     differing = layout_differences(layout, plan_layout([spec("w", (8, 8), logical=moved)]))
     assert differing == ("w lies elsewhere in the unsharded model than in the snapshot",)
+    unknown = plan_layout([spec("w", (8, 8))])
+    assert layout_differences(layout, unknown) == layout_differences(unknown, layout) == ()
 
 
 def test_a_piece_names_its_box_in_the_global_tensor() -> None:

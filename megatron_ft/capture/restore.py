@@ -65,11 +65,13 @@ def _read_meta(arena: Arena, slot: int, record: SealedRecord) -> Meta:
 
 def compare(stored: ShardLayout, live: ShardLayout) -> None:
     """LayoutMismatchError naming what differs, if anything does."""
-    if stored.hash() != live.hash():
-        differences = "; ".join(layout_differences(stored, live))
+    if stored.hash() == live.hash():
+        return
+    differences = layout_differences(stored, live)
+    if differences:
         raise LayoutMismatchError(
-            f"the state differs from the restored snapshot: {differences}. Build the same "
-            "model, optimizer and parallel layout as in the run that saved it"
+            f"the state differs from the restored snapshot: {'; '.join(differences)}. Build the "
+            "same model, optimizer and parallel layout as in the run that saved it"
         )
 
 
