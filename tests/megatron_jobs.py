@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -80,14 +81,16 @@ def kill_held_rank(job: Job) -> None:
     os.kill(job.supervisor.trainers.pids()[int(held.RANK)], signal.SIGKILL)
 
 
-def survive_a_kill(program: Program, corpus: Path, folder: Path) -> Job:
+def survive_a_kill(
+    program: Program, corpus: Path, folder: Path, flags: Sequence[str] = SNAPSHOTS
+) -> Job:
     """Train under the supervisor and kill a trainer in mid-iteration; the job, destroyed."""
     trace = folder / "trace"
     holding = before_script(program.environment(trace), Path(held.__file__).parent)
     job = Job(
         folder,
         nodes=RANKS,
-        command=(sys.executable, *program.flags(corpus, trace), *SNAPSHOTS),
+        command=(sys.executable, *program.flags(corpus, trace), *flags),
         environment=holding,
         # Imports of Megatron may keep every core of a small machine from the SMPs for a while.
         timing=Timing(lease=30.0, node_timeout=45.0),
