@@ -70,10 +70,11 @@ def combined(shards: OpenSnapshot) -> tuple[dict[str, Any], dict[str, Any]]:
         fill_random_states(rank.tree, _random_states(rank, ranks))
     first = ranks[0]
     tree = _owned(first, tensors)
-    others = (list(_owned_leaves(rank, tensors)) for rank in ranks[1:])
-    tree[_OTHERS] = {
-        f"{number}": leaf for number, leaf in enumerate(leaf for rank in others for leaf in rank)
-    }
+    others = [leaf for rank in ranks[1:] for leaf in _owned_leaves(rank, tensors)]
+    if others:
+        # Megatron takes sharded leaves out wherever they are, and all that is left of this is
+        # nothing; an empty one it would save.
+        tree[_OTHERS] = {str(number): leaf for number, leaf in enumerate(others)}
     return tree, first.metadata
 
 
