@@ -170,9 +170,9 @@ def refused(*flags):
 assert refused() == ""
 assert refused("--inmem-snapshot") == ""
 assert refused("--skip-train") == "", "no snapshots, no conflict"
-conflicting = ["--optimizer", "sgd", "--skip-train"]
+conflicting = ["--inprocess-restart", "--skip-train"]
 said = refused("--inmem-snapshot", *conflicting, "--inmem-snapshot-interval=0")
-for part in ("--optimizer other", "--skip-train: ", "--inmem-snapshot-interval is 0"):
+for part in ("--inprocess-restart: ", "--skip-train: ", "--inmem-snapshot-interval is 0"):
     assert part in said, said
 assert hasattr(yaml_arguments.validate_yaml, "__wrapped__")
 """
