@@ -78,8 +78,6 @@ class Drawn:
         self._generator = torch.Generator().manual_seed(rank)
 
     def __next__(self) -> dict[str, torch.Tensor]:
-        from megatron_ft.testing.gpt_training import SAMPLE_INDEX
-
         shape = (self._args.micro_batch_size, self._args.seq_length)
         tokens = torch.randint(0, 256, shape, generator=self._generator)
         return {
@@ -87,7 +85,6 @@ class Drawn:
             "labels": tokens,
             "loss_mask": torch.ones(shape),
             "position_ids": torch.arange(shape[1]).expand(shape),
-            SAMPLE_INDEX: tokens[:, 0],
         }
 
 

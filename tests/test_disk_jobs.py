@@ -155,9 +155,9 @@ def test_a_full_disk_costs_a_drain_and_training_goes_on(made: list[Job], tmp_pat
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--drain-interval", "5"), "--drain-interval needs --drain-dir"),
-        (("--drain-dir", "{tmp}", "--drain-interval", "-1"), "--drain-interval is -1"),
-        (("--drain-dir", "{tmp}", "--drain-keep", "0"), "--drain-keep is 0"),
+        (("--drain-interval", "5"), "drain_interval is 5, but there is no drain_dir"),
+        (("--drain-dir", "{tmp}", "--drain-interval", "-1"), "--drain-interval` is -1"),
+        (("--drain-dir", "{tmp}", "--drain-keep", "0"), "--drain-keep` is 0"),
         (("--drain-dir", "{tmp}/file/below"), "cannot be made"),
     ],
 )
