@@ -6,9 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -17,13 +15,13 @@ if find_spec("megatron") is None or find_spec("megatron.training") is None:
     pytest.skip("needs megatron-core with megatron.training", allow_module_level=True)
 
 import megatron_export as program  # noqa: E402  # needs torch
-from fork_server import ForkServer, Request  # noqa: E402
+from fork_server import Request  # noqa: E402
 from megatron_layouts import DISTRIBUTED, EP2, PP2, TP2, VPP, Layout, words  # noqa: E402
 from megatron_program import SAVE_AT  # noqa: E402
 from megatron_runs import ITERATIONS, SNAPSHOT_AT, SNAPSHOTS, Runs  # noqa: E402
 
 from megatron_ft.launch.virtual import VirtualCluster
-from megatron_ft.testing import demo_model, stdlib_corpus  # noqa: E402
+from megatron_ft.testing import demo_model  # noqa: E402
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
@@ -53,23 +51,6 @@ LAYOUTS = [
     Layout("extra-state", 2, DISTRIBUTED, plugins=("megatron_plugins:extra_state",)),
     Layout("freeze-positions", 2, DISTRIBUTED, plugins=("megatron_plugins:freeze_positions",)),
 ]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    server = ForkServer("megatron_program", demo_model.ENVIRONMENT | {"PYTHONWARNINGS": "ignore"})
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return stdlib_corpus.prepare(tmp_path_factory.mktemp("corpus"), max_bytes=200_000)
-
-
-@pytest.fixture
-def runs(server: ForkServer, corpus: Path, tmp_path: Path) -> Runs:
-    return Runs(server, corpus, tmp_path)
 
 
 def save_both(runs: Runs, layout: Layout, *flags: str) -> dict[str, str]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.testing import stdlib_corpus
 from megatron_ft.testing.trace import read_trace
 from tests.megatron_jobs import (
     ITERATIONS,
@@ -30,19 +29,20 @@ def _installed() -> Path:
 @pytest.mark.megatron
 @pytest.mark.slow
 @needs_megatron
-def test_all_ranks_take_the_newer_checkpoint_and_snapshots_go_on(tmp_path: Path) -> None:
+def test_all_ranks_take_the_newer_checkpoint_and_snapshots_go_on(
+    megatron_corpus: Path, tmp_path: Path
+) -> None:
     """Killed in iteration 11: memory holds 8, disk 9; the next snapshot is that of 12."""
-    corpus = stdlib_corpus.prepare(tmp_path / "corpus", max_bytes=200_000)
     program, own = packaged(_installed()), str(tmp_path / "checkpoints")
     (tmp_path / "job").mkdir()
     checkpoints = ("--save", own, "--load", own, "--save-interval", "3")
     snapshots = ("--inmem-snapshot", "--inmem-snapshot-interval", "4")
-    job = survive_a_kill(program, corpus, tmp_path / "job", (*snapshots, *checkpoints))
+    job = survive_a_kill(program, megatron_corpus, tmp_path / "job", (*snapshots, *checkpoints))
     assert [iteration for iteration, _ in job.restores()] == [8], job.story()
     assert "starting from disk: the checkpoint of iteration 9" in log_of(job, 0)
     after = job.kinds()[job.kinds().index("restoring") :]
     assert "committed" in after, job.story()
-    train_alone(program, corpus, tmp_path / "alone")
+    train_alone(program, megatron_corpus, tmp_path / "alone")
     for rank in range(RANKS):
         ours, alone = (
             {line.iteration: (line.loss, line.samples) for line in read_trace(folder, rank)}

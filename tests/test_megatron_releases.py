@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.testing import stdlib_corpus
 from tests.jobs import ROOT
 from tests.megatron_jobs import check_identical, log_of, needs_megatron, packaged
 
@@ -14,19 +13,16 @@ RELEASES = ROOT / ".venv" / "megatron-core"
 """Where scripts/lib/environment.sh puts releases beside the one in the environment itself."""
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return stdlib_corpus.prepare(tmp_path_factory.mktemp("corpus"), max_bytes=200_000)
-
-
 @pytest.mark.mpi
 @pytest.mark.megatron
 @pytest.mark.slow
 @needs_megatron
 @pytest.mark.parametrize("release", ["0.17.1", "0.18.2"])
-def test_an_older_release_survives_a_kill(release: str, corpus: Path, tmp_path: Path) -> None:
+def test_an_older_release_survives_a_kill(
+    release: str, megatron_corpus: Path, tmp_path: Path
+) -> None:
     folder = RELEASES / release
     if not folder.is_dir():
         pytest.skip(f"needs megatron-core {release} in {folder}: run scripts/test.sh")
-    job = check_identical(packaged(folder), corpus, tmp_path)
+    job = check_identical(packaged(folder), megatron_corpus, tmp_path)
     assert f"> megatron-core {release}" in log_of(job, 0)

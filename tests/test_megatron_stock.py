@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.launch import startup
-from megatron_ft.testing import stdlib_corpus, stock_script
+from megatron_ft.testing import stock_script
 from tests.jobs import ROOT
 from tests.megatron_jobs import (
     SNAPSHOTS,
@@ -42,18 +42,15 @@ def checkout() -> Path:
     return stock_script.find_checkout()
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return stdlib_corpus.prepare(tmp_path_factory.mktemp("corpus"), max_bytes=200_000)
-
-
-def test_the_unedited_script_survives_a_kill(checkout: Path, corpus: Path, tmp_path: Path) -> None:
-    job = check_identical(stock(checkout), corpus, tmp_path)
+def test_the_unedited_script_survives_a_kill(
+    checkout: Path, megatron_corpus: Path, tmp_path: Path
+) -> None:
+    job = check_identical(stock(checkout), megatron_corpus, tmp_path)
     assert "no checkpoint was read" in log_of(job, 0)
 
 
 def test_a_patched_copy_survives_a_kill_without_the_search_path(
-    checkout: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkout: Path, megatron_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = tmp_path / "Megatron-LM"
     shutil.copytree(checkout / "megatron", copy / "megatron")
@@ -65,17 +62,17 @@ def test_a_patched_copy_survives_a_kill_without_the_search_path(
         pytest.skip(done.stderr)
     assert done.returncode == 0, done.stderr
     monkeypatch.setattr("megatron_ft.launch.fleet.before_script", dict)
-    check_identical(stock(copy), corpus, tmp_path)
+    check_identical(stock(copy), megatron_corpus, tmp_path)
 
 
 def test_without_a_supervisor_the_unedited_script_refuses_the_flag(
-    checkout: Path, corpus: Path, tmp_path: Path
+    checkout: Path, megatron_corpus: Path, tmp_path: Path
 ) -> None:
     program = stock(checkout)
     folder = str(startup.FOLDER)
     path = os.pathsep.join([folder, program.environment(tmp_path)["PYTHONPATH"]])
     done = subprocess.run(
-        [sys.executable, *program.flags(corpus, tmp_path), *SNAPSHOTS],
+        [sys.executable, *program.flags(megatron_corpus, tmp_path), *SNAPSHOTS],
         env={**os.environ, **program.environment(tmp_path), "PYTHONPATH": path},
         capture_output=True,
         text=True,
