@@ -43,27 +43,16 @@ class Drains:
         self._task: asyncio.Task[None] | None = None
         self._places: dict[str, str] = {}
         self._lineage: tuple[Ancestor, ...] = ()
-        self._interval = 0
         self._last = 0
         self._news = asyncio.Event()
         self._ending = False
         coordinator.observers.add(self._note)
 
-    def begin(
-        self,
-        places: Mapping[str, str],
-        lineage: tuple[Ancestor, ...],
-        first: int,
-        interval: int | None = None,
-    ) -> None:
-        """A life takes snapshots from iteration ``first`` on; ``places`` maps shards to nodes.
-
-        ``interval`` is in iterations, that of the JobSpec unless given; 0 drains nothing.
-        """
+    def begin(self, places: Mapping[str, str], lineage: tuple[Ancestor, ...], first: int) -> None:
+        """A life takes snapshots from iteration ``first`` on; ``places`` maps shards to nodes."""
         self._places, self._lineage = dict(places), lineage
-        self._interval = self._spec.drain_interval if interval is None else interval
         self._last = min(self._last, first)
-        if self._interval and self._spec.drain_dir is not None:
+        if self._spec.drain_interval and self._spec.drain_dir is not None:
             self._ending = False
             self._task = asyncio.create_task(self._keep())
 
@@ -104,7 +93,7 @@ class Drains:
     def _next(self) -> DrainPlan | None:
         """The newest committed snapshot, if it is due."""
         committed, directory = self._coordinator.committed, self._spec.drain_dir
-        if committed is None or not is_due(self._last, committed[1], self._interval):
+        if committed is None or not is_due(self._last, committed[1], self._spec.drain_interval):
             return None
         assert directory is not None
         snapshot, self._last, level = committed
