@@ -148,9 +148,10 @@ class SnapshotConfig:
         refuse(problems + self._without_effect())
 
     def _without_effect(self) -> list[str]:
-        """Settings of a drain that has no folder: whoever gave them expects files."""
+        """Settings of a drain without folder or interval: whoever gave them expects files."""
         if self.drain_dir is not None:
-            return []
+            never = f"drain_dir is {self.drain_dir}, but drain_interval is 0: nothing is written"
+            return [] if self.drain_interval else [f"{never}; give both"]
         return [
             f"{name} is {getattr(self, name)}, but there is no drain_dir to write to; give both"
             for name in ("drain_interval", "drain_keep", "drain_bandwidth_mib")

@@ -23,8 +23,9 @@ VALID: dict[str, st.SearchStrategy[object]] = {
     "lease_seconds": st.floats(0.01, 1e6),
     "copy_piece_bytes": st.integers(1, 1 << 40),
 }
-FOLDER = {"drain_dir": VALID.pop("drain_dir")}  # always given, as the drain's others need it
-some_values = st.fixed_dictionaries(FOLDER, optional=VALID)
+# Always given, as no setting of a drain does anything without them.
+DRAIN = {name: VALID.pop(name) for name in ("drain_dir", "drain_interval")}
+some_values = st.fixed_dictionaries(DRAIN, optional=VALID)
 
 
 def test_no_two_names_mean_the_same_variable() -> None:
@@ -77,7 +78,8 @@ def test_a_folder_is_the_same_wherever_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    told = SnapshotConfig.from_mapping({"drain_dir": "drain"}).job_variables()
+    given = {"drain_dir": "drain", "drain_interval": 5}
+    told = SnapshotConfig.from_mapping(given).job_variables()
     monkeypatch.chdir("/")
     assert SnapshotConfig.from_env(told).drain_dir == tmp_path / "drain"
 
@@ -95,6 +97,7 @@ def test_a_folder_is_the_same_wherever_it_is_read(
         ("fence_timeout_seconds", "nan", "fence_timeout_seconds is 'nan'; give seconds > 0"),
         ("fence_timeout_seconds", float("inf"), "give seconds > 0"),
         ("drain_keep", 5, "drain_keep is 5, but there is no drain_dir"),
+        ("drain_dir", "/d", "drain_dir is /d, but drain_interval is 0: nothing is written"),
         ("snapshot_intervall", 5, "did you mean snapshot_interval?"),
     ],
 )

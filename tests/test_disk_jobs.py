@@ -158,7 +158,8 @@ def test_a_full_disk_costs_a_drain_and_training_goes_on(made: list[Job], tmp_pat
         (("--drain-interval", "5"), "drain_interval is 5, but there is no drain_dir"),
         (("--drain-dir", "{tmp}", "--drain-interval", "-1"), "--drain-interval` is -1"),
         (("--drain-dir", "{tmp}", "--drain-keep", "0"), "--drain-keep` is 0"),
-        (("--drain-dir", "{tmp}/file/below"), "cannot be made"),
+        (("--drain-dir", "{tmp}/file/below", "--drain-interval", "5"), "cannot be made"),
+        (("--drain-dir", "{tmp}"), "drain_interval is 0: nothing is written; give both"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_starts(
