@@ -40,10 +40,11 @@ class Program:
     words: tuple[str, ...]
     megatron: Path
     stock: bool = False
+    iterations: int = ITERATIONS
 
     def flags(self, corpus: Path, trace: Path) -> list[str]:
         flags = demo_model.demo_arguments(
-            iterations=ITERATIONS, data_path=corpus, hidden=64, sequence=32
+            iterations=self.iterations, data_path=corpus, hidden=64, sequence=32
         )
         return [*self.words, *flags, *(() if self.stock else ("--trace-dir", str(trace)))]
 
