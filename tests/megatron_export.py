@@ -22,6 +22,7 @@ from megatron_ft.arena.arena import Arena
 from megatron_ft.capture.plan import dtype_from_name
 from megatron_ft.disk import native
 from megatron_ft.disk.source import OpenSnapshot, SnapshotInfo, verified_shard
+from megatron_ft.errors import ExportError
 from megatron_ft.megatron import checkpoint_form
 from megatron_ft.megatron.checkpoint_form import Wanted
 from megatron_ft.megatron.export.tensors import CapturedTensors
@@ -104,6 +105,17 @@ def compare_export() -> None:
             content[key][box] = 0
     print(f"compared {len(theirs)} entries, {len(gaps)} gaps left out")
     finish(final_state.differences(ours, theirs))
+
+
+def refuse_export() -> None:
+    """Print why a snapshot cannot be exported, and what was left behind."""
+    target = Path(os.environ[EXPORTED])
+    with ExitStack() as stack:
+        shards = open_arenas(Path(os.environ[ARENAS]), stack)
+        try:
+            export(shards, native.checkpoint_folder(target, shards.info.iteration))
+        except ExportError as error:
+            print(f"refused: {error}; left behind: {list(target.glob('*'))}")
 
 
 def compare_checkpoints() -> None:

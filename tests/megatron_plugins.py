@@ -68,6 +68,16 @@ def extra_state() -> None:
     _after_building(add)
 
 
+def nothing_sharded() -> None:
+    """A model that cannot say how it is sharded, as those of some forks."""
+    from megatron.core.models.gpt import GPTModel
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("this model is not sharded")
+
+    GPTModel.sharded_state_dict = refuse
+
+
 class Drawn:
     """A loader without end that draws samples; its position is its generator's state."""
 

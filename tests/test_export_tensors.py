@@ -16,7 +16,11 @@ from hypothesis import strategies as st  # noqa: E402
 from megatron_ft.disk.source import ShardBytes  # noqa: E402
 from megatron_ft.errors import ExportError  # noqa: E402
 from megatron_ft.megatron.addresses import AddressBook  # noqa: E402
-from megatron_ft.megatron.checkpoint_form import Wanted  # noqa: E402
+from megatron_ft.megatron.checkpoint_form import (  # noqa: E402
+    FORM_VERSION,
+    CheckpointForm,
+    Wanted,
+)
 from megatron_ft.megatron.export.tensors import CapturedTensors  # noqa: E402
 from megatron_ft.megatron.logical_map import place_of  # noqa: E402
 from megatron_ft.shard import LogicalPlace, Piece, TensorSpec, plan_layout  # noqa: E402
@@ -130,3 +134,13 @@ def test_an_address_book_finds_what_a_view_looks_into() -> None:
     assert book.find(second.view(torch.float32)[2:4]) is None
     assert book.find(torch.zeros(4)) is None
     assert AddressBook({}).find(first) is None
+
+
+def test_a_form_that_is_none_is_refused() -> None:
+    form = CheckpointForm(FORM_VERSION, "0.19.2", 3, b"state")
+    assert CheckpointForm.from_bytes(form.to_bytes()) == form
+    with pytest.raises(ExportError, match="not taken by --inmem-snapshot in Megatron-LM"):
+        CheckpointForm.from_bytes(b"")
+    later = CheckpointForm(FORM_VERSION + 1, "0.19.2", 3)
+    with pytest.raises(ExportError, match=f"in version {FORM_VERSION + 1}, this release reads"):
+        CheckpointForm.from_bytes(later.to_bytes())

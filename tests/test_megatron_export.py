@@ -17,7 +17,7 @@ if find_spec("megatron") is None or find_spec("megatron.training") is None:
 import megatron_export as program  # noqa: E402  # needs torch
 from fork_server import Request  # noqa: E402
 from megatron_layouts import DISTRIBUTED, EP2, PP2, TP2, VPP, Layout, words  # noqa: E402
-from megatron_program import SAVE_AT  # noqa: E402
+from megatron_program import LOAD_FROM, SAVE_AT  # noqa: E402
 from megatron_runs import ITERATIONS, SNAPSHOT_AT, SNAPSHOTS, Runs  # noqa: E402
 
 from megatron_ft.launch.virtual import VirtualCluster
@@ -105,6 +105,20 @@ def test_megatron_goes_on_from_an_export(runs: Runs) -> None:
         whole, resumed = runs.lines("whole", rank), runs.lines("after", rank)
         assert list(resumed) == list(range(SNAPSHOT_AT + 1, ITERATIONS + 1))
         assert resumed == {at: line for at, line in whole.items() if at > SNAPSHOT_AT}
+
+
+def test_a_model_that_cannot_be_described_is_restored_but_not_exported(runs: Runs) -> None:
+    plugins = ("megatron_plugins:nothing_sharded",)
+    layout = Layout("nothing-sharded", 2, DISTRIBUTED, plugins=plugins)
+    whole = runs.train(layout, "whole", SNAPSHOTS, **{SAVE_AT: SNAPSHOT_AT})
+    assert "cannot be exported: NotImplementedError: this model is not sharded" in whole.output(0)
+    arenas = str(runs.folder / "whole" / "arenas")
+    runs.train(layout, "after", SNAPSHOTS, **{LOAD_FROM: arenas})
+    assert runs.differences(layout, "whole", "after", SNAPSHOT_AT, ITERATIONS) == []
+    paths = {program.ARENAS: arenas, program.EXPORTED: str(runs.folder / "exported")}
+    said = call(runs, "refuse_export", paths)
+    assert "could not describe shard" in said and "this model is not sharded" in said
+    assert "left behind: []" in said
 
 
 @pytest.mark.mpi
