@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+
+from megatron_ft.disk.durable import Disk
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -37,6 +38,4 @@ def point_tracker(directory: Path, iteration: int) -> None:
     known = tracker.read_text().strip() if tracker.is_file() else ""
     if known.isdigit() and int(known) > iteration:
         return
-    half = directory / f".{TRACKER}.partial"
-    half.write_text(str(iteration))
-    os.replace(half, tracker)
+    Disk().write_file(tracker, [str(iteration).encode()])

@@ -22,27 +22,22 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Description:
-    """Logical map and checkpoint form of one rank.
+    """Logical map (``places``) and checkpoint form (``form``) of one rank.
 
-    Where Megatron cannot describe a model, both are empty and a warning says why: snapshots
-    work without them, export does not.
+    Where Megatron cannot describe the model, or saves what no snapshot holds, the form says
+    so and a warning says why: snapshots work without it, export does not.
     """
 
-    def __init__(self, args: Any) -> None:
-        """Nothing is described yet; ``args`` are Megatron's own."""
+    def __init__(
+        self, args: Any, model: Sequence[Any], optimizer: Any, scheduler: Any, tensors: RankTensors
+    ) -> None:
+        """Describe the rank.  Collective as save_form.build is; nothing of it is raised."""
         self.places: dict[str, LogicalPlace] = {}
-        self.form = b""
         self._args = args
         self._known = dict(vars(args))
-
-    def build(
-        self, model: Sequence[Any], optimizer: Any, scheduler: Any, tensors: RankTensors
-    ) -> None:
-        """Describe the rank.  Collective as save_form.build is; never raises."""
-        self._known = dict(vars(self._args))
         state, problem = b"", ""
         try:
-            saved = save_form.build(model, optimizer, scheduler, self._args)
+            saved = save_form.build(model, optimizer, scheduler, args)
             pieces = logical_map.model_pieces(saved.tree, tensors.model)
             self.places = _places(pieces, optimizer, tensors)
             state = checkpoint_form.describe(saved, tensors, pieces)
@@ -51,8 +46,7 @@ class Description:
             logger.warning("snapshots of this run cannot be exported: %s", problem)
         rank = torch.distributed.get_rank()
         version = checkpoint_form.FORM_VERSION
-        form = CheckpointForm(version, megatron_version(), rank, state, problem)
-        self.form = form.to_bytes()
+        self.form = CheckpointForm(version, megatron_version(), rank, state, problem).to_bytes()
 
     def changed_arguments(self) -> dict[str, Any]:
         """Plain values on Megatron's arguments that are not what the form was made with."""

@@ -70,8 +70,9 @@ class MegatronState:
                 len(self._weights),
                 min(self._weights),
             )
-        self._description = Description(args)
-        self._description.build(self._model, optimizer, scheduler, self._rank_tensors())
+        self._description = Description(
+            args, self._model, optimizer, scheduler, self._rank_tensors()
+        )
 
     def _rank_tensors(self) -> RankTensors:
         copies = {f"{name}{WEIGHT}" for name in self._weights}

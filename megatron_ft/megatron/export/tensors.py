@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 
+from megatron_ft.capture.binding import region_tensor
 from megatron_ft.capture.plan import dtype_from_name, dtype_name
 from megatron_ft.disk.source import ShardBytes
 from megatron_ft.errors import ExportError
@@ -54,7 +54,9 @@ class CapturedTensors:
         flat = self._flat(shard_id, wanted).to(dtype)
         if wanted.place is not None and wanted.name.endswith(MAIN):
             flat = self._with_copies(flat, wanted.name, wanted.place, shard_id)
-        return torch.as_strided(flat, wanted.shape, wanted.stride, wanted.offset)
+        # as_strided counts from the start of the storage, not of the tensor.
+        first = flat.storage_offset() + wanted.offset
+        return torch.as_strided(flat, wanted.shape, wanted.stride, first)
 
     def _with_copies(
         self, weight: torch.Tensor, main: str, place: tuple[str, tuple[int, ...]], near: str
@@ -107,9 +109,7 @@ class CapturedTensors:
 
     def _stored(self, shard_id: str, entry: LayoutEntry) -> torch.Tensor:
         """The stored elements of an entry, flat; a view of read-only memory."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*not writable.*")
-            raw = torch.from_numpy(self._shards[shard_id].bytes_of(entry))
+        raw = region_tensor(self._shards[shard_id].bytes_of(entry))
         return raw.view(dtype_from_name(entry.dtype))
 
 

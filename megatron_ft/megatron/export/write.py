@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_ft.disk.durable import Disk
 from megatron_ft.disk.source import OpenSnapshot
 from megatron_ft.errors import ExportError
 from megatron_ft.megatron import checkpoint_form, optional_packages
@@ -49,7 +50,9 @@ def export(shards: OpenSnapshot, folder: Path) -> None:
     try:
         _save(tree, metadata, partial)
         shards.check()
-        os.rename(partial, folder)
+        disk = Disk()
+        disk.rename(partial, folder)
+        disk.sync_folder(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
