@@ -33,6 +33,7 @@ GATED = "--swiglu"
 UNEVEN = words("--hidden-size 36 --ffn-hidden-size 44 --untie-embeddings-and-output-weights")
 SPLIT = words("--inmem-replicated-split-bytes 1024")
 LAYOUTS = [
+    Layout("alone", 1, DISTRIBUTED, "none"),
     Layout("uneven", 2, (*DISTRIBUTED, *UNEVEN, GATED, "--data-parallel-random-init")),
     Layout("tp2-pp2", 4, (*TP2, *PP2, *DISTRIBUTED, GATED)),
     Layout("vpp2-fp32", 2, (*VPP, "--use-distributed-optimizer")),
