@@ -117,6 +117,9 @@ def main() -> None:
         print(json.dumps({"sha256": state_hash(state)}), file=losses, flush=True)
     if snapshots is not None:
         snapshots.close()
+    # DistributedDataParallel must not be the last to hold the process group: it would free it with
+    # the interpreter's lock held, and gloo's threads, which are joined then, may wait for that.
+    state.clear()
     dist.destroy_process_group()
 
 
