@@ -32,6 +32,10 @@ Fault = Callable[["Job"], None]
 Result = tuple[dict[int, str], str]
 
 
+def _failed(task: asyncio.Task[None]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is not None
+
+
 class WarmCluster(VirtualCluster):
     """A virtual cluster whose trainers, if they run the example, do not wait for its imports."""
 
@@ -137,8 +141,16 @@ class Job:
             self.supervisor = Supervisor(self.spec(), self.cluster, state)
             self.supervisor.observers.add(self._notice)
             tasks = [asyncio.create_task(self._inject(faults)), asyncio.create_task(self._begin())]
+            run = asyncio.create_task(self.supervisor.run())
+            for task in tasks:
+                # Without its faults the job may never end.
+                task.add_done_callback(lambda t: run.cancel() if _failed(t) else None)
             try:
-                await self.supervisor.run()
+                await run
+            except asyncio.CancelledError:
+                for task in filter(_failed, tasks):
+                    task.result()
+                raise
             finally:
                 for task in tasks:
                     task.cancel()
