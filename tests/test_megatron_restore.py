@@ -8,29 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
 from megatron_ft.environment import RESTORE  # noqa: E402  # needs torch
 from megatron_ft.megatron import start  # noqa: E402
-
-iterations = st.integers(-1, 50)
-disks = st.builds(start.Disk, iterations, st.booleans())
-
-
-@given(st.lists(iterations, min_size=1, max_size=6), disks, st.booleans(), st.booleans())
-def test_memory_serves_all_ranks_or_none(
-    offers: list[int], disk: start.Disk, allowed: bool, changed: bool
-) -> None:
-    decision = start.decide(offers, disk, allowed, changed)
-    assert decision.reason
-    if decision.from_memory:
-        assert allowed and min(offers) == max(offers) >= 0
-        assert disk.iteration <= offers[0] or (disk.explicit and not changed)
-    elif allowed and min(offers) == max(offers) >= 0:
-        assert (disk.explicit and changed) or disk.iteration > offers[0]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +22,7 @@ def test_memory_serves_all_ranks_or_none(
         (None, {}, start.Disk(-1)),
         ("release", {}, start.Disk(0)),
         ("120", {"finetune": True}, start.Disk(0)),
-        ("120", {"ckpt_step": 40}, start.Disk(40, explicit=True)),
+        ("120", {"ckpt_step": 40}, start.Disk(40, "--ckpt-step 40")),
         ("120", {"load": None}, start.Disk(-1)),
         ("120", {"load": None, "pretrained_checkpoint": "elsewhere"}, start.Disk(0)),
     ],
@@ -57,8 +39,8 @@ if find_spec("megatron") is None or find_spec("megatron.training") is None:
     pytest.skip("needs megatron-core with megatron.training", allow_module_level=True)
 
 from fork_server import ForkServer, Outcome  # noqa: E402
+from late_capture import LOAD_FROM, SAVE_AT  # noqa: E402
 from megatron_layouts import Layout, words  # noqa: E402
-from megatron_program import LOAD_FROM, SAVE_AT  # noqa: E402
 from megatron_programs import EXTERNAL, program  # noqa: E402
 from megatron_runs import SNAPSHOT_AT, SNAPSHOTS, Runs  # noqa: E402
 
@@ -74,7 +56,7 @@ def job(
     megatron_server: ForkServer, megatron_corpus: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Runs:
     """A run with a snapshot of iteration 4 and checkpoints of 2, 4, 6 and 8; tests add to it."""
-    job = Runs(megatron_server, megatron_corpus, tmp_path_factory.mktemp("job"))
+    job = Runs(megatron_server, tmp_path_factory.mktemp("job"), megatron_corpus)
     disk = str(job.folder / "disk")
     job.train(DP2, "whole", SNAPSHOTS, "--save", disk, *CHECKPOINTS, **{SAVE_AT: SNAPSHOT_AT})
     return job

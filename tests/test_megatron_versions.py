@@ -11,6 +11,7 @@ import pytest
 
 from megatron_ft.errors import UnsupportedVersionError
 from megatron_ft.megatron import versions
+from megatron_ft.required_names import Required, version_numbers
 
 
 def exit_with_renamed(iteration: int, flops: float, train_data_iterator: object) -> None: ...
@@ -29,7 +30,7 @@ def test_a_newer_release_is_tried(version: str) -> None:
 
 
 def test_a_release_candidate_counts_as_its_release() -> None:
-    assert versions.version_numbers("0.19.0rc1") == (0, 19)
+    assert version_numbers("0.19.0rc1") == (0, 19)
 
 
 def test_a_renamed_parameter_is_refused_by_name() -> None:
@@ -43,7 +44,7 @@ def test_a_renamed_parameter_is_refused_by_name() -> None:
 
 
 def test_a_missing_function_or_module_is_refused_by_name() -> None:
-    required = versions.Required("megatron.training.training", "train")
+    required = Required("megatron.training.training", "train")
     with pytest.raises(UnsupportedVersionError, match=r"megatron\.training\.training\.train"):
         versions.check_names("0.30.0", [(None, required)])
 

@@ -13,16 +13,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from megatron_ft.capture.manager_protocol import Manager
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.megatron import arguments
-from megatron_ft.megatron.manager import Manager, make_manager
+from megatron_ft.megatron.manager import make_manager
 from megatron_ft.megatron.run import SnapshotRun, without_disk_load
 from megatron_ft.megatron.versions import check_megatron
+from megatron_ft.wrapping import Function, wrap
 
-Function = Callable[..., Any]
 ManagerFactory = Callable[[SnapshotConfig], Manager]
-
-_MARK = "_megatron_ft_wrapper"
 
 _current: SnapshotRun | None = None
 """The run between its set-up and its end; wraps hold no reference of their own to it."""
@@ -39,24 +38,16 @@ def install(manager_factory: ManagerFactory = make_manager) -> None:
     from megatron.training import arguments as megatron_arguments
     from megatron.training import initialize, training, yaml_arguments
 
-    _wrap(megatron_arguments, "add_megatron_arguments", _with_flags)
+    wrap(megatron_arguments, "add_megatron_arguments", _with_flags)
     for module in (megatron_arguments, yaml_arguments, initialize):
         for name in ("validate_args", "validate_yaml"):
             # Up to 0.17 `initialize` has names of its own for both.
             if hasattr(module, name):
-                _wrap(module, name, _with_checks)
+                wrap(module, name, _with_checks)
     setup = functools.partial(_with_restore, manager_factory)
-    _wrap(training, "setup_model_and_optimizer", setup)
-    _wrap(training, "train", _with_end)
-    _wrap(training, "checkpoint_and_decide_exit", _with_capture)
-
-
-def _wrap(module: Any, name: str, wrap: Callable[[Function], Function]) -> None:
-    original = getattr(module, name)
-    if not hasattr(original, _MARK):
-        wrapper = functools.wraps(original)(wrap(original))
-        setattr(wrapper, _MARK, True)
-        setattr(module, name, wrapper)
+    wrap(training, "setup_model_and_optimizer", setup)
+    wrap(training, "train", _with_end)
+    wrap(training, "checkpoint_and_decide_exit", _with_capture)
 
 
 def _with_flags(original: Function) -> Function:

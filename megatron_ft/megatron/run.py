@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_ft.environment import RESTORE
+from megatron_ft.capture.manager_protocol import Manager
 from megatron_ft.megatron import start
-from megatron_ft.megatron.manager import Manager
 from megatron_ft.megatron.optimizer import optimizer_parts
 from megatron_ft.megatron.snapshot_log import SnapshotLog
-from megatron_ft.megatron.state import WISH, MegatronState
+from megatron_ft.megatron.state import MegatronState
+from megatron_ft.recovery.start import WISH, View, agree, supervisor_chose_disk
 
 _DISK_SOURCES = ("load", "pretrained_checkpoint")
-
-
-def restores_from_disk(environment: Mapping[str, str] | None = None) -> bool:
-    """True if the supervisor decided that this life starts from Megatron's own ``--load``."""
-    return (os.environ if environment is None else environment).get(RESTORE) == "disk"
 
 
 @contextmanager
@@ -55,25 +49,18 @@ class SnapshotRun:
 
         Collective, once, before Megatron builds its model.
         """
-        offered = self._manager.offered_iteration
-        disk, wish = start.disk_of(self._args), start.wish_of(self._args)
+        offered, disk = self._manager.offered_iteration, start.disk_of(self._args)
         changed = False
-        if offered >= 0 and disk.explicit:
-            changed = self._manager.offered_objects().get(WISH) != tuple(wish)
-        views = _all_ranks((offered, disk, not restores_from_disk(), changed))
-        decision = start.decide(
-            [view[0] for view in views],
-            views[0][1],
-            all(view[2] for view in views),
-            any(view[3] for view in views),
-        )
-        if max(view[0] for view in views) >= 0:
+        if offered >= 0 and disk.asked:
+            wish = tuple(start.wish_of(self._args))
+            changed = self._manager.offered_objects().get(WISH) != wish
+        view = View(offered, disk, supervisor_chose_disk(), changed)
+        decision = agree(view, self._manager)
+        if decision is not None:
             source = "memory" if decision.from_memory else "disk"
             _print_rank_0(f" starting from {source}: {decision.reason}")
-        if not decision.from_memory:
-            self._manager.decline()
-        self._from_memory = decision.from_memory
-        return decision.from_memory
+        self._from_memory = decision is not None and decision.from_memory
+        return self._from_memory
 
     def attach(self, model: Any, optimizer: Any, scheduler: Any) -> None:
         """Take over what Megatron has built: restore into it, get an arena, guard its steps.
@@ -115,15 +102,6 @@ class SnapshotRun:
         """End captures and drop every reference to model and optimizer."""
         self._state = None
         self._manager.close()
-
-
-def _all_ranks(view: Any) -> list[Any]:
-    """What every rank sees, by rank."""
-    from torch import distributed
-
-    views: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(views, view)
-    return views
 
 
 def _place() -> str:

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_ft.errors import UnsupportedVersionError
+from megatron_ft.required_names import Required, missing_names, owner_at, version_numbers
 
 OLDEST = (0, 17)
 WORKING = "megatron-core 0.17.1, 0.18.2 and 0.19.2"
 """Releases that were tested; newer ones are tried if they have the names below."""
-
-
-class Required(NamedTuple):
-    """A function of Megatron and the parameter names that are used; order does not matter."""
-
-    owner: str
-    name: str
-    parameters: tuple[str, ...] = ()
-
 
 WRAPPED = (
     Required("megatron.training.arguments", "add_megatron_arguments", ("parser",)),
@@ -62,26 +53,6 @@ CALLED = (
 )
 
 
-def version_numbers(version: str) -> tuple[int, ...]:
-    """Leading numbers of a version: ``0.19.0rc1`` gives (0, 19)."""
-    numbers = []
-    for part in version.split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
-
-
-def missing_names(owner: Any, required: Required) -> list[str]:
-    """What of a required function ``owner`` lacks, in words; empty if nothing."""
-    function = getattr(owner, required.name, None)
-    where = f"{required.owner}.{required.name}"
-    if not callable(function):
-        return [f"function {where}"]
-    parameters = inspect.signature(function).parameters
-    return [f"parameter {p!r} of {where}" for p in required.parameters if p not in parameters]
-
-
 def check_version(version: str) -> None:
     """Raise UnsupportedVersionError if a release is older than what can work."""
     if version_numbers(version) < OLDEST:
@@ -112,15 +83,4 @@ def check_megatron(required: Sequence[Required] = WRAPPED + CALLED) -> None:
         ) from error
     version = str(megatron.core.__version__)
     check_version(version)
-    check_names(version, [(_owner(entry.owner), entry) for entry in required])
-
-
-def _owner(path: str) -> Any:
-    """A module, or a class in one, by its dotted path; None if it is not there."""
-    import importlib
-
-    try:
-        return importlib.import_module(path)
-    except ModuleNotFoundError:
-        module, _, name = path.rpartition(".")
-        return getattr(_owner(module), name, None) if module else None
+    check_names(version, [(owner_at(entry.owner), entry) for entry in required])

@@ -1,0 +1,40 @@
+"""The snapshot manager as an integration sees it, so that tests can put theirs in its place."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from megatron_ft.capture.stats import CaptureStats
+
+
+class Manager(Protocol):
+    """What a run asks of its manager; see SnapshotManager."""
+
+    @property
+    def stats(self) -> CaptureStats:
+        """What snapshots have cost so far, and how safe they are."""
+
+    @property
+    def offered_iteration(self) -> int:
+        """Of the snapshot that this rank was offered, -1 if none."""
+
+    def offered_objects(self) -> dict[str, Any]:
+        """What the offered snapshot holds beside tensors; {} if none was offered."""
+
+    def decline(self) -> None:
+        """Start without the offered snapshot, as all ranks do."""
+
+    def load(self, into: Any) -> int:
+        """Restore the offered snapshot in place; its iteration."""
+
+    def prepare(self, state: Any) -> None:
+        """Plan the layout and wait for the arena."""
+
+    def save(self, iteration: int, state: Any) -> Any:
+        """Say that an iteration has ended; captures it if the job permits."""
+
+    def register_fence(self, optimizer: Any) -> Any:
+        """Wait for a running capture before each of the optimizer's steps."""
+
+    def close(self) -> None:
+        """End captures and leave."""

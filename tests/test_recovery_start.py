@@ -1,0 +1,36 @@
+"""All ranks start from memory, or none does; property tests of that decision."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ft.recovery.start import Disk, View, decide
+
+iterations = st.integers(-1, 50)
+disks = st.builds(Disk, iterations, st.sampled_from(["", "the checkpoint 'best'"]))
+problems = st.sampled_from(["", "", "the loader has no position"])
+views = st.builds(View, iterations, disks, st.booleans(), st.booleans(), problems)
+same_offer = st.tuples(iterations, st.lists(views, min_size=1, max_size=6)).map(
+    lambda drawn: [view._replace(offered=drawn[0]) for view in drawn[1]]
+)
+
+
+@given(st.lists(views, min_size=1, max_size=6) | same_offer)
+def test_memory_serves_all_ranks_or_none(ranks: list[View]) -> None:
+    decision = decide(ranks)
+    disk, offers = ranks[0].disk, {view.offered for view in ranks}
+    usable = len(offers) == 1 and max(offers) >= 0
+    usable = usable and not any(view.disk_only or view.problem for view in ranks)
+    other_wanted = bool(disk.asked) and any(view.wish_changed for view in ranks)
+    newer_on_disk = not disk.asked and disk.iteration > max(offers)
+    assert decision.from_memory == (usable and not other_wanted and not newer_on_disk)
+    assert decision.reason
+
+
+def test_what_stands_in_the_way_is_said() -> None:
+    view = View(8, Disk(6))
+    assert decide([view, view]).from_memory
+    reason = decide([view, view._replace(problem="no position")]).reason
+    assert reason == "no position"
+    assert "ranks [1]" in decide([view, view._replace(offered=4)]).reason
