@@ -19,11 +19,13 @@ FLAG_PREFIX = "--inmem-"
 class Kind:
     """A type of values: its name for people and how text or a number becomes one.
 
-    ``convert`` raises ValueError for what is not of this kind.
+    ``convert`` raises ValueError for what is not of this kind.  ``json_type`` is what JSON
+    calls it.
     """
 
     name: str
     convert: Callable[[Any], Any]
+    json_type: str
 
 
 def _whole(value: Any) -> int:
@@ -45,10 +47,10 @@ def _folder(value: Any) -> Path:
     return Path(value).expanduser().absolute()
 
 
-WHOLE = Kind("a whole number", _whole)
-NUMBER = Kind("a finite number", _number)
-FOLDER = Kind("a folder", _folder)
-SCHEME = Kind("a redundancy scheme", lambda value: str(Scheme.parse(str(value))))
+WHOLE = Kind("a whole number", _whole, "integer")
+NUMBER = Kind("a finite number", _number, "number")
+FOLDER = Kind("a folder", _folder, "string")
+SCHEME = Kind("a redundancy scheme", lambda value: str(Scheme.parse(str(value))), "string")
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_ft import json_section
 from megatron_ft.config import (
     SETTINGS,
     SWITCH,
@@ -27,31 +29,39 @@ def settle(
 ) -> SnapshotConfig:
     """One configuration from ``megatron-ft run``'s parsed flags and the training command.
 
-    What no flag gives comes from ``MEGATRON_FT_*`` variables, then from the defaults.  Says on
-    stderr when the command has ``--inmem-*`` flags that do nothing.  Raises ConfigError for
-    unknown flags, bad values, and for flags that contradict each other, naming both.
+    The command may have ``--inmem-*`` flags, or name a JSON file with our section.  What none
+    of them gives comes from ``MEGATRON_FT_*`` variables, then from the defaults.  Says on
+    stderr what is given without being switched on.  Raises ConfigError for unknown names, bad
+    values, and for places that contradict each other, naming both.
     """
     ours = Source(
         {setting.name: run_flags.get(setting.name) for setting in SHARED},
         lambda name: f"`megatron-ft run {SETTINGS[name].run_flag}`",
     )
-    theirs = read_command(command)
-    _refuse_contradictions(ours, theirs.source)
-    settings = resolve(ours, theirs.source, environment_source(environment))
-    if theirs.without_effect:
-        print(
-            f"megatron-ft: warning: the training command has {', '.join(theirs.without_effect)} "
-            f"but not {SWITCH}: without it Megatron takes no snapshots and nothing is protected",
-            file=sys.stderr,
-            flush=True,
+    flags, section = read_command(command), json_section.read_command(command)
+    sources = [ours, flags.source]
+    if section is not None and section.enabled:
+        sources.append(section.source)
+    _refuse_contradictions(sources)
+    settings = resolve(*sources, environment_source(environment))
+    if flags.without_effect and not (section is not None and section.enabled):
+        _warn(
+            f"the training command has {', '.join(flags.without_effect)} but not {SWITCH}: "
+            "without it Megatron takes no snapshots and nothing is protected"
         )
+    if section is not None and not section.enabled and section.source.given:
+        label = section.source.label(json_section.ENABLED)
+        _warn(f"{label} is not true: DeepSpeed takes no snapshots and nothing is protected")
     return settings
 
 
-def _refuse_contradictions(ours: Source, theirs: Source) -> None:
-    found = differences(ours, theirs)
+def _warn(text: str) -> None:
+    print(f"megatron-ft: warning: {text}", file=sys.stderr, flush=True)
+
+
+def _refuse_contradictions(sources: Sequence[Source]) -> None:
+    pairs = itertools.combinations(sources, 2)
+    found = [line for left, right in pairs for line in differences(left, right).values()]
     if found:
-        lines = "".join(f"\n  {line}" for line in found.values())
-        raise ConfigError(
-            f"flags before and after `--` contradict each other; give each in one place:{lines}"
-        )
+        lines = "".join(f"\n  {line}" for line in found)
+        raise ConfigError(f"these settings contradict each other; give each in one place:{lines}")

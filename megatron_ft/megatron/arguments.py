@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megatron_ft import job_choice
 from megatron_ft.config import (
     SETTINGS,
     SWITCH,
     SnapshotConfig,
-    Source,
-    differences,
     environment_source,
     nearest,
     refuse,
     resolve,
 )
-from megatron_ft.environment import JOB
 from megatron_ft.errors import ConfigError
 from megatron_ft.flags import add_flags, attribute_of, flag_source, read_command
 
@@ -113,28 +110,9 @@ def conflicts(args: Any) -> list[str]:
 
 
 def contradictions(args: Any, environment: Mapping[str, str] | None = None) -> list[str]:
-    """Settings of the job that differ from what the supervisor uses, one line each.
-
-    The supervisor read the flags in its own command line and told its choice in environment
-    variables; it cannot have seen those in a YAML file or inside a shell script.  Outside
-    ``megatron-ft run`` there is nothing to contradict.
-    """
-    variables = os.environ if environment is None else environment
-    if JOB not in variables:
-        return []
-    flags = flag_source(args)
-    shared = {name: value for name, value in flags.given.items() if SETTINGS[name].job}
-    told = environment_source(variables).values
-    # An empty variable is how the supervisor says that it uses none.
-    choice = {name: told[name] for name in shared if told[name] is not None}
-    return [
-        f"{line}; give it as {SETTINGS[name].flag} or {SETTINGS[name].run_flag} in the command "
-        "line of `megatron-ft run`, which reads no files or scripts"
-        for name, line in differences(
-            Source(shared, flags.label),
-            Source(choice, lambda name: f"the supervisor's {SETTINGS[name].run_flag}"),
-        ).items()
-    ]
+    """Flags that differ from what the supervisor uses; it cannot have seen those in a YAML file
+    or inside a shell script."""
+    return job_choice.contradictions(flag_source(args), "reads no files or scripts", environment)
 
 
 def check(args: Any, command: Sequence[str]) -> None:

@@ -1,0 +1,167 @@
+"""The section ``"inmem_snapshot": {...}`` of a JSON configuration such as DeepSpeed's.
+
+Its keys are ``enabled``, the settings of :mod:`megatron_ft.config` under their own names, and
+``client_state``.  JSON has types, so they are asked for: a number is not a text.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megatron_ft.config import SETTINGS, SWITCH_HELP, Source, nearest, refuse
+from megatron_ft.errors import ConfigError
+from megatron_ft.setting import Setting
+
+SECTION = "inmem_snapshot"
+ENABLED, CLIENT_STATE = "enabled", "client_state"
+CONSTANT = "constant"
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+"""What an entry of ``client_state`` may follow: counters of the engine, if not CONSTANT."""
+
+CLIENT_STATE_HELP = (
+    "Entries of the script's client_state by name, each with the engine's counter that it follows "
+    f"({', '.join(COUNTERS)}) or {CONSTANT}: so they can be told for any step."
+)
+
+_FLAGS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed")
+"""The last one is followed by a file in some programs, and a switch in others."""
+
+_PYTHON_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
+    {"integer": (int,), "number": (int, float), "string": (str,)}
+)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section that was found: whether it switches snapshots on, what it sets, and which
+    entries of the script's client_state count what."""
+
+    enabled: bool
+    source: Source
+    client_state: Mapping[str, str]
+
+
+def read_section(config: Mapping[str, Any], place: str = "the DeepSpeed config") -> Section | None:
+    """The section of a parsed configuration, None if it has none.
+
+    ``place`` names the configuration in messages.  Raises one ConfigError that lists every
+    unknown key with the nearest right one, and every value of a wrong type.
+    """
+    if SECTION not in config:
+        return None
+    section = config[SECTION]
+    if not isinstance(section, Mapping):
+        raise ConfigError(
+            f'{place}: "{SECTION}" is {json.dumps(section)}; give {{"{ENABLED}": true}}'
+        )
+    where = f"{place}: {SECTION}"
+    refuse(_problems(section, where))
+    return Section(
+        section.get(ENABLED, False),
+        Source({n: section.get(n) for n in SETTINGS}, lambda name: f"{where}.{name}"),
+        section.get(CLIENT_STATE, {}),
+    )
+
+
+def read_command(command: Sequence[str]) -> Section | None:
+    """The section in the JSON file that a training command names, None if there is none.
+
+    Looked at are ``--deepspeed_config FILE`` and ``--deepspeed FILE``.  A file that is not
+    there is left to the training program.  ConfigError if one cannot be read as JSON.
+    """
+    for path in _config_paths(command):
+        if path.is_file():
+            return read_section(_parsed(path), str(path))
+    return None
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of the section."""
+    properties: dict[str, Any] = {
+        ENABLED: {"type": "boolean", "default": False, "description": SWITCH_HELP},
+        CLIENT_STATE: {
+            "type": "object",
+            "additionalProperties": {"enum": [*COUNTERS, CONSTANT]},
+            "description": CLIENT_STATE_HELP,
+        },
+    }
+    for setting in SETTINGS.values():
+        default = setting.default
+        properties[setting.name] = {
+            "type": setting.kind.json_type if default is not None else ["string", "null"],
+            "default": default,
+            "description": f"{setting.help} Give {setting.allowed}.",
+        }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": SECTION,
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": False,
+    }
+
+
+def _problems(section: Mapping[str, Any], where: str) -> list[str]:
+    known = [ENABLED, CLIENT_STATE, *SETTINGS]
+    found = [
+        f'{where} has an unknown key "{name}"; {nearest(name, known)}'
+        for name in section
+        if name not in known
+    ]
+    if not isinstance(section.get(ENABLED, False), bool):
+        found.append(f"{where}.{ENABLED} is {json.dumps(section[ENABLED])}; give true or false")
+    found += _client_state_problems(section.get(CLIENT_STATE, {}), f"{where}.{CLIENT_STATE}")
+    for name, setting in SETTINGS.items():
+        value = section.get(name)
+        right = isinstance(value, _PYTHON_TYPES[setting.kind.json_type])
+        if value is not None and (not right or isinstance(value, bool)):
+            found.append(f"{where}.{name} is {_shown(value)}; give {setting.allowed}")
+        elif value is not None:
+            found += _refusal(setting, value, f"{where}.{name}")
+    return found
+
+
+def _client_state_problems(value: Any, where: str) -> list[str]:
+    if not isinstance(value, Mapping):
+        return [f'{where} is {_shown(value)}; give for example {{"step": "{COUNTERS[0]}"}}']
+    return [
+        f"{where}.{name} is {_shown(counter)}; {nearest(str(counter), [*COUNTERS, CONSTANT])}"
+        for name, counter in value.items()
+        if counter not in (*COUNTERS, CONSTANT)
+    ]
+
+
+def _refusal(setting: Setting, value: Any, label: str) -> list[str]:
+    try:
+        setting.parse(value, label)
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
+def _shown(value: Any) -> str:
+    """As it stands in the file; a configuration made in Python may hold other things."""
+    return json.dumps(value, default=repr)
+
+
+def _config_paths(command: Sequence[str]) -> list[Path]:
+    named = []
+    for word, after in itertools.pairwise([*command, ""]):
+        flag, _, value = word.partition("=")
+        if flag in _FLAGS:
+            named.append(Path(value or after))
+    return [path for path in named if path.suffix == ".json"]
+
+
+def _parsed(path: Path) -> Mapping[str, Any]:
+    try:
+        parsed = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    return parsed if isinstance(parsed, Mapping) else {}
