@@ -77,6 +77,20 @@ def test_a_sealed_region_verifies(tensor_bytes: int, meta_bytes: int, algorithm:
     assert record.used_bytes == digest.required_bytes(tensor_bytes, meta_bytes, BLOCK)
 
 
+@given(st.integers(0, 2000), st.integers(1, 600), st.integers(0, 10**6), st.integers(0, 7))
+def test_objects_are_checked_without_reading_tensors(
+    tensor_bytes: int, meta_bytes: int, position: int, bit: int
+) -> None:
+    data, record = sealed(tensor_bytes, bytes(meta_bytes))
+    at = position % record.used_bytes
+    data[at] ^= 1 << bit
+    bad = digest.verify_meta(data, record, BLOCK, 2)
+    first = record.meta_offset // BLOCK * BLOCK
+    assert bool(bad) == (at >= first)
+    if first <= at < record.digest_offset:
+        assert bad == [at // BLOCK]
+
+
 def test_the_region_by_hand() -> None:
     """Offsets, digests and root computed from docs/arena-format.md alone."""
     data, record = sealed(100, b"m" * 70)

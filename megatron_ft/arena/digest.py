@@ -202,14 +202,26 @@ def verify_shard(data: Bytes, record: SealedRecord, block_bytes: int, algorithm:
     Empty means that every byte up to ``used_bytes`` is as sealed.  With a wrong root
     nothing is known of any block, so every block is named, at least block 0.
     """
+    return _bad_blocks(data, record, block_bytes, algorithm, 0)
+
+
+def verify_meta(data: Bytes, record: SealedRecord, block_bytes: int, algorithm: int) -> list[int]:
+    """As verify_shard, of the blocks that hold small objects only; tensors are not read."""
+    first = max(record.meta_offset, 0) // block_bytes
+    return _bad_blocks(data, record, block_bytes, algorithm, first)
+
+
+def _bad_blocks(
+    data: Bytes, record: SealedRecord, block_bytes: int, algorithm: int, first: int
+) -> list[int]:
     table = digest_table(data, record) if _fits(data, record) else None
     covered = min(max(record.digest_offset, 0), data.size)
     entries = table_entries(covered, block_bytes)
     if table is None or table.size != entries or digest_root(table, record) != record.digest_root:
         return list(range(max(entries, 1)))
-    found = np.empty(entries, np.uint64)
-    digest_blocks(data[:covered], block_bytes, algorithm, found)
-    return [int(number) for number in np.flatnonzero(found != table)]
+    found = np.empty(entries - first, np.uint64)
+    digest_blocks(data[first * block_bytes : covered], block_bytes, algorithm, found)
+    return [first + int(number) for number in np.flatnonzero(found != table[first:])]
 
 
 def name_blocks(bad: list[int]) -> str:

@@ -119,12 +119,12 @@ class SnapshotManager:
         return -1 if offer is None else offer.record.iteration
 
     def offered_objects(self) -> dict[str, Any]:
-        """The small objects of the offered snapshot, all digests checked; {} if there is none."""
+        """The small objects of the offered snapshot, their digests checked; {} if there is none."""
         offer = self._hello()
         if offer is None:
             return {}
         with self._telling(), Arena.open(offer.arena_path) as arena:
-            verify(arena, offer.slot, offer.record, self._report_corrupt)
+            verify(arena, offer.slot, offer.record, self._report_corrupt, objects_only=True)
             return read_objects(arena, offer.slot, offer.record)
 
     def decline(self) -> None:

@@ -20,14 +20,23 @@ from megatron_ft.shard import LayoutEntry, ShardLayout, layout_differences
 from megatron_ft.shard_meta import Meta, unpack_meta
 
 
-def verify(arena: Arena, slot: int, record: SealedRecord, report: Callable[[int], None]) -> None:
+def verify(
+    arena: Arena,
+    slot: int,
+    record: SealedRecord,
+    report: Callable[[int], None],
+    *,
+    objects_only: bool = False,
+) -> None:
     """CorruptBlockError, naming blocks, unless every sealed byte is as it was sealed.
 
-    ``report`` is told the number of bad blocks first.
+    ``report`` is told the number of bad blocks first.  With ``objects_only`` tensors are left
+    out: ``read_objects`` needs no more.
     """
     header = arena.header
     block_bytes = header.geometry.block_bytes
-    bad = digest.verify_shard(arena.data(slot), record, block_bytes, header.digest_algorithm)
+    check = digest.verify_meta if objects_only else digest.verify_shard
+    bad = check(arena.data(slot), record, block_bytes, header.digest_algorithm)
     if bad:
         report(len(bad))
         raise CorruptBlockError(
