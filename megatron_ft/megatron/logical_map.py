@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import torch
 
-from megatron_ft.megatron import inner_optimizer
-from megatron_ft.megatron.addresses import AddressBook
+from megatron_ft.capture import inner_optimizer
+from megatron_ft.capture.addresses import AddressBook
 from megatron_ft.megatron.optimizer import MAIN, WEIGHT, Master, is_distributed, optimizer_parts
 from megatron_ft.megatron.save_form import sharded_tensors
 from megatron_ft.shard import LogicalPlace, Piece

@@ -62,25 +62,8 @@ def gather_weights(model: Sequence[Any]) -> None:
         chunk.start_param_sync(force_sync=True)
 
 
-def _modules_with_extra_state(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Module]]:
+def named_modules(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """All modules of this rank, of all chunks."""
     for number, chunk in enumerate(model):
         for name, module in getattr(chunk, "module", chunk).named_modules():
-            if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
-                yield f"chunk{number}.{plain_name(name)}", module
-
-
-def extra_states(model: Sequence[Any]) -> dict[str, Any]:
-    """What modules keep outside parameters and buffers, through torch's own interface for it.
-
-    Transformer Engine's modules keep their fp8 scales and histories so.  A module that
-    has nothing to keep is left out.
-    """
-    states = {name: m.get_extra_state() for name, m in _modules_with_extra_state(model)}
-    return {name: state for name, state in states.items() if state is not None}
-
-
-def load_extra_states(model: Sequence[Any], states: dict[str, Any]) -> None:
-    """Set what :func:`extra_states` gave."""
-    for name, module in _modules_with_extra_state(model):
-        if name in states:
-            module.set_extra_state(states[name])
+            yield f"chunk{number}.{plain_name(name)}", module

@@ -1,7 +1,7 @@
 """Megatron's optimizers as fp32 masters, their moments, and the weights that follow from them.
 
 Covers DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer and chains of
-them; what is inside these is the matter of :mod:`megatron_ft.megatron.inner_optimizer`.
+them; what is inside these is the matter of :mod:`megatron_ft.capture.inner_optimizer`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_ft.megatron import inner_optimizer
+from megatron_ft.capture import inner_optimizer
+from megatron_ft.capture.values import host_copy, same_bits
 
 _MODEL_AND_MASTER_GROUPS = (
     ("model_float16_groups", "shard_fp32_from_float16_groups"),
@@ -34,6 +35,9 @@ _LOW_PRECISION_GROUPS = (
 
 MAIN = ".main"
 """Ends the names of masters, which are captured."""
+
+FUSED = "FusedAdam"
+"""The class of Transformer Engine, and of Apex, whose state Megatron knows how to create."""
 
 WEIGHT = ".weight_copy"
 """Ends the names of low-precision weights that are captured beside their masters."""
@@ -105,40 +109,52 @@ def _master_name(number: int, parameter: str) -> str:
 
 
 def materialise(optimizer: Any) -> None:
-    """Create the state as the first step would, so that a layout can be planned before it."""
+    """Create the state as the first step would, so that a layout can be planned before it.
+
+    Raises ConfigError for an optimizer that keeps something unknown.
+    """
     for part in optimizer_parts(optimizer):
-        inner_optimizer.materialise(part.optimizer, part.init_state_fn, part.config)
+        inner = part.optimizer
+        if type(inner).__name__ == FUSED:
+            # Megatron's own function is right for this class only: it leaves out ``step``,
+            # without which torch's Adam fails.
+            part.init_state_fn(inner, part.config)
+        for group, parameter in inner_optimizer.parameters(inner):
+            inner_optimizer.create_state(inner, group, parameter, {FUSED: _nothing_more})
+
+
+def _nothing_more(inner: Any, group: Any, parameter: Any) -> dict[str, Any]:
+    return {}
 
 
 def group_scalars(optimizer: Any) -> list[list[dict[str, Any]]]:
-    """Everything in the parameter groups but the parameters: rates, decay, FusedAdam's step."""
-    return [
-        [_without_parameters(group) for group in part.optimizer.param_groups]
-        for part in optimizer_parts(optimizer)
-    ]
-
-
-def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: host_copy(value) for name, value in group.items() if name != "params"}
+    """Everything in the parameter groups but the parameters, of each part."""
+    return [inner_optimizer.group_scalars(part.optimizer) for part in optimizer_parts(optimizer)]
 
 
 def load_group_scalars(optimizer: Any, scalars: Sequence[Sequence[dict[str, Any]]]) -> None:
     """Set what :func:`group_scalars` gave; tensors among them are filled in place."""
-    parts = optimizer_parts(optimizer)
-    for part, groups in zip(parts, scalars, strict=True):
-        for group, values in zip(part.optimizer.param_groups, groups, strict=True):
-            inner_optimizer.load_group(group, values)
+    for part, groups in zip(optimizer_parts(optimizer), scalars, strict=True):
+        inner_optimizer.load_group_scalars(part.optimizer, list(groups))
 
 
 def state_numbers(optimizer: Any) -> list[list[dict[str, Any]]]:
-    """What inner optimizers keep beside tensors and groups."""
-    return [inner_optimizer.state_numbers(part.optimizer) for part in optimizer_parts(optimizer)]
+    """What inner optimizers keep beside tensors and groups, by parameter in order."""
+    return [
+        [
+            inner_optimizer.state_numbers(part.optimizer, parameter)
+            for _, parameter in inner_optimizer.parameters(part.optimizer)
+        ]
+        for part in optimizer_parts(optimizer)
+    ]
 
 
 def load_state_numbers(optimizer: Any, numbers: Sequence[list[dict[str, Any]]]) -> None:
     """Set what :func:`state_numbers` gave."""
-    for part, values in zip(optimizer_parts(optimizer), numbers, strict=True):
-        inner_optimizer.load_state_numbers(part.optimizer, values)
+    for part, by_parameter in zip(optimizer_parts(optimizer), numbers, strict=True):
+        found = inner_optimizer.parameters(part.optimizer)
+        for (_, parameter), values in zip(found, by_parameter, strict=True):
+            part.optimizer.state[parameter].update(values)
 
 
 def scaler_states(optimizer: Any) -> list[Any]:
@@ -152,17 +168,6 @@ def load_scaler_states(optimizer: Any, states: Sequence[Any]) -> None:
     for part, state in zip(optimizer_parts(optimizer), states, strict=True):
         if state is not None:
             part.grad_scaler.load_state_dict(state)
-
-
-def host_copy(value: Any) -> Any:
-    """The value with every tensor in it copied to the host, detached from the live one."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: host_copy(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(host_copy(inner) for inner in value)
-    return value
 
 
 def independent_weights(optimizer: Any, names: dict[int, str]) -> dict[str, torch.Tensor]:
@@ -194,14 +199,6 @@ def _low_precision(part: Any) -> Iterator[tuple[Any, Any, Any]]:
         lists = [getattr(part, name, ()) for name in (model, weight, master)]
         for groups in zip(*lists, strict=True):
             yield from (found for found in zip(*groups, strict=True) if found[2] is not None)
-
-
-def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """True if both hold the same bytes; a NaN equals itself, -0.0 is not 0.0."""
-    left, right = (t.detach().contiguous().view(-1) for t in (left, right))
-    if not left.numel():
-        return left.shape == right.shape and left.dtype == right.dtype
-    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
 def derive_weights(optimizer: Any) -> bool:

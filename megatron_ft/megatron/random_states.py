@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_ft.capture.rng import RngState
-from megatron_ft.megatron.optimizer import host_copy
+from megatron_ft.capture.values import host_copy
 
 
 def capture_random_states() -> dict[str, Any]:

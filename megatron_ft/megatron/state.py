@@ -14,30 +14,31 @@ from typing import Any
 
 import torch
 
+from megatron_ft.capture import inner_optimizer
+from megatron_ft.capture.extra_state import extra_states, load_extra_states
+from megatron_ft.capture.values import host_copy
 from megatron_ft.errors import LayoutMismatchError
-from megatron_ft.megatron import counters, data_position, inner_optimizer
+from megatron_ft.megatron import counters, data_position
 from megatron_ft.megatron import optimizer as optimizers
 from megatron_ft.megatron.checkpoint_form import RankTensors
 from megatron_ft.megatron.description import Description
 from megatron_ft.megatron.model import (
-    extra_states,
     frozen_parameters,
     gather_weights,
-    load_extra_states,
     named_buffers,
+    named_modules,
     named_parameters,
 )
 from megatron_ft.megatron.optimizer import MAIN, WEIGHT
 from megatron_ft.megatron.random_states import capture_random_states, restore_random_states
 from megatron_ft.megatron.replicas import replica_group
 from megatron_ft.megatron.start import wish_of
+from megatron_ft.recovery.start import WISH
 from megatron_ft.shard import LogicalPlace
 
 logger = logging.getLogger(__name__)
 
 OBJECTS_VERSION = 2
-WISH = "load_wish"
-"""Key of what the user asked Megatron to load in the life that took the snapshot."""
 
 
 class MegatronState:
@@ -156,11 +157,9 @@ class MegatronState:
             "groups": optimizers.group_scalars(self._optimizer),
             "numbers": optimizers.state_numbers(self._optimizer),
             "scalers": optimizers.scaler_states(self._optimizer),
-            "schedule": optimizers.host_copy(self._scheduler.state_dict()),
-            "modules": optimizers.host_copy(extra_states(self._model)),
-            "rerun_machine": optimizers.host_copy(
-                counters.capture_rerun_machine(self._data_iterator)
-            ),
+            "schedule": host_copy(self._scheduler.state_dict()),
+            "modules": host_copy(extra_states(named_modules(self._model))),
+            "rerun_machine": host_copy(counters.capture_rerun_machine(self._data_iterator)),
             "random": capture_random_states(),
             WISH: tuple(wish_of(self._args)),
             "arguments": self._description.changed_arguments(),
@@ -203,7 +202,7 @@ class MegatronState:
         optimizers.load_state_numbers(self._optimizer, objects["numbers"])
         optimizers.load_scaler_states(self._optimizer, objects["scalers"])
         counters.restore_schedule(self._scheduler, objects["schedule"])
-        load_extra_states(self._model, objects["modules"])
+        load_extra_states(named_modules(self._model), objects["modules"])
         counters.restore_rerun_machine(objects["rerun_machine"])
         self._loaded = objects
         restore_random_states(objects["random"])
