@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import sys
-import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,18 +12,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron_arenas import SLOT, read_record
+from arena_folder import open_arenas
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from megatron_ft.arena.arena import Arena
 from megatron_ft.capture.plan import dtype_from_name
 from megatron_ft.disk import native
-from megatron_ft.disk.source import OpenSnapshot, SnapshotInfo, verified_shard
+from megatron_ft.disk.source import OpenSnapshot
 from megatron_ft.errors import ExportError
+from megatron_ft.export.form import Wanted
 from megatron_ft.megatron import checkpoint_form
-from megatron_ft.megatron.checkpoint_form import Wanted
 from megatron_ft.megatron.export.tensors import CapturedTensors
 from megatron_ft.megatron.export.write import export, form_of
 from megatron_ft.megatron.save_form import sharded_tensors
@@ -33,23 +31,6 @@ from megatron_ft.testing import final_state
 ARENAS, EXPORTED, REFERENCE = "TEST_ARENAS", "TEST_EXPORTED", "TEST_REFERENCE"
 
 Box = tuple[slice, ...]
-
-
-def open_arenas(folder: Path, stack: ExitStack) -> OpenSnapshot:
-    """The snapshot in a folder of arenas, every byte of it verified."""
-    shards = {}
-    for path in sorted(folder.glob("*.arena")):
-        arena = stack.enter_context(Arena.open(path))
-        header, record = arena.header, read_record(folder, path.stem)
-        shards[path.stem] = verified_shard(
-            arena.data(SLOT),
-            record,
-            header.geometry.block_bytes,
-            header.digest_algorithm,
-            str(path),
-        )
-    info = SnapshotInfo(record.snapshot, record.iteration, "protected")
-    return OpenSnapshot(info, uuid.uuid4(), (), shards, lambda: None)
 
 
 def read_checkpoint(folder: Path) -> dict[str, Any]:
@@ -116,6 +97,11 @@ def refuse_export() -> None:
             export(shards, native.checkpoint_folder(target, shards.info.iteration))
         except ExportError as error:
             print(f"refused: {error}; left behind: {list(target.glob('*'))}")
+
+
+def read_all() -> None:
+    """Print how many entries a checkpoint of Megatron's has."""
+    print(f"read {len(read_checkpoint(Path(os.environ[EXPORTED])))} entries")
 
 
 def compare_checkpoints() -> None:

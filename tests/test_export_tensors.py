@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -13,13 +14,16 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from megatron_ft.capture.addresses import AddressBook  # noqa: E402
 from megatron_ft.disk.source import ShardBytes  # noqa: E402
 from megatron_ft.errors import ExportError  # noqa: E402
-from megatron_ft.megatron.addresses import AddressBook  # noqa: E402
-from megatron_ft.megatron.checkpoint_form import (  # noqa: E402
+from megatron_ft.export.form import (  # noqa: E402
     FORM_VERSION,
     CheckpointForm,
     Wanted,
+    dump,
+    load,
+    load_objects,
 )
 from megatron_ft.megatron.export.tensors import CapturedTensors  # noqa: E402
 from megatron_ft.megatron.logical_map import place_of  # noqa: E402
@@ -137,10 +141,35 @@ def test_an_address_book_finds_what_a_view_looks_into() -> None:
 
 
 def test_a_form_that_is_none_is_refused() -> None:
-    form = CheckpointForm(FORM_VERSION, "0.19.2", 3, b"state")
+    form = CheckpointForm(framework="megatron-core", release="0.19.2", rank=3, state=b"state")
     assert CheckpointForm.from_bytes(form.to_bytes()) == form
-    with pytest.raises(ExportError, match="not taken by --inmem-snapshot in Megatron-LM"):
+    with pytest.raises(ExportError, match="not taken by our integration"):
         CheckpointForm.from_bytes(b"")
-    later = CheckpointForm(FORM_VERSION + 1, "0.19.2", 3)
+    later = msgspec.structs.replace(form, version=FORM_VERSION + 1)
     with pytest.raises(ExportError, match=f"in version {FORM_VERSION + 1}, this release reads"):
         CheckpointForm.from_bytes(later.to_bytes())
+
+
+def test_a_form_says_who_can_export_it() -> None:
+    form = CheckpointForm(framework="deepspeed", release="0.19.8", rank=0)
+    assert form.require("dp0", "deepspeed", "0.19.8") is form
+    with pytest.raises(ExportError, match="trained by deepspeed, not megatron-core"):
+        form.require("dp0", "megatron-core", "0.19.2")
+    with pytest.raises(ExportError, match="taken with deepspeed 0.19.8, installed is 0.18.9"):
+        form.require("dp0", "deepspeed", "0.18.9")
+    unsaid = msgspec.structs.replace(form, problem="no reason")
+    with pytest.raises(ExportError, match="could not describe shard dp0 .*no reason"):
+        unsaid.require("dp0", "deepspeed", "0.19.8")
+
+
+def test_a_form_keeps_what_stands_for_tensors_and_the_rest() -> None:
+    tree = {"weight": torch.ones(2), "nested": [1, {"same": "text"}]}
+    state = dump(tree, lambda part: WHOLE if isinstance(part, torch.Tensor) else None)
+    assert load(state) == {"weight": WHOLE, "nested": [1, {"same": "text"}]}
+    assert load(state, lambda wanted: wanted.name)["weight"] == NAME
+
+
+def test_an_object_of_an_unknown_class_is_said_to_be_one() -> None:
+    pickled = b"cno_such_module\nThing\n."
+    with pytest.raises(ExportError, match="no_such_module.*can be imported"):
+        load_objects(pickled)

@@ -16,11 +16,12 @@ if find_spec("megatron") is None or find_spec("megatron.training") is None:
 
 import megatron_export as program  # noqa: E402  # needs torch
 from fork_server import Request  # noqa: E402
+from late_capture import LOAD_FROM, SAVE_AT  # noqa: E402
 from megatron_layouts import DISTRIBUTED, EP2, PP2, TP2, VPP, Layout, words  # noqa: E402
-from megatron_program import LOAD_FROM, SAVE_AT  # noqa: E402
 from megatron_runs import ITERATIONS, SNAPSHOT_AT, SNAPSHOTS, Runs  # noqa: E402
 
-from megatron_ft.launch.virtual import VirtualCluster
+from megatron_ft.disk import native  # noqa: E402
+from megatron_ft.launch.virtual import VirtualCluster  # noqa: E402
 from megatron_ft.testing import demo_model  # noqa: E402
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
@@ -124,8 +125,11 @@ def test_a_model_that_cannot_be_described_is_restored_but_not_exported(runs: Run
 
 @pytest.mark.mpi
 def test_export_of_a_running_job_and_of_what_was_drained(runs: Runs) -> None:
-    """The commands, in processes of their own, while the trainers train."""
+    """By commands in processes of their own and by the job, while the trainers train."""
     command = [*MEGATRON_FT, "run", "--nodes", "2", "--protect", "xor:2", *job_flags(runs)]
+    own = runs.folder / "own"
+    command += ["--drain-dir", str(runs.folder / "disk"), "--drain-interval", "4"]
+    command += ["--drain-export-dir", str(own)]
     training = demo_model.demo_arguments(
         iterations=100_000, data_path=runs.corpus, hidden=32, sequence=16
     )
@@ -138,7 +142,7 @@ def test_export_of_a_running_job_and_of_what_was_drained(runs: Runs) -> None:
         env=os.environ | demo_model.ENVIRONMENT | {"PYTHONWARNINGS": "ignore"},
     )
     try:
-        await_line(job, "committed (protected)")
+        await_line(job, " is exported to ")
         megatron_ft("pause", *job_flags(runs)[:2])
         live = exported(megatron_ft("export", *job_flags(runs), "--to", str(runs.folder / "live")))
         drained = str(runs.folder / "drained")
@@ -152,6 +156,9 @@ def test_export_of_a_running_job_and_of_what_was_drained(runs: Runs) -> None:
         job.communicate(timeout=60)
         VirtualCluster(job_flags(runs)[1], ["node0", "node1"]).destroy()
     call(runs, "compare_checkpoints", {program.EXPORTED: live, program.REFERENCE: later})
+    kept = native.newest_checkpoint(own)
+    assert kept is not None
+    call(runs, "read_all", {program.EXPORTED: str(kept)})
     with pytest.raises(subprocess.CalledProcessError):
         megatron_ft("export", "--from", drained, "--to", str(runs.folder / "later"))
 

@@ -4,9 +4,11 @@
   megatron-ft export --from DRAINED --to DIR --iteration 2000
 
 Reads the memory of a job that runs (snapshots that need the memory being read are skipped
-meanwhile) or has stopped, or a checkpoint that was drained, and writes Megatron-LM's
-distributed checkpoint: unmodified Megatron continues from it with `--load DIR`.  No trainer
-and no GPU is needed, but the release of Megatron that trained is.
+meanwhile) or has stopped, or a checkpoint that was drained, and writes what the framework
+that trained would have saved: Megatron-LM's distributed checkpoint (torch_dist), from which
+unmodified Megatron continues with `--load DIR`, or DeepSpeed's files, which unmodified
+`engine.load_checkpoint(DIR)` and DeepSpeed's converters read.  No trainer and no GPU is
+needed, but the release of the framework that trained is.
 """
 
 from __future__ import annotations
@@ -16,19 +18,16 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_ft.disk import native
 from megatron_ft.disk.checkpoint import open_checkpoint
 from megatron_ft.disk.live import open_live
 from megatron_ft.disk.source import OpenSnapshot, SnapshotSource, open_newest
-from megatron_ft.errors import ConfigError
+from megatron_ft.export.formats import FORMATS
 from megatron_ft.launch.job_state import known_shards
 from megatron_ft.launch.virtual import default_root
 
-FORMATS = ("torch_dist",)
-
 EXIT_CODES: Mapping[int, str] = {
     2: "nothing was written: no such snapshot, not enough recorded with it, or another release of "
-    "Megatron; the message says what"
+    "the framework; the message says what"
 }
 
 
@@ -41,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="where to write")
     parser.add_argument(
-        "--format", choices=FORMATS, default=FORMATS[0], help="of the files (%(default)s)"
+        "--format", choices=FORMATS, help="of the files (that of the framework that trained)"
     )
     parser.add_argument("--iteration", type=int, help="this one instead of the newest")
     parser.add_argument("--arena-dir", type=Path, help="the --arena-dir of the job, if it has one")
@@ -53,22 +52,18 @@ def main(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     with open_newest(_source(arguments), arguments.iteration) as shards:
         iteration, count = shards.info.iteration, len(shards)
-        folder = native.checkpoint_folder(arguments.to.absolute(), iteration)
-        if folder.exists():
-            raise ConfigError(f"{folder} exists already; export to another folder, or remove it")
-        _export(shards, folder)
-    native.point_tracker(folder.parent, iteration)
+        folder, advice = _export(shards, arguments.to.absolute(), arguments.format)
     seconds = time.monotonic() - started
     print(f"iteration {iteration}: {count} shards in {seconds:.1f} s: {folder}")
-    print(f"continue with: --load {folder.parent}")
+    print(f"continue with: {advice}")
     return 0
 
 
-def _export(shards: OpenSnapshot, folder: Path) -> None:
+def _export(shards: OpenSnapshot, directory: Path, name: str | None) -> tuple[Path, str]:
     # Imported late: whatever was wrong with the source is said before torch is there.
-    from megatron_ft.megatron.export.write import export
+    from megatron_ft.export.formats import export
 
-    export(shards, folder)
+    return export(shards, directory, name)
 
 
 def _source(arguments: argparse.Namespace) -> SnapshotSource:

@@ -1,83 +1,21 @@
-"""What a rank would put into Megatron's own checkpoint, with names in the place of tensors.
-
-Recorded once, when training starts, and kept as bytes beside every snapshot.  With it a
-snapshot becomes a checkpoint of Megatron's without a trainer, a model or a GPU.
-"""
+"""The state of a form: Megatron's state dict with names in the place of tensors."""
 
 from __future__ import annotations
 
-import io
-import pickle
-import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 
+from megatron_ft.capture.addresses import AddressBook, Window
 from megatron_ft.capture.plan import dtype_name
 from megatron_ft.errors import ExportError
-from megatron_ft.megatron.addresses import AddressBook, Window
+from megatron_ft.export import form
+from megatron_ft.export.form import Wanted
 from megatron_ft.megatron.logical_map import place_of
 from megatron_ft.megatron.optimizer import MAIN, Master
 from megatron_ft.megatron.save_form import SaveForm, meta_key, sharded_tensors
 from megatron_ft.shard import Piece
-
-FORM_VERSION = 1
-
-
-class Wanted(NamedTuple):
-    """A tensor of a checkpoint, by the captured tensor that it is made from.
-
-    It is the window (shape, stride, offset: elements) of the captured tensor ``name``,
-    converted to ``dtype``.  With a ``place`` (global name and offset of the parameter's first
-    piece) the window is of a whole parameter, of which the tensors of that name and place
-    on all data-parallel ranks are ranges.  An empty name stands for padding, which has no
-    value.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int = 0
-    stride: tuple[int, ...] = ()
-    place: tuple[str, tuple[int, ...]] | None = None
-
-
-class CheckpointForm(msgspec.Struct, frozen=True):
-    """One rank's form.
-
-    ``state`` is the compressed pickle of state dict and content metadata, with a Wanted
-    for each tensor of a ShardedTensor; empty if Megatron gave none, for the reason in
-    ``problem``.  ``megatron`` is the release that made it, ``rank`` the global rank.
-    """
-
-    version: int
-    megatron: str
-    rank: int
-    state: bytes = b""
-    problem: str = ""
-
-    def to_bytes(self) -> bytes:
-        """MessagePack."""
-        return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> CheckpointForm:
-        """The form back; ExportError if the bytes are none, or of another release."""
-        try:
-            form = msgspec.msgpack.decode(data, type=cls)
-        except msgspec.MsgspecError as error:
-            raise ExportError(
-                "the snapshot says nothing of Megatron checkpoints: it was not taken by "
-                "--inmem-snapshot in Megatron-LM"
-            ) from error
-        if form.version != FORM_VERSION:
-            raise ExportError(
-                f"the snapshot describes its checkpoint in version {form.version}, this release "
-                f"reads {FORM_VERSION}: export with the release that took the snapshot"
-            )
-        return form
 
 
 class RankTensors(NamedTuple):
@@ -112,9 +50,9 @@ def describe(
             wanted[id(data)] = Wanted("", dtype_name(data.dtype), tuple(data.shape))
         else:
             wanted[id(data)] = finder.find(leaf.key, data)
-    stream = io.BytesIO()
-    _FormPickler(stream, wanted).dump((_persistent(saved.tree), saved.content_metadata))
-    return zlib.compress(stream.getvalue())
+    # The tree keeps its tensors alive, so no other object has one of these ids.
+    saving = (_persistent(saved.tree), saved.content_metadata)
+    return form.dump(saving, lambda part: wanted.get(id(part)))
 
 
 class _Finder:
@@ -166,31 +104,12 @@ def _geometry(window: Window) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
     return window.shape, window.offset, window.stride
 
 
-class _FormPickler(pickle.Pickler):
-    """Writes a Wanted instead of a tensor that a snapshot holds; small others as they are."""
-
-    def __init__(self, stream: io.BytesIO, wanted: Mapping[int, Wanted]) -> None:
-        super().__init__(stream, protocol=5)
-        self._wanted = wanted
-
-    def persistent_id(self, obj: Any) -> Any:
-        # The tree keeps its tensors alive, so no other object has one of these ids.
-        return tuple(self._wanted[id(obj)]) if id(obj) in self._wanted else None
-
-
-class _FormUnpickler(pickle.Unpickler):
-    """Puts a Wanted where a tensor goes."""
-
-    def persistent_load(self, pid: Any) -> Wanted:
-        return Wanted(*pid)
-
-
 def load(state: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     """The state dict and content metadata of ``describe``; imports Megatron's classes.
 
     Only for bytes whose digest was checked: they are unpickled.
     """
-    tree, metadata = _FormUnpickler(io.BytesIO(zlib.decompress(state))).load()
+    tree, metadata = form.load(state)
     return tree, metadata
 
 

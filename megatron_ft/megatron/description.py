@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
+from megatron_ft.export.form import CheckpointForm
 from megatron_ft.megatron import checkpoint_form, logical_map, save_form
-from megatron_ft.megatron.checkpoint_form import CheckpointForm, RankTensors
+from megatron_ft.megatron.checkpoint_form import RankTensors
 from megatron_ft.shard import LogicalPlace, Piece
 
 logger = logging.getLogger(__name__)
 
+FRAMEWORK = "megatron-core"
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -45,8 +47,13 @@ class Description:
             problem = f"{type(error).__name__}: {error}"
             logger.warning("snapshots of this run cannot be exported: %s", problem)
         rank = torch.distributed.get_rank()
-        version = checkpoint_form.FORM_VERSION
-        self.form = CheckpointForm(version, megatron_version(), rank, state, problem).to_bytes()
+        self.form = CheckpointForm(
+            framework=FRAMEWORK,
+            release=megatron_version(),
+            rank=rank,
+            state=state,
+            problem=problem,
+        ).to_bytes()
 
     def changed_arguments(self) -> dict[str, Any]:
         """Plain values on Megatron's arguments that are not what the form was made with."""

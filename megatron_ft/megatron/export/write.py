@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_ft.disk.durable import Disk
+from megatron_ft.disk import native
 from megatron_ft.disk.source import OpenSnapshot
 from megatron_ft.errors import ExportError
+from megatron_ft.export.form import CheckpointForm, Wanted, load_objects
+from megatron_ft.export.publish import whole_folder
 from megatron_ft.megatron import checkpoint_form, optional_packages
-from megatron_ft.megatron.checkpoint_form import CheckpointForm, Wanted
-from megatron_ft.megatron.description import megatron_version
+from megatron_ft.megatron.description import FRAMEWORK, megatron_version
 from megatron_ft.megatron.export.objects import fill, fill_random_states, random_state_count
 from megatron_ft.megatron.export.tensors import CapturedTensors
 
@@ -37,24 +36,30 @@ class _Rank(NamedTuple):
     objects: dict[str, Any]
 
 
+def folder_of(directory: Path, iteration: int) -> Path:
+    """Where Megatron looks for the checkpoint of an iteration."""
+    return native.checkpoint_folder(directory, iteration)
+
+
+def announce(directory: Path, iteration: int) -> None:
+    """Have Megatron load this iteration, unless ``directory`` holds a newer one."""
+    native.point_tracker(directory, iteration)
+
+
+def advice(directory: Path) -> str:
+    """How to go on from what was exported."""
+    return f"--load {directory}"
+
+
 def export(shards: OpenSnapshot, folder: Path) -> None:
     """Write ``folder``, one checkpoint of Megatron's, from a snapshot.
 
     It appears whole or not at all.  ExportError if the snapshot does not say enough to make
     one.
     """
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     tree, metadata = combined(shards)
-    partial.mkdir(parents=True)
-    try:
+    with whole_folder(folder, shards.check) as partial:
         _save(tree, metadata, partial)
-        shards.check()
-        disk = Disk()
-        disk.rename(partial, folder)
-        disk.sync_folder(folder.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def combined(shards: OpenSnapshot) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -90,25 +95,13 @@ def _prepare_megatron() -> None:
 
 def form_of(shard_id: str, form: bytes) -> CheckpointForm:
     """A shard's form; ExportError if it has none that the installed Megatron can use."""
-    found = CheckpointForm.from_bytes(form)
-    if found.problem:
-        raise ExportError(
-            f"Megatron could not describe shard {shard_id} when training started "
-            f"({found.problem}), so it cannot be exported"
-        )
-    installed = megatron_version()
-    if found.megatron != installed:
-        raise ExportError(
-            f"the snapshot was taken with Megatron {found.megatron}, installed is {installed}: "
-            "export with the release that trained"
-        )
-    return found
+    return CheckpointForm.from_bytes(form).require(shard_id, FRAMEWORK, megatron_version())
 
 
 def _rank(shard_id: str, form: CheckpointForm, objects: bytes, tensors: CapturedTensors) -> _Rank:
     # Both pickles lie in the sealed region, whose digests were checked when it was opened.
     tree, metadata = checkpoint_form.load(form.state)
-    values = pickle.loads(objects)
+    values = load_objects(objects)
     fill(tree, values, tensors.first(shard_id, ".step"))
     return _Rank(shard_id, tree, metadata, values)
 

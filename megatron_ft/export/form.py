@@ -1,0 +1,154 @@
+"""What a rank would put into its framework's own checkpoint, with names in the place of tensors.
+
+Recorded once, when training starts, and kept as bytes beside every snapshot.  With it a
+snapshot becomes a checkpoint of the framework's without a trainer, a model or a GPU.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import msgspec
+
+from megatron_ft.errors import ExportError
+
+FORM_VERSION = 2
+
+
+class CheckpointForm(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's form.
+
+    ``framework`` is the distribution that trained (``megatron-core``, ``deepspeed``),
+    ``release`` its version, ``rank`` the global rank.  ``state`` is of the integration's
+    own making, of what :func:`dump` gives; empty if there is none, for the reason in ``problem``.
+    """
+
+    framework: str
+    release: str
+    rank: int
+    state: bytes = b""
+    problem: str = ""
+    version: int = FORM_VERSION
+
+    def to_bytes(self) -> bytes:
+        """MessagePack."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> CheckpointForm:
+        """The form back; ExportError if the bytes are none, or of another release."""
+        try:
+            form = msgspec.msgpack.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            raise ExportError(
+                "the snapshot says nothing of checkpoints: it was not taken by our integration of "
+                "Megatron-LM or DeepSpeed"
+            ) from error
+        if form.version != FORM_VERSION:
+            raise ExportError(
+                f"the snapshot describes its checkpoint in version {form.version}, this release "
+                f"reads {FORM_VERSION}: export with the release that took the snapshot"
+            )
+        return form
+
+    def require(self, shard_id: str, framework: str, installed: str) -> CheckpointForm:
+        """This form; ExportError if the ``installed`` release of ``framework`` cannot use it."""
+        if self.framework != framework:
+            raise ExportError(f"shard {shard_id} was trained by {self.framework}, not {framework}")
+        if self.problem:
+            raise ExportError(
+                f"{framework} could not describe shard {shard_id} when training started "
+                f"({self.problem}), so it cannot be exported"
+            )
+        if self.release != installed:
+            raise ExportError(
+                f"the snapshot was taken with {framework} {self.release}, installed is "
+                f"{installed}: export with the release that trained"
+            )
+        return self
+
+
+class Wanted(NamedTuple):
+    """A tensor of a checkpoint, by the captured tensor that it is made from.
+
+    It is the window (shape, stride, offset: elements) of the captured tensor ``name``,
+    converted to ``dtype``.  With a ``place`` (what tells one parameter from all others: its
+    global name, and the offset of its first piece) the window is of a whole parameter, of
+    which the tensors of that name and place on all ranks are ranges.  An empty name stands
+    for a tensor without a value: padding, or a placeholder without elements.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int = 0
+    stride: tuple[int, ...] = ()
+    place: tuple[str, tuple[int, ...]] | None = None
+    requires_grad: bool = False
+
+
+def dump(value: Any, describe: Callable[[Any], Wanted | None]) -> bytes:
+    """Compressed pickle of ``value`` with what ``describe`` gives in the place of its parts.
+
+    ``describe`` gets every object in it and returns None for those that are pickled.  What
+    it raises comes through.
+    """
+    stream = io.BytesIO()
+    _FormPickler(stream, describe).dump(value)
+    return zlib.compress(stream.getvalue())
+
+
+def load(state: bytes, make: Callable[[Wanted], Any] = lambda wanted: wanted) -> Any:
+    """What :func:`dump` was given, with ``make(wanted)`` in the place of parts.
+
+    Imports the classes of what it holds; ExportError if they are not there.  Only for bytes
+    whose digest was checked: they are unpickled.
+    """
+    with _importing():
+        return _FormUnpickler(io.BytesIO(zlib.decompress(state)), make).load()
+
+
+def load_objects(data: bytes) -> dict[str, Any]:
+    """A shard's small objects, under the same conditions as :func:`load`."""
+    with _importing():
+        objects: dict[str, Any] = pickle.loads(data)
+        return objects
+
+
+@contextmanager
+def _importing() -> Iterator[None]:
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        raise ExportError(
+            f"the snapshot holds an object of a class that is not known here: {error}; export "
+            "where the modules of the training script can be imported (PYTHONPATH)"
+        ) from error
+
+
+class _FormPickler(pickle.Pickler):
+    """Writes what stands for a part instead of the part."""
+
+    def __init__(self, stream: io.BytesIO, describe: Callable[[Any], Wanted | None]) -> None:
+        super().__init__(stream, protocol=5)
+        self._describe = describe
+
+    def persistent_id(self, obj: Any) -> Any:
+        wanted = self._describe(obj)
+        return None if wanted is None else tuple(wanted)
+
+
+class _FormUnpickler(pickle.Unpickler):
+    """Puts back what stands for a part."""
+
+    def __init__(self, stream: io.BytesIO, make: Callable[[Wanted], Any]) -> None:
+        super().__init__(stream)
+        self._make = make
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._make(Wanted(*pid))

@@ -1,0 +1,65 @@
+"""Captured tensors of several shards, read from the bytes of one snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from megatron_ft.capture.binding import region_tensor
+from megatron_ft.capture.plan import dtype_from_name
+from megatron_ft.disk.source import ShardBytes
+from megatron_ft.shard import LayoutEntry
+
+
+class StoredTensors:
+    """The tensors of all shards of one snapshot; views last as long as it is open."""
+
+    def __init__(self, shards: Mapping[str, ShardBytes]) -> None:
+        self._shards = shards
+        self.entries: Mapping[str, Mapping[str, LayoutEntry]] = {
+            shard_id: shard.layout.by_name() for shard_id, shard in shards.items()
+        }
+
+    def flat(self, shard_id: str, entry: LayoutEntry) -> torch.Tensor:
+        """The stored elements of an entry, flat; a view of read-only memory."""
+        raw = region_tensor(self._shards[shard_id].bytes_of(entry))
+        return raw.view(dtype_from_name(entry.dtype))
+
+
+class Range(NamedTuple):
+    """Elements ``start`` to ``stop`` of something flat; ``read`` gives them."""
+
+    start: int
+    stop: int
+    shard_id: str
+    read: Callable[[], torch.Tensor]
+
+
+def joined(ranges: Iterable[Range], elements: int) -> torch.Tensor | None:
+    """The whole of ``elements`` that ranges give together, or None if they leave a gap.
+
+    A view of what is stored where one range is enough.
+    """
+    chosen = cover(ranges, elements)
+    if not chosen:
+        return None
+    parts = [held.read()[skip:] for held, skip in chosen]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def cover(ranges: Iterable[Range], elements: int) -> list[tuple[Range, int]]:
+    """Ranges that follow each other without a gap, each with what is to be skipped of it.
+
+    Empty if they leave a gap: at the start, between, or before the end at ``elements``.
+    """
+    chosen: list[tuple[Range, int]] = []
+    position = 0
+    for held in sorted(ranges, key=lambda r: (r.start, -r.stop, r.shard_id)):
+        if held.start > position:
+            return []
+        if held.stop > position:
+            chosen.append((held, position - held.start))
+            position = held.stop
+    return chosen if position == elements else []
