@@ -166,7 +166,8 @@ def test_wheel_contains_every_module_and_nothing_else(our_wheel: Path) -> None:
     modules = {str(f.relative_to(REPOSITORY)) for d in folders for f in d.rglob("*.py")}
     missing = modules - packed
     assert not missing, f"not packed, perhaps for want of an __init__.py: {sorted(missing)}"
-    assert packed - modules == {"megatron_ft/py.typed"}
+    typed = {"megatron_ft/py.typed", "deepspeed_ext/py.typed"}
+    assert packed - modules == {*typed, "deepspeed_ext/inmem_snapshot.schema.json"}
     assert any(n.endswith(".dist-info/licenses/LICENSE") for n in names)
 
 

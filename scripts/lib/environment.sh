@@ -10,8 +10,12 @@ VENV="$REPO/.venv"
 LOG="$VENV/install.log"
 MINIMUM_FREE_GIB=3
 
-# Releases of megatron-core that the tests also run, each in a folder .venv/megatron-core/<release>.
+# Releases that the tests also run, each in a folder .venv/<package>/<release>.
 OLDER_MEGATRON_RELEASES=(0.17.1 0.18.2)
+OLDER_DEEPSPEED_RELEASES=(0.18.9)
+
+# DeepSpeed's operators are compiled when one is first used, if ever.
+export DS_BUILD_OPS=0
 
 # A constraint, a target or a path from the user's shell would change what is installed or imported.
 unset PIP_CONSTRAINT PIP_TARGET PIP_PREFIX PYTHONPATH PYTHONHOME
@@ -138,23 +142,37 @@ install_megatron() {
     pip_install --no-deps "${flags[@]}" megatron-core
 }
 
-# install_release RELEASE: beside the environment's own, and complete or not there at all.
-install_release() {
-    local flags folder="$VENV/megatron-core/$1"
-    mapfile -t flags < <(megatron_from_source)
+# DeepSpeed comes as source, whose build asks the torch of the environment what it can do.
+install_deepspeed() {
+    pip_install --no-build-isolation deepspeed
+}
+
+# install_beside PACKAGE RELEASE PIP-FLAGS...: complete or not there at all.
+install_beside() {
+    local folder="$VENV/$1/$2"
     [ ! -d "$folder" ] || return 0
     rm -rf "$folder.part"
-    "$VENV/bin/python" -m pip install --target "$folder.part" --no-deps "${flags[@]}" \
-        "megatron-core==$1"
+    "$VENV/bin/python" -m pip install --target "$folder.part" --no-deps "${@:3}" "$1==$2"
     mv "$folder.part" "$folder"
 }
 
+install_megatron_release() {
+    local flags
+    mapfile -t flags < <(megatron_from_source)
+    install_beside megatron-core "$1" "${flags[@]}"
+}
+
+install_deepspeed_release() {
+    install_beside deepspeed "$1" --no-build-isolation
+}
+
 # check_result: what was installed is there.  megatron.training is looked for, not imported: on a
-# machine without a GPU it cannot be before our CPU adapter has run.
+# machine without a GPU it cannot be before our CPU adapter has run.  Importing deepspeed takes long.
 check_result() {
     "$VENV/bin/python" -c '
 import importlib.util, megatron_ft, mpi4py, msgspec, numpy, torch, zmq
-assert importlib.util.find_spec("megatron.training"), "megatron-core lacks megatron.training"'
+assert importlib.util.find_spec("megatron.training"), "megatron-core lacks megatron.training"
+assert importlib.util.find_spec("deepspeed"), "deepspeed is missing"'
 }
 
 # environment_prepare LEVEL: make or complete .venv; nothing to do takes well under a second.
@@ -177,11 +195,14 @@ environment_prepare() {
 # environment_install PYTHON LEVEL EXTRAS: the steps, in the one order in which each finds what it
 # needs.
 environment_install() {
-    local made_for release releases=()
+    local made_for release megatron=() deepspeed=()
     made_for="$("$1" --version) $REPO"
-    [ "$2" = runtime ] || releases=("${OLDER_MEGATRON_RELEASES[@]}")
+    if [ "$2" != runtime ]; then
+        megatron=("${OLDER_MEGATRON_RELEASES[@]}")
+        deepspeed=("${OLDER_DEEPSPEED_RELEASES[@]}")
+    fi
     STEP=0
-    STEPS=$((6 + ${#releases[@]}))
+    STEPS=$((7 + ${#megatron[@]} + ${#deepspeed[@]}))
     # Scripts in an environment hold its path, so one that was moved or copied is made again.
     if [ "$(cat "$VENV/.made-for" 2>/dev/null)" != "$made_for" ]; then
         rm -rf "$VENV"
@@ -196,8 +217,12 @@ environment_install() {
     step "installing build tools and numpy" pip_install \
         numpy pybind11 packaging 'setuptools>=80' wheel pyyaml typing_extensions
     step "installing megatron-core" install_megatron
-    for release in "${releases[@]}"; do
-        step "installing megatron-core $release beside it" install_release "$release"
+    for release in "${megatron[@]}"; do
+        step "installing megatron-core $release beside it" install_megatron_release "$release"
+    done
+    step "installing deepspeed" install_deepspeed
+    for release in "${deepspeed[@]}"; do
+        step "installing deepspeed $release beside it" install_deepspeed_release "$release"
     done
     step "installing megatron-ft with $3" pip_install --no-build-isolation -e "$REPO[$3]"
     step "checking the result" check_result
