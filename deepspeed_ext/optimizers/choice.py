@@ -1,0 +1,38 @@
+"""Which family an engine's optimizer is of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from deepspeed_ext.optimizers.bf16 import Bf16View
+from deepspeed_ext.optimizers.unsharded import FusedView, PlainView, UnfusedView
+from deepspeed_ext.optimizers.view import OptimizerView
+from deepspeed_ext.optimizers.zero3 import Zero3View
+from deepspeed_ext.optimizers.zero12 import Zero12View
+from megatron_ft.errors import ConfigError
+
+FAMILIES: Mapping[str, Callable[[Any], OptimizerView]] = {
+    "DeepSpeedZeroOptimizer": Zero12View,
+    "DeepSpeedZeroOptimizer_Stage3": Zero3View,
+    "BF16_Optimizer": Bf16View,
+    "FP16_Optimizer": FusedView,
+    "FP16_UnfusedOptimizer": UnfusedView,
+}
+"""By the name of the wrapper's class: subclasses keep more than their parents."""
+
+
+def view_of(engine: Any) -> OptimizerView:
+    """The view of ``engine.optimizer``; ConfigError names an optimizer that is not known."""
+    wrapper = engine.optimizer
+    family = FAMILIES.get(type(wrapper).__name__)
+    if family is not None:
+        return family(engine)
+    if isinstance(wrapper, torch.optim.Optimizer):
+        return PlainView(engine)
+    raise ConfigError(
+        f"{type(wrapper).__name__} as engine.optimizer is not known to snapshots, which know "
+        f"{', '.join(FAMILIES)} and torch's optimizers; train without inmem_snapshot"
+    )

@@ -1,0 +1,162 @@
+"""Without ZeRO: every data-parallel rank has all masters and moments, equal to the others'.
+
+They are declared replicated, so each rank captures a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import distributed
+
+from deepspeed_ext.optimizers.groups import group_names
+from deepspeed_ext.optimizers.scalars import load_wrapper_scalars, wrapper_scalars
+from deepspeed_ext.optimizers.view import Master, Weight, round_masters
+
+
+class PlainView:
+    """Implements OptimizerView for torch's optimizer itself: weights are their own masters."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._inner = engine.optimizer
+        self._names = {id(p): name for name, p in engine.module.named_parameters()}
+
+    def inner(self) -> Sequence[Any]:
+        """The optimizer."""
+        return [self._inner]
+
+    def masters(self) -> Sequence[Master]:
+        """One a trained parameter."""
+        return [
+            self._master(group, parameter, parameter)
+            for group in self._inner.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
+
+    def _master(
+        self, group: dict[str, Any], parameter: torch.Tensor, master: torch.Tensor
+    ) -> Master:
+        name = f"optimizer/{self._names[id(parameter)]}"
+        replicas = replica_group(self._engine, parameter)
+        return Master(name, master.detach(), self._inner, group, master, replicas)
+
+    def weights(self) -> Sequence[Weight]:
+        """None."""
+        return []
+
+    def owned(self) -> Iterable[torch.Tensor]:
+        """The trained parameters."""
+        return [master.parameter for master in self.masters()]
+
+    def publish(self, kept: Mapping[str, torch.Tensor]) -> None:
+        """Nothing follows from masters."""
+
+    def scalars(self) -> dict[str, Any]:
+        """None: loss is not scaled."""
+        return {}
+
+    def load_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """Nothing to set."""
+
+
+class _WrapperView(PlainView):
+    """For low-precision weights: ``wrapper`` keeps fp32 masters, and rounds each on its rank."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self._wrapper = engine.optimizer
+        self._inner = self._wrapper.optimizer
+
+    def owned(self) -> Iterable[torch.Tensor]:
+        """The parameters that have masters."""
+        return [parameter for group in self._wrapper.fp16_groups for parameter in group]
+
+    def publish(self, kept: Mapping[str, torch.Tensor]) -> None:
+        """Round every master here; no rank needs another."""
+        round_masters(self.weights(), kept)
+
+    def scalars(self) -> dict[str, Any]:
+        """Loss scale, overflow and clipping."""
+        return wrapper_scalars(self._wrapper, _scaler(self._wrapper))
+
+    def load_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """Set what ``scalars`` gave."""
+        load_wrapper_scalars(self._wrapper, _scaler(self._wrapper), scalars)
+
+
+class UnfusedView(_WrapperView):
+    """``FP16_UnfusedOptimizer``, of bf16 too: a master for each parameter."""
+
+    def masters(self) -> Sequence[Master]:
+        """One a trained parameter."""
+        return [
+            self._master(group, parameter, master) for group, parameter, master in self._pairs()
+        ]
+
+    def weights(self) -> Sequence[Weight]:
+        """One a trained parameter."""
+        return [
+            Weight(
+                f"weight/{self._names[id(parameter)]}",
+                parameter.detach(),
+                master.detach(),
+                replica_group(self._engine, parameter),
+            )
+            for _, parameter, master in self._pairs()
+        ]
+
+    def _pairs(self) -> Iterator[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
+        groups, wrapper = self._inner.param_groups, self._wrapper
+        found = zip(groups, wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
+        for group, parameters, masters in found:
+            for parameter, master in zip(parameters, masters, strict=True):
+                yield group, parameter, master
+
+
+class FusedView(_WrapperView):
+    """``FP16_Optimizer``, of bf16 too: one flat master for each parameter group."""
+
+    def masters(self) -> Sequence[Master]:
+        """One a parameter group."""
+        groups, flats = self._inner.param_groups, self._wrapper.fp32_groups_flat
+        return [
+            Master(f"optimizer/{name}", flat.detach(), self._inner, group, flat, replicas)
+            for name, flat, group, replicas in zip(
+                group_names(groups), flats, groups, self._replicas(), strict=True
+            )
+        ]
+
+    def weights(self) -> Sequence[Weight]:
+        """One a parameter group."""
+        names, wrapper = group_names(self._inner.param_groups), self._wrapper
+        pairs = zip(wrapper.fp16_groups_flat, wrapper.fp32_groups_flat, strict=True)
+        return [
+            Weight(f"weight/{name}", flat.detach(), master.detach(), replicas)
+            for name, (flat, master), replicas in zip(names, pairs, self._replicas(), strict=True)
+        ]
+
+    def _replicas(self) -> list[Any]:
+        return [replica_group(self._engine, group[0]) for group in self._wrapper.fp16_groups]
+
+
+def _scaler(wrapper: Any) -> Any:
+    return getattr(wrapper, "loss_scale_config", None)
+
+
+def replica_group(engine: Any, parameter: torch.Tensor) -> Any:
+    """The ranks that hold the same of a parameter's state; None if no other does.
+
+    Those of the data-parallel group, for an expert of its own.
+    """
+    from deepspeed.moe.utils import is_moe_param
+    from deepspeed.utils import groups
+
+    group = engine.seq_data_parallel_group
+    if is_moe_param(parameter):
+        name: Any = parameter
+        group = groups._get_expert_data_parallel_group(name.group_name)
+    return group if distributed.get_world_size(group) > 1 else None
