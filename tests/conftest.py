@@ -26,7 +26,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-layouts",
         action="store_true",
-        help="Every cell of Megatron's matrix of layouts, not only those that pair all values.",
+        help="Every cell of Megatron's matrix of layouts, not only those that pair all values; "
+        "every cell after a crash too, not only after the loss of nodes.",
     )
 
 
@@ -155,4 +156,23 @@ def runs(megatron_server: Any, megatron_corpus: Path, tmp_path: Path) -> Any:
     """Runs of Megatron in this test's folder; see megatron_runs.Runs."""
     from megatron_runs import Runs
 
-    return Runs(megatron_server, megatron_corpus, tmp_path)
+    return Runs(megatron_server, tmp_path, megatron_corpus)
+
+
+@pytest.fixture(scope="module")
+def deepspeed_server() -> Iterator[Any]:
+    """The process that DeepSpeed's ranks are forked from; tests that use it need DeepSpeed."""
+    from deepspeed_program import ENVIRONMENT
+    from fork_server import ForkServer
+
+    server = ForkServer("deepspeed_program", ENVIRONMENT)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def deepspeed_runs(deepspeed_server: Any, tmp_path: Path) -> Any:
+    """Runs of DeepSpeed in this test's folder; see deepspeed_runs.Runs."""
+    from deepspeed_runs import Runs
+
+    return Runs(deepspeed_server, tmp_path)

@@ -1,6 +1,6 @@
 """Processes that start in milliseconds: forked from one that has imported everything.
 
-Importing torch and Megatron takes five seconds of processor time in every process; a test
+Importing torch and a framework takes five seconds of processor time in every process; a test
 of four ranks would spend most of its time there.  The server imports once, starts no
 thread, and forks the ranks of each run.
 """
@@ -109,7 +109,9 @@ def _serve(preload: str) -> None:
     # Children write to what they collect: objects that nobody collects stay shared.
     gc.collect()
     gc.freeze()
-    assert threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1
+    alone = threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1
+    # Importing torch starts OpenMP's threads unless the environment says that there is one.
+    assert alone, f"{preload} left a thread, which forked ranks would lack: OMP_NUM_THREADS=1?"
     for line in sys.stdin:
         outcome = _run(Request(**json.loads(line)))
         del outcome["logs"]

@@ -1,149 +1,33 @@
-"""What a rank of a test runs: the demo's training program, with an SMP that the test plays.
-
-The snapshot manager is the real one and so are the arenas.  Two things are worse than in a
-real job, on purpose: lazily copied tensors are copied at the last moment that the contract
-allows, in the fence, and everything is poisoned before it is loaded, so that a tensor that
-is not captured, or captured too late, shows up in the comparison.
-"""
+"""What a rank of a test runs: the demo's training program, with an SMP that the test plays."""
 
 from __future__ import annotations
 
 import importlib
 import os
-import pickle
-import random
-from collections.abc import Sequence
-from pathlib import Path
-from threading import Event
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
-from megatron_arenas import SLOT, arena_path, header_of, plan, read_record, record_path
-from test_capture_support import WAIT, FakeSmp, Offer
+from late_capture import ArenaManager
 from torch.utils.data import DataLoader
 
-from megatron_ft.arena.arena import Arena
-from megatron_ft.capture.copier import CopyItem, ShouldStop
-from megatron_ft.capture.cpu import CpuCopier
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.erasure.stripes import RankPlace
 from megatron_ft.testing import cpu_device
-
-SAVE_AT, SAVE_TO, LOAD_FROM = "TEST_SAVE_AT", "TEST_SAVE_TO", "TEST_LOAD_FROM"
-SCHEME, RANKS_PER_NODE = "TEST_SCHEME", "TEST_RANKS_PER_NODE"
-NO_OFFER = "TEST_NO_OFFER"
-"""The rank that is offered nothing, if one is to be."""
 
 PLUGINS = "TEST_PLUGINS"
 """Functions to call before training, "module:function", separated by blanks."""
 
 
-class ArenaClient(FakeSmp):
-    """Plans stripes with the other ranks and makes this rank's arena in a common folder."""
-
-    def __init__(self, place: dict[str, Any]) -> None:
-        folder = Path(os.environ[SAVE_TO])
-        folder.mkdir(parents=True, exist_ok=True)
-        super().__init__(folder, place["shard_id"])
-        self._place = place
-        if LOAD_FROM in os.environ and os.environ.get(NO_OFFER) != str(place["rank"]):
-            source = Path(os.environ[LOAD_FROM])
-            record = read_record(source, self.shard_id)
-            self.offer = Offer(arena_path(source, self.shard_id), SLOT, record)
-
-    def prepare(
-        self, layout_hash: bytes, required_bytes: int, interval: int, timeout: float = 0.0
-    ) -> Path:
-        """Agree with all ranks on the stripes, then make the arena."""
-        every: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(every, self._rank_place(required_bytes))
-        stripes = plan(every, os.environ.get(SCHEME, "none"))
-        if torch.distributed.get_rank() == 0:
-            (self.directory / "stripes").write_bytes(pickle.dumps(stripes))
-        self.arena = Arena.create(self.path, header_of(self.shard_id, stripes))
-        return self.path
-
-    def _rank_place(self, required_bytes: int) -> RankPlace:
-        rank, per_node = self._place["rank"], int(os.environ.get(RANKS_PER_NODE, "1"))
-        node = f"node{rank // per_node}"
-        place = (rank, self.shard_id, node, node, rank % per_node, self._place["coordinates"])
-        return RankPlace(*place, required_bytes)
-
-    def close(self) -> None:
-        """Keep what was sealed, for the next life."""
-        assert not self.abandoned_ids and not self.missed_ids and not self.unfit_errors
-        for record in self.sealed_records.values():
-            record_path(self.directory, self.shard_id).write_bytes(pickle.dumps(record))
+def _weights(state: Any) -> Iterator[torch.Tensor]:
+    for chunk in state._model:
+        yield from chunk.parameters()
 
 
-class LateCopier(CpuCopier):
-    """Copies nothing before training has come to a fence, or ends."""
-
-    def __init__(self) -> None:
-        super().__init__(1 << 20)
-        self.fence_reached = Event()
-
-    def copy(self, items: Sequence[CopyItem], mark: None, should_stop: ShouldStop) -> bool:
-        assert self.fence_reached.wait(WAIT), "training never came to a fence"
-        return super().copy(items, mark, should_stop)
-
-
-def poison(state: Any) -> None:
-    """Overwrite all that a restore has to bring back."""
-    torch.manual_seed(99)
-    np.random.seed(99)
-    random.seed(99)
-    with torch.no_grad():
-        for tensor in {**state.tensors(), **state.boundary_tensors()}.values():
-            tensor.fill_(float("nan") if tensor.is_floating_point() else True)
-        for chunk in state._model:
-            for parameter in chunk.parameters():
-                parameter.fill_(float("nan"))
-
-
-def make_manager(config: SnapshotConfig) -> Any:
-    """The real manager with the client and the copier above."""
-    from megatron_ft.capture.manager import SnapshotManager
+def make_manager(config: SnapshotConfig) -> ArenaManager:
+    """The manager of this rank."""
     from megatron_ft.megatron.manager import place_of_rank
 
-    place, copier = place_of_rank(), LateCopier()
-    client = ArenaClient(place)
-
-    class ArenaManager(SnapshotManager):
-        def load(self, into: Any) -> int:
-            poison(into)
-            return super().load(into)
-
-        def decline(self) -> None:
-            super().decline()
-            client.sequence = 1  # the first permit of a life would be for what was declined
-
-        def prepare(self, state: Any) -> None:
-            super().prepare(state)
-            if SAVE_AT in os.environ:
-                client.grant(int(os.environ[SAVE_AT]))
-            else:
-                copier.fence_reached.set()
-
-        def register_fence(self, optimizer: Any) -> Any:
-            optimizer.register_step_pre_hook(lambda *_: self._let_copy())
-            return super().register_fence(optimizer)
-
-        def _let_copy(self) -> None:
-            if self._run is not None:
-                copier.fence_reached.set()
-
-        def _hold_without_fence(self, run: Any) -> None:
-            # Every step before the snapshot was skipped, so no fence has been seen.
-            copier.fence_reached.set()
-            super()._hold_without_fence(run)
-
-        def close(self) -> None:
-            copier.fence_reached.set()
-            super().close()
-
-    return ArenaManager(config, client=client, copier=copier, **place)
+    return ArenaManager(config, place_of_rank(), _weights)
 
 
 def preload() -> None:

@@ -15,6 +15,7 @@ if find_spec("megatron") is None or find_spec("megatron.training") is None:
     # Looked up, not imported: the test process itself has no stand-in for a device.
     pytest.skip("needs megatron-core with megatron.training", allow_module_level=True)
 
+from late_capture import SAVE_AT  # noqa: E402
 from megatron_layouts import (  # noqa: E402
     AXES,
     BESIDE,
@@ -24,7 +25,6 @@ from megatron_layouts import (  # noqa: E402
     matrix,
     pairwise,
 )
-from megatron_program import SAVE_AT  # noqa: E402
 from megatron_programs import MORE_PROGRAMS, PROGRAMS  # noqa: E402
 from megatron_runs import (  # noqa: E402
     SNAPSHOT_AT,

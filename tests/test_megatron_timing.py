@@ -15,8 +15,8 @@ if find_spec("megatron") is None or find_spec("megatron.training") is None:
 
 from dataclasses import replace  # noqa: E402
 
+from late_capture import LOAD_FROM, SAVE_AT  # noqa: E402
 from megatron_layouts import DISTRIBUTED, Layout, words  # noqa: E402
-from megatron_program import LOAD_FROM, SAVE_AT  # noqa: E402
 from megatron_runs import SNAPSHOT_AT, SNAPSHOTS, Runs  # noqa: E402
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]

@@ -1,7 +1,7 @@
 """The arenas of a whole job in one folder: protected, lost and rebuilt with the real code.
 
 Stripes are planned from the shards' places as the coordinator would, one virtual node per
-``ranks_per_node`` ranks; encoders are threads.  Imports neither torch nor Megatron.
+``ranks_per_node`` ranks; encoders are threads.  Imports neither torch nor a framework.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import pickle
 import shutil
 import uuid
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from erasure_samples import ThreadTransport, ThreadWorld
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import default_algorithm
 from megatron_ft.arena.format import ArenaHeader, Geometry, SlotHeader, SlotState
+from megatron_ft.disk.source import OpenSnapshot, SnapshotInfo, verified_shard
 from megatron_ft.erasure.orders import OrderRunner
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.erasure.stripes import RankPlace, StripePlan, plan_stripes
@@ -76,6 +78,23 @@ def read_record(folder: Path, shard_id: str) -> SealedRecord:
     """What the shard's bytes must prove to be."""
     record: SealedRecord = pickle.loads(record_path(folder, shard_id).read_bytes())
     return record
+
+
+def open_arenas(folder: Path, stack: ExitStack) -> OpenSnapshot:
+    """The snapshot in a folder of arenas, every byte of it verified."""
+    shards = {}
+    for path in sorted(folder.glob("*.arena")):
+        arena = stack.enter_context(Arena.open(path))
+        header, record = arena.header, read_record(folder, path.stem)
+        shards[path.stem] = verified_shard(
+            arena.data(SLOT),
+            record,
+            header.geometry.block_bytes,
+            header.digest_algorithm,
+            str(path),
+        )
+    info = SnapshotInfo(record.snapshot, record.iteration, "protected")
+    return OpenSnapshot(info, uuid.uuid4(), (), shards, lambda: None)
 
 
 @dataclass(frozen=True)

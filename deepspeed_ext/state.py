@@ -1,0 +1,194 @@
+"""The complete training state of one DeepSpeed rank, as the snapshot manager sees it.
+
+Captured are the tensors that the optimizer owns on this rank (fp32 masters, moments, steps),
+parameters that no optimizer owns, buffers, and small objects.  Low-precision weights are not,
+as long as they are the masters, rounded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from deepspeed_ext import counters
+from deepspeed_ext.description import Description
+from deepspeed_ext.model import buffers, frozen_parameters
+from deepspeed_ext.optimizers.choice import view_of
+from deepspeed_ext.optimizers.groups import group_scalars, load_group_scalars
+from deepspeed_ext.optimizers.sharing import share_states, shared_states
+from deepspeed_ext.optimizers.states import materialise
+from deepspeed_ext.optimizers.view import Master, Weight
+from megatron_ft.capture import inner_optimizer
+from megatron_ft.capture.extra_state import extra_states, load_extra_states
+from megatron_ft.capture.state import live_tensors
+from megatron_ft.capture.values import host_copy, same_bits
+from megatron_ft.errors import LayoutMismatchError
+from megatron_ft.shard import LogicalPlace
+
+logger = logging.getLogger(__name__)
+
+OBJECTS_VERSION = 1
+OWN = frozenset(("version", "training", "groups", "numbers", "optimizer", "modules", "shared"))
+"""Names in ``objects`` that parts must not have."""
+
+RANDOM = "random"
+"""The part that is loaded last, because loading the others may draw."""
+
+
+class Stateful(Protocol):
+    """A part of the state that keeps itself; the protocol of torch.distributed.checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Small picklable values, as of now."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what ``state_dict`` gave."""
+
+
+class EngineState:
+    """Implements ``capture.state.TrainingState`` for an engine that is complete.
+
+    Making one creates moments that do not exist before the first step, and finds out which
+    weights do not follow from masters: those are captured too.  ``parts`` add to
+    ``objects``, under their names; :data:`RANDOM` is loaded last.  Raises ConfigError for
+    an optimizer that is not known or keeps something unknown.
+    """
+
+    def __init__(self, engine: Any, parts: Mapping[str, Stateful] | None = None) -> None:
+        self._engine = engine
+        self._parts = dict(parts or {})
+        assert not OWN & self._parts.keys(), f"parts must not be called {sorted(OWN)}"
+        self._view = view_of(engine)
+        self._masters: list[Master] = []
+        self._weights: dict[str, Weight] = {}
+        self._description: Description | None = None
+        self._shared: dict[str, str] = {}
+        self.rescan()
+
+    def rescan(self) -> None:
+        """Look at the optimizer anew: DeepSpeed has loaded a checkpoint of its own."""
+        self._description = None
+        self._masters = list(self._view.masters())
+        for master in self._masters:
+            materialise(master)
+        self._shared = shared_states(self._masters)
+        self._weights = {w.name: w for w in self._view.weights() if not _follows(w)}
+        if self._weights:
+            logger.warning(
+                "%d groups of low-precision weights are not their fp32 masters rounded, so "
+                "snapshots of this job hold them too, at 2 bytes a parameter; %s is one",
+                len(self._weights),
+                min(self._weights),
+            )
+
+    def inner_optimizers(self) -> list[Any]:
+        """The optimizers before whose steps captures have to be over."""
+        return list(self._view.inner())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Masters, moments, steps, frozen parameters: changed by the optimizer alone."""
+        found = frozen_parameters(self._engine.module, self._view.owned())
+        found |= {name: weight.tensor for name, weight in self._weights.items()}
+        for master in self._masters:
+            found |= _tensors_of(master)
+        return found
+
+    def boundary_tensors(self) -> dict[str, torch.Tensor]:
+        """Every buffer: forward may change it."""
+        return buffers(self._engine.module)
+
+    def replicas(self) -> dict[str, Any]:
+        """Tensors of optimizers that several ranks keep equal, with the group of these ranks."""
+        found = {name: weight.replicas for name, weight in self._weights.items()}
+        for master in self._masters:
+            found |= dict.fromkeys(_tensors_of(master), master.replicas)
+        return {name: group for name, group in found.items() if group is not None}
+
+    def replica_group(self, name: str) -> Any:
+        """The group of a weight that the snapshot holds and this state does not yet."""
+        groups = {weight.name: weight.replicas for weight in self._view.weights()}
+        return groups.get(name)
+
+    def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take weights that the snapshot holds because they did not follow from masters."""
+        every = {weight.name: weight for weight in self._view.weights()}
+        for name, stored in tensors.items():
+            weight = every.get(name)
+            if weight is None or weight.tensor.shape != stored.shape:
+                raise LayoutMismatchError(
+                    f"{name} is only in the snapshot; build the same model and optimizer as in "
+                    "the run that saved it"
+                )
+            weight.tensor.copy_(stored)
+            self._weights[name] = weight
+
+    def logical_map(self) -> dict[str, LogicalPlace]:
+        """Places in the unsharded model, of all tensors of which they are known."""
+        return self._described().places
+
+    def checkpoint_form(self) -> bytes:
+        """What DeepSpeed itself would save of this rank."""
+        return self._described().form
+
+    def _described(self) -> Description:
+        if self._description is None:
+            self._description = Description(self._engine, self._view, live_tensors(self))
+        return self._description
+
+    def objects(self) -> dict[str, Any]:
+        """Small values as of now; no tensor in them shares memory with a live one."""
+        own = {
+            "version": OBJECTS_VERSION,
+            "training": counters.capture(self._engine),
+            "groups": [group_scalars(inner) for inner in self._view.inner()],
+            "numbers": {
+                m.name: inner_optimizer.state_numbers(m.inner, m.parameter) for m in self._masters
+            },
+            "shared": dict(self._shared),
+            "optimizer": host_copy(self._view.scalars()),
+            "modules": host_copy(extra_states(self._engine.module.named_modules())),
+        }
+        return own | {name: part.state_dict() for name, part in self._parts.items()}
+
+    def load(self, objects: dict[str, Any]) -> None:
+        """Set everything that is not a captured tensor, after those were filled in place.
+
+        Collective over the data-parallel group, because ranks give each other weights.
+        """
+        if objects.get("version") != OBJECTS_VERSION:
+            raise LayoutMismatchError(
+                f"the snapshot's objects have version {objects.get('version')}, this release "
+                f"reads {OBJECTS_VERSION}; restore with the release that took it"
+            )
+        share_states(self._masters, objects["shared"])
+        self._shared = dict(objects["shared"])
+        with torch.no_grad():
+            kept = {name: weight.tensor.clone() for name, weight in self._weights.items()}
+            self._view.publish(kept)
+        counters.restore(self._engine, objects["training"])
+        self._load_optimizer(objects)
+        load_extra_states(self._engine.module.named_modules(), objects["modules"])
+        for name in sorted(self._parts, key=lambda name: name == RANDOM):
+            if name in objects:
+                self._parts[name].load_state_dict(objects[name])
+
+    def _load_optimizer(self, objects: dict[str, Any]) -> None:
+        # After the schedules: what the groups held at the snapshot is what the next step uses.
+        for inner, scalars in zip(self._view.inner(), objects["groups"], strict=True):
+            load_group_scalars(inner, scalars)
+        for master in self._masters:
+            master.inner.state[master.parameter].update(objects["numbers"][master.name])
+        self._view.load_scalars(objects["optimizer"])
+
+
+def _follows(weight: Weight) -> bool:
+    return same_bits(weight.tensor, weight.master.to(weight.tensor.device, weight.tensor.dtype))
+
+
+def _tensors_of(master: Master) -> dict[str, torch.Tensor]:
+    kept = inner_optimizer.state_tensors(master.inner, master.parameter)
+    found = {"master": master.tensor, **kept}
+    return {f"{master.name}/{name}": tensor.detach() for name, tensor in found.items()}

@@ -1,0 +1,91 @@
+"""What ranks of tests of EngineState run; an assertion that fails ends the rank with its trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import pytest
+import torch
+from deepspeed_cells import Cell, zero
+from deepspeed_models import small
+from deepspeed_program import make_engine, train_step
+from torch import distributed
+
+from deepspeed_ext.state import RANDOM, EngineState
+from megatron_ft.capture.plan import plan_state
+from megatron_ft.errors import ConfigError, LayoutMismatchError
+
+
+def engine_of(stage: int, precision: str, model: str = "deepspeed_models:small") -> Any:
+    """An engine of a small cell."""
+    return make_engine(dataclasses.asdict(Cell("case", 0, zero(stage, precision), model=model)))
+
+
+def replicas_are_shared_out() -> None:
+    """Without ZeRO each of two ranks captures half of the large tensors."""
+    engine = engine_of(0, "fp32")
+    state = EngineState(engine)
+    captured = plan_state(state, split_bytes=1024).tensor_bytes
+    everything = plan_state(state, split_bytes=10**9).tensor_bytes
+    assert 0.5 * everything < captured < 0.6 * everything
+    engine.destroy()
+
+
+def reloading_is_followed() -> None:
+    """DeepSpeed's own load makes new moments; these are captured then, under the same names."""
+    engine = engine_of(1, "bf16")
+    state = EngineState(engine)
+    before = state.tensors()
+    train_step(engine)
+    engine.save_checkpoint(sys.argv[1])
+    engine.load_checkpoint(sys.argv[1])
+    state.rescan()
+    after = state.tensors()
+    assert after.keys() == before.keys()
+    assert after["optimizer/0/exp_avg"].data_ptr() != before["optimizer/0/exp_avg"].data_ptr()
+    for master in engine.optimizer.single_partition_of_fp32_groups:
+        kept = engine.optimizer.optimizer.state[master]["exp_avg"]
+        assert kept.data_ptr() in {tensor.data_ptr() for tensor in after.values()}
+    engine.destroy()
+
+
+def foreign_objects_are_refused() -> None:
+    """Nothing is set from objects of another version, or for an optimizer that is not known."""
+    engine = engine_of(2, "bf16")
+    state = EngineState(engine)
+    with pytest.raises(LayoutMismatchError, match="version 0"):
+        state.load(state.objects() | {"version": 0, "training": None})
+    engine.destroy()
+    engine = engine_of(0, "fp32", model="deepspeed_state_cases:with_adadelta")
+    with pytest.raises(ConfigError, match="Adadelta"):
+        EngineState(engine)
+    engine.destroy()
+
+
+def with_adadelta(options: dict[str, Any]) -> dict[str, Any]:
+    keywords = small(options)
+    return {**keywords, "optimizer": torch.optim.Adadelta(keywords["model_parameters"])}
+
+
+def generators_come_last() -> None:
+    """A part that draws while it loads does not move the generators."""
+    engine = engine_of(1, "fp32")
+    order: list[str] = []
+
+    class Part:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"name": self.name}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            assert state_dict == {"name": self.name}
+            order.append(self.name)
+
+    state = EngineState(engine, {name: Part(name) for name in (RANDOM, "loader", "client")})
+    state.load(state.objects())
+    assert order == ["loader", "client", RANDOM]
+    distributed.destroy_process_group()
