@@ -1,0 +1,109 @@
+"""What cannot be captured is refused by name; what can be is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+deepspeed_config = pytest.importorskip("deepspeed.runtime.config")
+
+from deepspeed_ext.unsupported import REFUSALS, config_refusals  # noqa: E402
+
+pytestmark = pytest.mark.deepspeed
+
+PLAIN = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+}
+
+
+def zero(**section: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, **section}}
+
+
+NVME = {"device": "nvme", "nvme_path": "/nvme"}
+
+REFUSED = {
+    "zero_optimization.offload_optimizer.device": zero(offload_optimizer=NVME),
+    "zero_optimization.offload_param.device": zero(offload_param=NVME),
+    "zero_optimization.offload_optimizer.super_offload": zero(
+        offload_optimizer={"device": "cpu", "super_offload": True}
+    ),
+    "zero_optimization.offload_optimizer.ratio": zero(
+        offload_optimizer={"device": "cpu", "ratio": 0.5}
+    ),
+    "zero_optimization.zenflow": zero(zenflow={"overlap_step": True}),
+    "zero_optimization.zero_quantized_nontrainable_weights": zero(
+        zero_quantized_nontrainable_weights=True
+    ),
+    "compile.deepcompile": {"compile": {"deepcompile": True, "offload_opt_states": True}},
+    "hybrid_engine.enabled": {"hybrid_engine": {"enabled": True}},
+    "zero_optimization.zeropp_loco_param": zero(
+        zeropp_loco_param={"err_beta": 0.8, "reset_T": 1024}
+    ),
+    "zero_optimization.mics_shard_size": zero(mics_shard_size=2),
+    "amp.enabled": {"amp": {"enabled": True}},
+    "compression_training": {"compression_training": {"layer_reduction": {"enabled": True}}},
+    "quantize_training.enabled": {"quantize_training": {"enabled": True}},
+}
+
+TAKEN = {
+    "plain": {},
+    "zero 2": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
+    "offload": zero(offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}),
+    "no offload": zero(offload_optimizer={"device": "none"}, offload_param={"device": "none"}),
+    "ratio without offload": zero(offload_optimizer={"device": "none", "ratio": 0.5}),
+    "zero++": zero(zero_hpz_partition_size=2, zero_quantized_weights=True),
+    "bf16 masters": {
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    },
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+    "universal": {"checkpoint": {"load_universal": True}},
+    "compile": {"compile": {"deepcompile": False}},
+    "hybrid engine off": {"hybrid_engine": {"enabled": False}},
+}
+
+
+def refusals_of(section: dict[str, Any]) -> list[str] | None:
+    """What we say to a configuration; None if DeepSpeed itself rejects it."""
+    try:
+        config = deepspeed_config.DeepSpeedConfig({**PLAIN, **section})
+    except deepspeed_config.DeepSpeedConfigError:
+        return None
+    return config_refusals(config)
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_refused_by_us_or_by_deepspeed(key: str) -> None:
+    lines = refusals_of(REFUSED[key])
+    assert lines is None or [line.partition(":")[0] for line in lines] == [key]
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Muon", "muon"])
+def test_optimizers_refused(name: str) -> None:
+    lines = refusals_of({"optimizer": {"type": name, "params": {}}})
+    assert lines is not None
+    assert [line.partition(":")[0] for line in lines] == ["optimizer.type"]
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_taken(name: str) -> None:
+    assert refusals_of(TAKEN[name]) == []
+
+
+def test_one_plain_line_each() -> None:
+    for refusal in REFUSALS:
+        line = refusal.line()
+        assert line.startswith(f"{refusal.key}: ")
+        assert "\n" not in line
+        assert len(line) < 200
+        assert "; " in line
+
+
+def test_all_reasons_at_once() -> None:
+    both = zero(offload_optimizer=NVME, offload_param=NVME)
+    lines = refusals_of({**both, "hybrid_engine": {"enabled": True}})
+    assert lines is not None
+    assert len(lines) == 3
