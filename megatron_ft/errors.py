@@ -67,6 +67,10 @@ class ExportError(MegatronFTError):
     """A snapshot cannot become a checkpoint of the training framework; says what is missing."""
 
 
+class CheckpointSaveError(MegatronFTError):
+    """Another rank could not write its part of the training framework's own checkpoint."""
+
+
 class ControlPlaneError(MegatronFTError):
     """A peer did not answer in time, or refused; the message names it."""
 

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.disk.native import TRACKER, newest_checkpoint
+from megatron_ft.disk.native import (
+    LATEST,
+    TRACKER,
+    latest_tag,
+    newest_checkpoint,
+    step_of_tag,
+)
 
 
 def checkpoint(directory: Path, name: str, tracker: str) -> Path:
@@ -37,3 +43,32 @@ def test_no_directory_and_no_tracker_find_nothing(tmp_path: Path) -> None:
     assert newest_checkpoint(None) is None
     assert newest_checkpoint(tmp_path) is None
     assert newest_checkpoint(tmp_path / "absent") is None
+
+
+def deepspeeds(directory: Path, tag: str, latest: str) -> Path:
+    (directory / tag).mkdir(parents=True)
+    (directory / tag / "mp_rank_00_model_states.pt").write_text("")
+    (directory / LATEST).write_text(latest)
+    return directory / tag
+
+
+@pytest.mark.parametrize("tag", ["global_step40", "best", "run 1/epoch3"])
+def test_the_checkpoint_that_latest_names_is_found(tmp_path: Path, tag: str) -> None:
+    found = deepspeeds(tmp_path, tag, f"{tag}\n")
+    (tmp_path / "global_step50").mkdir()
+    assert newest_checkpoint(tmp_path) == found and latest_tag(tmp_path) == tag
+
+
+@pytest.mark.parametrize("latest", ["", "\n", ".", "..", "../other", "/etc", "global_step50"])
+def test_a_latest_that_names_nothing_complete_finds_nothing(tmp_path: Path, latest: str) -> None:
+    deepspeeds(tmp_path, "global_step40", latest)
+    (tmp_path / "global_step50").mkdir()
+    assert newest_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("tag", "step"),
+    [("global_step40", 40), ("best", None), ("global_step4b", None), ("my_global_step4", None)],
+)
+def test_only_a_tag_of_deepspeeds_own_tells_its_step(tag: str, step: int | None) -> None:
+    assert step_of_tag(tag) == step

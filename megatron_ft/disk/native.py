@@ -2,29 +2,54 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from megatron_ft.disk.durable import Disk
 
 TRACKER = "latest_checkpointed_iteration.txt"
+"""Megatron-LM's file that names its newest checkpoint."""
+
+LATEST = "latest"
+"""DeepSpeed's file that names its newest checkpoint (engine.py, save_checkpoint)."""
 
 
 def newest_checkpoint(directory: Path | None) -> Path | None:
-    """The newest complete checkpoint of Megatron-LM in ``directory``, or None.
+    """The newest complete checkpoint of the framework in ``directory``, or None.
 
-    Megatron writes its tracker file after everything else, so the checkpoint that it
-    names is complete (megatron/training/checkpointing.py, get_checkpoint_tracker_filename).
+    Both write the name after everything else: Megatron-LM in its tracker file
+    (megatron/training/checkpointing.py, get_checkpoint_tracker_filename), DeepSpeed in
+    ``latest``, where that holds for all ranks only if deepspeed_ext saved it.
     """
     if directory is None:
         return None
+    tag = latest_tag(directory)
+    for found in (_newest_of_megatron(directory), directory / tag if tag else None):
+        if found is not None and found.is_dir() and any(found.iterdir()):
+            return found
+    return None
+
+
+def _newest_of_megatron(directory: Path) -> Path | None:
     tracker = directory / TRACKER
-    if not tracker.is_file():
-        return None
-    word = tracker.read_text().strip()
-    if word != "release" and not word.isdigit():
-        return None
-    found = directory / word if word == "release" else checkpoint_folder(directory, int(word))
-    return found if found.is_dir() and any(found.iterdir()) else None
+    word = tracker.read_text().strip() if tracker.is_file() else ""
+    if word == "release":
+        return directory / word
+    return checkpoint_folder(directory, int(word)) if word.isdigit() else None
+
+
+def latest_tag(directory: Path) -> str:
+    """The tag that DeepSpeed's ``latest`` names, '' if it names none that is a name of a folder."""
+    latest = directory / LATEST
+    tag = latest.read_text().strip() if latest.is_file() else ""
+    parts = Path(tag).parts
+    return tag if parts and not Path(tag).is_absolute() and ".." not in parts else ""
+
+
+def step_of_tag(tag: str) -> int | None:
+    """The global step in a tag that DeepSpeed chose itself; of another one nothing is known."""
+    match = re.fullmatch(r"global_step(\d+)", tag)
+    return int(match[1]) if match else None
 
 
 def checkpoint_folder(directory: Path, iteration: int) -> Path:
