@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 LOOP = "megatron.training.training"
+DEEPSPEED = "deepspeed"
+"""Not its engine's module: what that needs of the package is complete only behind all of it."""
+
 SUPERVISED = "MEGATRON_FT_JOB"
 """megatron_ft.environment.JOB, which cannot be imported as cheaply."""
 
@@ -93,18 +96,34 @@ def install_snapshots() -> None:
     try:
         from megatron_ft.megatron.autoload import install_for_script
     except ModuleNotFoundError as error:
-        if error.name not in ("megatron_ft", "megatron_ft.megatron"):
-            raise
-        print(
-            f"megatron-ft: not installed for {sys.executable}, which trains: install it there, or "
-            "Megatron will not know --inmem-snapshot",
-            file=sys.stderr,
-        )
+        say_if_not_installed(error, "Megatron will not know --inmem-snapshot")
         return
     install_for_script(sys.argv)
+
+
+def install_in_engine() -> None:
+    """DeepSpeed was imported here: wrap its engine, where this interpreter has the package."""
+    try:
+        from deepspeed_ext.hooks import install
+    except ModuleNotFoundError as error:
+        say_if_not_installed(error, 'DeepSpeed will ignore "inmem_snapshot"')
+        return
+    install()
+
+
+def say_if_not_installed(error: ModuleNotFoundError, consequence: str) -> None:
+    """Say what follows if it is this package that is missing; raise any other error again."""
+    if (error.name or "").partition(".")[0] not in ("megatron_ft", "deepspeed_ext"):
+        raise error
+    print(
+        f"megatron-ft: not installed for {sys.executable}, which trains: install it there, or "
+        f"{consequence}",
+        file=sys.stderr,
+    )
 
 
 if __name__ == "sitecustomize":  # not where its parts are imported
     if SUPERVISED in os.environ:
         AfterImport(LOOP, install_snapshots).install()
+        AfterImport(DEEPSPEED, install_in_engine).install()
     run_hidden(os.path.dirname(os.path.abspath(__file__)))

@@ -1,0 +1,47 @@
+"""In-memory snapshots for DeepSpeed.
+
+A job that runs under ``megatron-ft run`` with ``"inmem_snapshot": {"enabled": true}`` in its
+DeepSpeed JSON needs nothing else.  ``import deepspeed_ext`` does the same where the training
+command drops PYTHONPATH, and ``deepspeed_ext.attach(engine)`` needs no JSON.
+
+Importing this imports neither torch nor deepspeed; the hook goes in behind the import of
+DeepSpeed's engine, or at once if that was imported before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from deepspeed_ext.hooks import install_after_import
+
+if TYPE_CHECKING:
+    from deepspeed_ext.resumable_loader import ResumableLoader
+    from deepspeed_ext.run import SnapshotRun
+
+__all__ = ["ResumableLoader", "attach", "set_client_state"]
+
+install_after_import()
+
+
+def attach(engine: Any) -> SnapshotRun | None:
+    """Take snapshots of an engine that ``deepspeed.initialize`` returned; see attach.attach."""
+    from deepspeed_ext.attach import attach as attach_engine
+
+    return attach_engine(engine)
+
+
+def set_client_state(engine: Any, provider: Callable[[], Mapping[str, Any]]) -> None:
+    """Have each snapshot hold the script's own state; see client_state.set_client_state."""
+    from deepspeed_ext.client_state import set_client_state as set_provider
+
+    set_provider(engine, provider)
+
+
+def __getattr__(name: str) -> Any:
+    # A class that needs torch, without importing torch for those who do not use it.
+    if name == "ResumableLoader":
+        from deepspeed_ext.resumable_loader import ResumableLoader
+
+        return ResumableLoader
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

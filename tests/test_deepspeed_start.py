@@ -1,0 +1,262 @@
+"""Where an unchanged script starts from, and what is said before its first step."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if find_spec("deepspeed") is None:
+    pytest.skip("needs deepspeed", allow_module_level=True)
+
+from deepspeed_cells import zero  # noqa: E402
+from fork_server import ForkServer, Outcome, Request  # noqa: E402
+from late_capture import LOAD_FROM, NO_OFFER, SAVE_AT, SAVE_TO  # noqa: E402
+
+from megatron_ft.environment import RESTORE  # noqa: E402
+
+pytestmark = pytest.mark.deepspeed
+
+RANKS, SNAPSHOT_AT = 2, 4
+CONFIG = zero(2, "bf16")
+ON = {"enabled": True, "snapshot_interval": 2, "protect": "none"}
+
+
+@dataclass
+class Life:
+    """What became of one run of the script: its output, and what each rank has seen."""
+
+    outcome: Outcome
+    seen: list[dict[str, Any]]
+
+    @property
+    def losses(self) -> list[dict[str, list[str]]]:
+        return [seen["losses"] for seen in self.seen]
+
+    @property
+    def error(self) -> str:
+        """The error of the first rank, the same kind on all."""
+        assert len({seen["error"].partition(":")[0] for seen in self.seen}) == 1
+        return str(self.seen[0]["error"])
+
+
+@dataclass
+class Script:
+    """Runs the script in ``folder``; ``checkpoints`` is where it saves and loads."""
+
+    server: ForkServer
+    folder: Path
+
+    @property
+    def checkpoints(self) -> str:
+        return str(self.folder / "checkpoints")
+
+    def run(self, name: str, section: Any = ON, ranks: int = RANKS, **told: Any) -> Life:
+        variables = told.pop("variables", {})
+        folder = self.folder / name
+        folder.mkdir()
+        config = CONFIG if section is None else {**CONFIG, "inmem_snapshot": section}
+        request = Request(
+            entry="deepspeed_script_flow:run",
+            argv=[json.dumps({"config": config, **told}), str(folder)],
+            ranks=ranks,
+            logs=str(folder / "logs"),
+            timeout_seconds=100,
+            environment={SAVE_TO: str(folder / "arenas")}
+            | {key: str(value) for key, value in variables.items()},
+        )
+        outcome = self.server.run(request)
+        assert not any(outcome.codes), outcome.story()
+        return Life(
+            outcome, [json.loads((folder / f"seen{r}.json").read_text()) for r in range(ranks)]
+        )
+
+    def load(self, **more: Any) -> list[dict[str, Any]]:
+        """What a script gives load_checkpoint."""
+        return [{"load_dir": self.checkpoints, **more}]
+
+
+@pytest.fixture(scope="module")
+def first_life(deepspeed_server: ForkServer, tmp_path_factory: Any) -> tuple[Script, Life]:
+    """Six steps: checkpoints of steps 2 and 6, a snapshot of step 4."""
+    script = Script(deepspeed_server, tmp_path_factory.mktemp("first"))
+    saves = {
+        at: [{"save_dir": script.checkpoints, "client_state": {"step": int(at), "epoch": 0}}]
+        for at in ("2", "6")
+    }
+    saves["2"].insert(0, {"save_dir": script.checkpoints, "tag": "best", "save_latest": False})
+    life = script.run(
+        "life", loads=script.load(), saves=saves, steps=6, variables={SAVE_AT: SNAPSHOT_AT}
+    )
+    assert life.seen[0]["loads"] == [[None, {}]] and life.seen[0]["begins_at"] == 0
+    return script, life
+
+
+@pytest.fixture
+def script(first_life: tuple[Script, Life], tmp_path: Path) -> Script:
+    """The script of another life, with the checkpoints of the first one."""
+    before, _ = first_life
+    shutil.copytree(before.checkpoints, tmp_path / "checkpoints")
+    return Script(before.server, tmp_path)
+
+
+DECLARED = {**ON, "client_state": {"step": "global_steps", "epoch": "constant"}}
+
+
+def only_step_2(script: Script) -> None:
+    """As if training had died before the checkpoint of step 6."""
+    shutil.rmtree(Path(script.checkpoints, "global_step6"))
+    Path(script.checkpoints, "latest").write_text("global_step2")
+
+
+def after(script: Script, first: tuple[Script, Life], **told: Any) -> Life:
+    """A life that is offered the first one's snapshot."""
+    given = {"section": DECLARED, "steps": 2, "loads": script.load(), **told}
+    variables = {LOAD_FROM: first[0].folder / "life" / "arenas", **told.pop("variables", {})}
+    return script.run("after", **{**given, "variables": variables})
+
+
+def test_memory_is_taken_if_it_is_newer(script: Script, first_life: tuple[Script, Life]) -> None:
+    only_step_2(script)
+    life = after(script, first_life)
+    for seen, losses in zip(life.seen, first_life[1].losses, strict=True):
+        assert seen["begins_at"] == SNAPSHOT_AT
+        assert seen["losses"] == {at: losses[at] for at in ("5", "6")}
+        assert seen["loads"] == [["", {"step": 4, "epoch": 0}]]
+    said = life.outcome.output(0)
+    assert "starting from memory: newer than what is on disk (iteration 2)" in said
+    assert "restored the in-memory snapshot of step 4" in said
+
+
+def test_the_disk_is_taken_if_it_is_newer(script: Script, first_life: tuple[Script, Life]) -> None:
+    life = after(script, first_life)
+    assert [seen["begins_at"] for seen in life.seen] == [6, 6]
+    assert life.seen[0]["loads"] == [["global_step6", {"step": 6, "epoch": 0}]]
+    said = life.outcome.output(0)
+    assert "starting from disk: the checkpoint of iteration 6 is newer" in said
+
+
+def test_a_checkpoint_that_is_newly_asked_for_is_taken(
+    script: Script, first_life: tuple[Script, Life]
+) -> None:
+    life = after(script, first_life, loads=script.load(tag="best"))
+    assert life.seen[0]["begins_at"] == 2
+    assert "starting from disk: the checkpoint 'best' was asked for" in life.outcome.output(0)
+
+
+def test_a_script_that_loads_nothing_is_told_so_and_gets_no_snapshot(
+    script: Script, first_life: tuple[Script, Life]
+) -> None:
+    """Its first batch is read before its first forward, so it cannot go on bit by bit."""
+    life = after(script, first_life, loads=())
+    assert "without calling engine.load_checkpoint: call it at every start" in life.error
+    assert not life.losses[0]
+    fresh = script.run("fresh", loads=(), ranks=1)
+    assert "after a failure this job will not go on, because the script" in fresh.outcome.output(0)
+
+
+def test_loading_weights_alone_is_no_resumption(
+    script: Script, first_life: tuple[Script, Life]
+) -> None:
+    only_step_2(script)
+    weights = {"load_optimizer_states": False, "load_lr_scheduler_states": False}
+    loads = [*script.load(load_module_only=True), *script.load(**weights), *script.load()]
+    life = after(script, first_life, loads=loads)
+    first, second, third = life.seen[0]["loads"]
+    assert (first[0], second[0], third[0]) == ("global_step2", "global_step2", "")
+    assert life.losses[0] == {at: first_life[1].losses[0][at] for at in ("5", "6")}
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({NO_OFFER: 1}, "ranks [1] were not offered the snapshot of iteration 4"),
+        ({RESTORE: "disk"}, "the job decided to start from disk"),
+    ],
+)
+def test_all_ranks_take_memory_or_none_does(
+    script: Script, first_life: tuple[Script, Life], variables: dict[str, Any], said: str
+) -> None:
+    only_step_2(script)
+    life = after(script, first_life, variables=variables)
+    assert [seen["begins_at"] for seen in life.seen] == [2, 2]
+    assert f"starting from disk: {said}" in life.outcome.output(0)
+
+
+def test_a_client_state_of_another_step_is_not_handed_out(
+    script: Script, first_life: tuple[Script, Life]
+) -> None:
+    only_step_2(script)
+    life = after(script, first_life, section=ON)
+    assert life.seen[0]["loads"] == [["global_step2", {"step": 2, "epoch": 0}]]
+    said = life.outcome.output(0)
+    assert "starting from disk: the script gave its client_state at step 2" in said
+    assert '"client_state": {' in said and "set_client_state" in said
+    warned = (first_life[0].folder / "life" / "logs" / "rank0.log").read_text()
+    assert "snapshots after step 2 will not be used for a restart" in warned
+
+
+def test_an_engine_without_the_section_is_left_alone(deepspeed_server: Any, tmp_path: Path) -> None:
+    for name, section in (("none", None), ("off", {"enabled": False})):
+        life = Script(deepspeed_server, tmp_path).run(name, section, ranks=1)
+        assert life.seen[0]["replaced"] == [] and "error" not in life.seen[0]
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (
+            {"section": {**ON, "protection": "xor:2"}},
+            'ConfigError: the DeepSpeed config: inmem_snapshot has an unknown key "protection"; '
+            "did you mean protect?",
+        ),
+        (
+            {"section": {**ON, "slots": 2.0}},
+            "ConfigError: the DeepSpeed config: inmem_snapshot.slots is 2.0; give 2 or 3",
+        ),
+        ({"section": ON, "plugins": ["late_hook"]}, "was made before deepspeed_ext was imported"),
+        ({"section": ON, "plugins": ["old_release"]}, "DeepSpeed 0.17.6 is too old"),
+        (
+            {"section": ON, "plugins": ["renamed_parameter"]},
+            "no parameter 'load_dir' of deepspeed.runtime.engine.DeepSpeedEngine.load_checkpoint",
+        ),
+        (
+            {
+                "section": {**ON, "protect": "xor:2"},
+                "variables": {"MEGATRON_FT_JOB": "job", "MEGATRON_FT_PROTECT": "rs:3+1"},
+            },
+            "inmem_snapshot.protect is xor:2, but the supervisor's --protect is rs:3+1",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_before_the_first_step(
+    deepspeed_server: ForkServer, tmp_path: Path, told: dict[str, Any], said: str
+) -> None:
+    life = Script(deepspeed_server, tmp_path).run("refused", ranks=1, **told)
+    assert said in life.error and not life.seen[0]["losses"]
+
+
+@pytest.mark.parametrize("plugin", ["old_release", "renamed_parameter"])
+def test_an_unsupported_release_trains_without_the_section(
+    deepspeed_server: ForkServer, tmp_path: Path, plugin: str
+) -> None:
+    life = Script(deepspeed_server, tmp_path).run("plain", None, ranks=1, plugins=[plugin])
+    assert "error" not in life.seen[0] and life.seen[0]["losses"]
+
+
+def test_losses_are_reported_where_a_gate_is_asked_for(
+    deepspeed_server: ForkServer, tmp_path: Path
+) -> None:
+    script = Script(deepspeed_server, tmp_path)
+    told = {"ranks": 1, "steps": 3, "loads": script.load(), "plugins": ["noted_losses"]}
+    script.run("off", **told)
+    life = script.run("on", {**ON, "loss_gate": 3.0}, **told)
+    assert not (tmp_path / "off" / "losses0").exists()
+    reported = [float.fromhex(x) for x in (tmp_path / "on" / "losses0").read_text().split()]
+    of_steps = [[float.fromhex(x) for x in each] for each in life.losses[0].values()]
+    assert reported == [sum(each) / len(each) for each in of_steps] and len(reported) == 3
