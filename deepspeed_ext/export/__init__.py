@@ -1,0 +1,1 @@
+"""DeepSpeed's own checkpoints from snapshots, without the trainers."""
