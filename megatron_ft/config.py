@@ -106,7 +106,11 @@ class SnapshotConfig:
         job=True,
     )
     drain_keep: int = _whole(
-        2, "Snapshots kept in the drain folder; older ones are removed.", 1, "snapshots", job=True
+        2,
+        "Snapshots kept in the drain folder, and exports of them; older ones are removed.",
+        1,
+        "snapshots",
+        job=True,
     )
     drain_bandwidth_mib: float = _setting(
         NUMBER,
@@ -115,6 +119,12 @@ class SnapshotConfig:
         allowed="MiB a second >= 0",
         accepts=lambda v: v >= 0,
         unit="MiB/s",
+        job=True,
+    )
+    drain_export_dir: Path | None = _setting(
+        FOLDER,
+        None,
+        "Folder in which each drained snapshot becomes a checkpoint of the framework's own.",
         job=True,
     )
     lease_seconds: float = _seconds(
@@ -154,7 +164,7 @@ class SnapshotConfig:
             return [] if self.drain_interval else [f"{never}; give both"]
         return [
             f"{name} is {getattr(self, name)}, but there is no drain_dir to write to; give both"
-            for name in ("drain_interval", "drain_keep", "drain_bandwidth_mib")
+            for name in ("drain_interval", "drain_keep", "drain_bandwidth_mib", "drain_export_dir")
             if getattr(self, name) != SETTINGS[name].default
         ]
 

@@ -152,6 +152,28 @@ def test_a_full_disk_costs_a_drain_and_training_goes_on(made: list[Job], tmp_pat
         subprocess.run(["umount", "-l", disk], check=True)
 
 
+def test_what_cannot_be_exported_costs_the_export_and_training_goes_on(
+    made: list[Job], tmp_path: Path
+) -> None:
+    disk, exports = tmp_path / "disk", tmp_path / "exports"
+    job = Job(
+        tmp_path,
+        nodes=2,
+        protect="xor:2",
+        drain_dir=disk,
+        drain_interval=6,
+        drain_export_dir=exports,
+    )
+    made.append(job)
+    job.run((6, lambda job: wait_for(job, "export_failed")))
+    failed = of_kind(job, "export_failed")
+    assert "says nothing of checkpoints" in failed[0].text, job.story()
+    assert job.supervisor.drains.export_failures == len(failed)
+    assert of_kind(job, "drained") and job.supervisor.drains.failures == 0
+    assert "finished" in job.kinds() and not of_kind(job, "trainer_died"), job.story()
+    assert not list(exports.iterdir())
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -159,6 +181,7 @@ def test_a_full_disk_costs_a_drain_and_training_goes_on(made: list[Job], tmp_pat
         (("--drain-dir", "{tmp}", "--drain-interval", "-1"), "--drain-interval` is -1"),
         (("--drain-dir", "{tmp}", "--drain-keep", "0"), "--drain-keep` is 0"),
         (("--drain-dir", "{tmp}/file/below", "--drain-interval", "5"), "cannot be made"),
+        (("--drain-export-dir", "{tmp}"), "drain_export_dir is {tmp}, but there is no drain_dir"),
         (("--drain-dir", "{tmp}"), "drain_interval is 0: nothing is written; give both"),
     ],
 )
@@ -168,4 +191,4 @@ def test_wrong_settings_are_refused_before_anything_starts(
     (tmp_path / "file").touch()
     given = [flag.format(tmp=tmp_path) for flag in flags]
     assert cli.main(["run", *given, "--arena-dir", str(tmp_path), "--", sys.executable]) == 2
-    assert words in capsys.readouterr().err
+    assert words.format(tmp=tmp_path) in capsys.readouterr().err

@@ -76,7 +76,8 @@ def main(arguments: argparse.Namespace) -> int:
     command = command_of(arguments)
     settings = job_settings.settle(vars(arguments), command, os.environ)
     spec = spec_from(arguments, command, settings)
-    _check_drain_dir(spec.drain_dir)
+    _check_folder("--drain-dir", spec.drain_dir)
+    _check_folder("--drain-export-dir", spec.drain_export_dir)
     names = [f"node{i}" for i in range(spec.nodes + spec.spares)]
     root = settings.arena_dir or default_root()
     cluster = VirtualCluster(spec.name, names, root)
@@ -125,16 +126,17 @@ def spec_from(
         drain_interval=settings.drain_interval if settings.drain_dir else 0,
         drain_keep=settings.drain_keep,
         drain_bandwidth_mib=settings.drain_bandwidth_mib,
+        drain_export_dir=settings.drain_export_dir,
     )
 
 
-def _check_drain_dir(folder: Path | None) -> None:
+def _check_folder(flag: str, folder: Path | None) -> None:
     """Make it now, so that a wrong path is found before training."""
     if folder is not None:
         try:
             Disk().make_folder(folder.absolute())
         except OSError as error:
-            raise ConfigError(f"--drain-dir {folder} cannot be made: {error.strerror}") from error
+            raise ConfigError(f"{flag} {folder} cannot be made: {error.strerror}") from error
 
 
 async def _run(supervisor: Supervisor) -> int:

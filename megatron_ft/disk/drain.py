@@ -36,7 +36,8 @@ class DrainPlan(msgspec.Struct, frozen=True):
 
     ``shards`` are those of the node that the plan is for, ``shard_count`` is of the whole
     job.  ``keep`` checkpoints stay in ``directory``; ``bandwidth_mib`` is MiB/s a node,
-    0 for no cap.
+    0 for no cap.  ``export_dir`` gets a checkpoint of the training framework's own, made of
+    what was drained; None for none.
     """
 
     job: uuid.UUID
@@ -49,6 +50,7 @@ class DrainPlan(msgspec.Struct, frozen=True):
     shards: tuple[str, ...] = ()
     keep: int = 2
     bandwidth_mib: float = 0.0
+    export_dir: Path | None = None
 
     @property
     def folder(self) -> Path:
@@ -70,16 +72,19 @@ class DrainPlan(msgspec.Struct, frozen=True):
         return msgspec.json.decode(text, type=cls, dec_hook=lambda kind, value: kind(value))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Do one step.  Exit codes: 0 done, 1 failed (the last line of output says why)."""
-    parser = argparse.ArgumentParser(prog="python -m megatron_ft.disk.drain")
-    parser.add_argument("step", choices=sorted(STEPS))
+def run_step(steps: Mapping[str, Callable[[DrainPlan], None]], program: str) -> int:
+    """Do the step of ``steps`` that the command line names, at low priority.
+
+    Exit codes: 0 done, 1 failed (the last line of output says why).
+    """
+    parser = argparse.ArgumentParser(prog=program)
+    parser.add_argument("step", choices=sorted(steps))
     parser.add_argument("plan", type=DrainPlan.from_json)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     lower_priority()
     try:
-        STEPS[options.step](options.plan)
+        steps[options.step](options.plan)
     except (MegatronFTError, OSError) as error:
         log.error("%s", error)
         return 1
@@ -126,4 +131,4 @@ STEPS: Mapping[str, Callable[[DrainPlan], None]] = {
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_step(STEPS, "python -m megatron_ft.disk.drain"))

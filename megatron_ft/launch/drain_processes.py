@@ -14,11 +14,12 @@ from megatron_ft.launch.fleet import last_lines
 from megatron_ft.launch.launcher import Launcher, ProcessHandle
 
 STEP_TIMEOUT_SECONDS = 3600.0
-MODULE = "megatron_ft.disk.drain"
+MODULES = {"export": "megatron_ft.export.drained"}
+"""Which module does a step, where it is not disk/drain.py."""
 
 
 class DrainProcesses:
-    """Runs steps of disk/drain.py through a Launcher; output goes to drain-<node>.log."""
+    """Runs steps of drains through a Launcher; output goes to drain-<node>.log."""
 
     def __init__(self, launcher: Launcher, log_dir: Path) -> None:
         self._launcher, self._log_dir = launcher, log_dir
@@ -33,7 +34,8 @@ class DrainProcesses:
         ends: list[asyncio.Task[None]] = []
         try:
             for node, plan in plans.items():
-                argv = [sys.executable, "-m", MODULE, step, plan.to_json()]
+                module = MODULES.get(step, "megatron_ft.disk.drain")
+                argv = [sys.executable, "-m", module, step, plan.to_json()]
                 log = self._log_of(node)
                 handles.append(self._launcher.start(node, argv, dict(os.environ), log))
                 ends.append(asyncio.create_task(self._end(step, handles[-1])))

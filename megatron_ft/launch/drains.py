@@ -31,12 +31,16 @@ def is_due(last: int, committed: int, interval: int) -> bool:
 
 
 class Drains:
-    """The drains of one job over all its lives; ``failures`` counts those that came to nothing."""
+    """The drains of one job over all its lives, and the exports of what was drained.
+
+    ``failures`` and ``export_failures`` count those that came to nothing.
+    """
 
     def __init__(
         self, spec: JobSpec, launcher: Launcher, job: uuid.UUID, coordinator: Coordinator
     ) -> None:
         self.failures = 0
+        self.export_failures = 0
         self._spec, self._job = spec, job
         self._coordinator = coordinator
         self._processes = DrainProcesses(launcher, spec.log_dir)
@@ -107,6 +111,7 @@ class Drains:
             shard_count=len(self._places),
             keep=self._spec.drain_keep,
             bandwidth_mib=self._spec.drain_bandwidth_mib,
+            export_dir=self._spec.drain_export_dir,
         )
 
     async def _drain(self, plan: DrainPlan) -> None:
@@ -127,6 +132,8 @@ class Drains:
             self._coordinator.durable = (plan.snapshot, plan.iteration)
             text = f"iteration {plan.iteration} is on disk after {seconds:.1f} s: {plan.folder}"
             self._tell("drained", text, plan)
+            if plan.export_dir is not None:
+                await self._export(plan, nodes[0])
 
     async def _write(self, plan: DrainPlan, nodes: list[str]) -> None:
         await self._processes.run("clear", {nodes[0]: plan})
@@ -135,6 +142,19 @@ class Drains:
             "write", {n: msgspec.structs.replace(plan, shards=shards[n]) for n in nodes}
         )
         await self._processes.run("publish", {nodes[0]: plan})
+
+    async def _export(self, plan: DrainPlan, node: str) -> None:
+        started = time.monotonic()
+        try:
+            await self._processes.run("export", {node: plan})
+        except (MegatronFTError, OSError) as error:
+            self.export_failures += 1
+            text = f"iteration {plan.iteration} is on disk but could not be exported, training "
+            self._tell("export_failed", f"{text}goes on: {error}", plan)
+        else:
+            seconds = time.monotonic() - started
+            text = f"iteration {plan.iteration} is exported to {plan.export_dir} after"
+            self._tell("exported", f"{text} {seconds:.1f} s", plan)
 
     async def _failed(self, plan: DrainPlan, node: str, reason: str) -> None:
         self.failures += 1

@@ -20,7 +20,8 @@ class JobSpec:
     ``from_scratch`` allows a start from nothing when neither memory nor disk has a state.
     Every ``drain_interval`` iterations (0: never) a committed snapshot is written to
     ``drain_dir``, which all nodes must share; the newest ``drain_keep`` stay, and each node
-    writes at most ``drain_bandwidth_mib`` MiB/s (0: no cap).
+    writes at most ``drain_bandwidth_mib`` MiB/s (0: no cap).  In ``drain_export_dir`` each
+    becomes a checkpoint of the training framework's own (None: it does not).
     ConfigError for numbers that make no sense, ProtectionError for a scheme that needs
     more nodes than there are.
     """
@@ -42,6 +43,7 @@ class JobSpec:
     drain_interval: int = 0
     drain_keep: int = 2
     drain_bandwidth_mib: float = 0.0
+    drain_export_dir: Path | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("nodes", 1), ("spares", 0), ("ranks_per_node", 1)):
