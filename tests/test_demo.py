@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,13 @@ from megatron_ft.errors import (  # noqa: E402
     ProtectionError,
 )
 from megatron_ft.identity import SnapshotId  # noqa: E402
+from megatron_ft.json_section import SECTION  # noqa: E402
 from megatron_ft.smp import messages as m  # noqa: E402
 from megatron_ft.testing import stock_script  # noqa: E402
 from megatron_ft.testing.demo import compare, outcome, overhead, plot, report  # noqa: E402
+from megatron_ft.testing.demo.frameworks import deepspeed  # noqa: E402
+from megatron_ft.testing.demo.frameworks.deepspeed import DeepSpeed  # noqa: E402
+from megatron_ft.testing.demo.frameworks.megatron import MegatronCore  # noqa: E402
 from megatron_ft.testing.demo.record import Record, Seen, Strike  # noqa: E402
 from megatron_ft.testing.demo.run import Demo, faults_of  # noqa: E402
 from megatron_ft.testing.demo.scenario import Fault, FaultKind, plan_faults  # noqa: E402
@@ -138,16 +143,15 @@ def test_a_job_that_must_refuse_gets_the_loss_alone() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tp": 3}, "give 1, 2 or 4"),
-        ({"tp": 2, "pp": 3}, "cannot be divided"),
+        ({"framework": MegatronCore(tp=2, pp=3)}, "cannot be divided by 6, which tp 2, pp 3"),
         ({"iterations": 5}, "at least 20"),
         ({"lose": 5}, "more than the 4 nodes"),
-        ({"pp": 0}, ">= 1"),
+        ({"nodes": 0}, ">= 1"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(changes: dict[str, int], message: str) -> None:
+def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        DemoSettings(**changes)  # type: ignore[arg-type]
+        DemoSettings(**changes)
 
 
 def parse(*flags: str) -> argparse.Namespace:
@@ -174,7 +178,7 @@ def test_outputs_that_cannot_be_written_are_refused_at_once(tmp_path: Path) -> N
 
 
 def test_both_runs_have_the_same_command_but_for_snapshots(tmp_path: Path) -> None:
-    settings, folders = DemoSettings(tp=2), Folders(tmp_path)
+    settings, folders = DemoSettings(framework=MegatronCore(tp=2)), Folders(tmp_path)
     ours = job_spec(settings, folders, tmp_path / "text", "a").command
     oracle = job_spec(settings, folders, tmp_path / "text", "b", snapshots=False).command
     assert ours == (*oracle[:-1], str(folders.protected), *SNAPSHOTS)
@@ -203,7 +207,9 @@ def test_a_stock_script_gets_no_word_of_ours_but_the_snapshot_flags(
     assert not any("megatron_ft" in word or "trace" in word for word in spec.command)
     assert spec.environment[stock_script.TRACE_DIRECTORY] == str(folders.protected)
     assert oracle.environment[stock_script.TRACE_DIRECTORY] == str(folders.oracle)
-    assert json.loads(json.dumps(a_report(settings=settings).as_json()))["settings"]["checkout"]
+    assert json.loads(json.dumps(a_report(settings=settings).as_json()))["settings"]["framework"][
+        "checkout"
+    ]
     assert stock_script.release_of(checkout) == "0.20.?"
 
 
@@ -218,6 +224,65 @@ def test_without_a_checkout_the_demo_says_how_to_name_one(
         cli.settings_from(parse("--framework", "megatron-lm", *path))
     with pytest.raises(ConfigError, match="needs --framework megatron-lm"):
         cli.settings_from(parse(*path))
+
+
+DEEPSPEED = ("--framework", "deepspeed")
+
+
+def test_a_deepspeed_script_gets_no_word_of_ours_but_in_the_json(tmp_path: Path) -> None:
+    settings, folders = cli.settings_from(parse(*DEEPSPEED, "--zero", "2")), Folders(tmp_path)
+    ours = job_spec(settings, folders, tmp_path / "text", "a")
+    oracle = job_spec(settings, folders, tmp_path / "text", "b", snapshots=False)
+    assert ours.command[:-1] == oracle.command[:-1]
+    assert not any("inmem" in word or "megatron" in word for word in ours.command[2:])
+    framework = settings.framework
+    assert isinstance(framework, DeepSpeed)
+    with_section = framework.json_config(settings, snapshots=True)
+    section = with_section.pop(SECTION)
+    assert section == {"enabled": True, "snapshot_interval": settings.snapshot_interval}
+    assert with_section == framework.json_config(settings, snapshots=False)
+    assert with_section["zero_optimization"]["stage"] == 2
+    assert a_report(settings=settings).as_json()["settings"]["framework"] == {
+        "name": "deepspeed",
+        "zero": 2,
+        "pp": 1,
+    }
+
+
+def test_a_deepspeed_demo_is_zero_3_unless_told() -> None:
+    assert cli.settings_from(parse(*DEEPSPEED)).framework == DeepSpeed(zero=3)
+    assert cli.settings_from(parse(*DEEPSPEED, "--pp", "2")).framework == DeepSpeed(zero=1, pp=2)
+    assert cli.settings_from(parse(*DEEPSPEED, "--zero", "0")).framework == DeepSpeed(zero=0)
+
+
+def test_a_deepspeed_demo_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = DemoSettings(framework=DeepSpeed())
+    monkeypatch.setattr(deepspeed, "SCRIPT", tmp_path / "absent.py")
+    monkeypatch.setattr(deepspeed, "find_spec", lambda name: object())
+    with pytest.raises(MissingEnvironmentError, match=r"absent\.py, which a checkout has"):
+        settings.framework.prepare(settings, Folders(tmp_path))
+    monkeypatch.setattr(deepspeed, "find_spec", lambda name: None)
+    with pytest.raises(MissingEnvironmentError, match=r"scripts/quickstart\.sh installs it"):
+        settings.framework.prepare(settings, Folders(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--zero", "1"), "--zero needs --framework deepspeed"),
+        ((*DEEPSPEED, "--tp", "2"), "no tensor parallelism"),
+        ((*DEEPSPEED, "--zero", "2", "--pp", "2"), "give one of 0, 1"),
+        ((*DEEPSPEED, "--pp", "3"), "cannot be divided by 3, which ZeRO 1, pp 3"),
+        ((*DEEPSPEED, "--megatron-lm-path", "x"), "needs --framework megatron-lm"),
+        (("--tp", "3"), "give 1, 2 or 4"),
+        (("--pp", "0"), ">= 1"),
+    ],
+)
+def test_flags_of_another_framework_are_refused(flags: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cli.settings_from(parse(*flags))
 
 
 def test_a_scheme_that_the_nodes_cannot_meet_is_refused_at_once() -> None:
@@ -456,6 +521,13 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     assert plot.mean_losses(traces, 1)[6] == pytest.approx(1 / 6)
 
 
+def test_the_picture_of_a_run_that_never_trained_has_no_legend(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plot.draw(tmp_path / "picture", "stopped", {0: []}, {}, [], 8)
+
+
 # Real runs.
 
 SMALL = ("--nodes", "2", "--protect", "xor:2", "--iterations", "20")
@@ -490,6 +562,21 @@ def test_a_node_is_lost_and_the_end_is_identical(tmp_path: Path) -> None:
     torch.save(state, path)
     again = compare.compare_runs(demo.folders.protected, demo.folders.oracle, 2, 20)
     assert again.differences == [f"rank 1: final state differs at /weights/{name}"]
+
+
+@pytest.mark.mpi
+@pytest.mark.deepspeed
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
+def test_a_deepspeed_script_loses_a_node_and_ends_identical(tmp_path: Path) -> None:
+    code, made, demo = run_demo(tmp_path / "demo", *DEEPSPEED, "--zero", "2")
+    assert made["identical"], made["comparison"]["differences"]
+    assert code == 0
+    assert [event["source"] for event in made["events"]] == ["parity"]
+    assert made["comparison"]["samples"] == 2 * 2 * 20
+    assert made["versions"]["deepspeed"]
+    assert not (demo.folders.root / "checkpoints").exists()
 
 
 @real

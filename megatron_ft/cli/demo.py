@@ -1,16 +1,18 @@
-"""Train a small GPT with Megatron-LM's own loop, break it, and compare with an unbroken run.
+"""Train a small GPT with Megatron-LM or DeepSpeed, break it, and compare with an unbroken run.
 
   megatron-ft demo
   megatron-ft demo --tp 2 --pp 2 --seed 7 --plot loss.png --json report.json
   megatron-ft demo --protect rs:2+2 --lose 2
   megatron-ft demo --framework megatron-lm --megatron-lm-path ~/Megatron-LM
+  megatron-ft demo --framework deepspeed --zero 3
 
 Four virtual nodes on this machine train, with one in reserve.  A trainer is killed in the
 middle of an iteration, later a whole node with its memory is lost, then the trainer and the
 encoder of a node die at once.  Training goes on from memory each time.  Then the same training
 runs again uninterrupted, and losses, weights, optimizer state, random states and the order of
 the data are compared bit by bit.  Needs no GPU.  With --framework megatron-lm a checkout's own
-pretrain_gpt.py trains, unedited.
+pretrain_gpt.py trains, unedited; with --framework deepspeed a plain DeepSpeed script, for which
+one key in its JSON is all that it takes.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import TYPE_CHECKING
 from megatron_ft.errors import ConfigError, MissingEnvironmentError
 
 if TYPE_CHECKING:
+    from megatron_ft.testing.demo.frameworks import Framework
     from megatron_ft.testing.demo.report import Report
     from megatron_ft.testing.demo.run import Demo
     from megatron_ft.testing.demo.settings import DemoSettings, Folders
@@ -46,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``megatron-ft demo``."""
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel size (%(default)s)")
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size (%(default)s)")
+    parser.add_argument(
+        "--zero",
+        type=int,
+        choices=(0, 1, 2, 3),
+        help="ZeRO stage, with --framework deepspeed (default: 3, with --pp 1)",
+    )
     parser.add_argument("--nodes", type=int, default=4, help="nodes that train (%(default)s)")
     parser.add_argument("--spares", type=int, help="nodes in reserve (default: what --lose takes)")
     parser.add_argument(
@@ -63,10 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--framework",
-        choices=("megatron-core", "megatron-lm"),
+        choices=("megatron-core", "megatron-lm", "deepspeed"),
         default="megatron-core",
-        help="what trains: a program of this package on the installed megatron-core, or the "
-        "stock pretrain_gpt.py of a checkout of Megatron-LM (default: %(default)s)",
+        help="what trains: a program of this package on the installed megatron-core, the stock "
+        "pretrain_gpt.py of a checkout of Megatron-LM, or examples/deepspeed_gpt.py "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--megatron-lm-path",
@@ -123,8 +133,7 @@ def settings_from(arguments: argparse.Namespace) -> DemoSettings:
 
     spares = arguments.spares if arguments.spares is not None else max(1, arguments.lose)
     settings = DemoSettings(
-        tp=arguments.tp,
-        pp=arguments.pp,
+        framework=framework_from(arguments),
         nodes=arguments.nodes,
         spares=spares,
         ranks_per_node=arguments.ranks_per_node,
@@ -132,21 +141,34 @@ def settings_from(arguments: argparse.Namespace) -> DemoSettings:
         iterations=arguments.iterations,
         seed=arguments.seed,
         lose=arguments.lose,
-        checkout=_checkout(arguments),
     )
     # What the job would refuse is refused here, before anything is written.
     job_spec(settings, Folders(Path()), Path(), "demo")
     return settings
 
 
-def _checkout(arguments: argparse.Namespace) -> Path | None:
+def framework_from(arguments: argparse.Namespace) -> Framework:
+    """What the flags say that trains; ConfigError for flags of another framework."""
+    from megatron_ft.testing.demo.frameworks.deepspeed import DeepSpeed
+    from megatron_ft.testing.demo.frameworks.megatron import MegatronCore, MegatronLM
     from megatron_ft.testing.stock_script import find_checkout
 
-    if arguments.framework == "megatron-lm":
-        return find_checkout(arguments.megatron_lm_path)
-    if arguments.megatron_lm_path is not None:
-        raise ConfigError("--megatron-lm-path needs --framework megatron-lm")
-    return None
+    name, path = arguments.framework, arguments.megatron_lm_path
+    if path is not None and name != MegatronLM.name:
+        raise ConfigError(f"--megatron-lm-path needs --framework {MegatronLM.name}")
+    if arguments.zero is not None and name != DeepSpeed.name:
+        raise ConfigError(f"--zero needs --framework {DeepSpeed.name}")
+    if name == DeepSpeed.name:
+        if arguments.tp != 1:
+            raise ConfigError(
+                f"--tp {arguments.tp}: the DeepSpeed script has no tensor parallelism"
+            )
+        usual = 3 if arguments.pp == 1 else 1
+        zero = usual if arguments.zero is None else arguments.zero
+        return DeepSpeed(zero=zero, pp=arguments.pp)
+    if name == MegatronLM.name:
+        return MegatronLM(tp=arguments.tp, pp=arguments.pp, checkout=find_checkout(path))
+    return MegatronCore(tp=arguments.tp, pp=arguments.pp)
 
 
 def make_folders(keep: Path | None) -> Folders:

@@ -21,15 +21,16 @@ COUNTERS = (
 )
 
 
-def _copy(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A copy in which everything is a host tensor, a container, a number, a text or a repr."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value.astype(np.int64))
     if isinstance(value, dict):
-        return {str(k): _copy(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_copy(v) for v in value]
+        return [plain(v) for v in value]
     return value if isinstance(value, bool | int | float | str | bytes | None) else repr(value)
 
 
@@ -37,7 +38,7 @@ def _weights(model: list[Any]) -> dict[str, torch.Tensor]:
     weights: dict[str, torch.Tensor] = {}
     for number, chunk in enumerate(model):
         for kind in (chunk.module.named_parameters(), chunk.module.named_buffers()):
-            weights.update({f"chunk{number}.{name}": _copy(tensor) for name, tensor in kind})
+            weights.update({f"chunk{number}.{name}": plain(tensor) for name, tensor in kind})
     return weights
 
 
@@ -51,10 +52,10 @@ def _optimizers(optimizer: Any) -> list[dict[str, Any]]:
         parameters = [p for group in groups for p in group["params"]]
         found.append(
             {
-                "main": _copy(parameters),
-                "state": [_copy(inner.state[p]) for p in parameters],
-                "groups": [_copy({k: v for k, v in g.items() if k != "params"}) for g in groups],
-                "grad_scaler": _copy(scaler.state_dict()) if scaler else None,
+                "main": plain(parameters),
+                "state": [plain(inner.state[p]) for p in parameters],
+                "groups": [plain({k: v for k, v in g.items() if k != "params"}) for g in groups],
+                "grad_scaler": plain(scaler.state_dict()) if scaler else None,
             }
         )
     return found
@@ -64,11 +65,11 @@ def _random_states() -> dict[str, Any]:
     from megatron.core import tensor_parallel
 
     return {
-        "python": _copy(random.getstate()),
-        "numpy": _copy(np.random.get_state()),
-        "torch": _copy(torch.get_rng_state()),
-        "device": _copy(torch.cuda.get_rng_state()),
-        "tracker": _copy(tensor_parallel.get_cuda_rng_tracker().get_states()),
+        "python": plain(random.getstate()),
+        "numpy": plain(np.random.get_state()),
+        "torch": plain(torch.get_rng_state()),
+        "device": plain(torch.cuda.get_rng_state()),
+        "tracker": plain(tensor_parallel.get_cuda_rng_tracker().get_states()),
     }
 
 
@@ -88,7 +89,7 @@ def collect(
         "weights": _weights(model),
         "optimizers": _optimizers(optimizer),
         "random": _random_states(),
-        "scheduler": _copy(opt_param_scheduler.state_dict()),
+        "scheduler": plain(opt_param_scheduler.state_dict()),
         "counters": {name: getattr(args, name) for name in COUNTERS},
     }
 

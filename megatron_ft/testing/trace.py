@@ -12,11 +12,12 @@ import msgspec
 class TraceLine(msgspec.Struct, frozen=True):
     """One iteration of one rank.
 
-    ``loss`` is float.hex of what ``train_step`` returned, None where this rank has none
-    (Megatron's log lines average the first two).  ``samples`` are the indices that this
-    rank read, ``step_seconds`` the step alone, ``seconds`` the time since the last step
-    ended, so with snapshots, checkpoints and logging, ``time`` the end of the step in
-    seconds since the epoch.  Iterations that are trained again are appended again.
+    ``loss`` is float.hex of what the step returned, None where this rank has none
+    (Megatron's log lines average the first two).  ``samples`` name what this rank read:
+    indices, or checksums of the contents.  ``step_seconds`` is the step alone, ``seconds``
+    the time since the last step ended, so with snapshots, checkpoints and logging, ``time``
+    the end of the step in seconds since the epoch.  Iterations that are trained again are
+    appended again.
     """
 
     rank: int

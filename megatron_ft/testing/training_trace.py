@@ -7,57 +7,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-import msgspec
 import torch
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.training import get_args, training
 
-from megatron_ft.environment import INCARNATION
 from megatron_ft.testing import final_state
-from megatron_ft.testing.trace import TraceLine, final_path, trace_path
-
-
-class Trace:
-    """Appends this rank's lines to its file and flushes each at once."""
-
-    def __init__(self, directory: Path, rank: int) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = trace_path(directory, rank).open("a", encoding="ascii")
-        self._rank = rank
-        self._incarnation = int(os.environ.get(INCARNATION, "0"))
-        self._samples: list[int] = []
-        self._last_end: float | None = None
-
-    def observe(self, sample: int) -> None:
-        """Note the index of a sample that was read for the iteration under way."""
-        self._samples.append(sample)
-
-    def begin(self) -> None:
-        """An iteration begins: what was read since the last one was for an evaluation."""
-        self._samples = []
-
-    def record(self, iteration: int, loss: float | None, started: float) -> None:
-        """Write the line of an iteration that began at ``started`` (time.perf_counter)."""
-        ended = time.perf_counter()
-        since = started if self._last_end is None else self._last_end
-        line = TraceLine(
-            rank=self._rank,
-            incarnation=self._incarnation,
-            iteration=iteration,
-            loss=None if loss is None else loss.hex(),
-            samples=self._samples,
-            step_seconds=round(ended - started, 6),
-            seconds=round(ended - since, 6),
-            time=round(time.time(), 3),
-        )
-        self._file.write(msgspec.json.encode(line).decode() + "\n")
-        self._file.flush()
-        self._samples, self._last_end = [], ended
+from megatron_ft.testing.trace import final_path
+from megatron_ft.testing.trace_writer import TraceWriter
 
 
 def _loss(result: Any) -> float | None:
@@ -66,12 +26,12 @@ def _loss(result: Any) -> float | None:
 
 
 def _traced_step(step: Any, directory: Path) -> Any:
-    traces: list[Trace] = []
+    traces: list[TraceWriter] = []
 
     @functools.wraps(step)
     def traced(*args: Any, **kwargs: Any) -> Any:
         if not traces:  # ranks are known only now
-            traces.append(Trace(directory, torch.distributed.get_rank()))
+            traces.append(TraceWriter(directory, torch.distributed.get_rank()))
             GPTDataset.__getitem__ = _observed(GPTDataset.__getitem__, traces[0])
         traces[0].begin()
         started = time.perf_counter()
@@ -82,7 +42,7 @@ def _traced_step(step: Any, directory: Path) -> Any:
     return traced
 
 
-def _observed(read: Any, trace: Trace) -> Any:
+def _observed(read: Any, trace: TraceWriter) -> Any:
     @functools.wraps(read)
     def observed(self: Any, idx: int | None) -> Any:
         trace.observe(-1 if idx is None else int(idx))

@@ -7,16 +7,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from megatron_ft import __version__
 from megatron_ft.cli import status
 from megatron_ft.launch.mpirun import MpiLauncher
 from megatron_ft.launch.virtual import VirtualCluster
-from megatron_ft.testing import stock_script
+from megatron_ft.testing.demo.frameworks import Framework
 
-_PACKAGES = ("torch", "megatron-core", "numpy", "mpi4py", "pyeclib", "pyzmq")
+_PACKAGES = ("torch", "numpy", "mpi4py", "pyeclib", "pyzmq")
 
 
 @dataclass(frozen=True)
@@ -40,17 +39,10 @@ def node_memory(cluster: VirtualCluster) -> list[NodeMemory]:
     ]
 
 
-def versions(mpi: MpiLauncher, checkout: Path | None = None) -> dict[str, str]:
-    """Names and versions of what the demo ran on; packages that are not installed are left out.
-
-    With a ``checkout`` of Megatron-LM its version stands in for that of megatron-core.
-    """
+def versions(mpi: MpiLauncher, framework: Framework) -> dict[str, str]:
+    """Names and versions of what the demo ran on; packages that are not installed are left out."""
     found = {"python": platform.python_version(), "megatron-ft": __version__}
     for package in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-    if checkout is not None:
-        found.pop("megatron-core", None)
-        found["Megatron-LM"] = stock_script.release_of(checkout)
-    found["mpi"] = f"{mpi.kind.value} {mpi.version}"
-    return found
+    return {**found, **framework.versions(), "mpi": f"{mpi.kind.value} {mpi.version}"}

@@ -55,7 +55,9 @@ def draw(
     axes.set_title(title, loc="left")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper right", bbox_to_anchor=(1.0, 0.97 - 0.06 * len(events)), frameon=False)
+    if whole or any(ours.values()):  # else matplotlib warns that there is nothing to explain
+        place = (1.0, 0.97 - 0.06 * len(events))
+        axes.legend(loc="upper right", bbox_to_anchor=place, frameon=False)
     figure.savefig(path, format="png")
 
 

@@ -48,14 +48,13 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """The whole report as plain values."""
-        checkout = None if self.settings.checkout is None else str(self.settings.checkout)
         comparison = None if self.comparison is None else dataclasses.asdict(self.comparison)
         return {
             "identical": self.identical,
             "reason": self.reason,
             "exit_code": self.exit_code,
             "seconds": round(self.seconds, 1),
-            "settings": {**dataclasses.asdict(self.settings), "checkout": checkout},
+            "settings": self._settings(),
             "events": [dataclasses.asdict(event) for event in self.events],
             "comparison": comparison,
             "overhead": None if self.overhead is None else dataclasses.asdict(self.overhead),
@@ -65,6 +64,12 @@ class Report:
             },
             "versions": self.versions,
         }
+
+    def _settings(self) -> dict[str, Any]:
+        framework = self.settings.framework
+        chosen = {"name": framework.name, **framework.choices()}
+        others = [f.name for f in dataclasses.fields(self.settings) if f.name != "framework"]
+        return {"framework": chosen, **{name: getattr(self.settings, name) for name in others}}
 
 
 def show(report: Report, console: Console) -> None:
@@ -87,8 +92,9 @@ def verdict(report: Report) -> Text:
         return Text.assemble(
             ("IDENTICAL", "bold green"),
             f" to the run that was never interrupted, bit by bit, on {report.settings.world_size} "
-            f"ranks:\n  {result.losses} losses, {result.samples} sample indices, {result.tensors} "
-            f"tensors ({result.bytes / _MEBI:.1f} MiB: weights, optimizer, random states) and "
+            f"ranks:\n  {result.losses} losses, {result.samples} "
+            f"{report.settings.framework.samples}, {result.tensors} tensors "
+            f"({result.bytes / _MEBI:.1f} MiB: weights, optimizer, random states)\n  and "
             f"{result.values} other values.",
         )
     if result is not None and result.differences:

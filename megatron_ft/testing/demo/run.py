@@ -13,7 +13,6 @@ from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.supervisor import Supervisor
 from megatron_ft.launch.virtual import VirtualCluster
-from megatron_ft.testing import stdlib_corpus, stock_script
 from megatron_ft.testing.demo import compare, memory
 from megatron_ft.testing.demo.inject import Injector
 from megatron_ft.testing.demo.interrupt import interruptible
@@ -26,8 +25,6 @@ from megatron_ft.testing.demo.scenario import Fault, FaultKind, plan_faults
 from megatron_ft.testing.demo.screen import Screen
 from megatron_ft.testing.demo.settings import DemoSettings, Folders, job_name, job_spec
 from megatron_ft.testing.trace import TraceLine, read_trace, trace_path
-
-CORPUS_BYTES = 1 << 20
 
 # The exit codes of ``megatron-ft run``, for the same ends.
 STOPPED: dict[type[MegatronFTError], int] = {
@@ -71,15 +68,15 @@ class Demo:
     def _run(self) -> None:
         settings, folders, screen = self.settings, self.folders, self.screen
         screen.say("preparing the training text (the Python library's own sources)")
-        corpus = stdlib_corpus.prepare(folders.corpus, CORPUS_BYTES)
+        text = settings.framework.prepare(settings, folders)
         screen.begin(_title(settings), settings.iterations)
         try:
-            self._protected(job_spec(settings, folders, corpus, self._name))
+            self._protected(job_spec(settings, folders, text, self._name))
         except (UnrecoverableError, NoSpareError, RestartBudgetError) as error:
             self.report.exit_code, self.report.reason = STOPPED[type(error)], str(error)
             return
         screen.begin("the same training, never interrupted, as the oracle", settings.iterations)
-        oracle = job_spec(settings, folders, corpus, f"{self._name}-o", snapshots=False)
+        oracle = job_spec(settings, folders, text, f"{self._name}-o", snapshots=False)
         trace = trace_path(folders.oracle, 0)
         asyncio.run(interruptible(lambda: run_oracle(oracle, trace, screen.line)))
         screen.end()
@@ -108,7 +105,7 @@ class Demo:
         names = [f"node{number}" for number in range(spec.nodes + spec.spares)]
         cluster = VirtualCluster(spec.name, names)
         try:
-            self.report.versions = memory.versions(cluster.mpi(), self.settings.checkout)
+            self.report.versions = memory.versions(cluster.mpi(), self.settings.framework)
             with JobState(self.folders.state, spec.name) as state:
                 try:
                     asyncio.run(interruptible(lambda: self._train(spec, cluster, state)))
@@ -177,11 +174,10 @@ def faults_of(settings: DemoSettings) -> tuple[Fault, ...]:
 
 
 def _title(settings: DemoSettings) -> str:
-    shape = f"tp {settings.tp}, pp {settings.pp}, dp {settings.data_parallel}"
+    framework = settings.framework
     spares = f"{settings.spares} spare{'s' * (settings.spares != 1)}"
-    checkout = settings.checkout
-    program = "Megatron-LM's loop" if checkout is None else f"{checkout / stock_script.SCRIPT}"
     return (
-        f"training with {program}: {settings.world_size} ranks ({shape}) on "
+        f"training with {framework.title}: {settings.world_size} ranks "
+        f"({framework.shape}, dp {settings.data_parallel}) on "
         f"{settings.nodes} virtual nodes and {spares}, {settings.protect}, seed {settings.seed}"
     )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_ft import isal
@@ -14,11 +13,10 @@ from megatron_ft.coordinator.plan import Sizes
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.errors import ConfigError
 from megatron_ft.launch.spec import JobSpec
-from megatron_ft.testing import stock_script
+from megatron_ft.testing.demo.frameworks import Framework
+from megatron_ft.testing.demo.frameworks.megatron import MegatronCore
 
 FEWEST_ITERATIONS = 20
-_HEADS = 4
-_MICRO_BATCH = 2
 _BLOCK_BYTES = 65536
 # Twelve processes on a few cores may all stand still for a while; deaths are noticed without it.
 _TIMING = Timing(lease=30.0, node_timeout=45.0)
@@ -28,14 +26,11 @@ _TIMING = Timing(lease=30.0, node_timeout=45.0)
 class DemoSettings:
     """The user's choices; ConfigError where they cannot be met.
 
-    ``lose`` is how many nodes the second fault takes at once.  The data-parallel size is
-    what ``nodes * ranks_per_node`` leaves after ``tp * pp``.  ``checkout`` is one of
-    Megatron-LM, whose own ``pretrain_gpt.py`` trains; without it a program of this package
-    does.
+    ``framework`` says what trains, and how its model is laid out over ranks.  ``lose`` is how
+    many nodes the second fault takes at once.
     """
 
-    tp: int = 1
-    pp: int = 1
+    framework: Framework = field(default_factory=MegatronCore)
     nodes: int = 4
     spares: int = 1
     ranks_per_node: int = 1
@@ -44,10 +39,9 @@ class DemoSettings:
     seed: int = 0
     lose: int = 1
     snapshot_interval: int = 2
-    checkout: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "nodes", "ranks_per_node", "lose", "snapshot_interval"):
+        for name in ("nodes", "ranks_per_node", "lose", "snapshot_interval"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give a number >= 1")
         if self.iterations < FEWEST_ITERATIONS:
@@ -60,14 +54,11 @@ class DemoSettings:
         self._check_shape()
 
     def _check_shape(self) -> None:
-        if _HEADS % self.tp:
-            raise ConfigError(
-                f"--tp {self.tp}: the demo's model has {_HEADS} heads; give 1, 2 or 4"
-            )
-        if self.world_size % (self.tp * self.pp):
+        if self.world_size % self.framework.model_parallel:
             raise ConfigError(
                 f"{self.world_size} ranks (--nodes {self.nodes} x --ranks-per-node "
-                f"{self.ranks_per_node}) cannot be divided by --tp {self.tp} x --pp {self.pp}"
+                f"{self.ranks_per_node}) cannot be divided by {self.framework.model_parallel}, "
+                f"which {self.framework.shape} makes of one copy of the model"
             )
 
     @property
@@ -78,7 +69,7 @@ class DemoSettings:
     @property
     def data_parallel(self) -> int:
         """Ranks that train the same part of the model."""
-        return self.world_size // (self.tp * self.pp)
+        return self.world_size // self.framework.model_parallel
 
     @property
     def scheme(self) -> Scheme:
@@ -109,7 +100,7 @@ class Folders:
 
     @property
     def corpus(self) -> Path:
-        """The training text and Megatron's sample indices."""
+        """The training text, and what a framework makes of it."""
         return self.root / "corpus"
 
     @property
@@ -128,53 +119,14 @@ def job_name() -> str:
     return f"demo-{os.getpid()}-{uuid.uuid4().hex[:4]}"
 
 
-def training_command(
-    settings: DemoSettings, folders: Folders, corpus: Path, trace: Path, *, snapshots: bool
-) -> tuple[str, ...]:
-    """Megatron's training program with the demo's model, with or without snapshots."""
-    from megatron_ft.testing.demo_model import demo_arguments
-
-    flags = demo_arguments(
-        tp=settings.tp,
-        pp=settings.pp,
-        iterations=settings.iterations,
-        data_path=corpus,
-        layers=2 * settings.pp,
-        micro_batch=_MICRO_BATCH,
-        # In a pipeline two micro-batches for each data-parallel rank, so that stages overlap.
-        global_batch=_MICRO_BATCH * settings.data_parallel * (1 if settings.pp == 1 else 2),
-        cache_path=folders.corpus / "indices",
-    )
-    if settings.checkout is None:
-        program = ["-m", "megatron_ft.testing.pretrain_gpt", *flags, "--trace-dir", str(trace)]
-    else:
-        program = [str(settings.checkout / stock_script.SCRIPT), *flags]
-    if snapshots:
-        interval = str(settings.snapshot_interval)
-        program += ["--inmem-snapshot", "--inmem-snapshot-interval", interval]
-    return (sys.executable, *program)
-
-
-def training_environment(settings: DemoSettings, trace: Path) -> dict[str, str]:
-    """Variables for every trainer; a stock script is traced by them alone."""
-    from megatron_ft.testing.demo_model import ENVIRONMENT
-
-    # Host memory everywhere, so that the same bits come out with and without a GPU.
-    variables = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
-    if settings.checkout is None:
-        return variables
-    path = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    return stock_script.environment(trace, {**variables, **path})
-
-
 def job_spec(
-    settings: DemoSettings, folders: Folders, corpus: Path, name: str, *, snapshots: bool = True
+    settings: DemoSettings, folders: Folders, text: Path, name: str, *, snapshots: bool = True
 ) -> JobSpec:
     """The job of the protected run, or with ``snapshots=False`` of the uninterrupted one."""
     trace = folders.protected if snapshots else folders.oracle
     return JobSpec(
         name=name,
-        command=training_command(settings, folders, corpus, trace, snapshots=snapshots),
+        command=settings.framework.command(settings, folders, text, trace, snapshots=snapshots),
         nodes=settings.nodes,
         spares=settings.spares,
         ranks_per_node=settings.ranks_per_node,
@@ -182,5 +134,5 @@ def job_spec(
         sizes=Sizes(block_bytes=_BLOCK_BYTES, slot_count=2, crc=isal.available()),
         timing=_TIMING,
         log_dir=folders.logs / ("run" if snapshots else "uninterrupted"),
-        environment=training_environment(settings, trace),
+        environment=settings.framework.environment(trace),
     )
