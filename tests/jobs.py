@@ -1,4 +1,4 @@
-"""Whole jobs of examples/plain_pytorch.py on a virtual cluster, with faults on the way."""
+"""Whole jobs of the examples on a virtual cluster, with faults on the way."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from tests.warm_python import WarmChild, WarmPython
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "plain_pytorch.py"
+DEEPSPEED_EXAMPLE = ROOT / "examples" / "deepspeed_gpt.py"
 WAIT_SECONDS = 200.0
 
 Fault = Callable[["Job"], None]
@@ -37,7 +38,7 @@ def _failed(task: asyncio.Task[None]) -> bool:
 
 
 class WarmCluster(VirtualCluster):
-    """A virtual cluster whose trainers, if they run the example, do not wait for its imports."""
+    """A virtual cluster whose trainers, if they run an example, do not wait for its imports."""
 
     warm: ClassVar[WarmPython | None] = None
     """The server while it runs; without one all processes are started as ever."""
@@ -57,7 +58,8 @@ class WarmCluster(VirtualCluster):
         log_path: Path,
         stdin: bytes | None = None,
     ) -> LocalProcess:
-        if self.warm is None or list(argv[:2]) != [sys.executable, str(EXAMPLE)]:
+        examples = [[sys.executable, str(script)] for script in (EXAMPLE, DEEPSPEED_EXAMPLE)]
+        if self.warm is None or list(argv[:2]) not in examples:
             return super().start(node, argv, env, log_path, stdin)
         self._require([node])
         child = self.warm.start(argv[1:], self._marked(node, env), log_path)
@@ -84,6 +86,7 @@ class Job:
     slots: int = 2
     drain_dir: Path | None = None
     drain_interval: int = 0
+    drain_export_dir: Path | None = None
     root: Path | None = None
     command: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -129,6 +132,7 @@ class Job:
             timing=self.timing,
             drain_dir=self.drain_dir,
             drain_interval=self.drain_interval,
+            drain_export_dir=self.drain_export_dir,
         )
 
     def run(self, *faults: tuple[int, Fault]) -> None:
@@ -241,7 +245,19 @@ def oracle(folder: Path, ranks: int, iterations: int = 40, width: int = 64) -> R
     """The same training without us and without interruption."""
     losses = folder / "oracle.jsonl"
     flags = ["--iterations", str(iterations), "--losses", str(losses), "--width", str(width)]
-    base = {k: v for k, v in os.environ.items() if not k.startswith("MEGATRON_FT_JOB")}
+    run_alone([str(EXAMPLE), *flags], ranks, folder)
+    return read_losses(losses)
+
+
+def run_alone(
+    command: Sequence[str],
+    ranks: int,
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Run a script and its flags on all ranks to the end, with none of our processes."""
+    variables = os.environ if environment is None else environment
+    base = {k: v for k, v in variables.items() if not k.startswith("MEGATRON_FT_JOB")}
     assert WarmCluster.warm is not None
     port = str(free_port())
     children = []
@@ -249,9 +265,8 @@ def oracle(folder: Path, ranks: int, iterations: int = 40, width: int = 64) -> R
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
         log = folder / f"rank{rank}.log"
-        children.append(WarmCluster.warm.start([str(EXAMPLE), *flags], base | place, log))
+        children.append(WarmCluster.warm.start(command, base | place, log))
     for child in children:
         child.go()
     codes = [child.wait() for child in children]
     assert not any(codes), (codes, (folder / "rank0.log").read_text()[-3000:])
-    return read_losses(losses)

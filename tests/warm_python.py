@@ -162,7 +162,19 @@ def _become(request: dict[str, Any], others: tuple[int, ...], tell: int, gate: i
     sys.argv = request["argv"]
     os.close(tell)  # from here on it is found where a started process would be
     os.read(gate, 1)
+    _customise()
     runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _customise() -> None:
+    """What ``site`` does for a started process: its search path, and its ``sitecustomize``."""
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    new = [folder for folder in given if folder not in sys.path]
+    sys.path[:0] = new
+    files = (Path(folder, "sitecustomize.py") for folder in new)
+    first = next((file for file in files if file.is_file()), None)
+    if first is not None:
+        runpy.run_path(str(first), run_name="sitecustomize")
 
 
 def _show_environment(variables: Mapping[str, str]) -> None:

@@ -12,32 +12,49 @@ import time
 from typing import Any
 
 from megatron_ft.environment import INCARNATION
-from megatron_ft.launch.startup.sitecustomize import LOOP, AfterImport, run_hidden
+from megatron_ft.launch.startup.sitecustomize import DEEPSPEED, LOOP, AfterImport, run_hidden
 
 RANK, ITERATION = "1", 11
 PERMIT_SECONDS = 100.0
 
 
-def hold() -> None:
+def hold_megatron() -> None:
     from megatron.training import get_args, training
 
     step = training.train_step
 
     def held(*args: Any, **kwargs: Any) -> Any:
-        if get_args().curr_iteration == 0:
-            await_permit()
-        if get_args().curr_iteration + 1 == ITERATION and os.environ["RANK"] == RANK:
-            signal.pause()
+        from megatron_ft.megatron import hooks
+
+        hold(get_args().curr_iteration, hooks._current)
         return step(*args, **kwargs)
 
     training.train_step = held
 
 
-def await_permit() -> None:
-    """The permit is a word in shared memory, which can only be looked at."""
-    from megatron_ft.megatron import hooks
+def hold_deepspeed() -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
-    arena = hooks._current._manager._engine.arena  # type: ignore[union-attr]
+    step = DeepSpeedEngine.step
+
+    def held(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        from deepspeed_ext.attach import run_of
+
+        hold(engine.global_steps, run_of(engine))
+        return step(engine, *args, **kwargs)
+
+    DeepSpeedEngine.step = held
+
+
+def hold(finished: int, run: Any) -> None:
+    if finished == 0:
+        await_permit(run._manager._engine.arena)
+    if finished + 1 == ITERATION and os.environ["RANK"] == RANK:
+        signal.pause()
+
+
+def await_permit(arena: Any) -> None:
+    """The permit is a word in shared memory, which can only be looked at."""
     deadline = time.monotonic() + PERMIT_SECONDS
     while arena.permit() is None:
         assert time.monotonic() < deadline, "the coordinator has permitted no snapshot"
@@ -46,5 +63,6 @@ def await_permit() -> None:
 
 if __name__ == "sitecustomize":
     if "RANK" in os.environ and os.environ.get(INCARNATION) == "1":
-        AfterImport(LOOP, hold).install()
+        AfterImport(LOOP, hold_megatron).install()
+        AfterImport(DEEPSPEED, hold_deepspeed).install()
     run_hidden(os.path.dirname(os.path.abspath(__file__)))

@@ -1,0 +1,82 @@
+"""Jobs of the plain DeepSpeed example that lose a trainer or a node, against the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.deepspeed_jobs import (
+    ITERATIONS,
+    Program,
+    check_identical,
+    go_on_alone,
+    kill_held_rank,
+    log_of,
+    lose_node_of_held_rank,
+)
+from tests.jobs import ROOT, WarmCluster
+from tests.warm_python import WarmPython
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.deepspeed,
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed"),
+]
+
+RELEASES = ROOT / ".venv" / "deepspeed"
+"""Where scripts/lib/environment.sh puts releases beside the one in the environment itself."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> Iterator[None]:
+    """Trainers are forked from a process that has imported torch; they import DeepSpeed."""
+    WarmCluster.warm = WarmPython()
+    yield
+    WarmCluster.warm.close()
+    WarmCluster.warm = None
+
+
+def test_zero_3_loses_a_node(tmp_path: Path) -> None:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 1000}
+    job = check_identical(
+        Program({"zero_optimization": zero}),
+        tmp_path,
+        lose_node_of_held_rank,
+        nodes=4,
+        spares=1,
+        protect="rs:3+1",
+    )
+    assert [source for _, source in job.restores()] == ["parity"], job.story()
+    assert "no checkpoint was read" in log_of(job, 0)
+
+
+def test_zero_1_loses_a_trainer_and_leaves_deepspeeds_own_files(tmp_path: Path) -> None:
+    program, exports = Program({"zero_optimization": {"stage": 1}}), tmp_path / "exports"
+    job = check_identical(
+        program,
+        tmp_path,
+        kill_held_rank,
+        nodes=2,
+        drain_dir=tmp_path / "drains",
+        drain_interval=2,
+        drain_export_dir=exports,
+    )
+    assert [source for _, source in job.restores()] == ["own memory"], job.story()
+    last = int((exports / "latest").read_text().removeprefix("global_step"))
+    assert 8 <= last <= ITERATIONS and "exported" in job.kinds(), job.story()
+    assert go_on_alone(program, tmp_path / "later", exports, steps=last + 1) == [last + 1]
+
+
+@pytest.mark.parametrize("release", ["0.18.9"])
+def test_an_older_release_survives_a_kill(release: str, tmp_path: Path) -> None:
+    folder = RELEASES / release
+    if not folder.is_dir():
+        pytest.skip(f"needs deepspeed {release} in {folder}: run scripts/test.sh")
+    # Its stages 1 and 2 fail by themselves with torch 2.13 (views changed in place).
+    program = Program({"zero_optimization": {"stage": 3}}, folder)
+    job = check_identical(program, tmp_path, kill_held_rank, nodes=2)
+    assert [source for _, source in job.restores()] == ["own memory"], job.story()
