@@ -6,7 +6,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib/environment.sh"
 
 # Seconds after which pytest starts no further test; single tests are limited in pyproject.toml.
-TEST_BUDGET_SECONDS=1200
+TEST_BUDGET_SECONDS=1320
 
 failed=()
 
