@@ -129,7 +129,8 @@ def test_two_nodes_lost_at_once_with_two_parity_members(
     made.append(job)
     job.run((10, lose("n0", "n3")))
     assert not difference(job.result(), four), job.story()
-    assert [source for _, source in job.restores()] == ["parity"], job.story()
+    # The second loss may be noticed in the recovery from the first, which then is done again.
+    assert {source for _, source in job.restores()} == {"parity"}, job.story()
 
 
 def test_two_ranks_a_node_make_two_stripes(made: list[Job], tmp_path: Path, four: Result) -> None:
