@@ -1,44 +1,62 @@
 #!/usr/bin/env python3
-"""Write the table of --inmem flags in docs/megatron.md from megatron_ft/config.py.
+"""Write what docs and the JSON schema say of the settings, from megatron_ft/config.py.
 
-scripts/flags_table.py          # writes it
+scripts/flags_table.py          # writes the tables in docs/ and the schema of the JSON section
 scripts/flags_table.py --check  # exit code 1 if what is written there is old
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ft.config import SETTINGS, SWITCH, SWITCH_HELP
+from megatron_ft.json_section import CLIENT_STATE, CLIENT_STATE_HELP, ENABLED, schema
 from megatron_ft.setting import Setting
 
-PAGE = Path(__file__).parents[1] / "docs" / "megatron.md"
-BEGIN = "<!-- flags: written by scripts/flags_table.py -->"
-END = "<!-- end of flags -->"
+ROOT = Path(__file__).parents[1]
+MEGATRON = ROOT / "docs" / "megatron.md"
+DEEPSPEED = ROOT / "docs" / "deepspeed.md"
+SCHEMA = ROOT / "deepspeed_ext" / "inmem_snapshot.schema.json"
+BEGIN = "<!-- settings: written by scripts/flags_table.py -->"
+END = "<!-- end of settings -->"
 
 
-def table() -> str:
-    """The table in Markdown: the switch, then every setting in the order of the class."""
-    rows = [("flag", "values", "default", "run", "meaning"), ("---",) * 5]
-    rows.append((f"`{SWITCH}`", "", "off", "", SWITCH_HELP))
-    rows += [_row(setting) for setting in SETTINGS.values()]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+def flags() -> str:
+    """Megatron's flags in Markdown: the switch, then every setting in the order of the class."""
+    switch = (f"`{SWITCH}`", "", "off", "", SWITCH_HELP)
+    return _table("flag", [switch, *(_row(setting.flag, setting) for setting in SETTINGS.values())])
 
 
-def page_with(text: str, new_table: str) -> str:
+def keys() -> str:
+    """The keys of the JSON section in Markdown."""
+    switch = (f"`{ENABLED}`", "true or false", "false", "", SWITCH_HELP)
+    state = (f"`{CLIENT_STATE}`", "names and counters", "none", "", CLIENT_STATE_HELP)
+    settings = [_row(setting.name, setting) for setting in SETTINGS.values()]
+    return _table("key", [switch, *settings, state])
+
+
+def page_with(page: Path, new_table: str) -> str:
     """The page with its table replaced.  ValueError if a mark is not there exactly once."""
+    text = page.read_text()
     for mark in (BEGIN, END):
         if text.count(mark) != 1:
-            raise ValueError(f"{PAGE} needs the line {mark!r} once, it has it {text.count(mark)}x")
+            raise ValueError(f"{page} needs the line {mark!r} once, it has it {text.count(mark)}x")
     before, rest = text.split(BEGIN)
     return f"{before}{BEGIN}\n{new_table}\n{END}{rest.split(END)[1]}"
 
 
-def _row(setting: Setting) -> tuple[str, ...]:
+def _table(first: str, rows: Sequence[Sequence[str]]) -> str:
+    head = [(first, "values", "default", "run", "meaning"), ("---",) * 5]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [*head, *rows])
+
+
+def _row(name: str, setting: Setting) -> tuple[str, ...]:
     unit = f" {setting.unit}" if setting.unit and setting.default is not None else ""
     return (
-        f"`{setting.flag}`",
+        f"`{name}`",
         setting.allowed,
         f"{setting.shown_default}{unit}",
         "yes" if setting.job else "",
@@ -48,14 +66,18 @@ def _row(setting: Setting) -> tuple[str, ...]:
 
 def main() -> int:
     """Write or check; the exit code."""
-    old = PAGE.read_text()
-    new = page_with(old, table())
-    if sys.argv[1:] == ["--check"]:
-        if new != old:
-            print(f"{PAGE}: the table of flags is old; run scripts/flags_table.py")
-        return int(new != old)
-    PAGE.write_text(new)
-    return 0
+    files = {
+        MEGATRON: page_with(MEGATRON, flags()),
+        DEEPSPEED: page_with(DEEPSPEED, keys()),
+        SCHEMA: json.dumps(schema(), indent=2) + "\n",
+    }
+    old = [path for path, text in files.items() if path.read_text() != text]
+    for path in old:
+        if sys.argv[1:] == ["--check"]:
+            print(f"{path} is old; run scripts/flags_table.py")
+        else:
+            path.write_text(files[path])
+    return int(bool(old) and sys.argv[1:] == ["--check"])
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ class FakeSmp:
     required: int = 0
     sequence: int = 0
     ended: Event = field(default_factory=Event)
+    block_bytes: int = BLOCK
 
     @property
     def path(self) -> Path:
@@ -75,7 +76,7 @@ class FakeSmp:
                 required_bytes=required_bytes,
                 data_members=1,
                 parity_members=0,
-                block_bytes=BLOCK,
+                block_bytes=self.block_bytes,
             )
             header = ArenaHeader(
                 job=uuid.uuid4(),
