@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import stat
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_ft.arena.mapping import Mapping
 from megatron_ft.disk import manifest as mf
-from megatron_ft.disk import safetensors as st
-from megatron_ft.disk.manifest import Manifest, ShardFile
-from megatron_ft.disk.source import OpenSnapshot, ShardBytes, SnapshotInfo, verified_shard
+from megatron_ft.disk.manifest import Manifest
+from megatron_ft.disk.reader import check_owner, open_shard
+from megatron_ft.disk.source import OpenSnapshot, ShardBytes, SnapshotInfo, take_apart
 from megatron_ft.errors import CheckpointDamagedError, ConfigError, SnapshotUnavailableError
 
 LEVEL = "durable"
@@ -74,10 +70,7 @@ class CheckpointSource:
     def open(self, info: SnapshotInfo) -> Iterator[OpenSnapshot]:
         """See SnapshotSource."""
         folder, manifest = self._find(info)
-        shards = {
-            shard_id: _open_shard(folder, shard_id, line, manifest)
-            for shard_id, line in manifest.shards.items()
-        }
+        shards = {shard_id: _open_shard(folder, shard_id, manifest) for shard_id in manifest.shards}
         yield OpenSnapshot(info, manifest.job, manifest.lineage, shards, lambda: None)
 
     def _find(self, info: SnapshotInfo) -> tuple[Path, Manifest]:
@@ -91,70 +84,18 @@ class CheckpointSource:
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint that only we can have written; CheckpointDamagedError."""
-    _check_owner(folder)
+    check_owner(folder)
     return Manifest.read(folder)
 
 
-def _check_owner(path: Path) -> None:
-    """What is opened here may be unpickled later: it must be ours, as arenas must."""
-    info = path.stat()
-    if info.st_uid != os.geteuid() or info.st_mode & stat.S_IWOTH:
-        raise CheckpointDamagedError(
-            f"{path} belongs to user {info.st_uid} or may be written by all: it is not trusted; "
-            "copy it and give the copy"
-        )
-
-
-def _open_shard(folder: Path, shard_id: str, line: ShardFile, manifest: Manifest) -> ShardBytes:
-    path = folder / line.file
-    if Path(line.file).name != line.file:
-        raise CheckpointDamagedError(f"the manifest of {folder} names a file outside: {line.file}")
+def _open_shard(folder: Path, shard_id: str, manifest: Manifest) -> ShardBytes:
+    """Every byte is checked through read calls; what is mapped is in the page cache then."""
+    with open_shard(folder, shard_id, manifest) as reader:
+        reader.verify()
+        mapping = Mapping(reader.descriptor, 0, reader.size, writable=False, name=str(reader.path))
+        data = mapping.view(np.uint8, reader.start, reader.record.used_bytes)
+        header, path = reader.header, str(reader.path)
     try:
-        _check_owner(path)
-        raw, data = _map(path, line.bytes)
-    except OSError as error:
-        raise CheckpointDamagedError(
-            f"shard {shard_id} cannot be read from {path} ({error.strerror}); take another "
-            "checkpoint"
-        ) from error
-    return _verify(path, shard_id, line, manifest, raw, data)
-
-
-def _verify(
-    path: Path,
-    shard_id: str,
-    line: ShardFile,
-    manifest: Manifest,
-    raw: bytes,
-    data: NDArray[np.uint8],
-) -> ShardBytes:
-    if st.header_digest(raw) != line.header_digest:
-        raise CheckpointDamagedError(f"the header of {path} does not match the manifest's digest")
-    header = st.unpack_header(raw, str(path))
-    record = header.record
-    named = (record.shard_id, record.snapshot, record.iteration, record.digest_root.hex())
-    if named != (shard_id, manifest.snapshot, manifest.iteration, line.digest_root):
-        raise CheckpointDamagedError(f"{path} holds another shard than the manifest names")
-    if uuid.UUID(header.job) != manifest.job:
-        raise CheckpointDamagedError(f"{path} is of another job than the manifest")
-    try:
-        return verified_shard(data, record, header.block_bytes, header.digest_algorithm, str(path))
+        return take_apart(data, header.record, header.block_bytes, header.digest_algorithm, path)
     except SnapshotUnavailableError as error:
         raise CheckpointDamagedError(f"{error}; take another checkpoint") from error
-
-
-def _map(path: Path, length: int) -> tuple[bytes, NDArray[np.uint8]]:
-    """A file's header and, mapped, what follows it; its length must be ``length``."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        size = os.fstat(descriptor).st_size
-        if size != length:
-            raise CheckpointDamagedError(f"{path} has {size} bytes, the manifest says {length}")
-        start = st.header_length(os.pread(descriptor, st.LENGTH_BYTES, 0), str(path))
-        if start > size:
-            raise CheckpointDamagedError(f"{path} ends inside its header")
-        raw = os.pread(descriptor, start, 0)
-        mapping = Mapping(descriptor, 0, size, writable=False, name=str(path))
-    finally:
-        os.close(descriptor)
-    return raw, mapping.view(np.uint8, start, size - start)

@@ -1,7 +1,7 @@
 """Files that are there in full after a power loss, or not at all.
 
-Every effect on a disk goes through ``Disk``, one method for each system call that can
-fail or be the last one before a crash; tests stop it at each of them.
+Everything that is done to a disk goes through ``Disk``, one method for each system call
+that can fail or be the last one before a crash; tests stop it at each of them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,12 @@ from typing import Any
 TEMPORARY_SUFFIX = ".tmp"
 SYNC_BYTES = 64 << 20
 """Written data are flushed in portions of this size, so that they never fill the page cache."""
+
+
+def mount_point(folder: Path) -> Path:
+    """The folder on which the file system is mounted that holds ``folder``; "/" at last."""
+    real = folder.resolve()
+    return next(one for one in (real, *real.parents) if os.path.ismount(one))
 
 
 class Disk:
@@ -62,6 +68,14 @@ class Disk:
     def create(self, path: Path) -> int:
         """Open a file that does not exist yet for writing."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def open(self, path: Path) -> int:
+        """Open a file for reading; links are refused."""
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def read(self, descriptor: int, buffer: memoryview, at: int) -> int:
+        """Read some bytes of the file from ``at`` on into ``buffer``; how many, 0 at its end."""
+        return os.preadv(descriptor, [buffer], at)
 
     def write(self, descriptor: int, data: memoryview) -> int:
         """Write some of ``data``; how much."""

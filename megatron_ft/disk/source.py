@@ -158,7 +158,7 @@ def verified_shard(
     algorithm: int,
     origin: str,
 ) -> ShardBytes:
-    """Check every byte of a sealed region and take it apart; nothing is unpickled.
+    """Check every byte of a sealed region, then ``take_apart``.
 
     ``data`` may be longer than the region.  SnapshotUnavailableError names the bad blocks.
     """
@@ -168,6 +168,20 @@ def verified_shard(
             f"shard {record.shard_id} of snapshot {record.snapshot} in {origin}: {len(bad)} of its "
             f"blocks of {block_bytes} bytes do not match their digests ({digest.name_blocks(bad)})"
         )
+    return take_apart(data, record, block_bytes, algorithm, origin)
+
+
+def take_apart(
+    data: NDArray[np.uint8],
+    record: SealedRecord,
+    block_bytes: int,
+    algorithm: int,
+    origin: str,
+) -> ShardBytes:
+    """The parts of a sealed region whose bytes were checked; nothing is unpickled.
+
+    SnapshotUnavailableError if it holds another layout than its record names.
+    """
     meta = unpack_meta(digest.read_meta(data, record))
     layout = ShardLayout.from_bytes(meta.layout)
     if layout.hash() != record.layout_hash:

@@ -1,0 +1,170 @@
+"""Reading one shard's file, through read calls: a bad sector is an error, where a mapping
+would end the process with SIGBUS.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ft.arena import digest
+from megatron_ft.disk import safetensors as st
+from megatron_ft.disk.durable import Disk
+from megatron_ft.disk.manifest import Manifest, ShardFile
+from megatron_ft.disk.safetensors import ShardHeader
+from megatron_ft.errors import CheckpointDamagedError
+from megatron_ft.identity import SealedRecord
+
+PIECE_BYTES = 4 << 20
+"""Most that is read at once; memory for reading does not grow with the shard."""
+
+
+def check_owner(path: Path) -> None:
+    """What is opened here may be unpickled later: it must be ours, as arenas must."""
+    info = path.stat()
+    if info.st_uid != os.geteuid() or info.st_mode & stat.S_IWOTH:
+        raise CheckpointDamagedError(
+            f"{path} belongs to user {info.st_uid} or may be written by all: it is not trusted; "
+            "copy it and give the copy"
+        )
+
+
+@contextmanager
+def open_shard(
+    folder: Path, shard_id: str, manifest: Manifest, disk: Disk | None = None
+) -> Iterator[ShardReader]:
+    """Open one shard of a checkpoint; its header has been checked, its bytes have not.
+
+    CheckpointDamagedError names the file, for whatever is wrong with it, the disk included.
+    """
+    line = manifest.shards[shard_id]
+    path = folder / line.file
+    if Path(line.file).name != line.file:
+        raise CheckpointDamagedError(f"the manifest of {folder} names a file outside: {line.file}")
+    disk = disk or Disk()
+    try:
+        check_owner(path)
+        descriptor = disk.open(path)
+        try:
+            yield ShardReader(path, descriptor, shard_id, line, manifest, disk)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise CheckpointDamagedError(
+            f"shard {shard_id} cannot be read from {path} ({error.strerror}); take another "
+            "checkpoint"
+        ) from error
+
+
+class ShardReader:
+    """One open file; ``start`` is where the sealed region begins in it."""
+
+    def __init__(
+        self,
+        path: Path,
+        descriptor: int,
+        shard_id: str,
+        line: ShardFile,
+        manifest: Manifest,
+        disk: Disk,
+    ) -> None:
+        self.path, self.descriptor, self._disk = path, descriptor, disk
+        self.size = os.fstat(descriptor).st_size
+        if self.size != line.bytes:
+            raise CheckpointDamagedError(
+                f"{path} has {self.size} bytes, the manifest says {line.bytes}"
+            )
+        self.start = st.header_length(self._read(0, st.LENGTH_BYTES), str(path))
+        if self.start > self.size:
+            raise CheckpointDamagedError(f"{path} ends inside its header")
+        raw = self._read(0, self.start)
+        if st.header_digest(raw) != line.header_digest:
+            raise CheckpointDamagedError(
+                f"the header of {path} does not match the manifest's digest"
+            )
+        self.header = st.unpack_header(raw, str(path))
+        self._check_named(shard_id, line, manifest)
+
+    @property
+    def record(self) -> SealedRecord:
+        """The sealed record, as the manifest names it."""
+        return self.header.record
+
+    def _check_named(self, shard_id: str, line: ShardFile, manifest: Manifest) -> None:
+        record = self.record
+        named = (record.shard_id, record.snapshot, record.iteration, record.digest_root.hex())
+        if named != (shard_id, manifest.snapshot, manifest.iteration, line.digest_root):
+            raise CheckpointDamagedError(f"{self.path} holds another shard than the manifest names")
+        if self.header.job != str(manifest.job):
+            raise CheckpointDamagedError(f"{self.path} is of another job than the manifest")
+        if record.used_bytes > self.size - self.start:
+            raise CheckpointDamagedError(f"{self.path} is shorter than its record says")
+
+    def read_into(self, data: NDArray[np.uint8]) -> None:
+        """Fill ``data``, which is as long as the region, and check all of it."""
+        assert data.size == self.record.used_bytes
+        for at in range(0, data.size, PIECE_BYTES):
+            self._fill(data[at : at + PIECE_BYTES], at)
+        header = self.header
+        bad = digest.verify_shard(data, self.record, header.block_bytes, header.digest_algorithm)
+        if bad:
+            raise self._damage(bad)
+
+    def verify(self) -> None:
+        """Check every byte of the region; memory is one piece and the digest table."""
+        header, record = self.header, self.record
+        table = np.empty(record.used_bytes - record.digest_offset, np.uint8)
+        self._fill(table, record.digest_offset)
+        expected = table.view("<u8").astype(np.uint64)
+        entries = digest.table_entries(record.digest_offset, header.block_bytes)
+        if expected.size != entries or digest.digest_root(expected, record) != record.digest_root:
+            raise self._damage(list(range(max(entries, 1))))
+        bad = list(_bad_blocks(self, expected, header))
+        if bad:
+            raise self._damage(bad)
+
+    def _damage(self, bad: list[int]) -> CheckpointDamagedError:
+        record, block = self.record, self.header.block_bytes
+        return CheckpointDamagedError(
+            f"shard {record.shard_id} of snapshot {record.snapshot} in {self.path}: {len(bad)} of "
+            f"its blocks of {block} bytes do not match their digests ({digest.name_blocks(bad)}); "
+            "take another checkpoint"
+        )
+
+    def _read(self, at: int, length: int) -> bytes:
+        buffer = bytearray(length)
+        self._exactly(memoryview(buffer), at)
+        return bytes(buffer)
+
+    def _fill(self, data: NDArray[np.uint8], at: int) -> None:
+        """Bytes of the region from ``at`` on."""
+        self._exactly(data.data, self.start + at)
+
+    def _exactly(self, rest: memoryview, at: int) -> None:
+        while rest:
+            count = self._disk.read(self.descriptor, rest, at)
+            if not count:
+                raise CheckpointDamagedError(f"{self.path} became shorter while it was read")
+            rest, at = rest[count:], at + count
+
+
+def _bad_blocks(
+    reader: ShardReader, expected: NDArray[np.uint64], header: ShardHeader
+) -> Iterator[int]:
+    block = header.block_bytes
+    blocks = max(1, PIECE_BYTES // block)
+    buffer = np.empty(min(blocks * block, max(1, reader.record.digest_offset)), np.uint8)
+    for first in range(0, expected.size, blocks):
+        wanted = expected[first : first + blocks]
+        start = first * block
+        piece = buffer[: min(blocks * block, reader.record.digest_offset - start)]
+        reader._fill(piece, start)
+        found = np.empty_like(wanted)
+        digest.digest_blocks(piece, block, header.digest_algorithm, found)
+        yield from (first + int(number) for number in np.flatnonzero(found != wanted))
