@@ -14,6 +14,17 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.setting import FOLDER, NUMBER, SCHEME, WHOLE, Kind, Setting
 
 SWITCH = "--inmem-snapshot"
+DRAIN_ONLY = (
+    "drain_interval",
+    "drain_keep",
+    "drain_keep_every",
+    "drain_bandwidth_mib",
+    "drain_export_dir",
+    "drain_stop_seconds",
+    "time_limit_seconds",
+)
+"""Settings that do nothing without drain_dir."""
+
 SWITCH_HELP = "Keep snapshots of the training state in host memory and restore from them."
 
 
@@ -112,6 +123,14 @@ class SnapshotConfig:
         "snapshots",
         job=True,
     )
+    drain_keep_every: int = _whole(
+        0,
+        "Beside the newest, the first snapshot drained in every so many iterations stays for "
+        "good. 0: none does.",
+        0,
+        "iterations",
+        job=True,
+    )
     drain_bandwidth_mib: float = _setting(
         NUMBER,
         0.0,
@@ -125,6 +144,20 @@ class SnapshotConfig:
         FOLDER,
         None,
         "Folder in which each drained snapshot becomes a checkpoint of the framework's own.",
+        job=True,
+    )
+    drain_stop_seconds: float = _seconds(
+        25.0,
+        "After SIGTERM the newest committed snapshot is drained, for at most so long.",
+        job=True,
+    )
+    time_limit_seconds: float = _setting(
+        NUMBER,
+        0.0,
+        "When the job will be killed, counted from its start: it drains in time. 0: never.",
+        allowed="seconds >= 0",
+        accepts=lambda v: v >= 0,
+        unit="seconds",
         job=True,
     )
     lease_seconds: float = _seconds(
@@ -164,7 +197,7 @@ class SnapshotConfig:
             return [] if self.drain_interval else [f"{never}; give both"]
         return [
             f"{name} is {getattr(self, name)}, but there is no drain_dir to write to; give both"
-            for name in ("drain_interval", "drain_keep", "drain_bandwidth_mib", "drain_export_dir")
+            for name in DRAIN_ONLY
             if getattr(self, name) != SETTINGS[name].default
         ]
 

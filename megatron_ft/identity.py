@@ -56,6 +56,18 @@ class SealedRecord(msgspec.Struct, frozen=True, array_like=True):
     digest_root: bytes
 
 
+class Seat(msgspec.Struct, frozen=True, array_like=True):
+    """Where a shard belongs in the job, whatever the nodes: all that stripes are planned from.
+
+    ``coordinates`` are the model-parallel ones without the data-parallel one;
+    ``required_bytes`` is what its trainer asked of a slot.
+    """
+
+    rank: int
+    coordinates: tuple[int, ...]
+    required_bytes: int
+
+
 def shard_id(*, pp: int = 0, tp: int = 0, dp: int = 0, ep: int = 0) -> str:
     """The logical place of a shard, for example ``pp0-tp1-dp3-ep0``.
 

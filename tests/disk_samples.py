@@ -45,10 +45,15 @@ class Memory:
     """The arenas of a job: shard i on node i, as SMPs would have left them."""
 
     def __init__(
-        self, root: Path, job: str = "job", shards: Sequence[str] = SHARDS, slots: int = 2
+        self,
+        root: Path,
+        job: str = "job",
+        shards: Sequence[str] = SHARDS,
+        slots: int = 2,
+        width: int = 100,
     ) -> None:
         self.root, self.job, self.shards = root, job, tuple(shards)
-        self.layout = layout()
+        self.layout = layout(width)
         room = required_bytes(self.layout.tensor_bytes, 4096, BLOCK)
         self.geometry = Geometry.for_stripe(
             slot_count=slots,
@@ -128,3 +133,14 @@ class Memory:
             data = arena.data(sequence % 2, writable=True)
             data[at] ^= 1
             del data
+
+
+def waiting(root: Path, sequence: int = 1, width: int = 100) -> Memory:
+    """Arenas in which a slot waits for the snapshot; it holds an older, longer one's bytes."""
+    memory = Memory(root, width=width)
+    for shard in SHARDS:
+        with Arena.open(memory.path(shard)) as arena:
+            arena.data(1, writable=True)[:] = 0xFF
+            snapshot = SnapshotId(1, sequence)
+            arena.write_slot(1, SlotHeader(SlotState.REBUILDING, snapshot, 10 * sequence))
+    return memory

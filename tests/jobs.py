@@ -19,6 +19,7 @@ from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.process import LocalProcess
 from megatron_ft.launch.spec import JobSpec
+from megatron_ft.launch.stop import Stop
 from megatron_ft.launch.supervisor import Supervisor
 from megatron_ft.launch.trainer_env import free_port
 from megatron_ft.launch.virtual import VirtualCluster
@@ -87,6 +88,10 @@ class Job:
     drain_dir: Path | None = None
     drain_interval: int = 0
     drain_export_dir: Path | None = None
+    drain_keep: int = 2
+    drain_stop_seconds: float = 25.0
+    time_limit_seconds: float = 0.0
+    restore_from: Path | None = None
     root: Path | None = None
     command: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -100,6 +105,7 @@ class Job:
         names = [f"n{i}" for i in range(self.nodes + self.spares)]
         self.cluster = WarmCluster(self.name, names, self.root)
         self.supervisor: Supervisor
+        self.stop: Stop
         self.lives = 0
 
     @property
@@ -133,6 +139,10 @@ class Job:
             drain_dir=self.drain_dir,
             drain_interval=self.drain_interval,
             drain_export_dir=self.drain_export_dir,
+            drain_keep=self.drain_keep,
+            drain_stop_seconds=self.drain_stop_seconds,
+            time_limit_seconds=self.time_limit_seconds,
+            restore_from=self.restore_from,
         )
 
     def run(self, *faults: tuple[int, Fault]) -> None:
@@ -146,6 +156,7 @@ class Job:
             self.supervisor.observers.add(self._notice)
             tasks = [asyncio.create_task(self._inject(faults)), asyncio.create_task(self._begin())]
             run = asyncio.create_task(self.supervisor.run())
+            self.stop = Stop(self.supervisor, run)
             for task in tasks:
                 # Without its faults the job may never end.
                 task.add_done_callback(lambda t: run.cancel() if _failed(t) else None)
@@ -164,6 +175,10 @@ class Job:
         """End the supervisor as Ctrl-C does, from a fault; ``run`` raises CancelledError."""
         assert self._task is not None
         self._loop.call_soon_threadsafe(self._task.cancel)
+
+    def terminate(self) -> None:
+        """SIGTERM to the supervisor, from a fault; ``run`` raises CancelledError in the end."""
+        self._loop.call_soon_threadsafe(self.stop.after_drain)
 
     def _notice(self, event: JobEvent) -> None:
         self.events.append(event)

@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,16 +17,17 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_ft.cli import main as cli
 from megatron_ft.disk import manifest as mf
 from megatron_ft.disk.checkpoint import open_checkpoint
-from megatron_ft.disk.durable import Disk
 from megatron_ft.disk.live import open_live
 from megatron_ft.disk.manifest import Manifest, folder_name
 from megatron_ft.disk.pace import Pace
-from megatron_ft.disk.retention import clean_up, clear_unfinished, superfluous
-from megatron_ft.disk.source import OpenSnapshot, open_newest
+from megatron_ft.disk.retention import Keep, superfluous
+from megatron_ft.disk.source import open_newest
 from megatron_ft.disk.write import publish, write_shards
 from megatron_ft.errors import (
     CheckpointDamagedError,
@@ -35,7 +35,8 @@ from megatron_ft.errors import (
     DrainError,
     SnapshotUnavailableError,
 )
-from megatron_ft.identity import SnapshotId
+from megatron_ft.identity import Ancestor, SnapshotId
+from tests.disk_drains import Recorder, drain, killed, newest_of, same, suicide
 from tests.disk_samples import JOB, Memory
 
 
@@ -45,27 +46,6 @@ def memory(tmp_path: Path) -> Memory:
     memory.commit(1, 10)
     memory.commit(2, 20)
     return memory
-
-
-def drain(
-    memory: Memory, into: Path, iteration: int, disk: Disk | None = None, keep: int = 2
-) -> Path:
-    """What a job does: write, publish, remove older ones."""
-    with open_newest(open_live(memory.root, memory.job), iteration) as shards:
-        folder = into / folder_name(JOB, iteration, shards.info.snapshot)
-        write_shards(shards, folder, disk)
-        publish(folder, shards.info, JOB, shards.lineage, len(shards), disk)
-    clean_up(into, JOB, keep, disk)
-    clear_unfinished(into, JOB, disk)
-    return folder
-
-
-def same(one: OpenSnapshot, other: OpenSnapshot) -> bool:
-    return (
-        one.keys() == other.keys()
-        and all(bytes(one[s].data) == bytes(other[s].data) for s in one)
-        and all(one[s].record == other[s].record for s in one)
-    )
 
 
 def test_a_checkpoint_gives_back_what_the_arenas_hold(memory: Memory, tmp_path: Path) -> None:
@@ -269,10 +249,34 @@ def test_verify_tells_by_its_exit_code(
 
 def test_the_newest_by_snapshot_stay_not_by_iteration() -> None:
     """After a rollback a higher iteration may be the older one."""
-    complete = {"a": SnapshotId(1, 9), "b": SnapshotId(2, 1), "c": SnapshotId(1, 3)}
-    assert superfluous(complete, 2) == ["c"]
-    assert superfluous(complete, 1) == ["c", "a"]
-    assert superfluous(complete, 3) == []
+    complete = {
+        "a": (SnapshotId(1, 9), 9),
+        "b": (SnapshotId(2, 1), 5),
+        "c": (SnapshotId(1, 3), 3),
+    }
+    assert superfluous(complete, Keep(2)) == ["c"]
+    assert superfluous(complete, Keep(1)) == ["c", "a"]
+    assert superfluous(complete, Keep(3)) == []
+    given_up = (Ancestor(1, None), Ancestor(2, SnapshotId(1, 4)))
+    assert superfluous(complete, Keep(2, lineage=given_up)) == ["a"]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=30), st.integers(1, 4), st.integers(0, 25))
+@settings(derandomize=True, deadline=None)
+def test_one_of_every_so_many_iterations_stays_for_good(
+    steps: list[int], newest: int, every: int
+) -> None:
+    """Drained one after the other, tidied up each time: who stays once, stays."""
+    there: dict[str, tuple[SnapshotId, int]] = {}
+    drained: list[int] = []
+    for number, step in enumerate(steps):
+        drained.append((drained or [0])[-1] + step)
+        there[str(drained[-1])] = (SnapshotId(1, number), drained[-1])
+        for name in superfluous(there, Keep(newest, every)):
+            del there[name]
+        periods = {i // every for i in drained} if every else set()
+        firsts = {min(i for i in drained if i // every == period) for period in periods}
+        assert {i for _, i in there.values()} == firsts | set(drained[-newest:])
 
 
 def test_older_and_unfinished_ones_go_and_what_is_not_ours_stays(
@@ -294,56 +298,6 @@ def test_older_and_unfinished_ones_go_and_what_is_not_ours_stays(
 # Crashes.
 
 
-class Recorder(Disk):
-    """Counts steps; what happens before step ``at`` is left to ``strike``."""
-
-    def __init__(self, at: int = -1, strike: Callable[[], None] = lambda: None) -> None:
-        self.at, self.strike, self.steps = at, strike, 0
-
-    def _step(self) -> None:
-        if self.steps == self.at:
-            self.strike()
-        self.steps += 1
-
-    def create(self, path: Path) -> int:
-        self._step()
-        return super().create(path)
-
-    def write(self, descriptor: int, data: memoryview) -> int:
-        self._step()
-        return super().write(descriptor, data[: max(1, len(data) // 2)])
-
-    def sync(self, descriptor: int) -> None:
-        self._step()
-        super().sync(descriptor)
-
-    def rename(self, old: Path, new: Path) -> None:
-        self._step()
-        super().rename(old, new)
-
-    def sync_folder(self, folder: Path) -> None:
-        self._step()
-        super().sync_folder(folder)
-
-    def remove(self, path: Path) -> None:
-        self._step()
-        super().remove(path)
-
-    def remove_folder(self, folder: Path) -> None:
-        self._step()
-        super().remove_folder(folder)
-
-
-def newest_of(memory: Memory, directory: Path) -> int:
-    """Iteration of the newest checkpoint; every one with a manifest is what the arenas hold."""
-    source, live = open_checkpoint(directory), open_live(memory.root, memory.job)
-    infos = source.snapshots()
-    for info in infos:
-        with source.open(info) as stored, open_newest(live, info.iteration) as shards:
-            assert same(shards, stored)
-    return infos[0].iteration
-
-
 def test_a_kill_at_any_step_leaves_the_last_checkpoint(memory: Memory, tmp_path: Path) -> None:
     """The drain of 20 is killed before each of its steps in turn; 10 was there before."""
     before = tmp_path / "before"
@@ -356,7 +310,7 @@ def test_a_kill_at_any_step_leaves_the_last_checkpoint(memory: Memory, tmp_path:
     for at in range(counted.steps):
         disk = tmp_path / f"disk{at}"
         shutil.copytree(before, disk)
-        assert _killed(partial(drain, memory, disk, 20, Recorder(at, _suicide), keep=1))
+        assert killed(partial(drain, memory, disk, 20, Recorder(at, suicide), keep=1))
         seen.add(newest_of(memory, disk))
         if at % 4 == 0:
             # The next life goes on in the same folder.
@@ -365,22 +319,6 @@ def test_a_kill_at_any_step_leaves_the_last_checkpoint(memory: Memory, tmp_path:
             assert len(list(disk.iterdir())) == 1
         shutil.rmtree(disk)
     assert seen == {10, 20}
-
-
-def _suicide() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _killed(work: Callable[[], object]) -> bool:
-    """Run it in a forked child; whether that was killed."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    return os.WIFSIGNALED(status)
 
 
 class PowerLoss(Recorder):

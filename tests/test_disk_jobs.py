@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,14 +15,13 @@ import pytest
 import safetensors.numpy
 
 from megatron_ft.cli import main as cli
-from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.disk.checkpoint import open_checkpoint
 from megatron_ft.disk.live import open_live
 from megatron_ft.disk.source import open_newest
-from tests.jobs import WAIT_SECONDS, Job
+from tests.disk_jobs import SHARDS, of_kind, signal_trainers, stop_until_drained, wait_for
+from tests.jobs import Job
 
 pytestmark = pytest.mark.mpi
-SHARDS = ["pp0-tp0-dp0-ep0", "pp0-tp0-dp1-ep0"]
 
 
 @pytest.fixture
@@ -37,18 +35,6 @@ def made(tmp_path: Path) -> Iterator[list[Job]]:
 def command(job: Job, *words: str) -> int:
     where = ["--arena-dir", str(job.cluster.root), "--state-dir", str(job.folder / "state")]
     return cli.main([words[0], *where, *words[1:]])
-
-
-def of_kind(job: Job, kind: str) -> list[JobEvent]:
-    return [event for event in job.events if event.kind == kind]
-
-
-def wait_for(job: Job, kind: str) -> None:
-    """Until the job has told an event of this kind; called from a fault's thread."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not of_kind(job, kind):
-        assert time.monotonic() < deadline, f"no event {kind!r}:\n{job.story()}"
-        time.sleep(0.01)
 
 
 def test_a_running_job_is_drained_and_a_lost_node_does_not_hurt(
@@ -75,8 +61,14 @@ def test_a_running_job_is_drained_and_a_lost_node_does_not_hurt(
     def drain_until_compared(job: Job) -> None:
         while not compared:
             drain_and_compare(job)
+        stop_until_drained(job, 1)
+        job.cluster.kill_node("n1")
 
-    job.run((8, drain_until_compared), (14, lambda job: job.cluster.kill_node("n1") and None))
+    def drain_again(job: Job) -> None:
+        stop_until_drained(job, 2)
+        signal_trainers(job, signal.SIGCONT)
+
+    job.run((8, drain_until_compared), (8, drain_again))
     assert compared, job.story()
     drained = of_kind(job, "drained")
     assert len(drained) >= 2, job.story()
@@ -133,23 +125,6 @@ def test_a_reader_holds_captures_up_and_a_stopped_job_can_still_be_read(
     assert command(job, "verify", "--job", job.name) == 4
     assert command(job, "drain", "--job", job.name, "--to", str(tmp_path / "disk")) == 2
     assert f"no arena of {SHARDS[1]}" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
-def test_a_full_disk_costs_a_drain_and_training_goes_on(made: list[Job], tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], check=True)
-    try:
-        job = Job(tmp_path, nodes=2, protect="xor:2", drain_dir=disk, drain_interval=6)
-        made.append(job)
-        job.run((6, lambda job: wait_for(job, "drain_failed")))
-        assert "No space left" in of_kind(job, "drain_failed")[0].text, job.story()
-        assert "finished" in job.kinds() and not of_kind(job, "trainer_died"), job.story()
-        assert job.supervisor.drains.failures == len(of_kind(job, "drain_failed"))
-        assert not list(disk.iterdir()), "what was half written is removed"
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
 
 
 def test_what_cannot_be_exported_costs_the_export_and_training_goes_on(

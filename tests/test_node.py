@@ -312,3 +312,30 @@ def test_a_node_that_waits_for_its_trainer_is_not_held_back() -> None:
     node = held("dp0", "dp3")
     ok(node, m.Grant(LIFE, THREE, 14), m.Missed("dp0", THREE), m.Pin("r", TWO, 1))
     assert not node.held_back(), "dp3 still captures, whoever reads"
+
+
+RECORD = record_of(ONE, HERE, 10)
+LOAD = m.Load(LIFE, ONE, 10, (HERE,))
+LOADED = m.Loaded(WORLD, RECORD)
+
+
+def test_a_shard_from_disk_is_lost_until_its_loader_says_that_it_is_there() -> None:
+    node = machine()
+    assert ok(node, LOAD) == [StoreSlot(HERE, 0, node.shards[HERE].slots[0])]
+    assert state(node) == SlotState.REBUILDING
+    assert isinstance(node.handle(m.Loaded("w2", RECORD)), m.Refused), "of a world that is gone"
+    ok(node, LOADED)
+    slot = node.shards[HERE].slots[0]
+    assert (slot.state, slot.record, slot.parity_valid) == (SlotState.SEALED, RECORD, False)
+    assert isinstance(node.handle(LOADED), m.Refused), "said once"
+    ok(node, m.Commit(LIFE, ONE, "local"))
+    assert state(node) == SlotState.COMMITTED and node.shards[HERE].slots[0].local_only
+
+
+def test_a_loader_that_dies_leaves_a_free_slot() -> None:
+    node = machine()
+    ok(node, LOAD)
+    node.encoder_gone(WORLD, 1)
+    assert state(node) == SlotState.FREE
+    node.encoder_joined("w4")
+    assert isinstance(node.handle(m.Loaded("w4", RECORD)), m.Refused)

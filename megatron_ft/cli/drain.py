@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_ft.disk.live import open_live
@@ -20,6 +21,7 @@ from megatron_ft.disk.retention import remove_checkpoint
 from megatron_ft.disk.source import OpenSnapshot, open_newest
 from megatron_ft.disk.write import publish, write_shards
 from megatron_ft.errors import DrainError, SnapshotUnavailableError
+from megatron_ft.identity import Seat
 from megatron_ft.launch.job_state import known_shards
 from megatron_ft.launch.virtual import default_root
 
@@ -47,7 +49,7 @@ def main(arguments: argparse.Namespace) -> int:
         if is_complete(folder):
             print(f"iteration {shards.info.iteration} is there already: {folder}")
             return 0
-        written = _write(shards, folder, Pace(arguments.bandwidth_mib * (1 << 20)))
+        written = _write(shards, folder, Pace(arguments.bandwidth_mib * (1 << 20)), known)
     print(
         f"iteration {shards.info.iteration}: {len(shards)} shards, {written / (1 << 20):.1f} MiB "
         f"in {time.monotonic() - started:.1f} s: {folder}"
@@ -55,9 +57,9 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _write(shards: OpenSnapshot, folder: Path, pace: Pace) -> int:
+def _write(shards: OpenSnapshot, folder: Path, pace: Pace, seats: Mapping[str, Seat]) -> int:
     try:
-        written = write_shards(shards, folder, pace=pace)
+        written = write_shards(shards, folder, pace=pace, seats=seats)
         publish(folder, shards.info, shards.job, shards.lineage, len(shards))
     except (OSError, DrainError, SnapshotUnavailableError) as error:
         _discard(folder)

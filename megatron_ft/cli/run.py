@@ -31,6 +31,7 @@ from megatron_ft.launch import job_settings
 from megatron_ft.launch.job_state import JobState, state_folder
 from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.launch.spec import JobSpec
+from megatron_ft.launch.stop import EXIT_DRAINED, EXIT_INTERRUPTED, EXIT_NOT_DRAINED, Stop
 from megatron_ft.launch.supervisor import Supervisor
 from megatron_ft.launch.virtual import VirtualCluster, default_root
 
@@ -38,6 +39,9 @@ EXIT_CODES: Mapping[int, str] = {
     10: "stopped: no snapshot in memory can be served and no checkpoint was found",
     11: "stopped: a node is lost and no spare is left",
     12: "stopped: the same failure three times without progress",
+    EXIT_DRAINED: "stopped by SIGTERM: the newest committed snapshot is in --drain-dir",
+    EXIT_NOT_DRAINED: "stopped by SIGTERM: it could not be drained within --drain-stop-seconds",
+    EXIT_INTERRUPTED: "interrupted, or stopped by SIGTERM without --drain-dir",
 }
 
 
@@ -68,6 +72,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar=setting.name.upper(),
             help=help_of(setting),
         )
+    parser.add_argument(
+        "--restore-from",
+        type=Path,
+        metavar="DIR",
+        help="a drained checkpoint, of any job of the same shape, to start from when the job has "
+        "nothing newer of its own",
+    )
     parser.add_argument("training_command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
 
 
@@ -118,6 +129,7 @@ def spec_from(
         sizes=Sizes(block_bytes=65536, slot_count=settings.slots, crc=isal.available()),
         checkpoint_dir=settings.checkpoint_dir,
         from_scratch=arguments.from_scratch,
+        restore_from=arguments.restore_from,
         log_dir=arguments.log_dir or state_folder(arguments.job, arguments.state_dir) / "logs",
         environment=settings.job_variables(),
         timing=Timing(lease=lease, node_timeout=1.5 * lease),
@@ -125,8 +137,11 @@ def spec_from(
         drain_dir=settings.drain_dir,
         drain_interval=settings.drain_interval if settings.drain_dir else 0,
         drain_keep=settings.drain_keep,
+        drain_keep_every=settings.drain_keep_every,
         drain_bandwidth_mib=settings.drain_bandwidth_mib,
         drain_export_dir=settings.drain_export_dir,
+        drain_stop_seconds=settings.drain_stop_seconds,
+        time_limit_seconds=settings.time_limit_seconds,
     )
 
 
@@ -141,14 +156,14 @@ def _check_folder(flag: str, folder: Path | None) -> None:
 
 async def _run(supervisor: Supervisor) -> int:
     task = asyncio.ensure_future(supervisor.run())
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
+    stop, loop = Stop(supervisor, task), asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, stop.at_once)
+    loop.add_signal_handler(signal.SIGTERM, stop.after_drain)
     try:
         await task
     except asyncio.CancelledError:
-        print("interrupted: trainers are stopped", flush=True)
-        return 130
+        print(f"{EXIT_CODES[stop.code]}; trainers are stopped", flush=True)
+        return stop.code
     except (UnrecoverableError, NoSpareError, RestartBudgetError) as error:
         print(f"megatron-ft: stopped: {error}", flush=True)
         return {UnrecoverableError: 10, NoSpareError: 11, RestartBudgetError: 12}[type(error)]

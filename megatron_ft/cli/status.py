@@ -115,6 +115,8 @@ def _headline(job: dict[str, Any]) -> str:
         )
     if summary.get("durable"):
         exposed += f", iteration {summary['durable']['iteration']} is on disk"
+    if summary.get("drain_failures"):
+        exposed += f"; {summary['drain_failures']} drains failed: {summary['drain_failure']}"
     paused = ", snapshots paused" if summary.get("paused") else ""
     paused += ", snapshots skipped for a reader" if summary.get("held") else ""
     return (

@@ -74,6 +74,7 @@ class Coordinator:
         self.committed: tuple[SnapshotId, int, str] | None = None
         self.protected: tuple[SnapshotId, int] | None = None
         self.durable: tuple[SnapshotId, int] | None = None
+        self.drain_failures = (0, "")
         self.restoring: SnapshotId | None = None
         self.progress: dict[str, int] = {}
         self.skips = Skips()
@@ -351,6 +352,8 @@ class Coordinator:
             "paused": self.paused,
             "held": self.pinned,
             "skipped": self.skips.total,
+            "drain_failures": self.drain_failures[0],
+            "drain_failure": self.drain_failures[1],
             "iteration": max(self.progress.values(), default=-1),
             "committed": None
             if snapshot is None

@@ -7,8 +7,9 @@ restored snapshot is complete and committed everywhere again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.plan import Sizes, create_requests, stripe_orders
@@ -73,8 +74,23 @@ async def _admit(coordinator: Coordinator, incarnation: int, node: str) -> m.Inv
 
 
 @dataclass(frozen=True)
+class DiskSource:
+    """A drained checkpoint that a recovery takes, and the shards that come from it.
+
+    ``fresh`` says that no arena stays, since memory can serve nothing.
+    """
+
+    folder: Path
+    shards: tuple[str, ...]
+    fresh: bool
+
+
+@dataclass(frozen=True)
 class Restore:
-    """The input of one restore: a decision, where shards live now, and the new lineage."""
+    """The input of one restore: a decision, where shards live now, and the new lineage.
+
+    ``disk`` is set where the snapshot comes from a drained checkpoint.
+    """
 
     decision: Decision
     places: dict[str, str]
@@ -82,35 +98,66 @@ class Restore:
     incarnation: int
     lineage: tuple[Ancestor, ...]
     sizes: Sizes
+    disk: DiskSource | None = None
 
     def adoption(self, node: str) -> m.Adopt:
         """What ``node`` keeps: its shards if something is restored, else nothing."""
         snapshot = self.decision.snapshot
-        keep = tuple(s for s, n in self.places.items() if n == node and snapshot is not None)
+        kept = snapshot is not None and not (self.disk is not None and self.disk.fresh)
+        keep = tuple(s for s, n in self.places.items() if n == node and kept)
         return m.Adopt(self.incarnation, self.lineage, snapshot, keep)
 
     def sources(self) -> dict[str, str]:
-        """Where each shard's bytes come from: "memory" of its own node, or "parity"."""
-        lost = {shard for members in self.decision.lost.values() for shard in members}
-        return {shard: "parity" if shard in lost else "memory" for shard in self.places}
+        """Where each shard's bytes come from: "memory" of its own node, "parity" or "disk"."""
+        lost = dict.fromkeys(self.lost(), "parity")
+        disk = dict.fromkeys(() if self.disk is None else self.disk.shards, "disk")
+        return {**dict.fromkeys(self.places, "memory"), **lost, **disk}
+
+    def lost(self) -> tuple[str, ...]:
+        """Shards that must be rebuilt from parity."""
+        return tuple(shard for members in self.decision.lost.values() for shard in members)
+
+
+def describe_restore(plan: Restore) -> tuple[str, str]:
+    """What a restore does as a sentence, and in a word where the bytes come from."""
+    start = f"restoring iteration {plan.decision.iteration}"
+    if plan.disk is not None:
+        rest = "" if plan.disk.fresh else ", the rest from own memory"
+        return f"{start}: {_names(plan.disk.shards)} from disk ({plan.disk.folder}){rest}", "disk"
+    if plan.lost():
+        return f"{start}: {', '.join(plan.lost())} from parity, the rest from own memory", "parity"
+    return f"{start} from own memory", "own memory"
+
+
+def _names(shards: Sequence[str]) -> str:
+    return ", ".join(shards) if len(shards) <= 4 else f"{len(shards)} shards"
 
 
 async def restore(
-    coordinator: Coordinator, plan: Restore, admitted: Sequence[str], world_up: Callable[[], None]
+    coordinator: Coordinator,
+    plan: Restore,
+    admitted: Sequence[str],
+    world_up: Callable[[], None],
+    load: Callable[[DiskSource], Awaitable[None]],
 ) -> None:
-    """Carry a decision out: adopt the lineage, rebuild what is lost, commit, let trainers in.
+    """Carry a decision out: adopt the lineage, bring back what is lost, commit, let trainers in.
 
-    ``world_up`` starts an encoder world over the active nodes.  RebuildError when some
-    shard could not be rebuilt; another incarnation then tries again.
+    ``world_up`` starts an encoder world over the active nodes, ``load`` fills the slots that
+    wait for shards from disk.  RebuildError when some shard could not be rebuilt; another
+    incarnation then tries again.
     """
     snapshot = plan.decision.snapshot
     coordinator.restoring = snapshot
     await coordinator.ask_all({node: plan.adoption(node) for node in admitted})
     if snapshot is not None and plan.decision.lost:
-        await _make_targets(coordinator, plan)
+        await _make_targets(coordinator, plan, plan.lost())
         world_up()
         await coordinator.world_ready(120.0)
         await _rebuild(coordinator, plan, snapshot)
+    if snapshot is not None and plan.disk is not None:
+        await _make_targets(coordinator, plan, plan.disk.shards)
+        await coordinator.ask_all(_load_requests(plan, plan.disk, snapshot))
+        await load(plan.disk)
     if snapshot is not None:
         level = "protected" if plan.decision.protected else "local"
         commit = m.Commit(plan.incarnation, snapshot, level)
@@ -120,13 +167,26 @@ async def restore(
     await coordinator.ask_all({node: ready for node in plan.active})
 
 
-async def _make_targets(coordinator: Coordinator, plan: Restore) -> None:
-    """Arenas for lost shards, where their new node has none yet."""
+async def _make_targets(coordinator: Coordinator, plan: Restore, shards: Sequence[str]) -> None:
+    """Arenas for these shards, where their node has none yet; all nodes at once."""
     requests = create_requests(plan.decision.stripes, plan.incarnation, plan.lineage, plan.sizes)
-    for members in plan.decision.lost.values():
-        for shard_id in members:
-            node = plan.places[shard_id]
-            await coordinator.links[node].demand(requests[shard_id], 600.0)
+
+    async def make(node: str) -> None:
+        for shard_id in shards:
+            if plan.places[shard_id] == node:
+                await coordinator.links[node].demand(requests[shard_id], 600.0)
+
+    await asyncio.gather(*(make(node) for node in {plan.places[s] for s in shards}))
+
+
+def _load_requests(plan: Restore, disk: DiskSource, snapshot: SnapshotId) -> dict[str, m.Load]:
+    by_node: dict[str, list[str]] = {}
+    for shard_id in disk.shards:
+        by_node.setdefault(plan.places[shard_id], []).append(shard_id)
+    return {
+        node: m.Load(plan.incarnation, snapshot, plan.decision.iteration, tuple(shards))
+        for node, shards in by_node.items()
+    }
 
 
 async def _rebuild(coordinator: Coordinator, plan: Restore, snapshot: SnapshotId) -> None:

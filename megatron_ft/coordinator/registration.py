@@ -11,7 +11,7 @@ from megatron_ft.coordinator.plan import Sizes, create_requests
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.erasure.stripes import RankPlace, plan_stripes
 from megatron_ft.errors import ConfigError, ControlPlaneError, LayoutMismatchError, MegatronFTError
-from megatron_ft.identity import Ancestor
+from megatron_ft.identity import Ancestor, Seat
 from megatron_ft.recovery.decide import StripeState
 from megatron_ft.smp import messages as m
 
@@ -42,6 +42,13 @@ class Roll:
     def places(self) -> dict[str, str]:
         """Shard to node."""
         return {shard_id: node for shard_id, (node, _) in self.hellos.items()}
+
+    def seats(self) -> dict[str, Seat]:
+        """Where each shard belongs, for a later life that has nothing but a disk."""
+        return {
+            shard: Seat(hello.rank, hello.coordinates, self.layouts[shard].required_bytes)
+            for shard, (_, hello) in self.hellos.items()
+        }
 
     def rank_places(self) -> list[RankPlace]:
         """What the stripe planner needs to know of each rank."""
@@ -86,11 +93,7 @@ def settle_stripes(
     LayoutMismatchError if the shards no longer fit the stored ones.
     """
     if not stored:
-        plans = plan_stripes(roll.rank_places(), scheme, block_bytes=sizes.block_bytes)
-        return tuple(
-            StripeState(p.kind, p.data_members, p.parity_members, p.data_bytes, p.members)
-            for p in plans
-        )
+        return new_stripes(roll.rank_places(), scheme, sizes)
     room = {shard: stripe.data_bytes for stripe in stored for shard in stripe.members}
     if room.keys() != roll.layouts.keys():
         raise LayoutMismatchError(
@@ -106,6 +109,16 @@ def settle_stripes(
                 "job's snapshots with `megatron-ft clean`"
             )
     return tuple(stored)
+
+
+def new_stripes(
+    places: Sequence[RankPlace], scheme: Scheme, sizes: Sizes
+) -> tuple[StripeState, ...]:
+    """Stripes planned for ranks that have no arenas yet; ProtectionError as plan_stripes says."""
+    return tuple(
+        StripeState(p.kind, p.data_members, p.parity_members, p.data_bytes, p.members)
+        for p in plan_stripes(places, scheme, block_bytes=sizes.block_bytes)
+    )
 
 
 async def make_arenas(

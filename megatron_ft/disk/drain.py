@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -19,25 +21,28 @@ import msgspec
 from megatron_ft.disk.arenas import hold, scan
 from megatron_ft.disk.manifest import folder_name, is_complete
 from megatron_ft.disk.pace import Pace
-from megatron_ft.disk.retention import clean_up, clear_unfinished
+from megatron_ft.disk.retention import Keep, clean_up, clear_unfinished
 from megatron_ft.disk.source import SnapshotInfo
 from megatron_ft.disk.write import publish, write_shards
 from megatron_ft.environment import ProcessEnvironment
 from megatron_ft.errors import DrainError, MegatronFTError
-from megatron_ft.identity import Ancestor, SnapshotId
+from megatron_ft.identity import Ancestor, Seat, SnapshotId
 from megatron_ft.priority import lower_priority
 from megatron_ft.smp.pin import pinned
 
 log = logging.getLogger(__name__)
 
+EXIT_NOT_TIDY = 4
+
 
 class DrainPlan(msgspec.Struct, frozen=True):
     """What is drained, by whom, and where to.
 
-    ``shards`` are those of the node that the plan is for, ``shard_count`` is of the whole
-    job.  ``keep`` checkpoints stay in ``directory``; ``bandwidth_mib`` is MiB/s a node,
-    0 for no cap.  ``export_dir`` gets a checkpoint of the training framework's own, made of
-    what was drained; None for none.
+    ``shards`` are those of the node that the plan is for with their seats, ``shard_count`` is
+    of the whole job.  ``keep`` says what stays in ``directory``, on the file system that was
+    mounted at ``mount`` when the job started (None: not looked at); ``bandwidth_mib`` is MiB/s
+    a node, 0 for no cap.  ``export_dir`` gets a checkpoint of the training framework's own, made
+    of what was drained; None for none.
     """
 
     job: uuid.UUID
@@ -47,10 +52,11 @@ class DrainPlan(msgspec.Struct, frozen=True):
     lineage: tuple[Ancestor, ...]
     directory: Path
     shard_count: int
-    shards: tuple[str, ...] = ()
-    keep: int = 2
+    shards: dict[str, Seat] = {}
+    keep: Keep = Keep(2)
     bandwidth_mib: float = 0.0
     export_dir: Path | None = None
+    mount: Path | None = None
 
     @property
     def folder(self) -> Path:
@@ -75,7 +81,8 @@ class DrainPlan(msgspec.Struct, frozen=True):
 def run_step(steps: Mapping[str, Callable[[DrainPlan], None]], program: str) -> int:
     """Do the step of ``steps`` that the command line names, at low priority.
 
-    Exit codes: 0 done, 1 failed (the last line of output says why).
+    Exit codes: 0 done, 1 failed, 4 done, but older checkpoints could not be removed.  The last
+    line of output says why.
     """
     parser = argparse.ArgumentParser(prog=program)
     parser.add_argument("step", choices=sorted(steps))
@@ -84,11 +91,25 @@ def run_step(steps: Mapping[str, Callable[[DrainPlan], None]], program: str) -> 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     lower_priority()
     try:
+        _check_mounted(options.plan)
         steps[options.step](options.plan)
+    except RetentionError as error:
+        log.error("%s", error)
+        return EXIT_NOT_TIDY
     except (MegatronFTError, OSError) as error:
         log.error("%s", error)
         return 1
     return 0
+
+
+class RetentionError(DrainError):
+    """The checkpoint is there; older ones could not be removed."""
+
+
+def _check_mounted(plan: DrainPlan) -> None:
+    """Below a mount point that lost its file system there is another disk, each node's own."""
+    if plan.mount is not None and not os.path.ismount(plan.mount):
+        raise DrainError(f"{plan.mount} is not mounted any more: {plan.directory} was on it")
 
 
 def clear(plan: DrainPlan) -> None:
@@ -111,7 +132,7 @@ def write(plan: DrainPlan) -> None:
     ):
         if shards.job != plan.job:
             raise DrainError(f"{node} holds arenas of job {shards.job}, not of {plan.job}")
-        written = write_shards(shards, plan.folder, pace=pace)
+        written = write_shards(shards, plan.folder, pace=pace, seats=plan.shards)
     log.info("wrote %d bytes of iteration %d to %s", written, plan.iteration, plan.folder)
 
 
@@ -119,8 +140,12 @@ def finish(plan: DrainPlan) -> None:
     """Write the manifest, then remove what is superfluous."""
     if not is_complete(plan.folder):
         publish(plan.folder, plan.info, plan.job, plan.lineage, plan.shard_count)
-    for folder in clean_up(plan.directory, plan.job, plan.keep):
-        log.info("removed %s", folder)
+    try:
+        keep = replace(plan.keep, lineage=plan.lineage)
+        for folder in clean_up(plan.directory, plan.job, keep):
+            log.info("removed %s", folder)
+    except OSError as error:
+        raise RetentionError(f"older checkpoints could not be removed: {error}") from error
 
 
 STEPS: Mapping[str, Callable[[DrainPlan], None]] = {

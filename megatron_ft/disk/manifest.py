@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_ft.errors import CheckpointDamagedError
-from megatron_ft.identity import Ancestor, SnapshotId
+from megatron_ft.identity import Ancestor, Seat, SnapshotId
 
 NAME = "manifest.json"
 SHARD_SUFFIX = ".safetensors"
@@ -19,17 +19,19 @@ FORMAT_VERSION = 1
 _FOLDER = re.compile(r"iter_(\d{7,})-(\d+)\.(\d+)-([0-9a-f]{8})")
 
 
-class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One shard's file: name in the folder, length, and what vouches for every byte of it.
 
     ``header_digest`` is of the header (safetensors.header_digest), ``digest_root`` the sealed
-    record's for all that follows, both as hex.
+    record's for all that follows, both as hex.  ``seat`` is where the shard belongs in the
+    job; without one (nobody knew it who drained) no job can start from the file.
     """
 
     file: str
     bytes: int
     header_digest: str
     digest_root: str
+    seat: Seat | None = None
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

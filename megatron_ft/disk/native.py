@@ -52,6 +52,12 @@ def step_of_tag(tag: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def iteration_of(checkpoint: Path) -> int:
+    """The iteration of a checkpoint that newest_checkpoint gave; -1 if its name says none."""
+    digits = re.search(r"(\d+)$", checkpoint.name)
+    return -1 if digits is None else int(digits[1])
+
+
 def checkpoint_folder(directory: Path, iteration: int) -> Path:
     """Where Megatron-LM keeps the checkpoint of an iteration (``get_checkpoint_name`` there)."""
     return directory / f"iter_{iteration:07d}"

@@ -4,35 +4,59 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ft.disk import manifest as mf
 from megatron_ft.disk.durable import Disk
 from megatron_ft.disk.manifest import Manifest
 from megatron_ft.errors import CheckpointDamagedError
-from megatron_ft.identity import SnapshotId
+from megatron_ft.identity import Ancestor, SnapshotId
+from megatron_ft.recovery.lineage import on_lineage
 
 
-def superfluous(complete: Mapping[str, SnapshotId], keep: int) -> list[str]:
-    """Names of checkpoints beyond the newest ``keep``, oldest first.  Pure."""
-    ordered = sorted(complete, key=lambda name: complete[name])
-    return ordered[: max(0, len(ordered) - keep)]
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints of a job stay: the ``newest``, and the first one of every ``every``
+    iterations (0: no others).  What is off ``lineage`` was given up by the job and does not
+    count; () is an unknown lineage, off which nothing is.
+    """
+
+    newest: int
+    every: int = 0
+    lineage: tuple[Ancestor, ...] = ()
 
 
-def clean_up(directory: Path, job: uuid.UUID, keep: int, disk: Disk | None = None) -> list[Path]:
-    """Remove the job's older checkpoints; what was removed.
+def superfluous(complete: Mapping[str, tuple[SnapshotId, int]], keep: Keep) -> list[str]:
+    """Names of the checkpoints that go, oldest first.  Pure.
+
+    ``complete`` maps names to snapshots and their iterations.
+    """
+    ordered = sorted(complete, key=lambda name: complete[name][0])
+    ours = [n for n in ordered if not keep.lineage or on_lineage(complete[n][0], keep.lineage)]
+    staying = set(ours[-keep.newest :])
+    periods: set[int] = set()
+    for name in ours if keep.every else ():
+        period = complete[name][1] // keep.every
+        staying |= set() if period in periods else {name}
+        periods.add(period)
+    return [name for name in ordered if name not in staying]
+
+
+def clean_up(directory: Path, job: uuid.UUID, keep: Keep, disk: Disk | None = None) -> list[Path]:
+    """Remove the job's superfluous checkpoints; what was removed.
 
     Other jobs' folders, and whatever has no manifest that can be read, are left alone.
     """
     disk = disk or Disk()
-    complete: dict[str, SnapshotId] = {}
+    complete: dict[str, tuple[SnapshotId, int]] = {}
     for folder in _folders_of(directory, job):
         try:
             found = Manifest.read(folder)
         except CheckpointDamagedError:
             continue
         if found.job == job:
-            complete[folder.name] = found.snapshot
+            complete[folder.name] = (found.snapshot, found.iteration)
     removed = [directory / name for name in superfluous(complete, keep)]
     for folder in removed:
         remove_checkpoint(folder, disk)

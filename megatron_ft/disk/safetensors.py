@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from megatron_ft.errors import CheckpointDamagedError, DrainError
-from megatron_ft.identity import SealedRecord
+from megatron_ft.identity import SealedRecord, Seat
 from megatron_ft.shard import ALIGNMENT, LayoutEntry, ShardLayout, align
 
 FORMAT = "megatron-ft shard"
@@ -69,6 +69,7 @@ class ShardHeader(msgspec.Struct, frozen=True):
     block_bytes: int
     digest_algorithm: int
     job: str
+    seat: Seat | None = None
 
 
 def pack_header(header: ShardHeader, layout: ShardLayout) -> bytes:

@@ -7,7 +7,7 @@ what else is in the drain folder is as it was.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -22,32 +22,39 @@ from megatron_ft.disk.manifest import Manifest, ShardFile
 from megatron_ft.disk.pace import Pace
 from megatron_ft.disk.source import OpenSnapshot, ShardBytes, SnapshotInfo
 from megatron_ft.errors import CheckpointDamagedError, DrainError, SnapshotUnavailableError
-from megatron_ft.identity import Ancestor
+from megatron_ft.identity import Ancestor, Seat
 
 PIECE_BYTES = 4 << 20
 
 
 def write_shards(
-    shards: OpenSnapshot, folder: Path, disk: Disk | None = None, pace: Pace | None = None
+    shards: OpenSnapshot,
+    folder: Path,
+    disk: Disk | None = None,
+    pace: Pace | None = None,
+    seats: Mapping[str, Seat] | None = None,
 ) -> int:
     """Write these shards into a checkpoint's folder; bytes written.
 
-    Every byte is checked once more after it was copied out of the arena.  OSError from the
-    disk, SnapshotUnavailableError if the memory was reused meanwhile.
+    Every byte is checked once more after it was copied out of the arena.  ``seats`` say
+    where shards belong, as far as that is known.  OSError from the disk,
+    SnapshotUnavailableError if the memory was reused meanwhile.
     """
     disk, pace = disk or Disk(), pace or Pace(0)
     disk.make_folder(folder)
     written = 0
     for shard_id, shard in shards.items():
         path = folder / f"{shard_id}{mf.SHARD_SUFFIX}"
-        disk.write_file(path, _pieces(shard, shards.job, pace))
+        seat = (seats or {}).get(shard_id)
+        disk.write_file(path, _pieces(shard, shards.job, pace, seat))
         shards.check()
         written += path.stat().st_size
     return written
 
 
-def _pieces(shard: ShardBytes, job: uuid.UUID, pace: Pace) -> Iterator[object]:
-    header = st.ShardHeader(shard.record, shard.block_bytes, shard.digest_algorithm, str(job))
+def _pieces(shard: ShardBytes, job: uuid.UUID, pace: Pace, seat: Seat | None) -> Iterator[object]:
+    known = (shard.record, shard.block_bytes, shard.digest_algorithm, str(job))
+    header = st.ShardHeader(*known, seat)
     yield st.pack_header(header, shard.layout)
     table = digest.digest_table(shard.data, shard.record)
     if digest.digest_root(table, shard.record) != shard.record.digest_root:
@@ -131,5 +138,6 @@ def _shard_file(path: Path, info: SnapshotInfo, job: uuid.UUID) -> tuple[str, Sh
     size = path.stat().st_size
     if size != len(raw) + record.used_bytes:
         raise DrainError(f"{path} has {size} bytes instead of {len(raw) + record.used_bytes}")
-    line = ShardFile(path.name, size, st.header_digest(raw), record.digest_root.hex())
+    digests = (st.header_digest(raw), record.digest_root.hex())
+    line = ShardFile(path.name, size, *digests, header.seat)
     return record.shard_id, line

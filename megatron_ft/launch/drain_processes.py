@@ -7,24 +7,39 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
-from megatron_ft.disk.drain import DrainPlan
 from megatron_ft.errors import DrainError
 from megatron_ft.launch.fleet import last_lines
 from megatron_ft.launch.launcher import Launcher, ProcessHandle
 
 STEP_TIMEOUT_SECONDS = 3600.0
-MODULES = {"export": "megatron_ft.export.drained"}
+MODULES = {"load": "megatron_ft.disk.load", "export": "megatron_ft.export.drained"}
 """Which module does a step, where it is not disk/drain.py."""
 
 
+class Plan(Protocol):
+    """The argument of a step's process."""
+
+    def to_json(self) -> str:
+        """As text."""
+
+
+class StepFailedError(DrainError):
+    """A process ended with this status, below zero the number of a signal."""
+
+    def __init__(self, reason: str, status: int) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
 class DrainProcesses:
-    """Runs steps of drains through a Launcher; output goes to drain-<node>.log."""
+    """Runs steps of drains and loads through a Launcher; output goes to drain-<node>.log."""
 
     def __init__(self, launcher: Launcher, log_dir: Path) -> None:
         self._launcher, self._log_dir = launcher, log_dir
 
-    async def run(self, step: str, plans: Mapping[str, DrainPlan]) -> None:
+    async def run(self, step: str, plans: Mapping[str, Plan]) -> None:
         """One process on each node; DrainError as soon as one of them fails.
 
         None is left when this returns, raises or is cancelled.  NodeUnreachable as the
@@ -57,7 +72,8 @@ class DrainProcesses:
         status = await handle.wait()
         if status:
             said = last_lines(self._log_of(handle.node), 1) if status > 0 else "it was killed"
-            raise DrainError(f"{step} on {handle.node} ended with {status}: {said}")
+            reason = f"{step} on {handle.node} ended with {status}: {said}"
+            raise StepFailedError(reason, status)
 
     def _log_of(self, node: str) -> Path:
         return self._log_dir / f"drain-{node}.log"

@@ -10,24 +10,30 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import msgspec
 
 from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.events import JobEvent
-from megatron_ft.disk.drain import DrainPlan
+from megatron_ft.disk.drain import EXIT_NOT_TIDY, DrainPlan
+from megatron_ft.disk.durable import mount_point
+from megatron_ft.disk.retention import Keep
 from megatron_ft.errors import MegatronFTError
-from megatron_ft.identity import Ancestor
-from megatron_ft.launch.drain_processes import DrainProcesses
+from megatron_ft.identity import Ancestor, Seat
+from megatron_ft.launch.drain_processes import DrainProcesses, StepFailedError
 from megatron_ft.launch.launcher import Launcher
 from megatron_ft.launch.spec import JobSpec
+from megatron_ft.launch.urgency import Urgency
 
 
-def is_due(last: int, committed: int, interval: int) -> bool:
-    """Whether ``committed`` is to be drained when ``last`` was the iteration before.  Pure."""
-    return interval > 0 and committed >= last + interval
+def is_due(last: int, committed: int, interval: int, urgent: bool = False) -> bool:
+    """Whether ``committed`` is to be drained when ``last`` was the iteration before.  Pure.
+
+    What is ``urgent`` waits for no interval, but the same iteration is not drained again.
+    """
+    return interval > 0 and committed >= last + (1 if urgent else interval)
 
 
 class Drains:
@@ -37,7 +43,12 @@ class Drains:
     """
 
     def __init__(
-        self, spec: JobSpec, launcher: Launcher, job: uuid.UUID, coordinator: Coordinator
+        self,
+        spec: JobSpec,
+        launcher: Launcher,
+        job: uuid.UUID,
+        coordinator: Coordinator,
+        spares_gone: Callable[[], bool],
     ) -> None:
         self.failures = 0
         self.export_failures = 0
@@ -46,19 +57,47 @@ class Drains:
         self._processes = DrainProcesses(launcher, spec.log_dir)
         self._task: asyncio.Task[None] | None = None
         self._places: dict[str, str] = {}
+        self._seats: dict[str, Seat] = {}
         self._lineage: tuple[Ancestor, ...] = ()
         self._last = 0
         self._news = asyncio.Event()
         self._ending = False
+        self._urgent = False
+        self._cap = spec.drain_bandwidth_mib
+        self._slowest = 0.0
+        self._mount = None if spec.drain_dir is None else mount_point(spec.drain_dir)
+        limit = spec.time_limit_seconds
+        self._urgency = Urgency(
+            parity=bool(spec.scheme.parity_members),
+            ends_at=time.monotonic() + limit if limit else None,
+            margin=spec.drain_stop_seconds,
+        )
+        self._spares_gone = spares_gone
         coordinator.observers.add(self._note)
 
-    def begin(self, places: Mapping[str, str], lineage: tuple[Ancestor, ...], first: int) -> None:
+    def begin(
+        self,
+        places: Mapping[str, str],
+        seats: Mapping[str, Seat],
+        lineage: tuple[Ancestor, ...],
+        first: int,
+    ) -> None:
         """A life takes snapshots from iteration ``first`` on; ``places`` maps shards to nodes."""
-        self._places, self._lineage = dict(places), lineage
+        self._places, self._seats, self._lineage = dict(places), dict(seats), lineage
         self._last = min(self._last, first)
         if self._spec.drain_interval and self._spec.drain_dir is not None:
             self._ending = False
-            self._task = asyncio.create_task(self._keep())
+            self._start()
+
+    def _start(self) -> None:
+        self._task = asyncio.create_task(self._keep())
+        self._watch = asyncio.create_task(self._look_out())
+
+    def urge(self, reason: str) -> None:
+        """Drain the newest committed snapshot as soon as the drain that runs is over."""
+        self._urgent = True
+        self._coordinator.observers.tell("drain_urged", f"draining at once: {reason}")
+        self._news.set()
 
     async def settle(self) -> None:
         """Training has finished: let the drain end that runs, and the one that is due."""
@@ -66,6 +105,27 @@ class Drains:
             self._ending = True
             self._news.set()
             await self._end(self._task)
+
+    async def last(self, seconds: float) -> bool:
+        """The job is told to stop: drain the newest committed snapshot without a cap.
+
+        Whether it, or a newer one, is on disk after at most ``seconds``.  A drain that runs
+        under a cap is given up for it.
+        """
+        committed = self._coordinator.committed
+        if self._task is None or committed is None:
+            return False
+        self._coordinator.observers.tell("stopping", f"told to stop: draining for {seconds:g} s")
+        if self._cap:
+            self._task.cancel()
+            await self._end(self._task)
+            self._cap, self._last = 0.0, -1
+            self._start()
+        self._ending = self._urgent = True
+        self._news.set()
+        await asyncio.wait({self._task}, timeout=seconds)
+        durable = self._coordinator.durable
+        return durable is not None and durable[0] >= committed[0]
 
     async def abandon(self) -> None:
         """This life has ended: end the drain that runs.  Nothing waits for nodes or disks."""
@@ -76,14 +136,28 @@ class Drains:
     async def _end(self, task: asyncio.Task[None]) -> None:
         """Wait for the task; a mistake of ours in it ends drains, visibly, and nothing else."""
         await asyncio.wait({task})
+        self._watch.cancel()
         self._task = None
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.failures += 1
+            self._count(repr(error))
             self._coordinator.observers.tell("drain_failed", f"drains had stopped: {error!r}")
 
     def _note(self, event: JobEvent) -> None:
         if event.kind == "committed":
             self._news.set()
+
+    async def _look_out(self) -> None:
+        """Tell of reasons not to wait for the interval."""
+        while True:
+            reason = self._urgency.look(
+                time.monotonic(),
+                world_up=bool(self._coordinator.usable_world),
+                spares_gone=self._spares_gone(),
+                slowest=self._slowest,
+            )
+            if reason:
+                self.urge(reason)
+            await asyncio.sleep(self._coordinator.timing.heartbeat)
 
     async def _keep(self) -> None:
         while True:
@@ -97,9 +171,11 @@ class Drains:
     def _next(self) -> DrainPlan | None:
         """The newest committed snapshot, if it is due."""
         committed, directory = self._coordinator.committed, self._spec.drain_dir
-        if committed is None or not is_due(self._last, committed[1], self._spec.drain_interval):
+        interval = self._spec.drain_interval
+        if committed is None or not is_due(self._last, committed[1], interval, self._urgent):
             return None
         assert directory is not None
+        self._urgent = False
         snapshot, self._last, level = committed
         return DrainPlan(
             job=self._job,
@@ -109,8 +185,9 @@ class Drains:
             lineage=self._lineage,
             directory=directory.absolute(),
             shard_count=len(self._places),
-            keep=self._spec.drain_keep,
-            bandwidth_mib=self._spec.drain_bandwidth_mib,
+            keep=Keep(self._spec.drain_keep, self._spec.drain_keep_every),
+            bandwidth_mib=self._cap,
+            mount=self._mount,
             export_dir=self._spec.drain_export_dir,
         )
 
@@ -129,6 +206,7 @@ class Drains:
             await self._failed(plan, nodes[0], reason)
         else:
             seconds = time.monotonic() - started
+            self._slowest = max(self._slowest, seconds)
             self._coordinator.durable = (plan.snapshot, plan.iteration)
             text = f"iteration {plan.iteration} is on disk after {seconds:.1f} s: {plan.folder}"
             self._tell("drained", text, plan)
@@ -137,11 +215,24 @@ class Drains:
 
     async def _write(self, plan: DrainPlan, nodes: list[str]) -> None:
         await self._processes.run("clear", {nodes[0]: plan})
-        shards = {n: tuple(s for s, place in self._places.items() if place == n) for n in nodes}
+        shards = {
+            n: {s: self._seats[s] for s, place in self._places.items() if place == n} for n in nodes
+        }
         await self._processes.run(
             "write", {n: msgspec.structs.replace(plan, shards=shards[n]) for n in nodes}
         )
-        await self._processes.run("publish", {nodes[0]: plan})
+        try:
+            await self._processes.run("publish", {nodes[0]: plan})
+        except StepFailedError as error:
+            if error.status != EXIT_NOT_TIDY:
+                raise
+            self._count(str(error))
+            self._tell("retention_failed", str(error), plan)
+
+    def _count(self, reason: str) -> None:
+        """Where ``megatron-ft status`` looks."""
+        self.failures += 1
+        self._coordinator.drain_failures = (self.failures, reason)
 
     async def _export(self, plan: DrainPlan, node: str) -> None:
         started = time.monotonic()
@@ -157,7 +248,7 @@ class Drains:
             self._tell("exported", f"{text} {seconds:.1f} s", plan)
 
     async def _failed(self, plan: DrainPlan, node: str, reason: str) -> None:
-        self.failures += 1
+        self._count(reason)
         self._tell(
             "drain_failed",
             f"iteration {plan.iteration} could not be written to disk, training goes on and what "

@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 
 from megatron_ft.errors import ConfigError, ControlPlaneError
+from megatron_ft.identity import Ancestor, Seat
 
-VERSION = 1
+VERSION = 2
 SECRET_BYTES = 32
 _FILE, _TEMPORARY, _LOCK = "job.json", ".job.json.tmp", "lock"
 
@@ -34,9 +35,10 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one job's state file holds.
 
     ``name`` is the user's name for the job, ``job`` its uuid.  ``active`` are the nodes
-    that trainers run on, in the order of their ranks.  ``shards`` gives the rank of each
-    shard, ``incarnation`` the job's last life, ``committed`` whether it ever committed a
-    snapshot.  The secret never appears in text made from this object.
+    that trainers run on, in the order of their ranks.  ``shards`` gives the seat of each
+    shard, ``incarnation`` the job's last life, ``lineage`` what that one descends from,
+    ``committed`` whether it ever committed a snapshot.  The secret never appears in text
+    made from this object.
     """
 
     version: int
@@ -48,8 +50,9 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     active: tuple[str, ...] = ()
     scheme: str = ""
     command_digest: str = ""
-    shards: dict[str, int] = {}
+    shards: dict[str, Seat] = {}
     incarnation: int = 0
+    lineage: tuple[Ancestor, ...] = ()
     committed: bool = False
 
     def __repr__(self) -> str:
@@ -139,10 +142,10 @@ def state_folder(name: str, state_dir: Path | None = None) -> Path:
     return (state_dir or Path.home() / ".cache" / "megatron-ft") / name
 
 
-def known_shards(name: str, state_dir: Path | None = None) -> tuple[str, ...]:
-    """Shards that the job is known to have, from its supervisor's notes; () without notes."""
+def known_shards(name: str, state_dir: Path | None = None) -> dict[str, Seat]:
+    """Shards that the job is known to have, from its supervisor's notes; {} without notes."""
     record = read_record(state_folder(name, state_dir), name)
-    return () if record is None else tuple(record.shards)
+    return {} if record is None else record.shards
 
 
 def command_digest(argv: Sequence[str]) -> str:

@@ -39,10 +39,15 @@ class Membership:
         self._spec, self._launcher, self._state = spec, launcher, state
         self._coordinator = coordinator
 
-    def places(self) -> dict[str, str]:
-        """Shard to node, as far as shards are known from earlier lives."""
-        per_node = self._spec.ranks_per_node
-        return {s: self.active[r // per_node] for s, r in self._state.record.shards.items()}
+    def places(self, active: Sequence[str] = ()) -> dict[str, str]:
+        """Shard to node, as far as shards are known from earlier lives.
+
+        ``active`` are other nodes by position than those that train.
+        """
+        nodes, per_node = active or self.active, self._spec.ranks_per_node
+        return {
+            shard: nodes[seat.rank // per_node] for shard, seat in self._state.record.shards.items()
+        }
 
     async def admit_all(self) -> Admitted:
         """Start a new incarnation on every node that can be reached."""
@@ -84,6 +89,11 @@ class Membership:
             spare = spares.pop(0)
             self.active[self.active.index(node)] = spare
             self._tell("spare", f"{spare} takes the place of {node}", spare)
+
+    def spares_gone(self) -> bool:
+        """Whether the job had spares and none is left to replace the next node that is lost."""
+        left = [node for node in self._coordinator.links if node not in self.active]
+        return bool(self._spec.spares) and not left
 
     def owned(self, admitted: Admitted) -> list[m.Inventory]:
         """What each node holds of the shards that are its own; other claims own nothing."""

@@ -17,11 +17,14 @@ class JobSpec:
     """One job: its command, its nodes, its protection, and what to do when all is lost.
 
     ``checkpoint_dir`` is where the training command writes its own checkpoints;
-    ``from_scratch`` allows a start from nothing when neither memory nor disk has a state.
+    ``from_scratch`` allows a start from nothing when neither memory nor disk has a state;
+    ``restore_from`` is a drained checkpoint, perhaps another job's, to start from then.
     Every ``drain_interval`` iterations (0: never) a committed snapshot is written to
-    ``drain_dir``, which all nodes must share; the newest ``drain_keep`` stay, and each node
-    writes at most ``drain_bandwidth_mib`` MiB/s (0: no cap).  In ``drain_export_dir`` each
-    becomes a checkpoint of the training framework's own (None: it does not).
+    ``drain_dir``, which all nodes must share; the newest ``drain_keep`` stay, and one in every
+    ``drain_keep_every`` iterations (0: none); each node writes at most ``drain_bandwidth_mib``
+    MiB/s (0: no cap).  ``drain_stop_seconds`` is the longest last drain of a job that is told
+    to stop, ``time_limit_seconds`` when it will be killed (0: never).  In ``drain_export_dir`` each
+    drained snapshot becomes a checkpoint of the training framework's own (None: it does not).
     ConfigError for numbers that make no sense, ProtectionError for a scheme that needs
     more nodes than there are.
     """
@@ -35,6 +38,7 @@ class JobSpec:
     sizes: Sizes = field(default_factory=lambda: Sizes(block_bytes=65536, slot_count=2))
     checkpoint_dir: Path | None = None
     from_scratch: bool = False
+    restore_from: Path | None = None
     log_dir: Path = Path("megatron-ft-logs")
     environment: Mapping[str, str] = field(default_factory=dict)
     timing: Timing = field(default_factory=Timing)
@@ -42,8 +46,11 @@ class JobSpec:
     drain_dir: Path | None = None
     drain_interval: int = 0
     drain_keep: int = 2
+    drain_keep_every: int = 0
     drain_bandwidth_mib: float = 0.0
     drain_export_dir: Path | None = None
+    drain_stop_seconds: float = 25.0
+    time_limit_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name, least in (("nodes", 1), ("spares", 0), ("ranks_per_node", 1)):
@@ -64,7 +71,7 @@ class JobSpec:
             )
 
     def _check_drain(self) -> None:
-        for name, least in (("interval", 0), ("keep", 1), ("bandwidth_mib", 0)):
+        for name, least in (("interval", 0), ("keep", 1), ("keep_every", 0), ("bandwidth_mib", 0)):
             value = getattr(self, f"drain_{name}")
             if value < least:
                 flag = f"--drain-{name.replace('_', '-')}"

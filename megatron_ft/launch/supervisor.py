@@ -15,8 +15,16 @@ from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.cycle import SnapshotCycle
 from megatron_ft.coordinator.events import JobEvent, Observers
 from megatron_ft.coordinator.plan import stripe_orders
-from megatron_ft.coordinator.recovery import RebuildError, Restore, restore
+from megatron_ft.coordinator.recovery import (
+    Admitted,
+    DiskSource,
+    RebuildError,
+    Restore,
+    describe_restore,
+    restore,
+)
 from megatron_ft.coordinator.registration import Roll, make_arenas, settle_stripes, wait_for_all
+from megatron_ft.disk.drained import Choice
 from megatron_ft.disk.native import newest_checkpoint
 from megatron_ft.environment import RESTORE
 from megatron_ft.errors import (
@@ -28,11 +36,13 @@ from megatron_ft.errors import (
 )
 from megatron_ft.identity import Ancestor, SnapshotId
 from megatron_ft.launch.budget import RestartBudget
+from megatron_ft.launch.disk_restore import DiskRestores, LoadError, lineage_before
 from megatron_ft.launch.drains import Drains
 from megatron_ft.launch.fleet import EncoderWorld, TrainerExit, TrainerFleet, last_lines
 from megatron_ft.launch.job_state import JobState, command_digest
 from megatron_ft.launch.launcher import Launcher
-from megatron_ft.launch.membership import Membership
+from megatron_ft.launch.membership import Membership, NoSpareError
+from megatron_ft.launch.salvage import SALVAGE_SECONDS, doubled_up
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.world_keeper import WorldKeeper
 from megatron_ft.recovery.decide import Decision, decide
@@ -61,7 +71,11 @@ class Supervisor:
         )
         self.world.serve(self.coordinator)
         self.members = Membership(spec, launcher, state, self.coordinator)
-        self.drains = Drains(spec, launcher, state.record.job, self.coordinator)
+        self.drains = Drains(
+            spec, launcher, state.record.job, self.coordinator, self.members.spares_gone
+        )
+        self.disk = DiskRestores(spec, launcher)
+        self._reached = -1
         self._corrupt: set[tuple[str, SnapshotId]] = set()
         self._budget = RestartBudget()
         self._unfit: m.Unfit | None = None
@@ -79,6 +93,9 @@ class Supervisor:
         on; SMPs and arenas then stay, so that the same command can be run again.
         """
         self.spec.log_dir.mkdir(parents=True, exist_ok=True)
+        older = await asyncio.to_thread(self.disk.highest_life, self.state.record.job)
+        if older > self.state.record.incarnation:
+            self.state.update(incarnation=older)
         if self.spec.scheme.parity_members:
             await asyncio.to_thread(self.launcher.check_world, self.spec.nodes)
         try:
@@ -102,6 +119,9 @@ class Supervisor:
                 self._corrupt.add((error.corrupt, self.coordinator.restoring))
             self.observers.tell("rebuild_failed", f"the rebuild failed: {error}")
             return Failure(f"rebuild: {error}")
+        except LoadError as error:
+            self.observers.tell("load_failed", str(error))
+            return Failure(str(error))
         except StaleIncarnationError:
             # Somebody else leads the job now: going on would be a second coordinator.
             raise
@@ -109,6 +129,9 @@ class Supervisor:
             self.observers.tell("interrupted", str(error))
             return Failure(str(error))
         finally:
+            # A life that ended before it trained says nothing about how far training was.
+            progress = max(self.coordinator.progress.values(), default=-1)
+            self._reached = progress if progress >= 0 else self._reached
             self.coordinator.stop_snapshots()
             await self.trainers.kill_all()
             self.world.stop()
@@ -124,9 +147,7 @@ class Supervisor:
 
     async def _recover_and_train(self) -> Failure | None:
         plan, admitted = await self._new_incarnation()
-        await self.members.smps.while_all_run(
-            restore(self.coordinator, plan, admitted, lambda: self.world.start(plan.active))
-        )
+        await self._restore(plan, admitted)
         roll = Roll(self.spec.world_size)
         self.coordinator.listeners.append(roll.hear)
         try:
@@ -139,10 +160,24 @@ class Supervisor:
         finally:
             self.coordinator.listeners.remove(roll.hear)
 
+    async def _restore(self, plan: Restore, admitted: tuple[str, ...]) -> None:
+        work = restore(
+            self.coordinator,
+            plan,
+            admitted,
+            lambda: self.world.start(plan.active),
+            lambda disk: self.disk.load(disk, plan),
+        )
+        await self.members.smps.while_all_run(work)
+
     async def _new_incarnation(self) -> tuple[Restore, tuple[str, ...]]:
         members = self.members
         admitted = await members.admit_all()
-        members.replace_lost(admitted)
+        try:
+            members.replace_lost(admitted)
+        except NoSpareError:
+            await self._salvage(admitted)
+            raise
         self.state.update(
             incarnation=self.coordinator.incarnation,
             active=tuple(members.active),
@@ -150,25 +185,72 @@ class Supervisor:
             command_digest=command_digest(self.spec.command),
         )
         count = len(self.state.record.shards) or None
-        decision = decide(members.owned(admitted), shard_count=count, corrupt=self._corrupt)
-        if decision.snapshot is None:
-            self._accept_loss(decision)
-        else:
-            self._tell_restore(decision)
+        memory = decide(members.owned(admitted), shard_count=count, corrupt=self._corrupt)
+        choice = await self.disk.look(memory, self.state.record)
+        decision, source, lineage = self._settle(memory, choice)
+        self.state.update(lineage=lineage)
         plan = Restore(
             decision=decision,
             places=members.places(),
             active=tuple(members.active),
             incarnation=self.coordinator.incarnation,
-            lineage=self._lineage(decision),
+            lineage=lineage,
             sizes=self.spec.sizes,
+            disk=source,
         )
+        self._tell_restore(plan, memory, choice)
         return plan, tuple(admitted.inventories)
 
-    def _accept_loss(self, decision: Decision) -> None:
-        """Memory cannot serve.  Go on from disk or from scratch if that is allowed."""
+    async def _salvage(self, admitted: Admitted) -> None:
+        """The job is about to stop for want of a spare: drain what memory can serve before."""
+        there = [node for node in self.members.active if node in admitted.inventories]
+        if self.spec.drain_dir is None or not there or not self.state.record.shards:
+            return
+        count = len(self.state.record.shards)
+        memory = decide(self.members.owned(admitted), shard_count=count, corrupt=self._corrupt)
+        if memory.snapshot is None:
+            return
+        active = doubled_up(self.members.active, there)
+        lineage = self._lineage(memory)
+        self.state.update(incarnation=self.coordinator.incarnation, lineage=lineage)
+        plan = Restore(
+            decision=memory,
+            places=self.members.places(active),
+            active=tuple(there),
+            incarnation=self.coordinator.incarnation,
+            lineage=lineage,
+            sizes=self.spec.sizes,
+        )
+        self.observers.tell(
+            "salvaging",
+            f"no spare is left: draining before the job stops; {describe_restore(plan)[0]}",
+        )
+        try:
+            await self._restore(plan, tuple(admitted.inventories))
+            self.drains.begin(plan.places, self.state.record.shards, lineage, memory.iteration)
+            await self.drains.last(SALVAGE_SECONDS)
+        except MegatronFTError as error:
+            self.observers.tell("salvage_failed", f"memory could not be drained: {error}")
+
+    def _settle(
+        self, memory: Decision, choice: Choice
+    ) -> tuple[Decision, DiskSource | None, tuple[Ancestor, ...]]:
+        """What is restored, what of it from disk, and the lineage of this life."""
+        incarnation, taken = self.coordinator.incarnation, choice.taken
+        if taken is None:
+            if memory.snapshot is None:
+                self._accept_loss(memory, choice)
+            return memory, None, self._lineage(memory)
+        decision, source = self.disk.decision(taken, memory, self.members.active, self._corrupt)
+        older = lineage_before(taken, self.state.record)
+        self.state.update(shards=taken.seats)
+        self.coordinator.durable = (taken.manifest.snapshot, decision.iteration)
+        return decision, source, extend(older, incarnation, decision.snapshot)
+
+    def _accept_loss(self, decision: Decision, choice: Choice) -> None:
+        """Neither memory nor what was drained can serve.  Go on otherwise if that is allowed."""
         if self.state.record.committed:
-            self._explain_loss(decision.explanation)
+            self._explain_loss("; ".join([decision.explanation, *choice.reasons]))
         self.coordinator.committed = self.coordinator.protected = None
         self.state.update(committed=False, shards={})
 
@@ -191,15 +273,26 @@ class Supervisor:
         older = () if newest is None else newest.lineage
         return extend(older, self.coordinator.incarnation, decision.snapshot)
 
-    def _tell_restore(self, decision: Decision) -> None:
-        lost = [shard for members in decision.lost.values() for shard in members]
-        what = f": {', '.join(lost)} from parity, the rest" if lost else ""
+    def _tell_restore(self, plan: Restore, memory: Decision, choice: Choice) -> None:
+        if plan.decision.snapshot is None:
+            return
+        text, source = describe_restore(plan)
+        lost = max(0, self._reached - plan.decision.iteration)
+        if self._reached >= 0:
+            text += f"; {lost} iterations are lost"
+        if plan.disk is not None:
+            reasons = [
+                f"memory: {memory.explanation}" if memory.explanation else "",
+                *choice.reasons,
+            ]
+            text += "".join(f"; {reason}" for reason in reasons if reason)
         self.observers.tell(
             "restoring",
-            f"restoring iteration {decision.iteration}{what} from own memory",
-            iteration=decision.iteration,
-            source="parity" if lost else "own memory",
-            lost=lost,
+            text,
+            iteration=plan.decision.iteration,
+            source=source,
+            lost=list(plan.lost()),
+            iterations_lost=lost if self._reached >= 0 else None,
         )
 
     async def _begin_snapshots(self, roll: Roll, plan: Restore) -> None:
@@ -209,14 +302,13 @@ class Supervisor:
         stripes = settle_stripes(roll, stored, self.spec.scheme, sizes)
         places = roll.places()
         await make_arenas(self.coordinator, stripes, places, plan.lineage, sizes)
-        ranks = {shard: hello.rank for shard, (_, hello) in roll.hellos.items()}
-        self.state.update(shards=ranks)
+        self.state.update(shards=roll.seats())
         orders = stripe_orders(stripes, places, plan.active, sizes)
         first = max(0, plan.decision.iteration)
         cycle = SnapshotCycle(plan.incarnation, places, orders, roll.interval, first)
         self.observers.tell("training", "training")
         self.coordinator.start_snapshots(cycle)
-        self.drains.begin(places, plan.lineage, first)
+        self.drains.begin(places, roll.seats(), plan.lineage, first)
 
     async def _watch(self, beginning: asyncio.Task[None]) -> Failure | None:
         """Until this life ends.  SMPs and encoders that die alone are replaced meanwhile."""

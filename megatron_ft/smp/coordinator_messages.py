@@ -157,6 +157,18 @@ class Rebuild(Message, frozen=True):
     stripes: tuple[StripeOrder, ...]
 
 
+class Load(Message, frozen=True):
+    """Make room for these shards of ``snapshot``, which a loader brings from disk.
+
+    They count as lost until it says Loaded.
+    """
+
+    incarnation: int
+    snapshot: SnapshotId
+    iteration: int
+    shards: tuple[str, ...]
+
+
 class Commit(Message, frozen=True):
     """``snapshot`` is the newest good one everywhere; ``level`` is "protected" or "local"."""
 

@@ -95,6 +95,16 @@ class Rebuilt(Message, frozen=True):
     seconds: float
 
 
+class Loaded(Message, frozen=True):
+    """Loader to SMP: this shard's data are back from disk and match their digests.
+
+    Answered by Ok once that is stored, so that the loader may end.
+    """
+
+    world: str
+    record: SealedRecord
+
+
 class OrderDone(Message, frozen=True):
     """Encoder to SMP: every stripe of the order that touches this node is finished."""
 

@@ -59,6 +59,10 @@ class LocalServer:
         if isinstance(message, PASSED_ON):
             await self._host.tell(message)
             return None
+        if isinstance(message, m.Loaded):
+            answer = self._host.machine.handle(message)
+            await self._host.carry_out()
+            return answer
         if isinstance(message, FROM_WRITERS):
             await self._from_writer(message)
             return None

@@ -28,6 +28,7 @@ from megatron_ft.smp.coordinator_messages import (
     Inventory,
     Lease,
     LeaseAnswer,
+    Load,
     Pause,
     Rebuild,
     RestoreReady,
@@ -44,6 +45,7 @@ from megatron_ft.smp.encoder_messages import (
     EncodeOrder,
     EncoderHello,
     EncoderWelcome,
+    Loaded,
     OrderDone,
     OrderFailed,
     RebuildOrder,
@@ -96,6 +98,8 @@ __all__ = [
     "Inventory",
     "Lease",
     "LeaseAnswer",
+    "Load",
+    "Loaded",
     "Message",
     "Missed",
     "Ok",
@@ -152,6 +156,7 @@ AnyMessage = (
     | VerifyOrder
     | Encoded
     | Rebuilt
+    | Loaded
     | OrderDone
     | OrderFailed
     | Lease
@@ -163,6 +168,7 @@ AnyMessage = (
     | Grant
     | Encode
     | Rebuild
+    | Load
     | Commit
     | Abort
     | RestoreReady

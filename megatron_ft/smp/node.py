@@ -187,6 +187,11 @@ class NodeMachine:
         self._tell(message)
         return m.Ok()
 
+    def _loaded(self, message: m.Loaded) -> m.Message:
+        self._check_world(message.world)
+        self._slots(message.record.shard_id).loaded(message.record)
+        return m.Ok()
+
     def _order_ended(self, message: m.OrderDone | m.OrderFailed) -> m.Message:
         self._tell(message)
         return m.Ok()
@@ -290,6 +295,11 @@ class NodeMachine:
             self._said.append(ToEncoder(order))
         return m.Ok()
 
+    def _load(self, message: m.Load) -> m.Message:
+        for shard_id in message.shards:
+            self._slots(shard_id).begin_rebuild(message.snapshot, message.iteration)
+        return m.Ok()
+
     def _local_members(self, stripes: tuple[m.StripeOrder, ...]) -> list[str]:
         return [s for stripe in stripes for s in stripe.members if s in self.shards]
 
@@ -375,12 +385,14 @@ class NodeMachine:
         m.Abandoned: _gave_up,
         m.Encoded: _encoded,
         m.Rebuilt: _rebuilt,
+        m.Loaded: _loaded,
         m.OrderDone: _order_ended,
         m.OrderFailed: _order_ended,
         m.Adopt: _adopt,
         m.Grant: _grant,
         m.Encode: _encode,
         m.Rebuild: _rebuild,
+        m.Load: _load,
         m.Commit: _commit,
         m.Abort: _abort,
         m.Pin: _pin,

@@ -295,6 +295,13 @@ class ShardSlots:
             ),
         )
 
+    def loaded(self, record: SealedRecord) -> None:
+        """What came from disk matches its digests: REBUILDING to SEALED, without parity."""
+        index = self._expect(record.snapshot, SlotState.REBUILDING)
+        if self.ending(index) or self.slots[index].iteration != record.iteration:
+            raise TransitionRefusedError(f"{self.shard_id} does not wait for {record.snapshot}")
+        self._put(index, replace(self.slots[index], state=SlotState.SEALED, record=record))
+
     def forget(self, unwanted: Callable[[SnapshotId], bool]) -> None:
         """Free every slot whose snapshot is ``unwanted``; its writers must be dead."""
         for index, slot in enumerate(self.slots):

@@ -1,0 +1,160 @@
+"""Which drained checkpoint a job goes on from when its memory cannot serve: looking and choosing.
+
+Only manifests and the lengths of files are looked at here; bytes are checked as they are
+loaded (load.py), and a checkpoint that turns out damaged is given as ``refused`` next time.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_ft.disk import manifest as mf
+from megatron_ft.disk.checkpoint import read_manifest
+from megatron_ft.disk.manifest import Manifest
+from megatron_ft.errors import CheckpointDamagedError, ConfigError
+from megatron_ft.identity import Ancestor, Seat, SnapshotId
+from megatron_ft.recovery.lineage import on_lineage
+
+Objection = Callable[[SnapshotId, int], str]
+
+
+@dataclass(frozen=True)
+class Drained:
+    """One checkpoint that is complete as far as its manifest says."""
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def seats(self) -> dict[str, Seat]:
+        """Where each shard belongs; without those that nobody knew."""
+        return {s: line.seat for s, line in self.manifest.shards.items() if line.seat is not None}
+
+    @property
+    def slot_bytes(self) -> dict[str, int]:
+        """What each shard needs of a slot: as much as its trainer asked for, and what is stored."""
+        lines = self.manifest.shards
+        return {s: max(seat.required_bytes, lines[s].bytes) for s, seat in self.seats.items()}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a checkpoint must be to be taken.
+
+    ``lineage`` is that of the job's last life, () if it is not known.  ``newer_than`` is what
+    memory can serve; ``own_iteration`` the newest checkpoint of the training framework's own,
+    -1 if there is none.  ``refused`` are folders that were tried and are damaged;
+    ``reason_against`` says of a snapshot and its iteration why it must not be used, or nothing.
+    """
+
+    shard_count: int
+    lineage: tuple[Ancestor, ...] = ()
+    newer_than: SnapshotId | None = None
+    own_iteration: int = -1
+    refused: Collection[Path] = ()
+    reason_against: Objection = lambda snapshot, iteration: ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoint to take, or None; ``reasons`` say why newer ones were not taken."""
+
+    taken: Drained | None
+    reasons: tuple[str, ...] = field(default=())
+
+
+def find(directory: Path, job: uuid.UUID | None = None) -> tuple[list[Drained], list[str]]:
+    """Complete checkpoints of a job (None: of any) in a drain folder, and what is in the way.
+
+    A disk that cannot be read is one of the latter, never an exception.
+    """
+    found, problems = [], []
+    try:
+        names = [f for f in sorted(directory.iterdir()) if mf.looks_like_checkpoint(f.name)]
+    except OSError as error:
+        return [], [f"{directory} cannot be read: {error.strerror}"]
+    for folder in names:
+        if job is not None and not mf.is_folder_of(folder.name, job):
+            continue
+        try:
+            found.append(inspect(folder))
+        except CheckpointDamagedError as error:
+            problems.append(str(error))
+        except OSError as error:
+            problems.append(f"{folder} cannot be read: {error.strerror}")
+    return [one for one in found if job in (None, one.manifest.job)], problems
+
+
+def inspect(folder: Path) -> Drained:
+    """One checkpoint; CheckpointDamagedError or OSError if it is not complete."""
+    manifest = read_manifest(folder)
+    for line in manifest.shards.values():
+        size = (folder / line.file).stat().st_size
+        if size != line.bytes:
+            raise CheckpointDamagedError(
+                f"{folder / line.file} has {size} bytes, the manifest says {line.bytes}"
+            )
+    return Drained(folder, manifest)
+
+
+def of_one_job(directory: Path, asking: uuid.UUID | None = None) -> list[Drained]:
+    """The checkpoints that a user names: one, or a drain folder of one job; ConfigError.
+
+    What the job ``asking`` has drained to the same folder since is left out.
+    """
+    try:
+        if mf.is_complete(directory):
+            return [inspect(directory)]
+    except (CheckpointDamagedError, OSError) as error:
+        raise ConfigError(f"{directory} is no whole checkpoint: {error}") from error
+    found, problems = find(directory)
+    found = [one for one in found if one.manifest.job != asking] or found
+    jobs = {str(one.manifest.job): str(one.folder) for one in found}
+    if len(jobs) > 1:
+        raise ConfigError(
+            f"{directory} holds checkpoints of {len(jobs)} jobs; give one: "
+            f"{', '.join(jobs.values())}"
+        )
+    if not found:
+        raise ConfigError("; ".join([f"{directory} holds no whole checkpoint", *problems]))
+    return found
+
+
+def choose(found: Sequence[Drained], wanted: Wanted) -> Choice:
+    """The newest checkpoint that may be taken.  Pure."""
+    lineage = wanted.lineage or _newest_lineage(found)
+    reasons: list[str] = []
+    for one in sorted(found, key=lambda one: one.manifest.snapshot, reverse=True):
+        snapshot = one.manifest.snapshot
+        if wanted.newer_than is not None and snapshot <= wanted.newer_than:
+            break
+        reason = _reason_against(one, wanted, lineage)
+        if not reason:
+            return Choice(one, tuple(reasons))
+        reasons.append(f"{one.folder.name} {reason}")
+    return Choice(None, tuple(reasons))
+
+
+def _reason_against(one: Drained, wanted: Wanted, lineage: Sequence[Ancestor]) -> str:
+    manifest = one.manifest
+    if not on_lineage(manifest.snapshot, lineage):
+        return "is off the job's lineage: the job was rolled back to before it"
+    if one.folder in wanted.refused:
+        return "is damaged"
+    if len(one.seats) != len(manifest.shards):
+        return "does not say where its shards belong; it can only be exported"
+    if sorted(seat.rank for seat in one.seats.values()) != list(range(wanted.shard_count)):
+        return f"has {len(manifest.shards)} shards, the job {wanted.shard_count}"
+    if manifest.iteration < wanted.own_iteration:
+        return f"is older than the framework's own checkpoint of {wanted.own_iteration}"
+    objection = wanted.reason_against(manifest.snapshot, manifest.iteration)
+    return f"is not used: {objection}" if objection else ""
+
+
+def _newest_lineage(found: Iterable[Drained]) -> tuple[Ancestor, ...]:
+    """That of the job's latest life, as far as the disk knows."""
+    lineages = [one.manifest.lineage for one in found if one.manifest.lineage]
+    return max(lineages, key=lambda lineage: lineage[-1].incarnation, default=())
