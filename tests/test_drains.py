@@ -6,6 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.launch.drains import is_due
+from megatron_ft.launch.salvage import doubled_up
+from megatron_ft.launch.urgency import SAFETY_FACTOR, Urgency
 
 
 @given(
@@ -25,3 +27,64 @@ def test_drains_are_an_interval_apart_and_none_is_forgotten(
             last = committed
         assert busy or not interval or committed - last < interval
     assert interval or last == 0
+
+
+def test_what_is_urgent_waits_for_no_interval_and_is_drained_once() -> None:
+    assert is_due(10, 11, 500, urgent=True)
+    assert not is_due(10, 10, 500, urgent=True) and not is_due(10, 11, 0, urgent=True)
+
+
+def looks(urgency: Urgency, *events: tuple[float, bool, bool, float]) -> list[str]:
+    return [
+        urgency.look(now, world_up=up, spares_gone=gone, slowest=slowest)
+        for now, up, gone, slowest in events
+    ]
+
+
+def test_encoders_may_be_away_for_a_while_and_each_absence_is_told_once() -> None:
+    urgency = Urgency(parity=True, patience=30.0)
+    calm = [(0.0, False, False, 0.0), (30.0, False, False, 0.0), (31.0, True, False, 0.0)]
+    assert looks(urgency, *calm, (60.0, False, False, 0.0)) == [""] * 4
+    told, again = looks(urgency, (62.0, False, False, 0.0), (900.0, False, False, 0.0))
+    assert "no encoder world for 30 s" in told and not again
+    back, away, long = looks(
+        urgency, (901.0, True, False, 0.0), (902.0, False, False, 0.0), (950.0, False, False, 0.0)
+    )
+    assert not back and not away and "no encoder world" in long
+    without = Urgency(parity=False, patience=30.0)
+    assert looks(without, (0.0, False, False, 0.0), (99.0, False, False, 0.0)) == ["", ""]
+
+
+def test_the_last_spare_is_a_reason() -> None:
+    urgency = Urgency(parity=True)
+    told = looks(urgency, (0.0, True, False, 0.0), (1.0, True, True, 0.0), (2.0, True, True, 0.0))
+    assert [bool(text) for text in told] == [False, True, False]
+    assert "no spare is left" in told[1]
+
+
+@given(st.floats(1, 1e4), st.floats(0, 100), st.floats(0.1, 100), st.floats(0.1, 5))
+@settings(derandomize=True, deadline=None)
+def test_the_drain_before_the_time_limit_has_time_to_end(
+    limit: float, margin: float, slowest: float, tick: float
+) -> None:
+    urgency = Urgency(parity=False, ends_at=limit, margin=margin)
+    (first,) = looks(urgency, (0.0, True, False, 0.0))
+    assert "the first drain shows" in first or "time ends" in first
+    now, told = 0.0, "time ends" in first
+    while not told and now < limit:
+        now += tick
+        told = "time ends" in urgency.look(now, world_up=True, spares_gone=False, slowest=slowest)
+        late = limit - margin - SAFETY_FACTOR * slowest
+        assert told == (now >= late)
+        assert not told or now <= max(late, 0.0) + tick
+    assert told or limit <= 0
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=9).filter(any))
+def test_lost_nodes_are_shared_out_among_those_that_are_left(there: list[bool]) -> None:
+    active = [f"n{i}" for i in range(len(there))]
+    left = {node for node, alive in zip(active, there, strict=True) if alive}
+    doubled = doubled_up(active, left)
+    loads = [doubled.count(node) for node in left]
+    assert set(doubled) == left and max(loads) - min(loads) <= 1
+    assert all(new == old for new, old in zip(doubled, active, strict=True) if old in left)
