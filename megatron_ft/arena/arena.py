@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -143,6 +144,36 @@ class Arena:
     def write_slot(self, slot: int, header: SlotHeader) -> None:
         """Replace one slot's header."""
         self._write(self._slot_place(slot), binary.pack_slot(header))
+
+    def damaged_records(self) -> list[str]:
+        """Names of the headers of which a copy is not whole.
+
+        For their writer, the SMP: to others a record that is being written looks the same.
+        """
+        return [name for name, place in self._headers() if self._is_damaged(place)]
+
+    def mend_records(self, header: ArenaHeader, slots: Sequence[SlotHeader]) -> list[str]:
+        """Write damaged headers anew, these values being what they were; returns their names.
+
+        Even with both copies damaged nothing is lost as long as their writer remembers.
+        """
+        payloads = [binary.pack_header(header), *(binary.pack_slot(slot) for slot in slots)]
+        damaged = []
+        for (name, place), payload in zip(self._headers(), payloads, strict=True):
+            if self._is_damaged(place):
+                self._write(place, payload)
+                damaged.append(name)
+        return damaged
+
+    def _headers(self) -> list[tuple[str, RecordPlace]]:
+        slots = range(self._geometry.slot_count)
+        return [
+            ("arena header", _HEADER_PLACE),
+            *((f"slot {slot}", self._slot_place(slot)) for slot in slots),
+        ]
+
+    def _is_damaged(self, place: RecordPlace) -> bool:
+        return any(record.parse_copy(raw, place) is None for raw in self._copies(place))
 
     def permit(self) -> Permit | None:
         """The permit as it is in memory now; None if there is none or it is damaged."""
