@@ -15,7 +15,11 @@ NODE_DIR = "MEGATRON_FT_NODE_DIR"
 INCARNATION = "MEGATRON_FT_INCARNATION"
 
 RESTORE = "MEGATRON_FT_RESTORE"
-"""Where a life's state comes from: "memory", or "disk" for the framework's own checkpoint."""
+"""Where a life's state comes from: "memory", or "disk" for the framework's own checkpoint.
+
+"rewound" is memory, too, even where the framework has a newer checkpoint: that one is of what
+was given up.
+"""
 
 SOCKET_NAME = "smp.sock"
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_ft.errors import RestartBudgetError
 
 _DOUBLINGS_LIMIT = 30
+OTHER_STARTS = 3
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class RestartBudget:
     highest_iteration: int = -1
     failures: Mapping[str, int] = field(default_factory=dict)
     restarts_without_progress: int = 0
+    other_starts: int = 0
 
     def after(self, failure: str, committed_iteration: int) -> RestartBudget:
         """The budget once ``failure`` (a text that is the same for the same cause) happened.
@@ -44,7 +46,18 @@ class RestartBudget:
             highest_iteration=highest,
             failures={**before, failure: count},
             restarts_without_progress=0 if progressed else self.restarts_without_progress + 1,
+            other_starts=0 if progressed else self.other_starts,
         )
+
+    def from_other_start(self) -> RestartBudget:
+        """The budget of a job whose next start is from another state than its last ones.
+
+        Earlier failures say nothing of that one.  At most OTHER_STARTS times without
+        progress; then this budget, unchanged.
+        """
+        if self.other_starts >= OTHER_STARTS:
+            return self
+        return replace(self, failures={}, other_starts=self.other_starts + 1)
 
     @property
     def delay_seconds(self) -> float:

@@ -17,6 +17,7 @@ import msgspec
 
 from megatron_ft.errors import ConfigError, ControlPlaneError
 from megatron_ft.identity import Ancestor, Seat
+from megatron_ft.recovery.quarantine import Quarantine
 
 VERSION = 2
 SECRET_BYTES = 32
@@ -37,8 +38,8 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``name`` is the user's name for the job, ``job`` its uuid.  ``active`` are the nodes
     that trainers run on, in the order of their ranks.  ``shards`` gives the seat of each
     shard, ``incarnation`` the job's last life, ``lineage`` what that one descends from,
-    ``committed`` whether it ever committed a snapshot.  The secret never appears in text
-    made from this object.
+    ``committed`` whether it ever committed a snapshot, ``quarantine`` which ones must not be
+    used.  The secret never appears in text made from this object.
     """
 
     version: int
@@ -54,6 +55,7 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     incarnation: int = 0
     lineage: tuple[Ancestor, ...] = ()
     committed: bool = False
+    quarantine: Quarantine = Quarantine()
 
     def __repr__(self) -> str:
         """All but the secret."""

@@ -13,8 +13,11 @@ from dataclasses import dataclass, field
 
 from megatron_ft.identity import SealedRecord, SnapshotId
 from megatron_ft.recovery.lineage import on_lineage
+from megatron_ft.recovery.quarantine import Quarantine
 from megatron_ft.smp.messages import ArenaReport, Inventory, SlotReport
 from megatron_ft.smp.node import usable
+
+NOTHING_REJECTED = Quarantine()
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,14 @@ def decide(
     *,
     shard_count: int | None = None,
     corrupt: Collection[tuple[str, SnapshotId]] = (),
+    quarantine: Quarantine = NOTHING_REJECTED,
 ) -> Decision:
     """The decision for what these nodes hold.
 
     ``shard_count`` is the number of shards of the job if it is known: with fewer found,
     whole stripes are gone and nothing can be served.  ``corrupt`` names shards whose
-    bytes of a snapshot failed their digests: they count as lost.
+    bytes of a snapshot failed their digests: they count as lost.  What ``quarantine``
+    rejects is passed over, and off the lineage of whatever is served instead.
     """
     holdings = owners(inventories)
     stripes = _stripes(holdings)
@@ -80,8 +85,11 @@ def decide(
     refusals: list[str] = []
     for snapshot in candidates(holdings):
         losses = {s: _lacking(s, snapshot, holdings, corrupt) for s in stripes}
-        problem = _problem(snapshot, losses, holdings)
-        if problem is None:
+        iteration = _iteration(snapshot, holdings)
+        problem = quarantine.reason_against(snapshot, iteration) or _problem(
+            snapshot, losses, holdings
+        )
+        if not problem:
             return _serve(snapshot, losses, stripes, holdings)
         refusals.append(f"snapshot {snapshot}: {problem}")
     text = "; ".join(refusals) or "no arena holds a complete snapshot"
@@ -127,6 +135,11 @@ def candidates(holdings: Mapping[str, Holding]) -> list[SnapshotId]:
         if slot.snapshot is not None and usable(slot)
     }
     return sorted((s for s in found if on_lineage(s, current.lineage)), reverse=True)
+
+
+def _iteration(snapshot: SnapshotId, holdings: Mapping[str, Holding]) -> int:
+    slots = (holding.slot(snapshot) for holding in holdings.values())
+    return next(slot.iteration for slot in slots if slot is not None)
 
 
 def _lacking(

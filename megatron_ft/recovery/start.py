@@ -29,7 +29,7 @@ class View(NamedTuple):
     ``offered`` is the iteration of its snapshot in memory, -1 for none; ``disk_only`` is True
     if the supervisor decided for disk; ``wish_changed`` if the user asks for another
     checkpoint than in the life of the snapshot; ``problem`` says why this rank cannot use the
-    snapshot, empty if it can.
+    snapshot, empty if it can; ``rewound`` is True if newer checkpoints are of what was given up.
     """
 
     offered: int
@@ -37,6 +37,7 @@ class View(NamedTuple):
     disk_only: bool = False
     wish_changed: bool = False
     problem: str = ""
+    rewound: bool = False
 
 
 class Start(NamedTuple):
@@ -49,6 +50,11 @@ class Start(NamedTuple):
 def supervisor_chose_disk(environment: Mapping[str, str] | None = None) -> bool:
     """True if the supervisor decided that this life starts from the framework's own files."""
     return (os.environ if environment is None else environment).get(RESTORE) == "disk"
+
+
+def supervisor_rewound(environment: Mapping[str, str] | None = None) -> bool:
+    """True if the supervisor gave up what is newer than the snapshot, on disk as well."""
+    return (os.environ if environment is None else environment).get(RESTORE) == "rewound"
 
 
 def decide(views: Sequence[View]) -> Start:
@@ -68,13 +74,16 @@ def decide(views: Sequence[View]) -> Start:
         return Start(False, f"ranks {lacking} were not offered the snapshot of iteration {newest}")
     if disk.asked and any(view.wish_changed for view in views):
         return Start(False, f"{disk.asked} was asked for")
-    if not disk.asked and disk.iteration > newest:
+    rewound = any(view.rewound for view in views)
+    if not disk.asked and disk.iteration > newest and not rewound:
         return Start(False, f"the checkpoint of iteration {disk.iteration} is newer")
     problem = next((view.problem for view in views if view.problem), "")
     if problem:
         return Start(False, problem)
     if disk.asked:
         return Start(True, f"{disk.asked} was loaded in an earlier life")
+    if disk.iteration > newest:
+        return Start(True, f"the job was rewound to before what is on disk ({_disk_text(disk)})")
     return Start(True, f"newer than what is on disk ({_disk_text(disk)})")
 
 
@@ -83,7 +92,7 @@ def agree(view: View, manager: Manager) -> Start | None:
 
     None if no rank was offered anything: there was nothing to decide.
     """
-    views = _all_ranks(view)
+    views = _all_ranks(view._replace(rewound=supervisor_rewound()))
     start = decide(views)
     if not start.from_memory:
         manager.decline()

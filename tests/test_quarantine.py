@@ -1,0 +1,101 @@
+"""Which snapshots are not used again: a pure decision, checked as properties."""
+
+from __future__ import annotations
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+from test_decide import NEW, OLD, decided, everywhere
+
+from megatron_ft.identity import SnapshotId
+from megatron_ft.recovery.quarantine import FAILURE_LIMIT, MOST_REJECTED, Quarantine
+from megatron_ft.recovery.start import Disk, View, decide
+
+NEAR = 10
+snapshots = st.builds(SnapshotId, st.integers(1, 3), st.integers(1, 3))
+lives = st.lists(st.tuples(snapshots, st.integers(0, 2 * NEAR)), max_size=20)
+
+
+def after(history: list[tuple[SnapshotId, int]], near: int = NEAR) -> Quarantine:
+    quarantine = Quarantine()
+    for snapshot, gained in history:
+        quarantine = quarantine.after_failure(snapshot, gained, near)
+    return quarantine
+
+
+@given(lives)
+def test_exactly_those_are_out_that_failed_twice_near_with_no_success_between(
+    history: list[tuple[SnapshotId, int]],
+) -> None:
+    expected: dict[SnapshotId, int] = {}
+    for snapshot, gained in history:
+        if expected.get(snapshot, 0) < FAILURE_LIMIT:
+            expected[snapshot] = 0 if gained > NEAR else expected.get(snapshot, 0) + 1
+    quarantine = after(history)
+    for snapshot, failures in expected.items():
+        out = bool(quarantine.reason_against(snapshot, 5))
+        assert out == (failures >= FAILURE_LIMIT)
+        assert quarantine.failures(snapshot) == (0 if out else failures) or out
+    assert quarantine.over_disk == bool(quarantine.rejected)
+
+
+@given(lives)
+def test_switched_off_it_suspects_nothing(history: list[tuple[SnapshotId, int]]) -> None:
+    assert after(history, near=0) == Quarantine()
+
+
+@given(lives, st.lists(st.integers(0, 50), max_size=3))
+def test_it_survives_the_notes_on_disk(
+    history: list[tuple[SnapshotId, int]], rewinds: list[int]
+) -> None:
+    quarantine = after(history)
+    for before in rewinds:
+        quarantine = quarantine.rewound(before)
+    stored = msgspec.json.encode(quarantine)
+    assert msgspec.json.decode(stored, type=Quarantine) == quarantine
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=4), st.integers(0, 60))
+def test_a_rewind_leaves_out_the_earliest_that_was_asked_for_until_it_is_carried_out(
+    rewinds: list[int], iteration: int
+) -> None:
+    quarantine = Quarantine()
+    for before in rewinds:
+        quarantine = quarantine.rewound(before)
+    out = bool(quarantine.reason_against(SnapshotId(1, 1), iteration))
+    assert out == (iteration >= min(rewinds))
+    assert bool(quarantine.reason_against_iteration(iteration)) == out
+    settled = quarantine.settled()
+    assert not settled.reason_against(SnapshotId(1, 1), iteration) and settled.over_disk
+
+
+def test_its_size_is_bounded() -> None:
+    history = [(SnapshotId(1, n), 0) for n in range(500) for _ in range(FAILURE_LIMIT)]
+    quarantine = after(history + [(SnapshotId(2, n), 0) for n in range(500)])
+    assert len(quarantine.rejected) == len(quarantine.suspects) == MOST_REJECTED
+
+
+def test_recovery_passes_over_what_is_rejected_and_says_why() -> None:
+    arenas = everywhere()
+    bad = after([(NEW, 0), (NEW, 3)])
+    assert decided(arenas, quarantine=bad).snapshot == OLD
+    both = bad.after_failure(OLD, 1, NEAR).after_failure(OLD, 1, NEAR)
+    nothing = decided(arenas, quarantine=both)
+    assert nothing.snapshot is None and "failed 2 times soon after" in nothing.explanation
+
+
+def test_recovery_rewinds_to_the_newest_before_the_iteration() -> None:
+    """All slots of these samples are of iteration 50."""
+    arenas = everywhere()
+    assert decided(arenas, quarantine=Quarantine().rewound(51)).snapshot == NEW
+    refused = decided(arenas, quarantine=Quarantine().rewound(50))
+    assert refused.snapshot is None and "before iteration 50" in refused.explanation
+
+
+def test_a_rewound_job_does_not_load_the_newer_checkpoint_of_what_it_gave_up() -> None:
+    ranks = [View(8, Disk(10))] * 2
+    assert not decide(ranks).from_memory
+    rewound = decide([view._replace(rewound=True) for view in ranks])
+    assert rewound.from_memory and "rewound to before what is on disk" in rewound.reason
+    asked = [View(8, Disk(10, "the checkpoint 'x'"), wish_changed=True, rewound=True)] * 2
+    assert not decide(asked).from_memory, "what the user names now is what he wants"
