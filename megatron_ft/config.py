@@ -160,8 +160,34 @@ class SnapshotConfig:
         unit="seconds",
         job=True,
     )
+    scrub_percent: float = _setting(
+        NUMBER,
+        1.0,
+        "Share of one core that a node uses to read committed snapshots again and check their "
+        "digests. 0: none.",
+        allowed="0 to 100",
+        accepts=lambda v: 0 <= v <= 100,
+        unit="percent",
+        job=True,
+    )
+    quarantine_iterations: int = _whole(
+        10,
+        "A snapshot from which training fails twice within so many iterations is not used a third "
+        "time. 0: never mind.",
+        0,
+        "iterations",
+        job=True,
+    )
     lease_seconds: float = _seconds(
         10.0, "A node that hears nothing of the supervisor kills its trainers after it.", job=True
+    )
+    loss_gate: float = _setting(
+        NUMBER,
+        0.0,
+        "A loss that is not finite, or above this many times the median of the last 64, keeps a "
+        "snapshot from replacing the last good one. 0: no gate.",
+        allowed="0, or a number > 1",
+        accepts=lambda v: v == 0 or v > 1,
     )
     fence_timeout_seconds: float = _seconds(
         30.0, "Longest wait before optimizer.step() for a running capture; then it is abandoned."

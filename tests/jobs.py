@@ -28,6 +28,7 @@ from tests.warm_python import WarmChild, WarmPython
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "plain_pytorch.py"
 DEEPSPEED_EXAMPLE = ROOT / "examples" / "deepspeed_gpt.py"
+POISONED = ROOT / "tests" / "poisoned_training.py"
 WAIT_SECONDS = 200.0
 
 Fault = Callable[["Job"], None]
@@ -59,8 +60,9 @@ class WarmCluster(VirtualCluster):
         log_path: Path,
         stdin: bytes | None = None,
     ) -> LocalProcess:
-        examples = [[sys.executable, str(script)] for script in (EXAMPLE, DEEPSPEED_EXAMPLE)]
-        if self.warm is None or list(argv[:2]) not in examples:
+        scripts = (EXAMPLE, DEEPSPEED_EXAMPLE, POISONED)
+        known = [[sys.executable, str(script)] for script in scripts]
+        if self.warm is None or list(argv[:2]) not in known:
             return super().start(node, argv, env, log_path, stdin)
         self._require([node])
         child = self.warm.start(argv[1:], self._marked(node, env), log_path)
@@ -92,8 +94,10 @@ class Job:
     drain_stop_seconds: float = 25.0
     time_limit_seconds: float = 0.0
     restore_from: Path | None = None
+    scrub_percent: float = 1.0
     root: Path | None = None
     command: tuple[str, ...] = ()
+    script: Path = EXAMPLE
     environment: Mapping[str, str] = field(default_factory=dict)
     timing: Timing = Timing(lease=5.0, node_timeout=8.0)
     events: list[JobEvent] = field(default_factory=list)
@@ -120,7 +124,7 @@ class Job:
             "--iteration-seconds": self.iteration_seconds,
         }
         words = [str(word) for pair in flags.items() for word in pair]
-        return self.command or (sys.executable, str(EXAMPLE), *words)
+        return self.command or (sys.executable, str(self.script), *words)
 
     def spec(self) -> JobSpec:
         return JobSpec(
@@ -143,6 +147,7 @@ class Job:
             drain_stop_seconds=self.drain_stop_seconds,
             time_limit_seconds=self.time_limit_seconds,
             restore_from=self.restore_from,
+            scrub_percent=self.scrub_percent,
         )
 
     def run(self, *faults: tuple[int, Fault]) -> None:

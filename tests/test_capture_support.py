@@ -43,6 +43,8 @@ class FakeSmp:
     on_outcome: Callable[[SnapshotId, str], None] | None = None
     arena: Arena | None = None
     sealed_records: dict[SnapshotId, SealedRecord] = field(default_factory=dict)
+    judged_later: dict[SnapshotId, bool] = field(default_factory=dict)
+    verdicts: list[tuple[SnapshotId, str]] = field(default_factory=list)
     missed_ids: list[SnapshotId] = field(default_factory=list)
     unfit_errors: list[Exception] = field(default_factory=list)
     abandoned_ids: dict[SnapshotId, str] = field(default_factory=dict)
@@ -112,10 +114,17 @@ class FakeSmp:
         assert permit is not None
         self.arena.write_permit(Permit(permit.snapshot, permit.iteration, permit.slot, True))
 
-    def sealed(self, snapshot: SnapshotId, record: SealedRecord) -> None:
+    def sealed(
+        self, snapshot: SnapshotId, record: SealedRecord, judged_later: bool = False
+    ) -> None:
         """Keep the record."""
         self.sealed_records[snapshot] = record
+        self.judged_later[snapshot] = judged_later
         self.ended.set()
+
+    def judged(self, snapshot: SnapshotId, problem: str) -> None:
+        """Keep the verdict."""
+        self.verdicts.append((snapshot, problem))
 
     def unfit(self, error: Exception) -> None:
         self.unfit_errors.append(error)

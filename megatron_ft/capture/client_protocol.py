@@ -52,8 +52,11 @@ class SnapshotClient(Protocol):
     ) -> Path:
         """Ask for an arena; returns its path when those of all ranks exist."""
 
-    def sealed(self, snapshot: SnapshotId, record: SealedRecord) -> None:
-        """All bytes and digests are in the granted slot."""
+    def sealed(self, snapshot: SnapshotId, record: SealedRecord, judged_later: bool = ...) -> None:
+        """All bytes and digests are in the granted slot; it may have to wait for ``judged``."""
+
+    def judged(self, snapshot: SnapshotId, problem: str) -> None:
+        """What the loss says of a snapshot; with a problem it is given up."""
 
     def missed(self, snapshot: SnapshotId) -> None:
         """The permitted iteration has passed without a capture."""

@@ -18,6 +18,7 @@ from megatron_ft.capture.copier import Copier
 from megatron_ft.capture.cpu import CpuCopier
 from megatron_ft.capture.engine import CaptureEngine
 from megatron_ft.capture.fence import Fence
+from megatron_ft.capture.loss_gate import Verdicts
 from megatron_ft.capture.mapping import MappingState
 from megatron_ft.capture.plan import check_replicas, plan_state
 from megatron_ft.capture.restore import compare, read_objects, restore_shard, verify
@@ -106,6 +107,7 @@ class SnapshotManager:
         self._form = b""
         self._run: CaptureRun | None = None
         self._last_permit: SnapshotId | None = None
+        self._verdicts = Verdicts(self.config.loss_gate)
         self._warned: set[str] = set()
         self._hooks: list[Any] = []
 
@@ -215,6 +217,22 @@ class SnapshotManager:
             self._warn("save", "save(%d) failed: %r; training goes on", iteration, error)
             return self._skip(iteration)
 
+    def report_loss(self, loss: float) -> None:
+        """Tell the loss of the iteration that is about to end; before its ``save``.
+
+        With the setting ``loss_gate`` a loss that is not finite, or a spike, keeps the
+        snapshots of the state before and after it from replacing the last good one.  A rank that
+        reports once must do so in every iteration; ranks without a loss never do.
+        """
+        for snapshot, problem in self._verdicts.report(loss):
+            self._judge(snapshot, problem)
+
+    def _judge(self, snapshot: SnapshotId, problem: str) -> None:
+        if problem:
+            self.stats.gated += 1
+            self._warn("loss gate", "snapshot %s is given up: %s", snapshot, problem)
+        self._client.judged(snapshot, problem)
+
     @contextmanager
     def fence(self) -> Iterator[None]:
         """Around whatever changes captured tensors: waits for a running copy, and only then.
@@ -242,12 +260,16 @@ class SnapshotManager:
             if engine is not None:
                 self._fence.wait(self._run)
                 engine.close(self.config.fence_timeout_seconds)
+                for snapshot in self._verdicts.end():
+                    self._judge(snapshot, "")
         finally:
             self._client.close()
 
     def _save(self, iteration: int, state: State) -> Ticket:
         assert self._engine is not None
         self._engine.arena.write_progress(iteration)
+        for snapshot in self._verdicts.overdue(iteration):
+            self._judge(snapshot, "")
         permit = self._engine.arena.permit()
         if permit is None or permit.snapshot == self._last_permit:
             self._repeat_end(permit)
@@ -257,6 +279,11 @@ class SnapshotManager:
             self._miss(permit)
             return self._skip(iteration)
         if permit.iteration > iteration:
+            return self._skip(iteration)
+        if self._verdicts.problem:
+            self._last_permit = permit.snapshot
+            self._judge(permit.snapshot, self._verdicts.problem)
+            self._client.abandoned(permit.snapshot, self._verdicts.problem)
             return self._skip(iteration)
         return self._capture(permit, state)
 
@@ -296,6 +323,7 @@ class SnapshotManager:
         self._last_permit = permit.snapshot
         started = time.monotonic()
         ticket = Ticket(permit.iteration, permit.snapshot)
+        self._verdicts.captured(permit.snapshot, permit.iteration)
         try:
             self._run = self._begin(permit, ticket, state)
         except Exception as error:
@@ -340,7 +368,10 @@ class SnapshotManager:
         self.stats.taken += 1
         self.stats.copied_bytes += run.copied_bytes
         snapshot = run.permit.snapshot
-        self._client.sealed(snapshot, record)
+        if self._verdicts.waits(snapshot):
+            self._client.sealed(snapshot, record, judged_later=True)
+        else:
+            self._client.sealed(snapshot, record)
         self._client.cost(snapshot, run.stall_seconds, run.copy_seconds, run.copied_bytes)
 
     def _on_abandoned(self, run: CaptureRun, reason: str) -> None:

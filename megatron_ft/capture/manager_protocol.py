@@ -33,6 +33,9 @@ class Manager(Protocol):
     def save(self, iteration: int, state: Any) -> Any:
         """Say that an iteration has ended; captures it if the job permits."""
 
+    def report_loss(self, loss: float) -> None:
+        """The loss of the iteration that is about to end, for the loss gate."""
+
     def register_fence(self, optimizer: Any) -> Any:
         """Wait for a running capture before each of the optimizer's steps."""
 

@@ -26,7 +26,8 @@ class CaptureStats:
     ``taken`` counts sealed snapshots, ``skipped`` calls of save() that captured
     nothing, ``due_skipped`` those of them at a multiple of the snapshot interval,
     ``missed`` permits whose iteration passed uncaptured, ``abandoned``
-    captures that ended without a result.  ``stall_seconds`` is the time the training
+    captures that ended without a result, ``gated`` snapshots that this rank's loss gate
+    has refused.  ``stall_seconds`` is the time the training
     thread spent in save() while capturing and in fences; ``copied_bytes`` counts
     tensor bytes of sealed snapshots.
 
@@ -40,6 +41,7 @@ class CaptureStats:
     due_skipped: int = 0
     missed: int = 0
     abandoned: int = 0
+    gated: int = 0
     stall_seconds: float = 0.0
     copied_bytes: int = 0
     last: LastCapture = LastCapture()

@@ -34,6 +34,8 @@ COMMANDS = (
     Command("resume", "megatron_ft.cli.pause", "take snapshots again"),
     Command("drain", "megatron_ft.cli.drain", "write a snapshot from memory to disk now"),
     Command("verify", "megatron_ft.cli.verify", "check every byte of what is on disk or in memory"),
+    Command("rewind", "megatron_ft.cli.rewind", "go on from before an iteration"),
+    Command("drill", "megatron_ft.cli.drill", "rebuild a random shard and compare: a fire drill"),
     Command("export", "megatron_ft.cli.export", "make Megatron's own checkpoint of a snapshot"),
     Command("demo", "megatron_ft.cli.demo", "lose a node on this machine and go on from memory"),
     Command("clean", "megatron_ft.cli.clean", "remove the memory of jobs that no longer run"),

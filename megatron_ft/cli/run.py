@@ -142,6 +142,8 @@ def spec_from(
         drain_export_dir=settings.drain_export_dir,
         drain_stop_seconds=settings.drain_stop_seconds,
         time_limit_seconds=settings.time_limit_seconds,
+        scrub_percent=settings.scrub_percent,
+        quarantine_iterations=settings.quarantine_iterations,
     )
 
 

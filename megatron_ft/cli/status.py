@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megatron_ft.arena.format import SlotState
 from megatron_ft.errors import ControlPlaneError
 from megatron_ft.launch.virtual import default_root
@@ -61,6 +63,7 @@ def _node(status: m.Status) -> dict[str, Any]:
         "paused": status.paused,
         "lease_seconds_left": round(status.lease_seconds_left, 1),
         "smp_bytes": status.resident_bytes,
+        "scrub": msgspec.structs.asdict(status.scrub),
         "arena_bytes": sum(a.file_bytes for a in status.arenas),
         "shards": {a.shard_id: _shard(a, status.progress) for a in status.arenas},
     }
@@ -94,7 +97,21 @@ def render(name: str, job: dict[str, Any]) -> str:
             lines.append(f"{node:10} {'(spare)':20}")
         else:
             lines += [_shard_line(node, s, v, view) for s, v in view["shards"].items()]
+    lines.append(_scrub_line(job))
     return "\n".join(lines)
+
+
+def _scrub_line(job: dict[str, Any]) -> str:
+    """What the scrubs of all nodes have done together."""
+    views = [view["scrub"] for view in job["nodes"].values() if "scrub" in view]
+    total = {name: sum(view[name] for view in views) for name in m.ScrubCounts.__struct_fields__}
+    least = min((view["passes"] for view in views), default=0)
+    damaged = job["summary"].get("blocks", {}).get("damaged_shards", 0)
+    return (
+        f"scrub: {least} passes, {total['bytes_read'] / 2**30:.2f} GiB read, "
+        f"{total['bad_blocks']} bad blocks found, {total['repaired_blocks']} repaired, "
+        f"{total['records']} headers rewritten; {damaged} shards count as lost"
+    )
 
 
 def _headline(job: dict[str, Any]) -> str:
@@ -119,6 +136,8 @@ def _headline(job: dict[str, Any]) -> str:
         exposed += f"; {summary['drain_failures']} drains failed: {summary['drain_failure']}"
     paused = ", snapshots paused" if summary.get("paused") else ""
     paused += ", snapshots skipped for a reader" if summary.get("held") else ""
+    if summary.get("gated"):
+        paused += f", {summary['gated']} snapshots refused for their loss"
     return (
         f"incarnation {summary['incarnation']}, iteration {summary['iteration']}, "
         f"encoders {summary['encoders']}{paused}; {exposed}"

@@ -19,6 +19,7 @@ import zmq.asyncio
 from megatron_ft.coordinator.cycle import Ended, KillWorld, Phase, Send, SnapshotCycle
 from megatron_ft.coordinator.events import Observers
 from megatron_ft.coordinator.link import SmpLink
+from megatron_ft.coordinator.repairs import Repairs
 from megatron_ft.coordinator.skips import Skips
 from megatron_ft.errors import ConfigError, ControlPlaneError
 from megatron_ft.identity import SnapshotId
@@ -78,11 +79,16 @@ class Coordinator:
         self.restoring: SnapshotId | None = None
         self.progress: dict[str, int] = {}
         self.skips = Skips()
+        self.repairs = Repairs(self)
+        self.scrub_percent = 0.0
+        self.gated = 0
         self._paused_on: set[str] = set()
         self._pinned_on: set[str] = set()
         self.world = ""
         self.world_nodes: tuple[str, ...] = ()
         self.silent = asyncio.Event()
+        self.rewind_asked = asyncio.Event()
+        self.rewind_before = 0
         self.listeners: list[Callable[[m.Event], None]] = []
         self._keys, self._kill_world = keys, kill_world
         self._context = zmq.asyncio.Context()
@@ -141,16 +147,19 @@ class Coordinator:
             await asyncio.sleep(self.timing.heartbeat)
 
     async def _beat(self, link: SmpLink) -> None:
-        lease = m.Lease(self.incarnation, self.timing.lease, self.summary())
+        lease = m.Lease(self.incarnation, self.timing.lease, self.summary(), self.scrub_percent)
         try:
             answer = await link.ask(lease, 4 * self.timing.heartbeat)
         except ControlPlaneError:
             return
-        if isinstance(answer, m.LeaseAnswer):
+        if isinstance(answer, m.LeaseAnswer) and lease.incarnation == self.incarnation:
             self.progress.update(answer.progress)
             self._heard(answer)
 
     def _heard(self, answer: m.LeaseAnswer) -> None:
+        if answer.rewind is not None:
+            self.rewind_before = answer.rewind
+            self.rewind_asked.set()
         before = self.paused
         for nodes, stated in ((self._paused_on, answer.paused), (self._pinned_on, answer.pinned)):
             nodes.discard(answer.node)
@@ -220,9 +229,16 @@ class Coordinator:
         self._world_up.clear()
         self._encoders_up.clear()
 
+    def end_world(self, world: str, reason: str) -> None:
+        """Have an encoder world ended that cannot go on; nothing is lost, a new one is started."""
+        self.observers.tell("world_broken", f"parity stopped: {reason}")
+        self.world_lost()
+        self._kill_world(world)
+
     def start_snapshots(self, cycle: SnapshotCycle) -> None:
         """Permit one snapshot after the other until ``stop_snapshots``."""
         self.cycle = cycle
+        self.repairs.begin_life()
         self._keep(self._pump(cycle))
 
     def stop_snapshots(self) -> None:
@@ -237,6 +253,9 @@ class Coordinator:
 
     async def _pump(self, cycle: SnapshotCycle) -> None:
         while self.cycle is cycle:
+            if cycle.phase == Phase.IDLE and self.repairs.due:
+                await self.repairs.work(cycle.stripes, cycle.places)
+                continue
             if cycle.phase == Phase.IDLE and not self.paused:
                 await self.refresh()
                 fastest = max((self.progress.get(s, -1) for s in cycle.places), default=-1)
@@ -274,9 +293,7 @@ class Coordinator:
                     self._encoding_since = time.monotonic()
                 self._keep(self._send(cycle, action))
             elif isinstance(action, KillWorld):
-                self.observers.tell("world_broken", f"parity stopped: {action.reason}")
-                self.world_lost()
-                self._kill_world(action.world)
+                self.end_world(action.world, action.reason)
             else:
                 self._ended(action)
 
@@ -298,8 +315,10 @@ class Coordinator:
 
     def _ended(self, ended: Ended) -> None:
         if ended.level == "aborted":
+            self.gated += ended.gated
+            kind = "gated" if ended.gated else "dropped" if ended.last else "aborted"
             self.observers.tell(
-                "dropped" if ended.last else "aborted",
+                kind,
                 f"snapshot of iteration {ended.iteration} given up: {ended.reason}",
                 iteration=ended.iteration,
             )
@@ -332,6 +351,7 @@ class Coordinator:
         if isinstance(body, m.WriterGone) and body.role == "encoder" and body.who == self.world:
             self.world_lost()
         if self.cycle is not None:
+            self.repairs.note(event)
             self._perform(self.cycle, self.cycle.handle(event.node, body))
         for listener in list(self.listeners):
             listener(event)
@@ -354,6 +374,12 @@ class Coordinator:
             "skipped": self.skips.total,
             "drain_failures": self.drain_failures[0],
             "drain_failure": self.drain_failures[1],
+            "gated": self.gated,
+            "blocks": {
+                "bad": self.repairs.found,
+                "repaired": self.repairs.repaired,
+                "damaged_shards": len(self.repairs.lost),
+            },
             "iteration": max(self.progress.values(), default=-1),
             "committed": None
             if snapshot is None

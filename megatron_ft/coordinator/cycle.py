@@ -34,13 +34,17 @@ class KillWorld:
 
 @dataclass(frozen=True)
 class Ended:
-    """A snapshot is over: ``level`` is protected, local or aborted; ``last`` if training is too."""
+    """A snapshot is over: ``level`` is protected, local or aborted; ``last`` if training is too.
+
+    ``gated`` says that it was given up because of the loss.
+    """
 
     snapshot: SnapshotId
     iteration: int
     level: str
     reason: str = ""
     last: bool = False
+    gated: bool = False
 
 
 Action = Send | KillWorld | Ended
@@ -93,6 +97,9 @@ class SnapshotCycle:
         self._world = ""
         self._broken = ""
         self._corrupt = False
+        self._gated = False
+        self._unjudged: set[str] = set()
+        self._judged: set[str] = set()
         self._last = False
 
     def propose(self, progress: int, world: str) -> list[Action]:
@@ -107,7 +114,8 @@ class SnapshotCycle:
         self.iteration = self.next_iteration(self.first if progress < 0 else progress)
         self.phase = Phase.CAPTURING
         self._world = world
-        self._broken, self._corrupt = "", False
+        self._broken, self._corrupt, self._gated = "", False, False
+        self._unjudged, self._judged = set(), set()
         self._waiting = set(self.places)
         grant = m.Grant(self.incarnation, self.snapshot, self.iteration)
         return self._to_all(grant)
@@ -125,6 +133,8 @@ class SnapshotCycle:
         """React to an event of a node."""
         if isinstance(body, m.Sealed):
             return self._sealed(body)
+        if isinstance(body, m.Judged):
+            return self._verdict(body)
         if isinstance(body, m.Encoded):
             return self._encoded(body)
         if isinstance(body, m.Missed | m.Abandoned):
@@ -178,8 +188,25 @@ class SnapshotCycle:
     def _sealed(self, body: m.Sealed) -> list[Action]:
         if self.phase != Phase.CAPTURING or body.record.snapshot != self.snapshot:
             return []
-        self._waiting.discard(body.record.shard_id)
-        if not self.all_sealed(self._waiting):
+        shard_id = body.record.shard_id
+        self._waiting.discard(shard_id)
+        if body.judged_later and shard_id not in self._judged:
+            self._unjudged.add(shard_id)
+        return self._encode_if_complete()
+
+    def _verdict(self, body: m.Judged) -> list[Action]:
+        """A loss has been seen: it may come before its rank's Sealed."""
+        if self.phase != Phase.CAPTURING or body.snapshot != self.snapshot:
+            return []
+        if body.problem:
+            self._gated = True
+            return self._abort(f"the loss gate of {body.shard_id}: {body.problem}")
+        self._judged.add(body.shard_id)
+        self._unjudged.discard(body.shard_id)
+        return self._encode_if_complete()
+
+    def _encode_if_complete(self) -> list[Action]:
+        if not self.all_sealed(self._waiting) or self._unjudged:
             return []
         if not self._world or not self.stripes:
             return self._commit("local")
@@ -273,7 +300,10 @@ class SnapshotCycle:
             self._commits_in_a_row += 1
             if self._commits_in_a_row % self.calm == 0:
                 self.lead = max(1, self.lead - 1)
-        return [Ended(self.snapshot, self.iteration, self.level, self._broken, self._last)]
+        ended = Ended(
+            self.snapshot, self.iteration, self.level, self._broken, self._last, self._gated
+        )
+        return [ended]
 
     def _to_all(self, message: m.Message) -> list[Action]:
         return [Send(node, message) for node in self.nodes]

@@ -18,8 +18,10 @@ from uuid import UUID
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotHeader
 from megatron_ft.erasure.encode import EncodeResult, encode
+from megatron_ft.erasure.inspection import Damage
 from megatron_ft.erasure.member import MemberView, StripeCode
 from megatron_ft.erasure.rebuild import RebuildResult, rebuild
+from megatron_ft.erasure.repair import RecomputedBlocks, recompute
 from megatron_ft.erasure.transport import Transport
 from megatron_ft.erasure.verify import VerifyResult, verify
 from megatron_ft.errors import ControlPlaneError
@@ -32,11 +34,13 @@ from megatron_ft.smp.messages import (
     OrderFailed,
     RebuildOrder,
     Rebuilt,
+    Recomputed,
+    RepairOrder,
     StripeOrder,
     VerifyOrder,
 )
 
-Order = EncodeOrder | RebuildOrder | VerifyOrder
+Order = EncodeOrder | RebuildOrder | VerifyOrder | RepairOrder
 
 _Result = TypeVar("_Result")
 
@@ -87,6 +91,8 @@ class OrderRunner:
                 yield from self._encode(order, stripe, local)
             elif isinstance(order, RebuildOrder):
                 yield from self._rebuild(order, stripe, local)
+            elif isinstance(order, RepairOrder):
+                yield from self._repair(order, stripe, local)
             else:
                 corrupt |= dict.fromkeys(self._verify(order, stripe, local))
         if corrupt:
@@ -143,6 +149,28 @@ class OrderRunner:
                     seconds=seconds,
                 )
                 self._shelf.drop(stripe.arenas[stripe.members[member]])
+
+    def _repair(
+        self, order: RepairOrder, stripe: StripeOrder, local: Sequence[int]
+    ) -> Iterator[Message]:
+        target = stripe.members.index(order.shard_id)
+        damage = Damage(order.data_blocks, order.parity_blocks)
+
+        def work(member: int, transport: Transport) -> RecomputedBlocks:
+            view = self._view(order.snapshot, stripe, member)
+            peers = stripe.world_ranks
+            return recompute(_code(stripe), view, transport, peers, target, damage, index=member)
+
+        for member, result, _, _ in self._together(local, work):
+            if member == target:
+                yield Recomputed(
+                    snapshot=order.snapshot,
+                    world=order.world,
+                    shard_id=order.shard_id,
+                    data={number: raw.tobytes() for number, raw in result.data.items()},
+                    parity={number: raw.tobytes() for number, raw in result.parity.items()},
+                    left=result.left,
+                )
 
     def _verify(
         self, order: VerifyOrder, stripe: StripeOrder, local: Sequence[int]

@@ -36,6 +36,7 @@ from megatron_ft.smp.messages import (
     Ok,
     OrderFailed,
     RebuildOrder,
+    RepairOrder,
     VerifyOrder,
     decode,
     encode,
@@ -121,7 +122,7 @@ def serve(
             message = smp.receive()
             if isinstance(message, Ok):
                 continue
-            if not isinstance(message, EncodeOrder | RebuildOrder | VerifyOrder):
+            if not isinstance(message, EncodeOrder | RebuildOrder | VerifyOrder | RepairOrder):
                 raise ControlPlaneError(f"the SMP sent what is no order: {message}")
             _carry_out(runner, message, smp)
 

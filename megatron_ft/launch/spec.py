@@ -25,6 +25,8 @@ class JobSpec:
     MiB/s (0: no cap).  ``drain_stop_seconds`` is the longest last drain of a job that is told
     to stop, ``time_limit_seconds`` when it will be killed (0: never).  In ``drain_export_dir`` each
     drained snapshot becomes a checkpoint of the training framework's own (None: it does not).
+    A snapshot from which training fails twice within ``quarantine_iterations`` (0: no matter)
+    is not used again.  The scrub uses ``scrub_percent`` of one core of each node (0: no scrub).
     ConfigError for numbers that make no sense, ProtectionError for a scheme that needs
     more nodes than there are.
     """
@@ -51,9 +53,16 @@ class JobSpec:
     drain_export_dir: Path | None = None
     drain_stop_seconds: float = 25.0
     time_limit_seconds: float = 0.0
+    scrub_percent: float = 1.0
+    quarantine_iterations: int = 10
 
     def __post_init__(self) -> None:
-        for name, least in (("nodes", 1), ("spares", 0), ("ranks_per_node", 1)):
+        for name, least in (
+            ("nodes", 1),
+            ("spares", 0),
+            ("ranks_per_node", 1),
+            ("quarantine_iterations", 0),
+        ):
             if getattr(self, name) < least:
                 raise ConfigError(
                     f"--{name.replace('_', '-')} is {getattr(self, name)}; give a number >= {least}"
@@ -76,6 +85,8 @@ class JobSpec:
             if value < least:
                 flag = f"--drain-{name.replace('_', '-')}"
                 raise ConfigError(f"{flag} is {value}; give a number >= {least}")
+        if not 0 <= self.scrub_percent <= 100:
+            raise ConfigError(f"--scrub-percent is {self.scrub_percent}; give a number 0 to 100")
         if self.drain_interval and self.drain_dir is None:
             raise ConfigError("--drain-interval needs --drain-dir: the folder to drain to")
 

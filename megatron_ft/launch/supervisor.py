@@ -8,6 +8,7 @@ again takes them over.
 from __future__ import annotations
 
 import asyncio
+import signal
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,7 @@ from megatron_ft.errors import (
 from megatron_ft.identity import Ancestor, SnapshotId
 from megatron_ft.launch.budget import RestartBudget
 from megatron_ft.launch.disk_restore import DiskRestores, LoadError, lineage_before
+from megatron_ft.launch.distrust import Distrust
 from megatron_ft.launch.drains import Drains
 from megatron_ft.launch.fleet import EncoderWorld, TrainerExit, TrainerFleet, last_lines
 from megatron_ft.launch.job_state import JobState, command_digest
@@ -53,9 +55,15 @@ from megatron_ft.smp.security import JobKeys
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a life ended.  ``signature`` is the same text for the same cause."""
+    """Why a life ended.  ``signature`` is the same text for the same cause.
+
+    ``training`` says that the training command itself failed: not a node, nor somebody who
+    killed it.  ``asked`` that the user wanted it.
+    """
 
     signature: str
+    training: bool = False
+    asked: bool = False
 
 
 class Supervisor:
@@ -70,6 +78,7 @@ class Supervisor:
             JobKeys.derive(state.record.secret), self.observers, self.world.end_world, spec.timing
         )
         self.world.serve(self.coordinator)
+        self.coordinator.scrub_percent = spec.scrub_percent
         self.members = Membership(spec, launcher, state, self.coordinator)
         self.drains = Drains(
             spec, launcher, state.record.job, self.coordinator, self.members.spares_gone
@@ -78,6 +87,9 @@ class Supervisor:
         self._reached = -1
         self._corrupt: set[tuple[str, SnapshotId]] = set()
         self._budget = RestartBudget()
+        self.distrust = Distrust(
+            state, self.coordinator, spec.world_size, spec.quarantine_iterations
+        )
         self._unfit: m.Unfit | None = None
         self.coordinator.listeners += [
             self._note_corruption,
@@ -137,8 +149,13 @@ class Supervisor:
             self.world.stop()
 
     async def _after(self, failure: Failure) -> None:
+        if failure.asked:
+            return
         committed = self.coordinator.committed
         iteration = -1 if committed is None else committed[1]
+        rejected = failure.training and await self.distrust.training_failed()
+        if rejected:
+            self._budget = self._budget.from_other_start()
         self._budget = self._budget.after(failure.signature, iteration)
         if self._budget.delay_seconds:
             delay = self._budget.delay_seconds
@@ -148,13 +165,15 @@ class Supervisor:
     async def _recover_and_train(self) -> Failure | None:
         plan, admitted = await self._new_incarnation()
         await self._restore(plan, admitted)
+        self.distrust.begin(plan.decision, plan.lineage)
         roll = Roll(self.spec.world_size)
         self.coordinator.listeners.append(roll.hear)
         try:
             if self.spec.scheme.parity_members and not self.world.wanted:
                 self.world.start(plan.active)
-            extra = {RESTORE: "memory" if plan.decision.snapshot else "disk"}
-            self.trainers.start(plan.active, plan.incarnation, extra)
+            self.trainers.start(
+                plan.active, plan.incarnation, {RESTORE: self.distrust.source(plan.decision)}
+            )
             self.observers.tell("trainers_started", f"{self.spec.world_size} trainers started")
             return await self._watch(asyncio.create_task(self._begin_snapshots(roll, plan)))
         finally:
@@ -173,6 +192,7 @@ class Supervisor:
     async def _new_incarnation(self) -> tuple[Restore, tuple[str, ...]]:
         members = self.members
         admitted = await members.admit_all()
+        self.distrust.admitted()
         try:
             members.replace_lost(admitted)
         except NoSpareError:
@@ -185,7 +205,7 @@ class Supervisor:
             command_digest=command_digest(self.spec.command),
         )
         count = len(self.state.record.shards) or None
-        memory = decide(members.owned(admitted), shard_count=count, corrupt=self._corrupt)
+        memory = self._decide(admitted, count)
         choice = await self.disk.look(memory, self.state.record)
         decision, source, lineage = self._settle(memory, choice)
         self.state.update(lineage=lineage)
@@ -201,13 +221,26 @@ class Supervisor:
         self._tell_restore(plan, memory, choice)
         return plan, tuple(admitted.inventories)
 
+    @property
+    def _damaged(self) -> set[tuple[str, SnapshotId]]:
+        return self._corrupt | self.coordinator.repairs.lost
+
+    def _decide(self, admitted: Admitted, count: int | None) -> Decision:
+        """What memory can serve."""
+        return decide(
+            self.members.owned(admitted),
+            shard_count=count,
+            corrupt=self._damaged,
+            quarantine=self.distrust.quarantine,
+        )
+
     async def _salvage(self, admitted: Admitted) -> None:
         """The job is about to stop for want of a spare: drain what memory can serve before."""
         there = [node for node in self.members.active if node in admitted.inventories]
         if self.spec.drain_dir is None or not there or not self.state.record.shards:
             return
         count = len(self.state.record.shards)
-        memory = decide(self.members.owned(admitted), shard_count=count, corrupt=self._corrupt)
+        memory = self._decide(admitted, count)
         if memory.snapshot is None:
             return
         active = doubled_up(self.members.active, there)
@@ -241,7 +274,7 @@ class Supervisor:
             if memory.snapshot is None:
                 self._accept_loss(memory, choice)
             return memory, None, self._lineage(memory)
-        decision, source = self.disk.decision(taken, memory, self.members.active, self._corrupt)
+        decision, source = self.disk.decision(taken, memory, self.members.active, self._damaged)
         older = lineage_before(taken, self.state.record)
         self.state.update(shards=taken.seats)
         self.coordinator.durable = (taken.manifest.snapshot, decision.iteration)
@@ -256,6 +289,9 @@ class Supervisor:
 
     def _explain_loss(self, reason: str) -> None:
         checkpoint = newest_checkpoint(self.spec.checkpoint_dir)
+        unwanted = self.distrust.reason_against(checkpoint)
+        if unwanted:
+            reason, checkpoint = f"{reason}; {checkpoint}: {unwanted}", None
         if checkpoint is not None:
             self.observers.tell("from_disk", f"memory lost ({reason}); starting from {checkpoint}")
         elif self.spec.from_scratch:
@@ -314,16 +350,19 @@ class Supervisor:
         """Until this life ends.  SMPs and encoders that die alone are replaced meanwhile."""
         trainers = asyncio.create_task(self.trainers.ended())
         silent = asyncio.create_task(self.coordinator.silent.wait())
+        rewind = asyncio.create_task(self.coordinator.rewind_asked.wait())
         try:
             while True:
                 smp = asyncio.create_task(self.members.smps.first_exit())
-                waits: set[asyncio.Task[Any]] = {trainers, silent, smp}
+                waits: set[asyncio.Task[Any]] = {trainers, silent, smp, rewind}
                 waits |= set() if beginning.done() else {beginning}
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 dead = smp.result() if smp.done() else ""
                 smp.cancel()
                 if trainers.done():
                     return self._trainers_ended(trainers.result())
+                if rewind.done():
+                    return Failure(self.distrust.rewind(), asked=True)
                 if silent.done():
                     failure = self._silent()
                     if failure is not None:
@@ -335,7 +374,7 @@ class Supervisor:
                 if reason:
                     return Failure(reason)
         finally:
-            for task in (trainers, silent, beginning):
+            for task in (trainers, silent, rewind, beginning):
                 task.cancel()
 
     def _silent(self) -> Failure | None:
@@ -360,7 +399,9 @@ class Supervisor:
         if status > 0:
             log = self.trainers.log_of(rank)
             self.observers.tell("log", f"end of {log}:\n{last_lines(log)}")
-        return Failure(f"rank {rank} {how}")
+        outside = -status in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+        its_own = not outside and self.launcher.reachable(node)
+        return Failure(f"rank {rank} {how}", training=its_own)
 
     def _note_corruption(self, event: m.Event) -> None:
         if isinstance(event.body, m.CorruptShard):
@@ -373,7 +414,9 @@ class Supervisor:
 
     def _note_rebuilt(self, event: m.Event) -> None:
         if isinstance(event.body, m.Rebuilt):
-            self._corrupt.discard((event.body.shard_id, event.body.snapshot))
+            known = event.body.shard_id, event.body.snapshot
+            self._corrupt.discard(known)
+            self.coordinator.repairs.lost.discard(known)
 
     def _note_unfit(self, event: m.Event) -> None:
         if isinstance(event.body, m.Unfit):

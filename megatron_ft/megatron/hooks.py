@@ -47,6 +47,7 @@ def install(manager_factory: ManagerFactory = make_manager) -> None:
     setup = functools.partial(_with_restore, manager_factory)
     wrap(training, "setup_model_and_optimizer", setup)
     wrap(training, "train", _with_end)
+    wrap(training, "training_log", _with_loss)
     wrap(training, "checkpoint_and_decide_exit", _with_capture)
 
 
@@ -73,7 +74,8 @@ def _with_restore(manager_factory: ManagerFactory, original: Function) -> Functi
         options = _options()
         if not arguments.is_enabled(options):
             return original(*args, **kwargs)
-        run = SnapshotRun(options, manager_factory(arguments.validate(options)))
+        config = arguments.validate(options)
+        run = SnapshotRun(options, manager_factory(config), gated=config.loss_gate > 0)
         try:
             built = _build(run, options, lambda: original(*args, **kwargs))
             run.attach(*built[:3])
@@ -106,6 +108,18 @@ def _with_end(original: Function) -> Function:
             _replace_current(None)
 
     return train
+
+
+def _with_loss(original: Function) -> Function:
+    """Megatron logs every iteration, before it decides what follows: there its losses are."""
+    signature = inspect.signature(original)
+
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        if _current is not None:
+            _current.report_loss(signature.bind(*args, **kwargs).arguments["loss_dict"])
+        return original(*args, **kwargs)
+
+    return training_log
 
 
 def _with_capture(original: Function) -> Function:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +14,8 @@ from megatron_ft.megatron.optimizer import optimizer_parts
 from megatron_ft.megatron.snapshot_log import SnapshotLog
 from megatron_ft.megatron.state import MegatronState
 from megatron_ft.recovery.start import WISH, View, agree, supervisor_chose_disk
+
+log = logging.getLogger(__name__)
 
 _DISK_SOURCES = ("load", "pretrained_checkpoint")
 
@@ -37,8 +40,9 @@ class SnapshotRun:
     :mod:`megatron_ft.megatron.hooks` does.
     """
 
-    def __init__(self, args: Any, manager: Manager) -> None:
-        self._args = args
+    def __init__(self, args: Any, manager: Manager, *, gated: bool = False) -> None:
+        """``gated`` says that losses are wanted: reading them waits for the device."""
+        self._args, self._gated = args, gated
         self._manager = manager
         self._state: MegatronState | None = None
         self._from_memory = False
@@ -90,6 +94,19 @@ class SnapshotRun:
         """
         assert self._state is not None, "attach comes first"
         self._state.begin(data_iterator)
+
+    def report_loss(self, losses: Mapping[str, Any]) -> None:
+        """Megatron's losses of the iteration that ends; empty on ranks that compute none.
+
+        Their sum is judged: one that is not finite, or a spike, shows in it.
+        """
+        if not self._gated or not losses:
+            return
+        try:
+            self._manager.report_loss(float(sum(losses.values())))
+        except (TypeError, ValueError, RuntimeError) as error:
+            self._gated = False
+            log.warning("losses %s are no longer judged: %r", list(losses), error)
 
     def end_iteration(self, iteration: int, operations: float, data_iterator: Any) -> None:
         """All state of ``iteration`` is final: capture it if a snapshot is due."""

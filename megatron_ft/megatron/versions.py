@@ -16,6 +16,7 @@ WRAPPED = (
     Required("megatron.training.arguments", "add_megatron_arguments", ("parser",)),
     Required("megatron.training.training", "setup_model_and_optimizer"),
     Required("megatron.training.training", "train", ("train_data_iterator",)),
+    Required("megatron.training.training", "training_log", ("loss_dict",)),
     Required(
         "megatron.training.training",
         "checkpoint_and_decide_exit",

@@ -93,10 +93,19 @@ class TrainerClient:
         assert isinstance(answer, m.Prepared)
         return Path(answer.arena)
 
-    def sealed(self, snapshot: SnapshotId, record: SealedRecord) -> None:
-        """Everything of ``snapshot`` is in its slot, digests included."""
+    def sealed(
+        self, snapshot: SnapshotId, record: SealedRecord, judged_later: bool = False
+    ) -> None:
+        """Everything of ``snapshot`` is in its slot, digests included.
+
+        With ``judged_later`` it is protected and committed only after ``judged``.
+        """
         assert record.snapshot == snapshot
-        self._send(m.Sealed(record))
+        self._send(m.Sealed(record, judged_later))
+
+    def judged(self, snapshot: SnapshotId, problem: str) -> None:
+        """What the loss says of a snapshot: with a ``problem`` it is given up."""
+        self._send(m.Judged(self.shard_id, snapshot, problem))
 
     def missed(self, snapshot: SnapshotId) -> None:
         """The permitted iteration passed without a capture."""

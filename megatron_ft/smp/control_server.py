@@ -101,6 +101,7 @@ class ControlServer:
         host.coordinator = identity
         host.lease_until = time.monotonic() + request.seconds
         host.summary = request.summary or host.summary
+        host.scrub_percent = request.scrub_percent
         return m.LeaseAnswer(
             node=host.machine.node,
             paused=host.state.paused,
@@ -108,6 +109,7 @@ class ControlServer:
             encoder_world=host.machine.world,
             resident_bytes=resident_bytes(),
             pinned=host.machine.held_back(),
+            rewind=host.rewind,
         )
 
     async def _admit(self, identity: bytes, request: m.Admit) -> m.Message:
@@ -125,6 +127,7 @@ class ControlServer:
         host.coordinator = identity
         host.lease_until = time.monotonic() + request.seconds
         host.restore = None
+        host.rewind = None
         host.preparing.clear()
         host.machine.admit(request.incarnation)
         host.readers.forget_all()

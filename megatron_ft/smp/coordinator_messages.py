@@ -20,6 +20,7 @@ from megatron_ft.smp.trainer_messages import (
     CaptureCost,
     CorruptShard,
     Hello,
+    Judged,
     Missed,
     Prepare,
     Restored,
@@ -29,17 +30,22 @@ from megatron_ft.smp.trainer_messages import (
 
 
 class Lease(Message, frozen=True):
-    """Heartbeat of the coordinator: valid ``seconds`` from receipt, then trainers are killed."""
+    """Heartbeat of the coordinator: valid ``seconds`` from receipt, then trainers are killed.
+
+    ``scrub_percent`` is the share of one core that the node's scrub may use, 0 for none.
+    """
 
     incarnation: int
     seconds: float
     summary: bytes = b""
+    scrub_percent: float = 0.0
 
 
 class LeaseAnswer(Message, frozen=True):
     """Heartbeat of the SMP.  ``progress`` maps shard ids to their last finished iteration.
 
     ``pinned`` says that a Grant would be refused now, only because readers hold snapshots.
+    ``rewind`` is what the user has asked for since this incarnation was admitted.
     """
 
     node: str
@@ -48,6 +54,7 @@ class LeaseAnswer(Message, frozen=True):
     encoder_world: str
     resident_bytes: int
     pinned: bool = False
+    rewind: int | None = None
 
 
 class Admit(Message, frozen=True):
@@ -169,6 +176,18 @@ class Load(Message, frozen=True):
     shards: tuple[str, ...]
 
 
+class Repair(Message, frozen=True):
+    """Have blocks of ``shard_id`` recomputed from its stripe, while its slot stays committed."""
+
+    incarnation: int
+    snapshot: SnapshotId
+    world: str
+    stripes: tuple[StripeOrder, ...]
+    shard_id: str
+    data_blocks: tuple[int, ...]
+    parity_blocks: tuple[int, ...]
+
+
 class Commit(Message, frozen=True):
     """``snapshot`` is the newest good one everywhere; ``level`` is "protected" or "local"."""
 
@@ -223,6 +242,28 @@ class Retire(Message, frozen=True):
     remove_arenas: bool
 
 
+class BadBlocks(Message, frozen=True):
+    """The scrub found blocks of a committed snapshot that fail their digests.
+
+    Numbers count blocks of the slot's data and parity region; ``more`` were not listed.
+    """
+
+    shard_id: str
+    snapshot: SnapshotId
+    data_blocks: tuple[int, ...]
+    parity_blocks: tuple[int, ...]
+    more: int = 0
+
+
+class Repaired(Message, frozen=True):
+    """So many blocks were recomputed, proved and written back; ``left`` could not be."""
+
+    shard_id: str
+    snapshot: SnapshotId
+    blocks: int
+    left: int
+
+
 class Event(Message, frozen=True):
     """Something happened on ``node``; ``body`` is one of the messages of this module."""
 
@@ -232,6 +273,7 @@ class Event(Message, frozen=True):
         Hello
         | Prepare
         | Sealed
+        | Judged
         | Missed
         | Abandoned
         | Restored
@@ -245,6 +287,8 @@ class Event(Message, frozen=True):
         | OrderFailed
         | WriterGone
         | SlotFreed
+        | BadBlocks
+        | Repaired
     )
 
 
@@ -269,12 +313,32 @@ class Pause(Message, frozen=True):
     paused: bool
 
 
+class Rewind(Message, frozen=True):
+    """Have the job go on from before this iteration; passed on with the next heartbeat."""
+
+    before: int
+
+
 class Discard(Message, frozen=True):
     """Free the arenas and exit: for a job that nobody supervises any more."""
 
 
 class StatusRequest(Message, frozen=True):
     """Ask for the node's own view and the job summary that the coordinator last sent."""
+
+
+class ScrubCounts(msgspec.Struct, frozen=True):
+    """What a node's scrub has done since its SMP started.
+
+    ``passes`` counts reads of everything that was committed; ``records`` are copies of
+    headers that were damaged and written anew.
+    """
+
+    passes: int = 0
+    bytes_read: int = 0
+    bad_blocks: int = 0
+    repaired_blocks: int = 0
+    records: int = 0
 
 
 class Status(Message, frozen=True):
@@ -289,3 +353,4 @@ class Status(Message, frozen=True):
     arenas: tuple[ArenaReport, ...]
     progress: dict[str, int]
     summary: bytes
+    scrub: ScrubCounts = ScrubCounts()

@@ -19,6 +19,7 @@ from megatron_ft.environment import ProcessEnvironment
 from megatron_ft.smp.control_server import ControlServer
 from megatron_ft.smp.host import NodeHost
 from megatron_ft.smp.local_server import LocalServer
+from megatron_ft.smp.scrub import Scrub
 from megatron_ft.smp.security import JobKeys
 
 
@@ -48,10 +49,12 @@ async def run(
     authenticator.configure_curve_callback("*", credentials_provider=keys)
     local = LocalServer(host, context)
     control = ControlServer(host, context, keys, address)
+    scrub = Scrub(host)
     announce(control.endpoint)
     try:
-        await _until(host.retired, local.serve(), control.serve(), host.watch_lease())
+        await _until(host.retired, local.serve(), control.serve(), host.watch_lease(), scrub.run())
     finally:
+        scrub.close()
         authenticator.stop()
         local.socket.close()
         control.socket.close()

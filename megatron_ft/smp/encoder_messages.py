@@ -70,6 +70,31 @@ class VerifyOrder(Message, frozen=True):
     stripes: tuple[StripeOrder, ...]
 
 
+class RepairOrder(Message, frozen=True):
+    """SMP to encoder: recompute these blocks of one member from the rest of its stripe."""
+
+    snapshot: SnapshotId
+    world: str
+    stripes: tuple[StripeOrder, ...]
+    shard_id: str
+    data_blocks: tuple[int, ...]
+    parity_blocks: tuple[int, ...]
+
+
+class Recomputed(Message, frozen=True):
+    """Encoder to SMP: whole blocks of a damaged shard by number; ``left`` could not be had.
+
+    Nothing is written yet: the SMP proves them against the slot's header and writes.
+    """
+
+    snapshot: SnapshotId
+    world: str
+    shard_id: str
+    data: dict[int, bytes]
+    parity: dict[int, bytes]
+    left: int
+
+
 class Encoded(Message, frozen=True):
     """Encoder to SMP: this member's parity is complete and digested, its table known."""
 

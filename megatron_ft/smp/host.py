@@ -13,10 +13,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megatron_ft.environment import ProcessEnvironment
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.node import (
     Effect,
+    MendSlot,
     NodeMachine,
     StorePermit,
     StoreSlot,
@@ -49,6 +52,9 @@ class NodeHost:
         self.lease_until = 0.0
         self.coordinator = b""
         self.summary = b""
+        self.rewind: int | None = None
+        self.scrub_percent = 0.0
+        self.scrub_counts = m.ScrubCounts()
         self.restore: m.RestoreReady | None = None
         self.preparing: dict[str, bytes] = {}
         self.send_local: SendTo
@@ -94,6 +100,22 @@ class NodeHost:
             for effect in self.machine.take_effects():
                 await self._perform(effect)
 
+    async def mend_records(self, shard_id: str) -> list[str]:
+        """Write the shard's headers anew where a copy is damaged; names of those that were.
+
+        After all effects that wait: what was decided is stored in its order.
+        """
+        async with self._sending:
+            for effect in self.machine.take_effects():
+                await self._perform(effect)
+            slots = self.machine.shards.get(shard_id)
+            return [] if slots is None else self.store.mend_records(shard_id, slots.slots)
+
+    def count_scrub(self, **more: int) -> None:
+        """Add to what the scrub has done."""
+        changed = {name: getattr(self.scrub_counts, name) + n for name, n in more.items()}
+        self.scrub_counts = msgspec.structs.replace(self.scrub_counts, **changed)
+
     async def tell(self, body: Any) -> None:
         """Send an event to the coordinator, if one has been here."""
         if self.coordinator:
@@ -138,12 +160,22 @@ class NodeHost:
     async def _perform(self, effect: Effect) -> None:
         if isinstance(effect, StoreSlot | StorePermit):
             self.store.apply(effect)
+        elif isinstance(effect, MendSlot):
+            await self._mend(effect)
         elif isinstance(effect, ToCoordinator):
             await self.tell(effect.body)
         elif isinstance(effect, ToTrainer):
             await self._send_writer(f"trainer {effect.shard_id}", effect.body)
         else:
             await self._send_writer(f"encoder {self.machine.world}", effect.body)
+
+    async def _mend(self, effect: MendSlot) -> None:
+        blocks = effect.blocks
+        written = self.store.mend(effect)
+        self.count_scrub(repaired_blocks=written)
+        left = blocks.left + len(blocks.data) + len(blocks.parity) - written
+        log.warning("%s: %d blocks repaired, %d left", effect.shard_id, written, left)
+        await self.tell(m.Repaired(effect.shard_id, blocks.snapshot, written, left))
 
     async def _send_writer(self, key: str, body: m.Message) -> None:
         if key in self._identities:

@@ -17,9 +17,16 @@ from megatron_ft.smp.local_socket import bind
 log = logging.getLogger(__name__)
 
 FROM_WRITERS = (
-    m.Sealed | m.Missed | m.Abandoned | m.Encoded | m.Rebuilt | m.OrderDone | m.OrderFailed
+    m.Sealed
+    | m.Missed
+    | m.Abandoned
+    | m.Encoded
+    | m.Rebuilt
+    | m.Recomputed
+    | m.OrderDone
+    | m.OrderFailed
 )
-PASSED_ON = m.Restored | m.CorruptShard | m.Unfit | m.CaptureCost
+PASSED_ON = m.Judged | m.Restored | m.CorruptShard | m.Unfit | m.CaptureCost
 
 
 class LocalServer:
@@ -74,6 +81,8 @@ class LocalServer:
         if isinstance(message, m.Pause):
             self._host.set_state(self._host.state.paused_as(message.paused))
             return m.Ok()
+        if isinstance(message, m.Rewind):
+            return self._rewind(message)
         if isinstance(message, m.Discard):
             return await self._discard()
         if isinstance(message, m.Pin):
@@ -91,6 +100,12 @@ class LocalServer:
         if isinstance(answer, m.Refused):
             self._host.readers.forget(message.reader)
         return answer
+
+    def _rewind(self, message: m.Rewind) -> m.Message:
+        if time.monotonic() >= self._host.lease_until:
+            return m.Refused("ControlPlaneError", "no supervisor leads this job just now")
+        self._host.rewind = message.before
+        return m.Ok()
 
     async def _discard(self) -> m.Message:
         if time.monotonic() < self._host.lease_until:
@@ -174,6 +189,7 @@ class LocalServer:
             arenas=host.store.reports(host.machine),
             progress=host.store.progress(),
             summary=host.summary,
+            scrub=host.scrub_counts,
         )
 
 

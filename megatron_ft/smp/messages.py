@@ -18,6 +18,7 @@ from megatron_ft.smp.coordinator_messages import (
     Adopt,
     ArenaReport,
     ArenasReady,
+    BadBlocks,
     Commit,
     CreateArena,
     Discard,
@@ -31,8 +32,12 @@ from megatron_ft.smp.coordinator_messages import (
     Load,
     Pause,
     Rebuild,
+    Repair,
+    Repaired,
     RestoreReady,
     Retire,
+    Rewind,
+    ScrubCounts,
     SlotFreed,
     SlotReport,
     Status,
@@ -50,6 +55,8 @@ from megatron_ft.smp.encoder_messages import (
     OrderFailed,
     RebuildOrder,
     Rebuilt,
+    Recomputed,
+    RepairOrder,
     StripeOrder,
     VerifyOrder,
 )
@@ -64,6 +71,7 @@ from megatron_ft.smp.trainer_messages import (
     CaptureCost,
     CorruptShard,
     Hello,
+    Judged,
     Missed,
     Outcome,
     Prepare,
@@ -81,6 +89,7 @@ __all__ = [
     "Adopt",
     "ArenaReport",
     "ArenasReady",
+    "BadBlocks",
     "CaptureCost",
     "Commit",
     "CorruptShard",
@@ -96,6 +105,7 @@ __all__ = [
     "Hello",
     "Hold",
     "Inventory",
+    "Judged",
     "Lease",
     "LeaseAnswer",
     "Load",
@@ -113,10 +123,16 @@ __all__ = [
     "Rebuild",
     "RebuildOrder",
     "Rebuilt",
+    "Recomputed",
+    "Repair",
+    "RepairOrder",
+    "Repaired",
     "Refused",
     "RestoreReady",
     "Restored",
     "Retire",
+    "Rewind",
+    "ScrubCounts",
     "Sealed",
     "SlotFreed",
     "SlotReport",
@@ -142,6 +158,7 @@ AnyMessage = (
     | Prepare
     | Prepared
     | Sealed
+    | Judged
     | Missed
     | Abandoned
     | Restored
@@ -154,6 +171,8 @@ AnyMessage = (
     | EncodeOrder
     | RebuildOrder
     | VerifyOrder
+    | RepairOrder
+    | Recomputed
     | Encoded
     | Rebuilt
     | Loaded
@@ -169,6 +188,7 @@ AnyMessage = (
     | Encode
     | Rebuild
     | Load
+    | Repair
     | Commit
     | Abort
     | RestoreReady
@@ -178,6 +198,7 @@ AnyMessage = (
     | Unhold
     | Event
     | Pause
+    | Rewind
     | Discard
     | Pin
     | Unpin

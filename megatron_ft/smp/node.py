@@ -60,7 +60,21 @@ class ToCoordinator:
     body: Any
 
 
-Effect = StoreSlot | StorePermit | ToTrainer | ToEncoder | ToCoordinator
+@dataclass(frozen=True)
+class MendSlot:
+    """Prove recomputed blocks of a committed slot, write them, and tell the coordinator.
+
+    ``header`` is the slot's header when this was decided; effects are carried out in order,
+    so the slot is given to nobody before.
+    """
+
+    shard_id: str
+    slot: int
+    header: SlotHeader
+    blocks: m.Recomputed
+
+
+Effect = MendSlot | StoreSlot | StorePermit | ToTrainer | ToEncoder | ToCoordinator
 
 
 class NodeMachine:
@@ -192,6 +206,13 @@ class NodeMachine:
         self._slots(message.record.shard_id).loaded(message.record)
         return m.Ok()
 
+    def _recomputed(self, message: m.Recomputed) -> m.Message:
+        self._check_world(message.world)
+        slots = self._slots(message.shard_id)
+        index = slots.repairable(message.snapshot)
+        self._said.append(MendSlot(message.shard_id, index, slots.slots[index], message))
+        return m.Ok()
+
     def _order_ended(self, message: m.OrderDone | m.OrderFailed) -> m.Message:
         self._tell(message)
         return m.Ok()
@@ -300,6 +321,23 @@ class NodeMachine:
             self._slots(shard_id).begin_rebuild(message.snapshot, message.iteration)
         return m.Ok()
 
+    def _repair(self, message: m.Repair) -> m.Message:
+        self._check_world(message.world)
+        for shard_id in self._local_members(message.stripes):
+            self._slots(shard_id).repairable(message.snapshot)
+        stripes = self._fill_in(message.stripes, message.snapshot)
+        if stripes:
+            order = m.RepairOrder(
+                message.snapshot,
+                message.world,
+                stripes,
+                message.shard_id,
+                message.data_blocks,
+                message.parity_blocks,
+            )
+            self._said.append(ToEncoder(order))
+        return m.Ok()
+
     def _local_members(self, stripes: tuple[m.StripeOrder, ...]) -> list[str]:
         return [s for stripe in stripes for s in stripe.members if s in self.shards]
 
@@ -386,6 +424,7 @@ class NodeMachine:
         m.Encoded: _encoded,
         m.Rebuilt: _rebuilt,
         m.Loaded: _loaded,
+        m.Recomputed: _recomputed,
         m.OrderDone: _order_ended,
         m.OrderFailed: _order_ended,
         m.Adopt: _adopt,
@@ -393,6 +432,7 @@ class NodeMachine:
         m.Encode: _encode,
         m.Rebuild: _rebuild,
         m.Load: _load,
+        m.Repair: _repair,
         m.Commit: _commit,
         m.Abort: _abort,
         m.Pin: _pin,

@@ -263,6 +263,16 @@ class ShardSlots:
             return trainer_alive
         return state in (SlotState.ENCODING, SlotState.REBUILDING) and encoder_alive
 
+    def repairable(self, snapshot: SnapshotId) -> int:
+        """The slot of a committed snapshot with parity: single blocks of it can be repaired.
+
+        It stays COMMITTED meanwhile: what is written is proved by the roots in its header.
+        """
+        index = self._expect(snapshot, SlotState.COMMITTED)
+        if not self.slots[index].parity_valid:
+            raise TransitionRefusedError(f"{self.shard_id} has no parity of {snapshot}")
+        return index
+
     def begin_rebuild(self, snapshot: SnapshotId, iteration: int) -> int:
         """Make a slot the target of a rebuild: lost until its digests have matched."""
         index = self.find(snapshot)

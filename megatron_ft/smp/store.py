@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import (
@@ -14,7 +16,10 @@ from megatron_ft.arena.format import (
     MATRIX_ONES,
     ArenaHeader,
     Geometry,
+    SlotHeader,
 )
+from megatron_ft.erasure.mending import Blocks, mend_data, mend_parity
+from megatron_ft.erasure.slot_view import code_of, member_of
 from megatron_ft.errors import (
     ArenaError,
     ArenaForeignError,
@@ -23,7 +28,7 @@ from megatron_ft.errors import (
 )
 from megatron_ft.identity import Ancestor
 from megatron_ft.smp import messages as m
-from megatron_ft.smp.node import NodeMachine, StorePermit, StoreSlot
+from megatron_ft.smp.node import MendSlot, NodeMachine, StorePermit, StoreSlot
 from megatron_ft.smp.slots import ShardSlots
 
 SUFFIX = ".arena"
@@ -42,6 +47,7 @@ class ArenaStore:
         self.directory = directory
         self.job = job
         self.arenas: dict[str, Arena] = {}
+        self._headers: dict[str, ArenaHeader] = {}
         self.damaged: list[str] = []
         self.foreign: list[str] = []
 
@@ -80,11 +86,12 @@ class ArenaStore:
         machine.shards[header.shard_id] = ShardSlots(header.shard_id, slots)
         machine.paths[header.shard_id] = str(arena.path)
         self.arenas[header.shard_id] = arena
+        self._headers[header.shard_id] = header
 
     def keep_only(self, shards: Collection[str], machine: NodeMachine) -> None:
         """Remove the arenas of shards that do not live here any more."""
         for shard_id in self.arenas.keys() - set(shards):
-            del machine.shards[shard_id], machine.paths[shard_id]
+            del machine.shards[shard_id], machine.paths[shard_id], self._headers[shard_id]
             self._remove(self.arenas.pop(shard_id))
 
     def apply(self, effect: StoreSlot | StorePermit) -> None:
@@ -95,10 +102,26 @@ class ArenaStore:
         else:
             arena.write_permit(effect.permit)
 
+    def mend(self, effect: MendSlot) -> int:
+        """Write recomputed blocks that the slot's header proves; how many were written."""
+        arena = self.arenas[effect.shard_id]
+        code = code_of(arena.header)
+        member = member_of(arena, effect.slot, effect.header, writable=True)
+        data, parity = _arrays(effect.blocks.data), _arrays(effect.blocks.parity)
+        written = len(data) if mend_data(code, member, data) else 0
+        return written + (len(parity) if mend_parity(code, member, parity) else 0)
+
+    def mend_records(self, shard_id: str, slots: Sequence[SlotHeader]) -> list[str]:
+        """Write headers with a damaged copy anew, from what this SMP knows; their names."""
+        arena = self.arenas[shard_id]
+        return arena.mend_records(self._headers[shard_id], slots)
+
     def set_lineage(self, incarnation: int, lineage: tuple[Ancestor, ...]) -> None:
         """Record the current life of the job in every arena."""
-        for arena in self.arenas.values():
-            arena.write_header(replace(arena.header, incarnation=incarnation, lineage=lineage))
+        for shard_id, arena in self.arenas.items():
+            header = replace(arena.header, incarnation=incarnation, lineage=lineage)
+            arena.write_header(header)
+            self._headers[shard_id] = header
 
     def progress(self) -> dict[str, int]:
         """Last iteration that each shard's trainer has finished, -1 if none."""
@@ -147,6 +170,10 @@ class ArenaStore:
                 block_bytes=request.block_bytes,
             ),
         )
+
+
+def _arrays(blocks: dict[int, bytes]) -> Blocks:
+    return {number: np.frombuffer(raw, np.uint8) for number, raw in blocks.items()}
 
 
 def _check_same(present: ArenaHeader, wanted: ArenaHeader) -> None:

@@ -1,0 +1,110 @@
+"""Give up what a job has done since an iteration, and go on from the newest snapshot before it.
+
+  megatron-ft rewind --job NAME --before-iteration N
+
+A running job is stopped and started again from there at once; a stopped one does so when it
+is run again.  What is given up is never restored again, from memory or from disk.  How far back
+memory reaches depends on --slots; `megatron-ft status` shows what it holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.cli.status import collect
+from megatron_ft.disk.live import node_folders, open_live
+from megatron_ft.errors import ConfigError, ControlPlaneError, SnapshotUnavailableError
+from megatron_ft.launch.job_state import JobState, known_shards, read_record, state_folder
+from megatron_ft.launch.virtual import default_root
+from megatron_ft.smp import messages as m
+from megatron_ft.smp.local_query import ask, sockets
+
+EXIT_CODES: Mapping[int, str] = {3: "the job was told, but did not start again in time"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``megatron-ft rewind``."""
+    parser.add_argument("--job", default="job", help="name of the job (default: %(default)s)")
+    parser.add_argument(
+        "--before-iteration", type=int, required=True, metavar="N", help="the first to give up"
+    )
+    parser.add_argument(
+        "--from-disk",
+        action="store_true",
+        help="also if memory holds nothing so old: a checkpoint on disk must serve then",
+    )
+    parser.add_argument("--arena-dir", type=Path, help="the --arena-dir of the job, if it has one")
+    parser.add_argument("--state-dir", type=Path, help="the --state-dir of the job, if it has one")
+    parser.add_argument(
+        "--timeout", type=float, default=120.0, help="seconds to wait for the start (%(default)s)"
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Rewind; see EXIT_CODES."""
+    root, before = arguments.arena_dir or default_root(), arguments.before_iteration
+    if before < 1:
+        raise ConfigError(f"--before-iteration is {before}; give a number >= 1")
+    if not arguments.from_disk:
+        _require_older(root, arguments)
+    life = _running(root, arguments.job)
+    if life is None:
+        return _note(arguments, before)
+    for path in sockets(root, arguments.job):
+        answer = ask(path, m.Rewind(before))
+        if isinstance(answer, m.Refused):
+            raise ControlPlaneError(f"{path.parent.name}: {answer.reason}; try again")
+    return _wait(root, arguments, life)
+
+
+def _require_older(root: Path, arguments: argparse.Namespace) -> None:
+    """ConfigError unless memory holds a snapshot from before the iteration."""
+    before, held = arguments.before_iteration, []
+    if node_folders(root / arguments.job):
+        known = known_shards(arguments.job, arguments.state_dir)
+        try:
+            infos = open_live(root, arguments.job, shards=known).snapshots()
+            held = [info.iteration for info in infos]
+        except SnapshotUnavailableError:
+            held = []
+    if not any(iteration < before for iteration in held):
+        there = f"holds iterations {', '.join(map(str, held))}" if held else "holds no snapshot"
+        raise ConfigError(
+            f"the memory of job {arguments.job!r} {there}: nothing from before {before}. Give a "
+            "later iteration, or --from-disk if a checkpoint on disk shall serve"
+        )
+
+
+def _running(root: Path, job: str) -> int | None:
+    """The incarnation of a job that a supervisor leads, None of one that none does."""
+    view = collect(root, job).get(job)
+    return view["summary"]["incarnation"] if view is not None and view["supervised"] else None
+
+
+def _note(arguments: argparse.Namespace, before: int) -> int:
+    """Leave word for the supervisor that is started next."""
+    folder = state_folder(arguments.job, arguments.state_dir)
+    if read_record(folder, arguments.job) is None:
+        raise ConfigError(f"there are no notes of a job {arguments.job!r} in {folder}")
+    with JobState(folder, arguments.job) as state:
+        state.update(quarantine=state.record.quarantine.rewound(before))
+    print(f"run the same command again: it goes on from before iteration {before}")
+    return 0
+
+
+def _wait(root: Path, arguments: argparse.Namespace, life: int) -> int:
+    deadline = time.monotonic() + arguments.timeout
+    while time.monotonic() < deadline:
+        summary: dict[str, Any] = collect(root, arguments.job).get(arguments.job, {})
+        summary = summary.get("summary", {})
+        if summary.get("incarnation", life) > life and summary.get("committed"):
+            iteration = summary["committed"]["iteration"]
+            print(f"job {arguments.job} goes on from iteration {iteration}")
+            return 0
+        time.sleep(0.1)
+    print(f"job {arguments.job} was told, but has not started again; see its supervisor's output")
+    return 3

@@ -1,0 +1,100 @@
+"""What a supervisor remembers against snapshots: failures soon after a restore, and rewinds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_ft.coordinator.coordinator import Coordinator
+from megatron_ft.identity import Ancestor
+from megatron_ft.launch.job_state import JobState
+from megatron_ft.recovery.decide import Decision
+from megatron_ft.recovery.lineage import on_lineage
+from megatron_ft.recovery.quarantine import Quarantine
+from megatron_ft.smp import messages as m
+
+
+class Distrust:
+    """The quarantine in the job's notes, so that a later supervisor knows it, too.
+
+    ``near`` is the number of iterations after a restore within which a failure counts.
+    """
+
+    def __init__(
+        self, state: JobState, coordinator: Coordinator, world_size: int, near: int
+    ) -> None:
+        self._state, self._coordinator = state, coordinator
+        self._world_size, self._near = world_size, near
+        self._start: Decision | None = None
+        self._restored: set[str] = set()
+        coordinator.listeners.append(self._note_restored)
+
+    @property
+    def quarantine(self) -> Quarantine:
+        """As it stands in the notes."""
+        return self._state.record.quarantine
+
+    def admitted(self) -> None:
+        """All nodes are in a new incarnation: what was heard of the last one is over."""
+        self._coordinator.rewind_asked.clear()
+        self._coordinator.progress.clear()
+        self._restored.clear()
+
+    def begin(self, decision: Decision, lineage: tuple[Ancestor, ...]) -> None:
+        """This life starts from a decision, and every arena's lineage says so."""
+        self._start = decision
+        self._state.update(quarantine=self.quarantine.settled())
+        durable = self._coordinator.durable
+        if durable is not None and not on_lineage(durable[0], lineage):
+            # On disk there is only what was given up.
+            self._coordinator.durable = None
+
+    def source(self, decision: Decision) -> str:
+        """The word by which trainers know where their state is to come from."""
+        if decision.snapshot is None:
+            return "disk"
+        return "rewound" if self.quarantine.over_disk else "memory"
+
+    def reason_against(self, checkpoint: Path | None) -> str:
+        """Why the framework's own checkpoint must not be loaded, or nothing."""
+        number = "" if checkpoint is None else checkpoint.name.removeprefix("iter_")
+        known = int(number) if number.isdigit() else -1
+        return self.quarantine.reason_against_iteration(known)
+
+    async def training_failed(self) -> bool:
+        """Hold it against the snapshot of the start if that is near; whether it is out now.
+
+        A failure before all ranks had loaded the snapshot says nothing about it.
+        """
+        if self._start is None or self._start.snapshot is None:
+            return False
+        if len(self._restored) < self._world_size:
+            return False
+        snapshot, iteration = self._start.snapshot, self._start.iteration
+        await self._coordinator.refresh()
+        reached = max(self._coordinator.progress.values(), default=-1)
+        gained, before = max(0, reached - iteration), self.quarantine
+        after = before.after_failure(snapshot, gained, self._near)
+        if after != before:
+            self._state.update(quarantine=after)
+        if after.rejected == before.rejected:
+            return False
+        self._coordinator.observers.tell(
+            "quarantined",
+            f"training failed again {gained} iterations after snapshot {snapshot} (iteration "
+            f"{iteration}): it is not used a third time",
+            iteration=iteration,
+            snapshot=str(snapshot),
+        )
+        return True
+
+    def _note_restored(self, event: m.Event) -> None:
+        if isinstance(event.body, m.Restored):
+            self._restored.add(event.body.shard_id)
+
+    def rewind(self) -> str:
+        """The user has asked for it: what this life ends with, for people."""
+        before = self._coordinator.rewind_before
+        self._state.update(quarantine=self.quarantine.rewound(before))
+        text = f"rewinding to before iteration {before}"
+        self._coordinator.observers.tell("rewind", text, before=before)
+        return text

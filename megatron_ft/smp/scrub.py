@@ -1,0 +1,169 @@
+"""The scrub: committed snapshots are read again, unhurried, and damage is reported.
+
+Memory that nobody reads can go bad unnoticed until it is needed.  So the SMP reads what
+is committed over and over: digests are computed in a thread, a piece at a time, and
+after each piece it sleeps for as long as its share of a processor demands.  The share
+makes it unimportant, and not a lower priority: a thread that is put aside while it holds
+the interpreter's lock would hold up the event loop.  That one only starts pieces and looks
+at headers in between: a slot that was given to a new snapshot meanwhile says nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from megatron_ft.arena.arena import Arena
+from megatron_ft.arena.format import SlotHeader, SlotState
+from megatron_ft.erasure.inspection import Damage, SlotInspector
+from megatron_ft.erasure.slot_view import code_of, member_of
+from megatron_ft.errors import ArenaError
+from megatron_ft.identity import SnapshotId
+from megatron_ft.smp import messages as m
+from megatron_ft.smp.host import NodeHost
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 1 << 20
+IDLE_SECONDS = 1.0
+MOST_LISTED = 64
+"""Bad blocks in one report: what a repair sends back must stay a message, not a shard."""
+REPEAT_SECONDS = 5.0
+"""Damage that stays is reported again after this long: a new coordinator may not know of it."""
+MOST_REMEMBERED = 64
+
+T = TypeVar("T")
+
+
+class Scrub:
+    """Reads one node's committed slots in turn; counts in ``host.scrub_counts``."""
+
+    def __init__(self, host: NodeHost) -> None:
+        self._host = host
+        self._next: dict[tuple[str, int], int] = {}
+        self._said: dict[tuple[str, SnapshotId], tuple[Damage, float]] = {}
+        self._thread = ThreadPoolExecutor(1, "megatron-ft-scrub")
+
+    async def run(self) -> None:
+        """Until cancelled.  What goes wrong here is logged; it never ends the SMP."""
+        while True:
+            before = self._host.scrub_counts.bytes_read
+            try:
+                await self._pass()
+            except (ArenaError, ValueError, OSError) as error:
+                log.warning("scrub interrupted: %s", error)
+            if self._host.scrub_counts.bytes_read == before:
+                await asyncio.sleep(IDLE_SECONDS)
+
+    def close(self) -> None:
+        """Wait for nothing: the piece that is being read ends by itself."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _pass(self) -> None:
+        """Everything that is committed now, once."""
+        whole = bool(self._host.machine.shards)
+        for shard_id in sorted(self._host.machine.shards):
+            for slot in range(len(self._host.machine.shards[shard_id].slots)):
+                if self._host.scrub_percent <= 0:
+                    return
+                whole &= await self._slot(shard_id, slot)
+            # Its records are few and small, so they are looked at in every pass.
+            await self._records(shard_id)
+        if whole and self._next:
+            self._host.count_scrub(passes=1)
+        self._next = {k: at for k, at in self._next.items() if k[0] in self._host.machine.shards}
+
+    async def _records(self, shard_id: str) -> None:
+        damaged = await self._host.mend_records(shard_id)
+        for name in damaged:
+            log.warning("%s of %s: a copy was damaged and is written anew", name, shard_id)
+        if damaged:
+            self._host.count_scrub(records=len(damaged))
+
+    async def _slot(self, shard_id: str, slot: int) -> bool:
+        """Read one slot from where its last reading stopped, all around; whether it was whole.
+
+        A slot that holds nothing committed has nothing to be read, so it is whole.
+        """
+        header = self._committed(shard_id, slot)
+        if header is None:
+            return True
+        arena = self._host.store.arenas[shard_id]
+        size = arena.geometry.block_bytes
+        inspector = await self._in_thread(partial(_inspector, arena, slot, header))
+        start, total = self._next.get((shard_id, slot), 0), inspector.blocks
+        step = max(1, PIECE_BYTES // size)
+        damage, done = Damage(), 0
+        while done < total:
+            first = (start + done) % total
+            stop = min(first + step, total, first + total - done)
+            found = await self._in_thread(partial(inspector.damage, first, stop))
+            if self._committed(shard_id, slot) != header:
+                self._next[shard_id, slot] = first
+                return False
+            damage, done = damage | found, done + stop - first
+            self._host.count_scrub(bytes_read=(stop - first) * size)
+        self._next[shard_id, slot] = start
+        if damage:
+            # Looked at once more: it may have been repaired since it was read.
+            again = await self._in_thread(partial(_again, arena, slot, header, damage))
+            await self._report(shard_id, header, again)
+        return True
+
+    def _committed(self, shard_id: str, slot: int) -> SlotHeader | None:
+        """The slot's header if a snapshot is committed there: nobody may write to it."""
+        slots = self._host.machine.shards.get(shard_id)
+        header = None if slots is None or slot >= len(slots.slots) else slots.slots[slot]
+        return header if header is not None and header.state == SlotState.COMMITTED else None
+
+    async def _report(self, shard_id: str, header: SlotHeader, damage: Damage) -> None:
+        assert header.snapshot is not None
+        known, said = self._said.get((shard_id, header.snapshot), (Damage(), -math.inf))
+        fresh = len(damage | known) - len(known)
+        if not damage or (not fresh and time.monotonic() < said + REPEAT_SECONDS):
+            return
+        if len(self._said) >= MOST_REMEMBERED:
+            self._said.pop(next(iter(self._said)))
+        self._said[shard_id, header.snapshot] = damage | known, time.monotonic()
+        self._host.count_scrub(bad_blocks=fresh)
+        log.error("%s of snapshot %s has bad blocks: %s", shard_id, header.snapshot, damage)
+        data = damage.data[:MOST_LISTED]
+        parity = damage.parity[: MOST_LISTED - len(data)]
+        more = len(damage) - len(data) - len(parity)
+        await self._host.tell(m.BadBlocks(shard_id, header.snapshot, data, parity, more))
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """The result of ``work``, then rest until our share of one processor is kept."""
+        loop = asyncio.get_running_loop()
+        result, busy, taken = await loop.run_in_executor(self._thread, _timed, work)
+        percent = min(max(self._host.scrub_percent, 0.01), 100.0)
+        await asyncio.sleep(max(0.0, busy * 100.0 / percent - taken))
+        return result
+
+
+def _inspector(arena: Arena, slot: int, header: SlotHeader) -> SlotInspector:
+    member = member_of(arena, slot, header)
+    return SlotInspector(code_of(arena.header), member, parity=header.parity_valid)
+
+
+def _again(arena: Arena, slot: int, header: SlotHeader, damage: Damage) -> Damage:
+    """What is still wrong of some damage."""
+    inspector = _inspector(arena, slot, header)
+    numbers = [*damage.data, *(inspector.data_blocks + block for block in damage.parity)]
+    found = Damage()
+    for number in numbers:
+        found |= inspector.damage(number, number + 1)
+    return found
+
+
+def _timed(work: Callable[[], T]) -> tuple[T, float, float]:
+    """The result, the processor's seconds and the clock's."""
+    busy, taken = time.thread_time(), time.monotonic()
+    result = work()
+    return result, time.thread_time() - busy, time.monotonic() - taken

@@ -1,0 +1,258 @@
+"""Memory that goes bad under a running job: found by the scrub, repaired, training goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_ft.arena.arena import Arena
+from megatron_ft.arena.format import SlotState
+from megatron_ft.cli import status
+from megatron_ft.cli.main import main
+from megatron_ft.launch.job_state import read_record
+from megatron_ft.smp import messages as m
+from megatron_ft.smp.local_query import ask
+from tests.jobs import POISONED, WAIT_SECONDS, Job, Result, WarmCluster, difference, oracle
+from tests.warm_python import WarmPython
+
+pytestmark = pytest.mark.mpi
+
+ITERATIONS = 110
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> Iterator[None]:
+    WarmCluster.warm = WarmPython()
+    yield
+    WarmCluster.warm.close()
+    WarmCluster.warm = None
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return oracle(tmp_path_factory.mktemp("oracle"), 2, ITERATIONS)
+
+
+def shard(index: int) -> str:
+    return f"pp0-tp0-dp{index}-ep0"
+
+
+def pause(job: Job, paused: bool) -> None:
+    """Stop snapshots, and wait for the one under way: what is committed stays where it is."""
+    for node in job.cluster.nodes():
+        ask(job.cluster.node_dir(node) / "smp.sock", m.Pause(paused))
+    cycle = job.supervisor.coordinator.cycle
+    deadline = time.monotonic() + WAIT_SECONDS
+    while paused and not (
+        job.supervisor.coordinator.paused and cycle and cycle.phase.value == "idle"
+    ):
+        assert time.monotonic() < deadline, "snapshots do not stop"
+        time.sleep(0.02)
+
+
+def newest(arena: Arena) -> int:
+    """The slot of the newest snapshot that is committed there."""
+    committed = {
+        slot.snapshot: number
+        for number in range(arena.geometry.slot_count)
+        if (slot := arena.slot(number)).state == SlotState.COMMITTED and slot.snapshot is not None
+    }
+    return committed[max(committed)]
+
+
+def shown(job: Job, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """What `megatron-ft status` shows, once it shows this: heartbeats carry the summary."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while True:
+        view = status.collect(job.cluster._job_dir.parent, job.name)[job.name]
+        if condition(view):
+            return view
+        assert time.monotonic() < deadline, view["summary"]
+        time.sleep(0.05)
+
+
+def view_of(job: Job) -> list[int]:
+    """Iterations of the snapshots that are committed on all nodes."""
+    nodes = status.collect(job.cluster._job_dir.parent, job.name)[job.name]["nodes"].values()
+    held = [
+        {slot["iteration"] for slot in shard["slots"] if slot["state"] == "COMMITTED"}
+        for node in nodes
+        for shard in node["shards"].values()
+    ]
+    return sorted(set.intersection(*held))
+
+
+def wait_until(condition: Callable[[], bool], job: Job) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, job.story()
+        time.sleep(0.02)
+
+
+def wait_for(job: Job, kind: str, times: int = 1) -> None:
+    """Until an event of this kind was told so often."""
+    wait_until(lambda: job.kinds().count(kind) >= times, job)
+
+
+@pytest.fixture(autouse=True)
+def own_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drill is called in this process, which keeps its priority for the other tests."""
+    monkeypatch.setattr("megatron_ft.cli.drill.lower_priority", lambda: None)
+
+
+def test_damage_in_memory_is_repaired_from_parity_while_training_goes_on(
+    tmp_path: Path, two: Result
+) -> None:
+    job = Job(tmp_path, nodes=2, protect="xor:2", iterations=ITERATIONS, scrub_percent=50.0)
+    view: dict[str, Any] = {}
+    rewound: list[int] = []
+
+    def damage(job: Job) -> None:
+        drill = ["drill", "--job", job.name, "--arena-dir", str(job.cluster._job_dir.parent)]
+        assert main(drill) == 0, "of a running job"
+        pause(job, True)
+        with Arena.open(job.cluster.node_dir("n1") / f"{shard(1)}.arena") as arena:
+            slot = newest(arena)
+            data, parity = arena.data(slot, writable=True), arena.parity(slot, writable=True)
+            before = data.copy(), parity.copy()
+            data[100] ^= 1
+            parity[-1] ^= 64
+            # One copy of a header, too: its writer has another and mends it without a word.
+            arena._writable_mapping(0, arena.geometry.control_bytes).write(
+                arena.geometry.slot_header_offset(slot) + 40, b"\xff\xfe"
+            )
+            wait_for(job, "repaired")
+            assert np.array_equal(data, before[0]) and np.array_equal(parity, before[1])
+            deadline = time.monotonic() + WAIT_SECONDS
+            while arena.damaged_records():
+                assert time.monotonic() < deadline, "the header was not mended"
+                time.sleep(0.02)
+            del data, parity
+        view.update(shown(job, lambda view: view["summary"]["blocks"]["damaged_shards"] == 0))
+        # The repaired snapshot is the newest: a trainer that dies now must get the right bytes.
+        os.kill(job.supervisor.trainers.pids()[0], signal.SIGKILL)
+        pause(job, False)
+
+    def rewind(job: Job) -> None:
+        """As if the user did not like what he sees."""
+        wait_for(job, "training", 2)
+        pause(job, True)
+        held = view_of(job)
+        words = ["--job", job.name, "--arena-dir", str(job.cluster._job_dir.parent)]
+        words += ["--state-dir", str(tmp_path / "state")]
+        assert main(["rewind", *words, "--before-iteration", str(min(held))]) == 2
+        assert main(["rewind", *words, "--before-iteration", str(max(held))]) == 0
+        rewound.extend(held)
+        pause(job, False)
+
+    try:
+        job.run((10, damage), (24, rewind))
+    finally:
+        job.cluster.destroy()
+    assert not difference(job.result(), two), job.story()
+    assert job.kinds().index("repaired") < job.kinds().index("trainer_died"), job.story()
+    first, second = job.restores()
+    assert first[1] == second[1] == "own memory", job.story()
+    assert second[0] == sorted(rewound)[-2] and "rewind" in job.kinds(), job.story()
+    assert "backoff" not in job.kinds(), "what was asked for is no failure"
+    counts = view["nodes"]["n1"]["scrub"]
+    assert counts["bad_blocks"] == 2 and counts["repaired_blocks"] == 2, counts
+    assert counts["records"] == 1 and counts["passes"] > 0, counts
+    assert "2 repaired, 1 headers rewritten; 0 shards count as lost" in status.render("job", view)
+
+
+def test_more_damage_than_parity_counts_as_lost_and_is_not_restored(
+    tmp_path: Path, two: Result
+) -> None:
+    """One row damaged in two members of a stripe with one parity: said, and never loaded."""
+    job = Job(
+        tmp_path, nodes=2, protect="xor:2", iterations=ITERATIONS, scrub_percent=50.0, slots=3
+    )
+
+    def damage(job: Job) -> None:
+        pause(job, True)
+        for index in range(2):
+            with Arena.open(job.cluster.node_dir(f"n{index}") / f"{shard(index)}.arena") as arena:
+                slot = newest(arena)
+                data, parity = arena.data(slot, writable=True), arena.parity(slot, writable=True)
+                data[100] ^= 1
+                parity[100] ^= 1
+                del data, parity
+        wait_for(job, "not_repaired")
+        os.kill(job.supervisor.trainers.pids()[0], signal.SIGKILL)
+        pause(job, False)
+
+    try:
+        job.run((10, damage))
+    finally:
+        job.cluster.destroy()
+    assert not difference(job.result(), two), job.story()
+    died = job.kinds().index("trainer_died")
+    committed = [e.fields["iteration"] for e in job.events[:died] if e.kind == "committed"]
+    assert job.restores()[-1] == (committed[-2], "own memory"), job.story()
+
+
+def test_a_snapshot_from_which_training_fails_twice_is_not_used_again(
+    tmp_path: Path, two: Result
+) -> None:
+    """First the loss gate keeps snapshots out, then weights go wrong in committed ones."""
+    folder = tmp_path / "poison"
+    folder.mkdir()
+    job = Job(
+        tmp_path,
+        nodes=2,
+        protect="xor:2",
+        slots=3,
+        script=POISONED,
+        environment={
+            "MEGATRON_FT_TEST_POISON": str(folder),
+            "MEGATRON_FT_LOSS_GATE": "1e9",
+            "MEGATRON_FT_SNAPSHOT_INTERVAL": "10",
+        },
+        iterations=ITERATIONS,
+        iteration_seconds=0.1,
+    )
+    wrong_from: list[int] = []
+
+    def poison(job: Job) -> None:
+        (folder / "nan").touch()
+        wait_for(job, "gated")
+        before = [e.kind for e in job.events].count("committed")
+        wait_for(job, "gated", 2)
+        assert [e.kind for e in job.events].count("committed") <= before + 1
+        (folder / "nan").unlink()
+        wait_for(job, "committed", before + 2)
+        at = max(job.supervisor.coordinator.progress.values()) + 15
+        wrong_from.append(at)
+        (folder / "poison").write_text(str(at))
+        wait_until(lambda: job.supervisor.coordinator.committed[1] >= at, job)  # type: ignore[index]
+        pause(job, True)
+        (folder / "fail").touch()
+
+    def note(job: Job) -> None:
+        """What a supervisor that is started now would know."""
+        record = read_record(tmp_path / "state" / job.name, job.name)
+        assert record is not None
+        noted.append(len(record.quarantine.rejected))
+
+    noted: list[int] = []
+    job.at_event["quarantined"] = note
+
+    try:
+        job.run((6, poison))
+    finally:
+        job.cluster.destroy()
+    assert difference(job.result(), two) == "", job.story()
+    restores = [iteration for iteration, _ in job.restores()]
+    poisoned = [iteration for iteration in restores if iteration >= wrong_from[0]]
+    assert restores == [*poisoned, restores[-1]] and restores[-1] < wrong_from[0], job.story()
+    assert poisoned and all(poisoned.count(i) == 2 for i in poisoned), job.story()
+    assert job.kinds().count("quarantined") == len(set(poisoned)), job.story()
+    assert noted == [1], "it is in the notes before anybody hears of it"
