@@ -67,12 +67,16 @@ class DiskRestores:
 
     def _look(self, memory: Decision, record: JobRecord) -> Choice:
         own = None if memory.snapshot else newest_checkpoint(self._spec.checkpoint_dir)
+        quarantine = record.quarantine
+        if own is not None and quarantine.reason_against_iteration(iteration_of(own)):
+            own = None
         wanted = Wanted(
             shard_count=self._spec.world_size,
             lineage=record.lineage,
             newer_than=memory.snapshot,
             own_iteration=-1 if own is None else iteration_of(own),
             refused=frozenset(self._refused),
+            reason_against=quarantine.reason_against,
         )
         reasons: tuple[str, ...] = ()
         if self._spec.drain_dir is not None:
