@@ -55,7 +55,6 @@ class SnapshotRun:
         config: SnapshotConfig,
         make_manager: Callable[[], Manager],
     ) -> None:
-        self.config = config
         self._engine = engine
         self._make_manager = make_manager
         self._manager: Manager | None = None

@@ -160,6 +160,27 @@ def runs(megatron_server: Any, megatron_corpus: Path, tmp_path: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
+def warm_trainers(no_process_left: None) -> Iterator[None]:
+    """Trainers of jobs in this file are forked from a process that has imported torch."""
+    from tests.jobs import WarmCluster
+    from tests.warm_python import WarmPython
+
+    WarmCluster.warm = WarmPython()
+    yield
+    WarmCluster.warm.close()
+    WarmCluster.warm = None
+
+
+@pytest.fixture
+def made() -> Iterator[list[Any]]:
+    """Jobs to be destroyed, with everything they started, after the test."""
+    jobs: list[Any] = []
+    yield jobs
+    for job in jobs:
+        job.cluster.destroy()
+
+
+@pytest.fixture(scope="module")
 def deepspeed_server() -> Iterator[Any]:
     """The process that DeepSpeed's ranks are forked from; tests that use it need DeepSpeed."""
     from deepspeed_program import ENVIRONMENT

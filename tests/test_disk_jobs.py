@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,14 +21,6 @@ from tests.disk_jobs import SHARDS, of_kind, signal_trainers, stop_until_drained
 from tests.jobs import Job
 
 pytestmark = pytest.mark.mpi
-
-
-@pytest.fixture
-def made(tmp_path: Path) -> Iterator[list[Job]]:
-    jobs: list[Job] = []
-    yield jobs
-    for job in jobs:
-        job.cluster.destroy()
 
 
 def command(job: Job, *words: str) -> int:

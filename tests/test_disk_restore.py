@@ -4,32 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.disk_jobs import SHARDS, of_kind, signal_trainers, stop_until_drained, wait_until
-from tests.jobs import Job, WarmCluster, difference, oracle
-from tests.warm_python import WarmPython
+from tests.jobs import Job, difference, oracle
 
-pytestmark = pytest.mark.mpi
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _warm() -> Iterator[None]:
-    WarmCluster.warm = WarmPython()
-    yield
-    WarmCluster.warm.close()
-    WarmCluster.warm = None
-
-
-@pytest.fixture
-def made() -> Iterator[list[Job]]:
-    jobs: list[Job] = []
-    yield jobs
-    for job in jobs:
-        job.cluster.destroy()
+pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 
 
 def test_a_job_without_memory_goes_on_from_the_newest_whole_drain_of_its_lineage(

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,27 +20,10 @@ from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.launch.stop import EXIT_DRAINED, EXIT_NOT_DRAINED
 from megatron_ft.launch.virtual import VirtualCluster
 from tests.disk_jobs import of_kind, signal_trainers, stop_until_drained, wait_until
-from tests.jobs import EXAMPLE, ROOT, WAIT_SECONDS, Job, WarmCluster, difference, oracle
-from tests.warm_python import WarmPython
+from tests.jobs import EXAMPLE, ROOT, WAIT_SECONDS, Job, difference, oracle
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 NEVER = 10**6
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _warm() -> Iterator[None]:
-    WarmCluster.warm = WarmPython()
-    yield
-    WarmCluster.warm.close()
-    WarmCluster.warm = None
-
-
-@pytest.fixture
-def made() -> Iterator[list[Job]]:
-    jobs: list[Job] = []
-    yield jobs
-    for job in jobs:
-        job.cluster.destroy()
 
 
 def test_limited_time_and_the_last_spare_drain_before_the_interval(

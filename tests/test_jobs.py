@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,28 +28,9 @@ from megatron_ft.launch import procfs
 from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.local_query import ask
-from tests.jobs import ROOT, Fault, Job, Result, WarmCluster, difference, oracle
-from tests.warm_python import WarmPython
+from tests.jobs import ROOT, Fault, Job, Result, difference, oracle
 
-pytestmark = pytest.mark.mpi
-
-
-@pytest.fixture(scope="module", autouse=True)
-def warm() -> Iterator[None]:
-    """Trainers of this file are forked; the test of the command line starts its own."""
-    WarmCluster.warm = WarmPython()
-    yield
-    WarmCluster.warm.close()
-    WarmCluster.warm = None
-
-
-@pytest.fixture
-def made(tmp_path: Path) -> Iterator[list[Job]]:
-    """Jobs to be destroyed, with everything they started, after the test."""
-    jobs: list[Job] = []
-    yield jobs
-    for job in jobs:
-        job.cluster.destroy()
+pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 
 
 @pytest.fixture(scope="module")

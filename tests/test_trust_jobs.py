@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,11 @@ from megatron_ft.cli.main import main
 from megatron_ft.launch.job_state import read_record
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.local_query import ask
-from tests.jobs import POISONED, WAIT_SECONDS, Job, Result, WarmCluster, difference, oracle
-from tests.warm_python import WarmPython
+from tests.jobs import POISONED, WAIT_SECONDS, Job, Result, difference, oracle
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 
 ITERATIONS = 110
-
-
-@pytest.fixture(scope="module", autouse=True)
-def warm() -> Iterator[None]:
-    WarmCluster.warm = WarmPython()
-    yield
-    WarmCluster.warm.close()
-    WarmCluster.warm = None
 
 
 @pytest.fixture(scope="module")

@@ -49,11 +49,6 @@ class Injector:
         self._alive = time.monotonic()
         supervisor.observers.add(self._note)
 
-    @property
-    def not_struck(self) -> list[Fault]:
-        """Faults that have not been carried out."""
-        return list(self._waiting)
-
     async def run(self) -> None:
         """Until cancelled.  ControlPlaneError when the job shows no sign of life any more."""
         try:
