@@ -23,8 +23,9 @@ from megatron_ft.coordinator.plan import Sizes, create_requests, stripe_orders
 from megatron_ft.identity import SnapshotId
 from megatron_ft.recovery.decide import Decision, StripeState
 from megatron_ft.recovery.lineage import extend
+from megatron_ft.smp import effects as e
 from megatron_ft.smp import messages as m
-from megatron_ft.smp import node as n
+from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.slots import ShardSlots
 
 Step = tuple[Any, ...]
@@ -70,7 +71,7 @@ class Node:
     reachable: bool = True
     highest: int = 0
     arenas: dict[str, MemoryArena] = field(default_factory=dict)
-    machine: n.NodeMachine | None = None
+    machine: NodeMachine | None = None
     writers: list[Process] = field(default_factory=list)
     deaths: list[Process] = field(default_factory=list)
     batch: deque[Any] = field(default_factory=deque)
@@ -588,7 +589,7 @@ class World:
         node = self.nodes[name]
         if node.machine is not None:
             return
-        node.machine = n.NodeMachine(name, node.highest)
+        node.machine = NodeMachine(name, node.highest)
         for arena in node.arenas.values():
             self._enter_arena(node, arena)
         gone, node.deaths = node.deaths, []
@@ -686,16 +687,16 @@ class World:
 
     def _carry_out(self, node: Node, effect: Any) -> None:
         assert node.machine is not None
-        if isinstance(effect, n.StoreSlot):
+        if isinstance(effect, e.StoreSlot):
             slot = node.arenas[effect.shard_id].slots[effect.slot]
             old, slot.header = slot.header, effect.header
             self.judge.stored(old, effect.header, effect.shard_id, self.placed())
             self.changed = True
-        elif isinstance(effect, n.StorePermit):
+        elif isinstance(effect, e.StorePermit):
             node.arenas[effect.shard_id].permit = effect.permit
-        elif isinstance(effect, n.ToCoordinator):
+        elif isinstance(effect, e.ToCoordinator):
             node.events.append(("event", node.machine.highest_incarnation, effect.body))
-        elif isinstance(effect, n.ToEncoder):
+        elif isinstance(effect, e.ToEncoder):
             for encoder in self._encoders(node.machine.world):
                 if encoder.node == node.name:
                     encoder.inbox.append(effect.body)

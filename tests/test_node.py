@@ -10,15 +10,15 @@ from megatron_ft.coordinator.plan import Sizes, stripe_orders
 from megatron_ft.identity import Ancestor, SnapshotId
 from megatron_ft.recovery.decide import StripeState
 from megatron_ft.smp import messages as m
-from megatron_ft.smp.node import (
+from megatron_ft.smp.effects import (
     Effect,
-    NodeMachine,
     StorePermit,
     StoreSlot,
     ToCoordinator,
     ToEncoder,
     ToTrainer,
 )
+from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.slots import EMPTY_SLOT, ShardSlots
 
 HERE, LIFE, WORLD = "dp0", 3, "w3"

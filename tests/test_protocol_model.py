@@ -23,10 +23,10 @@ from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.coordinator.cycle import Action, Phase, SnapshotCycle
 from megatron_ft.identity import SealedRecord, SnapshotId
 from megatron_ft.recovery import decide
-from megatron_ft.recovery.decide import Holding
+from megatron_ft.recovery.decide import Holding, usable
 from megatron_ft.smp import messages as m
 from megatron_ft.smp import node
-from megatron_ft.smp.node import usable
+from megatron_ft.smp.effects import StoreSlot
 from megatron_ft.smp.slots import ShardSlots
 
 WALKS = int(os.environ.get("MEGATRON_FT_MODEL_WALKS", "12"))
@@ -344,7 +344,7 @@ def shadows(patch: pytest.MonkeyPatch) -> None:
 
     def collect_changes(self: node.NodeMachine) -> None:
         stores = [
-            node.StoreSlot(shard_id, slot, header)
+            StoreSlot(shard_id, slot, header)
             for shard_id, slots in self.shards.items()
             for slot, header in slots.take_changes()
         ]

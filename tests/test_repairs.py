@@ -28,7 +28,7 @@ from megatron_ft.coordinator.events import JobEvent, Observers
 from megatron_ft.coordinator.repairs import MOST_ATTEMPTS, Repairs
 from megatron_ft.errors import ControlPlaneError
 from megatron_ft.smp import messages as m
-from megatron_ft.smp.node import MendSlot, StoreSlot, ToEncoder
+from megatron_ft.smp.effects import MendSlot, StoreSlot, ToEncoder
 
 REPAIR = m.Repair(LIFE, ONE, WORLD, STRIPES, HERE, (3,), ())
 RECOMPUTED = m.Recomputed(ONE, WORLD, HERE, {3: b"x"}, {}, 0)

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megatron_ft.arena.format import SlotState
 from megatron_ft.identity import SealedRecord, SnapshotId
 from megatron_ft.recovery.lineage import on_lineage
 from megatron_ft.recovery.quarantine import Quarantine
 from megatron_ft.smp.messages import ArenaReport, Inventory, SlotReport
-from megatron_ft.smp.node import usable
 
 NOTHING_REJECTED = Quarantine()
 
@@ -216,3 +216,12 @@ def _serve(
     assert len(iterations) == 1, f"snapshot {snapshot} has iterations {iterations}"
     protected = all(slot is not None and slot.parity_valid for slot in slots)
     return Decision(snapshot, iterations.pop(), protected, stripes, holdings, lost)
+
+
+def usable(slot: SlotReport) -> bool:
+    """Whether a reported slot holds complete, digested data."""
+    return slot.record is not None and SlotState(slot.state) in (
+        SlotState.SEALED,
+        SlotState.PROTECTED,
+        SlotState.COMMITTED,
+    )

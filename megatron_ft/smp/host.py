@@ -17,15 +17,15 @@ import msgspec
 
 from megatron_ft.environment import ProcessEnvironment
 from megatron_ft.smp import messages as m
-from megatron_ft.smp.node import (
+from megatron_ft.smp.effects import (
     Effect,
     MendSlot,
-    NodeMachine,
     StorePermit,
     StoreSlot,
     ToCoordinator,
     ToTrainer,
 )
+from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.readers import Readers
 from megatron_ft.smp.state_file import NodeState
 from megatron_ft.smp.store import ArenaStore

@@ -28,7 +28,8 @@ from megatron_ft.errors import (
 )
 from megatron_ft.identity import Ancestor
 from megatron_ft.smp import messages as m
-from megatron_ft.smp.node import MendSlot, NodeMachine, StorePermit, StoreSlot
+from megatron_ft.smp.effects import MendSlot, StorePermit, StoreSlot
+from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.slots import ShardSlots
 
 SUFFIX = ".arena"

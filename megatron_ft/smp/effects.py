@@ -1,0 +1,65 @@
+"""What a node's machine wants done, carried out in the order in which it decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ft.arena.format import Permit, SlotHeader
+from megatron_ft.smp import messages as m
+
+
+@dataclass(frozen=True)
+class StoreSlot:
+    """Write one slot header into its arena."""
+
+    shard_id: str
+    slot: int
+    header: SlotHeader
+
+
+@dataclass(frozen=True)
+class StorePermit:
+    """Write the permit word that the shard's trainer reads."""
+
+    shard_id: str
+    permit: Permit | None
+
+
+@dataclass(frozen=True)
+class ToTrainer:
+    """Send a message to the shard's trainer."""
+
+    shard_id: str
+    body: m.Message
+
+
+@dataclass(frozen=True)
+class ToEncoder:
+    """Send an order to the node's encoder."""
+
+    body: m.Message
+
+
+@dataclass(frozen=True)
+class ToCoordinator:
+    """Send an event to the coordinator."""
+
+    body: Any
+
+
+@dataclass(frozen=True)
+class MendSlot:
+    """Prove recomputed blocks of a committed slot, write them, and tell the coordinator.
+
+    ``header`` is the slot's header when this was decided; effects are carried out in order,
+    so the slot is given to nobody before.
+    """
+
+    shard_id: str
+    slot: int
+    header: SlotHeader
+    blocks: m.Recomputed
+
+
+Effect = MendSlot | StoreSlot | StorePermit | ToTrainer | ToEncoder | ToCoordinator

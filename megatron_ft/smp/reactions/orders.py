@@ -1,0 +1,121 @@
+"""Reactions to the coordinator's orders for one snapshot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_ft.arena.format import Permit, SlotState
+from megatron_ft.identity import SnapshotId
+from megatron_ft.smp import messages as m
+from megatron_ft.smp.effects import StorePermit, ToEncoder, ToTrainer
+from megatron_ft.smp.node_shards import NodeShards
+from megatron_ft.smp.reactions.readers import held_back, readers
+from megatron_ft.smp.slots import PinnedError, TransitionRefusedError
+
+
+def grant(node: NodeShards, message: m.Grant) -> m.Message:
+    """Give each shard's trainer a slot for a future iteration, or none of them."""
+    if held_back(node):
+        raise PinnedError(f"snapshots are being read: {', '.join(readers(node))}")
+    for slots in node.shards.values():
+        if not slots.may_grant():
+            raise TransitionRefusedError(f"{slots.shard_id} has no free slot")
+    for shard_id, slots in node.shards.items():
+        index = slots.grant(message.snapshot, message.iteration)
+        permit = Permit(message.snapshot, message.iteration, index, False)
+        node.say(StorePermit(shard_id, permit))
+    return m.Ok()
+
+
+def encode(node: NodeShards, message: m.Encode) -> m.Message:
+    """Have parity computed; it is invalid from here on until it is complete."""
+    node.check_world(message.world)
+    for shard_id in node.local_members(message.stripes):
+        node.slots_of(shard_id).begin_encode(message.snapshot)
+    stripes = node.fill_in(message.stripes, message.snapshot)
+    if stripes:
+        node.say(ToEncoder(m.EncodeOrder(message.snapshot, message.world, stripes)))
+    return m.Ok()
+
+
+def rebuild(node: NodeShards, message: m.Rebuild) -> m.Message:
+    """Have lost members solved; those that come here get a slot."""
+    node.check_world(message.world)
+    for stripe in message.stripes:
+        for shard_id in stripe.lost:
+            if shard_id in node.shards:
+                node.shards[shard_id].begin_rebuild(message.snapshot, message.iteration)
+    stripes = node.fill_in(message.stripes, message.snapshot)
+    if stripes:
+        node.say(ToEncoder(m.RebuildOrder(message.snapshot, message.world, stripes)))
+    return m.Ok()
+
+
+def load(node: NodeShards, message: m.Load) -> m.Message:
+    """Give shards that come from disk a slot."""
+    for shard_id in message.shards:
+        node.slots_of(shard_id).begin_rebuild(message.snapshot, message.iteration)
+    return m.Ok()
+
+
+def repair(node: NodeShards, message: m.Repair) -> m.Message:
+    """Have bad blocks of a committed slot solved."""
+    node.check_world(message.world)
+    for shard_id in node.local_members(message.stripes):
+        node.slots_of(shard_id).repairable(message.snapshot)
+    stripes = node.fill_in(message.stripes, message.snapshot)
+    if stripes:
+        order = m.RepairOrder(
+            message.snapshot,
+            message.world,
+            stripes,
+            message.shard_id,
+            message.data_blocks,
+            message.parity_blocks,
+        )
+        node.say(ToEncoder(order))
+    return m.Ok()
+
+
+def commit(node: NodeShards, message: m.Commit) -> m.Message:
+    """The snapshot is complete everywhere: from here on it is what a failure falls back to."""
+    local_only = message.level == "local"
+    for slots in node.shards.values():
+        slots.commit(message.snapshot, local_only=local_only)
+    for shard_id in node.trainers & node.shards.keys():
+        node.say(ToTrainer(shard_id, m.Outcome(message.snapshot, "committed")))
+    return m.Ok()
+
+
+def abort(node: NodeShards, message: m.Abort) -> m.Message:
+    """The snapshot will never be complete; a slot that is still written is freed later."""
+    for shard_id, slots in node.shards.items():
+        _revoke(node, shard_id, message.snapshot)
+        freed = slots.abort(
+            message.snapshot,
+            trainer_alive=shard_id in node.trainers,
+            encoder_alive=bool(node.world),
+        )
+        if not freed:
+            node.say(ToTrainer(shard_id, m.Outcome(message.snapshot, "aborted")))
+    return m.Ok()
+
+
+def _revoke(node: NodeShards, shard_id: str, snapshot: SnapshotId) -> None:
+    """Have the trainer see that its permit is void; made from the header alone."""
+    slots = node.shards[shard_id]
+    index = slots.find(snapshot)
+    if index is not None and slots.slots[index].state == SlotState.CAPTURING:
+        revoked = Permit(snapshot, slots.slots[index].iteration, index, True)
+        node.say(StorePermit(shard_id, revoked))
+
+
+REACTIONS: dict[type[m.Message], Any] = {
+    m.Grant: grant,
+    m.Encode: encode,
+    m.Rebuild: rebuild,
+    m.Load: load,
+    m.Repair: repair,
+    m.Commit: commit,
+    m.Abort: abort,
+}
