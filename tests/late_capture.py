@@ -135,7 +135,7 @@ class ArenaManager(SnapshotManager):
         return super().register_fence(optimizer)
 
     def _let_copy(self) -> None:
-        if self._run is not None:
+        if self._captures.run is not None:
             self._late.fence_reached.set()
 
     def _hold_without_fence(self, run: Any) -> None:

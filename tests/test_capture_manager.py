@@ -538,7 +538,7 @@ def test_bookkeeping_for_two_thousand_tensors_is_cheap(smp: FakeSmp) -> None:
         ratios.append((saved - started) / (time.perf_counter() - saved))
         assert ticket.captured.result(WAIT)
         smp.wait_ended()
-        manager._run.finished.wait(WAIT)  # type: ignore[union-attr]
+        manager._captures.run.finished.wait(WAIT)  # type: ignore[union-attr]
     assert manager.stats.taken == 7
     assert min(ratios) < 4.0, f"save() took {ratios} times as long as one state_dict()"
     manager.close()
@@ -553,5 +553,5 @@ def test_fresh_arena_bytes_beyond_the_table_are_zero_after_reuse(smp: FakeSmp) -
         record = smp.sealed_records[capture(smp, manager, state, iteration).snapshot]
         assert smp.arena is not None
         assert not smp.arena.data(0)[record.used_bytes :].any()
-        manager._run.finished.wait(WAIT)  # type: ignore[union-attr]
+        manager._captures.run.finished.wait(WAIT)  # type: ignore[union-attr]
     manager.close()

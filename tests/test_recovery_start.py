@@ -10,7 +10,7 @@ from megatron_ft.recovery.start import Disk, View, decide
 iterations = st.integers(-1, 50)
 disks = st.builds(Disk, iterations, st.sampled_from(["", "the checkpoint 'best'"]))
 problems = st.sampled_from(["", "", "the loader has no position"])
-views = st.builds(View, iterations, disks, st.booleans(), st.booleans(), problems)
+views = st.builds(View, iterations, disks, st.booleans(), st.booleans(), problems, st.booleans())
 same_offer = st.tuples(iterations, st.lists(views, min_size=1, max_size=6)).map(
     lambda drawn: [view._replace(offered=drawn[0]) for view in drawn[1]]
 )
@@ -23,7 +23,8 @@ def test_memory_serves_all_ranks_or_none(ranks: list[View]) -> None:
     usable = len(offers) == 1 and max(offers) >= 0
     usable = usable and not any(view.disk_only or view.problem for view in ranks)
     other_wanted = bool(disk.asked) and any(view.wish_changed for view in ranks)
-    newer_on_disk = not disk.asked and disk.iteration > max(offers)
+    rewound = any(view.rewound for view in ranks)
+    newer_on_disk = not disk.asked and disk.iteration > max(offers) and not rewound
     assert decision.from_memory == (usable and not other_wanted and not newer_on_disk)
     assert decision.reason
 
