@@ -7,6 +7,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib/environment.sh"
 
 # Seconds after which pytest starts no further test; single tests are limited in pyproject.toml.
 TEST_BUDGET_SECONDS=1320
+# Tests of jobs mostly wait for processes of theirs; more workers than this would wait for memory.
+MOST_WORKERS=4
 
 failed=()
 
@@ -27,7 +29,9 @@ cd "$REPO"
 check lint ruff check .
 check format ruff format --check .
 check types mypy
-check tests pytest --session-timeout="$TEST_BUDGET_SECONDS" --durations=15 "$@"
+workers="$(nproc)"
+check tests pytest --numprocesses=$((workers < MOST_WORKERS ? workers : MOST_WORKERS)) \
+    --dist=loadfile --session-timeout="$TEST_BUDGET_SECONDS" --durations=15 "$@"
 
 [ ${#failed[@]} -eq 0 ] || fail "failed: ${failed[*]} (after $SECONDS s)"
 printf '\nall checks passed in %d s\n' "$SECONDS"
