@@ -1,0 +1,97 @@
+"""Why lives of a job end, and what nodes say that the next life must know."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from megatron_ft.coordinator.coordinator import Coordinator
+from megatron_ft.coordinator.events import JobEvent
+from megatron_ft.errors import error_class
+from megatron_ft.identity import SnapshotId
+from megatron_ft.launch.fleet import TrainerExit, TrainerFleet, last_lines
+from megatron_ft.launch.job_state import JobState
+from megatron_ft.launch.launcher import Launcher
+from megatron_ft.smp import messages as m
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a life ended.  ``signature`` is the same text for the same cause.
+
+    ``training`` says that the training command itself failed: not a node, nor somebody who
+    killed it.  ``asked`` that the user wanted it.
+    """
+
+    signature: str
+    training: bool = False
+    asked: bool = False
+
+
+class JobNotes:
+    """What was heard over all lives: shards whose bytes are wrong, a command that cannot work.
+
+    It hears the coordinator's messages and events by itself.
+    """
+
+    def __init__(self, state: JobState, coordinator: Coordinator) -> None:
+        self._state, self._coordinator = state, coordinator
+        self._corrupt: set[tuple[str, SnapshotId]] = set()
+        self._unfit: m.Unfit | None = None
+        coordinator.listeners += [self._note_corruption, self._note_rebuilt, self._note_unfit]
+        coordinator.observers.add(self._note_first_commit)
+
+    @property
+    def damaged(self) -> set[tuple[str, SnapshotId]]:
+        """Shards that count as lost in these snapshots."""
+        return self._corrupt | self._coordinator.repairs.lost
+
+    def rebuild_failed(self, corrupt: str) -> None:
+        """A rebuild of the snapshot being restored found a shard (or none: "") corrupt."""
+        if corrupt and self._coordinator.restoring is not None:
+            self._corrupt.add((corrupt, self._coordinator.restoring))
+
+    def raise_if_unfit(self) -> None:
+        """The same command would fail the same way; the snapshot stays for the right one."""
+        if self._unfit is not None:
+            raise error_class(self._unfit.error)(self._unfit.reason)
+
+    def _note_corruption(self, event: m.Event) -> None:
+        if isinstance(event.body, m.CorruptShard):
+            self._corrupt.add((event.body.shard_id, event.body.snapshot))
+            self._coordinator.observers.tell(
+                "corrupt",
+                f"{event.body.blocks} blocks of {event.body.shard_id} fail their digests; the "
+                "shard counts as lost",
+            )
+
+    def _note_rebuilt(self, event: m.Event) -> None:
+        if isinstance(event.body, m.Rebuilt):
+            known = event.body.shard_id, event.body.snapshot
+            self._corrupt.discard(known)
+            self._coordinator.repairs.lost.discard(known)
+
+    def _note_unfit(self, event: m.Event) -> None:
+        if isinstance(event.body, m.Unfit):
+            self._unfit = event.body
+
+    def _note_first_commit(self, event: JobEvent) -> None:
+        """From here on a start from nothing would lose work, so it has to be asked for."""
+        if event.kind == "committed" and not self._state.record.committed:
+            self._state.update(committed=True)
+
+
+def trainer_failure(
+    first: TrainerExit, trainers: TrainerFleet, launcher: Launcher, coordinator: Coordinator
+) -> Failure:
+    """Say how the first trainer ended, with the end of its log, and whose fault that was."""
+    rank, node, status = first.rank, first.node, first.status
+    how = f"was killed by signal {-status}" if status < 0 else f"exited with {status}"
+    tell = coordinator.observers.tell
+    tell("trainer_died", f"rank {rank} on {node} {how}", rank=rank, node=node, status=status)
+    if status > 0:
+        log = trainers.log_of(rank)
+        tell("log", f"end of {log}:\n{last_lines(log)}")
+    outside = -status in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+    its_own = not outside and launcher.reachable(node)
+    return Failure(f"rank {rank} {how}", training=its_own)

@@ -1,0 +1,45 @@
+"""What one supervised job consists of, made once and kept over all its lives."""
+
+from __future__ import annotations
+
+from megatron_ft.coordinator.coordinator import Coordinator
+from megatron_ft.coordinator.events import Observers
+from megatron_ft.launch.disk_restore import DiskRestores
+from megatron_ft.launch.distrust import Distrust
+from megatron_ft.launch.drains import Drains
+from megatron_ft.launch.failure import JobNotes
+from megatron_ft.launch.fleet import EncoderWorld, TrainerFleet
+from megatron_ft.launch.job_state import JobState
+from megatron_ft.launch.launcher import Launcher
+from megatron_ft.launch.membership import Membership
+from megatron_ft.launch.spec import JobSpec
+from megatron_ft.launch.world_keeper import WorldKeeper
+from megatron_ft.smp.security import JobKeys
+
+
+class JobParts:
+    """The parts of one job, connected; making them starts nothing.
+
+    ``reached`` is the last iteration that was heard of before the last failure, -1 if none.
+    """
+
+    def __init__(self, spec: JobSpec, launcher: Launcher, state: JobState) -> None:
+        self.spec, self.launcher, self.state = spec, launcher, state
+        self.observers = Observers()
+        self.trainers = TrainerFleet(launcher, spec)
+        self.world = WorldKeeper(EncoderWorld(launcher, spec))
+        self.coordinator = Coordinator(
+            JobKeys.derive(state.record.secret), self.observers, self.world.end_world, spec.timing
+        )
+        self.world.serve(self.coordinator)
+        self.coordinator.scrub_percent = spec.scrub_percent
+        self.members = Membership(spec, launcher, state, self.coordinator)
+        self.drains = Drains(
+            spec, launcher, state.record.job, self.coordinator, self.members.spares_gone
+        )
+        self.disk = DiskRestores(spec, launcher)
+        self.distrust = Distrust(
+            state, self.coordinator, spec.world_size, spec.quarantine_iterations
+        )
+        self.notes = JobNotes(state, self.coordinator)
+        self.reached = -1
