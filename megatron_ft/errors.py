@@ -31,6 +31,10 @@ class MpiError(MissingEnvironmentError):
     """No MPI can be started here, or it gives fewer processes than the stripes need."""
 
 
+class UntrustedFileError(MegatronFTError):
+    """Somebody else may have made or changed a file, folder or socket; nothing of it was used."""
+
+
 class ArenaError(MegatronFTError):
     """Root of all that can be wrong with one arena file."""
 

@@ -6,9 +6,21 @@ module imports nothing of ours and no torch.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""A number that fits every field which it is stored in; msgspec refuses others when decoding."""
+
+Iteration = Annotated[int, msgspec.Meta(ge=-1, le=(1 << 62) - 1)]
+"""An iteration as a message or file may name it; -1 is none."""
+
+Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+"""A digest of 32 bytes."""
+
+ShardId = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9_.\-]{0,63}\Z")]
+"""A shard's name as a message or file may have it: it names files, too."""
 
 
 class SnapshotId(NamedTuple):
@@ -19,8 +31,8 @@ class SnapshotId(NamedTuple):
     incarnation first, so a later life of the job always compares as newer.
     """
 
-    incarnation: int
-    sequence: int
+    incarnation: Count
+    sequence: Count
 
     def __str__(self) -> str:
         return f"{self.incarnation}.{self.sequence}"
@@ -32,7 +44,7 @@ class Ancestor(NamedTuple):
     ``parent`` is None for an incarnation that started from scratch or from disk.
     """
 
-    incarnation: int
+    incarnation: Count
     parent: SnapshotId | None
 
 
@@ -44,16 +56,16 @@ class SealedRecord(msgspec.Struct, frozen=True, array_like=True):
     ``digest_offset``; see docs/arena-format.md.
     """
 
-    shard_id: str
+    shard_id: ShardId
     snapshot: SnapshotId
-    iteration: int
-    tensor_bytes: int
-    meta_offset: int
-    meta_bytes: int
-    digest_offset: int
-    used_bytes: int
-    layout_hash: bytes
-    digest_root: bytes
+    iteration: Count
+    tensor_bytes: Count
+    meta_offset: Count
+    meta_bytes: Count
+    digest_offset: Count
+    used_bytes: Count
+    layout_hash: Hash
+    digest_root: Hash
 
 
 class Seat(msgspec.Struct, frozen=True, array_like=True):

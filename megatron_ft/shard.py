@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from megatron_ft.decoding import UNREADABLE
 from megatron_ft.errors import LayoutMismatchError
 
 ALIGNMENT = 64
@@ -125,10 +126,13 @@ class ShardLayout(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> ShardLayout:
-        """The layout back; LayoutMismatchError if the bytes are none of this version."""
+        """The layout back; LayoutMismatchError if the bytes are none of this version.
+
+        Every entry lies inside ``tensor_bytes``, whoever wrote them.
+        """
         try:
             layout = msgspec.msgpack.decode(data, type=cls)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise LayoutMismatchError(
                 f"the stored layout ({len(data)} bytes) cannot be read: {error}; "
                 "it was written by another release, restore with that one"
@@ -138,7 +142,17 @@ class ShardLayout(msgspec.Struct, frozen=True, array_like=True):
                 f"the stored layout has version {layout.version}, this release reads "
                 f"{LAYOUT_VERSION}; restore with the release that wrote it"
             )
+        outside = [entry.name for entry in layout.entries if not layout._holds(entry)]
+        if outside:
+            raise LayoutMismatchError(
+                f"the stored layout is damaged: {', '.join(outside[:8])} would lie outside its "
+                f"{layout.tensor_bytes} bytes; restore another snapshot"
+            )
         return layout
+
+    def _holds(self, entry: LayoutEntry) -> bool:
+        ordered = 0 <= entry.start <= entry.stop and entry.nbytes >= 0
+        return ordered and 0 <= entry.offset <= self.tensor_bytes - entry.nbytes
 
     def hash(self) -> bytes:
         """blake2b-32 of ``to_bytes()``."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from megatron_ft.decoding import UNREADABLE
 from megatron_ft.errors import LayoutMismatchError
 
 
@@ -32,7 +33,7 @@ def unpack_meta(raw: bytes) -> Meta:
     """Meta bytes apart again, nothing unpickled; LayoutMismatchError if they are none."""
     try:
         return msgspec.msgpack.decode(raw, type=Meta)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise LayoutMismatchError(
             f"the stored layout and objects ({len(raw)} bytes) cannot be read: {error}; they were "
             "written by another release, restore with that one"

@@ -16,10 +16,10 @@ import msgspec
 import zmq.asyncio
 
 from megatron_ft.coordinator.link import SmpLink
-from megatron_ft.environment import ProcessEnvironment
+from megatron_ft.environment import READY_NAME, ProcessEnvironment
 from megatron_ft.identity import Ancestor, SnapshotId
 from megatron_ft.smp import messages as m
-from megatron_ft.smp.__main__ import READY_NAME, Ready
+from megatron_ft.smp.__main__ import Ready
 from megatron_ft.smp.daemon import Credentials
 from megatron_ft.smp.security import JobKeys
 

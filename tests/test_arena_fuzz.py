@@ -19,6 +19,8 @@ from megatron_ft.arena.format import Geometry, Permit, SlotHeader
 from megatron_ft.errors import ArenaError, ArenaForeignError
 from megatron_ft.identity import SnapshotId
 
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "100"))
+
 # A crash would end pytest itself: that this file's tests finish is part of what they show.
 
 PERMIT = Permit(SnapshotId(7, 92), 1240, 1)
@@ -91,7 +93,9 @@ flips = st.lists(st.tuples(places, st.integers(1, 255)), min_size=1, max_size=8)
 lengths = st.none() | st.integers(0, 100) | st.integers(0, 98304 + 49152 + 5000)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(
+    max_examples=3 * EXAMPLES // 2, suppress_health_check=[HealthCheck.too_slow], deadline=None
+)
 @given(flips=flips, length=lengths)
 def test_flipped_and_cut_files(valid: bytes, target: Path, flips, length: int | None) -> None:
     raw = bytearray(valid)
@@ -103,7 +107,7 @@ def test_flipped_and_cut_files(valid: bytes, target: Path, flips, length: int | 
     assert is_acceptable(outcomes(target))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=3 * EXAMPLES // 5, deadline=None)
 @given(at=st.integers(0, 98304 - 1), mask=st.integers(1, 255))
 def test_one_damaged_byte_of_the_records_costs_nothing(
     valid: bytes, target: Path, at: int, mask: int
@@ -117,7 +121,7 @@ def test_one_damaged_byte_of_the_records_costs_nothing(
         assert all(isinstance(found, ArenaError) for found in outcomes(target))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(
     edits=st.lists(st.tuples(st.integers(0, 160), st.binary(min_size=1, max_size=8)), min_size=1),
     sizes=st.none() | st.tuples(*[st.integers(0, 1 << 64 - 1) | st.integers(0, 9)] * 4),

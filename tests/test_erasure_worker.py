@@ -123,6 +123,7 @@ class Smp:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.linger = 0
         self.socket.bind(f"ipc://{self.environment.socket}")
+        self.environment.socket.chmod(0o600)
         self.peer, self.pid = b"", 0
 
     def receive(self) -> m.Message:
@@ -151,7 +152,7 @@ class Cluster:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         folders = [root / f"n{n}" for n in range(nodes)]
         for folder in folders:
-            folder.mkdir(parents=True)
+            folder.mkdir(mode=0o700, parents=True)
         self.smps = [Smp(self.context, folder) for folder in folders]
         self.world: WorldProcess | None = None
 

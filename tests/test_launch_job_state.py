@@ -102,6 +102,7 @@ def test_foreign_or_damaged_state_is_refused_with_a_way_out(
 
 def test_unreadable_json_is_refused_and_the_lock_given_back(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text("{")
+    (tmp_path / "job.json").chmod(0o600)
     for _ in range(2):
         with pytest.raises(ControlPlaneError, match="damaged"):
             JobState(tmp_path, "llm")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from protocol_memory import record_of
+from protocol_model.memory import record_of
 
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.identity import SnapshotId
@@ -296,6 +296,15 @@ def test_an_aborted_encoding_is_free_when_its_encoder_is_dead() -> None:
     machine.abort(TWO, trainer_alive=True, encoder_alive=True)
     assert machine.encoder_gone() == [TWO]
     assert states(machine) == [FREE]
+
+
+def test_an_aborted_encoding_is_never_protected() -> None:
+    """Its encoder may be done before it hears of the end."""
+    machine = slots(header(ENCODING))
+    machine.abort(TWO, trainer_alive=True, encoder_alive=True)
+    with pytest.raises(TransitionRefusedError, match="given up"):
+        machine.protect(TWO, bytes(32), ())
+    assert machine.encoder_gone() == [TWO]
 
 
 def test_abort_is_refused_after_commit_and_nothing_without_a_slot() -> None:

@@ -215,6 +215,15 @@ class Arena:
         at = self._geometry.data_offset(slot)
         self._writable_mapping(at, self._geometry.data_bytes).populate()
 
+    def in_place(self) -> bool:
+        """Whether others who open ``path`` find this very file, and all of it."""
+        try:
+            found = os.stat(self.path, follow_symlinks=False)
+        except OSError:
+            return False
+        same = os.path.samestat(found, os.fstat(self._fd))
+        return same and found.st_size >= self._geometry.file_bytes
+
     def close(self) -> None:
         """Give up descriptor and mappings; what is still viewed is unmapped with its last view."""
         with self._lock:

@@ -165,17 +165,17 @@ def _write_meta(data: Bytes, record: SealedRecord, meta: bytes) -> None:
     data[meta_end : record.digest_offset] = 0
 
 
-def _fits(data: Bytes, record: SealedRecord) -> bool:
-    """Whether a record's lengths are in order and inside the region, whoever wrote them."""
+def fits(data_bytes: int, record: SealedRecord) -> bool:
+    """Whether a record's lengths are in order and inside a region, whoever wrote them."""
     meta_end = record.meta_offset + record.meta_bytes
     ends = (0, record.tensor_bytes, record.meta_offset, meta_end, record.digest_offset)
     ordered = all(a <= b for a, b in zip(ends, (*ends[1:], record.used_bytes), strict=True))
     whole = (record.used_bytes - record.digest_offset) % ENTRY_BYTES == 0
-    return ordered and whole and record.used_bytes <= data.size
+    return ordered and whole and record.used_bytes <= data_bytes
 
 
 def _check_fits(data: Bytes, record: SealedRecord) -> None:
-    if not _fits(data, record):
+    if not fits(data.size, record):
         raise ArenaCorruptError(
             f"the record of {record.shard_id} describes {record.used_bytes} bytes in an order that "
             f"a region of {data.size} bytes cannot hold"
@@ -194,7 +194,7 @@ def digest_table(data: Bytes, record: SealedRecord) -> Table:
 
 def verify_root(data: Bytes, record: SealedRecord) -> bool:
     """Whether the table in the region and the record are those that were sealed together."""
-    return _fits(data, record) and digest_root(_table_view(data, record), record) == (
+    return fits(data.size, record) and digest_root(_table_view(data, record), record) == (
         record.digest_root
     )
 
@@ -217,7 +217,7 @@ def verify_meta(data: Bytes, record: SealedRecord, block_bytes: int, algorithm: 
 def _bad_blocks(
     data: Bytes, record: SealedRecord, block_bytes: int, algorithm: int, first: int
 ) -> list[int]:
-    table = digest_table(data, record) if _fits(data, record) else None
+    table = digest_table(data, record) if fits(data.size, record) else None
     covered = min(max(record.digest_offset, 0), data.size)
     entries = table_entries(covered, block_bytes)
     if table is None or table.size != entries or digest_root(table, record) != record.digest_root:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_ft import private_files
 from megatron_ft.arena import limits
 from megatron_ft.errors import (
     ArenaCorruptError,
@@ -16,6 +16,7 @@ from megatron_ft.errors import (
     ArenaForeignError,
     ArenaMemoryError,
     ArenaTruncatedError,
+    UntrustedFileError,
 )
 
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -71,12 +72,9 @@ def _make_parent(folder: Path) -> None:
 
 def _check_folder(folder: Path) -> None:
     # A name that others can guess, in a folder that all may write, may be made by them first.
-    info = folder.stat()
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid not in (os.geteuid(), 0):
-        raise ArenaForeignError(
-            f"{folder} belongs to user {info.st_uid} or is no folder: remove it, "
-            "or choose another directory for arenas"
-        )
+    reason = private_files.reason_against_parent(folder.stat())
+    if reason:
+        raise ArenaForeignError(f"{folder} {reason}")
 
 
 def _allocate(fd: int, folder: Path, length: int, arithmetic: str) -> None:
@@ -100,40 +98,11 @@ def _free_bytes(folder: Path) -> int:
 def open_file(path: Path) -> int:
     """A descriptor of a plain file that only we can have written; the caller closes it."""
     try:
-        # O_NONBLOCK: a FIFO of that name must not hang us; it does nothing to a plain file.
-        fd = os.open(path, _FLAGS | os.O_NONBLOCK)
+        return private_files.open_file(path, os.O_RDWR)
+    except UntrustedFileError as error:
+        raise ArenaForeignError(str(error)) from error
     except OSError as error:
-        raise _open_error(path, error) from error
-    try:
-        _check_owner(os.fstat(fd), path)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _open_error(path: Path, error: OSError) -> ArenaError:
-    if error.errno == errno.ELOOP:
-        return ArenaForeignError(f"{path} is a symbolic link: arenas are plain files; remove it")
-    if error.errno in (errno.EACCES, errno.EPERM):
-        return ArenaForeignError(f"{path} may not be opened by user {os.geteuid()}: it is foreign")
-    if error.errno in (errno.EISDIR, errno.ENXIO, errno.ENODEV):
-        return ArenaForeignError(f"{path} is no plain file: remove it")
-    return ArenaError(f"{path} cannot be opened: {os.strerror(error.errno or 0)}")
-
-
-def _check_owner(info: os.stat_result, path: Path) -> None:
-    if not stat.S_ISREG(info.st_mode):
-        raise ArenaForeignError(f"{path} is no plain file: remove it")
-    if info.st_uid != os.geteuid():
-        raise ArenaForeignError(
-            f"{path} belongs to user {info.st_uid}, not to {os.geteuid()}: "
-            "remove it, or choose another directory"
-        )
-    if info.st_mode & 0o022:
-        raise ArenaForeignError(
-            f"{path} has mode {stat.S_IMODE(info.st_mode):o}: others may have written it; remove it"
-        )
+        raise ArenaError(f"{path} cannot be opened: {error.strerror}") from error
 
 
 def check_length(fd: int, path: Path, length: int, *, exactly: bool = True) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from megatron_ft.arena.format import SlotState
-from megatron_ft.errors import ControlPlaneError
+from megatron_ft.errors import ControlPlaneError, UntrustedFileError
 from megatron_ft.launch.virtual import default_root
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.local_query import ask, sockets
@@ -42,7 +42,7 @@ def collect(root: Path, job: str | None) -> dict[str, dict[str, Any]]:
         entry = jobs.setdefault(path.parent.parent.name, {"summary": {}, "nodes": {}})
         try:
             status = ask(path, m.StatusRequest())
-        except ControlPlaneError as error:
+        except (ControlPlaneError, UntrustedFileError) as error:
             entry["nodes"][path.parent.name] = {"error": str(error)}
             continue
         entry["nodes"][status.node] = _node(status)

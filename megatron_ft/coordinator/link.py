@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,8 @@ from megatron_ft.errors import ControlPlaneError, error_class
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.security import JobKeys
 
+log = logging.getLogger(__name__)
+
 EventCallback = Callable[[m.Event], None]
 
 
@@ -22,7 +25,8 @@ class SmpLink:
     """An authenticated connection to the SMP of ``node``.
 
     Answers may come in any order, so heartbeats pass a request that takes long.
-    ``last_heard`` is the monotonic time of the last frame from there.
+    ``last_heard`` is the monotonic time of the last frame from there, ``clock`` the newest
+    time of the node's own clock that a heartbeat has brought, 0 before the first.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class SmpLink:
     ) -> None:
         self.node, self.endpoint = node, endpoint
         self.last_heard = time.monotonic()
+        self.clock = 0.0
         self._on_event = on_event
         self._numbers = itertools.count(1)
         self._pending: dict[bytes, asyncio.Future[Any]] = {}
@@ -47,7 +52,7 @@ class SmpLink:
     async def ask(self, request: m.Message, timeout: float) -> Any:
         """The answer to a request, Refused included.  ControlPlaneError after ``timeout`` s."""
         if self._socket.closed:
-            raise ControlPlaneError(f"the connection to node {self.node} was given up")
+            raise ControlPlaneError(self._given_up())
         number = str(next(self._numbers)).encode()
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._pending[number] = future
@@ -70,17 +75,28 @@ class SmpLink:
         return answer
 
     def close(self) -> None:
-        """Give the connection up; waiting requests are cancelled."""
+        """Give the connection up; who waits for an answer gets a ControlPlaneError.
+
+        Not a cancellation: that would end whoever asks this node among others, in silence.
+        """
         self._reader.cancel()
         for future in self._pending.values():
-            future.cancel()
+            if not future.done():
+                future.set_exception(ControlPlaneError(self._given_up()))
         self._socket.close()
+
+    def _given_up(self) -> str:
+        return f"the connection to node {self.node} was given up"
 
     async def _read(self) -> None:
         while True:
             number, frame = await self._socket.recv_multipart()
             self.last_heard = time.monotonic()
-            message = m.decode(frame)
+            try:
+                message = m.decode(frame)
+            except ControlPlaneError as error:
+                log.error("node %s: %s", self.node, error)
+                continue
             if isinstance(message, m.Event):
                 self._on_event(message)
             elif number in self._pending and not self._pending[number].done():

@@ -11,7 +11,7 @@ import numpy as np
 from megatron_ft.arena.mapping import Mapping
 from megatron_ft.disk import manifest as mf
 from megatron_ft.disk.manifest import Manifest
-from megatron_ft.disk.reader import check_owner, open_shard
+from megatron_ft.disk.reader import open_shard, read_manifest
 from megatron_ft.disk.source import OpenSnapshot, ShardBytes, SnapshotInfo, take_apart
 from megatron_ft.errors import CheckpointDamagedError, ConfigError, SnapshotUnavailableError
 
@@ -80,12 +80,6 @@ class CheckpointSource:
                 if manifest.snapshot == info.snapshot:
                     return folder, manifest
         raise SnapshotUnavailableError(f"{self} has no checkpoint of snapshot {info.snapshot}")
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint that only we can have written; CheckpointDamagedError."""
-    check_owner(folder)
-    return Manifest.read(folder)
 
 
 def _open_shard(folder: Path, shard_id: str, manifest: Manifest) -> ShardBytes:

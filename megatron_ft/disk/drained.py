@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_ft.disk import manifest as mf
-from megatron_ft.disk.checkpoint import read_manifest
 from megatron_ft.disk.manifest import Manifest
+from megatron_ft.disk.reader import read_manifest
 from megatron_ft.errors import CheckpointDamagedError, ConfigError
 from megatron_ft.identity import Ancestor, Seat, SnapshotId
 from megatron_ft.recovery.lineage import on_lineage

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 TEMPORARY_SUFFIX = ".tmp"
+FILE_MODE, FOLDER_MODE = 0o644, 0o775
+"""Less the umask: who may read a checkpoint is the user's to say, but nobody else changes it."""
 SYNC_BYTES = 64 << 20
 """Written data are flushed in portions of this size, so that they never fill the page cache."""
 
@@ -31,7 +33,7 @@ class Disk:
         """Make a folder and its parents; the names are durable on return."""
         missing = [f for f in (folder, *folder.parents) if not f.exists()]
         for one in reversed(missing):
-            one.mkdir(exist_ok=True)
+            one.mkdir(mode=FOLDER_MODE, exist_ok=True)
             self.sync_folder(one.parent)
 
     def write_file(self, path: Path, pieces: Iterable[Any]) -> None:
@@ -67,11 +69,11 @@ class Disk:
 
     def create(self, path: Path) -> int:
         """Open a file that does not exist yet for writing."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
 
     def open(self, path: Path) -> int:
-        """Open a file for reading; links are refused."""
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        """Open a file for reading; links are refused, and a FIFO is not waited for."""
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def read(self, descriptor: int, buffer: memoryview, at: int) -> int:
         """Read some bytes of the file from ``at`` on into ``buffer``; how many, 0 at its end."""

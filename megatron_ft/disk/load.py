@@ -19,10 +19,9 @@ import msgspec
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotState
-from megatron_ft.disk.checkpoint import read_manifest
 from megatron_ft.disk.durable import Disk
 from megatron_ft.disk.manifest import Manifest
-from megatron_ft.disk.reader import ShardReader, open_shard
+from megatron_ft.disk.reader import ShardReader, open_shard, read_manifest
 from megatron_ft.environment import ProcessEnvironment
 from megatron_ft.errors import (
     CheckpointDamagedError,

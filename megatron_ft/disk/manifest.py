@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_ft.decoding import UNREADABLE
 from megatron_ft.errors import CheckpointDamagedError
 from megatron_ft.identity import Ancestor, Seat, SnapshotId
 
@@ -62,29 +63,20 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return hashlib.blake2b(raw, digest_size=16).hexdigest()
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
-        """The manifest in a folder; CheckpointDamagedError if there is no whole one."""
-        path = folder / NAME
-        try:
-            raw = path.read_bytes()
-        except FileNotFoundError as error:
-            raise CheckpointDamagedError(
-                f"{folder} has no {NAME}: it is no checkpoint, or one that was never finished"
-            ) from error
-        except OSError as error:
-            raise CheckpointDamagedError(f"{path} cannot be read: {error.strerror}") from error
+    def from_json(cls, raw: bytes, where: str) -> Manifest:
+        """The manifest in a file's content; CheckpointDamagedError if it is no whole one."""
         try:
             manifest = msgspec.json.decode(raw, type=cls)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             version = _version(raw)
             if version not in (None, FORMAT_VERSION):
                 reason = f"has format version {version}, this release reads {FORMAT_VERSION}"
             else:
                 reason = f"is damaged: {error}"
-            raise CheckpointDamagedError(f"{path} {reason}") from error
+            raise CheckpointDamagedError(f"{where} {reason}") from error
         if manifest.digest != manifest._digest():
             raise CheckpointDamagedError(
-                f"{path} does not match its own digest: it was changed after it was written"
+                f"{where} does not match its own digest: it was changed after it was written"
             )
         return manifest
 
@@ -92,7 +84,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def _version(raw: bytes) -> object:
     try:
         found = msgspec.json.decode(raw)
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return None
     return found.get("format_version") if isinstance(found, dict) else None
 

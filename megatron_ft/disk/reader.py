@@ -13,26 +13,75 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_ft import private_files
 from megatron_ft.arena import digest
 from megatron_ft.disk import safetensors as st
 from megatron_ft.disk.durable import Disk
-from megatron_ft.disk.manifest import Manifest, ShardFile
+from megatron_ft.disk.manifest import NAME, Manifest, ShardFile
 from megatron_ft.disk.safetensors import ShardHeader
-from megatron_ft.errors import CheckpointDamagedError
+from megatron_ft.errors import CheckpointDamagedError, UntrustedFileError
 from megatron_ft.identity import SealedRecord
 
 PIECE_BYTES = 4 << 20
 """Most that is read at once; memory for reading does not grow with the shard."""
 
+MOST_MANIFEST_BYTES = 256 << 20
+"""Some 600 bytes a shard: far above any job."""
 
-def check_owner(path: Path) -> None:
-    """What is opened here may be unpickled later: it must be ours, as arenas must."""
-    info = path.stat()
-    if info.st_uid != os.geteuid() or info.st_mode & stat.S_IWOTH:
+
+def check_folder(folder: Path) -> None:
+    """CheckpointDamagedError unless a checkpoint's folder is this user's, and not open to all.
+
+    Its group may write to it: what others put there is theirs, which shows when it is opened.
+    """
+    try:
+        private_files.check_folder(folder, stat.S_IWOTH)
+    except UntrustedFileError as error:
         raise CheckpointDamagedError(
-            f"{path} belongs to user {info.st_uid} or may be written by all: it is not trusted; "
-            "copy it and give the copy"
-        )
+            f"{error}; or copy the checkpoint and give the copy"
+        ) from error
+    except FileNotFoundError as error:
+        raise CheckpointDamagedError(f"{folder} does not exist") from error
+
+
+def open_trusted(path: Path, disk: Disk) -> int:
+    """A descriptor of a checkpoint's file that nobody but this user can have written.
+
+    What is read may be unpickled later, so the same is asked as of arenas, but that others
+    may read it.  CheckpointDamagedError says what is wrong; OSError comes from the disk.
+    """
+    try:
+        descriptor = disk.open(path)
+    except OSError as error:
+        reason = private_files.refusal(error)
+        if not reason:
+            raise
+        raise CheckpointDamagedError(f"{path} {reason}") from error
+    reason = private_files.reason_against(
+        os.fstat(descriptor), forbidden=private_files.OTHERS_WRITE, links=True
+    )
+    if reason:
+        os.close(descriptor)
+        raise CheckpointDamagedError(f"{path} {reason}; or copy the checkpoint and give the copy")
+    return descriptor
+
+
+def read_manifest(folder: Path, disk: Disk | None = None) -> Manifest:
+    """The manifest of a checkpoint that only we can have written; CheckpointDamagedError."""
+    check_folder(folder)
+    path = folder / NAME
+    try:
+        with open(open_trusted(path, disk or Disk()), "rb") as file:
+            raw = file.read(MOST_MANIFEST_BYTES + 1)
+    except FileNotFoundError as error:
+        raise CheckpointDamagedError(
+            f"{folder} has no {NAME}: it is no checkpoint, or one that was never finished"
+        ) from error
+    except OSError as error:
+        raise CheckpointDamagedError(f"{path} cannot be read: {error.strerror}") from error
+    if len(raw) > MOST_MANIFEST_BYTES:
+        raise CheckpointDamagedError(f"{path} has more than {MOST_MANIFEST_BYTES} bytes")
+    return Manifest.from_json(raw, str(path))
 
 
 @contextmanager
@@ -49,8 +98,7 @@ def open_shard(
         raise CheckpointDamagedError(f"the manifest of {folder} names a file outside: {line.file}")
     disk = disk or Disk()
     try:
-        check_owner(path)
-        descriptor = disk.open(path)
+        descriptor = open_trusted(path, disk)
         try:
             yield ShardReader(path, descriptor, shard_id, line, manifest, disk)
         finally:
@@ -103,8 +151,10 @@ class ShardReader:
             raise CheckpointDamagedError(f"{self.path} holds another shard than the manifest names")
         if self.header.job != str(manifest.job):
             raise CheckpointDamagedError(f"{self.path} is of another job than the manifest")
-        if record.used_bytes > self.size - self.start:
-            raise CheckpointDamagedError(f"{self.path} is shorter than its record says")
+        if not digest.fits(self.size - self.start, record):
+            raise CheckpointDamagedError(
+                f"{self.path} is shorter than its record says, or the record is damaged"
+            )
 
     def read_into(self, data: NDArray[np.uint8]) -> None:
         """Fill ``data``, which is as long as the region, and check all of it."""

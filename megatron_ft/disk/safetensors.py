@@ -11,10 +11,12 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from megatron_ft.arena.format import DIGEST_BLAKE2B, DIGEST_CRC64, MAX_REGION_BYTES
+from megatron_ft.decoding import UNREADABLE
 from megatron_ft.errors import CheckpointDamagedError, DrainError
 from megatron_ft.identity import SealedRecord, Seat
 from megatron_ft.shard import ALIGNMENT, LayoutEntry, ShardLayout, align
@@ -66,8 +68,8 @@ class ShardHeader(msgspec.Struct, frozen=True):
     """What our part of a header says; kept as JSON texts in ``__metadata__``."""
 
     record: SealedRecord
-    block_bytes: int
-    digest_algorithm: int
+    block_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_REGION_BYTES)]
+    digest_algorithm: Annotated[int, msgspec.Meta(ge=DIGEST_CRC64, le=DIGEST_BLAKE2B)]
     job: str
     seat: Seat | None = None
 
@@ -108,7 +110,7 @@ def unpack_header(raw: bytes, where: str) -> ShardHeader:
         known = (metadata["format"], metadata["version"]) == (FORMAT, str(FORMAT_VERSION))
         if known:
             return msgspec.json.decode(metadata["shard"], type=ShardHeader)
-    except (msgspec.MsgspecError, KeyError, TypeError) as error:
+    except (*UNREADABLE, KeyError, TypeError) as error:
         raise CheckpointDamagedError(f"the header of {where} is damaged: {error}") from error
     raise CheckpointDamagedError(
         f"{where} has format {metadata['format']!r}, version {metadata['version']}; this release "

@@ -184,7 +184,7 @@ def take_apart(
     """
     meta = unpack_meta(digest.read_meta(data, record))
     layout = ShardLayout.from_bytes(meta.layout)
-    if layout.hash() != record.layout_hash:
+    if layout.hash() != record.layout_hash or layout.tensor_bytes > record.meta_offset:
         raise SnapshotUnavailableError(
             f"shard {record.shard_id} in {origin} holds another layout than its record names"
         )

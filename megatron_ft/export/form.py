@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from megatron_ft.decoding import UNREADABLE
 from megatron_ft.errors import ExportError
 
 FORM_VERSION = 2
@@ -44,7 +45,7 @@ class CheckpointForm(msgspec.Struct, frozen=True, kw_only=True):
         """The form back; ExportError if the bytes are none, or of another release."""
         try:
             form = msgspec.msgpack.decode(data, type=cls)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise ExportError(
                 "the snapshot says nothing of checkpoints: it was not taken by our integration of "
                 "Megatron-LM or DeepSpeed"

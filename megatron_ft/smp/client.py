@@ -17,8 +17,9 @@ from pathlib import Path
 import zmq
 
 from megatron_ft.environment import ProcessEnvironment
-from megatron_ft.errors import ControlPlaneError, error_class
+from megatron_ft.errors import ControlPlaneError, UntrustedFileError, error_class
 from megatron_ft.identity import SealedRecord, SnapshotId
+from megatron_ft.smp import local_socket
 from megatron_ft.smp import messages as m
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,13 @@ class TrainerClient:
         self._answers: queue.SimpleQueue[m.Message] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[m.Message | None] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
-        self._thread = threading.Thread(target=self._run, name="megatron-ft-client", daemon=True)
+        context = zmq.Context()
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(context, self._connect(context)),
+            name="megatron-ft-client",
+            daemon=True,
+        )
         self._thread.start()
 
     def hello(
@@ -161,12 +168,19 @@ class TrainerClient:
         self._outbox.put(message)
         os.write(self._wake_write, b"x")
 
-    def _run(self) -> None:
-        context = zmq.Context()
+    def _connect(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
         socket = context.socket(zmq.DEALER)
         socket.identity = f"trainer-{self._rank}-{os.getpid()}".encode()
         socket.linger = 2000
-        socket.connect(f"ipc://{self._environment.socket}")
+        try:
+            local_socket.connect(socket, self._environment.socket)
+        except UntrustedFileError:
+            socket.close()
+            context.term()
+            raise
+        return socket
+
+    def _run(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)

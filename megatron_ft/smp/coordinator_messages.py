@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from megatron_ft.arena.format import DIGEST_CRC64
-from megatron_ft.identity import Ancestor, SealedRecord, SnapshotId
+from megatron_ft.identity import Ancestor, Count, Iteration, SealedRecord, ShardId, SnapshotId
 from megatron_ft.smp.encoder_messages import (
     Encoded,
     EncoderHello,
@@ -28,15 +30,21 @@ from megatron_ft.smp.trainer_messages import (
     Unfit,
 )
 
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+
 
 class Lease(Message, frozen=True):
-    """Heartbeat of the coordinator: valid ``seconds`` from receipt, then trainers are killed.
+    """Heartbeat of the coordinator: valid ``seconds`` from ``heard``, then trainers are killed.
 
-    ``scrub_percent`` is the share of one core that the node's scrub may use, 0 for none.
+    ``heard`` is the newest ``clock`` that the coordinator has had from this SMP, 0 for none,
+    which grants nothing.  So a lease that lay in a queue, or that comes through while no
+    answer does, is not longer than the coordinator knows.  ``scrub_percent`` is the share of
+    one core that the node's scrub may use, 0 for none.
     """
 
-    incarnation: int
-    seconds: float
+    incarnation: Count
+    seconds: Seconds
+    heard: float = 0.0
     summary: bytes = b""
     scrub_percent: float = 0.0
 
@@ -44,8 +52,9 @@ class Lease(Message, frozen=True):
 class LeaseAnswer(Message, frozen=True):
     """Heartbeat of the SMP.  ``progress`` maps shard ids to their last finished iteration.
 
+    ``clock`` is the node's monotonic clock, in seconds.
     ``pinned`` says that a Grant would be refused now, only because readers hold snapshots.
-    ``rewind`` is what the user has asked for since this incarnation was admitted.
+    ``rewind`` is what the user has asked for and whoever leads now has not acted on yet.
     """
 
     node: str
@@ -53,6 +62,7 @@ class LeaseAnswer(Message, frozen=True):
     progress: dict[str, int]
     encoder_world: str
     resident_bytes: int
+    clock: float
     pinned: bool = False
     rewind: int | None = None
 
@@ -60,8 +70,8 @@ class LeaseAnswer(Message, frozen=True):
 class Admit(Message, frozen=True):
     """A new incarnation asks to take over: older writers are killed before it is answered."""
 
-    incarnation: int
-    seconds: float
+    incarnation: Count
+    seconds: Seconds
 
 
 class SlotReport(msgspec.Struct, frozen=True):
@@ -114,7 +124,7 @@ class Adopt(Message, frozen=True):
     (of a node that was replaced and has come back, say) are removed.
     """
 
-    incarnation: int
+    incarnation: Count
     lineage: tuple[Ancestor, ...]
     restore: SnapshotId | None
     keep: tuple[str, ...] = ()
@@ -123,32 +133,32 @@ class Adopt(Message, frozen=True):
 class CreateArena(Message, frozen=True):
     """Make the arena of one shard, or check that the one that is there is the same."""
 
-    incarnation: int
-    shard_id: str
+    incarnation: Count
+    shard_id: ShardId
     lineage: tuple[Ancestor, ...]
     codec: str
-    data_members: int
-    parity_members: int
-    member_index: int
+    data_members: Count
+    parity_members: Count
+    member_index: Count
     members: tuple[str, ...]
-    data_bytes: int
-    block_bytes: int
-    slot_count: int
-    digest_algorithm: int = DIGEST_CRC64
+    data_bytes: Count
+    block_bytes: Count
+    slot_count: Count
+    digest_algorithm: Count = DIGEST_CRC64
 
 
 class Grant(Message, frozen=True):
     """Permit ``snapshot`` at ``iteration`` to every trainer of the node."""
 
-    incarnation: int
+    incarnation: Count
     snapshot: SnapshotId
-    iteration: int
+    iteration: Count
 
 
 class Encode(Message, frozen=True):
     """Start encoding the node's part of these stripes."""
 
-    incarnation: int
+    incarnation: Count
     snapshot: SnapshotId
     world: str
     stripes: tuple[StripeOrder, ...]
@@ -157,9 +167,9 @@ class Encode(Message, frozen=True):
 class Rebuild(Message, frozen=True):
     """Start rebuilding the lost members of these stripes."""
 
-    incarnation: int
+    incarnation: Count
     snapshot: SnapshotId
-    iteration: int
+    iteration: Count
     world: str
     stripes: tuple[StripeOrder, ...]
 
@@ -170,16 +180,16 @@ class Load(Message, frozen=True):
     They count as lost until it says Loaded.
     """
 
-    incarnation: int
+    incarnation: Count
     snapshot: SnapshotId
-    iteration: int
+    iteration: Count
     shards: tuple[str, ...]
 
 
 class Repair(Message, frozen=True):
     """Have blocks of ``shard_id`` recomputed from its stripe, while its slot stays committed."""
 
-    incarnation: int
+    incarnation: Count
     snapshot: SnapshotId
     world: str
     stripes: tuple[StripeOrder, ...]
@@ -191,7 +201,7 @@ class Repair(Message, frozen=True):
 class Commit(Message, frozen=True):
     """``snapshot`` is the newest good one everywhere; ``level`` is "protected" or "local"."""
 
-    incarnation: int
+    incarnation: Count
     snapshot: SnapshotId
     level: str
 
@@ -199,7 +209,7 @@ class Commit(Message, frozen=True):
 class Abort(Message, frozen=True):
     """``snapshot`` will not be committed; its slots become free once their writers have stopped."""
 
-    incarnation: int
+    incarnation: Count
     snapshot: SnapshotId
     reason: str
 
@@ -207,7 +217,7 @@ class Abort(Message, frozen=True):
 class Hold(Message, frozen=True):
     """Pin ``snapshot`` for the coordinator itself, until Unhold or the next incarnation."""
 
-    incarnation: int
+    incarnation: Count
     reader: str
     snapshot: SnapshotId
 
@@ -215,14 +225,14 @@ class Hold(Message, frozen=True):
 class Unhold(Message, frozen=True):
     """End a Hold; answered by Ok, also when there is none."""
 
-    incarnation: int
+    incarnation: Count
     reader: str
 
 
 class RestoreReady(Message, frozen=True):
     """Trainers of the incarnation may start: ``sources`` says where each shard came from."""
 
-    incarnation: int
+    incarnation: Count
     snapshot: SnapshotId | None
     sources: dict[str, str]
 
@@ -230,7 +240,7 @@ class RestoreReady(Message, frozen=True):
 class ArenasReady(Message, frozen=True):
     """Every arena of the job exists: waiting Prepare requests may be answered, or refused."""
 
-    incarnation: int
+    incarnation: Count
     error: str = ""
     reason: str = ""
 
@@ -238,7 +248,7 @@ class ArenasReady(Message, frozen=True):
 class Retire(Message, frozen=True):
     """The job has ended: remove arenas if asked, and exit."""
 
-    incarnation: int
+    incarnation: Count
     remove_arenas: bool
 
 
@@ -316,7 +326,7 @@ class Pause(Message, frozen=True):
 class Rewind(Message, frozen=True):
     """Have the job go on from before this iteration; passed on with the next heartbeat."""
 
-    before: int
+    before: Iteration
 
 
 class Discard(Message, frozen=True):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
-from megatron_ft.identity import SealedRecord, SnapshotId
-from megatron_ft.smp.message_base import Message
+from megatron_ft.arena.format import MAX_MEMBERS
+from megatron_ft.identity import Hash, SealedRecord, ShardId, SnapshotId
+from megatron_ft.smp.message_base import Message, Name, Pid
+
+Members = Annotated[tuple[SealedRecord, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
+"""The records of a stripe's members, in order."""
 
 
 class EncoderHello(Message, frozen=True):
     """An encoder of world ``world`` introduces itself and is watched through a pidfd."""
 
-    pid: int
-    world: str
+    pid: Pid
+    world: Name
     world_rank: int
     world_size: int
 
@@ -76,7 +82,7 @@ class RepairOrder(Message, frozen=True):
     snapshot: SnapshotId
     world: str
     stripes: tuple[StripeOrder, ...]
-    shard_id: str
+    shard_id: ShardId
     data_blocks: tuple[int, ...]
     parity_blocks: tuple[int, ...]
 
@@ -89,7 +95,7 @@ class Recomputed(Message, frozen=True):
 
     snapshot: SnapshotId
     world: str
-    shard_id: str
+    shard_id: ShardId
     data: dict[int, bytes]
     parity: dict[int, bytes]
     left: int
@@ -100,9 +106,9 @@ class Encoded(Message, frozen=True):
 
     snapshot: SnapshotId
     world: str
-    shard_id: str
-    parity_root: bytes
-    stripe_table: tuple[SealedRecord, ...]
+    shard_id: ShardId
+    parity_root: Hash
+    stripe_table: Members
     bytes_sent: int
     seconds: float
 
@@ -112,10 +118,10 @@ class Rebuilt(Message, frozen=True):
 
     snapshot: SnapshotId
     world: str
-    shard_id: str
+    shard_id: ShardId
     record: SealedRecord
-    parity_root: bytes
-    stripe_table: tuple[SealedRecord, ...]
+    parity_root: Hash
+    stripe_table: Members
     bytes_sent: int
     seconds: float
 

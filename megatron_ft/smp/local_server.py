@@ -9,10 +9,11 @@ from typing import Any
 
 import zmq.asyncio
 
-from megatron_ft.errors import MegatronFTError, StaleIncarnationError
+from megatron_ft.errors import ControlPlaneError, MegatronFTError, StaleIncarnationError
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.host import NodeHost, resident_bytes
 from megatron_ft.smp.local_socket import bind
+from megatron_ft.smp.writers import DRAIN
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +50,8 @@ class LocalServer:
                 answer = await self._handle(frames[0], m.decode(b"".join(frames[1:])))
             except MegatronFTError as error:
                 answer = refusal(error)
-            except ProcessLookupError as error:
-                answer = m.Refused("ControlPlaneError", f"process {error} is gone")
+            except Exception as error:
+                answer = unexpected(frames, error)
             if answer is not None:
                 await self.send(frames[0], answer)
 
@@ -60,6 +61,9 @@ class LocalServer:
         if isinstance(message, m.EncoderHello):
             return await self._encoder_hello(identity, message)
         if isinstance(message, m.Prepare):
+            if self._host.writers.find("trainer", message.shard_id) is None:
+                reason = f"no trainer of {message.shard_id} has said hello here"
+                return m.Refused("ControlPlaneError", reason)
             self._host.preparing[message.shard_id] = identity
             await self._host.tell(message)
             return None
@@ -67,6 +71,7 @@ class LocalServer:
             await self._host.tell(message)
             return None
         if isinstance(message, m.Loaded):
+            self._host.store.check_record(message.record)
             answer = self._host.machine.handle(message)
             await self._host.carry_out()
             return answer
@@ -87,6 +92,8 @@ class LocalServer:
             return await self._discard()
         if isinstance(message, m.Pin):
             return self._pin(message)
+        if isinstance(message, m.Errand):
+            return self._errand(message)
         if isinstance(message, m.Unpin):
             self._host.readers.forget(message.reader)
             return self._host.machine.handle(message)
@@ -101,6 +108,19 @@ class LocalServer:
             self._host.readers.forget(message.reader)
         return answer
 
+    def _errand(self, message: m.Errand) -> m.Message:
+        host = self._host
+        current = host.machine.highest_incarnation
+        if not message.incarnation == current == host.state.highest_incarnation:
+            return m.Refused(
+                "StaleIncarnationError",
+                f"it is of life {message.incarnation}, the node is at {current}",
+            )
+        if host.lease_until and time.monotonic() >= host.lease_until:
+            return m.Refused("ControlPlaneError", "no supervisor leads this job just now")
+        host.enter(host.writers.add(DRAIN, message.who, message.pid, b""))
+        return m.Ok()
+
     def _rewind(self, message: m.Rewind) -> m.Message:
         if time.monotonic() >= self._host.lease_until:
             return m.Refused("ControlPlaneError", "no supervisor leads this job just now")
@@ -114,6 +134,8 @@ class LocalServer:
         return m.Ok()
 
     async def _from_writer(self, message: m.Message) -> None:
+        if isinstance(message, m.Sealed | m.Rebuilt):
+            self._host.store.check_record(message.record)
         answer = self._host.machine.handle(message)
         if isinstance(answer, m.Refused):
             log.warning("%s refused: %s", type(message).__name__, answer.reason)
@@ -168,6 +190,8 @@ class LocalServer:
             for w in writers.all()
             if w.role == role and (role == "encoder" or w.who == who) and w.pid != pid
         ]
+        if any(w.pid == pid and w.role == role and w.who != who for w in writers.all()):
+            raise ControlPlaneError(f"process {pid} is a {role} here already, under another name")
         await self._host.kill_writers(rivals)
         if (
             self._host.state.highest_incarnation != admitted
@@ -196,3 +220,13 @@ class LocalServer:
 def refusal(error: MegatronFTError) -> m.Refused:
     """An error as an answer; the other side raises it again."""
     return m.Refused(type(error).__name__, str(error))
+
+
+def unexpected(what: object, error: Exception) -> m.Refused:
+    """An answer to what must never happen: the owner of the snapshots outlives it.
+
+    Nothing was carried out, or some of it; headers are written whole, one after the other, so
+    what they say stays true.
+    """
+    log.error("%r could not be handled", what, exc_info=error)
+    return m.Refused("ControlPlaneError", f"{type(error).__name__}: {error}; see the SMP's log")

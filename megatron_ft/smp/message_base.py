@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+
+MOST_BYTES = 64 << 20
+"""Longest frame that an SMP takes: who claims more is cut off before any memory is given to it.
+
+The longest of ours hold the stripes of a whole job, some 100 bytes a rank, or the recomputed
+blocks of one report, 64 of 64 KiB.
+"""
+
+Pid = Annotated[int, msgspec.Meta(ge=1, le=1 << 22)]
+"""The number of a process; the kernel gives none above (proc(5), pid_max)."""
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+"""What a peer calls itself, or the world that it is of."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):

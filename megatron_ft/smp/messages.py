@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from megatron_ft.decoding import UNREADABLE
 from megatron_ft.errors import ControlPlaneError
 from megatron_ft.smp.coordinator_messages import (
     Abort,
@@ -65,7 +66,7 @@ from megatron_ft.smp.message_base import (
     Ok,
     Refused,
 )
-from megatron_ft.smp.reader_messages import Pin, Unpin
+from megatron_ft.smp.reader_messages import Errand, Pin, Unpin
 from megatron_ft.smp.trainer_messages import (
     Abandoned,
     CaptureCost,
@@ -141,6 +142,7 @@ __all__ = [
     "StripeOrder",
     "Unfit",
     "Unhold",
+    "Errand",
     "Unpin",
     "VerifyOrder",
     "Welcome",
@@ -201,6 +203,7 @@ AnyMessage = (
     | Rewind
     | Discard
     | Pin
+    | Errand
     | Unpin
     | StatusRequest
     | Status
@@ -219,6 +222,6 @@ def decode(frame: bytes) -> Any:
     """The message in a frame; ControlPlaneError if it is not one of ours."""
     try:
         return _DECODER.decode(frame)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         reason = f"unreadable control message of {len(frame)} bytes: {error}"
         raise ControlPlaneError(reason) from error

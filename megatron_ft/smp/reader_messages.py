@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_ft.identity import SnapshotId
-from megatron_ft.smp.message_base import Message
+from megatron_ft.identity import Count, SnapshotId
+from megatron_ft.smp.message_base import Message, Name, Pid
 
 
 class Pin(Message, frozen=True):
@@ -13,12 +13,24 @@ class Pin(Message, frozen=True):
     Unpin or the death of process ``pid``, and is void from the next incarnation on.
     """
 
-    reader: str
+    reader: Name
     snapshot: SnapshotId
-    pid: int
+    pid: Pid
+
+
+class Errand(Message, frozen=True):
+    """A process ``pid`` that the supervisor's life ``incarnation`` has started for a drain.
+
+    It is ended when the lease runs out or another life is admitted.  Answered by Ok, or
+    Refused when either has happened.
+    """
+
+    who: Name
+    pid: Pid
+    incarnation: Count
 
 
 class Unpin(Message, frozen=True):
     """The reader has read what it wanted; answered by Ok, also when there is no such pin."""
 
-    reader: str
+    reader: Name

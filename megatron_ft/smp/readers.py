@@ -10,6 +10,12 @@ import asyncio
 import os
 from collections.abc import Callable
 
+from megatron_ft.errors import ControlPlaneError
+from megatron_ft.smp.writers import open_pidfd
+
+MOST_READERS = 256
+"""Each holds a descriptor."""
+
 
 class Readers:
     """Live readers by name.  ``on_death`` is called with the name, from the event loop."""
@@ -19,9 +25,14 @@ class Readers:
         self._pidfds: dict[str, int] = {}
 
     def watch(self, reader: str, pid: int) -> None:
-        """Watch a process under this name; ProcessLookupError if it is dead already."""
+        """Watch a process under this name; ControlPlaneError if it is dead, or there are many."""
         self.forget(reader)
-        pidfd = os.pidfd_open(pid)
+        if len(self._pidfds) >= MOST_READERS:
+            raise ControlPlaneError(f"{len(self._pidfds)} readers hold snapshots already")
+        try:
+            pidfd = open_pidfd(pid)
+        except ProcessLookupError as error:
+            raise ControlPlaneError(f"process {pid} is gone") from error
         self._pidfds[reader] = pidfd
         asyncio.get_running_loop().add_reader(pidfd, self._died, reader)
 

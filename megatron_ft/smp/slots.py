@@ -200,6 +200,9 @@ class ShardSlots:
     ) -> None:
         """Parity is complete and verified and the stripe's table known: ENCODING to PROTECTED."""
         index = self._expect(snapshot, SlotState.ENCODING)
+        if self.ending(index):
+            # Its iteration is gone from the header: protected, it could be committed without one.
+            raise TransitionRefusedError(f"{self.shard_id}: {snapshot} was given up")
         self._put(
             index,
             replace(
@@ -291,6 +294,8 @@ class ShardSlots:
     ) -> None:
         """The rebuild target matches its digests: REBUILDING to PROTECTED."""
         index = self._expect(record.snapshot, SlotState.REBUILDING)
+        if self.ending(index):
+            raise TransitionRefusedError(f"{self.shard_id}: {record.snapshot} was given up")
         self._put(
             index,
             SlotHeader(

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_ft import private_files
+from megatron_ft.decoding import UNREADABLE
+from megatron_ft.errors import ControlPlaneError
+
 FILE_NAME = "node.json"
 
 
@@ -17,15 +21,23 @@ class NodeState(msgspec.Struct, frozen=True):
 
     @classmethod
     def load(cls, directory: Path) -> NodeState:
-        """The stored state, or the initial one."""
+        """The stored state, or the initial one.
+
+        ControlPlaneError if it is damaged: without it the fence against older lives is gone.
+        """
         path = directory / FILE_NAME
-        return msgspec.json.decode(path.read_bytes(), type=cls) if path.exists() else cls()
+        try:
+            return msgspec.json.decode(private_files.read_file(path), type=cls)
+        except FileNotFoundError:
+            return cls()
+        except UNREADABLE as error:
+            raise ControlPlaneError(
+                f"{path} is damaged ({error}); `megatron-ft clean` removes what is left of the job"
+            ) from error
 
     def save(self, directory: Path) -> None:
         """Replace the file at once; it lives on a tmpfs, so nothing is flushed."""
-        temporary = directory / f"{FILE_NAME}.tmp"
-        temporary.write_bytes(msgspec.json.encode(self))
-        temporary.replace(directory / FILE_NAME)
+        private_files.replace_file(directory / FILE_NAME, msgspec.json.encode(self))
 
     def at(self, incarnation: int) -> NodeState:
         """The state with a new highest incarnation."""

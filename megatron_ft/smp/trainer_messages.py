@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_ft.identity import SealedRecord, SnapshotId
-from megatron_ft.smp.message_base import Message
+from megatron_ft.identity import Count, SealedRecord, ShardId, SnapshotId
+from megatron_ft.smp.message_base import Message, Pid
 
 
 class Hello(Message, frozen=True):
@@ -12,13 +12,13 @@ class Hello(Message, frozen=True):
     ``coordinates`` are its model-parallel coordinates without the data-parallel one.
     """
 
-    pid: int
-    rank: int
-    world_size: int
-    local_index: int
-    shard_id: str
+    pid: Pid
+    rank: Count
+    world_size: Count
+    local_index: Count
+    shard_id: ShardId
     coordinates: tuple[int, ...]
-    incarnation: int
+    incarnation: Count
 
 
 class Welcome(Message, frozen=True):
@@ -33,10 +33,10 @@ class Welcome(Message, frozen=True):
 class Prepare(Message, frozen=True):
     """The trainer's layout is planned; answered by Prepared once every arena exists."""
 
-    shard_id: str
+    shard_id: ShardId
     layout_hash: bytes
-    required_bytes: int
-    interval: int
+    required_bytes: Count
+    interval: Count
 
 
 class Prepared(Message, frozen=True):
@@ -58,7 +58,7 @@ class Sealed(Message, frozen=True):
 class Judged(Message, frozen=True):
     """What the next loss says of a snapshot's state: ``problem`` is empty if it is good."""
 
-    shard_id: str
+    shard_id: ShardId
     snapshot: SnapshotId
     problem: str = ""
 
@@ -66,14 +66,14 @@ class Judged(Message, frozen=True):
 class Missed(Message, frozen=True):
     """The trainer passed the permitted iteration without capturing."""
 
-    shard_id: str
+    shard_id: ShardId
     snapshot: SnapshotId
 
 
 class Abandoned(Message, frozen=True):
     """Capture has ended without a usable result; nothing is written to the slot any more."""
 
-    shard_id: str
+    shard_id: ShardId
     snapshot: SnapshotId
     reason: str
 
@@ -81,7 +81,7 @@ class Abandoned(Message, frozen=True):
 class Restored(Message, frozen=True):
     """The trainer has loaded its shard and goes on from there."""
 
-    shard_id: str
+    shard_id: ShardId
     snapshot: SnapshotId
     seconds: float
     source: str
@@ -90,7 +90,7 @@ class Restored(Message, frozen=True):
 class CorruptShard(Message, frozen=True):
     """The trainer found bytes that fail their digests, and loaded nothing."""
 
-    shard_id: str
+    shard_id: ShardId
     snapshot: SnapshotId
     blocks: int
 
@@ -101,7 +101,7 @@ class Unfit(Message, frozen=True):
     ``error`` names a class of megatron_ft.errors.
     """
 
-    shard_id: str
+    shard_id: ShardId
     error: str
     reason: str
 
@@ -109,7 +109,7 @@ class Unfit(Message, frozen=True):
 class CaptureCost(Message, frozen=True):
     """How long one snapshot held the training thread, and how long its copy took."""
 
-    shard_id: str
+    shard_id: ShardId
     snapshot: SnapshotId
     stall_seconds: float
     copy_seconds: float

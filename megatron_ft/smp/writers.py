@@ -8,6 +8,7 @@ arenas so that a restarted SMP knows whom it has to fence.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 from collections.abc import Callable
@@ -15,13 +16,20 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_ft import private_files
+from megatron_ft.decoding import UNREADABLE
 from megatron_ft.errors import ControlPlaneError
 
 FILE_NAME = "writers.json"
+MOST_WRITERS = 1024
+"""Each holds a descriptor; a node has a handful."""
+
+DRAIN = "drain"
+"""Role of a process that writes to disk for the supervisor, and to no arena."""
 
 
 class Writer(msgspec.Struct, frozen=True):
-    """One registered process.  ``who`` is a shard id (trainer) or a world (encoder).
+    """One registered process.  ``who`` is a shard id (trainer), a world (encoder), or any name.
 
     ``start_time`` is field 22 of /proc/<pid>/stat (clock ticks since boot): it tells the
     process from a later one with the same pid.  ``identity`` is its socket's.
@@ -32,6 +40,26 @@ class Writer(msgspec.Struct, frozen=True):
     pid: int
     start_time: int
     identity: bytes
+
+
+def check_process(pid: int) -> None:
+    """ControlPlaneError unless this is a living process of this user's, other than this one."""
+    try:
+        owner = os.stat(f"/proc/{pid}").st_uid
+    except OSError as error:
+        raise ControlPlaneError(f"process {pid} is gone") from error
+    if owner != os.geteuid() or pid == os.getpid():
+        raise ControlPlaneError(f"process {pid} is not one of this user's trainers or encoders")
+
+
+def open_pidfd(pid: int) -> int:
+    """A pidfd; ProcessLookupError also for a number that is a thread's."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            raise ProcessLookupError(pid) from error
+        raise
 
 
 def start_time_of(pid: int) -> int:
@@ -61,7 +89,14 @@ class Writers:
         return next((w for w in self._pidfds if (w.role, w.who) == (role, who)), None)
 
     def add(self, role: str, who: str, pid: int, identity: bytes) -> Writer:
-        """Watch a process; ProcessLookupError if it is dead already."""
+        """Watch a process.
+
+        ControlPlaneError if it is dead already, not this user's, or this one itself, which
+        would be killed by the next fence; and if there are too many.
+        """
+        if len(self._pidfds) >= MOST_WRITERS:
+            raise ControlPlaneError(f"{len(self._pidfds)} writers are registered already")
+        check_process(pid)
         writer = Writer(role, who, pid, start_time_of(pid), identity)
         self._watch(writer)
         self._save()
@@ -69,10 +104,8 @@ class Writers:
 
     def adopt(self) -> list[Writer]:
         """Watch again what an earlier SMP watched.  Returns those that have died since."""
-        if not self._path.exists():
-            return []
         gone = []
-        for writer in msgspec.json.decode(self._path.read_bytes(), type=list[Writer]):
+        for writer in self._stored():
             try:
                 if start_time_of(writer.pid) != writer.start_time:
                     raise ProcessLookupError(writer.pid)
@@ -99,7 +132,7 @@ class Writers:
             ) from error
 
     def _watch(self, writer: Writer) -> None:
-        pidfd = os.pidfd_open(writer.pid)
+        pidfd = open_pidfd(writer.pid)
         self._pidfds[writer] = pidfd
         self._dead[writer] = asyncio.Event()
         asyncio.get_running_loop().add_reader(pidfd, self._died, writer)
@@ -112,7 +145,17 @@ class Writers:
         self._on_death(writer)
         self._dead.pop(writer).set()
 
+    def _stored(self) -> list[Writer]:
+        try:
+            raw = private_files.read_file(self._path)
+            return msgspec.json.decode(raw, type=list[Writer])
+        except FileNotFoundError:
+            return []
+        except UNREADABLE as error:
+            raise ControlPlaneError(
+                f"{self._path} is damaged ({error}), so nobody knows who may write to the arenas "
+                "beside it; `megatron-ft clean` ends the job's processes and removes it"
+            ) from error
+
     def _save(self) -> None:
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_bytes(msgspec.json.encode(list(self._pidfds)))
-        temporary.replace(self._path)
+        private_files.replace_file(self._path, msgspec.json.encode(list(self._pidfds)))
