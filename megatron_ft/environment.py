@@ -22,6 +22,7 @@ was given up.
 """
 
 SOCKET_NAME = "smp.sock"
+READY_NAME = "smp.json"
 
 
 @dataclass(frozen=True)

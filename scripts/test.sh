@@ -25,6 +25,7 @@ check() {
 }
 
 environment_prepare dev
+slurm_prepare
 cd "$REPO"
 check lint ruff check .
 check format ruff format --check .

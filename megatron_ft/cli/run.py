@@ -4,7 +4,8 @@
 
 Starts an SMP on every node, an encoder world over MPI and one trainer per rank with
 torchrun's environment variables; notices deaths, replaces nodes, restarts from memory.
-Nodes are virtual: groups of processes of this machine.  If this command itself is
+Nodes are virtual (groups of processes of this machine), or with --launcher slurm those of
+the allocation in whose batch script this runs (docs/slurm.md).  If this command itself is
 killed, run it again with the same --job: it takes over what is in memory.
 """
 
@@ -19,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_ft import isal
+from megatron_ft.cli import run_place
+from megatron_ft.cli.run_place import RunPlace
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.coordinator.coordinator import Timing
 from megatron_ft.coordinator.events import JobEvent
@@ -30,10 +33,11 @@ from megatron_ft.flags import argument_type, help_of
 from megatron_ft.launch import job_settings
 from megatron_ft.launch.job_state import JobState, state_folder
 from megatron_ft.launch.membership import NoSpareError
+from megatron_ft.launch.placement import describe_domains
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.stop import EXIT_DRAINED, EXIT_INTERRUPTED, EXIT_NOT_DRAINED, Stop
 from megatron_ft.launch.supervisor import Supervisor
-from megatron_ft.launch.virtual import VirtualCluster, default_root
+from megatron_ft.launch.topology import read_domains
 
 EXIT_CODES: Mapping[int, str] = {
     10: "stopped: no snapshot in memory can be served and no checkpoint was found",
@@ -48,12 +52,28 @@ EXIT_CODES: Mapping[int, str] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``megatron-ft run``."""
     parser.add_argument("--job", default="job", help="name of the job (default: %(default)s)")
-    parser.add_argument("--nodes", type=int, default=4, help="nodes that train (%(default)s)")
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        help=f"nodes that train (default: {run_place.VIRTUAL_NODES}; with --launcher slurm all of "
+        "the allocation but the spares)",
+    )
     parser.add_argument("--spares", type=int, default=0, help="nodes in reserve (%(default)s)")
     parser.add_argument(
         "--ranks-per-node", type=int, default=1, help="trainers a node (%(default)s)"
     )
-    parser.add_argument("--state-dir", type=Path, help="where the job's notes are kept")
+    run_place.add_arguments(parser)
+    parser.add_argument(
+        "--failure-domains",
+        metavar="FILE",
+        help="which nodes fail together: a file of lines `rack1: node[0-3],node7`, or Slurm's "
+        "topology.conf; slurm: what `scontrol show topology` says (default: each node is alone)",
+    )
+    parser.add_argument(
+        "--state-dir",
+        type=Path,
+        help="where the job's notes are kept; with --launcher slurm all nodes must see it",
+    )
     parser.add_argument("--log-dir", type=Path, help="where the processes' output goes")
     parser.add_argument(
         "--from-scratch",
@@ -86,24 +106,26 @@ def main(arguments: argparse.Namespace) -> int:
     """Run the job; see EXIT_CODES."""
     command = command_of(arguments)
     settings = job_settings.settle(vars(arguments), command, os.environ)
-    spec = spec_from(arguments, command, settings)
+    notes = state_folder(arguments.job, arguments.state_dir)
+    place = run_place.place_of(arguments, settings.arena_dir, notes)
+    spec = spec_from(arguments, command, settings, place)
     _check_folder("--drain-dir", spec.drain_dir)
     _check_folder("--drain-export-dir", spec.drain_export_dir)
-    names = [f"node{i}" for i in range(spec.nodes + spec.spares)]
-    root = settings.arena_dir or default_root()
-    cluster = VirtualCluster(spec.name, names, root)
-    with JobState(state_folder(spec.name, arguments.state_dir), spec.name) as state:
-        supervisor = Supervisor(spec, cluster, state)
+    with JobState(notes, spec.name) as state:
+        supervisor = Supervisor(spec, place.launcher, state)
         supervisor.observers.add(Printer())
+        if spec.domains:
+            active = supervisor.members.active
+            print(
+                describe_domains(active, place.launcher.nodes(), spec.domains, spec.scheme),
+                flush=True,
+            )
         code = asyncio.run(_run(supervisor))
         if code == 0:
             state.remove()
+            place.clean()
         else:
-            print(
-                "snapshots stay in memory: run the same command again to go on, or free it with "
-                f"`megatron-ft clean --job {spec.name}`",
-                flush=True,
-            )
+            print(place.hint, flush=True)
     return code
 
 
@@ -114,15 +136,18 @@ def command_of(arguments: argparse.Namespace) -> list[str]:
 
 
 def spec_from(
-    arguments: argparse.Namespace, command: Sequence[str], settings: SnapshotConfig
+    arguments: argparse.Namespace,
+    command: Sequence[str],
+    settings: SnapshotConfig,
+    place: RunPlace,
 ) -> JobSpec:
     """The job that flags and settings describe; ConfigError or ProtectionError if it makes no
     sense."""
-    lease = settings.lease_seconds
+    lease, source = settings.lease_seconds, arguments.failure_domains
     return JobSpec(
         name=arguments.job,
         command=tuple(command),
-        nodes=arguments.nodes,
+        nodes=place.nodes,
         spares=arguments.spares,
         ranks_per_node=arguments.ranks_per_node,
         scheme=Scheme.parse(settings.protect),
@@ -141,9 +166,10 @@ def spec_from(
         drain_bandwidth_mib=settings.drain_bandwidth_mib,
         drain_export_dir=settings.drain_export_dir,
         drain_stop_seconds=settings.drain_stop_seconds,
-        time_limit_seconds=settings.time_limit_seconds,
+        time_limit_seconds=settings.time_limit_seconds or place.seconds_left,
         scrub_percent=settings.scrub_percent,
         quarantine_iterations=settings.quarantine_iterations,
+        domains=read_domains(source, place.launcher.nodes()) if source else {},
     )
 
 

@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from megatron_ft import private_files
 from megatron_ft.environment import INCARNATION
 from megatron_ft.errors import ControlPlaneError
+from megatron_ft.fault_points import reach
 from megatron_ft.launch.job_state import JobState, SmpPlace
 from megatron_ft.launch.launcher import (
     Launcher,
@@ -26,7 +28,7 @@ from megatron_ft.launch.launcher import (
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.startup import before_script
 from megatron_ft.launch.trainer_env import free_port, trainer_environment
-from megatron_ft.smp.__main__ import READY_NAME, Ready
+from megatron_ft.smp.__main__ import Ready
 from megatron_ft.smp.daemon import Credentials
 
 SMP_START_SECONDS = 60.0
@@ -94,12 +96,12 @@ class SmpFleet:
 
     async def _start(self, node: str) -> str:
         record = self._state.record
-        ready = self._launcher.node_dir(node) / READY_NAME
+        ready = self._launcher.ready_file(node)
         ready.unlink(missing_ok=True)
         credentials = Credentials(str(record.job), record.secret)
         handle = self._launcher.start(
             node,
-            [sys.executable, "-m", "megatron_ft.smp"],
+            smp_command(self._launcher.address(node), ready),
             dict(os.environ),
             self._spec.log_dir / f"smp-{node}.log",
             stdin=msgspec.json.encode(credentials),
@@ -113,12 +115,12 @@ class SmpFleet:
     async def _serving(self, node: str, handle: ProcessHandle, ready: Path) -> str:
         """Wait for the file by which an SMP says that it serves.
 
-        A file on a tmpfs has no event that reaches other machines, so it is looked at.
+        No event of a file reaches other machines, so it is looked at.
         """
         log = self._spec.log_dir / f"smp-{node}.log"
         for _ in range(int(SMP_START_SECONDS / 0.05)):
-            if ready.exists():
-                return msgspec.json.decode(ready.read_bytes(), type=Ready).endpoint
+            if _shown(ready):
+                return msgspec.json.decode(private_files.read_file(ready), type=Ready).endpoint
             if not handle.alive():
                 if not self._launcher.reachable(node):
                     raise NodeUnreachable(f"node {node} was lost while its SMP started")
@@ -129,6 +131,18 @@ class SmpFleet:
         raise ControlPlaneError(
             f"the SMP of node {node} did not serve within {SMP_START_SECONDS:.0f} s; see {log}"
         )
+
+
+def smp_command(address: str, ready: Path) -> list[str]:
+    """How an SMP is started that serves at ``address`` and says so in the file ``ready``."""
+    command = [sys.executable, "-m", "megatron_ft.smp"]
+    return [*command, "--address", address, "--ready", str(ready)]
+
+
+def _shown(file: Path) -> bool:
+    # Not exists(): a network file system may remember for long that a name is not there, but
+    # asks its server when a folder is opened.
+    return file.parent.is_dir() and file.name in os.listdir(file.parent)
 
 
 class EncoderWorld:
@@ -197,14 +211,18 @@ class TrainerFleet:
                     local_rank=local,
                     node_count=spec.nodes,
                     ranks_per_node=spec.ranks_per_node,
-                    master_address="127.0.0.1",
+                    master_address=self._launcher.address(active[0]),
                     master_port=port,
                     run_id=spec.name,
                     restart_count=incarnation - 1,
                 )
+                if interface := self._launcher.interface(node):
+                    environment.setdefault("GLOO_SOCKET_IFNAME", interface)
                 log = self.log_of(index * spec.ranks_per_node + local)
                 handle = self._launcher.start(node, spec.command, environment, log)
                 self._handles.append(handle)
+                if incarnation > 1:
+                    reach("recovery.trainer_started")
 
     def log_of(self, rank: int) -> Path:
         """Where a rank's output goes."""

@@ -37,7 +37,10 @@ class ProcessHandle(Protocol):
 
     @property
     def pid(self) -> int:
-        """Process number on its node; for a world, that of its MPI launcher."""
+        """Process number on its node; for a world, that of its MPI launcher.
+
+        Where a launcher starts it by a command that runs as long as it does, of that command.
+        """
 
     @property
     def node(self) -> str:
@@ -77,8 +80,31 @@ class Launcher(Protocol):
     def reachable(self, node: str) -> bool:
         """False if the node is known to be lost; True promises nothing."""
 
+    def gone(self, node: str) -> bool:
+        """Whether no process of the node can run any more; False when in doubt.
+
+        A lost node that may only have been cut off goes on training until its lease has run
+        out, so that is waited for.
+        """
+
+    def address(self, node: str) -> str:
+        """Where processes of other nodes, and the supervisor, reach this one over TCP/IP.
+
+        A numeric address; its SMP listens there, and the trainers' rendezvous is the
+        first node's.
+        """
+
+    def interface(self, node: str) -> str:
+        """The network device of that address, for gloo; empty if gloo is to choose."""
+
     def node_dir(self, node: str) -> Path:
-        """The job's folder in that node's memory, for its socket and its arenas."""
+        """The job's folder in that node's memory, for its socket and its arenas.
+
+        A path on that node, which the supervisor may not be able to open.
+        """
+
+    def ready_file(self, node: str) -> Path:
+        """The file in which the node's SMP says where it serves; supervisor and node see it."""
 
     def start(
         self,

@@ -144,16 +144,23 @@ def split_environments(
 
 
 def world_command(
-    mpi: MpiLauncher, placements: Sequence[Placement], own: Sequence[Mapping[str, str]]
+    mpi: MpiLauncher,
+    placements: Sequence[Placement],
+    own: Sequence[Mapping[str, str]],
+    hosts: Sequence[str] = (),
 ) -> list[str]:
-    """One command for several programs, one rank each, rank i is ``placements[i]``."""
+    """One command for several programs, one rank each, rank i is ``placements[i]``.
+
+    ``hosts`` are the addresses of their nodes, empty if all are on this machine.
+    """
     env_program = shutil.which("env") or "/usr/bin/env"
     command = [str(mpi.path)]
     for index, (placement, variables) in enumerate(zip(placements, own, strict=True)):
         # Names are in order, so that the same world gives the same command.
         settings = [f"{name}={value}" for name, value in sorted(variables.items())]
         command += [":"] if index else []
-        command += ["-n", "1", env_program, *settings, *placement.argv]
+        command += ["-n", "1", *(("--host", hosts[index]) if hosts else ())]
+        command += [env_program, *settings, *placement.argv]
     return command
 
 
@@ -171,35 +178,56 @@ def without_outer_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def world_environment(
-    mpi: MpiLauncher, environment: Mapping[str, str], scratch: Path
+    mpi: MpiLauncher,
+    environment: Mapping[str, str],
+    scratch: Path,
+    remote: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Environment of the MPI launcher for a world on this one machine.
+    """Environment of the MPI launcher for a world on this one machine, or by way of ``remote``.
 
     What MPI keeps in files, its shared memory included, goes to ``scratch``: ranks that are
-    killed leave it behind.  A user's own setting of the same name wins.
+    killed leave it behind.  A user's own setting of the same name wins, save what ``remote``
+    holds: how other hosts are reached.
     """
-    settings = _open_mpi_settings(mpi, scratch) if mpi.kind is MpiKind.OPEN_MPI else _MPICH_SETTINGS
-    return {**settings, **without_outer_launcher(environment), "TMPDIR": str(scratch)}
+    settings = _MPICH_SETTINGS
+    if mpi.kind is MpiKind.OPEN_MPI:
+        settings = _OPEN_MPI_SETTINGS | (_one_machine(mpi, scratch) if remote is None else {})
+    kept = without_outer_launcher(environment)
+    return {**settings, **kept, "TMPDIR": str(scratch), **(remote or {})}
+
+
+def open_mpi_by(remote_shell: Sequence[str]) -> dict[str, str]:
+    """Settings for Open MPI to start its daemons by a command that is called like ssh."""
+    words = " ".join(remote_shell)
+    return {
+        # Names of release 5, then of release 4.
+        "PRTE_MCA_plm": "ssh",
+        "PRTE_MCA_plm_ssh_agent": words,
+        "OMPI_MCA_plm": "rsh",
+        "OMPI_MCA_plm_rsh_agent": words,
+    }
 
 
 _MPICH_SETTINGS = {"HYDRA_LAUNCHER": "fork", "HYDRA_RMK": "user"}
+_OPEN_MPI_SETTINGS = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    # More ranks than cores are normal here; names of release 5, then of release 4.
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    # Without oversubscription, ranks would be bound to the first cores, where trainers are.
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}
 
 
-def _open_mpi_settings(mpi: MpiLauncher, scratch: Path) -> dict[str, str]:
+def _one_machine(mpi: MpiLauncher, scratch: Path) -> dict[str, str]:
     shared_memory = "sm" if mpi.major >= 5 else "vader"
     return {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        # More ranks than cores are normal here; names of release 5, then of release 4.
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        # Without oversubscription, ranks would be bound to the first cores, where trainers are.
-        "PRTE_MCA_hwloc_default_binding_policy": "none",
-        "OMPI_MCA_hwloc_base_binding_policy": "none",
-        "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMPI_MCA_pml": "ob1",
-        "OMPI_MCA_btl": f"self,{shared_memory},tcp",
-        "OMPI_MCA_btl_tcp_if_include": "lo",
+        # No TCP on one machine: every rank would listen on all interfaces, and ask for no secret.
+        "OMPI_MCA_btl": f"self,{shared_memory}",
         f"OMPI_MCA_btl_{shared_memory}_backing_directory": str(scratch),
     }
 

@@ -157,7 +157,8 @@ def open_session(
     No parent-death signal and no terminal: it outlives whoever starts it.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    log = os.open(log_path, flags, 0o600)
     try:
         source = _filled_pipe(stdin)
         try:

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import tempfile
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_ft.environment import JOB, NODE, NODE_DIR
@@ -21,6 +21,7 @@ from megatron_ft.launch.mpirun import (
     world_environment,
 )
 from megatron_ft.launch.process import LocalProcess, open_session
+from megatron_ft.launch.spread import Spread
 
 WORLD = "MEGATRON_FT_WORLD"
 WORLD_NODES = "MEGATRON_FT_WORLD_NODES"
@@ -40,10 +41,20 @@ class WorldProcess(LocalProcess):
     environment.
     """
 
-    def __init__(self, child: subprocess.Popen[bytes], job: str, world: str, scratch: Path) -> None:
-        """Take over the MPI launcher ``child`` of the world named ``world``."""
+    def __init__(
+        self,
+        child: subprocess.Popen[bytes],
+        job: str,
+        world: str,
+        scratch: Path,
+        near: Callable[[str], bool] = lambda node: True,
+    ) -> None:
+        """Take over the MPI launcher ``child`` of the world named ``world``.
+
+        Ranks on nodes that are not ``near`` are left to the SMPs there.
+        """
         super().__init__("", child.pid, child)
-        self.job, self.world, self._scratch = job, world, scratch
+        self.job, self.world, self._scratch, self._near = job, world, scratch, near
 
     @classmethod
     def start(
@@ -53,18 +64,22 @@ class WorldProcess(LocalProcess):
         placements: Sequence[Placement],
         log_path: Path,
         scratch: Path,
+        spread: Spread | None = None,
     ) -> WorldProcess:
         """Start a world; its name is MEGATRON_FT_WORLD of the placements, or a new one.
 
-        ``scratch`` is made, and removed when the world has ended.
+        ``scratch`` is made if it is not there, and removed when the world has ended.  Without
+        ``spread`` all ranks are on this machine.
         """
         shared, own = split_environments([p.env for p in placements])
         world = shared.get(WORLD) or uuid.uuid4().hex
-        scratch.mkdir(parents=True, mode=0o700)
-        env = world_environment(mpi, shared, scratch)
+        scratch.mkdir(parents=True, mode=0o700, exist_ok=True)
+        env = world_environment(mpi, shared, scratch, spread.settings if spread else None)
         env |= {JOB: job, WORLD: world, WORLD_NODES: ",".join(p.node for p in placements)}
-        command = world_command(mpi, placements, own)
-        return cls(open_session("", command, env, log_path), job, world, scratch)
+        spread = spread or Spread()
+        command = spread.entered(world_command(mpi, placements, own, spread.hosts))
+        child = open_session("", command, env, log_path)
+        return cls(child, job, world, scratch, spread.near)
 
     async def wait(self) -> int:
         """Exit status of the MPI launcher, once all ranks are dead too."""
@@ -91,23 +106,31 @@ class WorldProcess(LocalProcess):
 
     def _is_member(self, pid: int) -> bool:
         env = procfs.read_environment(pid)
-        return env.get(JOB) == self.job and env.get(WORLD) == self.world
+        if env.get(JOB) != self.job or env.get(WORLD) != self.world:
+            return False
+        return self._near(env.get(NODE, ""))
 
 
 def probe_world(
-    mpi: MpiLauncher, ranks: int, environment: Mapping[str, str], timeout_seconds: float = 60.0
+    mpi: MpiLauncher,
+    ranks: int,
+    environment: Mapping[str, str],
+    timeout_seconds: float = 60.0,
+    nodes: Sequence[str] = (),
+    spread: Spread | None = None,
 ) -> None:
     """Start a world of ``ranks`` and let it count itself.
 
-    Raises MpiError, with what MPI said, when it does not start, does not end in time, or is
-    smaller.
+    With ``spread``, as for WorldProcess, rank i is on ``nodes[i]``.  Raises MpiError, with what
+    MPI said, when it does not start, does not end in time, or is smaller.
     """
     argv = (mpi.python, "-c", _PROBE, str(ranks))
     env = {n: v for n, v in environment.items() if n not in (JOB, NODE, NODE_DIR, WORLD)}
     with tempfile.TemporaryDirectory(prefix="megatron-ft-") as folder:
         log = Path(folder) / "log"
-        placements = [Placement("", argv, env)] * ranks
-        world = WorldProcess.start(mpi, "probe", placements, log, Path(folder) / "scratch")
+        placements = [Placement(node, argv, env) for node in nodes or [""] * ranks]
+        scratch = Path(folder) / "scratch"
+        world = WorldProcess.start(mpi, "probe", placements, log, scratch, spread)
         try:
             status = world.join(timeout_seconds)
         except ControlPlaneError as error:

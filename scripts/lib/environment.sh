@@ -175,6 +175,26 @@ assert importlib.util.find_spec("megatron.training"), "megatron-core lacks megat
 assert importlib.util.find_spec("deepspeed"), "deepspeed is missing"'
 }
 
+# slurm_prepare: a Slurm for the tests, from the distribution's packages; says what is missing where
+# it cannot be had, and then those tests are skipped.
+slurm_prepare() {
+    if command -v slurmctld srun munged >/dev/null; then
+        return 0
+    fi
+    if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
+        echo "no Slurm here, and no root with apt-get to install slurm-wlm: its tests are skipped"
+        return 0
+    fi
+    printf 'installing slurm-wlm and munge for the tests ... '
+    if (export DEBIAN_FRONTEND=noninteractive
+        timeout 120 apt-get update && timeout 300 apt-get install -y --no-install-recommends \
+            slurm-wlm munge) >>"$LOG" 2>&1 </dev/null; then
+        echo done
+    else
+        echo "not possible (see $LOG): the tests of Slurm are skipped"
+    fi
+}
+
 # environment_prepare LEVEL: make or complete .venv; nothing to do takes well under a second.
 environment_prepare() {
     local level="$1" extras="mpi,demo" python print last=""

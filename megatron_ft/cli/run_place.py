@@ -1,0 +1,91 @@
+"""Where ``megatron-ft run`` runs a job: on virtual nodes, or in a Slurm allocation."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ft.errors import ConfigError
+from megatron_ft.launch.launcher import Launcher
+from megatron_ft.launch.slurm.allocation import Allocation
+from megatron_ft.launch.slurm.launcher import SlurmLauncher
+from megatron_ft.launch.virtual import VirtualCluster, default_root
+
+VIRTUAL, SLURM = "virtual", "slurm"
+VIRTUAL_NODES = 4
+
+
+@dataclass(frozen=True)
+class RunPlace:
+    """A launcher, how many nodes train, and what only the place knows.
+
+    ``seconds_left`` until it ends the job, 0: never.  ``clean`` removes what a job that is done
+    left on its nodes; ``destroy`` also ends its processes.  ``hint`` says what becomes of
+    memory when the job has stopped.
+    """
+
+    launcher: Launcher
+    nodes: int
+    seconds_left: float
+    clean: Callable[[], None]
+    destroy: Callable[[], None]
+    hint: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that choose a place."""
+    parser.add_argument(
+        "--launcher",
+        choices=(VIRTUAL, SLURM),
+        default=VIRTUAL,
+        help="virtual: nodes are groups of processes of this machine; slurm: those of the "
+        "allocation that this runs in (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--srun-flags",
+        default="",
+        metavar="FLAGS",
+        help="more flags for each srun, as one word: --srun-flags='--container-image=...'",
+    )
+
+
+def place_of(arguments: argparse.Namespace, root: Path | None, state_folder: Path) -> RunPlace:
+    """What the flags ask for; ``root`` is the folder of all jobs' arenas, None: the usual one.
+
+    ConfigError for flags that do not fit the place.
+    """
+    root = root or default_root()
+    if arguments.launcher == SLURM:
+        return _slurm(arguments, root, state_folder)
+    if arguments.srun_flags:
+        raise ConfigError("--srun-flags needs --launcher slurm")
+    nodes: int = VIRTUAL_NODES if arguments.nodes is None else arguments.nodes
+    names = [f"node{i}" for i in range(nodes + arguments.spares)]
+    cluster = VirtualCluster(arguments.job, names, root)
+    hint = (
+        "snapshots stay in memory: run the same command again to go on, or free it with "
+        f"`megatron-ft clean --job {arguments.job}`"
+    )
+    return RunPlace(cluster, nodes, 0.0, lambda: None, cluster.destroy, hint)
+
+
+def _slurm(arguments: argparse.Namespace, root: Path, state_folder: Path) -> RunPlace:
+    allocation = Allocation.from_environment()
+    there = len(allocation.names)
+    nodes: int = there - arguments.spares if arguments.nodes is None else arguments.nodes
+    if nodes < 1 or nodes + arguments.spares > there:
+        raise ConfigError(
+            f"job {allocation.job_id} has {there} nodes, not enough for {nodes} that train and "
+            f"{arguments.spares} spares: give sbatch a larger --nodes"
+        )
+    flags = shlex.split(arguments.srun_flags)
+    notes = state_folder.with_name(f"{state_folder.name}.nodes")
+    notes.mkdir(mode=0o700, parents=True, exist_ok=True)
+    launcher = SlurmLauncher(arguments.job, allocation, root, notes, flags)
+    hint = "snapshots stay in memory until this Slurm job ends or runs the same command again"
+    return RunPlace(
+        launcher, nodes, allocation.seconds_left(), launcher.clean, launcher.clean, hint
+    )

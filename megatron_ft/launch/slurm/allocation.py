@@ -1,0 +1,132 @@
+"""The Slurm job that we run in: its nodes, which of them are left, and when it ends.
+
+Everything is asked of Slurm's own commands, with a limit: a controller that does not answer
+must not hold up the leases of the nodes, which are renewed by whoever asks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+
+from megatron_ft.errors import ConfigError, MissingEnvironmentError
+
+ASK_SECONDS = 2.0
+FRESH_SECONDS = 1.0
+_STEP_PREFIXES = ("SLURM_", "SRUN_", "SBATCH_", "PMI_", "PMI2_", "PMIX_")
+_KEPT = frozenset({"SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOB_NAME"})
+
+
+class Allocation:
+    """The nodes of one running job."""
+
+    def __init__(self, job_id: str, names: Sequence[str], addresses: Mapping[str, str]) -> None:
+        """``addresses`` are the nodes' numeric network addresses."""
+        self.job_id, self.names = job_id, tuple(names)
+        self._addresses = dict(addresses)
+        self._left = frozenset(names)
+        self._asked = float("-inf")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Allocation:
+        """The job whose batch script, or interactive shell, started us.
+
+        ConfigError outside of a job, MissingEnvironmentError where Slurm's commands fail.
+        """
+        job_id, nodes = (environment.get(f"SLURM_JOB_{n}", "") for n in ("ID", "NODELIST"))
+        if not job_id or not nodes:
+            raise ConfigError(
+                "--launcher slurm works inside a Slurm job only: SLURM_JOB_ID and "
+                "SLURM_JOB_NODELIST are not set. Submit a script like scripts/slurm/"
+                "pretrain_gpt_inmem.sbatch, or run it in the shell that `salloc` gives"
+            )
+        if shutil.which("srun") is None:
+            raise MissingEnvironmentError("srun is not on PATH: Slurm's commands are needed")
+        names = _demand("scontrol", "show", "hostnames", nodes).split()
+        described = _demand("scontrol", "show", "node", "--oneliner", nodes)
+        found = {name: numeric(at) for name, at in node_addresses(described).items()}
+        return cls(job_id, names, found)
+
+    def address(self, node: str) -> str:
+        """The numeric address by which other nodes reach this one."""
+        return self._addresses[node]
+
+    def left(self) -> frozenset[str]:
+        """Nodes that Slurm has not taken out of the job as failed; at most a second old.
+
+        Slurm takes a node out after SlurmdTimeout without word from it, and never gives it
+        back.  While the controller does not answer, what it said last.
+        """
+        if time.monotonic() - self._asked > FRESH_SECONDS:
+            nodes = ask("squeue", "--noheader", "--jobs", self.job_id, "--format=%N")
+            names = "" if nodes is None else ask("scontrol", "show", "hostnames", nodes.strip())
+            self._left = frozenset(names.split()) if names else self._left
+            self._asked = time.monotonic()
+        return self._left
+
+    def seconds_left(self) -> float:
+        """Until Slurm ends the job; 0 if it has no time limit, or nobody knows."""
+        answer = ask("squeue", "--noheader", "--jobs", self.job_id, "--format=%L")
+        return parse_duration((answer or "").strip())
+
+
+def node_addresses(described: str) -> dict[str, str]:
+    """NodeAddr by NodeName from ``scontrol show node --oneliner``.  Pure."""
+    return dict(re.findall(r"NodeName=(\S+).*?NodeAddr=(\S+)", described))
+
+
+def numeric(address: str) -> str:
+    """The numeric form of a host name; the name itself where it cannot be resolved."""
+    try:
+        return socket.gethostbyname(address)
+    except OSError:
+        return address
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of Slurm's ``[days-][[hours:]minutes:]seconds``; 0 for a word.  Pure."""
+    days, dash, clock = text.rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdigit() for part in (*parts, *([days] if dash else []))):
+        return 0.0
+    seconds = sum(int(part) * 60**power for power, part in enumerate(reversed(parts)))
+    return float(seconds + int(days or 0) * 86400)
+
+
+def outside_of_steps(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment from which srun takes no options and MPI no place in a world.  Pure.
+
+    The job's own number, its name, and where Slurm's configuration is stay.
+    """
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in _KEPT or not name.startswith(_STEP_PREFIXES)
+    }
+
+
+def ask(*command: str) -> str | None:
+    """What a command of Slurm's prints; None when it fails or does not answer in time."""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=ASK_SECONDS, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _demand(*command: str) -> str:
+    answer = ask(*command)
+    if answer is None:
+        raise MissingEnvironmentError(
+            f"`{' '.join(command)}` failed or did not answer within {ASK_SECONDS:g} s: is this "
+            "shell inside a Slurm job, and does its controller answer?"
+        )
+    return answer

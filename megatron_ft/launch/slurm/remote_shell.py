@@ -1,0 +1,40 @@
+"""Stands in for ssh where mpirun starts its daemons: a job step on the node instead.
+
+mpirun calls ``python -m megatron_ft.launch.slurm.remote_shell NODE WORDS...``; the words are for a
+shell on that node.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+SRUN = "MEGATRON_FT_SRUN"
+"""JSON: srun with its flags, up to the node."""
+
+FOLDER = "MEGATRON_FT_JOB_DIR"
+"""The job's folder on each node; MPI keeps its files in <folder>/<node>/mpi."""
+
+# What ranks that were killed left of an earlier world would only take memory.
+_SCRIPT = 'rm -rf "$0" && (umask 077 && mkdir -p "$0") && TMPDIR="$0" exec /bin/sh -c "$1"'
+
+
+def remote_command(
+    node: str, words: Sequence[str], environment: Mapping[str, str] = os.environ
+) -> list[str]:
+    """The step that runs ``words`` on ``node``.  Pure."""
+    prefix: list[str] = json.loads(environment[SRUN])
+    folder = os.path.join(environment[FOLDER], node, "mpi")
+    return [*prefix, f"--nodelist={node}", "/bin/sh", "-c", _SCRIPT, folder, " ".join(words)]
+
+
+def main() -> None:
+    """Become srun."""
+    command = remote_command(sys.argv[1], sys.argv[2:])
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main()

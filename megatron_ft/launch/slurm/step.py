@@ -1,0 +1,126 @@
+"""One process on one node, as a job step of its own.
+
+srun is its handle: it runs beside the supervisor in a session of its own, so that a later
+supervisor of the same batch script finds it by its process number.  The step writes its log
+itself and would go on without srun (seen with Slurm 22.05).
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from megatron_ft.launch.process import LocalProcess, open_session
+from megatron_ft.launch.slurm.allocation import Allocation, outside_of_steps
+
+END_SECONDS = 4.0
+"""How long srun may take to end a step before it is given up; a lost node never answers it."""
+
+# Of a step's place in the job; torch, DeepSpeed and MPI would take it for a rank's place.
+_PLACE = (
+    "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS",
+    "SLURM_NNODES", "SLURM_GTIDS", "SLURM_TASKS_PER_NODE", "SLURM_STEP_ID", "SLURM_STEPID",
+    "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_TASKS_PER_NODE",
+)  # fmt: skip
+_SCRIPT = '(umask 077; : >>"$0"); exec "$@" >>"$0" 2>&1'
+
+
+class StepProcess(LocalProcess):
+    """Handle of a step with one task on ``node``; see ProcessHandle.
+
+    Its process number is that of srun.  A status is the task's own; where the node was lost,
+    of which srun makes a 0, it is that of SIGKILL.
+    """
+
+    allocation: Allocation | None = None
+    """Known once it is; a step that has ended by then cannot be attached to."""
+
+    @classmethod
+    def begin(
+        cls,
+        allocation: Allocation,
+        node: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log_path: Path,
+        flags: Sequence[str],
+        stdin: bytes | None,
+    ) -> StepProcess:
+        """Start a step; ``flags`` are the site's own for srun."""
+        command = step_command(allocation.job_id, node, argv, log_path, flags)
+        child = open_session(node, command, outside_of_steps(env), log_path, stdin)
+        return cls._of(allocation, node, child.pid, child)
+
+    @classmethod
+    def of_earlier(
+        cls, allocation: Allocation, node: str, pid: int, start_time: int | None
+    ) -> StepProcess:
+        """The step of a supervisor that was here before; ProcessGoneError if it has ended."""
+        process = cls.attach(node, pid, start_time)
+        assert isinstance(process, StepProcess)
+        process.allocation = allocation
+        return process
+
+    @classmethod
+    def _of(
+        cls, allocation: Allocation, node: str, pid: int, child: subprocess.Popen[bytes]
+    ) -> StepProcess:
+        process = cls(node, pid, child)
+        process.allocation = allocation
+        return process
+
+    def kill(self) -> None:
+        """Have Slurm send SIGKILL to all of the step; see ProcessHandle.
+
+        srun does so at SIGTERM.  It is ended itself when it takes too long: what then still
+        runs is on a node that cannot be reached, whose SMP ends it when its lease is over.
+        """
+        if not self.alive():
+            return
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
+        timer = threading.Timer(END_SECONDS, super().kill)
+        timer.daemon = True
+        timer.start()
+
+    def _reap(self) -> int:
+        if self._exit is None:
+            status = super()._reap()
+            left = self.allocation is None or self.node in self.allocation.left()
+            self._exit = task_status(status, left)
+        return self._exit
+
+
+def task_status(status: int, node_left: bool) -> int:
+    """A task's exit status from srun's, as ``subprocess`` has them.  Pure.
+
+    srun gives 128 + n for a task killed by signal n, and 0 when the node has failed.
+    """
+    if 128 < status <= 128 + signal.NSIG:
+        return 128 - status
+    return -signal.SIGKILL if status == 0 and not node_left else status
+
+
+def step_command(
+    job_id: str, node: str, argv: Sequence[str], log_path: Path, flags: Sequence[str]
+) -> list[str]:
+    """The command of a step with one task, whose output goes to ``log_path`` on any node."""
+    without_place = ["env", *(word for name in _PLACE for word in ("-u", name))]
+    task = ["/bin/sh", "-c", _SCRIPT, str(log_path), *without_place, *argv]
+    return [*step_prefix(job_id, flags), f"--nodelist={node}", "--output=none", *task]
+
+
+def step_prefix(job_id: str, flags: Sequence[str]) -> list[str]:
+    """srun with what all our steps have in common: one task that shares its node with others.
+
+    ``--no-kill`` and ``--kill-on-bad-exit=0`` keep what happens to one step from the others;
+    ``--mem=0`` gives it all of the job's memory on the node.
+    """
+    return [
+        "srun", f"--jobid={job_id}", "--nodes=1", "--ntasks=1", "--overlap", "--no-kill",
+        "--kill-on-bad-exit=0", "--mem=0", "--mpi=none", "--quiet", *flags,
+    ]  # fmt: skip

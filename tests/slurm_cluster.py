@@ -1,0 +1,244 @@
+"""A real Slurm on this machine: munged, slurmctld, and one slurmd per node, in a private folder.
+
+Nothing of it touches a Slurm that the machine may have: key, sockets, ports and configuration
+are its own.  All nodes share this machine's /dev/shm and process numbers; a job tells its nodes
+apart by SLURMD_NODENAME.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from megatron_ft.launch import procfs
+
+PROGRAMS = (
+    "munged",
+    "munge",
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "srun",
+    "scontrol",
+    "scancel",
+    "unshare",
+)
+EPILOG = Path(__file__).parent.parent / "scripts" / "slurm" / "epilog.sh"
+START_SECONDS = 30.0
+NODE_TIMEOUT_SECONDS = 10
+"""After this long without word from a slurmd, slurmctld calls its node down."""
+
+_CONFIG = """\
+ClusterName=megatronft
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ctld_port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CryptoType=crypto/munge
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+SlurmdParameters=config_overrides
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+SlurmdTimeout={timeout}
+KillWait=5
+MinJobAge=300
+Epilog={epilog}
+SchedulerParameters=bf_interval=1,sched_min_interval=500000
+{nodes}
+PartitionName=all Nodes={names} Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
+"""
+
+
+def missing() -> str:
+    """Why there can be no Slurm here, or nothing."""
+    absent = [name for name in PROGRAMS if _program(name) is None]
+    if absent:
+        return f"no {', '.join(absent)}: install the packages slurm-wlm and munge"
+    if os.geteuid() != 0:
+        return "a Slurm of one's own needs root"
+    allowed = subprocess.run(["unshare", "--uts", "true"], capture_output=True, check=False)
+    return "" if allowed.returncode == 0 else "nodes cannot have host names (unshare --uts) here"
+
+
+def _program(name: str) -> str | None:
+    return shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
+
+
+class SlurmCluster:
+    """Nodes n0, n1, ... of a Slurm that runs until ``stop``."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.folder = folder
+        self.names = [f"n{i}" for i in range(count)]
+        self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self) -> None:
+        """Return when all nodes are idle; RuntimeError, with the logs' ends, if that fails."""
+        self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        (self.folder / "state").mkdir(exist_ok=True)
+        key = self.folder / "munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(secrets.token_bytes(128))
+        self._write_config()
+        self._daemon("munged", "--foreground", "--force", "--num-threads=2", *self._munge_files())
+        self._until("munged", lambda: (self.folder / "munge.socket").exists())
+        self._daemon("slurmctld", "-D")
+        for name in self.names:
+            self.start_node(name)
+        self._until("idle nodes", lambda: self.states() == {name: "idle" for name in self.names})
+
+    def _munge_files(self) -> Iterator[str]:
+        for kind in ("key-file", "pid-file", "log-file", "seed-file"):
+            yield f"--{kind}={self.folder}/munge.{kind.removesuffix('-file')}"
+        yield f"--socket={self.folder}/munge.socket"
+
+    def _write_config(self) -> None:
+        ports = _free_ports(len(self.names) + 1)
+        host = socket.gethostname().split(".")[0]
+        nodes = [
+            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=16"
+            for name, port in zip(self.names, ports[1:], strict=True)
+        ]
+        (self.folder / "slurm.conf").write_text(
+            _CONFIG.format(
+                host=host,
+                folder=self.folder,
+                ctld_port=ports[0],
+                timeout=NODE_TIMEOUT_SECONDS,
+                epilog=EPILOG,
+                nodes="\n".join(nodes),
+                names=",".join(self.names),
+            )
+        )
+
+    def start_node(self, name: str) -> None:
+        """Start the slurmd of a node that has none."""
+        # A host name of its own, by which Open MPI tells nodes apart.
+        script = 'hostname "$0" && exec "$@"'
+        slurmd = _program("slurmd") or ""
+        self._daemon("unshare", "--uts", "sh", "-c", script, name, slurmd, "-D", "-N", name)
+
+    def run(self, *command: str, check: bool = True, more: Mapping[str, str] | None = None) -> str:
+        """Standard output of a command of Slurm's, with ``more`` in its environment."""
+        environment = {**self.environment, **(more or {})}
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        if check and done.returncode:
+            raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+        return done.stdout
+
+    def states(self) -> dict[str, str]:
+        """State of each node, in sinfo's short words."""
+        lines = self.run("sinfo", "-h", "-N", "-o", "%N %t", check=False).splitlines()
+        return dict(line.split() for line in lines)
+
+    def job_state(self, job: str) -> str:
+        """State of a job, as RUNNING or COMPLETED; empty when Slurm has forgotten it."""
+        fields = self.run("scontrol", "show", "job", "-o", job, check=False).split()
+        return next((f.partition("=")[2] for f in fields if f.startswith("JobState=")), "")
+
+    def processes_of(self, node: str) -> list[int]:
+        """Step daemons of a node and all that runs below them; not its slurmd."""
+        return [pid for pid in procfs.own_processes() if self._is_of(pid, node)]
+
+    def _is_of(self, pid: int, node: str) -> bool:
+        env = procfs.read_environment(pid)
+        return (
+            env.get("SLURMD_NODENAME") == node
+            and env.get("SLURM_CONF") == self.environment["SLURM_CONF"]
+        )
+
+    def kill_node(self, node: str) -> None:
+        """Lose a node: SIGKILL to its slurmd, its step daemons and all processes of its jobs."""
+        slurmd = self._daemons.pop(node)
+        slurmd.kill()
+        slurmd.wait()
+        procfs.kill_matching(lambda pid: self._belongs(pid, node), f"node {node}")
+
+    def _belongs(self, pid: int, node: str) -> bool:
+        return self._is_of(pid, node) or self._is_stepd(pid, node)
+
+    def _is_stepd(self, pid: int, node: str) -> bool:
+        # slurmstepd calls itself "slurmstepd: [4.extern]" and keeps the slurmd's log open.
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if not command.startswith(b"slurmstepd"):
+                return False
+            log = str(self.folder / f"slurmd.{node}.log")
+            return any(os.readlink(fd.path) == log for fd in os.scandir(f"/proc/{pid}/fd"))
+        except OSError:
+            return False
+
+    def stop(self) -> None:
+        """End everything, jobs included."""
+        if (self.folder / "slurm.conf").exists() and "slurmctld" in self._daemons:
+            self.run("scancel", "--me", "--signal=KILL", "--full", check=False)
+            self.run("scancel", "--me", check=False)
+        for name in self.names:
+            if name in self._daemons:
+                self.kill_node(name)
+        for daemon in self._daemons.values():
+            daemon.terminate()
+        for daemon in self._daemons.values():
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        self._daemons.clear()
+
+    def _daemon(self, program: str, *arguments: str) -> None:
+        path = _program(program)
+        assert path is not None
+        label = program if program != "unshare" else arguments[-1]
+        with open(self.folder / f"{label}.out", "ab") as out:
+            self._daemons[label] = subprocess.Popen(
+                [path, *arguments],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+
+    def _until(self, what: str, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while not condition():
+            dead = [n for n, d in self._daemons.items() if d.poll() is not None]
+            if dead or time.monotonic() > deadline:
+                logs = [self.folder / f"{name}.out" for name in dead or self._daemons]
+                ends = "\n".join(f"{log}:\n{log.read_text()[-1500:]}" for log in logs)
+                raise RuntimeError(f"no {what} within {START_SECONDS:.0f} s; {ends}")
+            time.sleep(0.05)
+
+
+def _free_ports(count: int) -> Sequence[int]:
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()

@@ -1,0 +1,62 @@
+"""What is asked for on the command line of ``megatron-ft run`` reaches the job."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.cli import run, run_place
+from megatron_ft.config import SnapshotConfig
+from megatron_ft.launch import job_settings
+from megatron_ft.launch.spec import JobSpec
+
+GIVEN = {
+    "--drain-dir": "/data/drains",
+    "--drain-interval": "7",
+    "--drain-keep": "5",
+    "--drain-keep-every": "70",
+    "--drain-bandwidth-mib": "12.0",
+    "--drain-export-dir": "/data/exports",
+    "--drain-stop-seconds": "33.0",
+    "--time-limit-seconds": "4000.0",
+    "--scrub-percent": "2.5",
+    "--quarantine-iterations": "21",
+    "--checkpoint-dir": "/data/checkpoints",
+    "--slots": "3",
+    "--protect": "rs:2+1",
+    "--lease-seconds": "17.0",
+    "--register-timeout-seconds": "99.0",
+}
+SAME_NAME = {f.name for f in fields(SnapshotConfig)} & {f.name for f in fields(JobSpec)}
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> JobSpec:
+    parser = argparse.ArgumentParser()
+    run.add_arguments(parser)
+    words = [word for pair in GIVEN.items() for word in pair]
+    arguments = parser.parse_args([*words, "--", "python", "train.py"])
+    command = run.command_of(arguments)
+    settings = job_settings.settle(vars(arguments), command, {})
+    # Longer paths would not fit into the address of a socket.
+    with tempfile.TemporaryDirectory() as root:
+        place = run_place.place_of(arguments, Path(root), tmp_path / "notes")
+    return run.spec_from(arguments, command, settings, place)
+
+
+@pytest.mark.parametrize("name", sorted(SAME_NAME))
+def test_a_setting_of_the_same_name_has_the_value_of_its_flag(spec: JobSpec, name: str) -> None:
+    value, flag = getattr(spec, name), "--" + name.replace("_", "-")
+    assert flag in GIVEN, f"give {flag} a value here that is not its default"
+    assert value == type(value)(GIVEN[flag]) and value != getattr(SnapshotConfig(), name)
+
+
+def test_settings_with_another_name_there(spec: JobSpec) -> None:
+    assert spec.command == ("python", "train.py")
+    assert (spec.sizes.slot_count, str(spec.scheme)) == (3, "rs:2+1")
+    assert (spec.timing.lease, spec.register_timeout) == (17.0, 99.0)
+    assert spec.drain_export_dir == Path("/data/exports")

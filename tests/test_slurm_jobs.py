@@ -1,0 +1,82 @@
+"""The shipped batch script on a real Slurm: trainers and nodes die, jobs are requeued."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.launch.virtual import default_root
+from tests import slurm_cluster
+from tests.jobs import Result, difference, oracle
+from tests.slurm_cluster import SlurmCluster
+from tests.slurm_jobs import SlurmJob
+
+ITERATIONS = 70
+
+MISSING = slurm_cluster.missing()
+
+pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    made = SlurmCluster(tmp_path_factory.mktemp("slurm"), 5)
+    try:
+        made.start()
+        yield made
+    finally:
+        made.stop()
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, warm_trainers: None) -> Result:
+    return oracle(tmp_path_factory.mktemp("oracle"), 2, ITERATIONS)
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    job = f"slurm-{uuid.uuid4().hex[:8]}"
+    yield job
+    shutil.rmtree(default_root() / job, ignore_errors=True)
+
+
+@pytest.mark.timeout(600)
+def test_the_shipped_script_survives_a_trainer_a_node_and_a_requeue(
+    cluster: SlurmCluster, tmp_path: Path, name: str, expected: Result
+) -> None:
+    """Before the job runs again the site's epilog frees its memory, so it goes on from the disk."""
+    job = SlurmJob(
+        cluster,
+        tmp_path,
+        name,
+        nodes=3,
+        iterations=ITERATIONS,
+        iteration_seconds=0.15,
+        site={"SPARES": "1", "RUN_FLAGS": "--lease-seconds 4"},
+    )
+    job.until_printed("committed (protected)")
+    job.kill_rank(1)
+    job.until_printed("training\n", times=2)
+    job.until_printed("committed (protected)", times=2)
+    job.lose_node("n1")
+    job.until_printed("training\n", times=3)
+    cluster.start_node("n1")
+    cluster.run("scancel", "--batch", "--signal=TERM", job.id)
+    job.until_printed("requeueing job")
+    job.start_now()
+    assert job.until_state("COMPLETED", "FAILED") == "COMPLETED", job.story()
+    text = job.text()
+    sources = ["from own memory", "n2 takes the place of n1"]
+    sources += [
+        "pp0-tp0-dp1-ep0 from parity, the rest from own memory",
+        "the supervisor ended with 13",
+    ]
+    sources += ["from disk", "the supervisor ended with 0"]
+    found = [text.find(words) for words in sources]
+    assert found == sorted(found) and found[0] > 0, (found, job.story())
+    assert not difference(job.result(), expected), job.story()
+    assert not (default_root() / name).exists()
