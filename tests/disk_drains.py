@@ -90,6 +90,7 @@ def newest_of(memory: Memory, directory: Path) -> int:
     """Iteration of the newest checkpoint; every one with a manifest is what the arenas hold."""
     source, live = open_checkpoint(directory), open_live(memory.root, memory.job)
     infos = source.snapshots()
+    assert infos, f"no checkpoint is left: {'; '.join(source.problems)}"
     for info in infos:
         with source.open(info) as stored, open_newest(live, info.iteration) as shards:
             assert same(shards, stored)

@@ -8,9 +8,12 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -40,6 +43,25 @@ except Exception as error:
 sys.stdin.read()
 """
 
+ENCODER = """
+import os, sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from megatron_ft.arena.arena import Arena
+from megatron_ft.environment import ProcessEnvironment
+from megatron_ft.erasure.worker import SmpConnection
+from megatron_ft.smp.messages import EncoderHello
+path, world, value = sys.argv[1:]
+with SmpConnection(ProcessEnvironment.from_env(), lambda: None) as smp:
+    smp.send(EncoderHello(os.getpid(), world, 0, 1))
+    print(smp.receive(60), flush=True)
+    parity = Arena.open(Path(path)).parity(0, writable=True)
+    sys.stdin.readline()
+    parity[:] = int(value)
+    print("wrote", flush=True)
+    sys.stdin.readline()
+"""
+
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[SmpNode]:
@@ -50,14 +72,23 @@ def node(tmp_path: Path) -> Iterator[SmpNode]:
 
 
 def trainer(node: SmpNode, incarnation: int = 1) -> subprocess.Popen[str]:
+    return process(node, TRAINER, incarnation=incarnation)
+
+
+def encoder(node: SmpNode, world: str, value: int) -> subprocess.Popen[str]:
+    """Registers for ``world`` and, with a line of input, fills the parity of slot 0."""
+    arena = node.environment.node_dir / "dp0.arena"
+    return process(node, ENCODER, str(arena), world, str(value))
+
+
+def process(node: SmpNode, script: str, *words: str, incarnation: int = 1) -> subprocess.Popen[str]:
     environment = {
         **os.environ,
         **node.environment.variables(),
         "MEGATRON_FT_INCARNATION": str(incarnation),
     }
-    script = TRAINER.format(root=str(Path(__file__).parent.parent))
     return subprocess.Popen(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", script.format(root=str(Path(__file__).parent.parent)), *words],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -70,8 +101,16 @@ async def led(node: SmpNode, incarnation: int = 1, seconds: float = 60.0) -> Smp
     """A link whose coordinator has been admitted and holds the lease."""
     link = await node.link(zmq.asyncio.Context.instance())
     await link.demand(m.Admit(incarnation, seconds), 30)
-    await link.demand(m.Lease(incarnation, seconds), 30)
+    await lease(link, seconds, incarnation)
     return link
+
+
+async def lease(link: SmpLink, seconds: float, incarnation: int = 1) -> m.LeaseAnswer:
+    """Have the lease end so many seconds from now."""
+    first = await link.demand(m.Lease(incarnation, seconds), 30)
+    answer = await link.demand(m.Lease(incarnation, seconds, first.clock), 30)
+    assert isinstance(answer, m.LeaseAnswer)
+    return answer
 
 
 def capture(node: SmpNode, sequence: int, slot: int) -> m.Sealed:
@@ -147,6 +186,46 @@ def test_an_older_trainer_is_dead_before_a_new_incarnation_is_admitted(node: Smp
     run(story())
 
 
+def test_an_encoder_of_an_old_world_writes_nothing_when_it_wakes(node: SmpNode) -> None:
+    """Its order was carried out by another world meanwhile, or its slot has a newer snapshot."""
+    striped = {"codec": "replica", "parity_members": 1, "members": ("dp0", "dp1")}
+    old, new = None, None
+
+    def say_go(writer: subprocess.Popen[str]) -> None:
+        assert writer.stdin is not None
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
+
+    async def next_line(writer: subprocess.Popen[str]) -> str:
+        assert writer.stdout is not None
+        return await asyncio.wait_for(asyncio.to_thread(writer.stdout.readline), 60)
+
+    async def story() -> None:
+        nonlocal old, new
+        link = await led(node)
+        await link.demand(msgspec.structs.replace(create(), **striped), 30)
+        old = encoder(node, "old", 7)
+        assert "EncoderWelcome" in await next_line(old)
+        os.kill(old.pid, signal.SIGSTOP)
+        say_go(old)
+        new = encoder(node, "new", 9)
+        assert "EncoderWelcome" in await next_line(new)
+        say_go(new)
+        assert await next_line(new) == "wrote\n"
+        os.kill(old.pid, signal.SIGCONT)
+        await next_line(old)  # until it has written, or is dead
+        with Arena.open(node.environment.node_dir / "dp0.arena") as arena:
+            assert set(arena.parity(0).tolist()) == {9}, "parity of an old world over a newer one"
+        link.close()
+
+    try:
+        run(story())
+    finally:
+        for writer in filter(None, (old, new)):
+            writer.kill()
+            writer.communicate()
+
+
 def test_a_trainer_of_an_earlier_life_is_turned_away(node: SmpNode) -> None:
     async def story() -> str:
         link = await led(node, incarnation=2)
@@ -182,8 +261,84 @@ def test_without_a_lease_the_node_kills_its_own_trainers(node: SmpNode) -> None:
         link = await led(node)
         cut_off = trainer(node)
         await node.event(m.Hello)
-        await link.demand(m.Lease(1, 0.5), 30)
+        await lease(link, 0.5)
         assert await asyncio.to_thread(cut_off.wait, 60) == -signal.SIGKILL
+        link.close()
+
+    run(story())
+
+
+@pytest.mark.parametrize("heard", ["never", "before"])
+def test_leases_without_new_answers_extend_nothing(node: SmpNode, heard: str) -> None:
+    """As they come through a network that is cut in one direction."""
+
+    async def story() -> None:
+        link = await led(node)
+        cut_off = trainer(node)
+        await node.event(m.Hello)
+        clock = (await lease(link, 1.0)).clock if heard == "before" else 0.0
+        if heard == "never":
+            await lease(link, 1.0)
+        dead = asyncio.create_task(asyncio.to_thread(cut_off.wait, 60))
+        while not dead.done():
+            await link.demand(m.Lease(1, 1.0, clock), 30)
+            assert time.monotonic() < clock + 10 or not clock, "the lease never ends"
+            await asyncio.sleep(0.05)
+        assert dead.result() == -signal.SIGKILL
+        link.close()
+
+    run(story())
+
+
+def test_a_lease_that_counts_from_the_future_extends_nothing(node: SmpNode) -> None:
+    async def story() -> None:
+        first = await led(node)
+        ended = await lease(first, 0.0)
+        await first.demand(m.Lease(1, 100.0, ended.clock + 1000.0), 30)
+        second = await node.link(zmq.asyncio.Context.instance())
+        assert isinstance(await second.ask(m.Admit(2, 1.0), 30), m.Inventory)
+        first.close()
+        second.close()
+
+    run(story())
+
+
+ERRAND = """
+import sys, time
+from megatron_ft.smp.errand import begin_errand
+begin_errand("write")
+print("begun", flush=True)
+time.sleep(60)
+"""
+
+
+def errand(node: SmpNode, incarnation: int) -> subprocess.Popen[str]:
+    life = replace(node.environment, incarnation=incarnation)
+    return subprocess.Popen(
+        [sys.executable, "-c", ERRAND],
+        env={**os.environ, **life.variables()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_drains_end_with_the_lease_and_with_their_life(node: SmpNode) -> None:
+    async def story() -> None:
+        link = await led(node)
+        first = errand(node, 1)
+        assert first.stdout is not None and first.stdout.readline() == "begun\n"
+        await lease(link, 0.2)
+        assert await asyncio.to_thread(first.wait, 30) == -signal.SIGKILL
+        await lease(link, 60.0)
+        second, of_no_life = errand(node, 1), errand(node, 0)
+        assert second.stdout is not None and second.stdout.readline() == "begun\n"
+        await link.demand(m.Admit(2, 60.0), 30)
+        assert second.wait(30) == -signal.SIGKILL, "it outlived its life"
+        _, said = of_no_life.communicate(timeout=30)
+        assert "StaleIncarnationError" in said and of_no_life.returncode == 1
+        for process in (first, second):
+            process.communicate()
         link.close()
 
     run(story())
@@ -196,11 +351,28 @@ def test_a_second_coordinator_waits_for_the_lease_of_the_first(node: SmpNode) ->
         answer = await second.ask(m.Admit(2, 60.0), 30)
         assert isinstance(answer, m.Refused) and answer.error == "LeaseHeld"
         assert 0 < float(answer.reason) <= 60
-        await first.demand(m.Lease(1, 0.0), 30)
+        await lease(first, 0.0)
         assert isinstance(await second.ask(m.Admit(2, 60.0), 30), m.Inventory)
         stale = await first.ask(m.Lease(1, 60.0), 30)
         assert isinstance(stale, m.Refused) and stale.error == "StaleIncarnationError"
         first.close()
+        second.close()
+
+    run(story())
+
+
+def test_a_rewind_that_one_coordinator_did_not_live_to_carry_out_reaches_the_next(
+    node: SmpNode,
+) -> None:
+    async def story() -> None:
+        first = await led(node, seconds=60.0)
+        assert ask(node.environment.socket, m.Rewind(7)) == m.Ok()
+        await lease(first, 0.0)
+        first.close()
+        second = await led(node, incarnation=2)
+        assert (await second.demand(m.Lease(2, 60.0), 30)).rewind == 7
+        await second.demand(m.Admit(3, 60.0), 30)
+        assert (await second.demand(m.Lease(3, 60.0), 30)).rewind is None, "it is carried out"
         second.close()
 
     run(story())
@@ -312,7 +484,7 @@ def test_discard_frees_memory_only_when_nobody_leads(node: SmpNode) -> None:
         await link.demand(create(), 30)
         refused = await asyncio.to_thread(ask, node.environment.socket, m.Discard())
         assert isinstance(refused, m.Refused) and "supervisor" in refused.reason
-        await link.demand(m.Lease(1, 0.0), 30)
+        await lease(link, 0.0)
         await asyncio.to_thread(ask, node.environment.socket, m.Discard())
         assert node.process is not None
         assert await asyncio.to_thread(node.process.wait, 30) == 0

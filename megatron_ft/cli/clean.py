@@ -12,15 +12,15 @@ import fcntl
 import os
 import select
 import shutil
-import stat
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ft import private_files
 from megatron_ft.environment import JOB, NODE_DIR, SOCKET_NAME
-from megatron_ft.errors import ConfigError, ControlPlaneError
+from megatron_ft.errors import ConfigError, ControlPlaneError, UntrustedFileError
 from megatron_ft.launch.job_state import JobState, state_folder
 from megatron_ft.launch.virtual import default_root
 from megatron_ft.smp.local_query import ask
@@ -90,17 +90,15 @@ def main(arguments: argparse.Namespace) -> int:
 def find_jobs(root: Path) -> list[JobFolder]:
     """Folders of jobs under ``root``, [] if it does not exist.
 
-    ConfigError if ``root`` is a link or belongs to somebody else: /dev/shm is writable to all,
+    ConfigError if ``root`` is a link or others may write to it: /dev/shm is writable to all,
     so a foreign folder by our name may be a trap.
     """
     try:
-        found = root.lstat()
+        private_files.check_folder(root, private_files.OTHERS_WRITE)
     except FileNotFoundError:
         return []
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise ConfigError(
-            f"{root} is not a folder of user {os.geteuid()}; give another --arena-dir"
-        )
+    except UntrustedFileError as error:
+        raise ConfigError(f"{error}; or give another --arena-dir") from error
     return [JobFolder(path) for path in _subfolders(root)]
 
 
@@ -117,14 +115,18 @@ def end_idle_smps(folder: JobFolder) -> None:
         try:
             if isinstance(ask(node / SOCKET_NAME, Discard()), Ok):
                 select.select([pidfd], [], [], SMP_END_SECONDS)
-        except ControlPlaneError as error:
+        except (ControlPlaneError, UntrustedFileError) as error:
             print(f"{folder.job}: {error}", file=sys.stderr)
         finally:
             os.close(pidfd)
 
 
 def _subfolders(folder: Path) -> list[Path]:
-    entries = (e for e in os.scandir(folder) if not e.name.startswith("."))
+    """Folders in ``folder``; none if a job that ends has removed it meanwhile."""
+    try:
+        entries = [e for e in os.scandir(folder) if not e.name.startswith(".")]
+    except FileNotFoundError:
+        return []
     return sorted(Path(e.path) for e in entries if e.is_dir(follow_symlinks=False))
 
 
@@ -176,7 +178,7 @@ def locked(folder: JobFolder) -> Iterator[bool]:
 def _open_lock(path: Path) -> int | None:
     # Not created if missing: a dry run changes nothing, and without a lock no SMP was there.
     try:
-        return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return private_files.open_file(path, os.O_RDWR, forbidden=private_files.OTHERS_WRITE)
     except FileNotFoundError:
         return None
 
@@ -212,6 +214,6 @@ def _environment(pid: int) -> list[bytes]:
 
 def _read_pid(path: Path) -> int:
     try:
-        return int(path.read_text())
-    except (OSError, ValueError):
+        return int(private_files.read_file(path))
+    except (OSError, ValueError, UntrustedFileError):
         return -1

@@ -26,8 +26,10 @@ from megatron_ft.disk.source import SnapshotInfo
 from megatron_ft.disk.write import publish, write_shards
 from megatron_ft.environment import ProcessEnvironment
 from megatron_ft.errors import DrainError, MegatronFTError
+from megatron_ft.fault_points import reach
 from megatron_ft.identity import Ancestor, Seat, SnapshotId
 from megatron_ft.priority import lower_priority
+from megatron_ft.smp.errand import begin_errand
 from megatron_ft.smp.pin import pinned
 
 log = logging.getLogger(__name__)
@@ -91,6 +93,7 @@ def run_step(steps: Mapping[str, Callable[[DrainPlan], None]], program: str) -> 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     lower_priority()
     try:
+        begin_errand(options.step)
         _check_mounted(options.plan)
         steps[options.step](options.plan)
     except RetentionError as error:
@@ -130,6 +133,7 @@ def write(plan: DrainPlan) -> None:
         scan([node]) as memory,
         hold(memory, plan.info, plan.shards) as shards,
     ):
+        reach("drain.held")
         if shards.job != plan.job:
             raise DrainError(f"{node} holds arenas of job {shards.job}, not of {plan.job}")
         written = write_shards(shards, plan.folder, pace=pace, seats=plan.shards)
@@ -140,6 +144,7 @@ def finish(plan: DrainPlan) -> None:
     """Write the manifest, then remove what is superfluous."""
     if not is_complete(plan.folder):
         publish(plan.folder, plan.info, plan.job, plan.lineage, plan.shard_count)
+    reach("drain.published")
     try:
         keep = replace(plan.keep, lineage=plan.lineage)
         for folder in clean_up(plan.directory, plan.job, keep):

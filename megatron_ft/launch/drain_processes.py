@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from megatron_ft.environment import INCARNATION
 from megatron_ft.errors import DrainError
 from megatron_ft.launch.fleet import last_lines
 from megatron_ft.launch.launcher import Launcher, ProcessHandle
@@ -36,8 +37,10 @@ class StepFailedError(DrainError):
 class DrainProcesses:
     """Runs steps of drains and loads through a Launcher; output goes to drain-<node>.log."""
 
-    def __init__(self, launcher: Launcher, log_dir: Path) -> None:
-        self._launcher, self._log_dir = launcher, log_dir
+    def __init__(
+        self, launcher: Launcher, log_dir: Path, incarnation: Callable[[], int] = lambda: 0
+    ) -> None:
+        self._launcher, self._log_dir, self._incarnation = launcher, log_dir, incarnation
 
     async def run(self, step: str, plans: Mapping[str, Plan]) -> None:
         """One process on each node; DrainError as soon as one of them fails.
@@ -52,7 +55,8 @@ class DrainProcesses:
                 module = MODULES.get(step, "megatron_ft.disk.drain")
                 argv = [sys.executable, "-m", module, step, plan.to_json()]
                 log = self._log_of(node)
-                handles.append(self._launcher.start(node, argv, dict(os.environ), log))
+                environment = {**os.environ, INCARNATION: str(self._incarnation())}
+                handles.append(self._launcher.start(node, argv, environment, log))
                 ends.append(asyncio.create_task(self._end(step, handles[-1])))
             done, pending = await asyncio.wait(
                 ends, timeout=STEP_TIMEOUT_SECONDS, return_when=asyncio.FIRST_EXCEPTION

@@ -12,14 +12,18 @@ import re
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-from megatron_ft.environment import INCARNATION, JOB, NODE, NODE_DIR, SOCKET_NAME
-from megatron_ft.errors import ConfigError, MissingEnvironmentError
+from megatron_ft import private_files
+from megatron_ft.environment import INCARNATION, JOB, NODE, NODE_DIR, READY_NAME, SOCKET_NAME
+from megatron_ft.errors import ConfigError, MissingEnvironmentError, UntrustedFileError
 from megatron_ft.launch import procfs
 from megatron_ft.launch.launcher import NodeUnreachable, Placement, ProcessGoneError
 from megatron_ft.launch.mpirun import MpiLauncher, find_mpi
 from megatron_ft.launch.process import LocalProcess
+from megatron_ft.launch.spread import Spread
+from megatron_ft.launch.virtual_network import HOST, Network, RemoteProcess, spread_over
 from megatron_ft.launch.world import WORLD, WORLD_NODES, WorldProcess, probe_world
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -47,19 +51,24 @@ class VirtualCluster:
         node_names: Sequence[str],
         root: Path | None = None,
         mpi: MpiLauncher | None = None,
+        network: Network | None = None,
+        place: str = HOST,
     ) -> None:
         """Describe the cluster; nothing is started.
 
-        ``mpi`` is what ``start_world`` uses, found when first needed if None.  Raises
+        ``mpi`` is what ``start_world`` uses, found when first needed if None.  With a
+        ``network`` each node has its own namespace, and the supervisor is at ``place``, which
+        decides what a cut parts it from; its process must have been started there.  Raises
         ConfigError for names that cannot be folders or make socket paths too long, and
         MissingEnvironmentError when ``root`` is not a private folder of this user.
         """
         self.job, self.root = job, (root or default_root())
         self._names = list(node_names)
-        self._mpi = mpi
+        self._mpi, self.network, self._place = mpi, network, place
         self._check_names()
-        _make_private(self.root)
-        self._job_dir.mkdir(mode=0o700, exist_ok=True)
+        # Made by hand, perhaps, with the user's usual mode; all that is below it is closed.
+        _make_private(self.root, private_files.OTHERS_WRITE)
+        _make_private(self._job_dir)
 
     def nodes(self) -> list[str]:
         """All nodes, lost ones included, in the order given."""
@@ -69,10 +78,30 @@ class VirtualCluster:
         """Whether the node is not lost."""
         return not self._tombstone(node).exists()
 
+    def gone(self, node: str) -> bool:
+        """Whether the node is lost: its processes were killed with it."""
+        return not self.reachable(node)
+
+    def move_supervisor(self, place: str) -> None:
+        """The next supervisor is at another place of the network than the one before."""
+        self._place = place
+
+    def address(self, node: str) -> str:
+        """The loopback address, or the node's own where there is a network."""
+        return "127.0.0.1" if self.network is None else self.network.address(node)
+
+    def interface(self, node: str) -> str:
+        """Empty, or the node's device where there is a network."""
+        return "" if self.network is None else self.network.interface(node)
+
     def node_dir(self, node: str) -> Path:
         """The node's memory: <root>/<job>/<node>."""
         self._check_known(node)
         return self._job_dir / node
+
+    def ready_file(self, node: str) -> Path:
+        """In the node's memory, which is this machine's."""
+        return self.node_dir(node) / READY_NAME
 
     def start(
         self,
@@ -84,15 +113,17 @@ class VirtualCluster:
     ) -> LocalProcess:
         """Start a process on a node; see Launcher."""
         self._require([node])
-        self.node_dir(node).mkdir(mode=0o700, exist_ok=True)
-        process = LocalProcess.spawn(node, argv, self._marked(node, env), log_path, stdin)
+        _make_private(self.node_dir(node))
+        command = argv if self.network is None else self.network.entered(node, argv)
+        marked = self._marked(node, env)
+        process = self._placed(self._kind.spawn(node, command, marked, log_path, stdin))
         self._end_if_lost([node], process)
         return process
 
     def attach(self, node: str, pid: int, start_time: int | None = None) -> LocalProcess:
         """Take over a running process of this job and node; see Launcher."""
         self._require([node])
-        process = LocalProcess.attach(node, pid, start_time)
+        process = self._placed(self._kind.attach(node, pid, start_time))
         if not self._is_of(pid, node):
             raise ProcessGoneError(
                 f"process {pid} is not one of job {self.job}, node {node}: the one that was has "
@@ -112,10 +143,11 @@ class VirtualCluster:
         nodes = [p.node for p in placed]
         self._require(nodes)
         for node in nodes:
-            self.node_dir(node).mkdir(mode=0o700, exist_ok=True)
+            _make_private(self.node_dir(node))
         marked = [p._replace(env=self._marked(p.node, p.env)) for p in placed]
         scratch = self._job_dir / ".worlds" / uuid.uuid4().hex[:12]
-        world = WorldProcess.start(self.mpi(), self.job, marked, log_path, scratch)
+        spread = self._spread(nodes, scratch)
+        world = WorldProcess.start(self.mpi(), self.job, marked, log_path, scratch, spread)
         self._end_if_lost(nodes, world)
         return world
 
@@ -191,7 +223,29 @@ class VirtualCluster:
 
         return procfs.kill_matching(misses_its_rank, f"worlds starting on {node}")
 
+    @property
+    def _kind(self) -> type[LocalProcess]:
+        return LocalProcess if self.network is None else RemoteProcess
+
+    def _placed(self, process: LocalProcess) -> LocalProcess:
+        if isinstance(process, RemoteProcess):
+            process.near = partial(self._near, process.node)
+        return process
+
+    def _near(self, node: str) -> bool:
+        """Whether the supervisor can reach the node's machine."""
+        return self.network is None or self.network.connected(self._place, node)
+
+    def _spread(self, nodes: Sequence[str], scratch: Path) -> Spread | None:
+        if self.network is None:
+            return None
+        scratch.mkdir(parents=True, mode=0o700)
+        return spread_over(self.network, self._place, nodes, self.mpi(), scratch)
+
     def _require(self, nodes: Sequence[str]) -> None:
+        away = sorted({n for n in nodes if not self._near(n)})
+        if away:
+            raise NodeUnreachable(f"node {', '.join(away)} of job {self.job} cannot be reached")
         lost = sorted({n for n in nodes if not self.reachable(n)})
         if lost:
             raise NodeUnreachable(
@@ -228,11 +282,8 @@ class VirtualCluster:
                 )
 
 
-def _make_private(folder: Path) -> None:
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.lstat()
-    if folder.is_symlink() or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise MissingEnvironmentError(
-            f"{folder} is a link, belongs to another user, or others may write to it; remove it "
-            "or choose another root folder"
-        )
+def _make_private(folder: Path, forbidden: int = private_files.OTHERS) -> None:
+    try:
+        private_files.make_folder(folder, forbidden)
+    except UntrustedFileError as error:
+        raise MissingEnvironmentError(f"{error}; or choose another root folder") from error

@@ -10,10 +10,29 @@ import zmq
 import zmq.asyncio
 
 from megatron_ft.errors import MegatronFTError
+from megatron_ft.fault_points import reach
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.host import NodeHost, resident_bytes
-from megatron_ft.smp.local_server import refusal
+from megatron_ft.smp.local_server import refusal, unexpected
+from megatron_ft.smp.message_base import MOST_BYTES
 from megatron_ft.smp.security import JobKeys
+
+FROM_COORDINATOR = (
+    m.Adopt
+    | m.CreateArena
+    | m.ArenasReady
+    | m.RestoreReady
+    | m.Retire
+    | m.Grant
+    | m.Encode
+    | m.Rebuild
+    | m.Load
+    | m.Repair
+    | m.Commit
+    | m.Abort
+    | m.Hold
+    | m.Unhold
+)
 
 
 class ControlServer:
@@ -26,6 +45,7 @@ class ControlServer:
         self._busy = asyncio.Lock()
         self.socket = context.socket(zmq.ROUTER)
         self.socket.linger = 1000
+        self.socket.maxmsgsize = MOST_BYTES
         keys.protect_server(self.socket)
         self.socket.bind(f"tcp://{address}:*")
         host.send_coordinator = self._send_event
@@ -65,6 +85,8 @@ class ControlServer:
                 answer = await self._decide(identity, request)
             except MegatronFTError as error:
                 answer = refusal(error)
+            except Exception as error:
+                answer = unexpected(request, error)
             await self._host.carry_out()
         await self._reply(identity, correlation, answer)
 
@@ -72,6 +94,9 @@ class ControlServer:
         host = self._host
         if isinstance(request, m.Admit):
             return await self._admit(identity, request)
+        if not isinstance(request, FROM_COORDINATOR):
+            reason = f"{type(request).__name__} does not belong on the control plane"
+            return m.Refused("ControlPlaneError", reason)
         if getattr(request, "incarnation", None) != host.machine.highest_incarnation:
             return m.Refused(
                 "StaleIncarnationError",
@@ -97,9 +122,9 @@ class ControlServer:
     def _lease(self, identity: bytes, request: m.Lease) -> m.Message:
         host = self._host
         if request.incarnation != host.machine.highest_incarnation:
-            return m.Refused("StaleIncarnationError", "the lease is of another incarnation")
+            return self._refuse_lease(request)
         host.coordinator = identity
-        host.lease_until = time.monotonic() + request.seconds
+        host.renew_lease(request)
         host.summary = request.summary or host.summary
         host.scrub_percent = request.scrub_percent
         return m.LeaseAnswer(
@@ -108,9 +133,18 @@ class ControlServer:
             progress=host.store.progress(),
             encoder_world=host.machine.world,
             resident_bytes=resident_bytes(),
+            clock=time.monotonic(),
             pinned=host.machine.held_back(),
             rewind=host.rewind,
         )
+
+    def _refuse_lease(self, request: m.Lease) -> m.Message:
+        highest = self._host.machine.highest_incarnation
+        if request.incarnation < highest:
+            return m.Refused(
+                "StaleIncarnationError", f"node {self._host.machine.node} obeys life {highest}"
+            )
+        return m.Refused("ControlPlaneError", f"life {request.incarnation} is not admitted yet")
 
     async def _admit(self, identity: bytes, request: m.Admit) -> m.Message:
         """Fence: nothing of an older incarnation may write once this is answered."""
@@ -122,16 +156,20 @@ class ControlServer:
         if request.incarnation <= highest:
             return m.Refused("StaleIncarnationError", f"incarnation {highest} was here already")
         host.set_state(host.state.at(request.incarnation))
+        reach("smp.admitting")
         while host.writers.all():
             await host.kill_writers(host.writers.all())
+        if identity == host.coordinator:
+            host.rewind = None  # one that comes after may not have heard of it
+        host.store.drop_vanished(host.machine)
         host.coordinator = identity
-        host.lease_until = time.monotonic() + request.seconds
+        host.begin_lease(request.seconds)
         host.restore = None
-        host.rewind = None
         host.preparing.clear()
         host.machine.admit(request.incarnation)
         host.readers.forget_all()
         host.store.forget_progress()
+        reach("smp.admitted")
         return m.Inventory(
             node=host.machine.node,
             highest_incarnation=highest,

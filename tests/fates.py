@@ -1,0 +1,49 @@
+"""What became of the processes of a job, and when: for faults that do not kill at once."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from pathlib import Path
+
+from tests.jobs import Job
+
+
+class Deaths:
+    """When processes die, on the monotonic clock that events carry too."""
+
+    def __init__(self) -> None:
+        self.times: dict[int, float] = {}
+        self._threads: list[threading.Thread] = []
+
+    def watch(self, *pids: int) -> None:
+        for pid in pids:
+            thread = threading.Thread(target=self._await, args=(pid, os.pidfd_open(pid)))
+            thread.start()
+            self._threads.append(thread)
+
+    def all(self) -> list[float]:
+        """The times, once all have died."""
+        for thread in self._threads:
+            thread.join(60)
+            assert not thread.is_alive(), "a process that was watched has not died"
+        return list(self.times.values())
+
+    def _await(self, pid: int, pidfd: int) -> None:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        poll.poll(120_000)
+        self.times[pid] = time.monotonic()
+        os.close(pidfd)
+
+
+def of_node(job: Job, node: str, module: str) -> list[int]:
+    """Processes of a node that run this module or script."""
+    mine = {str(pid): Path(f"/proc/{pid}/cmdline") for pid in job.cluster.processes_of(node)}
+    return [int(pid) for pid, line in mine.items() if module in line.read_text()]
+
+
+def when(job: Job, kind: str, occurrence: int = 0) -> float:
+    return [event.monotonic for event in job.events if event.kind == kind][occurrence]
