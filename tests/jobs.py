@@ -23,7 +23,9 @@ from megatron_ft.launch.stop import Stop
 from megatron_ft.launch.supervisor import Supervisor
 from megatron_ft.launch.trainer_env import free_port
 from megatron_ft.launch.virtual import VirtualCluster
-from tests.warm_python import WarmChild, WarmPython
+from megatron_ft.launch.virtual_network import HOST
+from megatron_ft.testing.network import NodeNetwork
+from megatron_ft.testing.warm_python import WarmChild, WarmPython
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "plain_pytorch.py"
@@ -48,8 +50,15 @@ class WarmCluster(VirtualCluster):
     waiting: list[WarmChild]
     """Trainers that have not begun."""
 
-    def __init__(self, job: str, nodes: Sequence[str], root: Path | None = None) -> None:
-        super().__init__(job, nodes, root)
+    def __init__(
+        self,
+        job: str,
+        nodes: Sequence[str],
+        root: Path | None = None,
+        network: NodeNetwork | None = None,
+        place: str = HOST,
+    ) -> None:
+        super().__init__(job, nodes, root, network=network, place=place)
         self.waiting = []
 
     def start(
@@ -65,9 +74,10 @@ class WarmCluster(VirtualCluster):
         if self.warm is None or list(argv[:2]) not in known:
             return super().start(node, argv, env, log_path, stdin)
         self._require([node])
-        child = self.warm.start(argv[1:], self._marked(node, env), log_path)
+        namespace = "" if self.network is None else self.network.namespace_path(node)
+        child = self.warm.start(argv[1:], self._marked(node, env), log_path, namespace)
         self.waiting.append(child)
-        process = LocalProcess(node, child.pid, child)  # type: ignore[arg-type]
+        process = self._placed(self._kind(node, child.pid, child))  # type: ignore[arg-type]
         self._end_if_lost([node], process)
         return process
 
@@ -95,7 +105,12 @@ class Job:
     time_limit_seconds: float = 0.0
     restore_from: Path | None = None
     scrub_percent: float = 1.0
+    domains: Mapping[str, str] = field(default_factory=dict)
     root: Path | None = None
+    networked: bool = False
+    """Whether every node has a network of its own, to be cut."""
+    place: str = HOST
+    """Where the supervisor is in it."""
     command: tuple[str, ...] = ()
     script: Path = EXAMPLE
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -107,7 +122,8 @@ class Job:
     def __post_init__(self) -> None:
         self.name = f"test-{uuid.uuid4().hex[:8]}"
         names = [f"n{i}" for i in range(self.nodes + self.spares)]
-        self.cluster = WarmCluster(self.name, names, self.root)
+        self.network = NodeNetwork(self.name, names).open() if self.networked else None
+        self.cluster = WarmCluster(self.name, names, self.root, self.network, self.place)
         self.supervisor: Supervisor
         self.stop: Stop
         self.lives = 0
@@ -148,6 +164,7 @@ class Job:
             time_limit_seconds=self.time_limit_seconds,
             restore_from=self.restore_from,
             scrub_percent=self.scrub_percent,
+            domains=self.domains,
         )
 
     def run(self, *faults: tuple[int, Fault]) -> None:

@@ -18,6 +18,7 @@ from megatron_ft.capture.run import CaptureRun, StopWatch
 from megatron_ft.capture.ticket import Ticket
 from megatron_ft.capture.worker import CopyThread
 from megatron_ft.errors import ArenaForeignError, ControlPlaneError
+from megatron_ft.fault_points import reach
 from megatron_ft.identity import SealedRecord
 from megatron_ft.shard import ShardLayout
 
@@ -88,12 +89,14 @@ class CaptureEngine:
         ``started`` is the monotonic time since when training has been held.  An
         exception leaves nothing behind that writes to the slot.
         """
+        reach("capture.permitted")
         now, later = self.binding.items(live, permit.slot)
         later = self._copier.stage(now) + later
         run = CaptureRun(
             permit, ticket, later, self._copier.mark(), meta, self.binding.copied_bytes, started
         )
         run.boundary_seconds = time.monotonic() - started
+        reach("capture.begun")
         self._thread.submit(lambda: self._work(run))
         return run
 
@@ -128,6 +131,7 @@ class CaptureEngine:
 
     def _seal(self, run: CaptureRun) -> SealedRecord | None:
         permit, slot = run.permit, run.permit.slot
+        reach("capture.copied")
         record = digest.seal(
             self._regions[slot],
             shard_id=self._shard_id,
@@ -142,6 +146,7 @@ class CaptureEngine:
         )
         # Beyond what seals have used the region is zero since the first of them.
         self._dirty[slot] = max(self._dirty[slot] or 0, record.used_bytes)
+        reach("capture.digested")
         if self.revoked(permit):
             run.stop_reason = "its permit was revoked"
             return None

@@ -15,6 +15,7 @@ from megatron_ft.capture.exchange import SplitTensor, check_group, exchange, exc
 from megatron_ft.capture.plan import dtype_from_name, dtype_name, plan_state
 from megatron_ft.capture.state import AdoptsTensors, TrainingState, live_tensors
 from megatron_ft.errors import CorruptBlockError, LayoutMismatchError
+from megatron_ft.fault_points import reach
 from megatron_ft.identity import SealedRecord
 from megatron_ft.shard import LayoutEntry, ShardLayout, layout_differences
 from megatron_ft.shard_meta import Meta, unpack_meta
@@ -54,11 +55,13 @@ def restore_shard(
     Raises LayoutMismatchError naming the tensors that differ.  Unpickles what the slot
     holds, which only this user's processes can have written.
     """
+    reach("restore.verified")
     meta = _read_meta(arena, slot, record)
     layout = ShardLayout.from_bytes(meta.layout)
     _fill(layout, region_tensor(arena.data(slot)), state)
     state.load(pickle.loads(meta.objects))
     compare(layout, plan_state(state, split_bytes))
+    reach("restore.done")
     return layout
 
 
@@ -93,7 +96,10 @@ def _fill(layout: ShardLayout, region: torch.Tensor, state: TrainingState) -> No
     entries = layout.by_name()
     adopted: dict[str, torch.Tensor] = {}
     split: list[SplitTensor] = []
-    for entry in sorted(layout.entries, key=lambda e: bool(e.alias_of)):
+    half = len(layout.entries) // 2
+    for number, entry in enumerate(sorted(layout.entries, key=lambda e: bool(e.alias_of))):
+        if number == half:
+            reach("restore.half")
         if entry.alias_of in live:
             if entry.name not in live:
                 adopted[entry.name] = _alias_view(entry, entries, live)

@@ -16,12 +16,13 @@ from typing import Any
 
 import zmq.asyncio
 
+from megatron_ft.coordinator.awake import Awake
 from megatron_ft.coordinator.cycle import Ended, KillWorld, Phase, Send, SnapshotCycle
 from megatron_ft.coordinator.events import Observers
 from megatron_ft.coordinator.link import SmpLink
 from megatron_ft.coordinator.repairs import Repairs
 from megatron_ft.coordinator.skips import Skips
-from megatron_ft.errors import ConfigError, ControlPlaneError
+from megatron_ft.errors import ConfigError, ControlPlaneError, StaleIncarnationError
 from megatron_ft.identity import SnapshotId
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.security import JobKeys
@@ -87,6 +88,7 @@ class Coordinator:
         self.world = ""
         self.world_nodes: tuple[str, ...] = ()
         self.silent = asyncio.Event()
+        self.failure: BaseException | None = None
         self.rewind_asked = asyncio.Event()
         self.rewind_before = 0
         self.listeners: list[Callable[[m.Event], None]] = []
@@ -97,6 +99,8 @@ class Coordinator:
         self._kick = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._encoding_since = 0.0
+        self._awake = Awake(timing.heartbeat)
+        self._superseded = ""
 
     @property
     def paused(self) -> bool:
@@ -113,6 +117,8 @@ class Coordinator:
         self.disconnect(node)
         link = SmpLink(self._context, node, endpoint, self._keys, self._on_event)
         self.links[node] = link
+        if not self._tasks:
+            self._keep(self._awake.watch())
         self._keep(self._heartbeat(link))
 
     def disconnect(self, node: str) -> None:
@@ -140,21 +146,28 @@ class Coordinator:
         Every node has a task of its own, so that one which does not answer never
         delays the leases of the others.
         """
-        while self.links.get(link.node) is link:
+        while self.links.get(link.node) is link and not self._superseded:
             await self._beat(link)
             if link.node in self.silent_nodes([link.node]):
                 self.silent.set()
             await asyncio.sleep(self.timing.heartbeat)
 
     async def _beat(self, link: SmpLink) -> None:
-        lease = m.Lease(self.incarnation, self.timing.lease, self.summary(), self.scrub_percent)
+        seconds = self.timing.lease
+        lease = m.Lease(self.incarnation, seconds, link.clock, self.summary(), self.scrub_percent)
         try:
             answer = await link.ask(lease, 4 * self.timing.heartbeat)
         except ControlPlaneError:
             return
-        if isinstance(answer, m.LeaseAnswer) and lease.incarnation == self.incarnation:
+        if lease.incarnation != self.incarnation:
+            return
+        if isinstance(answer, m.LeaseAnswer):
+            link.clock = max(link.clock, answer.clock)
             self.progress.update(answer.progress)
             self._heard(answer)
+        elif link.clock and answer.error == StaleIncarnationError.__name__:
+            self._superseded = answer.reason
+            self.silent.set()
 
     def _heard(self, answer: m.LeaseAnswer) -> None:
         if answer.rewind is not None:
@@ -168,14 +181,32 @@ class Coordinator:
             word = "paused" if self.paused else "resumed"
             self.observers.tell(word, f"snapshots {word} by request")
 
+    def require_lead(self) -> None:
+        """StaleIncarnationError when a node that obeyed this coordinator obeys a later life."""
+        if self._superseded:
+            raise StaleIncarnationError(
+                f"another supervisor leads this job now: {self._superseded}. This one was "
+                "suspended or cut off and ends; the job is the other's"
+            )
+
     def silent_nodes(self, nodes: Iterable[str]) -> list[str]:
-        """Those of ``nodes`` that have not been heard of for ``node_timeout``."""
+        """Those of ``nodes`` that have not been heard of for ``node_timeout``.
+
+        Time in which this process was suspended does not count.
+        """
         now = time.monotonic()
-        return [
-            n
-            for n in nodes
-            if n in self.links and now - self.links[n].last_heard > self.timing.node_timeout
-        ]
+        heard = {node: self.links[node].last_heard for node in nodes if node in self.links}
+        quiet = {node: self._awake.seconds(since, now) for node, since in heard.items()}
+        return [node for node, seconds in quiet.items() if seconds > self.timing.node_timeout]
+
+    async def some_quiet(self) -> bool:
+        """Whether a node does not answer just now; it may be lost, which takes longer to know.
+
+        Ranks elsewhere fail within moments of a node's loss, before anybody else knows of it.
+        """
+        before = time.monotonic()
+        await self.refresh()
+        return any(link.last_heard < before for link in self.links.values())
 
     async def ask_all(self, requests: Mapping[str, m.Message]) -> dict[str, Any]:
         """Send each node its request; the answers.  A refusal or silence is raised."""
@@ -243,7 +274,7 @@ class Coordinator:
 
     def stop_snapshots(self) -> None:
         """Permit no more; what is under way is left to the next recovery."""
-        self.cycle = None
+        self.cycle = self.failure = None
         self._kick.set()
 
     def smp_restarted(self, node: str) -> None:
@@ -339,6 +370,17 @@ class Coordinator:
             self.protected = (snapshot, iteration)
 
     def _on_event(self, event: m.Event) -> None:
+        try:
+            self._take(event)
+        except Exception as error:  # the link must go on reading: its node is not silent
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """A mistake of ours: what is under way may never end, so this life must."""
+        self.failure = self.failure or error
+        self.silent.set()
+
+    def _take(self, event: m.Event) -> None:
         if event.incarnation != self.incarnation:
             return
         body = event.body
@@ -359,7 +401,12 @@ class Coordinator:
     def _keep(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Future[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
 
     def summary(self) -> bytes:
         """The job as the coordinator sees it, as JSON for ``megatron-ft status``."""

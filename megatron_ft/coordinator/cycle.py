@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from megatron_ft.fault_points import reach
 from megatron_ft.identity import SnapshotId
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.slots import WorldGoneError
@@ -155,6 +156,8 @@ class SnapshotCycle:
         if expected is None or expected != self.phase:
             return []
         self._waiting.discard(node)
+        if self.phase == Phase.COMMITTING:
+            reach("commit.between" if self._waiting else "commit.last")
         return [] if self._waiting else self._over()
 
     def smp_restarted(self, node: str) -> list[Action]:
@@ -285,6 +288,7 @@ class SnapshotCycle:
         return []
 
     def _commit(self, level: str) -> list[Action]:
+        reach("commit.first")
         self.phase, self.level = Phase.COMMITTING, level
         self._waiting = set(self.nodes)
         return self._to_all(m.Commit(self.incarnation, self.snapshot, level))

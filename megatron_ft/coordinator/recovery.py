@@ -10,10 +10,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.plan import Sizes, create_requests, stripe_orders
 from megatron_ft.errors import ControlPlaneError, MegatronFTError
+from megatron_ft.fault_points import reach
 from megatron_ft.identity import Ancestor, SnapshotId
 from megatron_ft.recovery.decide import Decision
 from megatron_ft.smp import messages as m
@@ -45,9 +47,11 @@ class Admitted:
 async def admit(coordinator: Coordinator, incarnation: int, nodes: Sequence[str]) -> Admitted:
     """Fence every node for ``incarnation`` and collect what it holds.
 
-    A node that does not answer, or cannot confirm that its older writers are dead, counts
-    as lost.  A node that still obeys another coordinator is waited for: its lease runs out.
+    A node that does not answer, is silent, or cannot confirm that its older writers are
+    dead, counts as lost.  A node that still obeys another coordinator is waited for: its
+    lease runs out.
     """
+    reach("recovery.admitting")
     coordinator.incarnation = incarnation
     answers = await asyncio.gather(*(_admit(coordinator, incarnation, n) for n in nodes))
     inventories = {n: a for n, a in zip(nodes, answers, strict=True) if a is not None}
@@ -57,11 +61,10 @@ async def admit(coordinator: Coordinator, incarnation: int, nodes: Sequence[str]
 async def _admit(coordinator: Coordinator, incarnation: int, node: str) -> m.Inventory | None:
     request = m.Admit(incarnation, coordinator.timing.lease)
     while node in coordinator.links:
-        try:
-            answer = await coordinator.links[node].ask(request, ADMIT_TIMEOUT_SECONDS)
-        except ControlPlaneError:
-            return None
+        answer = await _ask_unless_silent(coordinator, node, request)
         if isinstance(answer, m.Inventory):
+            reach("recovery.between")
+        if answer is None or isinstance(answer, m.Inventory):
             return answer
         if answer.error == "LeaseHeld":
             coordinator.observers.tell("waiting", f"node {node}: {answer.reason} s of lease left")
@@ -71,6 +74,24 @@ async def _admit(coordinator: Coordinator, incarnation: int, node: str) -> m.Inv
         else:
             return None
     return None
+
+
+async def _ask_unless_silent(coordinator: Coordinator, node: str, request: m.Message) -> Any:
+    """The answer, or None as soon as the node has been silent for too long.
+
+    An answer takes long where writers are hard to kill; heartbeats go on meanwhile.
+    """
+    question = asyncio.ensure_future(coordinator.links[node].ask(request, ADMIT_TIMEOUT_SECONDS))
+    try:
+        while not question.done():
+            await asyncio.wait({question}, timeout=coordinator.timing.heartbeat)
+            if coordinator.silent_nodes([node]):
+                return None
+        return None if question.cancelled() else question.result()
+    except ControlPlaneError:
+        return None
+    finally:
+        question.cancel()
 
 
 @dataclass(frozen=True)
@@ -149,6 +170,7 @@ async def restore(
     snapshot = plan.decision.snapshot
     coordinator.restoring = snapshot
     await coordinator.ask_all({node: plan.adoption(node) for node in admitted})
+    reach("recovery.adopted")
     if snapshot is not None and plan.decision.lost:
         await _make_targets(coordinator, plan, plan.lost())
         world_up()
@@ -161,10 +183,13 @@ async def restore(
     if snapshot is not None:
         level = "protected" if plan.decision.protected else "local"
         commit = m.Commit(plan.incarnation, snapshot, level)
+        reach("recovery.committing")
         await coordinator.ask_all({node: commit for node in plan.active})
         coordinator.note_commit(snapshot, plan.decision.iteration, level)
     ready = m.RestoreReady(plan.incarnation, snapshot, plan.sources())
     await coordinator.ask_all({node: ready for node in plan.active})
+    if snapshot is not None:
+        reach("recovery.ready")
 
 
 async def _make_targets(coordinator: Coordinator, plan: Restore, shards: Sequence[str]) -> None:

@@ -20,8 +20,10 @@ from megatron_ft.disk import safetensors as st
 from megatron_ft.disk.durable import Disk
 from megatron_ft.disk.manifest import Manifest, ShardFile
 from megatron_ft.disk.pace import Pace
+from megatron_ft.disk.reader import check_folder, open_trusted
 from megatron_ft.disk.source import OpenSnapshot, ShardBytes, SnapshotInfo
 from megatron_ft.errors import CheckpointDamagedError, DrainError, SnapshotUnavailableError
+from megatron_ft.fault_points import reach
 from megatron_ft.identity import Ancestor, Seat
 
 PIECE_BYTES = 4 << 20
@@ -38,10 +40,13 @@ def write_shards(
 
     Every byte is checked once more after it was copied out of the arena.  ``seats`` say
     where shards belong, as far as that is known.  OSError from the disk,
-    SnapshotUnavailableError if the memory was reused meanwhile.
+    SnapshotUnavailableError if the memory was reused meanwhile, CheckpointDamagedError if the
+    folder is somebody else's.
     """
     disk, pace = disk or Disk(), pace or Pace(0)
     disk.make_folder(folder)
+    # Its name can be guessed by who has seen another; in one of theirs nobody would trust it.
+    check_folder(folder)
     written = 0
     for shard_id, shard in shards.items():
         path = folder / f"{shard_id}{mf.SHARD_SUFFIX}"
@@ -49,6 +54,7 @@ def write_shards(
         disk.write_file(path, _pieces(shard, shards.job, pace, seat))
         shards.check()
         written += path.stat().st_size
+        reach("drain.shard_written")
     return written
 
 
@@ -65,6 +71,7 @@ def _pieces(shard: ShardBytes, job: uuid.UUID, pace: Pace, seat: Seat | None) ->
     for first in range(0, table.size, blocks):
         piece = _checked_copy(shard, first, table[first : first + blocks])
         yield piece.data
+        reach("drain.writing")
         pace.after(piece.size)
     yield np.ascontiguousarray(table, dtype="<u8").data
 
@@ -113,8 +120,13 @@ def publish(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         shards=files,
     )
-    (disk or Disk()).write_file(folder / mf.NAME, [manifest.to_json()])
+    (disk or Disk()).write_file(folder / mf.NAME, _reaching(manifest.to_json()))
     return manifest
+
+
+def _reaching(text: bytes) -> Iterator[bytes]:
+    yield text
+    reach("drain.manifest")
 
 
 def shard_paths(folder: Path) -> Collection[Path]:
@@ -125,7 +137,7 @@ def shard_paths(folder: Path) -> Collection[Path]:
 def _shard_file(path: Path, info: SnapshotInfo, job: uuid.UUID) -> tuple[str, ShardFile]:
     """A shard's line of the manifest, from what its file says of itself."""
     try:
-        with open(path, "rb") as file:
+        with open(open_trusted(path, Disk()), "rb") as file:
             start = file.read(st.LENGTH_BYTES)
             rest = st.header_length(start, str(path)) - st.LENGTH_BYTES
             raw = start + file.read(rest)

@@ -28,6 +28,7 @@ from megatron_ft.erasure.member import (
     spare_pieces,
 )
 from megatron_ft.erasure.transport import Kind, Link, Pending, Transport, Window, barrier
+from megatron_ft.fault_points import reach
 from megatron_ft.identity import SealedRecord
 from megatron_ft.isal import Bytes
 
@@ -125,6 +126,8 @@ class _RowEncoder:
         for parity, output in enumerate(outputs):
             digests = parity_digests_of(self._code, output)
             self.digests[parity, self._code.blocks(part)] = digests
+        if number == len(range(0, self._code.chunk_bytes, self._code.piece_bytes)) // 2:
+            reach("encode.half")
 
     def passes(self, number: int, part: slice) -> Iterable[Callable[[], Sequence[Pending]]]:
         """Send parity j of our row to member + j, receive that of row member - j."""

@@ -25,6 +25,7 @@ from megatron_ft.erasure.repair import RecomputedBlocks, recompute
 from megatron_ft.erasure.transport import Transport
 from megatron_ft.erasure.verify import VerifyResult, verify
 from megatron_ft.errors import ControlPlaneError
+from megatron_ft.fault_points import reach
 from megatron_ft.identity import SnapshotId
 from megatron_ft.smp.messages import (
     Encoded,
@@ -107,10 +108,12 @@ class OrderRunner:
         def work(member: int, transport: Transport) -> EncodeResult:
             view = self._view(order.snapshot, stripe, member, parity=True)
             peers = stripe.world_ranks
+            reach("encode.ordered")
             return encode(_code(stripe), view, transport, peers, index=member)
 
         for member, result, sent, seconds in self._together(local, work):
             _require_members(stripe, [r.shard_id for r in result.stripe_table])
+            reach("encode.done")
             yield Encoded(
                 snapshot=order.snapshot,
                 world=order.world,
@@ -132,12 +135,14 @@ class OrderRunner:
             else:
                 view = self._view(order.snapshot, stripe, member)
             peers = stripe.world_ranks
+            reach("rebuild.ordered")
             return rebuild(_code(stripe), view, transport, peers, lost, index=member)
 
         for member, result, sent, seconds in self._together(local, work):
             _require_members(stripe, [r.shard_id for r in result.stripe_table])
             _require_snapshot(order.snapshot, result.record.snapshot, stripe.members[member])
             if member in lost:
+                reach("rebuild.done")
                 yield Rebuilt(
                     snapshot=order.snapshot,
                     world=order.world,

@@ -34,6 +34,7 @@ from megatron_ft.erasure.member import (
 )
 from megatron_ft.erasure.transport import Kind, Link, Pending, Transport, Window, barrier
 from megatron_ft.errors import UnrecoverableError
+from megatron_ft.fault_points import reach
 from megatron_ft.identity import SealedRecord
 from megatron_ft.isal import Bytes
 
@@ -163,6 +164,8 @@ class _Survivor:
         """As in encoding, results go out after the next round's first transfer was started."""
         for number in range(self._task.rounds):
             self._gather(number, range(1, 2))
+            if number == self._task.rounds // 2:
+                reach("rebuild.half")
             if number:
                 self._give_back(number - 1)
             self._gather(number, range(2, self._last_step + 1))

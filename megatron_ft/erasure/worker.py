@@ -28,6 +28,7 @@ from megatron_ft.erasure.orders import Order, OrderRunner
 from megatron_ft.erasure.transport import Transport
 from megatron_ft.errors import ControlPlaneError
 from megatron_ft.priority import lower_priority
+from megatron_ft.smp import local_socket
 from megatron_ft.smp.messages import (
     EncodeOrder,
     EncoderHello,
@@ -68,7 +69,7 @@ class SmpConnection:
             target=_watch, args=(monitor, on_lost), name="smp-watcher", daemon=True
         )
         self._watcher.start()
-        self._socket.connect(f"ipc://{environment.socket}")
+        local_socket.connect(self._socket, environment.socket)
 
     def send(self, message: Message) -> None:
         """Hand a message to the socket's own thread."""

@@ -15,7 +15,10 @@ from typing import Any
 
 import msgspec
 
-from megatron_ft.errors import ConfigError, ControlPlaneError
+from megatron_ft import private_files
+from megatron_ft.decoding import UNREADABLE
+from megatron_ft.errors import ConfigError, ControlPlaneError, UntrustedFileError
+from megatron_ft.fault_points import reach
 from megatron_ft.identity import Ancestor, Seat
 from megatron_ft.recovery.quarantine import Quarantine
 
@@ -67,6 +70,10 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         yield "job", str(self.job)
 
 
+class JobHeldError(ControlPlaneError):
+    """Another supervisor leads the job just now, on this machine."""
+
+
 class JobState:
     """The state folder of one job, held by one supervisor at a time.
 
@@ -77,14 +84,15 @@ class JobState:
     def __init__(self, folder: Path, name: str) -> None:
         """Take the lock, then read or create the file.
 
-        Raises ControlPlaneError when another supervisor holds the job, and when the file
-        is unreadable or of another job, user or release.
+        Raises JobHeldError when another supervisor holds the job, ControlPlaneError when the
+        file is unreadable or of another job, user or release.
         """
         self.folder = folder
         _make_private(folder)
         self._lock: int | None = _take_lock(folder, name)
         try:
             self._record = read_record(folder, name) or self._create(name)
+            reach("restart.state_read")
         except BaseException:
             self.close()
             raise
@@ -162,16 +170,18 @@ def read_record(folder: Path, name: str) -> JobRecord | None:
     """
     path = folder / _FILE
     try:
-        raw = path.read_bytes()
+        raw = private_files.read_file(path)
     except FileNotFoundError:
         return None
+    except UntrustedFileError as error:
+        raise ControlPlaneError(str(error)) from error
     except OSError as error:
         raise _refusal(path, name, f"cannot be read ({error.strerror})") from error
     try:
         record = msgspec.json.decode(raw, type=JobRecord)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise _refusal(path, name, f"is damaged or of another release ({error})") from error
-    reason = _reason_to_refuse(record, name, path.stat().st_uid)
+    reason = _reason_to_refuse(record, name)
     if reason:
         raise _refusal(path, name, reason)
     return record
@@ -179,23 +189,17 @@ def read_record(folder: Path, name: str) -> JobRecord | None:
 
 def write_record(folder: Path, record: JobRecord) -> None:
     """Replace the record whole: whoever reads sees the old one or the new one."""
-    temporary = folder / _TEMPORARY
-    temporary.unlink(missing_ok=True)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(record)))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(folder / _FILE)
-    _sync_folder(folder)
+    content = msgspec.json.format(msgspec.json.encode(record))
+    reach("recovery.noted")
+    private_files.replace_file(folder / _FILE, content, durable=True)
 
 
-def _reason_to_refuse(record: JobRecord, name: str, owner: int) -> str:
+def _reason_to_refuse(record: JobRecord, name: str) -> str:
     if record.version != VERSION:
         return f"has version {record.version}, this release writes {VERSION}"
     if record.name != name:
         return f"is of job {record.name!r}"
-    if record.uid != os.geteuid() or owner != os.geteuid():
+    if record.uid != os.geteuid():
         return f"is of user {record.uid}"
     if len(record.secret) != SECRET_BYTES:
         return "holds no secret"
@@ -210,24 +214,23 @@ def _refusal(path: Path, name: str, reason: str) -> ControlPlaneError:
 
 
 def _make_private(folder: Path) -> None:
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.lstat()
-    if folder.is_symlink() or status.st_uid != os.geteuid():
-        raise ControlPlaneError(
-            f"{folder} is a link or belongs to another user; choose another --state-dir"
-        )
-    # It was made by hand, perhaps, with the user's usual mode; the secret needs a closed one.
-    folder.chmod(0o700)
+    try:
+        private_files.make_folder(folder, close=True)
+    except UntrustedFileError as error:
+        raise ControlPlaneError(f"{error}; or choose another --state-dir") from error
 
 
 def _take_lock(folder: Path, name: str) -> int:
-    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        lock = private_files.open_file(folder / _LOCK, os.O_RDWR | os.O_CREAT)
+    except UntrustedFileError as error:
+        raise ControlPlaneError(str(error)) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
         os.close(lock)
-        raise ControlPlaneError(
+        raise JobHeldError(
             f"job {name!r} already has a supervisor, process {holder}; wait for it, end it, or "
             "give this job another name"
         ) from error
@@ -248,11 +251,3 @@ def _take_lock(folder: Path, name: str) -> int:
 def _is_same_file(descriptor: int, path: Path) -> bool:
     """False if the file was removed, or made anew, after it was opened."""
     return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

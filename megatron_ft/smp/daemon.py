@@ -53,6 +53,8 @@ async def run(
     announce(control.endpoint)
     try:
         await _until(host.retired, local.serve(), control.serve(), host.watch_lease(), scrub.run())
+        if host.failure is not None:
+            raise host.failure
     finally:
         scrub.close()
         authenticator.stop()

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from megatron_ft.environment import ProcessEnvironment
+from megatron_ft.fault_points import reach
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.effects import (
     Effect,
@@ -29,7 +30,7 @@ from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.readers import Readers
 from megatron_ft.smp.state_file import NodeState
 from megatron_ft.smp.store import ArenaStore
-from megatron_ft.smp.writers import Writer, Writers
+from megatron_ft.smp.writers import DRAIN, Writer, Writers
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,9 @@ class NodeHost:
         self.readers = Readers(self.machine.reader_gone)
         self.state = NodeState.load(environment.node_dir)
         self.retired = asyncio.Event()
+        self.failure: BaseException | None = None
         self.lease_until = 0.0
+        self._heard = 0.0
         self.coordinator = b""
         self.summary = b""
         self.rewind: int | None = None
@@ -73,7 +76,9 @@ class NodeHost:
         for writer in gone:
             self.enter(writer)
             self._leave(writer)
+        reach("adopt.writers")
         self.machine.adopted()
+        reach("adopt.done")
         if self.store.arenas:
             log.info("adopted %d arenas: %s", len(self.store.arenas), ", ".join(self.store.arenas))
 
@@ -87,7 +92,7 @@ class NodeHost:
         self._identities[f"{writer.role} {writer.who}"] = writer.identity
         if writer.role == "trainer":
             self.machine.trainer_joined(writer.who)
-        else:
+        elif writer.role != DRAIN:
             self.machine.encoder_joined(writer.who)
 
     async def kill_writers(self, victims: list[Writer]) -> None:
@@ -109,7 +114,10 @@ class NodeHost:
             for effect in self.machine.take_effects():
                 await self._perform(effect)
             slots = self.machine.shards.get(shard_id)
-            return [] if slots is None else self.store.mend_records(shard_id, slots.slots)
+            if slots is None or shard_id not in self.store.arenas:
+                # The last request may have removed the arenas while the scrub was under way.
+                return []
+            return self.store.mend_records(shard_id, slots.slots)
 
     def count_scrub(self, **more: int) -> None:
         """Add to what the scrub has done."""
@@ -123,10 +131,20 @@ class NodeHost:
             await self.send_coordinator(self.coordinator, event)
 
     def later(self, work: Awaitable[Any]) -> None:
-        """Run ``work`` as a task that is kept until it ends."""
+        """Run ``work`` as a task that is kept until it ends; a mistake of ours ends this SMP.
+
+        What it had decided may not be stored.  The next SMP starts from the headers, and whoever
+        waits for an answer hears of the death at once.
+        """
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Future[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.failure = self.failure or error
+            self.retired.set()
 
     async def retire(self, *, remove_arenas: bool) -> None:
         """End this SMP: ``retired`` is set once the answer to whoever asked has left."""
@@ -134,6 +152,17 @@ class NodeHost:
         if remove_arenas:
             self.store.remove()
         asyncio.get_running_loop().call_later(0.05, self.retired.set)
+
+    def begin_lease(self, seconds: float) -> None:
+        """A coordinator was admitted just now; nobody of an earlier life writes any more."""
+        self._heard = time.monotonic()
+        self.lease_until = self._heard + seconds
+
+    def renew_lease(self, lease: m.Lease) -> None:
+        """Count from when the coordinator has heard of this node; what is older says nothing."""
+        if lease.heard and self._heard <= lease.heard <= time.monotonic():
+            self._heard = lease.heard
+            self.lease_until = lease.heard + lease.seconds
 
     async def watch_lease(self) -> None:
         """A node that the coordinator cannot reach stops its own trainers."""
@@ -154,7 +183,7 @@ class NodeHost:
         self.preparing.pop(writer.who, None)
         if writer.role == "trainer":
             self.machine.trainer_gone(writer.who, writer.pid)
-        else:
+        elif writer.role != DRAIN:
             self.machine.encoder_gone(writer.who, writer.pid)
 
     async def _perform(self, effect: Effect) -> None:

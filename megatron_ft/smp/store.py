@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ft.arena.arena import Arena
+from megatron_ft.arena.digest import fits
 from megatron_ft.arena.format import (
     MATRIX_CAUCHY,
     MATRIX_NONE,
@@ -17,6 +18,7 @@ from megatron_ft.arena.format import (
     ArenaHeader,
     Geometry,
     SlotHeader,
+    SlotState,
 )
 from megatron_ft.erasure.mending import Blocks, mend_data, mend_parity
 from megatron_ft.erasure.slot_view import code_of, member_of
@@ -24,9 +26,11 @@ from megatron_ft.errors import (
     ArenaError,
     ArenaForeignError,
     ArenaVersionError,
+    ControlPlaneError,
     LayoutMismatchError,
 )
-from megatron_ft.identity import Ancestor
+from megatron_ft.fault_points import reach
+from megatron_ft.identity import Ancestor, SealedRecord
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.effects import MendSlot, StorePermit, StoreSlot
 from megatron_ft.smp.node import NodeMachine
@@ -39,6 +43,15 @@ MATRIX_OF = {
     "replica": MATRIX_ONES,
     "rs": MATRIX_CAUCHY,
 }
+_POINTS = {
+    SlotState.CAPTURING: ("", "smp.capturing.stored"),
+    SlotState.SEALED: ("smp.sealed", "smp.sealed.stored"),
+    SlotState.ENCODING: ("", "smp.encoding.stored"),
+    SlotState.PROTECTED: ("smp.protected", "smp.protected.stored"),
+    SlotState.COMMITTED: ("smp.committed", "smp.committed.stored"),
+    SlotState.FREE: ("smp.freed", "smp.freed.stored"),
+}
+"""Fault points before and after a slot's header of this state is stored."""
 
 
 class ArenaStore:
@@ -58,6 +71,7 @@ class ArenaStore:
             try:
                 arena = Arena.open(path, job=self.job)
                 self.enter(arena, machine)
+                reach("adopt.arena")
             except (ArenaForeignError, ArenaVersionError) as error:
                 self.foreign.append(str(error))
                 continue
@@ -78,7 +92,10 @@ class ArenaStore:
             return None
         path = self.directory / f"{request.shard_id}{SUFFIX}"
         # What lies there now is damaged; foreign files have stopped the job before this.
-        return Arena.create(path, self._header(request), replace=True)
+        arena = Arena.create(path, self._header(request), replace=True)
+        if request.incarnation > 1:
+            reach("rebuild.target")
+        return arena
 
     def enter(self, arena: Arena, machine: NodeMachine) -> None:
         """Take an arena into the node's books."""
@@ -89,19 +106,50 @@ class ArenaStore:
         self.arenas[header.shard_id] = arena
         self._headers[header.shard_id] = header
 
+    def check_record(self, record: SealedRecord) -> None:
+        """ControlPlaneError unless a sealed record describes bytes that its arena can hold."""
+        arena = self.arenas.get(record.shard_id)
+        if arena is None:
+            raise ControlPlaneError(f"shard {record.shard_id} is not on this node")
+        if not fits(arena.geometry.data_bytes, record):
+            raise ControlPlaneError(
+                f"the record of {record.shard_id} describes bytes that its arena of "
+                f"{arena.geometry.data_bytes} bytes a slot cannot hold"
+            )
+
+    def drop_vanished(self, machine: NodeMachine) -> None:
+        """Give up arenas whose file somebody removed, replaced or cut: nobody could open them.
+
+        Their shards count as lost, and are rebuilt into new ones.
+        """
+        for shard_id, arena in list(self.arenas.items()):
+            if not arena.in_place():
+                self.damaged.append(f"{arena.path} was removed, replaced or cut")
+                self._forget(shard_id, machine).close()
+
     def keep_only(self, shards: Collection[str], machine: NodeMachine) -> None:
         """Remove the arenas of shards that do not live here any more."""
         for shard_id in self.arenas.keys() - set(shards):
-            del machine.shards[shard_id], machine.paths[shard_id], self._headers[shard_id]
-            self._remove(self.arenas.pop(shard_id))
+            self._remove(self._forget(shard_id, machine))
+
+    def _forget(self, shard_id: str, machine: NodeMachine) -> Arena:
+        del machine.shards[shard_id], machine.paths[shard_id], self._headers[shard_id]
+        return self.arenas.pop(shard_id)
 
     def apply(self, effect: StoreSlot | StorePermit) -> None:
         """Write one header or permit."""
         arena = self.arenas[effect.shard_id]
-        if isinstance(effect, StoreSlot):
-            arena.write_slot(effect.slot, effect.header)
-        else:
+        if isinstance(effect, StorePermit):
             arena.write_permit(effect.permit)
+            if effect.permit is not None and not effect.permit.revoked:
+                reach("smp.granted")
+            return
+        before, after = _POINTS.get(effect.header.state, ("", ""))
+        if before:
+            reach(before)
+        arena.write_slot(effect.slot, effect.header)
+        if after:
+            reach(after)
 
     def mend(self, effect: MendSlot) -> int:
         """Write recomputed blocks that the slot's header proves; how many were written."""
@@ -151,6 +199,12 @@ class ArenaStore:
         arena.path.unlink(missing_ok=True)
 
     def _header(self, request: m.CreateArena) -> ArenaHeader:
+        try:
+            return self._header_of(request)
+        except (ValueError, KeyError, ZeroDivisionError) as error:
+            raise ControlPlaneError(f"no arena can be made as {request}: {error}") from error
+
+    def _header_of(self, request: m.CreateArena) -> ArenaHeader:
         k, parity = request.data_members, request.parity_members
         return ArenaHeader(
             job=self.job,

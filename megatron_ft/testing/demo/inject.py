@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
@@ -15,13 +13,13 @@ from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.errors import ControlPlaneError
 from megatron_ft.launch.supervisor import Supervisor
 from megatron_ft.launch.virtual import VirtualCluster
+from megatron_ft.testing.chaos.processes import processes, send
 from megatron_ft.testing.demo.record import Record, Strike, now
 from megatron_ft.testing.demo.scenario import Fault, FaultKind
 from megatron_ft.testing.trace import TraceLine, TraceTail
 
 POLL_SECONDS = 0.02
 STALL_SECONDS = 600.0
-_ENCODER_MODULE = b"megatron_ft.erasure.worker"
 
 
 class Injector:
@@ -116,19 +114,10 @@ class Injector:
         pids = [self._supervisor.trainers.pids()[rank]]
         victim, text = f"trainer {rank}, {node}", f"trainer of rank {rank} on {node} killed"
         if fault.kind is FaultKind.TRAINER_AND_ENCODER:
-            encoders = [pid for pid in self._cluster.processes_of(node) if _is_encoder(pid)]
+            encoders = processes(self._cluster.job, "encoder", node)
             if encoders:  # a world that is being started may have none yet
                 victim = f"trainer {rank} + encoder, {node}"
                 text = f"trainer of rank {rank} and encoder of {node} killed at once"
             pids += encoders
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        send(pids, signal.SIGKILL)
         return victim, text
-
-
-def _is_encoder(pid: int) -> bool:
-    try:
-        return _ENCODER_MODULE in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False

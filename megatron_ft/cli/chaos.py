@@ -1,0 +1,174 @@
+"""Inject faults at named points of a job on a virtual cluster, and judge what it does.
+
+  megatron-ft chaos --list
+  megatron-ft chaos --case encode.half:encoder:kill:1 --protect rs:2+2
+  megatron-ft chaos --seed 7 --cases 5
+  megatron-ft chaos --table --markdown table.md
+  megatron-ft chaos --seed 7 --cases 5 -- python train.py ...
+
+Each case is a job of its own.  It passes if it went on from the newest snapshot that what it
+had told before the fault makes safe, bit-identical to a run that nothing interrupted; with
+more losses than parity makes up for, from the disk, or by a refusal that says so.  A command
+of your own is compared bit by bit if it writes a trace (docs/chaos.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from megatron_ft.cli.run import command_of
+from megatron_ft.erasure.scheme import Scheme
+from megatron_ft.fault_points import POINTS
+from megatron_ft.testing.chaos import network, report
+from megatron_ft.testing.chaos.cases import FAULTS, VICTIMS, Case, draw, table
+from megatron_ft.testing.chaos.oracle import OracleError, run_oracle, warm_python
+from megatron_ft.testing.chaos.runner import Outcome, run_case
+from megatron_ft.testing.chaos.settings import Settings
+from megatron_ft.testing.chaos.trace import Lines
+
+EXIT_CODES: Mapping[int, str] = {1: "a case failed, or a point of the table was never reached"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``megatron-ft chaos``."""
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--list", action="store_true", help="show points, victims and faults")
+    what.add_argument(
+        "--case",
+        action="append",
+        metavar="POINT:VICTIM:FAULT:LOSSES",
+        help="run this case; may be given again",
+    )
+    what.add_argument("--table", action="store_true", help="every point and every fault")
+    parser.add_argument(
+        "--all", action="store_true", help="with --table: kill every process at every point"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="draws cases, victims and moments")
+    parser.add_argument("--cases", type=int, default=1, help="how many to draw (%(default)s)")
+    parser.add_argument("--protect", default="xor:2", help="protection (default: %(default)s)")
+    parser.add_argument("--nodes", type=int, help="nodes that train (default: one stripe)")
+    parser.add_argument("--ranks-per-node", type=int, default=1, help="trainers a node")
+    parser.add_argument("--lease-seconds", type=float, default=4.0, help="(%(default)s)")
+    parser.add_argument(
+        "--limit-seconds", type=float, default=60.0, help="longest wait in a case (%(default)s)"
+    )
+    parser.add_argument("--markdown", type=Path, help="write the table to this file")
+    parser.add_argument("--json", type=Path, help="write every outcome to this file")
+    parser.add_argument("training_command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the cases; see EXIT_CODES."""
+    if arguments.list:
+        print(listing())
+        return 0
+    command = tuple(command_of(arguments))
+    nodes = arguments.nodes or Scheme.parse(arguments.protect).members
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it leaves nothing either
+    folder = Path(tempfile.mkdtemp(prefix="mft-chaos-"))
+    warm = warm_python()
+    try:
+        settings = Settings(
+            folder=folder,
+            nodes=nodes,
+            protect=arguments.protect,
+            ranks_per_node=arguments.ranks_per_node,
+            seed=arguments.seed,
+            lease=arguments.lease_seconds,
+            limit=arguments.limit_seconds,
+            command=command,
+            warm=warm.path,
+        )
+        cases, oracle = _possible(_cases(arguments, settings)), _oracle(settings)
+        outcomes = run_all(cases, settings, oracle, partial(_write, arguments, settings))
+    finally:
+        warm.close()
+    return _finish(arguments, settings, outcomes)
+
+
+def listing() -> str:
+    """Points with what is done by then, victims with their faults."""
+    lines = ["points (reached by, once):"]
+    for point in POINTS.values():
+        lines.append(f"  {point.name:<26}{point.role:<12}{point.occasion:<18}{point.text}")
+    lines += ["", "victims:"]
+    lines += [f"  {victim:<12}{', '.join(faults)}" for victim, faults in VICTIMS.items()]
+    lines += ["", "faults:"]
+    return "\n".join(lines + [f"  {fault:<12}{text}" for fault, text in FAULTS.items()])
+
+
+def run_all(
+    cases: Sequence[Case],
+    settings: Settings,
+    oracle: Mapping[int, Lines],
+    note: Callable[[Sequence[Outcome]], None],
+) -> list[Outcome]:
+    """Run one case after the other, and print a line of each; ``note`` gets those so far."""
+    outcomes: list[Outcome] = []
+    for number, case in enumerate(cases, 1):
+        outcome = run_case(case, settings, oracle)
+        outcomes.append(outcome)
+        note(outcomes)
+        told = report.result(outcome)
+        print(f"[{number}/{len(cases)}] {case}: {told} ({outcome.seconds:.1f} s)", flush=True)
+        if not outcome.verdict.good:
+            print(report.failure(outcome, settings), flush=True)
+    return outcomes
+
+
+def _cases(arguments: argparse.Namespace, settings: Settings) -> list[Case]:
+    parity = Scheme.parse(settings.protect).parity_members
+    if arguments.case:
+        return [Case.parse(text) for text in arguments.case]
+    if arguments.table:
+        return table(settings.nodes, parity, every_process=arguments.all)
+    return draw(settings.seed, arguments.cases, settings.nodes, parity)
+
+
+def _possible(cases: Sequence[Case]) -> list[Case]:
+    """Those that can be run on this machine."""
+    reason = network.missing() if any(case.victim == "network" for case in cases) else ""
+    if reason:
+        print(f"not run: cases that cut a network: {reason}", flush=True)
+    return [case for case in cases if case.victim != "network" or not reason]
+
+
+def _oracle(settings: Settings) -> dict[int, Lines]:
+    """What to compare with.  A command of the user's may not be able to run without us."""
+    try:
+        traces = run_oracle(settings)
+    except OracleError as error:
+        if not settings.command:
+            raise
+        print(f"no comparison of bytes: {error}", flush=True)
+        return {}
+    if not traces:
+        print("no comparison of bytes: the command wrote no trace", flush=True)
+    return traces
+
+
+def _write(arguments: argparse.Namespace, settings: Settings, outcomes: Sequence[Outcome]) -> None:
+    """After every case, so that a run that is interrupted leaves what it has."""
+    if arguments.markdown:
+        arguments.markdown.write_text(report.markdown(outcomes, settings))
+    if arguments.json:
+        text = json.dumps(report.as_json(outcomes, settings), indent=1)
+        arguments.json.write_text(text + "\n")
+
+
+def _finish(arguments: argparse.Namespace, settings: Settings, outcomes: Sequence[Outcome]) -> int:
+    failed = [outcome for outcome in outcomes if not outcome.verdict.good]
+    missing = report.unreached(outcomes) if arguments.table else []
+    print(f"{len(outcomes)} cases, {len(failed)} failed")
+    if missing:
+        print(f"never reached: {', '.join(missing)}")
+    if not failed:
+        shutil.rmtree(settings.folder, ignore_errors=True)
+    return 1 if failed or missing else 0

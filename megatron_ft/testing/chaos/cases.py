@@ -1,0 +1,201 @@
+"""Which faults there are, which cases make sense, and which are drawn from a seed.  Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_ft.errors import ConfigError
+from megatron_ft.fault_points import POINTS, Point
+
+ITSELF = ("exception", "delay", "clock")
+"""Faults that a process can only inflict on itself, at its own points."""
+
+FAULTS = {
+    "kill": "SIGKILL",
+    "stop": "SIGSTOP; SIGCONT once the lease has run out",
+    "exception": "an exception that nobody expects",
+    "delay": "the process stands still for a moment",
+    "clock": "the time of day jumps ahead by an hour in the process",
+    "return": "the node is lost and comes back later with its old arenas",
+    "flip-data": "a bit of the newest committed data flips",
+    "flip-parity": "a bit of its parity flips",
+    "flip-digest": "a bit of its digest table flips",
+    "flip-header": "a bit of one copy of its header flips",
+    "truncate": "the arena is cut in half",
+    "missing": "the arena's file is removed",
+    "full": "no room is left",
+    "slow": "every write takes long",
+    "cut": "the node's network is cut off, and healed later",
+}
+"""Every fault, in a line."""
+
+_PROCESS = ("kill", "stop", *ITSELF)
+VICTIMS = {
+    "trainer": _PROCESS,
+    "smp": _PROCESS,
+    "encoder": _PROCESS,
+    "supervisor": _PROCESS,
+    "drain": _PROCESS,
+    "trainers": ("kill",),
+    "world": ("kill",),
+    "node": ("kill", "return"),
+    "arena": ("flip-data", "flip-parity", "flip-digest", "flip-header", "truncate", "missing"),
+    "memory": ("full",),
+    "disk": ("full", "slow"),
+    "network": ("cut",),
+}
+"""What can be struck, and by which faults."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault at one point, with so many more nodes lost at the same moment.
+
+    ``disk`` says whether the job drains; without it, what memory cannot serve is refused.
+    """
+
+    point: str
+    victim: str
+    fault: str
+    losses: int = 0
+    disk: bool = True
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """``<point>:<victim>:<fault>:<losses>[:nodisk]``; ConfigError says what is wrong."""
+        words = text.split(":")
+        disk = words[4:] != ["nodisk"]
+        if not 4 <= len(words) <= 5 or (disk and words[4:]) or not words[3].isdecimal():
+            raise ConfigError(
+                f"{text!r} is no case; write <point>:<victim>:<fault>:<losses>, as in "
+                "encode.half:encoder:kill:1"
+            )
+        case = cls(words[0], words[1], words[2], int(words[3]), disk)
+        case.check()
+        return case
+
+    def check(self) -> None:
+        """ConfigError if there is no such point, victim or fault."""
+        if self.point not in POINTS:
+            raise ConfigError(f"no point {self.point!r}; `megatron-ft chaos --list` has them")
+        faults = VICTIMS.get(self.victim)
+        if faults is None or self.fault not in faults:
+            known = ", ".join(VICTIMS) if faults is None else ", ".join(faults)
+            raise ConfigError(f"nothing does {self.fault!r} to {self.victim!r}; there are {known}")
+        if self.fault in ITSELF and self.victim != POINTS[self.point].role:
+            raise ConfigError(
+                f"{self.fault} is what a process does to itself: {self.point} is reached by "
+                f"the {POINTS[self.point].role}"
+            )
+
+    def __str__(self) -> str:
+        """The text that ``parse`` takes."""
+        end = "" if self.disk else ":nodisk"
+        return f"{self.point}:{self.victim}:{self.fault}:{self.losses}{end}"
+
+    @property
+    def at(self) -> Point:
+        """The point."""
+        return POINTS[self.point]
+
+    def nodes_lost(self) -> int:
+        """Nodes whose memory is gone once all has struck, what leads to the point included."""
+        provoked = self.at.occasion == "node lost"
+        return self.losses + provoked + (self.victim == "node")
+
+    def possible(self, nodes: int) -> bool:
+        """Whether there are nodes enough to lose."""
+        return self.nodes_lost() <= nodes
+
+
+def processes_at(point: Point) -> tuple[str, ...]:
+    """Which processes of the job live when a point is reached."""
+    living = ["trainer", "smp", "encoder", "supervisor"]
+    if point.occasion in ("trainer lost", "node lost"):
+        living.remove("trainer")
+    if (
+        point.occasion in ("trainer lost", "smp lost", "supervisor lost")
+        or point.name == "rebuild.target"
+    ):
+        living.remove("encoder")
+    return tuple(dict.fromkeys((point.role, *living)))
+
+
+def losses_of(parity: int) -> list[int]:
+    """No more loss, one, as many as parity makes up for, and one too many."""
+    return sorted({0, 1, parity, parity + 1})
+
+
+def table(nodes: int, parity: int, *, every_process: bool) -> list[Case]:
+    """The cases of the table.
+
+    At each point the process that reaches it is killed, or, with ``every_process``, each of
+    those that live then; with each number of further losses, none first.  An exception strikes
+    at every point as well, every other fault at one point at least.
+    """
+    cases = []
+    for point in POINTS.values():
+        victims = processes_at(point) if every_process else (point.role,)
+        cases += [Case(point.name, v, "kill", n) for v in victims for n in losses_of(parity)]
+        cases.append(Case(point.name, point.role, "exception"))
+    cases += list(other_faults(parity))
+    possible = [case for case in dict.fromkeys(cases) if case.possible(nodes)]
+    return sorted(possible, key=lambda case: case.losses)
+
+
+def other_faults(parity: int) -> Iterator[Case]:
+    """Every fault but the death of a single process, where it hurts."""
+    for point, role in (
+        ("capture.copied", "trainer"),
+        ("smp.protected.stored", "smp"),
+        ("encode.half", "encoder"),
+        ("commit.between", "supervisor"),
+        ("drain.writing", "drain"),
+        ("restore.half", "trainer"),
+        ("rebuild.half", "encoder"),
+        ("recovery.adopted", "supervisor"),
+    ):
+        for fault in ("stop", "delay", "clock"):
+            yield Case(point, role, fault)
+    for fault in VICTIMS["arena"]:
+        for losses in (0, parity):
+            yield Case("commit.last", "arena", fault, losses)
+    for point in ("capture.copied", "encode.half", "commit.between"):
+        yield Case(point, "trainers", "kill")
+        yield Case(point, "world", "kill")
+        for losses in (0, parity - 1, parity):
+            yield Case(point, "node", "kill", losses)
+        yield Case(point, "node", "return")
+    yield Case("rebuild.half", "world", "kill")
+    yield Case("rebuild.half", "node", "return")
+    yield Case("commit.last", "memory", "full")
+    yield Case("commit.last", "disk", "full")
+    yield Case("commit.last", "disk", "slow")
+    yield Case("commit.between", "network", "cut")
+    yield Case("commit.between", "node", "kill", parity, disk=False)
+
+
+def draw(seed: int, count: int, nodes: int, parity: int) -> list[Case]:
+    """The first ``count`` cases that a seed stands for; the same on every machine."""
+    chance = random.Random(f"megatron-ft chaos {seed}")
+    known = table(nodes, parity, every_process=True)
+    return [chance.choice(known) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Chance:
+    """What a case leaves open, settled by a seed: positions of nodes, and which arrival counts."""
+
+    position: int
+    nth: int
+    order: tuple[int, ...]
+
+    @classmethod
+    def of(cls, case: Case, seed: int, nodes: int) -> Chance:
+        """The same for the same case and seed on every machine."""
+        chance = random.Random(f"{case} {seed}")
+        order = tuple(chance.sample(range(nodes), nodes))
+        steady = case.at.occasion == "training"
+        return cls(chance.randrange(nodes), chance.randint(1, 3) if steady else 1, order)

@@ -1,0 +1,118 @@
+"""Whole cases of `megatron-ft chaos`: a few of its table, and what it says of one that fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_ft.cli import chaos
+from megatron_ft.cli.main import main
+from megatron_ft.testing.chaos import report
+from megatron_ft.testing.chaos.cases import Case
+from megatron_ft.testing.chaos.judge import judge
+from megatron_ft.testing.chaos.oracle import run_oracle, warm_python
+from megatron_ft.testing.chaos.runner import Outcome, run_case
+from megatron_ft.testing.chaos.settings import Settings
+from megatron_ft.testing.chaos.trace import Lines
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(scope="module")
+def settings(no_process_left: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
+    warm = warm_python()
+    # Not pytest's folder, whose length depends on the test's name: socket paths are short.
+    folder = tmp_path_factory.mktemp("c")
+    yield Settings(folder, lease=2.0, limit=60.0, iterations=600, warm=warm.path)
+    warm.close()
+
+
+@pytest.fixture(scope="module")
+def oracle(settings: Settings) -> dict[int, Lines]:
+    return run_oracle(settings)
+
+
+def run(text: str, settings: Settings, oracle: dict[int, Lines]) -> Outcome:
+    outcome = run_case(Case.parse(text), settings, oracle)
+    assert outcome.verdict.good, report.failure(outcome, settings)
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("case", "result"),
+    [
+        ("encode.half:encoder:kill:1", "parity"),
+        ("restore.half:trainer:kill:1", "parity"),
+        ("commit.between:supervisor:kill:0", "own memory"),
+        ("drain.manifest:drain:kill:0", "went on"),
+        ("commit.last:arena:missing:0", "parity"),
+        ("commit.last:node:kill:1:nodisk", "refused"),
+    ],
+)
+def test_a_case_ends_as_promised(
+    settings: Settings, oracle: dict[int, Lines], case: str, result: str
+) -> None:
+    outcome = run(case, settings, oracle)
+    assert report.result(outcome).split(", ")[-1] == result
+    assert outcome.verdict.compared > 0 and not outcome.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("case", "event"),
+    [
+        ("smp.committed:smp:exception:0", "smp_restarted"),
+        ("commit.first:supervisor:exception:0", "coordinator_failed"),
+    ],
+)
+def test_a_mistake_of_ours_ends_what_made_it_and_nothing_waits_for_an_answer(
+    settings: Settings, oracle: dict[int, Lines], case: str, event: str
+) -> None:
+    outcome = run(case, settings, oracle)
+    kinds = [one["kind"] for one in outcome.story.events]
+    assert event in kinds and "node_lost" not in kinds, outcome.tail
+
+
+def test_more_losses_than_parity_take_the_disk_and_a_failure_says_how_to_repeat_it(
+    settings: Settings, oracle: dict[int, Lines]
+) -> None:
+    outcome = run("capture.copied:trainer:kill:2", settings, oracle)
+    assert outcome.verdict.restores[-1].source == "disk"
+    assert report.unreached([outcome])[:2] == ["capture.permitted", "capture.begun"]
+    # The same job, had a node that nobody struck been given up, and had a weight been wrong.
+    lines = [*oracle[0][:4], oracle[0][4] | {"state": "other"}, *oracle[0][5:]]
+    story = replace(outcome.story, strikes=outcome.story.strikes[:1], oracle={**oracle, 0: lines})
+    wrong = replace(outcome, story=story, verdict=judge(story))
+    told = report.failure(wrong, settings)
+    assert "nothing had struck it" in told and "rank 0 iteration 5: state differ" in told
+    assert "megatron-ft chaos --case capture.copied:trainer:kill:2 --seed 0 --nodes 2" in told
+    assert report.FAILED in report.markdown([wrong], settings)
+    assert report.as_json([wrong], settings)["cases"][0]["result"] == "failed"
+
+
+def test_a_command_of_the_user_is_run_and_compared_by_its_trace(
+    settings: Settings,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        chaos, "warm_python", lambda: SimpleNamespace(path=settings.warm, close=int)
+    )
+    found = tmp_path / "found.json"
+    command = ["python", "-m", "megatron_ft.testing.chaos.training", "--iterations", "150"]
+    words = ["chaos", "--case", "encode.done:trainer:kill:0", "--json", str(found)]
+    assert main([*words, "--", *command, "--seconds", "0.03"]) == 0, capsys.readouterr().out
+    assert "1 cases, 0 failed" in capsys.readouterr().out
+    (case,) = json.loads(found.read_text())["cases"]
+    assert case["compared"] >= 300 and case["restored"][0]["source"] == "own memory"
+
+
+def test_points_victims_and_faults_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chaos", "--list"]) == 0
+    assert "half of the parity written" in capsys.readouterr().out
+    assert chaos.listing().count("\n") > 60
