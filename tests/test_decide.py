@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from protocol_memory import MemoryArena, MemorySlot, inventory_after_fence, record_of
+from protocol_model.memory import MemoryArena, MemorySlot, inventory_after_fence, record_of
 
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.identity import Ancestor, SealedRecord, SnapshotId
@@ -144,6 +144,16 @@ def test_the_newest_arena_knows_the_lineage() -> None:
     for shard in SHARDS[1:]:
         arenas[shard] = replace(arenas[shard], incarnation=1, lineage=LINEAGE[:1])
     assert decided(arenas).snapshot == OLD
+
+
+def test_the_notes_know_a_lineage_that_no_arena_found_has() -> None:
+    """A node was away when the job was rolled back, and is all that is left."""
+    arenas = everywhere()
+    newest = decided(arenas).snapshot
+    assert newest is not None
+    given_up = (*LINEAGE[:1], Ancestor(LINEAGE[-1].incarnation + 1, SnapshotId(1, 0)))
+    assert decided(arenas, lineage=given_up).snapshot != newest
+    assert decided(arenas, lineage=LINEAGE[:1]).snapshot == newest, "older notes count for nothing"
 
 
 def test_the_older_of_two_claims_owns_nothing() -> None:

@@ -24,8 +24,9 @@ from megatron_ft.cli import main as cli
 from megatron_ft.disk import manifest as mf
 from megatron_ft.disk.checkpoint import open_checkpoint
 from megatron_ft.disk.live import open_live
-from megatron_ft.disk.manifest import Manifest, folder_name
+from megatron_ft.disk.manifest import folder_name
 from megatron_ft.disk.pace import Pace
+from megatron_ft.disk.reader import read_manifest
 from megatron_ft.disk.retention import Keep, superfluous
 from megatron_ft.disk.source import open_newest
 from megatron_ft.disk.write import publish, write_shards
@@ -181,7 +182,7 @@ def test_a_manifest_of_a_later_release_is_said_to_be_one(memory: Memory, tmp_pat
     path = folder / mf.NAME
     path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 2, "new": 1}))
     with pytest.raises(CheckpointDamagedError, match="format version 2"):
-        Manifest.read(folder)
+        read_manifest(folder)
 
 
 def test_what_others_may_write_is_not_trusted(memory: Memory, tmp_path: Path) -> None:
@@ -259,6 +260,13 @@ def test_the_newest_by_snapshot_stay_not_by_iteration() -> None:
     assert superfluous(complete, Keep(3)) == []
     given_up = (Ancestor(1, None), Ancestor(2, SnapshotId(1, 4)))
     assert superfluous(complete, Keep(2, lineage=given_up)) == ["a"]
+
+
+def test_a_drain_that_outlived_its_life_removes_nothing_of_a_later_one() -> None:
+    complete = {"old": (SnapshotId(1, 1), 1), "own": (SnapshotId(1, 2), 2)}
+    later = {"later": (SnapshotId(2, 1), 3)}
+    keep = Keep(1, lineage=(Ancestor(1, None),))
+    assert superfluous({**complete, **later}, keep) == ["old"]
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=30), st.integers(1, 4), st.integers(0, 25))

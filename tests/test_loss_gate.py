@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from protocol_memory import record_of
+from protocol_model.memory import record_of
 from test_capture_manager import capture, make_training
 from test_capture_support import FakeSmp, make_manager
 from test_cycle import PLACES, Driver, to_all

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from protocol_memory import record_of
+from protocol_model.memory import record_of
 
 from megatron_ft.arena.format import Permit, SlotState
 from megatron_ft.coordinator.plan import Sizes, stripe_orders

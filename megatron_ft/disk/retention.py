@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ft.disk import manifest as mf
 from megatron_ft.disk.durable import Disk
-from megatron_ft.disk.manifest import Manifest
+from megatron_ft.disk.reader import read_manifest
 from megatron_ft.errors import CheckpointDamagedError
 from megatron_ft.identity import Ancestor, SnapshotId
 from megatron_ft.recovery.lineage import on_lineage
@@ -19,7 +19,7 @@ from megatron_ft.recovery.lineage import on_lineage
 class Keep:
     """Which checkpoints of a job stay: the ``newest``, and the first one of every ``every``
     iterations (0: no others).  What is off ``lineage`` was given up by the job and does not
-    count; () is an unknown lineage, off which nothing is.
+    count; () is an unknown lineage, off which nothing is.  What is of a later life stays.
     """
 
     newest: int
@@ -35,12 +35,22 @@ def superfluous(complete: Mapping[str, tuple[SnapshotId, int]], keep: Keep) -> l
     ordered = sorted(complete, key=lambda name: complete[name][0])
     ours = [n for n in ordered if not keep.lineage or on_lineage(complete[n][0], keep.lineage)]
     staying = set(ours[-keep.newest :])
+    staying |= {name for name in ordered if _later(complete[name][0], keep.lineage)}
     periods: set[int] = set()
     for name in ours if keep.every else ():
         period = complete[name][1] // keep.every
         staying |= set() if period in periods else {name}
         periods.add(period)
     return [name for name in ordered if name not in staying]
+
+
+def _later(snapshot: SnapshotId, lineage: Sequence[Ancestor]) -> bool:
+    """Whether a snapshot is of a life after the one whose lineage this is.
+
+    A drain may outlive its supervisor and finish when another life drains already: what it
+    cannot know of is not its own to remove.
+    """
+    return bool(lineage) and snapshot.incarnation > lineage[-1].incarnation
 
 
 def clean_up(directory: Path, job: uuid.UUID, keep: Keep, disk: Disk | None = None) -> list[Path]:
@@ -52,7 +62,7 @@ def clean_up(directory: Path, job: uuid.UUID, keep: Keep, disk: Disk | None = No
     complete: dict[str, tuple[SnapshotId, int]] = {}
     for folder in _folders_of(directory, job):
         try:
-            found = Manifest.read(folder)
+            found = read_manifest(folder)
         except CheckpointDamagedError:
             continue
         if found.job == job:

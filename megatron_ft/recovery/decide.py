@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_ft.arena.format import SlotState
-from megatron_ft.identity import SealedRecord, SnapshotId
+from megatron_ft.identity import Ancestor, SealedRecord, SnapshotId
 from megatron_ft.recovery.lineage import on_lineage
 from megatron_ft.recovery.quarantine import Quarantine
 from megatron_ft.smp.messages import ArenaReport, Inventory, SlotReport
@@ -68,13 +68,16 @@ def decide(
     shard_count: int | None = None,
     corrupt: Collection[tuple[str, SnapshotId]] = (),
     quarantine: Quarantine = NOTHING_REJECTED,
+    lineage: Sequence[Ancestor] = (),
 ) -> Decision:
     """The decision for what these nodes hold.
 
     ``shard_count`` is the number of shards of the job if it is known: with fewer found,
     whole stripes are gone and nothing can be served.  ``corrupt`` names shards whose
     bytes of a snapshot failed their digests: they count as lost.  What ``quarantine``
-    rejects is passed over, and off the lineage of whatever is served instead.
+    rejects is passed over, and off the lineage of whatever is served instead.  ``lineage`` is
+    the job's as its supervisor noted it: it counts if it is newer than that of all arenas
+    found, which may be those of a node that was away when the job was rolled back.
     """
     holdings = owners(inventories)
     stripes = _stripes(holdings)
@@ -83,7 +86,7 @@ def decide(
         text = f"{shard_count - known} of {shard_count} shards belong to stripes with no survivor"
         return Decision(None, -1, False, stripes, holdings, explanation=text)
     refusals: list[str] = []
-    for snapshot in candidates(holdings):
+    for snapshot in candidates(holdings, lineage):
         losses = {s: _lacking(s, snapshot, holdings, corrupt) for s in stripes}
         iteration = _iteration(snapshot, holdings)
         problem = quarantine.reason_against(snapshot, iteration) or _problem(
@@ -123,18 +126,23 @@ def _stripes(holdings: dict[str, Holding]) -> tuple[StripeState, ...]:
     return tuple(sorted(stripes.values(), key=lambda s: s.members))
 
 
-def candidates(holdings: Mapping[str, Holding]) -> list[SnapshotId]:
-    """Snapshots of the current lineage of which some arena holds complete data, newest first."""
+def candidates(holdings: Mapping[str, Holding], noted: Sequence[Ancestor] = ()) -> list[SnapshotId]:
+    """Snapshots of the current lineage of which some arena holds complete data, newest first.
+
+    The current lineage is that of the newest arena, or the one that was ``noted`` if newer.
+    """
     if not holdings:
         return []
-    current = max((h.arena for h in holdings.values()), key=lambda a: a.incarnation)
+    newest = max((h.arena for h in holdings.values()), key=lambda a: a.incarnation)
+    newer = noted and noted[-1].incarnation > newest.incarnation
+    lineage = noted if newer else newest.lineage
     found = {
         slot.snapshot
         for holding in holdings.values()
         for slot in holding.arena.slots
         if slot.snapshot is not None and usable(slot)
     }
-    return sorted((s for s in found if on_lineage(s, current.lineage)), reverse=True)
+    return sorted((s for s in found if on_lineage(s, lineage)), reverse=True)
 
 
 def _iteration(snapshot: SnapshotId, holdings: Mapping[str, Holding]) -> int:

@@ -1,107 +1,30 @@
-"""The memory of the protocol model: what bytes really are in each slot, and who judges them.
-
-A half of a data region holds a *tag*, (snapshot id, shard): whose bytes these are.  A half
-of a parity region holds the set of tags that it was computed from.  Headers are what the
-machines believe; the judge compares the two.
-"""
+"""Who knows the truth about each snapshot, and judges what a recovery would make of memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
 from itertools import combinations
 
-import msgspec
-
-from megatron_ft.arena.format import Permit, SlotHeader, SlotState
-from megatron_ft.identity import Ancestor, SealedRecord, SnapshotId
+from megatron_ft.arena.format import SlotHeader, SlotState
+from megatron_ft.identity import Ancestor, SnapshotId
 from megatron_ft.recovery import decide as decide_module
 from megatron_ft.recovery.decide import Decision, StripeState
 from megatron_ft.smp import messages as m
-from megatron_ft.smp.node import NodeMachine
-from megatron_ft.smp.slots import EMPTY_SLOT, ShardSlots
-
-Tag = tuple[SnapshotId, str]
-HALVES = 2
+from protocol_model import memory
+from protocol_model.memory import DAMAGED, Memory, MemorySlot, inventory_after_fence, record_of
 
 
 class Violation(Exception):
-    """The protocol has lost, mixed or invented bytes."""
-
-
-@dataclass
-class MemorySlot:
-    """One slot: its stored header, and its bytes."""
-
-    header: SlotHeader = EMPTY_SLOT
-    data: list[Tag | None] = field(default_factory=lambda: [None] * HALVES)
-    parity: list[frozenset[Tag]] = field(default_factory=lambda: [frozenset()] * HALVES)
-
-
-@dataclass
-class MemoryArena:
-    """One arena file; processes that mapped it keep it, whatever becomes of its name."""
-
-    shard: str
-    stripe: StripeState
-    incarnation: int
-    lineage: tuple[Ancestor, ...]
-    slots: list[MemorySlot]
-    permit: Permit | None = None
-
-    def headers(self) -> list[SlotHeader]:
-        return [slot.header for slot in self.slots]
-
-    def report(self, slots: tuple[m.SlotReport, ...]) -> m.ArenaReport:
-        return m.ArenaReport(
-            shard_id=self.shard,
-            incarnation=self.incarnation,
-            lineage=self.lineage,
-            codec=self.stripe.codec,
-            data_members=self.stripe.data_members,
-            parity_members=self.stripe.parity_members,
-            member_index=self.stripe.members.index(self.shard),
-            members=self.stripe.members,
-            data_bytes=self.stripe.data_bytes,
-            file_bytes=0,
-            slots=slots,
-        )
-
-
-def record_of(snapshot: SnapshotId, shard: str, iteration: int) -> SealedRecord:
-    """The sealed record of a shard; its root stands for exactly the bytes of its tag."""
-    root = f"{snapshot} {shard}".encode().ljust(32)
-    return SealedRecord(shard, snapshot, iteration, 0, 0, 0, 0, 0, b"", root)
-
-
-Memory = Mapping[str, Iterable[MemoryArena]]
-
-
-def inventory_after_fence(node: str, arenas: Iterable[MemoryArena]) -> m.Inventory:
-    """What a node would report if all its writers died now: from stored headers alone."""
-    machine = NodeMachine(node)
-    for arena in arenas:
-        machine.shards[arena.shard] = ShardSlots(arena.shard, arena.headers())
-    machine.admit(1 << 30)
-    reports = (arena.report(machine.inventory_slots(arena.shard)) for arena in arenas)
-    return m.Inventory(node, machine.highest_incarnation, tuple(reports))
-
-
-def owned(inventories: Mapping[str, m.Inventory], places: Mapping[str, str]) -> list[m.Inventory]:
-    """Rule 10, as in launch/membership.py: what lies on another node than its place is nothing."""
-    return [
-        msgspec.structs.replace(
-            inventory, arenas=tuple(a for a in inventory.arenas if places[a.shard_id] == node)
-        )
-        for node, inventory in inventories.items()
-    ]
+    """The protocol has lost, mixed or invented bytes, or has two leaders."""
 
 
 class Judge:
     """Keeps the truth about snapshots and compares what a recovery would do with it.
 
     ``lost`` are shards whose bytes went with a node since everything was last protected.
-    ``valid`` are the snapshots that the job as it runs now descends from.
+    ``valid`` are the snapshots that the job as it runs now descends from.  ``durable`` is the
+    newest that the job believes to be on disk; ``hurt`` are shards with bytes gone bad since.
+    ``noted`` is the lineage in the supervisor's notes.
     """
 
     def __init__(self, stripes: tuple[StripeState, ...], slot_count: int) -> None:
@@ -115,8 +38,11 @@ class Judge:
         self.everywhere: set[SnapshotId] = set()
         self.floor: SnapshotId | None = None
         self.local_floor: SnapshotId | None = None
+        self.durable: SnapshotId | None = None
         self.lost: set[str] = set()
+        self.hurt: set[str] = set()
         self.registered = False
+        self.noted: tuple[Ancestor, ...] = ()
 
     # What happens.
 
@@ -143,12 +69,23 @@ class Judge:
             self.floor = snapshot
             self.lost = set(missing)
 
-    def restored(self, decision: Decision) -> None:
-        """All trainers are let go with what was decided."""
+    def restored(self, decision: Decision, fresh: bool) -> None:
+        """All trainers are let go with what was decided; ``fresh`` if no arena stayed."""
         parent = decision.snapshot
         self.valid = {s for s in self.valid if parent is not None and s <= parent}
         self.floor = max((s for s in self.protected & self.valid), default=None)
         self.local_floor = parent
+        if fresh:
+            self.floor, self.lost = None, set()
+            self.protected.clear()
+            self.everywhere.clear()
+        if self.durable not in self.valid:
+            self.durable = None
+
+    def mended(self, shard: str, bad: Collection[tuple[str, SnapshotId]]) -> None:
+        """A shard has been repaired; ``bad`` are those that are damaged now."""
+        if not any(shard == one for one, _ in bad):
+            self.hurt.discard(shard)
 
     def node_lost(self, shards: Iterable[str]) -> None:
         self.lost |= set(shards)
@@ -181,14 +118,34 @@ class Judge:
         if old.state == SlotState.COMMITTED and not old.local_only and not newer:
             raise Violation(f"I1: {shard} reuses {gone}; no newer one is protected everywhere")
 
+    # The disk.
+
+    def on_disk(self, snapshots: Collection[SnapshotId], by: SnapshotId | None = None) -> None:
+        """The checkpoints are these now: what the job relies on is among them, or a newer one.
+
+        ``by`` is what a drain of an older life has published.  If it is newer, what it
+        replaces may be gone although the job was rolled back to it: docs/protocol.md, "Known".
+        """
+        if by is not None and self.durable is not None and by > self.durable:
+            self.durable = None
+        if self.durable is None or self.durable not in self.valid:
+            return
+        if not any(s in self.valid and s >= self.durable for s in snapshots):
+            raise Violation(f"I2: {self.durable} was durable and is gone from the disk")
+
+    def taken_from_disk(self, snapshot: SnapshotId) -> None:
+        self._check_identity(snapshot)
+
     # What a recovery would do now.
 
     def check(self, nodes: Memory, places: Mapping[str, str]) -> None:
         """I2: whatever may be lost beside what is lost, the right snapshot can be served."""
         inventories = {n: inventory_after_fence(n, arenas) for n, arenas in nodes.items()}
+        placed = {n: [a for a in there if places[a.shard] == n] for n, there in nodes.items()}
+        bad = memory.damaged(placed)
         for gone in self._bearable(places, nodes):
             there = {n: i for n, i in inventories.items() if n not in gone}
-            self.judge(there, nodes, places)
+            self.judge(there, nodes, places, bad)
 
     def _bearable(self, places: Mapping[str, str], nodes: Memory) -> Iterable[frozenset[str]]:
         yield frozenset()
@@ -198,13 +155,26 @@ class Judge:
             yield from map(frozenset, combinations(candidates, count))
 
     def judge(
-        self, inventories: Mapping[str, m.Inventory], nodes: Memory, places: Mapping[str, str]
+        self,
+        inventories: Mapping[str, m.Inventory],
+        nodes: Memory,
+        places: Mapping[str, str],
+        corrupt: Collection[tuple[str, SnapshotId]] = (),
     ) -> Decision:
-        """The decision for these nodes; Violation if it is wrong."""
+        """The decision for these nodes; Violation if it is wrong.
+
+        ``corrupt`` are shards that are known to be damaged.  One that is damaged and not among
+        them may be decided for: whoever reads it finds out.
+        """
         known = len(self.shards) if self.registered else None
-        decision = decide_module.decide(owned(inventories, places), shard_count=known)
+        decision = decide_module.decide(
+            memory.owned(inventories, places),
+            shard_count=known,
+            corrupt=corrupt,
+            lineage=self.noted,
+        )
         lost = self.lost | {s for s, node in places.items() if node not in inventories}
-        self._check_floor(decision, lost)
+        self._check_floor(decision, lost | self.hurt)
         if decision.snapshot is not None:
             self._check_identity(decision.snapshot)
             self._check_bytes(decision, decision.snapshot, nodes)
@@ -249,14 +219,14 @@ class Judge:
         return arena.slots[report.slot]
 
     def _check_data(self, slot: MemorySlot, shard: str, snapshot: SnapshotId) -> None:
-        if slot.data != [(snapshot, shard)] * HALVES:
+        if any(tag not in ((snapshot, shard), DAMAGED) for tag in slot.data):
             raise Violation(f"{shard} would be served as {snapshot}, its bytes are {slot.data}")
 
     def _check_parity(
         self, slot: MemorySlot, stripe: StripeState, lost: Iterable[str], snapshot: SnapshotId
     ) -> None:
         whole = frozenset((snapshot, shard) for shard in stripe.members)
-        if slot.parity != [whole] * HALVES:
+        if any(tags != whole for tags in slot.parity):
             raise Violation(f"{lost} would be rebuilt from parity of {slot.parity}")
         vouched = {record.shard_id: record for record in slot.header.stripe_table}
         for shard in lost:

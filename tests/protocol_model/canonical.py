@@ -1,0 +1,435 @@
+"""When two Worlds are the same: what decides their future, without names and history.
+
+Nodes with their shards are exchangeable: each is described by itself, its own shards as
+"own", and the descriptions are sorted.  Where one refers to another's shards (an arena that
+lies where its shard does not live any more) they are not, and stay in their order.  Left
+out are numbers that nothing compares: pids, worlds and lives count from the oldest that
+is still referred to, iterations from the newest, and snapshots of which nothing is left
+anywhere are forgotten.  Only coarse Worlds: what an SMP has decided is stored there.
+
+``KNOWN`` lists the fields of the real machines; a test compares it with the code, so that a
+new field is not forgotten here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from megatron_ft.identity import SnapshotId
+from megatron_ft.smp import messages as m
+from protocol_model.encoder import Encoder
+from protocol_model.memory import DAMAGED, MemoryArena, MemorySlot
+from protocol_model.node import Node
+from protocol_model.processes import Loader, Process, Trainer
+from protocol_model.world import World
+
+View = tuple[Any, ...]
+KNOWN = {
+    "NodeMachine": "node highest_incarnation shards paths trainers world effects _said",
+    "ShardSlots": "shard_id slots changes pins",
+    "SnapshotCycle": "incarnation places nodes stripes interval first phase snapshot iteration "
+    "level lead _commits_in_a_row _waiting _encoders _world _broken _corrupt _gated _unjudged "
+    "_judged _last",
+}
+"""What is described below, or decides nothing within the bounds of an exploration."""
+
+
+def key(world: World) -> int:
+    """The same number for the same Worlds (64 bits of a hash)."""
+    return _Describer(world).key()
+
+
+def memory_key(world: World) -> int:
+    """The same number where a recovery would find, and should find, the same."""
+    return _Describer(world).memory_key()
+
+
+class _Describer:
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.judge, self.life = world.judge, world.life
+        self.cycle = None if self.life is None else self.life.cycle
+        self.owner = world.places()
+        self.alike = True
+        self.live: set[SnapshotId] = set()
+        self.newest = max(
+            (p.iteration for p in world.processes.values() if isinstance(p, Trainer)), default=0
+        )
+        self._number_worlds()
+
+    def _number_worlds(self) -> None:
+        world, life = self.world, self.life
+        used = {p.world for p in world.processes.values() if isinstance(p, Encoder | Loader)}
+        used |= {x.machine.world for x in world.nodes.values() if x.machine is not None}
+        used |= {life.encoders} if life is not None else set()
+        used |= {self.cycle._world} if self.cycle is not None else set()
+        ordered = sorted(used - {""}, key=lambda name: (name.strip("0123456789"), len(name), name))
+        self.worlds = {name: number for number, name in enumerate(ordered, 1)}
+
+    def _ahead(self, iteration: int) -> int:
+        """Counted from the newest, and never negative: hash(-1) is hash(-2)."""
+        return max(0, iteration - self.newest + 1000)
+
+    def key(self) -> int:
+        nodes = [self._node(node) for node in self.world.nodes.values()]
+        rest = self._rest()
+        judged = map(self._of_judge, self.world.nodes.values())
+        views = [hash(pair) for pair in zip(nodes, judged, strict=True)]
+        if self.alike:
+            return hash((rest, tuple(sorted(views))))
+        return hash((rest, tuple(views), tuple(self.world.active)))
+
+    def memory_key(self) -> int:
+        nodes = []
+        for node in self.world.nodes.values():
+            here = node.alive and node.reachable and not node.frozen
+            arenas = tuple(self._arena(node, a) for a in node.arenas.values()) if here else ()
+            nodes.append((here, arenas))
+        rest = self._judge()
+        judged = map(self._of_judge, self.world.nodes.values())
+        nodes = [hash(pair) for pair in zip(nodes, judged, strict=True)]
+        if self.alike:
+            return hash((rest, tuple(sorted(nodes))))
+        return hash((rest, tuple(nodes), tuple(self.world.active)))
+
+    # Nodes.
+
+    def _own(self, node: Node) -> list[str]:
+        return [shard for shard, place in self.owner.items() if place == node.name]
+
+    def _shard(self, node: Node, shard: str) -> Any:
+        """An own shard by its stripe; another one by its name, and nodes are not alike then."""
+        if self.owner.get(shard) == node.name:
+            return self._own(node).index(shard)
+        self.alike = False
+        return shard
+
+    def _node(self, node: Node) -> View:
+        machine = node.machine
+        inside: View = ()
+        if machine is not None:
+            pins = {(shard, s) for shard, x in machine.shards.items() for s in x.pins.values()}
+            inside = (
+                machine.highest_incarnation,
+                self.worlds.get(machine.world, 0),
+                tuple(sorted(map(str, (self._shard(node, s) for s in machine.trainers)))),
+                tuple(sorted((str(self._shard(node, shard)), s) for shard, s in pins)),
+                tuple(sorted(r.rstrip("0123456789") for r in machine.readers())),
+            )
+        restore = None if node.restore is None else node.restore.snapshot
+        return (
+            (node.alive, node.reachable, node.frozen, node.expired, node.late, node.highest),
+            inside,
+            tuple(self._arena(node, arena) for arena in node.arenas.values()),
+            (node.restore is None, restore),
+            tuple(
+                (
+                    self._life(number),
+                    tuple((max(-kind, 0), self._message(node, x)) for kind, x in q),
+                )
+                for number, q in sorted(node.requests.items())
+                if q
+            ),
+            tuple(self._event(node, event) for event in node.events),
+            tuple((p.key()[0], self.worlds.get(p.key()[1], 0)) for p in node.deaths),
+            tuple(sorted((str(self._shard(node, shard)), s) for shard, s in node.told)),
+            tuple(
+                sorted(
+                    hash(self._process(node, p))
+                    for p in self.world.processes.values()
+                    if p.node == node.name
+                )
+            ),
+            self._of_life(node),
+        )
+
+    def _life(self, number: int) -> int:
+        return self.world.lives - number
+
+    def _arena(self, node: Node, arena: MemoryArena) -> View:
+        permit = arena.permit
+        return (
+            self._shard(node, arena.shard),
+            arena.incarnation,
+            arena.lineage,
+            None if permit is None else (permit.snapshot, permit.slot, permit.revoked),
+            None if permit is None else self._ahead(permit.iteration),
+            tuple(self._slot(arena, slot) for slot in arena.slots),
+        )
+
+    def _slot(self, arena: MemoryArena, slot: MemorySlot) -> View:
+        header = slot.header
+        if header.snapshot is not None:
+            self.live.add(header.snapshot)
+        return (
+            int(header.state),
+            header.snapshot,
+            header.iteration == -1,
+            header.local_only,
+            header.record is None,
+            header.parity_valid,
+            len(header.stripe_table),
+            tuple(self._tag(arena, tag) for tag in slot.data),
+            tuple(self._tags(arena, tags) for tags in slot.parity),
+        )
+
+    def _tag(self, arena: MemoryArena, tag: Any) -> Any:
+        if tag is None or tag is DAMAGED:
+            return tag
+        self.live.add(tag[0])
+        if tag[1] == arena.shard:
+            return tag[0]
+        self.alike = False
+        return tag
+
+    def _tags(self, arena: MemoryArena, tags: frozenset[Any]) -> Any:
+        snapshots = {snapshot for snapshot, _ in tags}
+        self.live |= snapshots
+        if not tags:
+            return None
+        if len(snapshots) == 1 and len(tags) == len(arena.stripe.members):
+            return next(iter(snapshots))
+        self.alike = False
+        return tags
+
+    def _process(self, node: Node, p: Process) -> View:
+        common = (p.alive, p.suspended, p.doomed, p.joined)
+        said = tuple(self._message(node, message) for message in p.outbox)
+        if isinstance(p, Trainer):
+            return ("trainer", common, said, *self._trainer(node, p))
+        if isinstance(p, Encoder):
+            return ("encoder", common, said, *self._encoder(node, p))
+        assert isinstance(p, Loader)
+        target = None if p.target is None else self._place(node, p.target)
+        left = tuple(self._shard(node, shard) for shard in p.left)
+        return (
+            "loader",
+            common,
+            said,
+            self.worlds[p.world],
+            p.snapshot,
+            left,
+            target,
+            p.part,
+            p.stored,
+        )
+
+    def _trainer(self, node: Node, p: Trainer) -> View:
+        arena: Any = None
+        if p.arena is not None:
+            here = node.arenas.get(p.shard) is p.arena
+            arena = "here" if here else self._arena(node, p.arena)
+        run = None if p.run is None else (p.run.snapshot, p.run.slot)
+        age = self.world.incarnation - p.life
+        ahead = self._ahead(p.iteration)
+        return self._shard(node, p.shard), age, ahead, arena, p.last_permit, run, p.copied
+
+    def _encoder(self, node: Node, p: Encoder) -> View:
+        order: View = ()
+        if p.order is not None:
+            member = p.order.stripes[p.number].world_ranks.index(p.rank) if self._at_work(p) else 0
+            order = (
+                self._message(node, p.order),
+                p.number,
+                p.stage,
+                self._buffer(p.buffer),
+                tuple(
+                    (
+                        at[0],
+                        at[1].__name__,
+                        at[2],
+                        self._view_of(node, session, member),
+                        member in session.finished,
+                    )
+                    for at, session in p.mpi.sessions.items()
+                    if at[0] == p.taken
+                ),
+            )
+        inbox = tuple(self._message(node, message) for message in p.inbox)
+        alone = not self.alike and p.rank
+        return self.worlds.get(p.world, 0), p.mpi.broken, inbox, p.taken, order, alone
+
+    @staticmethod
+    def _at_work(p: Encoder) -> bool:
+        return p.order is not None and p.number < len(p.order.stripes)
+
+    def _view_of(self, node: Node, session: Any, member: int) -> Any:
+        view = session.views.get(member)
+        table = len(session.tables.get(member, ()))
+        return None if view is None else (self._place(node, view), table)
+
+    def _place(self, node: Node, slot: MemorySlot) -> Any:
+        """Which slot of the node this is; one of an arena that is gone by its content."""
+        for shard, arena in node.arenas.items():
+            for index, one in enumerate(arena.slots):
+                if one is slot:
+                    return self._shard(node, shard), index
+        return "gone", int(slot.header.state), slot.header.snapshot, slot.data
+
+    @staticmethod
+    def _buffer(buffer: Any) -> Any:
+        if isinstance(buffer, dict):
+            return len(buffer)
+        if isinstance(buffer, tuple):
+            return buffer[0][0]
+        return None if buffer is None else max(snapshot for snapshot, _ in buffer)
+
+    # Messages.
+
+    def _event(self, node: Node, event: tuple[Any, ...]) -> View:
+        if event[0] == "event":
+            return "event", event[1], self._message(node, event[2])
+        _, life, number, (request, answer) = event
+        first = 0
+        if number >= 0 and self.life is not None:
+            first = self.life.asked - len(self.life.questions)
+        error = answer.error if isinstance(answer, m.Refused) else type(answer).__name__
+        return "answer", self._life(life), number < first, self._message(node, request), error
+
+    def _message(self, node: Node, message: Any) -> View:
+        get = lambda name: getattr(message, name, None)  # noqa: E731
+        record = get("record")
+        shard = get("shard_id") or (record.shard_id if record is not None else None)
+        snapshot = get("snapshot") or (record.snapshot if record is not None else None)
+        target = isinstance(message, m.Repair | m.RepairOrder)
+        if shard is not None:
+            mine = self.owner.get(shard) == node.name
+            shard = mine if target else self._shard(node, shard)
+        return (
+            type(message).__name__,
+            snapshot,
+            shard,
+            get("incarnation"),
+            self.worlds.get(get("world") or "", 0),
+            get("level") or get("role") or get("corrupt"),
+            self.worlds.get(get("who") or "", 0),
+            self._lost(node, get("stripes") or ()),
+            get("left"),
+        )
+
+    def _lost(self, node: Node, stripes: Iterable[m.StripeOrder]) -> View:
+        lost = [shard for stripe in stripes for shard in stripe.lost]
+        return len(lost), tuple(shard for shard in self._own(node) if shard in lost) != ()
+
+    # What the coordinator and the judge know of a node.
+
+    def _of_life(self, node: Node) -> View:
+        life, cycle, own = self.life, self.cycle, self._own(node)
+        known = tuple(sorted((own.index(s), at) for s, at in self.world.known_bad if s in own))
+        reading = tuple(
+            (r.snapshot, len(r.read), r.pinned_by == node.pins_hold)
+            for r in self.world.readers.values()
+            if r.node == node.name
+        )
+        if life is None:
+            return known, reading
+        questions = tuple(
+            (type(q.request).__name__, None if q.answer is None else type(q.answer).__name__)
+            for q in life.questions
+            if q.node == node.name
+        )
+        names: View = ()
+        if cycle is not None:
+            waiting = cycle._waiting
+            names = (
+                node.name in waiting,
+                tuple(shard in waiting for shard in own),
+                node.name in cycle._encoders,
+            )
+        drain: View = ()
+        if life.drain is not None:
+            drain = (
+                node.name in life.drain.nodes,
+                tuple((s in life.drain.files, s in life.drain.readers) for s in own),
+            )
+        return (
+            (known, reading, questions, names, drain),
+            node.name in self.world.active,
+            node.name in life.up,
+            tuple(
+                (
+                    s in life.hellos,
+                    s in life.rebuilt,
+                    s in life.targets,
+                    life.places.get(s) == node.name,
+                )
+                for s in own
+            ),
+            tuple(sorted((own.index(s), at) for s, at in life.bad if s in own)),
+            tuple(
+                sorted((own.index(s), at, n) for (s, at), n in life.attempts.items() if s in own)
+            ),
+            life.repair is not None and life.repair.shard_id in own,
+        )
+
+    def _of_judge(self, node: Node) -> View:
+        judge = self.judge
+        return tuple(
+            (
+                s in judge.lost,
+                s in judge.hurt,
+                tuple(
+                    at for at in sorted(judge.sealed) if at in self.live and s in judge.sealed[at]
+                ),
+            )
+            for s in self._own(node)
+        )
+
+    # The rest.
+
+    def _rest(self) -> View:
+        world = self.world
+        return (
+            (world.incarnation, world.judge.noted, world.over, world.newest, world.disk_away),
+            (world.drains_begun, world.readers_seen),
+            tuple((one.snapshot, one.lineage) for one in world.disk),
+            tuple((one.snapshot, one.lineage, one.stage) for one in world.orphans),
+            self._life_view(),
+            self._judge(),
+        )
+
+    def _life_view(self) -> View:
+        life, cycle = self.life, self.cycle
+        if life is None:
+            return ()
+        decision = life.decision
+        inside: View = ()
+        if cycle is not None:
+            self.live.add(cycle.snapshot)
+            inside = (
+                cycle.phase.value,
+                cycle.snapshot,
+                self._ahead(cycle.iteration),
+                cycle.level,
+                cycle.lead,
+                self.worlds.get(cycle._world, 0),
+                bool(cycle._broken),
+                cycle._corrupt,
+                cycle._last,
+            )
+        drain = life.drain
+        return (
+            (life.incarnation, life.stage, life.awaits, life.failed, life.refused),
+            None if decision is None else (decision.snapshot, decision.protected),
+            life.lineage,
+            None if life.source is None else life.source.snapshot,
+            (life.fresh, bool(life.decided), self.worlds.get(life.encoders, 0)),
+            inside,
+            None if drain is None else (drain.snapshot, drain.stage, drain.waiting, drain.failed),
+            None if life.repair is None else (life.repair.snapshot, life.repair.data_blocks),
+        )
+
+    def _judge(self) -> View:
+        judge, world = self.judge, self.world
+        live = self.live | {one.snapshot for one in world.disk} | {world.newest}
+        live |= {judge.floor, judge.local_floor, judge.durable}
+        if self.life is not None and self.life.decision is not None:
+            live.add(self.life.decision.snapshot)
+        return (
+            (judge.floor, judge.local_floor, judge.durable, judge.registered, judge.noted),
+            frozenset(judge.valid & live),
+            frozenset(judge.aborted & live),
+            frozenset(judge.protected & live),
+            frozenset(judge.everywhere & live),
+        )

@@ -1,0 +1,86 @@
+"""Small jobs explored exhaustively within bounds, and what that rests on.
+
+The whole table is made by ``python tests/explore_protocol.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from explore_protocol import Row, explore, row
+from protocol_model import holes
+from protocol_model.canonical import KNOWN, key
+from protocol_model.clone import clone
+from protocol_model.enabled import enabled, is_fault
+from protocol_model.shape import Bounds
+from protocol_model.world import World
+from slot_transitions import figure
+
+from megatron_ft.coordinator.cycle import SnapshotCycle
+from megatron_ft.smp.node import NodeMachine
+from megatron_ft.smp.slots import ShardSlots
+
+DOCS = Path(__file__).parents[1] / "docs" / "protocol.md"
+ROWS = [
+    row(1, 2, 1),
+    row(2, 1, 0),
+    row(2, 1, 1, 0, spares=1, disk=True),
+    row(2, 1, 1, 0, spares=1, damage=True),
+    row(3, 1, 1, 0, ("cut", "lose", "restart", "suspend_writing"), spares=1),
+]
+
+
+@pytest.mark.parametrize("one", ROWS, ids=str)
+def test_every_run_within_bounds_keeps_what_it_must(one: Row) -> None:
+    result = explore(one)
+    assert not result.problem, "\n".join([result.problem, *map(str, result.path)])
+    assert result.complete and result.states > 300
+
+
+FOUND: dict[Callable[[pytest.MonkeyPatch], None], Row] = {
+    holes.lease_ends_nobody: row(2, 1, 1, 0, ("cut",), spares=1),
+    holes.replaced_at_once: row(2, 1, 1, 0, ("cut",), spares=1),
+    holes.no_fence: row(1, 1, 2, None, ("suspend", "restart")),
+}
+
+
+@pytest.mark.parametrize("switch_off", FOUND, ids=lambda hole: hole.__name__)
+def test_without_a_rule_an_exploration_finds_it(
+    switch_off: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not explore(FOUND[switch_off]).problem
+    switch_off(monkeypatch)
+    result = explore(FOUND[switch_off])
+    assert "run at once" in result.problem
+
+
+def test_a_clone_goes_its_own_way() -> None:
+    """A step on the copy changes neither the world nor what comes of the same step there."""
+    world = World(row(2, 1, 0).shape, Bounds(1))
+    for _ in range(25):
+        steps = [step for _, step in enabled(world) if not is_fault(step)]
+        before = key(world)
+        after = []
+        for _ in range(2):
+            copy = clone(world)
+            copy.perform(steps[0])
+            after.append(key(copy))
+        assert key(world) == before and after[0] == after[1]
+        world.perform(steps[0])
+        assert key(world) == after[0]
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [NodeMachine("n0"), ShardSlots("dp0", []), SnapshotCycle(1, {}, (), 1)],
+    ids=lambda machine: type(machine).__name__,
+)
+def test_no_field_of_the_machines_is_forgotten_in_the_key(machine: object) -> None:
+    """A new one belongs into canonical.py, unless it decides nothing there; then into KNOWN."""
+    assert set(vars(machine)) == set(KNOWN[type(machine).__name__].split())
+
+
+def test_the_picture_in_the_docs_is_the_code() -> None:
+    assert figure() in DOCS.read_text(), "python tests/slot_transitions.py prints the figure"
