@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from small_training import advance, fingerprint, make_training
 from test_capture_support import WAIT, FakeSmp, GatedCopier, bits, make_manager
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.capture.cpu import CpuCopier
-from megatron_ft.capture.rng import RngState
 from megatron_ft.errors import CorruptBlockError, LayoutMismatchError
 
 
@@ -25,56 +25,6 @@ def smp(tmp_path: Path) -> Iterator[FakeSmp]:
     yield fake
     if fake.arena is not None:
         fake.arena.close()
-
-
-def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One step on random data."""
-    optimizer.zero_grad()
-    model(torch.randn(4, 8)).square().mean().backward()
-    optimizer.step()
-
-
-def make_training(seed: int = 0) -> dict[str, Any]:
-    """A small complete training state."""
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(8, 32), torch.nn.BatchNorm1d(32), torch.nn.Dropout(), torch.nn.Linear(32, 8)
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-    return {
-        "model": model,
-        "optimizer": optimizer,
-        "schedule": schedule,
-        "rng": RngState(),
-        "progress": {"tokens": 0, "seen": []},
-        "iteration": 0,
-    }
-
-
-def advance(state: dict[str, Any], iteration: int) -> None:
-    """One iteration of that training."""
-    train_step(state["model"], state["optimizer"])
-    state["schedule"].step()
-    state["progress"]["tokens"] += 32
-    state["progress"]["seen"].append(iteration)
-    state["iteration"] = iteration
-
-
-def fingerprint(state: dict[str, Any]) -> list[Any]:
-    """All bits that matter."""
-    weights = {k: bits(v) for k, v in state["model"].state_dict().items()}
-    moments = {
-        (i, k): bits(v)
-        for i, s in state["optimizer"].state_dict()["state"].items()
-        for k, v in s.items()
-    }
-    groups = [{k: v for k, v in g.items()} for g in state["optimizer"].param_groups]
-    for group in groups:
-        group.pop("params")
-    schedule = state["schedule"].state_dict()
-    counters = (state["progress"], state["iteration"], torch.get_rng_state().tolist())
-    return [weights, moments, groups, schedule, counters]
 
 
 def capture(smp: FakeSmp, manager: Any, state: Any, iteration: int = 1, slot: int = 0) -> Any:

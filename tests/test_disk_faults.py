@@ -15,7 +15,7 @@ from megatron_ft.arena.format import SlotState
 from megatron_ft.disk import write
 from megatron_ft.disk.durable import Disk
 from megatron_ft.disk.load import fill
-from megatron_ft.disk.manifest import Manifest
+from megatron_ft.disk.reader import read_manifest
 from tests.disk_drains import Recorder, drain, killed, newest_of, suicide
 from tests.disk_samples import ALGORITHM, BLOCK, Memory, waiting
 
@@ -63,7 +63,7 @@ def test_a_load_that_is_killed_at_any_step_can_be_done_again(
     memory: Memory, tmp_path: Path
 ) -> None:
     folder = drain(memory, tmp_path / "disk", 20)
-    manifest = Manifest.read(folder)
+    manifest = read_manifest(folder)
     new = waiting(tmp_path / "new", sequence=2)
     path, counted = new.path("dp0"), Recorder()
     fill(path, folder, "dp0", manifest, counted)
@@ -109,5 +109,5 @@ def test_memory_of_a_drain_and_of_a_load_does_not_grow_with_the_shard(tmp_path: 
     assert scale.most - scale.start < 3 * write.PIECE_BYTES < shard_bytes // 3
     new = waiting(tmp_path / "new", width=shard_bytes // 12)
     scale = Scale()
-    fill(new.path("dp0"), folder, "dp0", Manifest.read(folder), scale)
+    fill(new.path("dp0"), folder, "dp0", read_manifest(folder), scale)
     assert scale.most - scale.start < write.PIECE_BYTES

@@ -47,9 +47,8 @@ def run(size: int, work: Callable[[int, ThreadTransport], Any]) -> list[Any]:
 
 def succeed(size: int, work: Callable[[int, ThreadTransport], Any]) -> list[Any]:
     results = run(size, work)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
+    for error in own_errors(results):
+        raise error
     return results
 
 
