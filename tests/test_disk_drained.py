@@ -22,6 +22,7 @@ from megatron_ft.disk.live import open_live
 from megatron_ft.disk.load import fill
 from megatron_ft.disk.manifest import Manifest, ShardFile, folder_name
 from megatron_ft.disk.native import TRACKER, iteration_of
+from megatron_ft.disk.reader import read_manifest
 from megatron_ft.disk.source import open_newest
 from megatron_ft.disk.write import publish, write_shards
 from megatron_ft.erasure.scheme import Scheme
@@ -122,7 +123,7 @@ def _fields(manifest: Manifest) -> dict[str, object]:
 
 
 def test_the_iteration_of_a_frameworks_own_checkpoint_is_in_its_name() -> None:
-    names = {"iter_0000120": 120, "release": -1, "global_step40": 40}
+    names = {"iter_0000120": 120, "release": -1, "global_step40": 40, "v2_best": -1}
     assert {name: iteration_of(Path("x") / name) for name in names} == names
 
 
@@ -161,7 +162,7 @@ def test_a_shard_comes_back_as_it_was(memory: Memory, folder: Path, tmp_path: Pa
 def test_a_slot_that_waits_for_something_else_is_not_written(folder: Path, tmp_path: Path) -> None:
     new = waiting(tmp_path / "new", sequence=2)
     with pytest.raises(DrainError, match=r"no slot of .*dp0\.arena waits for snapshot 1\.1"):
-        fill(new.path("dp0"), folder, "dp0", Manifest.read(folder))
+        fill(new.path("dp0"), folder, "dp0", read_manifest(folder))
     with Arena.open(new.path("dp0")) as arena:
         assert (arena.data(1) == 0xFF).all()
 
@@ -185,12 +186,12 @@ def test_a_sector_that_cannot_be_read_is_an_error_with_a_name(
 ) -> None:
     new = waiting(tmp_path / "new")
     with pytest.raises(CheckpointDamagedError, match=r"dp0 cannot be read from .*dp0\.safet"):
-        fill(new.path("dp0"), folder, "dp0", Manifest.read(folder), BadSector(at, number))
+        fill(new.path("dp0"), folder, "dp0", read_manifest(folder), BadSector(at, number))
 
 
 def test_damage_is_found_after_the_bytes_were_copied(folder: Path, tmp_path: Path) -> None:
     path = folder / "dp1.safetensors"
-    new, manifest = waiting(tmp_path / "new"), Manifest.read(folder)
+    new, manifest = waiting(tmp_path / "new"), read_manifest(folder)
     raw = path.read_bytes()
     for at in np.random.default_rng(0).integers(0, len(raw), 50):
         path.write_bytes(raw[:at] + bytes([raw[at] ^ 8]) + raw[at + 1 :])

@@ -11,6 +11,7 @@ from megatron_ft.disk.native import (
     TRACKER,
     latest_tag,
     newest_checkpoint,
+    point_tracker,
     step_of_tag,
 )
 
@@ -32,10 +33,11 @@ def test_a_release_is_found(tmp_path: Path) -> None:
     assert newest_checkpoint(checkpoint(tmp_path, "release", "release").parent) is not None
 
 
-@pytest.mark.parametrize("tracker", ["", "none", "../iter_0000120", "-1", "121"])
+@pytest.mark.parametrize("tracker", ["", "none", "../iter_0000120", "-1", "121", "122", "123"])
 def test_a_tracker_that_names_nothing_complete_finds_nothing(tmp_path: Path, tracker: str) -> None:
     checkpoint(tmp_path, "iter_0000120", tracker)
     (tmp_path / "iter_0000121").mkdir()
+    (tmp_path / "iter_0000122").touch()
     assert newest_checkpoint(tmp_path) is None
 
 
@@ -59,7 +61,9 @@ def test_the_checkpoint_that_latest_names_is_found(tmp_path: Path, tag: str) -> 
     assert newest_checkpoint(tmp_path) == found and latest_tag(tmp_path) == tag
 
 
-@pytest.mark.parametrize("latest", ["", "\n", ".", "..", "../other", "/etc", "global_step50"])
+@pytest.mark.parametrize(
+    "latest", ["", "\n", ".", "..", "../other", "/etc", "global_step50", "absent"]
+)
 def test_a_latest_that_names_nothing_complete_finds_nothing(tmp_path: Path, latest: str) -> None:
     deepspeeds(tmp_path, "global_step40", latest)
     (tmp_path / "global_step50").mkdir()
@@ -72,3 +76,13 @@ def test_a_latest_that_names_nothing_complete_finds_nothing(tmp_path: Path, late
 )
 def test_only_a_tag_of_deepspeeds_own_tells_its_step(tag: str, step: int | None) -> None:
     assert step_of_tag(tag) == step
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(None, "120"), ("40", "120"), ("200", "200"), ("release", "120")]
+)
+def test_the_tracker_is_never_turned_back(tmp_path: Path, before: str | None, after: str) -> None:
+    if before is not None:
+        (tmp_path / TRACKER).write_text(before)
+    point_tracker(tmp_path, 120)
+    assert (tmp_path / TRACKER).read_text() == after

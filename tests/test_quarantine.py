@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_decide import NEW, OLD, decided, everywhere
 
 from megatron_ft.identity import SnapshotId
+from megatron_ft.launch.distrust import reason_against_own
 from megatron_ft.recovery.quarantine import FAILURE_LIMIT, MOST_REJECTED, Quarantine
 from megatron_ft.recovery.start import Disk, View, decide
 
@@ -82,6 +86,25 @@ def test_recovery_passes_over_what_is_rejected_and_says_why() -> None:
     both = bad.after_failure(OLD, 1, NEAR).after_failure(OLD, 1, NEAR)
     nothing = decided(arenas, quarantine=both)
     assert nothing.snapshot is None and "failed 2 times soon after" in nothing.explanation
+
+
+@pytest.mark.parametrize(
+    ("name", "out"),
+    [
+        ("iter_0000050", True),
+        ("iter_0000049", False),
+        ("global_step50", True),
+        ("global_step49", False),
+        ("best", False),
+    ],
+)
+def test_a_frameworks_own_checkpoint_of_what_was_rewound_is_not_loaded(
+    name: str, out: bool
+) -> None:
+    """Megatron's and DeepSpeed's; of one whose name says no iteration nothing is known."""
+    rewound = Quarantine().rewound(50)
+    assert bool(reason_against_own(rewound, Path("/checkpoints") / name)) is out
+    assert reason_against_own(rewound, None) == ""
 
 
 def test_recovery_rewinds_to_the_newest_before_the_iteration() -> None:

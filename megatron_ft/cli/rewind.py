@@ -18,7 +18,13 @@ from typing import Any
 from megatron_ft.cli.status import collect
 from megatron_ft.disk.live import node_folders, open_live
 from megatron_ft.errors import ConfigError, ControlPlaneError, SnapshotUnavailableError
-from megatron_ft.launch.job_state import JobState, known_shards, read_record, state_folder
+from megatron_ft.launch.job_state import (
+    JobHeldError,
+    JobState,
+    known_shards,
+    read_record,
+    state_folder,
+)
 from megatron_ft.launch.virtual import default_root
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.local_query import ask, sockets
@@ -51,9 +57,13 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--before-iteration is {before}; give a number >= 1")
     if not arguments.from_disk:
         _require_older(root, arguments)
+    if _note(arguments, before):
+        print(f"run the same command again: it goes on from before iteration {before}")
+        return 0
     life = _running(root, arguments.job)
     if life is None:
-        return _note(arguments, before)
+        folder = state_folder(arguments.job, arguments.state_dir)
+        raise ConfigError(f"there are no notes of a job {arguments.job!r} in {folder}")
     for path in sockets(root, arguments.job):
         answer = ask(path, m.Rewind(before))
         if isinstance(answer, m.Refused):
@@ -85,15 +95,20 @@ def _running(root: Path, job: str) -> int | None:
     return view["summary"]["incarnation"] if view is not None and view["supervised"] else None
 
 
-def _note(arguments: argparse.Namespace, before: int) -> int:
-    """Leave word for the supervisor that is started next."""
+def _note(arguments: argparse.Namespace, before: int) -> bool:
+    """Leave word for the supervisor that is started next; False if there is one, or no notes.
+
+    The lock tells, not the SMPs: the lease of one that has ended lasts a while longer.
+    """
     folder = state_folder(arguments.job, arguments.state_dir)
     if read_record(folder, arguments.job) is None:
-        raise ConfigError(f"there are no notes of a job {arguments.job!r} in {folder}")
-    with JobState(folder, arguments.job) as state:
-        state.update(quarantine=state.record.quarantine.rewound(before))
-    print(f"run the same command again: it goes on from before iteration {before}")
-    return 0
+        return False
+    try:
+        with JobState(folder, arguments.job) as state:
+            state.update(quarantine=state.record.quarantine.rewound(before))
+    except JobHeldError:
+        return False
+    return True
 
 
 def _wait(root: Path, arguments: argparse.Namespace, life: int) -> int:

@@ -17,9 +17,11 @@ from megatron_ft.coordinator.registration import new_stripes
 from megatron_ft.disk.drained import Choice, Drained, Wanted, choose, find, of_one_job
 from megatron_ft.disk.load import EXIT_DAMAGED, LoadPlan
 from megatron_ft.disk.native import iteration_of, newest_checkpoint
+from megatron_ft.erasure.domains import domain_of
 from megatron_ft.erasure.stripes import RankPlace
 from megatron_ft.errors import ConfigError, DrainError, MegatronFTError
 from megatron_ft.identity import Ancestor, SnapshotId
+from megatron_ft.launch.distrust import reason_against_own
 from megatron_ft.launch.drain_processes import DrainProcesses, StepFailedError
 from megatron_ft.launch.in_thread import in_thread
 from megatron_ft.launch.job_state import JobRecord
@@ -68,7 +70,7 @@ class DiskRestores:
     def _look(self, memory: Decision, record: JobRecord) -> Choice:
         own = None if memory.snapshot else newest_checkpoint(self._spec.checkpoint_dir)
         quarantine = record.quarantine
-        if own is not None and quarantine.reason_against_iteration(iteration_of(own)):
+        if reason_against_own(quarantine, own):
             own = None
         wanted = Wanted(
             shard_count=self._spec.world_size,
@@ -137,7 +139,7 @@ class DiskRestores:
                 rank=seat.rank,
                 shard_id=shard_id,
                 node=active[seat.rank // per_node],
-                domain=active[seat.rank // per_node],
+                domain=domain_of(active[seat.rank // per_node], self._spec.domains),
                 local_index=seat.rank % per_node,
                 coordinates=seat.coordinates,
                 required_bytes=slot_bytes[shard_id],

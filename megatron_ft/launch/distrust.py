@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_ft.coordinator.coordinator import Coordinator
+from megatron_ft.disk.native import iteration_of
 from megatron_ft.identity import Ancestor
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.recovery.decide import Decision
@@ -54,12 +55,6 @@ class Distrust:
             return "disk"
         return "rewound" if self.quarantine.over_disk else "memory"
 
-    def reason_against(self, checkpoint: Path | None) -> str:
-        """Why the framework's own checkpoint must not be loaded, or nothing."""
-        number = "" if checkpoint is None else checkpoint.name.removeprefix("iter_")
-        known = int(number) if number.isdigit() else -1
-        return self.quarantine.reason_against_iteration(known)
-
     async def training_failed(self) -> bool:
         """Hold it against the snapshot of the start if that is near; whether it is out now.
 
@@ -98,3 +93,9 @@ class Distrust:
         text = f"rewinding to before iteration {before}"
         self._coordinator.observers.tell("rewind", text, before=before)
         return text
+
+
+def reason_against_own(quarantine: Quarantine, checkpoint: Path | None) -> str:
+    """Why the framework's own checkpoint must not be loaded, or nothing."""
+    known = -1 if checkpoint is None else iteration_of(checkpoint)
+    return quarantine.reason_against_iteration(known)

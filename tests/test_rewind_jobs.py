@@ -1,0 +1,72 @@
+"""A job that is stopped and rewound, and what becomes of what it had done."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.cli import status
+from megatron_ft.cli.main import main
+from megatron_ft.launch.job_state import read_record
+from tests.disk_jobs import of_kind, signal_trainers, stop_until_drained, wait_until
+from tests.jobs import Job, difference, oracle
+
+pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
+
+
+def rewind(job: Job, before: int) -> int:
+    words = ["--job", job.name, "--arena-dir", str(job.cluster.root)]
+    words += ["--state-dir", str(job.folder / "state"), "--before-iteration", str(before)]
+    return main(["rewind", *words])
+
+
+def test_a_stopped_job_goes_on_from_before_what_was_given_up_in_memory_and_on_disk(
+    made: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two checkpoints; the second is given up, and must not come back when memory is lost."""
+    job = Job(
+        tmp_path,
+        nodes=2,
+        spares=2,
+        slots=3,
+        drain_dir=tmp_path / "disk",
+        drain_interval=4,
+        drain_keep=9,
+    )
+    made.append(job)
+
+    def stop_with_two_checkpoints(job: Job) -> None:
+        stop_until_drained(job, 1)
+        signal_trainers(job, signal.SIGCONT)
+        due = of_kind(job, "drained")[0].fields["iteration"] + 4
+        wait_until(job, lambda: of_kind(job, "committed")[-1].fields["iteration"] >= due)
+        stop_until_drained(job, 2)
+        job.interrupt()
+
+    with pytest.raises(asyncio.CancelledError):
+        job.run((8, stop_with_two_checkpoints))
+    older, newer = of_kind(job, "drained")
+    before = newer.fields["iteration"]
+    # Its lease has not run out yet, so SMPs cannot know that the supervisor is gone.
+    assert status.collect(job.cluster.root, job.name)[job.name]["supervised"]
+    assert rewind(job, 1) == 2, "there is nothing from before"
+    assert rewind(job, before) == 0 and "run the same command again" in capsys.readouterr().out
+    record = read_record(tmp_path / "state" / job.name, job.name)
+    assert record is not None and record.quarantine.before == before
+
+    def lose_memory(job: Job) -> None:
+        for node in ("n0", "n1"):
+            job.cluster.kill_node(node)
+
+    job.at_event["training"] = lose_memory
+    job.run()
+    from_memory, from_disk = of_kind(job, "restoring")
+    assert from_memory.fields["source"] == "own memory", job.story()
+    assert from_memory.fields["iteration"] < before, job.story()
+    assert from_disk.fields["source"] == "disk", job.story()
+    assert str(older.fields["folder"]) in from_disk.text, job.story()
+    assert f"{Path(newer.fields['folder']).name} is off the job's lineage" in from_disk.text
+    assert not difference(job.result(), oracle(tmp_path, 2)), job.story()
