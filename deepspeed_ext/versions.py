@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from megatron_ft.errors import UnsupportedVersionError
 from megatron_ft.required_names import Required, missing_names, owner_at, version_numbers
+from megatron_ft.supported import DEEPSPEED
 
-OLDEST = (0, 18, 1)
-WORKING = "deepspeed 0.18.9 and 0.19.8"
-"""Releases that were tested; newer ones are tried if they have the names below."""
+OLDEST, WORKING = DEEPSPEED.oldest, DEEPSPEED.working
 
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 _BASE = "deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft import __version__
+from megatron_ft import __version__, private_files
 from megatron_ft.cli import main as cli
 from megatron_ft.environment import JOB, NODE_DIR
 from megatron_ft.errors import ConfigError, ControlPlaneError
@@ -58,7 +58,7 @@ def test_bad_usage_exits_2(argv: list[str]) -> None:
     assert left.value.code == 2
 
 
-@pytest.mark.parametrize("command", ["run", "status", "clean"])
+@pytest.mark.parametrize("command", ["run", "doctor", "status", "clean"])
 def test_help_needs_no_torch(command: str) -> None:
     module = Path(cli.__file__).with_name(f"{command}.py")
     if not module.exists():
@@ -164,7 +164,7 @@ def test_job_with_a_living_process_is_left_alone(
         env={**os.environ, variable: value},
     ) as process:
         assert process.stdout and process.stdout.readline()
-        (node / "smp.pid").write_text(f"{process.pid}\n")
+        private_files.replace_file(node / "smp.pid", f"{process.pid}\n".encode())
         assert clean(tmp_path, "--job", "alive") == 1
         assert f"process {process.pid}, the SMP of node node-0" in capsys.readouterr().err
     assert clean(tmp_path, "--job", "alive") == 0
@@ -172,7 +172,7 @@ def test_job_with_a_living_process_is_left_alone(
 
 def test_reused_process_id_does_not_keep_a_job(tmp_path: Path) -> None:
     node = make_job(tmp_path, "old")
-    (node / "smp.pid").write_text(f"{os.getppid()}\n")
+    private_files.replace_file(node / "smp.pid", f"{os.getppid()}\n".encode())
     assert clean(tmp_path, "--job", "old") == 0
 
 
@@ -182,6 +182,7 @@ def test_nobody_waits_for_an_smp_that_is_dead(tmp_path: Path) -> None:
         ask(path, StatusRequest(), timeout_seconds=10_000)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))  # a file that stays, as after SIGKILL
+    path.chmod(0o600)
     with pytest.raises(ControlPlaneError, match="dead"):
         ask(path, StatusRequest(), timeout_seconds=10_000)
 
@@ -204,5 +205,5 @@ def test_foreign_root_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     from megatron_ft.cli.clean import find_jobs
 
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(ConfigError, match="not a folder of user"):
+    with pytest.raises(ConfigError, match="belongs to user"):
         find_jobs(tmp_path)

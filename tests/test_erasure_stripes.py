@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter, defaultdict
+from functools import lru_cache
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.erasure.scheme import Scheme
@@ -57,7 +59,9 @@ def check(plans: tuple[StripePlan, ...], ranks: list[RankPlace], scheme: Scheme)
     assert [plan.index for plan in plans] == list(range(len(plans)))
     for plan in plans:
         count = len(plan.members)
-        assert len({place[s].domain for s in plan.members}) == count <= scheme.members
+        assert count <= scheme.members
+        most = Counter(place[s].domain for s in plan.members).most_common(1)[0][1]
+        assert most <= max(1, scheme.parity_members)
         assert plan.nodes == tuple(place[s].node for s in plan.members)
         assert plan.parity_members == scheme.parity_members
         assert plan.data_members == count - plan.parity_members >= 1
@@ -75,18 +79,36 @@ def test_any_cluster_is_striped_soundly_or_refused(ranks: list[RankPlace], schem
     check(plans, ranks, scheme)
 
 
-@given(st.integers(2, 20), st.integers(1, 3), st.integers(1, 4), schemes)
-def test_even_clusters_are_refused_only_for_want_of_domains(
-    domains: int, nodes: int, local_ranks: int, scheme: Scheme
+@lru_cache
+def divisible(domains: tuple[int, ...], scheme: Scheme) -> bool:
+    """Whether nodes can be divided into stripes at all, by trying every first stripe."""
+    if not sum(domains):
+        return True
+    parity = scheme.parity_members
+    choices = itertools.product(*(range(min(count, parity) + 1) for count in domains))
+    for chosen in choices:
+        if parity < sum(chosen) <= scheme.members:
+            left = (count - taken for count, taken in zip(domains, chosen, strict=True))
+            if divisible(tuple(sorted(left)), scheme):
+                return True
+    return False
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    st.integers(1, 2),
+    schemes.filter(lambda scheme: scheme.parity_members > 0),
+)
+def test_domains_are_refused_only_where_no_division_exists(
+    domains: list[int], local_ranks: int, scheme: Scheme
 ) -> None:
-    ranks = cluster([nodes] * domains, local_ranks)
-    sets = -(-domains // scheme.members)
-    if domains < scheme.members or domains // sets <= scheme.parity_members:
-        if domains < scheme.members:
-            with pytest.raises(ProtectionError):
-                plan_stripes(ranks, scheme, block_bytes=BLOCK)
-        return
-    check(plan_stripes(ranks, scheme, block_bytes=BLOCK), ranks, scheme)
+    ranks = cluster(domains, local_ranks)
+    if sum(domains) >= scheme.members and divisible(tuple(sorted(domains)), scheme):
+        check(plan_stripes(ranks, scheme, block_bytes=BLOCK), ranks, scheme)
+    else:
+        with pytest.raises(ProtectionError):
+            plan_stripes(ranks, scheme, block_bytes=BLOCK)
 
 
 @given(clusters(), schemes)
@@ -119,9 +141,23 @@ def test_nodes_of_one_pipeline_stage_meet() -> None:
         assert len({int(node[1:]) % 2 for node in plan.nodes}) == 1
 
 
-def test_racks_with_several_nodes_never_share_a_stripe() -> None:
-    ranks = cluster([3, 3, 3, 3], 2)
-    check(plan_stripes(ranks, Scheme.parse("rs:2+2"), block_bytes=BLOCK), ranks, Scheme("rs", 2, 2))
+def test_racks_with_several_nodes_do_not_share_a_stripe_where_that_is_possible() -> None:
+    plans = plan_stripes(cluster([3, 3, 3, 3], 2), Scheme.parse("rs:2+2"), block_bytes=BLOCK)
+    for plan in plans:
+        assert len({int(node[1:]) // 3 for node in plan.nodes}) == 4
+
+
+def test_two_members_of_one_rack_are_allowed_where_two_may_be_lost() -> None:
+    ranks = cluster([2, 2])
+    (members,) = {p.nodes for p in plan_stripes(ranks, Scheme.parse("rs:2+2"), block_bytes=BLOCK)}
+    assert set(members) == {"n0", "n1", "n2", "n3"}
+
+
+def test_a_rack_that_is_too_large_is_named() -> None:
+    with pytest.raises(ProtectionError, match=r"d1 holds 3 of 5 nodes \(n1, n2, n3\).*rs:2\+3"):
+        plan_stripes(cluster([1, 3, 1]), Scheme.parse("rs:3+1"), block_bytes=BLOCK)
+    with pytest.raises(ProtectionError, match="No scheme survives the loss of d0"):
+        plan_stripes(cluster([4]), Scheme.parse("rs:3+1"), block_bytes=BLOCK)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.plan import Sizes, create_requests
+from megatron_ft.erasure.domains import Domains, domain_of
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.erasure.stripes import RankPlace, plan_stripes
 from megatron_ft.errors import ConfigError, ControlPlaneError, LayoutMismatchError, MegatronFTError
@@ -21,6 +22,7 @@ class Roll:
     """Who has said hello, and who has brought a layout, in this life."""
 
     world_size: int
+    domains: Domains = field(default_factory=dict)
     hellos: dict[str, tuple[str, m.Hello]] = field(default_factory=dict)
     layouts: dict[str, m.Prepare] = field(default_factory=dict)
     complete: asyncio.Event = field(default_factory=asyncio.Event)
@@ -57,7 +59,7 @@ class Roll:
                 rank=hello.rank,
                 shard_id=shard_id,
                 node=node,
-                domain=node,
+                domain=domain_of(node, self.domains),
                 local_index=hello.local_index,
                 coordinates=hello.coordinates,
                 required_bytes=self.layouts[shard_id].required_bytes,

@@ -1,6 +1,6 @@
 """Which shards protect each other: stripes over distinct failure domains, by topology.
 
-The i-th local rank of each of N nodes, no two of one failure domain, form a stripe,
+The i-th local rank of each of N nodes, at most m of one failure domain, form a stripe,
 and all stripes of a node set share its nodes: when nodes are lost, few stripes lose
 more than one member.  Node sets are balanced, so that a remainder makes all sets a
 little smaller instead of one set tiny; a shorter set keeps its parity members.
@@ -12,7 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_ft.erasure.scheme import Scheme, largest_scheme
+from megatron_ft.erasure.domains import check_domains, stripe_sets
+from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.errors import ProtectionError
 
 DEFAULT_BLOCK_BYTES = 64 << 10
@@ -66,10 +67,10 @@ class _Node:
 def plan_stripes(
     ranks: Sequence[RankPlace], scheme: Scheme, *, block_bytes: int = DEFAULT_BLOCK_BYTES
 ) -> tuple[StripePlan, ...]:
-    """Every shard in exactly one stripe; no two members of a stripe in one failure domain.
+    """Every shard in exactly one stripe, and at most m members of one failure domain in each.
 
-    ProtectionError, which names the largest scheme that can be met, if there are fewer
-    domains than the scheme has members, or if a stripe would be left too short.
+    ProtectionError, which names the domain and a scheme that can be met, if there are too
+    few nodes, too many of one domain, or if a stripe would be left too short.
     ValueError if a shard or a node is described twice in different ways.
     """
     nodes = _nodes(ranks)
@@ -108,35 +109,21 @@ def _node_sets(nodes: Sequence[_Node], scheme: Scheme) -> list[list[_Node]]:
         by_domain[node.domain].append(node)
     if scheme.kind == "none":
         return [[node] for group in by_domain.values() for node in group]
-    if len(by_domain) < scheme.members:
-        raise ProtectionError(
-            f"{scheme} needs {scheme.members} failure domains, there are {len(by_domain)}: "
-            f"{', '.join(sorted(by_domain))}; the largest that can be met is "
-            f"{largest_scheme(scheme, len(by_domain))}"
-        )
-    sets = _divide(by_domain, scheme.members)
-    if min(map(len, sets)) <= scheme.parity_members:
-        raise ProtectionError(
-            f"{len(nodes)} nodes in {len(by_domain)} failure domains cannot be divided into sets "
-            f"of {scheme.parity_members + 1} to {scheme.members} nodes of distinct domains for "
-            f"{scheme}; the largest scheme that takes them together is "
-            f"{largest_scheme(scheme, len(by_domain))}"
-        )
-    return sets
+    check_domains([n.name for n in nodes], {n.name: n.domain for n in nodes}, scheme)
+    count = stripe_sets(len(nodes), max(map(len, by_domain.values())), scheme)
+    assert count is not None, "check_domains has accepted what has no division"
+    return _divide(by_domain, count)
 
 
-def _divide(by_domain: Mapping[str, Sequence[_Node]], most: int) -> list[list[_Node]]:
-    """Balanced sets of at most ``most`` nodes, no two of one domain in a set.
+def _divide(by_domain: Mapping[str, Sequence[_Node]], count: int) -> list[list[_Node]]:
+    """``count`` sets of nearly equal size, with few nodes of one domain in each.
 
     With one node a domain, neighbours stay together, so that equal shards meet.  With
-    several, dealing the nodes out domain by domain keeps those of a domain apart, as
-    long as there are at least as many sets as a domain has nodes.
+    several, dealing the nodes out domain by domain keeps those of a domain apart.
     """
     groups = sorted(by_domain.values(), key=lambda group: _node_order(group[0]))
     nodes = [node for group in groups for node in group]
-    largest = max(map(len, groups))
-    count = max(-(-len(nodes) // most), largest)
-    if largest > 1:
+    if max(map(len, groups)) > 1:
         return [nodes[start::count] for start in range(count)]
     short, longer = divmod(len(nodes), count)
     starts = [i * short + min(i, longer) for i in range(count + 1)]

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from collections.abc import Sequence
 
 import msgspec
 
 from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.recovery import Admitted, LifeHigherError, admit
-from megatron_ft.errors import ArenaForeignError, ControlPlaneError, MegatronFTError
+from megatron_ft.erasure.domains import check_domains, crowded
+from megatron_ft.errors import (
+    ArenaForeignError,
+    ControlPlaneError,
+    MegatronFTError,
+    StaleIncarnationError,
+)
 from megatron_ft.launch.fleet import SmpFleet
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.launcher import Launcher, NodeUnreachable
+from megatron_ft.launch.leases import OutstandingLeases
+from megatron_ft.launch.placement import choose_active, choose_spares, stripes_by_position
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.smp import messages as m
 
@@ -35,9 +45,11 @@ class Membership:
         self, spec: JobSpec, launcher: Launcher, state: JobState, coordinator: Coordinator
     ) -> None:
         self.smps = SmpFleet(launcher, state, spec)
-        self.active: list[str] = list(state.record.active) or launcher.nodes()[: spec.nodes]
+        self.active: list[str] = list(state.record.active) or _first_active(spec, launcher)
         self._spec, self._launcher, self._state = spec, launcher, state
         self._coordinator = coordinator
+        self._leases = OutstandingLeases(coordinator.timing.node_timeout)
+        self._led = False
 
     def places(self, active: Sequence[str] = ()) -> dict[str, str]:
         """Shard to node, as far as shards are known from earlier lives.
@@ -50,7 +62,12 @@ class Membership:
         }
 
     async def admit_all(self) -> Admitted:
-        """Start a new incarnation on every node that can be reached."""
+        """Start a new incarnation on every node that can be reached.
+
+        Nodes that cannot be, and may still run trainers, are waited for: their leases end.
+        StaleIncarnationError when somebody else leads the job by now.
+        """
+        self._coordinator.require_lead()
         incarnation = max(self._state.record.incarnation, self._coordinator.incarnation) + 1
         nodes = await self._reachable()
         while True:
@@ -58,9 +75,30 @@ class Membership:
                 work = admit(self._coordinator, incarnation, nodes)
                 admitted = await self.smps.while_all_run(work)
                 self._refuse_foreign(admitted)
+                await self._await_leases(admitted)
+                self._coordinator.require_lead()
+                self._led = True
                 return admitted
-            except LifeHigherError:
+            except LifeHigherError as error:
+                if self._led:
+                    raise StaleIncarnationError(
+                        f"another supervisor has led this job meanwhile: {error}"
+                    ) from error
                 incarnation += 1
+
+    async def _await_leases(self, admitted: Admitted) -> None:
+        """Return once no trainer of an earlier life can run on a node that was not admitted."""
+        away = [
+            node
+            for node in self.active
+            if node not in admitted.inventories and not self._launcher.gone(node)
+        ]
+        for node in away:
+            self._give_up(node)
+        if self._state.record.incarnation and (seconds := self._leases.left(away)) > 0:
+            names = ", ".join(away)
+            self._tell("waiting", f"node {names}: up to {seconds:.1f} s of lease left", names)
+            await asyncio.sleep(seconds)
 
     def _refuse_foreign(self, admitted: Admitted) -> None:
         """Never write over another job's snapshots, whatever the reason that they are here."""
@@ -80,15 +118,29 @@ class Membership:
         for node in lost:
             self._give_up(node)
             self._tell("node_lost", f"node {node} is lost", node)
-        for node in lost:
-            if not spares:
-                raise NoSpareError(
-                    f"node {', '.join(lost)} lost and no spare is left; its memory may still be "
-                    "rebuilt: start the same command again with more --spares"
-                )
-            spare = spares.pop(0)
+        if len(spares) < len(lost):
+            raise NoSpareError(
+                f"node {', '.join(lost)} lost and no spare is left; its memory may still be "
+                "rebuilt: start the same command again with more --spares"
+            )
+        if lost:
+            self._place_spares(admitted, lost, spares)
+
+    def _place_spares(self, admitted: Admitted, lost: list[str], spares: list[str]) -> None:
+        """Spares of failure domains that keep the rule of stripes, as far as there are some."""
+        domains, most = self._spec.domains, self._spec.scheme.parity_members
+        seats, per_node = self._state.record.shards, self._spec.ranks_per_node
+        positions = {shard: seat.rank // per_node for shard, seat in seats.items()}
+        members = {a.members for i in admitted.inventories.values() for a in i.arenas}
+        stripes = stripes_by_position(members, positions)
+        chosen = choose_spares(self.active, lost, spares, stripes, domains, most)
+        for node, spare in chosen.items():
             self.active[self.active.index(node)] = spare
             self._tell("spare", f"{spare} takes the place of {node}", spare)
+        now = [[self.active[i] for i in stripe] for stripe in stripes if most]
+        for name, nodes in crowded(now, domains, most):
+            text = f"{', '.join(nodes)} of failure domain {name} share a stripe that survives "
+            self._tell("crowded", f"{text}the loss of {most}: no spare of another is left", name)
 
     def spares_gone(self) -> bool:
         """Whether the job had spares and none is left to replace the next node that is lost."""
@@ -135,9 +187,10 @@ class Membership:
 
     async def _reachable(self) -> list[str]:
         """Nodes whose SMP runs, started where it does not; their links are connected."""
-        found = [node for node in self._launcher.nodes() if await self._connect(node)]
+        nodes = self._launcher.nodes()
+        there = await asyncio.gather(*(self._connect(node) for node in nodes))
         self._coordinator.silent.clear()
-        return found
+        return list(itertools.compress(nodes, there))
 
     async def _connect(self, node: str) -> bool:
         if self._coordinator.silent_nodes([node]):
@@ -157,8 +210,18 @@ class Membership:
         return True
 
     def _give_up(self, node: str) -> None:
+        link = self._coordinator.links.get(node)
+        if link is not None:
+            self._leases.note(node, link.last_heard)
         self._coordinator.disconnect(node)
         self.smps.forget(node)
 
     def _tell(self, kind: str, text: str, node: str) -> None:
         self._coordinator.observers.tell(kind, text, node=node)
+
+
+def _first_active(spec: JobSpec, launcher: Launcher) -> list[str]:
+    """The nodes that train first; ProtectionError if their stripes would break the rule."""
+    active = choose_active(launcher.nodes(), spec.nodes, spec.domains, spec.scheme)
+    check_domains(active, spec.domains, spec.scheme)
+    return active

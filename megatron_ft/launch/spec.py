@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_ft.coordinator.coordinator import Timing
 from megatron_ft.coordinator.plan import Sizes
+from megatron_ft.erasure.domains import Domains
 from megatron_ft.erasure.scheme import Scheme, largest_scheme
 from megatron_ft.errors import ConfigError, ProtectionError
 
@@ -27,6 +28,7 @@ class JobSpec:
     drained snapshot becomes a checkpoint of the training framework's own (None: it does not).
     A snapshot from which training fails twice within ``quarantine_iterations`` (0: no matter)
     is not used again.  The scrub uses ``scrub_percent`` of one core of each node (0: no scrub).
+    ``domains`` is the failure domain of each node; a node that is not named is one of its own.
     ConfigError for numbers that make no sense, ProtectionError for a scheme that needs
     more nodes than there are.
     """
@@ -55,6 +57,7 @@ class JobSpec:
     time_limit_seconds: float = 0.0
     scrub_percent: float = 1.0
     quarantine_iterations: int = 10
+    domains: Domains = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, least in (

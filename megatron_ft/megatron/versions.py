@@ -7,10 +7,9 @@ from typing import Any
 
 from megatron_ft.errors import UnsupportedVersionError
 from megatron_ft.required_names import Required, missing_names, owner_at, version_numbers
+from megatron_ft.supported import MEGATRON
 
-OLDEST = (0, 17)
-WORKING = "megatron-core 0.17.1, 0.18.2 and 0.19.2"
-"""Releases that were tested; newer ones are tried if they have the names below."""
+OLDEST, WORKING = MEGATRON.oldest, MEGATRON.working
 
 WRAPPED = (
     Required("megatron.training.arguments", "add_megatron_arguments", ("parser",)),

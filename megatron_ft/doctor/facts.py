@@ -1,0 +1,195 @@
+"""What the nodes say of themselves, and what the user wants: all that findings depend on."""
+
+from __future__ import annotations
+
+import msgspec
+
+from megatron_ft.erasure.scheme import Scheme
+
+
+class ProbeRequest(msgspec.Struct, frozen=True):
+    """What a node is asked to try; ``token`` names the files that it may make."""
+
+    token: str
+    arena_root: str
+    scheme: str
+    drain_dir: str = ""
+    rate_bytes: int = 64 << 20
+
+
+class MemoryLimit(msgspec.Struct, frozen=True):
+    """One limit of memory: what it is, and how many more bytes it lets us use."""
+
+    limit: str
+    available_bytes: int
+
+
+class Leftover(msgspec.Struct, frozen=True):
+    """A job's folder below the root of all arenas; ``process`` says who lives in it."""
+
+    job: str
+    allocated_bytes: int
+    process: str
+
+
+class ArenaPlace(msgspec.Struct, frozen=True):
+    """The folder of a node's arenas.  ``device`` and ``inode`` are of the marker file in it."""
+
+    folder: str
+    filesystem: str = ""
+    total_bytes: int = 0
+    limits: tuple[MemoryLimit, ...] = ()
+    device: int = 0
+    inode: int = 0
+    leftovers: tuple[Leftover, ...] = ()
+    error: str = ""
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """Bytes a second: memory to memory, memory to arena, and data through the codec.
+
+    A rate of 0 was not measured; ``error`` says why.
+    """
+
+    memory: float = 0.0
+    arena: float = 0.0
+    encode: float = 0.0
+    error: str = ""
+
+
+class DrainPlace(msgspec.Struct, frozen=True):
+    """The drain folder: bytes a second with fsync, and the token read in it."""
+
+    rate: float = 0.0
+    token: str = ""
+    free_bytes: int = 0
+    error: str = ""
+
+
+class NodeFacts(msgspec.Struct, frozen=True):
+    """One node as its probe found it.
+
+    ``machine`` is the same for nodes that share a kernel.  ``code`` is a digest of this
+    package's sources.  ``began`` and ``ended`` are wall-clock seconds; the resource limits are
+    soft ones, -1 for none.  ``remove_ipc`` is None where there is no logind.
+    """
+
+    machine: str
+    host: str
+    user: int
+    python: str
+    packages: dict[str, str]
+    code: str
+    cpus: int
+    began: float
+    ended: float
+    locked_memory: int
+    descriptors: int
+    descriptors_hard: int
+    remove_ipc: bool | None
+    lingers: bool
+    cgroup: str
+    arena: ArenaPlace
+    rates: Rates
+    drain: DrainPlace | None
+
+
+class TrainerFacts(msgspec.Struct, frozen=True):
+    """What a process started as a trainer sees; ``device`` and ``inode`` of the same marker."""
+
+    python: str
+    executable: str
+    packages: dict[str, str]
+    cpus: int
+    cgroup: str
+    device: int = 0
+    inode: int = 0
+    error: str = ""
+
+
+class WorldRank(msgspec.Struct, frozen=True):
+    """What one rank of the MPI world says when it has joined."""
+
+    library: str
+    fabric: str
+    device: int = 0
+    inode: int = 0
+
+
+class WorldFacts(msgspec.Struct, frozen=True):
+    """MPI over all nodes: who joined, and bytes a second by pair of nodes, 0 for no answer.
+
+    ``launcher`` is which mpirun was used, if known.  ``broken`` are nodes without which worlds
+    start; ``error`` says why there is no world at all.
+    """
+
+    joined: dict[str, WorldRank] = {}
+    rates: dict[tuple[str, str], float] = {}
+    launcher: str = ""
+    broken: tuple[str, ...] = ()
+    error: str = ""
+
+
+class Clock(msgspec.Struct, frozen=True):
+    """By how much a node's clock is ahead, in seconds: between ``least`` and ``most``."""
+
+    least: float
+    most: float
+
+
+class Wishes(msgspec.Struct, frozen=True):
+    """What the user asked for.  ``shard_bytes`` is None if nobody said how large a shard is.
+
+    ``shard_source`` says where the number comes from.  ``domains_from`` is the source of
+    failure domains, empty for nodes.
+    """
+
+    scheme: Scheme
+    active: tuple[str, ...]
+    spares: tuple[str, ...]
+    ranks_per_node: int
+    slot_count: int
+    domains: dict[str, str] = {}
+    domains_from: str = ""
+    shard_bytes: int | None = None
+    shard_source: str = ""
+    drain_dir: str = ""
+    megatron: bool = False
+    deepspeed: bool = False
+    command_python: bool = True
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """All nodes, spares last."""
+        return (*self.active, *self.spares)
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """All that was found out.  A node that could not be asked has the reason instead.
+
+    ``no_kill`` is None outside of Slurm, else what is known of ``--no-kill``.
+    """
+
+    wishes: Wishes
+    nodes: dict[str, NodeFacts | str]
+    trainers: dict[str, TrainerFacts | str]
+    clocks: dict[str, Clock]
+    world: WorldFacts | None = None
+    drain_tokens: dict[str, str] = {}
+    no_kill: str | None = None
+
+    @property
+    def answered(self) -> dict[str, NodeFacts]:
+        """Nodes that could be asked."""
+        return {name: facts for name, facts in self.nodes.items() if not isinstance(facts, str)}
+
+    @property
+    def one_machine(self) -> bool:
+        """Whether several nodes share one machine, and with it its cores and its memory."""
+        machines = [said.machine for said in self.answered.values()]
+        return len(set(machines)) < len(machines)
+
+    @property
+    def as_trainers(self) -> dict[str, TrainerFacts]:
+        """What trainers see on the nodes where one could be started."""
+        return {n: facts for n, facts in self.trainers.items() if not isinstance(facts, str)}

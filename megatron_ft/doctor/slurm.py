@@ -1,0 +1,73 @@
+"""Whether the Slurm job that we are in survives the loss of a node.
+
+Slurm does not tell: what can be seen is the batch script, and how it was submitted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+
+ASK_SECONDS = 10.0
+SET, MISSING, UNKNOWN = "set", "missing", "unknown"
+_FLAG = re.compile(r"(?:^|\s)(?:--no-kill(?:=(?P<value>\S+))?|-k)(?=\s|$)")
+
+
+def no_kill(environment: Mapping[str, str] = os.environ) -> str | None:
+    """SET, MISSING or UNKNOWN; None outside of a Slurm job."""
+    job = environment.get("SLURM_JOB_ID")
+    if not job:
+        return None
+    script = _ask("scontrol", "write", "batch_script", job, "-")
+    shown = _ask("scontrol", "show", "job", "--oneliner", job) or ""
+    submitted = re.search(r"SubmitLine=(.*?)(?:\s\w+=|$)", shown)
+    return judge_no_kill(script, submitted.group(1) if submitted else None, environment)
+
+
+def judge_no_kill(
+    script: str | None, submit_line: str | None, environment: Mapping[str, str]
+) -> str:
+    """As ``no_kill``, from the batch script, the line that submitted it, and variables.  Pure.
+
+    A command line beats variables, which beat the script, as sbatch(1) says.
+    """
+    given = [
+        _in_line(submit_line or ""),
+        _in_variables(environment),
+        _in_script(script or ""),
+    ]
+    found = next((value for value in given if value is not None), None)
+    if found is not None:
+        return SET if found else MISSING
+    return UNKNOWN if submit_line is None else MISSING
+
+
+def _in_line(line: str) -> bool | None:
+    # What follows the script's name is the script's own.
+    matches = list(_FLAG.finditer(line))
+    return None if not matches else matches[-1].group("value") != "off"
+
+
+def _in_variables(environment: Mapping[str, str]) -> bool | None:
+    for name in ("SBATCH_NO_KILL", "SALLOC_NO_KILL"):
+        if name in environment:
+            return environment[name] != "off"
+    return None
+
+
+def _in_script(script: str) -> bool | None:
+    lines = re.findall(r"^#SBATCH\s+(.*)$", script, re.MULTILINE)
+    return next((v for v in map(_in_line, reversed(lines)) if v is not None), None)
+
+
+def _ask(*command: str) -> str | None:
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=ASK_SECONDS, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

@@ -1,0 +1,193 @@
+"""Failure domains: reading them, and who trains and who takes over because of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ft.cli import main as cli
+from megatron_ft.erasure.domains import check_domains, crowded, possible_scheme, stripe_sets
+from megatron_ft.erasure.scheme import Scheme
+from megatron_ft.errors import ConfigError, MissingEnvironmentError, ProtectionError
+from megatron_ft.launch.placement import (
+    choose_active,
+    choose_spares,
+    describe_domains,
+    stripes_by_position,
+)
+from megatron_ft.launch.topology import expand_hostlist, parse_domains, read_domains
+
+TOPOLOGY = r"""
+# two leaves below one spine
+TopologyParam=RouteTree
+SwitchName=leaf0 Nodes=n[00-02]  # comments stay out
+SWITCHNAME=leaf1 LinkSpeed=900 \
+    Nodes=n[03,05],login1
+SwitchName=spine Switches=leaf[0-1]
+"""
+PRINTED = """\
+SwitchName=leaf0 Level=0 LinkSpeed=1 Nodes=n[0-1]
+SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=n2
+SwitchName=spine Level=1 LinkSpeed=1 Nodes=n[0-2] Switches=leaf[0-1]
+"""
+
+
+def test_slurms_topology_is_read_by_its_leaves() -> None:
+    expected = {f"n0{i}": "leaf0" for i in range(3)} | dict.fromkeys(["n03", "n05"], "leaf1")
+    assert parse_domains(TOPOLOGY, "t") == expected | {"login1": "leaf1"}
+    assert parse_domains(PRINTED, "t") == {"n0": "leaf0", "n1": "leaf0", "n2": "leaf1"}
+    assert parse_domains("BlockName=b1 Nodes=n[1-2]\nBlockSizes=2\n", "t") == dict.fromkeys(
+        ["n1", "n2"], "b1"
+    )
+
+
+def test_a_simple_file_is_read() -> None:
+    assert parse_domains("# racks\nrack1: node[0-1], node7\nrack2: m0 # here\n", "t") == {
+        "node0": "rack1", "node1": "rack1", "node7": "rack1", "m0": "rack2"
+    }  # fmt: skip
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 120)), min_size=1, unique=True))
+def test_hostlists_are_expanded_in_order(nodes: list[tuple[str, int]]) -> None:
+    parts = [f"{name}[{','.join(f'{n:03d}' for _, n in group)}]" for name, group in
+             ((k, list(g)) for k, g in itertools.groupby(nodes, lambda pair: pair[0]))]  # fmt: skip
+    assert expand_hostlist(",".join(parts)) == [f"{name}{n:03d}" for name, n in nodes]
+    assert expand_hostlist("r[1-2]n[8-10]") == [f"r{r}n{n}" for r in (1, 2) for n in (8, 9, 10)]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("\nwhat is this\n", "line 2.*no failure domain"), ("a: n[3-1]", r"\[3-1\] is no range"),
+     ("a: n[x]", "no range"), ("a: n[1", "no list of nodes"), ("a: n1\nb: n1", "n1 is in.*b.*a"),
+     ("a: n[0-99999999]", "no range")],
+)  # fmt: skip
+def test_what_is_no_such_file_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_domains(text, "file")
+
+
+@given(st.text(alphabet="n01[]-,:=# \\\nSwitchName", max_size=40))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    try:
+        parse_domains(text, "t")
+    except ConfigError:
+        pass
+
+
+def test_a_node_that_is_not_named_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "racks"
+    path.write_text("a: node[0-2]")
+    assert read_domains(str(path), ["node1"]) == {"node1": "a"}
+    with pytest.raises(ConfigError, match="node3 in no failure domain"):
+        read_domains(str(path), ["node1", "node3"])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_domains(str(tmp_path / "none"), ["node1"])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MissingEnvironmentError, match="scontrol"):
+        read_domains("slurm", ["node1"])
+
+
+sizes = st.lists(st.integers(1, 4), min_size=1, max_size=5)
+schemes = st.tuples(st.integers(1, 4), st.integers(1, 3)).map(lambda km: Scheme("rs", *km))
+
+
+def nodes_of(domains: list[int]) -> tuple[list[str], dict[str, str]]:
+    found = {f"n{d}-{i}": f"d{d}" for d, count in enumerate(domains) for i in range(count)}
+    return list(found), found
+
+
+@given(sizes, schemes)
+def test_the_scheme_that_a_refusal_names_can_be_met(domains: list[int], scheme: Scheme) -> None:
+    nodes, names = nodes_of(domains)
+    try:
+        check_domains(nodes, names, scheme)
+    except ProtectionError as error:
+        possible = possible_scheme(len(nodes), max(domains), scheme)
+        if len(nodes) >= scheme.members:
+            assert (possible is None) == (len(domains) == 1), error
+        if possible is not None:
+            check_domains(nodes, names, possible)
+    else:
+        assert stripe_sets(len(nodes), max(domains), scheme) is not None
+
+
+@settings(max_examples=60)
+@given(sizes, st.integers(0, 4), schemes, st.randoms(use_true_random=False))
+def test_nodes_that_train_allow_stripes_if_any_choice_does(
+    domains: list[int], spares: int, scheme: Scheme, random: object
+) -> None:
+    nodes, names = nodes_of(domains)
+    random.shuffle(nodes)  # type: ignore[attr-defined]
+    count = max(1, len(nodes) - spares)
+
+    def possible(chosen: tuple[str, ...]) -> bool:
+        largest = max(Counter(names[n] for n in chosen).values())
+        return stripe_sets(len(chosen), largest, scheme) is not None
+
+    active = choose_active(nodes, count, names, scheme)
+    assert len(active) == count and active == [n for n in nodes if n in active]
+    assert possible(tuple(active)) == any(map(possible, itertools.combinations(nodes, count)))
+    if possible(tuple(nodes[:count])):
+        assert active == nodes[:count]
+
+
+@settings(max_examples=60)
+@given(sizes, st.lists(st.integers(0, 4), min_size=1, max_size=4), st.integers(1, 2), st.data())
+def test_spares_keep_the_rule_if_any_choice_does(
+    domains: list[int], spare_domains: list[int], most: int, data: st.DataObject
+) -> None:
+    active, names = nodes_of(domains)
+    spares = [f"s{i}" for i in range(len(spare_domains))]
+    names |= {s: f"d{d}" for s, d in zip(spares, spare_domains, strict=True)}
+    lost = data.draw(st.lists(st.sampled_from(active), unique=True, max_size=len(spares)))
+    size = data.draw(st.integers(2, 4))
+    stripes = [range(i, min(i + size, len(active))) for i in range(0, len(active), size)]
+
+    def broken(chosen: dict[str, str]) -> int:
+        now = [chosen.get(node, node) for node in active]
+        found = crowded([[now[i] for i in stripe] for stripe in stripes], names, most)
+        return sum(len(nodes) - most for _, nodes in found)
+
+    chosen = choose_spares(active, lost, spares, stripes, names, most)
+    assert list(chosen) == lost and len(set(chosen.values())) == len(lost)
+    every = itertools.permutations(spares, len(lost))
+    assert broken(chosen) == min(broken(dict(zip(lost, p, strict=True))) for p in every)
+
+
+def test_without_domains_spares_are_taken_in_order() -> None:
+    assert choose_spares(["a", "b"], ["b", "a"], ["s", "t"], [{0, 1}], {}, 1) == {
+        "b": "s", "a": "t"
+    }  # fmt: skip
+
+
+def test_stripes_are_known_by_the_positions_of_their_nodes() -> None:
+    positions = {"r0": 0, "r1": 0, "r2": 1, "r3": 1}
+    members = [("r0", "r2"), ("r1", "r3"), ("r1", "gone")]
+    assert stripes_by_position(members, positions) == [frozenset({0}), frozenset({0, 1})]
+
+
+def test_domains_are_shown_in_a_line() -> None:
+    nodes, names = nodes_of([2, 2, 1])
+    text = describe_domains(nodes[:4], nodes, names, Scheme.parse("rs:2+2"))
+    assert "2 failure domains train (d0: n0-0, n0-1; d1: n1-0, n1-1), spares n2-0 (d2)" in text
+    assert text.endswith("stripes of 4 nodes, at most 2 of one domain in each")
+
+
+def test_run_refuses_stripes_in_one_rack(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "racks"
+    path.write_text("rack1: node[0-3]\nrack2: node4\n")
+    flags = ["--failure-domains", str(path), "--arena-dir", str(tmp_path), "--state-dir"]
+    wanted = ["--nodes", "4", "--spares", "1", "--protect", "rs:3+1"]
+    assert cli.main(["run", *wanted, *flags, str(tmp_path / "s"), "--", "true"]) == 2
+    said = capsys.readouterr().err
+    # The first four are all of rack1, so one of them becomes the spare; that is not enough.
+    assert "failure domain rack1 holds 3 of 4 nodes (node0, node1, node2)" in said
