@@ -1,0 +1,1 @@
+"""A soak: one job, many snapshots, random faults, and nothing that grows."""
