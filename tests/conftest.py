@@ -20,6 +20,8 @@ from megatron_ft.launch.virtual import default_root
 SESSION_VARIABLE = "MEGATRON_FT_TEST_SESSION"
 SESSION = uuid.uuid4().hex
 GRACE_SECONDS = 5.0
+FOLDER_SECONDS = 20.0
+"""A folder may be between two processes of a job of another worker."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,7 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--all-layouts",
         action="store_true",
         help="Every cell of Megatron's matrix of layouts, not only those that pair all values; "
-        "every cell after a crash too, not only after the loss of nodes.",
+        "every cell after a crash too, not only after the loss of nodes; every way to cut a "
+        "network and to suspend a process.",
     )
 
 
@@ -70,7 +73,7 @@ def no_job_folder_left() -> Iterator[None]:
     """
     before = {folder.path for folder in clean.find_jobs(default_root())}
     yield
-    deadline = time.monotonic() + GRACE_SECONDS
+    deadline = time.monotonic() + FOLDER_SECONDS
     while (left := _unused_folders() - before) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left, f"job folders outlived their test file: {sorted(map(str, left))}"
@@ -171,8 +174,8 @@ def runs(megatron_server: Any, megatron_corpus: Path, tmp_path: Path) -> Any:
 @pytest.fixture(scope="module")
 def warm_trainers(no_process_left: None) -> Iterator[None]:
     """Trainers of jobs in this file are forked from a process that has imported torch."""
+    from megatron_ft.testing.warm_python import WarmPython
     from tests.jobs import WarmCluster
-    from tests.warm_python import WarmPython
 
     WarmCluster.warm = WarmPython()
     yield
@@ -187,6 +190,8 @@ def made() -> Iterator[list[Any]]:
     yield jobs
     for job in jobs:
         job.cluster.destroy()
+        if getattr(job, "network", None) is not None:
+            job.network.close()
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,8 @@ def test_a_reader_holds_captures_up_and_a_stopped_job_can_still_be_read(
     made: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two slots: while one is read nothing new is captured, which is told once and counted."""
-    job = Job(tmp_path, nodes=2, protect="xor:2", iterations=4000)
+    # The newest snapshot must stay the newest for as long as it takes to pin it.
+    job = Job(tmp_path, nodes=2, protect="xor:2", iterations=4000, iteration_seconds=0.25)
     made.append(job)
 
     def read(job: Job) -> None:
