@@ -97,6 +97,11 @@ def reason_against_parent(info: os.stat_result) -> str:
     return ""
 
 
+def check_parent(folder: Path) -> None:
+    """UntrustedFileError if somebody else could exchange what is in this folder."""
+    _refuse(folder, reason_against_parent(folder.lstat()))
+
+
 def _open(path: Path, flags: int, parent: int | None) -> int:
     name = path if parent is None else Path(path.name)
     try:

@@ -290,6 +290,19 @@ def test_leases_without_new_answers_extend_nothing(node: SmpNode, heard: str) ->
     run(story())
 
 
+@pytest.mark.parametrize("levels", [1, 2])
+def test_a_folder_above_that_others_may_change_is_refused(tmp_path: Path, levels: int) -> None:
+    node = SmpNode(tmp_path / "root" / "job")
+    above = node.environment.node_dir.parents[levels - 1]
+    above.mkdir(parents=True)
+    node.log = tmp_path / "log"
+    above.chmod(0o777)
+    node.start()
+    assert node.process is not None and node.process.wait(30) == 1
+    assert f"{above} has mode 777" in node.log.read_text()
+    assert not node.environment.node_dir.exists()
+
+
 def test_a_lease_that_counts_from_the_future_extends_nothing(node: SmpNode) -> None:
     async def story() -> None:
         first = await led(node)

@@ -87,6 +87,7 @@ def _make_folders(node_dir: Path) -> None:
     """The node's folder, and those of all jobs and of this job if this node has none yet."""
     for folder in (node_dir.parent.parent, node_dir.parent):
         folder.mkdir(mode=0o700, exist_ok=True)
+        private_files.check_parent(folder)
     private_files.make_folder(node_dir)
 
 
