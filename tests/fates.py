@@ -41,8 +41,14 @@ class Deaths:
 
 def of_node(job: Job, node: str, module: str) -> list[int]:
     """Processes of a node that run this module or script."""
-    mine = {str(pid): Path(f"/proc/{pid}/cmdline") for pid in job.cluster.processes_of(node)}
-    return [int(pid) for pid, line in mine.items() if module in line.read_text()]
+    return [pid for pid in job.cluster.processes_of(node) if module in _command(pid)]
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""  # it has ended since it was listed
 
 
 def when(job: Job, kind: str, occurrence: int = 0) -> float:

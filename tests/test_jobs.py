@@ -28,6 +28,7 @@ from megatron_ft.launch import procfs
 from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.local_query import ask
+from tests.fates import of_node
 from tests.jobs import ROOT, Fault, Job, Result, difference, oracle
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
@@ -51,9 +52,8 @@ def kill_of_node(node: str, module: str) -> Fault:
     """SIGKILL the processes of ``node`` whose command line has ``module`` in it."""
 
     def strike(job: Job) -> None:
-        for pid in job.cluster.processes_of(node):
-            if module in Path(f"/proc/{pid}/cmdline").read_text():
-                os.kill(pid, signal.SIGKILL)
+        for pid in of_node(job, node, module):
+            os.kill(pid, signal.SIGKILL)
 
     return strike
 

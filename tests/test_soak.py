@@ -187,8 +187,10 @@ class Ports:
         self.answers: list[bytes] = []
 
     def look(self, text: str) -> None:
-        if self.open or "after" not in text:
+        # Just after its own fault there is no encoder.
+        if "encoder" in self.open or "after" not in text:
             return
+        self.open.clear()
         for role, pid in self._processes():
             if role == "trainer":
                 continue  # the framework's own connections
