@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from megatron_ft.cli import main as cli
 from megatron_ft.cli import run, run_place
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.launch import job_settings
@@ -60,3 +62,12 @@ def test_settings_with_another_name_there(spec: JobSpec) -> None:
     assert (spec.sizes.slot_count, str(spec.scheme)) == (3, "rs:2+1")
     assert (spec.timing.lease, spec.register_timeout) == (17.0, 99.0)
     assert spec.drain_export_dir == Path("/data/exports")
+
+
+def test_a_job_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
+    # Longer paths would not fit into the address of a socket.
+    with tempfile.TemporaryDirectory() as root:
+        words = ["--nodes", "2", "--protect", "rs:3+1", "--arena-dir", root]
+        words += ["--state-dir", str(tmp_path), "--", "python", "train.py"]
+        assert cli.main(["run", *words]) == 2
+        assert os.listdir(root) == []

@@ -17,6 +17,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_ft import isal
@@ -28,7 +29,12 @@ from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.coordinator.plan import Sizes
 from megatron_ft.disk.durable import Disk
 from megatron_ft.erasure.scheme import Scheme
-from megatron_ft.errors import ConfigError, RestartBudgetError, UnrecoverableError
+from megatron_ft.errors import (
+    ConfigError,
+    MegatronFTError,
+    RestartBudgetError,
+    UnrecoverableError,
+)
 from megatron_ft.flags import argument_type, help_of
 from megatron_ft.launch import job_settings
 from megatron_ft.launch.job_state import JobState, state_folder
@@ -108,9 +114,15 @@ def main(arguments: argparse.Namespace) -> int:
     settings = job_settings.settle(vars(arguments), command, os.environ)
     notes = state_folder(arguments.job, arguments.state_dir)
     place = run_place.place_of(arguments, settings.arena_dir, notes)
-    spec = spec_from(arguments, command, settings, place)
-    _check_folder("--drain-dir", spec.drain_dir)
-    _check_folder("--drain-export-dir", spec.drain_export_dir)
+    try:
+        spec = spec_from(arguments, command, settings, place)
+        _check_folder("--drain-dir", spec.drain_dir)
+        _check_folder("--drain-export-dir", spec.drain_export_dir)
+    except MegatronFTError:
+        # A job that was refused leaves nothing; a folder in use is not empty.
+        with suppress(OSError):
+            place.launcher.node_dir(place.launcher.nodes()[0]).parent.rmdir()
+        raise
     with JobState(notes, spec.name) as state:
         supervisor = Supervisor(spec, place.launcher, state)
         supervisor.observers.add(Printer())
