@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Mapping
 
-ASK_SECONDS = 10.0
+from megatron_ft.launch.slurm.allocation import ask
+
 SET, MISSING, UNKNOWN = "set", "missing", "unknown"
 _FLAG = re.compile(r"(?:^|\s)(?:--no-kill(?:=(?P<value>\S+))?|-k)(?=\s|$)")
 
@@ -20,8 +20,8 @@ def no_kill(environment: Mapping[str, str] = os.environ) -> str | None:
     job = environment.get("SLURM_JOB_ID")
     if not job:
         return None
-    script = _ask("scontrol", "write", "batch_script", job, "-")
-    shown = _ask("scontrol", "show", "job", "--oneliner", job) or ""
+    script = ask("scontrol", "write", "batch_script", job, "-")
+    shown = ask("scontrol", "show", "job", "--oneliner", job) or ""
     submitted = re.search(r"SubmitLine=(.*?)(?:\s\w+=|$)", shown)
     return judge_no_kill(script, submitted.group(1) if submitted else None, environment)
 
@@ -60,14 +60,3 @@ def _in_variables(environment: Mapping[str, str]) -> bool | None:
 def _in_script(script: str) -> bool | None:
     lines = re.findall(r"^#SBATCH\s+(.*)$", script, re.MULTILINE)
     return next((v for v in map(_in_line, reversed(lines)) if v is not None), None)
-
-
-def _ask(*command: str) -> str | None:
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=ASK_SECONDS, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
