@@ -31,8 +31,14 @@ check lint ruff check .
 check format ruff format --check .
 check types mypy
 workers="$(nproc)"
-check tests pytest --numprocesses=$((workers < MOST_WORKERS ? workers : MOST_WORKERS)) \
-    --dist=loadfile --session-timeout="$TEST_BUDGET_SECONDS" --durations=15 "$@"
+side_by_side=(--numprocesses=$((workers < MOST_WORKERS ? workers : MOST_WORKERS)) --dist=loadfile
+    --session-timeout="$TEST_BUDGET_SECONDS" --durations=15)
+if [ $# -gt 0 ]; then
+    check tests pytest "${side_by_side[@]}" "$@"
+else
+    check tests pytest "${side_by_side[@]}" -m "not alone"
+    check measurements pytest -m alone
+fi
 
 [ ${#failed[@]} -eq 0 ] || fail "failed: ${failed[*]} (after $SECONDS s)"
 printf '\nall checks passed in %d s\n' "$SECONDS"
