@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.coordinator.coordinator import Timing
+from megatron_ft.coordinator.timing import Timing
 from megatron_ft.launch.startup import before_script
 from megatron_ft.testing import deepspeed_script
 from megatron_ft.testing.demo.compare import compare_runs

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from megatron_ft.coordinator.coordinator import Timing
 from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.coordinator.plan import Sizes
+from megatron_ft.coordinator.timing import Timing
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.process import LocalProcess

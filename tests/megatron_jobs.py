@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.coordinator.coordinator import Timing
+from megatron_ft.coordinator.timing import Timing
 from megatron_ft.launch.startup import before_script
 from megatron_ft.testing import demo_model, stock_script
 from megatron_ft.testing.demo.compare import compare_runs

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotState
-from megatron_ft.coordinator.coordinator import Timing
+from megatron_ft.coordinator.timing import Timing
 from megatron_ft.disk.native import TRACKER
 from megatron_ft.errors import (
     ArenaForeignError,

@@ -7,10 +7,11 @@ import asyncio
 import pytest
 import zmq.asyncio
 
-from megatron_ft.coordinator.coordinator import Coordinator, Timing
+from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.cycle import Phase, SnapshotCycle
 from megatron_ft.coordinator.events import Observers
 from megatron_ft.coordinator.link import SmpLink
+from megatron_ft.coordinator.timing import Timing
 from megatron_ft.errors import ControlPlaneError
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.security import JobKeys

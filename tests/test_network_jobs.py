@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.coordinator.coordinator import Timing
+from megatron_ft.coordinator.timing import Timing
 from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.launch.virtual_network import HOST
 from megatron_ft.testing.network import NodeNetwork

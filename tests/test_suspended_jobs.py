@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.coordinator.coordinator import Timing
+from megatron_ft.coordinator.timing import Timing
 from tests.fates import Deaths, of_node, when
 from tests.jobs import ROOT, Fault, Job, Result, difference, oracle
 

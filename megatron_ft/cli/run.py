@@ -24,9 +24,9 @@ from megatron_ft import isal
 from megatron_ft.cli import run_place
 from megatron_ft.cli.run_place import RunPlace
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.coordinator.coordinator import Timing
 from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.coordinator.plan import Sizes
+from megatron_ft.coordinator.timing import Timing
 from megatron_ft.disk.durable import Disk
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.errors import (

@@ -8,10 +8,8 @@ coordinator is admitted there only after that.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import zmq.asyncio
@@ -22,7 +20,9 @@ from megatron_ft.coordinator.events import Observers
 from megatron_ft.coordinator.link import SmpLink
 from megatron_ft.coordinator.repairs import Repairs
 from megatron_ft.coordinator.skips import Skips
-from megatron_ft.errors import ConfigError, ControlPlaneError, StaleIncarnationError
+from megatron_ft.coordinator.summary import summary
+from megatron_ft.coordinator.timing import Timing
+from megatron_ft.errors import ControlPlaneError, StaleIncarnationError
 from megatron_ft.identity import SnapshotId
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.security import JobKeys
@@ -30,29 +30,6 @@ from megatron_ft.smp.security import JobKeys
 REQUEST_TIMEOUT_SECONDS = 30.0
 HOLDER = "drain"
 """The coordinator's name as a reader; it has one drain at a time."""
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds.  A node that is silent for ``node_timeout`` is lost; it must exceed the lease,
-    so that a node which was only cut off has stopped its trainers before it is replaced."""
-
-    heartbeat: float = 0.5
-    lease: float = 10.0
-    node_timeout: float = 15.0
-    encode_timeout: float = 300.0
-
-    def __post_init__(self) -> None:
-        if self.lease < 4 * self.heartbeat:
-            raise ConfigError(
-                f"a lease of {self.lease:g} s is too short for heartbeats every "
-                f"{self.heartbeat:g} s: give at least {4 * self.heartbeat:g} s"
-            )
-        if self.node_timeout <= self.lease:
-            raise ConfigError(
-                f"a node would be replaced after {self.node_timeout:g} s of silence, before its "
-                f"lease of {self.lease:g} s has run out"
-            )
 
 
 class Coordinator:
@@ -154,7 +131,7 @@ class Coordinator:
 
     async def _beat(self, link: SmpLink) -> None:
         seconds = self.timing.lease
-        lease = m.Lease(self.incarnation, seconds, link.clock, self.summary(), self.scrub_percent)
+        lease = m.Lease(self.incarnation, seconds, link.clock, summary(self), self.scrub_percent)
         try:
             answer = await link.ask(lease, 4 * self.timing.heartbeat)
         except ControlPlaneError:
@@ -407,35 +384,3 @@ class Coordinator:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
-
-    def summary(self) -> bytes:
-        """The job as the coordinator sees it, as JSON for ``megatron-ft status``."""
-        snapshot = self.committed
-        protected, durable = self.protected, self.durable
-        view = {
-            "incarnation": self.incarnation,
-            "nodes": sorted(self.links),
-            "encoders": "up" if self.usable_world else "down",
-            "paused": self.paused,
-            "held": self.pinned,
-            "skipped": self.skips.total,
-            "drain_failures": self.drain_failures[0],
-            "drain_failure": self.drain_failures[1],
-            "gated": self.gated,
-            "blocks": {
-                "bad": self.repairs.found,
-                "repaired": self.repairs.repaired,
-                "damaged_shards": len(self.repairs.lost),
-            },
-            "iteration": max(self.progress.values(), default=-1),
-            "committed": None
-            if snapshot is None
-            else {"snapshot": str(snapshot[0]), "iteration": snapshot[1], "level": snapshot[2]},
-            "protected": None
-            if protected is None
-            else {"snapshot": str(protected[0]), "iteration": protected[1]},
-            "durable": None
-            if durable is None
-            else {"snapshot": str(durable[0]), "iteration": durable[1]},
-        }
-        return json.dumps(view).encode()

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_ft.coordinator.coordinator import Timing
 from megatron_ft.coordinator.plan import Sizes
+from megatron_ft.coordinator.timing import Timing
 from megatron_ft.erasure.domains import Domains
 from megatron_ft.erasure.scheme import Scheme, largest_scheme
 from megatron_ft.errors import ConfigError, ProtectionError

@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 
 from megatron_ft import fault_points
-from megatron_ft.coordinator.coordinator import Timing
 from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.coordinator.plan import Sizes
+from megatron_ft.coordinator.timing import Timing
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.errors import MegatronFTError
 from megatron_ft.launch.job_state import JobState

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_ft import isal
-from megatron_ft.coordinator.coordinator import Timing
 from megatron_ft.coordinator.plan import Sizes
+from megatron_ft.coordinator.timing import Timing
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.errors import ConfigError
 from megatron_ft.launch.spec import JobSpec
