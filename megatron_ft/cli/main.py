@@ -37,7 +37,7 @@ COMMANDS = (
     Command("verify", "megatron_ft.cli.verify", "check every byte of what is on disk or in memory"),
     Command("rewind", "megatron_ft.cli.rewind", "go on from before an iteration"),
     Command("drill", "megatron_ft.cli.drill", "rebuild a random shard and compare: a fire drill"),
-    Command("export", "megatron_ft.cli.export", "make Megatron's own checkpoint of a snapshot"),
+    Command("export", "megatron_ft.cli.export", "make the framework's own checkpoint"),
     Command("demo", "megatron_ft.cli.demo", "lose a node on this machine and go on from memory"),
     Command("chaos", "megatron_ft.cli.chaos", "inject faults at named points and judge the job"),
     Command("clean", "megatron_ft.cli.clean", "remove the memory of jobs that no longer run"),
