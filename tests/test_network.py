@@ -153,8 +153,13 @@ def test_what_a_dead_run_left_is_removed_and_what_is_used_is_not(network: NodeNe
     job = f"test-{uuid.uuid4().hex[:8]}"
     subprocess.run([sys.executable, "-c", LEAVE_BEHIND, job], check=True, timeout=30)
     names = NodeNetwork(job, ["n0", "n1"])
-    sleeper = subprocess.Popen(names.entered("n1", ["sleep", "60"]))
+    sleeper = subprocess.Popen(
+        names.entered("n1", ["sh", "-c", "echo entered; exec sleep 60"]),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
+        assert sleeper.stdout and sleeper.stdout.readline() == "entered\n"
         assert job not in remove_leftovers(), "somebody is in it"
     finally:
         sleeper.kill()
