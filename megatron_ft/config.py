@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.setting import FOLDER, NUMBER, SCHEME, WHOLE, Kind, Setting
+from megatron_ft.setting import AUTO, FOLDER, INTERVAL, NUMBER, SCHEME, WHOLE, Kind, Setting
 
 SWITCH = "--inmem-snapshot"
 DRAIN_ONLY = (
@@ -69,11 +69,32 @@ class SnapshotConfig:
     ``MEGATRON_FT_<NAME>``.  Values out of range raise one ConfigError that lists all of them.
     """
 
-    snapshot_interval: int = _whole(
+    snapshot_interval: int | str = _setting(
+        INTERVAL,
         2,
-        "Iterations between snapshots. One that is due before the last is committed is skipped.",
-        1,
-        "iterations",
+        "Iterations between snapshots. One that is due before the last is committed is skipped. "
+        "auto: found from what they cost and how often the job fails.",
+        allowed="a whole number >= 1, or auto",
+        accepts=lambda v: v == AUTO or v >= 1,
+        unit="iterations",
+    )
+    overhead_percent: float = _setting(
+        NUMBER,
+        1.0,
+        "Most that snapshots may take of all training time, where their interval is auto.",
+        allowed="percent > 0, at most 50",
+        accepts=lambda v: 0 < v <= 50,
+        unit="percent",
+        job=True,
+    )
+    expected_mtbf_hours: float = _setting(
+        NUMBER,
+        3.0,
+        "Time between failures that the job expects before it has seen any; for the interval auto.",
+        allowed="hours > 0",
+        accepts=lambda v: v > 0,
+        unit="hours",
+        job=True,
     )
     protect: str = _setting(
         SCHEME,
@@ -226,6 +247,11 @@ class SnapshotConfig:
             for name in DRAIN_ONLY
             if getattr(self, name) != SETTINGS[name].default
         ]
+
+    @property
+    def fixed_interval(self) -> int:
+        """Iterations between snapshots, 0 where the job finds it out."""
+        return 0 if isinstance(self.snapshot_interval, str) else self.snapshot_interval
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SnapshotConfig:

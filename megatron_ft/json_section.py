@@ -92,10 +92,9 @@ def schema() -> dict[str, Any]:
         },
     }
     for setting in SETTINGS.values():
-        default = setting.default
         properties[setting.name] = {
-            "type": setting.kind.json_type if default is not None else ["string", "null"],
-            "default": default,
+            "type": _json_type(setting),
+            "default": setting.default,
             "description": f"{setting.help} Give {setting.allowed}.",
         }
     return {
@@ -105,6 +104,11 @@ def schema() -> dict[str, Any]:
         "properties": properties,
         "additionalProperties": False,
     }
+
+
+def _json_type(setting: Setting) -> str | list[str]:
+    types = [*setting.kind.json_types] + ["null"] * (setting.default is None)
+    return types if len(types) > 1 else types[0]
 
 
 def _problems(section: Mapping[str, Any], where: str) -> list[str]:
@@ -119,7 +123,7 @@ def _problems(section: Mapping[str, Any], where: str) -> list[str]:
     found += _client_state_problems(section.get(CLIENT_STATE, {}), f"{where}.{CLIENT_STATE}")
     for name, setting in SETTINGS.items():
         value = section.get(name)
-        right = isinstance(value, _PYTHON_TYPES[setting.kind.json_type])
+        right = any(isinstance(value, _PYTHON_TYPES[t]) for t in setting.kind.json_types)
         if value is not None and (not right or isinstance(value, bool)):
             found.append(f"{where}.{name} is {_shown(value)}; give {setting.allowed}")
         elif value is not None:

@@ -14,18 +14,21 @@ from megatron_ft.errors import ConfigError
 ENVIRONMENT_PREFIX = "MEGATRON_FT_"
 FLAG_PREFIX = "--inmem-"
 
+AUTO = "auto"
+"""In place of a number: found out while the job runs."""
+
 
 @dataclass(frozen=True)
 class Kind:
     """A type of values: its name for people and how text or a number becomes one.
 
-    ``convert`` raises ValueError for what is not of this kind.  ``json_type`` is what JSON
+    ``convert`` raises ValueError for what is not of this kind.  ``json_types`` are what JSON
     calls it.
     """
 
     name: str
     convert: Callable[[Any], Any]
-    json_type: str
+    json_types: tuple[str, ...]
 
 
 def _whole(value: Any) -> int:
@@ -33,6 +36,10 @@ def _whole(value: Any) -> int:
     if isinstance(value, bool) or number != float(value):
         raise ValueError(value)
     return number
+
+
+def _interval(value: Any) -> int | str:
+    return AUTO if value == AUTO else _whole(value)
 
 
 def _number(value: Any) -> float:
@@ -47,10 +54,11 @@ def _folder(value: Any) -> Path:
     return Path(value).expanduser().absolute()
 
 
-WHOLE = Kind("a whole number", _whole, "integer")
-NUMBER = Kind("a finite number", _number, "number")
-FOLDER = Kind("a folder", _folder, "string")
-SCHEME = Kind("a redundancy scheme", lambda value: str(Scheme.parse(str(value))), "string")
+WHOLE = Kind("a whole number", _whole, ("integer",))
+INTERVAL = Kind("a whole number, or auto", _interval, ("integer", "string"))
+NUMBER = Kind("a finite number", _number, ("number",))
+FOLDER = Kind("a folder", _folder, ("string",))
+SCHEME = Kind("a redundancy scheme", lambda value: str(Scheme.parse(str(value))), ("string",))
 
 
 @dataclass(frozen=True)

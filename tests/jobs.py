@@ -105,6 +105,7 @@ class Job:
     time_limit_seconds: float = 0.0
     restore_from: Path | None = None
     scrub_percent: float = 1.0
+    expected_mtbf_hours: float = 3.0
     domains: Mapping[str, str] = field(default_factory=dict)
     root: Path | None = None
     networked: bool = False
@@ -164,6 +165,7 @@ class Job:
             time_limit_seconds=self.time_limit_seconds,
             restore_from=self.restore_from,
             scrub_percent=self.scrub_percent,
+            expected_mtbf_hours=self.expected_mtbf_hours,
             domains=self.domains,
         )
 

@@ -148,7 +148,13 @@ class FakeSmp:
         self.corrupt_calls.append((snapshot, blocks))
 
     def cost(
-        self, snapshot: SnapshotId, stall_seconds: float, copy_seconds: float, copied_bytes: int
+        self,
+        snapshot: SnapshotId,
+        stall_seconds: float,
+        copy_seconds: float,
+        copied_bytes: int,
+        iteration_seconds: float,
+        shadow_seconds: float,
     ) -> None:
         """Keep the call."""
         self.costs.append((snapshot, stall_seconds, copy_seconds, copied_bytes))

@@ -9,6 +9,7 @@ from megatron_ft.arena.format import Permit
 from megatron_ft.capture.client_protocol import SnapshotClient
 from megatron_ft.capture.engine import CaptureEngine
 from megatron_ft.capture.loss_gate import Verdicts
+from megatron_ft.capture.pace import Pace
 from megatron_ft.capture.run import CaptureRun
 from megatron_ft.capture.state import TrainingState, live_tensors
 from megatron_ft.capture.stats import CaptureStats, LastCapture
@@ -33,6 +34,7 @@ class Captures:
         self.run: CaptureRun | None = None
         self.last: SnapshotId | None = None
         self.verdicts = Verdicts(loss_gate)
+        self.pace = Pace()
         self._client, self._stats, self._warn = client, stats, warn
         self._tickets = TicketBook()
         client.on_outcome = self._on_outcome
@@ -41,6 +43,11 @@ class Captures:
     def running(self) -> bool:
         """Whether the copy thread still works on one."""
         return self.run is not None and not self.run.finished.is_set()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the job has not heard the end of a snapshot that this rank has captured."""
+        return self.running or self._tickets.any_open
 
     def judge(self, snapshot: SnapshotId, problem: str) -> None:
         """Report the loss gate's verdict on a captured snapshot; an empty problem lets it pass."""
@@ -101,7 +108,14 @@ class Captures:
             self._client.sealed(snapshot, record, judged_later=True)
         else:
             self._client.sealed(snapshot, record)
-        self._client.cost(snapshot, run.stall_seconds, run.copy_seconds, run.copied_bytes)
+        self._client.cost(
+            snapshot,
+            run.stall_seconds,
+            run.copy_seconds,
+            run.copied_bytes,
+            self.pace.iteration_seconds,
+            self.pace.shadow_seconds,
+        )
 
     def on_abandoned(self, run: CaptureRun, reason: str) -> None:
         """The engine has stopped a capture and writes no more for it."""

@@ -71,9 +71,15 @@ class SnapshotClient(Protocol):
         """So many blocks of the offered shard failed their digests; nothing was loaded."""
 
     def cost(
-        self, snapshot: SnapshotId, stall_seconds: float, copy_seconds: float, copied_bytes: int
+        self,
+        snapshot: SnapshotId,
+        stall_seconds: float,
+        copy_seconds: float,
+        copied_bytes: int,
+        iteration_seconds: float,
+        shadow_seconds: float,
     ) -> None:
-        """What a capture cost the training thread, and how long its copy took."""
+        """What a capture cost the training thread, and what iterations take beside."""
 
     def unfit(self, error: Exception) -> None:
         """The shard does not fit the snapshot; starting this trainer again will not help."""

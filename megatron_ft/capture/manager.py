@@ -157,7 +157,7 @@ class SnapshotManager:
         path = self._client.prepare(
             layout.hash(),
             digest.required_bytes(layout.tensor_bytes, capacity, PLANNING_BLOCK_BYTES),
-            self.config.snapshot_interval,
+            self.config.fixed_interval,
             timeout=self.config.register_timeout_seconds,
         )
         copier = self._copier or _choose_copier(adapted, self.config.copy_piece_bytes)
@@ -172,8 +172,12 @@ class SnapshotManager:
         """
         if self._captures.engine is None:
             self.prepare(state)
+        captures = self._captures
         try:
-            return self._save(iteration, state)
+            captures.pace.end(time.monotonic(), self.stats.stall_seconds)
+            ticket = self._save(iteration, state)
+            captures.pace.begin(time.monotonic(), self.stats.stall_seconds, captures.under_way)
+            return ticket
         except Exception as error:
             # Snapshots are a service to training and must never end it.
             self._warn("save", "save(%d) failed: %r; training goes on", iteration, error)
@@ -250,7 +254,8 @@ class SnapshotManager:
 
     def _skip(self, iteration: int) -> Ticket:
         self.stats.skipped += 1
-        self.stats.due_skipped += iteration % self.config.snapshot_interval == 0
+        interval = self.config.fixed_interval
+        self.stats.due_skipped += interval > 0 and iteration % interval == 0
         return Ticket(iteration)
 
     def _capture(self, permit: Permit, state: State) -> Ticket:

@@ -68,6 +68,12 @@ class TicketBook:
         self._open: OrderedDict[SnapshotId, Ticket] = OrderedDict()
         self._lock = Lock()
 
+    @property
+    def any_open(self) -> bool:
+        """Whether some ticket still waits."""
+        with self._lock:
+            return bool(self._open)
+
     def add(self, ticket: Ticket) -> None:
         """Keep the ticket until its last outcome."""
         assert ticket.snapshot is not None

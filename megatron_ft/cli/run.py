@@ -181,6 +181,8 @@ def spec_from(
         time_limit_seconds=settings.time_limit_seconds or place.seconds_left,
         scrub_percent=settings.scrub_percent,
         quarantine_iterations=settings.quarantine_iterations,
+        overhead_percent=settings.overhead_percent,
+        expected_mtbf_hours=settings.expected_mtbf_hours,
         domains=read_domains(source, place.launcher.nodes()) if source else {},
     )
 

@@ -64,10 +64,12 @@ class Phase(Enum):
 class SnapshotCycle:
     """Permits snapshots one after the other and takes each to commit or abort.
 
-    ``places`` maps each shard to its node.  ``first`` is the iteration that training starts
-    from, 0 or the restored one.  All arithmetic is on iterations: ``lead`` is
-    how many iterations ahead of the fastest known trainer a permit is given; it grows when
-    a permit came too late and shrinks again after ``calm`` commits in a row.
+    ``places`` maps each shard to its node.  ``interval`` may be changed at any time.  Snapshots
+    are of its multiples; if it is not ``fixed``, of so many iterations after the last.
+    ``first`` is the iteration that training starts from, 0 or the restored one.  All
+    arithmetic is on iterations: ``lead`` is how many iterations ahead of the fastest known
+    trainer a permit is given; it grows when a permit came too late and shrinks again after
+    ``calm`` commits in a row.
     """
 
     MOST_LEAD = 64
@@ -80,13 +82,16 @@ class SnapshotCycle:
         stripes: tuple[m.StripeOrder, ...],
         interval: int,
         first: int = 0,
+        *,
+        fixed: bool = True,
     ) -> None:
         self.incarnation = incarnation
         self.places = dict(places)
         self.nodes = sorted(set(places.values()))
         self.stripes = stripes
-        self.interval = interval
+        self.interval, self.fixed = interval, fixed
         self.first = first
+        self._before = self._spent = first
         self.phase = Phase.IDLE
         self.snapshot = SnapshotId(incarnation, 0)
         self.iteration = -1
@@ -113,6 +118,7 @@ class SnapshotCycle:
             return []
         self.snapshot = SnapshotId(self.incarnation, self.snapshot.sequence + 1)
         self.iteration = self.next_iteration(self.first if progress < 0 else progress)
+        self._before, self._spent = self._spent, self.iteration
         self.phase = Phase.CAPTURING
         self._world = world
         self._broken, self._corrupt, self._gated = "", False, False
@@ -122,8 +128,11 @@ class SnapshotCycle:
         return self._to_all(grant)
 
     def next_iteration(self, progress: int) -> int:
-        """The first multiple of the interval that lies more than ``lead`` ahead."""
-        return -(-(progress + self.lead + 1) // self.interval) * self.interval
+        """When the next snapshot is due; it lies more than ``lead`` ahead."""
+        soonest = progress + self.lead + 1
+        if not self.fixed:
+            return max(soonest, self._spent + self.interval)
+        return -(-soonest // self.interval) * self.interval
 
     def world_changed(self, world: str) -> None:
         """A world came up while nothing was being encoded: use it for the snapshot under way."""
@@ -234,6 +243,8 @@ class SnapshotCycle:
         if isinstance(body, m.Missed):
             self.lead = min(self.lead + 1, self.MOST_LEAD)
             self._commits_in_a_row = 0
+            # Tried again soon: a snapshot that some rank has missed costs the others little.
+            self._spent = self._before
             return self._abort(f"{body.shard_id} had already passed iteration {self.iteration}")
         return self._abort(f"{body.shard_id}: {body.reason}")
 

@@ -69,7 +69,7 @@ class Roll:
 
     @property
     def interval(self) -> int:
-        """Iterations between snapshots, as the ranks were told; they must agree."""
+        """Iterations between snapshots, as the ranks were told, 0 for auto; they must agree."""
         intervals = {prepare.interval for prepare in self.layouts.values()}
         if len(intervals) != 1:
             raise ConfigError(f"ranks have different snapshot intervals: {sorted(intervals)}")

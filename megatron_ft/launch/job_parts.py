@@ -12,6 +12,7 @@ from megatron_ft.launch.fleet import EncoderWorld, TrainerFleet
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.launcher import Launcher
 from megatron_ft.launch.membership import Membership
+from megatron_ft.launch.pacing import Pacing
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.world_keeper import WorldKeeper
 from megatron_ft.smp.security import JobKeys
@@ -41,5 +42,9 @@ class JobParts:
         self.distrust = Distrust(
             state, self.coordinator, spec.world_size, spec.quarantine_iterations
         )
+        self.pacing = Pacing(
+            spec.overhead_percent / 100, 3600 * spec.expected_mtbf_hours, self.observers
+        )
+        self.coordinator.listeners.append(self.pacing.hear)
         self.notes = JobNotes(state, self.coordinator)
         self.reached = -1

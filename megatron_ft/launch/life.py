@@ -68,7 +68,11 @@ class Life:
         job.state.update(shards=roll.seats())
         orders = stripe_orders(stripes, places, plan.active, sizes)
         first = max(0, plan.decision.iteration)
-        cycle = SnapshotCycle(plan.incarnation, places, orders, roll.interval, first)
+        interval = roll.interval
+        cycle = SnapshotCycle(
+            plan.incarnation, places, orders, interval or 1, first, fixed=interval > 0
+        )
+        job.pacing.begin(cycle)
         job.observers.tell("training", "training")
         job.coordinator.start_snapshots(cycle)
         job.drains.begin(places, roll.seats(), plan.lineage, first)

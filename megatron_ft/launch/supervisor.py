@@ -81,6 +81,7 @@ class Supervisor(JobParts):
     async def _after(self, failure: Failure) -> None:
         if failure.asked:
             return
+        self.pacing.failed()
         committed = self.coordinator.committed
         iteration = -1 if committed is None else committed[1]
         its_own = failure.training and not await self.coordinator.some_quiet()

@@ -135,11 +135,25 @@ class TrainerClient:
         self._send(m.Unfit(self.shard_id, type(error).__name__, str(error)))
 
     def cost(
-        self, snapshot: SnapshotId, stall_seconds: float, copy_seconds: float, copied_bytes: int
+        self,
+        snapshot: SnapshotId,
+        stall_seconds: float,
+        copy_seconds: float,
+        copied_bytes: int,
+        iteration_seconds: float,
+        shadow_seconds: float,
     ) -> None:
-        """What a capture cost the training thread, and how long its copy took."""
+        """What a capture has cost; the fields are those of CaptureCost."""
         self._send(
-            m.CaptureCost(self.shard_id, snapshot, stall_seconds, copy_seconds, copied_bytes)
+            m.CaptureCost(
+                self.shard_id,
+                snapshot,
+                stall_seconds,
+                copy_seconds,
+                copied_bytes,
+                iteration_seconds,
+                shadow_seconds,
+            )
         )
 
     def close(self) -> None:

@@ -31,7 +31,10 @@ class Welcome(Message, frozen=True):
 
 
 class Prepare(Message, frozen=True):
-    """The trainer's layout is planned; answered by Prepared once every arena exists."""
+    """The trainer's layout is planned; answered by Prepared once every arena exists.
+
+    ``interval`` is the number of iterations between snapshots, 0 if the job is to find it.
+    """
 
     shard_id: ShardId
     layout_hash: bytes
@@ -107,13 +110,19 @@ class Unfit(Message, frozen=True):
 
 
 class CaptureCost(Message, frozen=True):
-    """How long one snapshot held the training thread, and how long its copy took."""
+    """How long one snapshot held the training thread, and how long its copy took.
+
+    ``iteration_seconds`` is what an iteration usually takes without any, ``shadow_seconds`` by
+    how much a snapshot usually makes its iterations longer without holding them; 0: unknown.
+    """
 
     shard_id: ShardId
     snapshot: SnapshotId
     stall_seconds: float
     copy_seconds: float
     copied_bytes: int
+    iteration_seconds: float = 0.0
+    shadow_seconds: float = 0.0
 
 
 class Outcome(Message, frozen=True):
