@@ -290,3 +290,12 @@ def test_the_default_algorithm_is_one_that_works() -> None:
     algorithm = digest.default_algorithm()
     assert algorithm == (1 if isal.available() else 2)
     assert 0 <= digest.digest_block(np.zeros(5, np.uint8), algorithm) < 1 << 64
+
+
+@given(st.integers(0, 5000), st.integers(1, 7), st.data())
+def test_threads_find_the_same_blocks(tensor_bytes: int, threads: int, data: st.DataObject) -> None:
+    region, record = sealed(tensor_bytes, b"objects")
+    for at in data.draw(st.lists(st.integers(0, record.used_bytes - 1), max_size=3)):
+        region[at] ^= 1
+    alone = digest.verify_shard(region, record, BLOCK, 2)
+    assert digest.verify_shard(region, record, BLOCK, 2, threads=threads) == alone

@@ -45,7 +45,7 @@ class CpuCopier:
             for batch in batches(items, self._piece_bytes):
                 if should_stop():
                     return False
-                _move_serially(batch)
+                move_serially(batch)
         return True
 
     def enter_thread(self) -> None:
@@ -55,12 +55,13 @@ class CpuCopier:
         """Nothing to undo."""
 
 
-def _move_serially(batch: Sequence[CopyItem]) -> None:
+def move_serially(batch: Sequence[CopyItem]) -> None:
     """Copy a batch without intra-op threads, strided large tensors excepted."""
     small = []
     for item in batch:
         source, target = item
-        if source.numel() >= SERIAL_ELEMENTS and _is_plain_memory(source):
+        plain = _is_plain_memory(source) and _is_plain_memory(target)
+        if source.numel() >= SERIAL_ELEMENTS and plain:
             ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
         else:
             small.append(item)

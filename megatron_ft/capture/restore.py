@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -11,14 +12,20 @@ import torch
 from megatron_ft.arena import digest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.capture.binding import region_tensor, stored_view
+from megatron_ft.capture.copier import CopyItem, batches
+from megatron_ft.capture.cpu import move_serially
 from megatron_ft.capture.exchange import SplitTensor, check_group, exchange, exchange_device
 from megatron_ft.capture.plan import dtype_from_name, dtype_name, plan_state
 from megatron_ft.capture.state import AdoptsTensors, TrainingState, live_tensors
+from megatron_ft.capture.threads import spare_threads
 from megatron_ft.errors import CorruptBlockError, LayoutMismatchError
 from megatron_ft.fault_points import reach
 from megatron_ft.identity import SealedRecord
 from megatron_ft.shard import LayoutEntry, ShardLayout, layout_differences
 from megatron_ft.shard_meta import Meta, unpack_meta
+
+PIECE_BYTES = 16 << 20
+"""What one thread copies at a time."""
 
 
 def verify(
@@ -36,8 +43,11 @@ def verify(
     """
     header = arena.header
     block_bytes = header.geometry.block_bytes
-    check = digest.verify_meta if objects_only else digest.verify_shard
-    bad = check(arena.data(slot), record, block_bytes, header.digest_algorithm)
+    place = (arena.data(slot), record, block_bytes, header.digest_algorithm)
+    if objects_only:
+        bad = digest.verify_meta(*place)
+    else:
+        bad = digest.verify_shard(*place, threads=spare_threads())
     if bad:
         report(len(bad))
         raise CorruptBlockError(
@@ -96,10 +106,8 @@ def _fill(layout: ShardLayout, region: torch.Tensor, state: TrainingState) -> No
     entries = layout.by_name()
     adopted: dict[str, torch.Tensor] = {}
     split: list[SplitTensor] = []
-    half = len(layout.entries) // 2
-    for number, entry in enumerate(sorted(layout.entries, key=lambda e: bool(e.alias_of))):
-        if number == half:
-            reach("restore.half")
+    copies: list[CopyItem] = []
+    for entry in sorted(layout.entries, key=lambda e: bool(e.alias_of)):
         if entry.alias_of in live:
             if entry.name not in live:
                 adopted[entry.name] = _alias_view(entry, entries, live)
@@ -114,9 +122,13 @@ def _fill(layout: ShardLayout, region: torch.Tensor, state: TrainingState) -> No
         target = live.get(entry.name)
         if target is None:
             target = adopted[entry.name] = _new_tensor(entry, group)
-        _fill_one(target, region, entry)
+        copies.append(_copy_of(target, region, entry))
         if entry.is_split:
             split.append(SplitTensor(entry, target, group))
+    half = len(copies) // 2
+    copy_in_threads(copies[:half])
+    reach("restore.half")
+    copy_in_threads(copies[half:])
     exchange(split)
     if adopter is not None and adopted:
         adopter.adopt(adopted)
@@ -145,13 +157,23 @@ def _new_tensor(entry: LayoutEntry, group: Any) -> torch.Tensor:
     return torch.empty(entry.shape, dtype=dtype_from_name(entry.dtype), device=device)
 
 
-def _fill_one(target: torch.Tensor, region: torch.Tensor, entry: LayoutEntry) -> None:
-    stored = stored_view(region, entry)
+def _copy_of(target: torch.Tensor, region: torch.Tensor, entry: LayoutEntry) -> CopyItem:
+    whole = target.detach()
+    part = whole.view(-1)[entry.start : entry.stop] if entry.is_split else whole
+    return CopyItem(stored_view(region, entry), part)
+
+
+def copy_in_threads(items: Sequence[CopyItem]) -> None:
+    """Copy all items into live tensors, with this rank's share of the cores."""
+    with ThreadPoolExecutor(spare_threads()) as pool:
+        for _ in pool.map(_copy_batch, batches(items, PIECE_BYTES)):
+            pass
+
+
+def _copy_batch(batch: Sequence[CopyItem]) -> None:
+    # In each thread: the mode belongs to the thread.
     with torch.no_grad():
-        if entry.is_split:
-            target.view(-1)[entry.start : entry.stop].copy_(stored)
-        else:
-            target.copy_(stored)
+        move_serially(batch)
 
 
 def _alias_view(

@@ -1,0 +1,55 @@
+"""Copies that several threads make, and how many of them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ft.capture import restore
+from megatron_ft.capture.copier import CopyItem
+from megatron_ft.capture.threads import MOST, spare_threads
+
+lengths = st.lists(st.integers(0, 70_000), max_size=12)
+
+
+@settings(max_examples=30)
+@given(lengths, st.integers(1, 6), st.integers(1, 100_000))
+def test_every_byte_arrives_whatever_the_pieces_and_threads(
+    lengths: list[int], threads: int, piece: int
+) -> None:
+    sources = [torch.arange(n, dtype=torch.int32) + n for n in lengths]
+    targets = [torch.full((n,), -1, dtype=torch.int32) for n in lengths]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(restore, "PIECE_BYTES", piece)
+        patch.setattr(restore, "spare_threads", lambda: threads)
+        restore.copy_in_threads([CopyItem(*pair) for pair in zip(sources, targets, strict=True)])
+    assert all(torch.equal(s, t) for s, t in zip(sources, targets, strict=True))
+
+
+def test_strided_and_tracked_targets_are_filled_too() -> None:
+    weight = torch.zeros(300, 300, requires_grad=True)
+    strided = torch.zeros(300, 300).t()
+    stored = torch.rand(300, 300)
+    restore.copy_in_threads([CopyItem(stored, weight.detach()), CopyItem(stored, strided)])
+    assert torch.equal(weight, stored) and torch.equal(strided, stored)
+
+
+def test_a_copy_that_fails_is_an_error() -> None:
+    with pytest.raises(RuntimeError):
+        restore.copy_in_threads([CopyItem(torch.zeros(3), torch.zeros(4))])
+
+
+def test_ranks_share_the_cores_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, ranks, threads in (
+        (2, "1", 2),
+        (128, "8", MOST),
+        (16, "8", 2),
+        (2, "8", 1),
+        (3, "", 3),
+    ):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, n=cores: set(range(n)))
+        assert spare_threads({"LOCAL_WORLD_SIZE": ranks}) == threads
