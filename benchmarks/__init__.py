@@ -1,0 +1,1 @@
+"""Benchmarks of megatron-ft; `python -m benchmarks`."""

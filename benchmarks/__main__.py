@@ -1,0 +1,79 @@
+"""Measure megatron-ft on this machine and print one table.
+
+    python -m benchmarks [capture] [coding] [training] [--mib 512] [--rounds 7]
+                         [--markdown FILE] [--json FILE]
+
+Figures are ratios within one run: a yardstick and what is compared with it take turns, and
+the median of the rounds counts.  Leave the machine alone meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from benchmarks import coding, memory, training
+from benchmarks.table import Row, as_json, markdown
+
+PARTS = ("capture", "coding", "training")
+
+
+def main() -> int:
+    """Measure and print; 1 if a limit is missed."""
+    options = _arguments().parse_args()
+    wanted = options.parts or PARTS
+    found: list[Row] = []
+    for row in _rows(wanted, options):
+        found.append(row)
+        print("  ".join(cell for cell in row.cells() if cell), file=sys.stderr, flush=True)
+    text = f"{_place(options.device)}\n\n{markdown(found)}\n"
+    print(text)
+    if options.markdown:
+        options.markdown.write_text(text)
+    if options.json:
+        options.json.write_text(as_json(found, _place(options.device)))
+    return int(any(row.met is False for row in found))
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
+    parser.add_argument("--mib", type=int, default=512, help="state of a rank (512)")
+    parser.add_argument("--rounds", type=int, default=7, help="of each figure (7)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--json", type=Path)
+    return parser
+
+
+def _rows(wanted: Sequence[str], options: argparse.Namespace) -> Iterator[Row]:
+    if "capture" in wanted:
+        yield from memory.rows(options.mib, options.rounds, options.device)
+    if "coding" in wanted:
+        yield from coding.rows(min(options.mib, 256), options.rounds)
+    if "training" in wanted:
+        yield from training.rows(options.mib // 4, options.rounds, options.device)
+
+
+def _place(device: str) -> str:
+    where = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+    load = os.getloadavg()[0]
+    return (
+        f"{date.today()}, {where}, {os.cpu_count()} cores, load average {load:.1f} at the end, "
+        f"Python {platform.python_version()}, torch {torch.__version__}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""The arithmetic of parity on one core, against memcpy of the same data and PyECLib's API."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from benchmarks.rounds import ratios, seconds
+from benchmarks.table import Row
+from megatron_ft.erasure.codec import open_codec
+from megatron_ft.isal import Bytes
+
+PIECE = 1 << 20
+"""Bytes of each symbol in one call, as encoders use them."""
+
+
+def rows(mib: int, rounds: int) -> Iterator[Row]:
+    """Encode and decode of common schemes; ``mib`` of data in each round."""
+    for kind, k, m in (("xor", 3, 1), ("rs", 3, 1), ("rs", 8, 2)):
+        yield from _rows(kind, k, m, mib, rounds)
+    yield _against_pyeclib(rounds)
+
+
+def _rows(kind: str, k: int, m: int, mib: int, rounds: int) -> Iterator[Row]:
+    data, parity = _columns(k, m, mib)
+    codec = open_codec(kind, k, m)
+    encode = codec.kernel(range(k, k + m), range(k))
+    samples = ratios(
+        rounds, _memcpy(data), lambda: seconds(lambda: _by_pieces(encode, data, parity))
+    )
+    yield Row(f"encode {kind}:{k}+{m}, one core", samples, "x memcpy", 1.3, note="of its data")
+    lost = list(range(m))
+    given = [*range(m, k + m)]
+    decode = codec.kernel(lost, given)
+    symbols = [*data, *parity]
+    out = [np.empty_like(data[0]) for _ in lost]
+    sources = [symbols[n] for n in given]
+    samples = ratios(
+        rounds, _memcpy(data), lambda: seconds(lambda: _by_pieces(decode, sources, out))
+    )
+    assert all(np.array_equal(o, data[n]) for n, o in zip(lost, out, strict=True)), "wrong bytes"
+    yield Row(f"decode {m} lost of {kind}:{k}+{m}, one core", samples, "x memcpy", 1.3)
+
+
+def _columns(k: int, m: int, mib: int) -> tuple[list[Bytes], list[Bytes]]:
+    length = (mib << 20) // k // PIECE * PIECE
+    data = np.random.default_rng(1).integers(0, 256, (k, length), dtype=np.uint8)
+    return list(data), list(np.zeros((m, length), np.uint8))
+
+
+def _by_pieces(
+    kernel: Callable[[list[Bytes], list[Bytes]], None], sources: list[Bytes], outputs: list[Bytes]
+) -> None:
+    for at in range(0, sources[0].size, PIECE):
+        end = at + PIECE
+        kernel([s[at:end] for s in sources], [o[at:end] for o in outputs])
+
+
+def _memcpy(data: list[Bytes]) -> Callable[[], object]:
+    targets = [np.zeros_like(column) for column in data]
+
+    def copy() -> None:
+        for target, source in zip(targets, data, strict=True):
+            ctypes.memmove(target.ctypes.data, source.ctypes.data, source.nbytes)
+
+    return copy
+
+
+def _against_pyeclib(rounds: int) -> Row:
+    """Processor seconds of PyECLib's own encode, over ours, for the same data."""
+    from pyeclib.ec_iface import ECDriver
+
+    k, m, size = 8, 2, 8 << 20
+    driver = ECDriver(k=k, m=m, ec_type="isa_l_rs_cauchy")
+    blob = np.random.default_rng(2).integers(0, 256, size, dtype=np.uint8).tobytes()
+    data, parity = _columns(k, m, 8)
+    kernel = open_codec("rs", k, m).kernel(range(k, k + m), range(k))
+    found = []
+    for _ in range(rounds):
+        theirs = _processor_seconds(lambda: driver.encode(blob))
+        found.append(theirs / _processor_seconds(lambda: _by_pieces(kernel, data, parity)))
+    note = "processor seconds of encode(bytes) over ours"
+    return Row("encode rs:8+2 against PyECLib's API", tuple(found), "x", 3.0, note=note)
+
+
+def _processor_seconds(work: Callable[[], object], repeat: int = 8) -> float:
+    started = time.process_time()
+    for _ in range(repeat):
+        work()
+    return time.process_time() - started

@@ -1,0 +1,157 @@
+"""Ways of saving a state while training goes on, behind one small interface."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from megatron_ft import SnapshotConfig, SnapshotManager
+from megatron_ft.capture.ticket import Ticket
+
+WAIT_SECONDS = 120.0
+
+State = dict[str, torch.Tensor]
+
+
+class Method(Protocol):
+    """``save`` at an iteration's end, ``fence`` before the state changes, ``settle`` until what
+    was saved last outlives the trainers, and as many nodes as the method promises.
+
+    ``save`` returns whether it saved.
+    """
+
+    def save(self, iteration: int, state: State) -> bool:
+        """Begin to save."""
+        ...
+
+    def fence(self) -> None:
+        """Return when the state may change."""
+        ...
+
+    def settle(self) -> None:
+        """Return when it is safe."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything."""
+        ...
+
+
+class InMemory:
+    """megatron-ft."""
+
+    def __init__(self, folder: Path) -> None:
+        self._manager = SnapshotManager(SnapshotConfig.from_env())
+        self._loaded = False
+        self._ticket: Ticket | None = None
+
+    def save(self, iteration: int, state: State) -> bool:
+        """Captures where the job has agreed to."""
+        if not self._loaded:
+            self._loaded = True
+            self._manager.load(into=state)
+        ticket = self._manager.save(iteration, state)
+        self._ticket = self._ticket if ticket.skipped else ticket
+        return not ticket.skipped
+
+    def fence(self) -> None:
+        """Wait for the copy."""
+        with self._manager.fence():
+            pass
+
+    def settle(self) -> None:
+        """Wait until parity is there, or whatever the job protects with."""
+        assert self._ticket is not None
+        assert self._ticket.committed.result(timeout=WAIT_SECONDS), "the snapshot was given up"
+
+    def close(self) -> None:
+        """Leave the SMP."""
+        self._manager.close()
+
+
+class TorchSave:
+    """torch.save to a memory file system, then a rename: the trainer waits for all of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / f"rank{os.environ['RANK']}.pt"
+
+    def save(self, iteration: int, state: State) -> bool:
+        """Write the file."""
+        temporary = self._path.with_suffix(".tmp")
+        torch.save({"iteration": iteration, "state": state}, temporary)
+        os.replace(temporary, self._path)
+        return True
+
+    def fence(self) -> None:
+        """Nothing runs any more."""
+
+    def settle(self) -> None:
+        """It is safe as far as it will be: on this node only."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class DcpAsync:
+    """torch.distributed.checkpoint.async_save in a thread, to a memory file system."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._group = dist.new_group(backend="gloo")
+        self._future: Any = None
+        self._last = 0
+
+    def save(self, iteration: int, state: State) -> bool:
+        """Start when the last one is done: two at once are refused by design."""
+        self.settle()
+        if self._last and dist.get_rank() == 0:
+            shutil.rmtree(self._folder / f"iteration{self._last}", ignore_errors=True)
+        place = str(self._folder / f"iteration{iteration}")
+        self._future = async_save(
+            {f"rank{dist.get_rank()}.{name}": tensor for name, tensor in state.items()},
+            checkpoint_id=place,
+            process_group=self._group,
+        )
+        self._last = iteration
+        return True
+
+    def fence(self) -> None:
+        """The call has staged everything when it returns."""
+
+    def settle(self) -> None:
+        """Wait for the files; they are on this node only."""
+        if self._future is not None:
+            self._future.result()
+            self._future = None
+
+    def close(self) -> None:
+        """Wait for the last one."""
+        self.settle()
+
+
+METHODS: dict[str, Callable[[Path], Method]] = {
+    "inmem": InMemory,
+    "torch.save": TorchSave,
+    "dcp": DcpAsync,
+}
+
+
+def saved_at_last(method: Method, iteration: int, state: State) -> tuple[int, float]:
+    """Save as soon as the method does so; the iteration, and when that call began."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < deadline:
+        started = time.perf_counter()
+        if method.save(iteration, state):
+            return iteration, started
+        iteration += 1
+        # Permits look ahead of the iterations that trainers have told of.
+        time.sleep(0.02)
+    raise TimeoutError(f"no permit for a snapshot in {WAIT_SECONDS:.0f} s")

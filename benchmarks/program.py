@@ -1,0 +1,147 @@
+"""One rank of a measured training: phases with and without saves, then single saves.
+
+python -m benchmarks.program PLAN      PLAN: the fields of Plan as JSON
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from benchmarks.methods import METHODS, Method, State, saved_at_last
+from benchmarks.rounds import seconds
+
+WARM_UP = 3
+
+
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What to do.  ``work`` is the time of forward and backward in copies of the state."""
+
+    method: str
+    tensors: int
+    mib: int
+    work: float
+    rounds: int
+    phase: int
+    out: str
+    folder: str
+    device: str = "cpu"
+    singles: bool = False
+
+
+class Training:
+    """A state and iterations that change all of it; forward and backward are products."""
+
+    def __init__(self, plan: Plan, method: Method) -> None:
+        numel = (plan.mib << 20) // 4 // plan.tensors
+        self.state: State = {
+            f"w{i}": torch.zeros(numel, device=plan.device) for i in range(plan.tensors)
+        }
+        self.method, self.device = method, plan.device
+        self.iteration = 0
+        self._left = torch.rand(192, 192, device=plan.device)
+        self._buffer = torch.zeros(plan.mib << 18, pin_memory=plan.device != "cpu")
+        self.copy_seconds = statistics.median(self.copied() for _ in range(WARM_UP + 4))
+        self._products = self._calibrated(plan.work * self.copy_seconds)
+
+    def copied(self) -> float:
+        """Seconds of one plain copy of the state into warm host memory."""
+
+        def copy() -> None:
+            at = 0
+            for tensor in self.state.values():
+                self._buffer[at : at + tensor.numel()].copy_(tensor)
+                at += tensor.numel()
+
+        return seconds(copy)
+
+    def _calibrated(self, wanted: float) -> int:
+        self._multiply(64)
+        one = min(seconds(lambda: self._multiply(256)) for _ in range(5)) / 256
+        return max(1, round(wanted / one))
+
+    def _multiply(self, times: int) -> None:
+        for _ in range(times):
+            self._left @ self._left
+        self.wait()
+
+    def wait(self) -> None:
+        """Until the device is done."""
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+
+    def forward_backward(self) -> float:
+        """The work that copies can hide behind; its seconds."""
+        return seconds(lambda: self._multiply(self._products))
+
+    def update(self) -> None:
+        """What an optimizer does: change everything in place."""
+        torch._foreach_add_(list(self.state.values()), 1.0)
+
+    def iterate(self, saves: bool) -> dict[str, float]:
+        """One iteration: seconds of all of it, of forward and backward, and of its stalls."""
+        self.iteration += 1
+        started = time.perf_counter()
+        work = self.forward_backward()
+        if dist.is_initialized():
+            dist.all_reduce(torch.zeros(1))
+        fence = seconds(self.method.fence)
+        self.update()
+        saved = False
+        save_started = time.perf_counter()
+        if saves:
+            saved = self.method.save(self.iteration, self.state)
+        save = time.perf_counter() - save_started
+        total = time.perf_counter() - started
+        return {"total": total, "work": work, "fence": fence, "save": save, "saved": float(saved)}
+
+    def single(self) -> dict[str, float]:
+        """One save with nothing to hide behind: seconds of a copy, held, and until safe."""
+        copy = self.copied()
+        self.iteration, started = saved_at_last(self.method, self.iteration + 1, self.state)
+        self.method.fence()
+        blocked = time.perf_counter() - started
+        self.method.settle()
+        safe = time.perf_counter() - started
+        self.update()
+        return {"copy": copy, "blocked": blocked, "safe": safe}
+
+
+def main() -> None:
+    """Run the plan; rank 0 writes what it measured."""
+    plan = msgspec.json.decode(sys.argv[1], type=Plan)
+    torch.set_num_threads(1)
+    if plan.method == "dcp" or _several():
+        dist.init_process_group("gloo")
+    method = METHODS[plan.method](Path(plan.folder))
+    training = Training(plan, method)
+    training.single()
+    phases = [
+        [training.iterate(saves) for _ in range(plan.phase)]
+        for _ in range(plan.rounds + 1)
+        for saves in (False, True)
+    ][2:]
+    singles = [training.single() for _ in range(plan.rounds)] if plan.singles else []
+    found = {"copy": training.copy_seconds, "phases": phases, "singles": singles}
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        Path(plan.out).write_text(json.dumps(found))
+    method.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _several() -> bool:
+    import os
+
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Rows of a benchmark: what was measured, against which limit, and whether it was met."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure: the median of ``samples`` in ``unit``, and what it must not miss.
+
+    ``limit`` is in the same unit; ``more`` says whether more is better.  None: reported only.
+    """
+
+    name: str
+    samples: tuple[float, ...]
+    unit: str = "x"
+    limit: float | None = None
+    more: bool = True
+    note: str = ""
+
+    @property
+    def median(self) -> float:
+        """The figure that counts."""
+        return statistics.median(self.samples)
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the limit is kept; None where there is none."""
+        if self.limit is None:
+            return None
+        return self.median >= self.limit if self.more else self.median <= self.limit
+
+    def cells(self) -> list[str]:
+        """The row's cells in Markdown."""
+        sign = "≥" if self.more else "≤"
+        limit = "" if self.limit is None else f"{sign} {_number(self.limit)} {self.unit}"
+        spread = f"{_number(min(self.samples))} to {_number(max(self.samples))}"
+        verdict = {None: "", True: "yes", False: "**no**"}[self.met]
+        figure = f"{_number(self.median)} {self.unit}"
+        return [self.name, figure, spread, str(len(self.samples)), limit, verdict, self.note]
+
+
+HEAD = ["what", "median", "range", "n", "limit", "met", "note"]
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """All rows as a table."""
+    lines = [HEAD, ["---", "---:", "---:", "---:", "---:", "---", "---"]]
+    lines += [row.cells() for row in rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def as_json(rows: Sequence[Row], place: str) -> str:
+    """All rows, with where they were measured."""
+    found = [{**asdict(row), "median": row.median, "met": row.met} for row in rows]
+    return json.dumps({"place": place, "rows": found}, indent=1) + "\n"
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"

@@ -1,0 +1,154 @@
+"""What saving costs a training: whole jobs, with us and with what torch itself brings."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.program import Plan
+from benchmarks.table import Row
+from megatron_ft.launch.trainer_env import free_port
+
+LIMIT_SECONDS = 900.0
+SPARE_CORES = 4
+"""With so many cores two ranks leave some for copies and parity, and the shadow has a limit."""
+
+NAMES = {"inmem": "megatron-ft, xor:2", "dcp": "DCP async_save", "torch.save": "torch.save"}
+
+
+def rows(mib: int, rounds: int, device: str) -> Iterator[Row]:
+    """Stall, bookkeeping, shadow, blocked, safe."""
+    yield _stall(mib, rounds, device)
+    yield _short(mib, rounds, device)
+    yield _bookkeeping(rounds, device)
+    for method, name in NAMES.items():
+        yield from _beside(method, name, mib, rounds, device)
+
+
+def _stall(mib: int, rounds: int, device: str) -> Row:
+    """Held time as a share of the iteration where forward and backward hide the copy."""
+    found = _run(1, method="inmem", tensors=16, mib=mib, work=4, rounds=rounds, device=device)
+    shares = [_held(one) / one["total"] for one in _saving(found)]
+    name = "stall, forward+backward of 4 copies"
+    return Row(name, tuple(100 * share for share in shares), "% of an iteration", 1.0, False)
+
+
+def _short(mib: int, rounds: int, device: str) -> Row:
+    """Held time beyond what a copy takes longer than forward and backward, in copies."""
+    found = _run(1, method="inmem", tensors=16, mib=mib, work=0.5, rounds=rounds, device=device)
+    copy = found["copy"]
+    excess = [(_held(one) - max(0.0, copy - one["work"])) / copy for one in _saving(found)]
+    name = "stall beyond copy - (forward+backward of 0.5 copies)"
+    return Row(name, tuple(100 * part for part in excess), "% of a copy", 2.0, False)
+
+
+def _bookkeeping(rounds: int, device: str) -> Row:
+    """What save() does besides copying, with a cached layout of 2,000 tensors."""
+    found = _run(1, method="inmem", tensors=2000, mib=4, work=40, rounds=rounds, device=device)
+    calls = tuple(1000 * one["save"] for one in _saving(found))
+    return Row("save() with 2,000 tensors of 2 KiB", calls, "ms", 1.0, False)
+
+
+def _beside(method: str, name: str, mib: int, rounds: int, device: str) -> Iterator[Row]:
+    """Two ranks, each on a node of its own: the shadow, then single saves."""
+    found = _run(
+        2, method=method, tensors=16, mib=mib, work=8, rounds=rounds, device=device, singles=True
+    )
+    phases = found["phases"]
+    pairs = list(zip(phases[::2], phases[1::2], strict=True))
+    speed = tuple(_mean(off, "total") / _mean(on, "total") for off, on in pairs)
+    saved = statistics.mean(one["saved"] for _, on in pairs for one in on)
+    ours = method == "inmem"
+    limit = 0.98 if ours and (os.cpu_count() or 1) >= SPARE_CORES else None
+    note = f"saves in {saved:.0%} of iterations"
+    yield Row(f"shadow: {name}", speed, "x speed without saves", limit, note=note)
+    for figure, bound in (("blocked", 1.05), ("safe", 4.1)):
+        samples = tuple(one[figure] / one["copy"] for one in found["singles"])
+        yield Row(f"{figure}: {name}", samples, "x copy", bound if ours else None, False)
+
+
+def _saving(found: dict[str, Any]) -> list[dict[str, float]]:
+    """Iterations that saved, each with the fence that followed in the next one."""
+    joined = []
+    for phase in found["phases"][1::2]:
+        for one, following in zip(phase, phase[1:], strict=False):
+            if one["saved"]:
+                joined.append({**one, "fence": following["fence"], "work": following["work"]})
+    if not joined:
+        raise RuntimeError("no snapshot was taken in the measured iterations")
+    return joined
+
+
+def _held(one: dict[str, float]) -> float:
+    return one["save"] + one["fence"]
+
+
+def _mean(phase: list[dict[str, float]], figure: str) -> float:
+    return statistics.mean(one[figure] for one in phase)
+
+
+def _run(ranks: int, *, method: str, rounds: int, device: str, **plan: Any) -> dict[str, Any]:
+    """One job to its end; what its rank 0 measured."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="megatron-ft-benchmark-") as folder:
+        out = Path(folder) / "measured.json"
+        text = msgspec.json.encode(
+            Plan(
+                method=method,
+                rounds=rounds,
+                phase=8,
+                out=str(out),
+                folder=folder,
+                device=device,
+                **plan,
+            )
+        ).decode()
+        program = [sys.executable, "-m", "benchmarks.program", text]
+        if method == "inmem":
+            _supervised(program, ranks, Path(folder))
+        else:
+            _alone(program, ranks, Path(folder))
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+
+def _environment() -> dict[str, str]:
+    root = str(Path(__file__).parents[1])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
+def _supervised(program: list[str], ranks: int, folder: Path) -> None:
+    protect = "xor:2" if ranks > 1 else "none"
+    job = f"benchmark-{uuid.uuid4().hex[:8]}"
+    flags = ["--job", job, "--nodes", str(ranks), "--protect", protect]
+    flags += ["--state-dir", str(folder / "state"), "--from-scratch"]
+    command = [sys.executable, "-m", "megatron_ft.cli.main", "run", *flags, "--", *program]
+    environment = {**_environment(), "MEGATRON_FT_SNAPSHOT_INTERVAL": "1"}
+    log = folder / "supervisor.log"
+    with log.open("w") as to:
+        ended = subprocess.run(
+            command, env=environment, stdout=to, stderr=to, timeout=LIMIT_SECONDS, check=False
+        )
+    if ended.returncode:
+        raise RuntimeError(f"the job failed ({ended.returncode}): {log.read_text()[-3000:]}")
+
+
+def _alone(program: list[str], ranks: int, folder: Path) -> None:
+    common = {**_environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    children = []
+    for rank in range(ranks):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        children.append(subprocess.Popen(program, env=common | place))
+    codes = [child.wait(timeout=LIMIT_SECONDS) for child in children]
+    if any(codes):
+        raise RuntimeError(f"the ranks ended with {codes}")
