@@ -63,7 +63,7 @@ def _rows(wanted: Sequence[str], options: argparse.Namespace) -> Iterator[Row]:
     if "coding" in wanted:
         yield from coding.rows(min(options.mib, 256), options.rounds)
     if "training" in wanted:
-        yield from training.rows(options.mib // 4, options.rounds, options.device)
+        yield from training.rows(options.mib // 2, options.rounds, options.device)
 
 
 def _place(device: str) -> str:

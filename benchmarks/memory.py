@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.rounds import ratios
+from benchmarks.rounds import ratios, seconds
 from benchmarks.table import Row
 from megatron_ft.arena import digest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import ArenaHeader, Geometry, Permit
+from megatron_ft.capture.cuda import CudaCopier
 from megatron_ft.capture.engine import CaptureEngine
 from megatron_ft.capture.manager import PLANNING_BLOCK_BYTES, _choose_copier
 from megatron_ft.capture.mapping import MappingState
@@ -150,6 +151,8 @@ def plain_copy(mib: int, device: str) -> Callable[[], object]:
 
 def rows(mib: int, rounds: int, device: str) -> Iterator[Row]:
     """Capture and restore, for few large and for many small tensors."""
+    if device != "cpu":
+        yield _registration(mib, rounds)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -157,6 +160,17 @@ def rows(mib: int, rounds: int, device: str) -> Iterator[Row]:
             yield from _rows(mib, rounds, device, count, f"{words}, {mib} MiB")
     finally:
         torch.set_num_threads(threads)
+
+
+def _registration(mib: int, rounds: int) -> Row:
+    """How fast an arena's pages are locked for the device, once at the start of a job."""
+    samples = []
+    for _ in range(rounds):
+        region = torch.zeros(mib * MEBI, dtype=torch.uint8).numpy()
+        copier = CudaCopier(MEBI)
+        samples.append(mib / 1024 / seconds(lambda c=copier, r=region: c.attach([r])))  # type: ignore[misc]
+        copier.detach()
+    return Row("page locking of an arena", tuple(samples), "GiB/s")
 
 
 def _rows(mib: int, rounds: int, device: str, count: int, words: str) -> Iterator[Row]:

@@ -6,6 +6,7 @@ python -m benchmarks.program PLAN      PLAN: the fields of Plan as JSON
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
@@ -19,6 +20,8 @@ from benchmarks.methods import METHODS, Method, State, saved_at_last
 from benchmarks.rounds import seconds
 
 WARM_UP = 3
+MOST = 500
+"""Iterations of a phase in which the method saves too seldom to be measured."""
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,7 +49,9 @@ class Training:
         }
         self.method, self.device = method, plan.device
         self.iteration = 0
-        self._left = torch.rand(192, 192, device=plan.device)
+        # Large enough to fill a GPU, small enough to stop one CPU core often.
+        width = 192 if plan.device == "cpu" else 2048
+        self._left = torch.rand(width, width, device=plan.device)
         self._buffer = torch.zeros(plan.mib << 18, pin_memory=plan.device != "cpu")
         self.copy_seconds = statistics.median(self.copied() for _ in range(WARM_UP + 4))
         self._products = self._calibrated(plan.work * self.copy_seconds)
@@ -63,8 +68,8 @@ class Training:
         return seconds(copy)
 
     def _calibrated(self, wanted: float) -> int:
-        self._multiply(64)
-        one = min(seconds(lambda: self._multiply(256)) for _ in range(5)) / 256
+        self._multiply(16)
+        one = min(seconds(lambda: self._multiply(64)) for _ in range(5)) / 64
         return max(1, round(wanted / one))
 
     def _multiply(self, times: int) -> None:
@@ -102,6 +107,13 @@ class Training:
         total = time.perf_counter() - started
         return {"total": total, "work": work, "fence": fence, "save": save, "saved": float(saved)}
 
+    def phase(self, iterations: int, saves: bool) -> list[dict[str, float]]:
+        """So many iterations, more if that is not enough for two saves with a fence after them."""
+        done: list[dict[str, float]] = []
+        while len(done) < iterations or (saves and len(done) < MOST and _saved(done) < 2):
+            done.append(self.iterate(saves))
+        return done
+
     def single(self) -> dict[str, float]:
         """One save with nothing to hide behind: seconds of a copy, held, and until safe."""
         copy = self.copied()
@@ -124,9 +136,7 @@ def main() -> None:
     training = Training(plan, method)
     training.single()
     phases = [
-        [training.iterate(saves) for _ in range(plan.phase)]
-        for _ in range(plan.rounds + 1)
-        for saves in (False, True)
+        training.phase(plan.phase, saves) for _ in range(plan.rounds + 1) for saves in (False, True)
     ][2:]
     singles = [training.single() for _ in range(plan.rounds)] if plan.singles else []
     found = {"copy": training.copy_seconds, "phases": phases, "singles": singles}
@@ -137,9 +147,11 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-def _several() -> bool:
-    import os
+def _saved(done: list[dict[str, float]]) -> float:
+    return sum(one["saved"] for one in done[:-1])
 
+
+def _several() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
