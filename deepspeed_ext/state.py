@@ -42,7 +42,7 @@ class Stateful(Protocol):
     """A part of the state that keeps itself; the protocol of torch.distributed.checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Small picklable values, as of now."""
+        """Small values that objects.encode takes, as of now."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what ``state_dict`` gave."""

@@ -14,12 +14,14 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from megatron_ft.capture.manager import SnapshotManager
     from megatron_ft.config import SnapshotConfig
+    from megatron_ft.objects import register_class
 
-__all__ = ["SnapshotConfig", "SnapshotManager", "__version__"]
+__all__ = ["SnapshotConfig", "SnapshotManager", "__version__", "register_class"]
 
 _HOME = {
     "SnapshotConfig": "megatron_ft.config",
     "SnapshotManager": "megatron_ft.capture.manager",
+    "register_class": "megatron_ft.objects",
 }
 
 

@@ -63,6 +63,14 @@ class LayoutMismatchError(MegatronFTError):
     """The shard that a trainer brings differs from the one that the arena holds."""
 
 
+class UnencodableError(MegatronFTError, TypeError):
+    """A small object of the state cannot be stored; the message names its place and what to do."""
+
+
+class UndecodableError(LayoutMismatchError):
+    """Stored small objects cannot be read: other bytes, another release, or an unknown class."""
+
+
 class CorruptBlockError(MegatronFTError):
     """Bytes in memory do not match the digest that was taken when they were captured."""
 

@@ -1,22 +1,22 @@
-"""What lies behind the tensors of a sealed region: the layout, and pickled small objects."""
+"""What lies behind the tensors of a sealed region: the layout, and the small objects."""
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import msgspec
 
 from megatron_ft.decoding import UNREADABLE
 from megatron_ft.errors import LayoutMismatchError
+from megatron_ft.objects import encode
 
 
 class Meta(msgspec.Struct, frozen=True):
     """The small parts of one shard.
 
-    ``layout`` is what ShardLayout.to_bytes() gives, ``objects`` a pickle of a dict by name:
-    unpickle it only after the shard's digests have matched.  ``form`` is what the state's
-    ``checkpoint_form()`` gave, for an exporter; empty if it has none.
+    ``layout`` is what ShardLayout.to_bytes() gives, ``objects`` what objects.encode()
+    gives of a dict by name.  ``form`` is what the state's ``checkpoint_form()`` gave, for an
+    exporter; empty if it has none.
     """
 
     layout: bytes
@@ -25,12 +25,12 @@ class Meta(msgspec.Struct, frozen=True):
 
 
 def pack_meta(layout_bytes: bytes, objects: dict[str, Any], form: bytes = b"") -> bytes:
-    """The meta bytes of one snapshot."""
-    return msgspec.msgpack.encode(Meta(layout_bytes, pickle.dumps(objects, protocol=5), form))
+    """The meta bytes of one snapshot; UnencodableError names what ``objects`` cannot hold."""
+    return msgspec.msgpack.encode(Meta(layout_bytes, encode(objects), form))
 
 
 def unpack_meta(raw: bytes) -> Meta:
-    """Meta bytes apart again, nothing unpickled; LayoutMismatchError if they are none."""
+    """Meta bytes apart again, the objects not yet decoded; LayoutMismatchError if they are none."""
     try:
         return msgspec.msgpack.decode(raw, type=Meta)
     except UNREADABLE as error:

@@ -9,7 +9,6 @@ import gc
 import itertools
 import json
 import os
-import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +22,8 @@ from deepspeed_cells import zero
 from deepspeed_program import make_engine
 from torch import nn
 from torch.utils.data import Dataset, RandomSampler
+
+from megatron_ft.objects import decode, encode
 
 SAMPLES, EPOCHS = 12, 3
 Seen = tuple[list[int], float]
@@ -107,13 +108,13 @@ def lives(
     seed(1)
     running = script(make(engine.deepspeed_io))
     first = list(islice(running, at))
-    snapshot = pickle.dumps((position.state_dict(), states.state_dict()))
+    snapshot = encode((position.state_dict(), states.state_dict()))
     list(islice(running, 2))  # trained on before it fails
     del running
     new_process()
     seed(99)
     running = script(make(engine.deepspeed_io))
-    captured = pickle.loads(snapshot)
+    captured = decode(snapshot)
     position.load_state_dict(captured[0])
     states.load_state_dict(captured[1])
     return {"whole": whole, "interrupted": first + list(islice(running, steps - at))}
@@ -187,7 +188,7 @@ def _draws_behind_a_restore() -> list[list[float]]:
         return [forked, torch.rand(()).item(), random.random(), np.random.rand()]
 
     draw()
-    state = pickle.loads(pickle.dumps(RandomStates().state_dict()))
+    state = decode(encode(RandomStates().state_dict()))
     first = draw()
     second = draw()
     tracker.reset()
@@ -225,7 +226,7 @@ def _plain_curriculum(engine: Any, at: int) -> dict[str, Any]:
     first = make(Numbers(), pin_memory=False)
     whole = in_epochs(first)
     list(islice(whole, at))
-    state = pickle.loads(pickle.dumps(first.data_sampler.state_dict()))
+    state = decode(encode(first.data_sampler.state_dict()))
     rest = [samples for samples, _ in islice(whole, 5)]
     np.random.seed(5)
     again = make(Numbers(), pin_memory=False)
@@ -293,7 +294,7 @@ def pipeline(folder: Path) -> dict[str, Any]:
     states: dict[str, Any] = {}
 
     def capture(engine: Any) -> None:
-        states.update(pickle.loads(pickle.dumps(DataPosition(engine).state_dict())))
+        states.update(decode(encode(DataPosition(engine).state_dict())))
 
     first = _train_pipeline(2, after=capture)
     new_process()

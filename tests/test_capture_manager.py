@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _pickle
 import itertools
+import pickle
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ from test_capture_support import WAIT, FakeSmp, GatedCopier, bits, make_manager
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.capture.cpu import CpuCopier
-from megatron_ft.errors import CorruptBlockError, LayoutMismatchError
+from megatron_ft.errors import CorruptBlockError, LayoutMismatchError, UnencodableError
 
 
 @pytest.fixture
@@ -67,6 +69,44 @@ def test_restored_training_is_bit_identical_to_one_never_interrupted(smp: FakeSm
     second.close()
 
 
+def test_neither_a_capture_nor_a_load_pickles_anything(
+    smp: FakeSmp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*_args: object, **_kwargs: object) -> None:
+        raise AssertionError("something was pickled or unpickled")
+
+    state, fresh = make_training(), make_training(seed=99)
+    advance(state, 1)
+    for module, name in itertools.product(
+        (pickle, _pickle), ("dump", "dumps", "load", "loads", "Pickler", "Unpickler")
+    ):
+        monkeypatch.setattr(module, name, forbidden)
+    manager = make_manager(smp)
+    ticket = capture(smp, manager, state)
+    assert ticket.captured.result(WAIT) and not ticket.skipped
+    manager.close()
+    smp.offer_last()
+    make_manager(smp).load(into=fresh)
+    assert fingerprint(fresh) == fingerprint(state)
+
+
+def test_a_value_that_cannot_be_stored_stops_the_start_and_later_costs_a_snapshot(
+    smp: FakeSmp,
+) -> None:
+    state: dict[str, Any] = {"weight": torch.ones(8), "schedule": {"warmup": [lambda step: step]}}
+    with pytest.raises(UnencodableError, match=r"schedule/warmup/0 .*function.*register_class"):
+        make_manager(smp).prepare(state)
+    schedule, state["schedule"] = state["schedule"], {"warmup": [1]}
+    manager = make_manager(smp)
+    assert capture(smp, manager, state).captured.result(WAIT)
+    state["schedule"] = schedule
+    assert not capture(smp, manager, state, 2, 1).captured.result(WAIT)
+    assert manager.stats.abandoned == 1 and "schedule/warmup/0" in str(smp.abandoned_ids)
+    state["schedule"] = {"warmup": [2]}
+    assert capture(smp, manager, state, 3, 1).captured.result(WAIT)
+    manager.close()
+
+
 def test_a_declined_snapshot_is_not_loaded_and_its_permit_is_missed(smp: FakeSmp) -> None:
     state = {"weight": torch.randn(1000), "iteration": 0}
     manager = make_manager(smp)
@@ -76,7 +116,7 @@ def test_a_declined_snapshot_is_not_loaded_and_its_permit_is_missed(smp: FakeSmp
     smp.sequence = 0  # a new life
     second = make_manager(smp)
     assert second.offered_iteration == 5
-    assert "mapping" in second.offered_objects()
+    assert "structures" in second.offered_objects()
     second.decline()
     assert second.offered_iteration == -1 and second.load(into=state) == 0
     second.prepare(state)

@@ -17,6 +17,7 @@ from tests.deepspeed_jobs import (
     lose_node_of_held_rank,
 )
 from tests.jobs import ROOT
+from tests.no_pickle import check_holds_no_pickle
 
 pytestmark = [
     pytest.mark.usefixtures("warm_trainers"),
@@ -56,6 +57,7 @@ def test_zero_1_loses_a_trainer_and_leaves_deepspeeds_own_files(tmp_path: Path) 
         drain_export_dir=exports,
     )
     assert [source for _, source in job.restores()] == ["own memory"], job.story()
+    check_holds_no_pickle(tmp_path / "drains")
     last = int((exports / "latest").read_text().removeprefix("global_step"))
     exported = [e.fields["iteration"] for e in job.events if e.kind == "exported"]
     assert last == max(exported) <= ITERATIONS, job.story()

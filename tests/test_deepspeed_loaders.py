@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -29,6 +28,7 @@ from deepspeed_ext import resumable_loader  # noqa: E402
 from deepspeed_ext.resumable_loader import ResumableLoader  # noqa: E402
 from megatron_ft.capture.rng import RngState  # noqa: E402
 from megatron_ft.errors import ConfigError  # noqa: E402
+from megatron_ft.objects import decode, encode  # noqa: E402
 
 SAMPLES, BATCH, PER_EPOCH, EPOCHS = 10, 2, 5, 4
 DATA = list(range(SAMPLES))
@@ -149,7 +149,7 @@ def interrupted(make: Callable[[], Any], steps: int, numbered: bool) -> tuple[li
     loader = ResumableLoader(make())
     running = training(loader, numbered)
     first = list(islice(running, steps))
-    return first, pickle.dumps((loader.state_dict(), RngState().state_dict()))
+    return first, encode((loader.state_dict(), RngState().state_dict()))
 
 
 def resumed(
@@ -158,7 +158,7 @@ def resumed(
     """The rest in a fresh process: nothing is left but the snapshot."""
     seed(99)
     loader = ResumableLoader(make())
-    position, states = pickle.loads(snapshot)
+    position, states = decode(snapshot)
     loader.load_state_dict(position)
     RngState().load_state_dict(states)
     return list(training(loader, numbered, epochs))
@@ -207,7 +207,7 @@ def test_a_script_that_knows_its_next_epoch_begins_it() -> None:
     whole = list(training(distributed(), True))
     _, snapshot = interrupted(distributed, PER_EPOCH, True)
     loader = ResumableLoader(distributed())
-    loader.load_state_dict(pickle.loads(snapshot)[0])
+    loader.load_state_dict(decode(snapshot)[0])
     loader.sampler.set_epoch(1)
     assert [b.tolist() for b in loader] == [seen for seen, *_ in whole[PER_EPOCH : 2 * PER_EPOCH]]
 
@@ -220,7 +220,7 @@ def test_a_pass_that_had_begun_before_the_restore_jumps() -> None:
     loader = ResumableLoader(random_batches())
     early = iter(loader)
     next(early)
-    position, states = pickle.loads(snapshot)
+    position, states = decode(snapshot)
     loader.load_state_dict(position)
     RngState().load_state_dict(states)
     assert next(early).tolist() == whole[7][0]
@@ -259,7 +259,7 @@ def test_nothing_is_read_to_skip_what_a_sampler_can_skip() -> None:
 
     _, snapshot = interrupted(make, 4, False)
     loader = ResumableLoader(make())
-    loader.load_state_dict(pickle.loads(snapshot)[0])
+    loader.load_state_dict(decode(snapshot)[0])
     read.clear()
     next(iter(loader))
     assert len(read) == BATCH
@@ -271,10 +271,10 @@ def test_a_restore_that_comes_twice_is_the_same() -> None:
     once = resumed(make, snapshot, False)
     seed(3)
     loader = ResumableLoader(make())
-    position, states = pickle.loads(snapshot)
+    position, states = decode(snapshot)
     loader.load_state_dict(position)
-    again = pickle.dumps(loader.state_dict())
-    loader.load_state_dict(pickle.loads(again))
+    again = encode(loader.state_dict())
+    loader.load_state_dict(decode(again))
     RngState().load_state_dict(states)
     assert list(training(loader, False)) == once
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import shutil
 import subprocess
 import sys
@@ -37,6 +36,7 @@ from megatron_ft.errors import (
     SnapshotUnavailableError,
 )
 from megatron_ft.identity import Ancestor, SnapshotId
+from megatron_ft.objects import decode
 from tests.disk_drains import Recorder, drain, killed, newest_of, same, suicide
 from tests.disk_samples import JOB, Memory
 
@@ -56,7 +56,7 @@ def test_a_checkpoint_gives_back_what_the_arenas_hold(memory: Memory, tmp_path: 
         assert same(shards, stored) and stored.lineage == shards.lineage and stored.job == JOB
         assert stored.info.level == "durable" and stored.info.iteration == 20
         assert stored["dp0"].layout == memory.layout
-        assert pickle.loads(stored["dp1"].objects) == {"iteration": 20}
+        assert decode(stored["dp1"].objects) == {"iteration": 20}
         assert not stored["dp0"].data.flags.writeable
     assert sorted(p.name for p in folder.iterdir()) == [
         "dp0.safetensors",

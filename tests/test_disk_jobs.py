@@ -19,6 +19,7 @@ from megatron_ft.disk.live import open_live
 from megatron_ft.disk.source import open_newest
 from tests.disk_jobs import SHARDS, of_kind, signal_trainers, stop_until_drained, wait_for
 from tests.jobs import Job
+from tests.no_pickle import check_holds_no_pickle
 
 pytestmark = pytest.mark.mpi
 
@@ -66,6 +67,7 @@ def test_a_running_job_is_drained_and_a_lost_node_does_not_hurt(
     assert "drain_failed" not in job.kinds()[job.kinds().index("restoring") :], job.story()
     folders = [Path(event.fields["folder"]) for event in drained[-2:]]
     assert set(disk.iterdir()) == set(folders), job.story()
+    check_holds_no_pickle(disk)
     source = open_checkpoint(disk)
     assert [info.iteration for info in source.snapshots()] == [
         event.fields["iteration"] for event in reversed(drained[-2:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import shutil
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from megatron_ft.disk.live import open_live
 from megatron_ft.disk.source import SnapshotInfo, open_newest
 from megatron_ft.errors import ConfigError, SnapshotUnavailableError
 from megatron_ft.identity import SnapshotId
+from megatron_ft.objects import decode
 from tests.disk_samples import JOB, SHARDS, Memory, content
 
 
@@ -36,7 +36,7 @@ def test_snapshots_are_listed_newest_first_and_hold_what_was_stored(memory: Memo
         assert sorted(shards) == list(SHARDS) and shards.job == JOB
         for shard_id, shard in shards.items():
             assert shard.layout == memory.layout and not shard.data.flags.writeable
-            assert pickle.loads(shard.objects) == {"iteration": 10}
+            assert decode(shard.objects) == {"iteration": 10}
             for entry in shard.layout.entries:
                 if not entry.alias_of:
                     stored = content(shard_id + entry.name, SnapshotId(1, 1), entry.nbytes)

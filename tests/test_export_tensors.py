@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,17 +17,17 @@ from hypothesis import strategies as st  # noqa: E402
 
 from megatron_ft.capture.addresses import AddressBook  # noqa: E402
 from megatron_ft.disk.source import ShardBytes  # noqa: E402
-from megatron_ft.errors import ExportError  # noqa: E402
+from megatron_ft.errors import ExportError, UndecodableError  # noqa: E402
 from megatron_ft.export.form import (  # noqa: E402
     FORM_VERSION,
     CheckpointForm,
     Wanted,
     dump,
     load,
-    load_objects,
 )
 from megatron_ft.megatron.export.tensors import CapturedTensors  # noqa: E402
 from megatron_ft.megatron.logical_map import place_of  # noqa: E402
+from megatron_ft.objects.format import MAGIC, Tag  # noqa: E402
 from megatron_ft.shard import LogicalPlace, Piece, TensorSpec, plan_layout  # noqa: E402
 
 no_deadline = settings(deadline=None, max_examples=100)
@@ -169,7 +170,12 @@ def test_a_form_keeps_what_stands_for_tensors_and_the_rest() -> None:
     assert load(state, lambda wanted: wanted.name)["weight"] == NAME
 
 
-def test_an_object_of_an_unknown_class_is_said_to_be_one() -> None:
-    pickled = b"cno_such_module\nThing\n."
-    with pytest.raises(ExportError, match="no_such_module.*can be imported"):
-        load_objects(pickled)
+def test_a_form_that_is_damaged_cut_off_or_of_an_unknown_class_is_said_to_be_so() -> None:
+    state = dump({"nested": [1] * 1000}, lambda part: None)
+    with pytest.raises(ExportError, match="cut off"):
+        load(state[:-5])
+    with pytest.raises(ExportError, match="cannot be read"):
+        load(b"no form" + state)
+    unknown = MAGIC + msgspec.msgpack.encode([Tag.OBJECT, "no_such_module:Thing", []])
+    with pytest.raises(UndecodableError, match="no_such_module:Thing.*--import MODULE"):
+        load(zlib.compress(unknown))

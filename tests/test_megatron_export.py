@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,7 @@ from megatron_runs import ITERATIONS, SNAPSHOT_AT, SNAPSHOTS, Runs  # noqa: E402
 from megatron_ft.disk import native  # noqa: E402
 from megatron_ft.launch.virtual import VirtualCluster  # noqa: E402
 from megatron_ft.testing import demo_model  # noqa: E402
+from tests.no_pickle import check_holds_no_pickle  # noqa: E402
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
@@ -147,6 +149,7 @@ def test_export_of_a_running_job_and_of_what_was_drained(runs: Runs) -> None:
         live = exported(megatron_ft("export", *job_flags(runs), "--to", str(runs.folder / "live")))
         drained = str(runs.folder / "drained")
         megatron_ft("drain", *job_flags(runs), "--to", drained)
+        check_holds_no_pickle(Path(drained))
         later = exported(
             megatron_ft("export", "--from", drained, "--to", str(runs.folder / "later"))
         )

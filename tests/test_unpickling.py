@@ -36,21 +36,6 @@ LOADERS = {
 """Whatever can run code of the bytes that it is given."""
 
 ALLOWED = {
-    "megatron_ft/capture/restore.py:restore_shard:pickle.loads": (
-        "manager.py calls verify() on the slot before; the arena was checked by its opener"
-    ),
-    "megatron_ft/capture/restore.py:read_objects:pickle.loads": (
-        "manager.py calls verify() on the slot before; the arena was checked by its opener"
-    ),
-    "megatron_ft/capture/mapping.py:_TensorUnpickler:pickle.Unpickler": (
-        "gets the objects that restore.py has unpickled, or what this process pickled itself"
-    ),
-    "megatron_ft/export/form.py:load_objects:pickle.loads": (
-        "gets bytes of a ShardBytes, which only verified_shard() and read_into() make"
-    ),
-    "megatron_ft/export/form.py:_FormUnpickler:pickle.Unpickler": (
-        "gets bytes of a ShardBytes, which only verified_shard() and read_into() make"
-    ),
     "megatron_ft/testing/demo/compare.py:compare_states:torch.load": "weights_only",
     "deepspeed_ext/disk.py:_step_inside:torch.load": (
         "the user's own DeepSpeed checkpoint, which DeepSpeed unpickles next"
@@ -92,6 +77,15 @@ def test_no_loader_is_imported_under_another_name() -> None:
             if isinstance(node, ast.Import):
                 renamed = {alias.name for alias in node.names if alias.asname}
                 assert not renamed & (modules - {"numpy"}), f"{path}: {renamed}"
+
+
+def test_our_own_packages_know_no_pickle() -> None:
+    modules = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "copyreg"}
+    for path in (p for package in PACKAGES[:2] for p in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                named = {alias.name for alias in node.names} | {getattr(node, "module", None)}
+                assert not named & modules, f"{path} imports {named & modules}"
 
 
 @pytest.mark.parametrize("marked", [p for p, why in ALLOWED.items() if why == "weights_only"])

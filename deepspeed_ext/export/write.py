@@ -18,6 +18,7 @@ from megatron_ft.errors import ExportError
 from megatron_ft.export import form
 from megatron_ft.export.form import CheckpointForm, Wanted
 from megatron_ft.export.publish import whole_folder
+from megatron_ft.objects import decode
 
 LATEST = "latest"
 _TAG = re.compile(r"global_step(\d+)")
@@ -43,8 +44,7 @@ def export(shards: OpenSnapshot, folder: Path) -> None:
     tensors = CapturedTensors(shards)
     with whole_folder(folder, shards.check) as partial:
         for shard_id, found in forms.items():
-            # Both pickles lie in the sealed region, whose digests were checked at its opening.
-            objects = form.load_objects(shards[shard_id].objects)
+            objects = decode(shards[shard_id].objects)
             for name, recorded in files_of(found.state).items():
                 _write(partial / _plain(name), _tree(recorded, shard_id, tensors), objects)
 

@@ -22,7 +22,7 @@ COUNTER_BYTES = 4096
 class Enumeration:
     """One pass over a state mapping.
 
-    ``structures`` holds, per name of the mapping, what has to be pickled beside the
+    ``structures`` holds, per name of the mapping, what has to be encoded beside the
     tensors; ``name_of`` tells by ``id`` which tensor inside them is stored under which
     name; ``handles`` gives the user's own object (a DTensor, not its local shard).
     """
@@ -90,7 +90,7 @@ def _plain_is_lazy(tensor: torch.Tensor) -> bool:
 
 
 def _module(found: Enumeration, name: str, module: torch.nn.Module, force: bool | None) -> None:
-    """Enumerate a module; its structure is pickled only if it has extra state."""
+    """Enumerate a module; its structure is kept only if it has extra state."""
     content = module.state_dict(keep_vars=True)
     only_tensors = True
     for key, value in content.items():
@@ -106,7 +106,7 @@ def _module(found: Enumeration, name: str, module: torch.nn.Module, force: bool 
 def _structure(
     found: Enumeration, name: str, value: Any, lazy: bool | None, inline: int = -1
 ) -> None:
-    """Enumerate nested containers; tensors of at most ``inline`` bytes stay in the pickle."""
+    """Enumerate nested containers; tensors of at most ``inline`` bytes stay with it."""
     found.structures[name] = value
     pending = [(name, value)]
     while pending:

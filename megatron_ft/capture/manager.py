@@ -61,7 +61,7 @@ class SnapshotManager:
     snapshot: what fails is warned of, counted in ``stats`` and reported to the SMP.
 
     ``state`` is a mapping of names to tensors, DTensors, objects with state_dict and
-    load_state_dict, or small picklable values; or a TrainingState.
+    load_state_dict, or small values that objects.encode takes; or a TrainingState.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class SnapshotManager:
 
         Call it when the state is complete: an optimizer's moments exist after its first
         step or a load.  Blocks until all ranks have come here; raises what start-up can
-        raise (ArenaMemoryError, LayoutMismatchError, ControlPlaneError).
+        raise (ArenaMemoryError, LayoutMismatchError, UnencodableError, ControlPlaneError).
         """
         captures = self._captures
         assert captures.engine is None, "prepare was called twice"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
-import pickle
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from itertools import chain
 from typing import Any
 
@@ -18,12 +16,15 @@ from megatron_ft.capture.enumeration import (
     local_tensor,
 )
 from megatron_ft.errors import LayoutMismatchError
+from megatron_ft.objects import decode, encode
+from megatron_ft.objects.encode import Part
 
-_KEY = "mapping"
+_NAMES = "names"
+_STRUCTURES = "structures"
 
 
 class MappingState:
-    """Adapts names to tensors, DTensors, Stateful objects and small picklable values.
+    """Adapts names to tensors, DTensors, Stateful objects and small values (objects.encode).
 
     Loads are in place: tensors keep their identity, dicts and lists are updated,
     Stateful objects get ``load_state_dict``, other values replace the mapping's own,
@@ -62,12 +63,15 @@ class MappingState:
         return self._current().boundary
 
     def objects(self) -> dict[str, Any]:
-        """All else, pickled, with stored tensors replaced by their names."""
+        """All else, encoded, with stored tensors replaced by their names."""
         found = self._current()
-        stream = io.BytesIO()
-        content = {"names": sorted(self._state), "structures": found.structures}
-        _TensorPickler(stream, found.name_of).dump(content)
-        return {_KEY: stream.getvalue()}
+
+        def stored(part: Any) -> Part | None:
+            # The enumeration keeps its tensors alive, so no other object has one of these ids.
+            name = found.name_of.get(id(part))
+            return None if name is None else Part(name)
+
+        return {_NAMES: sorted(self._state), _STRUCTURES: encode(found.structures, stored)}
 
     def replicas(self) -> dict[str, Any]:
         """The lazily copied tensors below the declared prefixes, with their groups."""
@@ -97,14 +101,13 @@ class MappingState:
     def load(self, objects: dict[str, Any]) -> None:
         """Hand every object its state; raises LayoutMismatchError if names differ."""
         handles = {**self._adopted, **self._current().handles}
-        content = _TensorUnpickler(io.BytesIO(objects[_KEY]), handles).load()
-        differing = sorted(set(content["names"]) ^ set(self._state))
+        differing = sorted(set(objects[_NAMES]) ^ set(self._state))
         if differing:
             raise LayoutMismatchError(
                 f"the state mapping and the snapshot differ in {', '.join(differing)}; "
                 "load with the mapping that save() is called with"
             )
-        for name, value in content["structures"].items():
+        for name, value in decode(objects[_STRUCTURES], _taken_from(handles)).items():
             self._load_one(name, value)
         self._adopted = {}
         self._found = None
@@ -131,29 +134,15 @@ class MappingState:
         return self._found
 
 
-class _TensorPickler(pickle.Pickler):
-    """Writes the names of stored tensors instead of their bytes."""
-
-    def __init__(self, stream: io.BytesIO, name_of: Mapping[int, str]) -> None:
-        super().__init__(stream, protocol=5)
-        self._name_of = name_of
-
-    def persistent_id(self, obj: Any) -> str | None:
-        # The enumeration keeps its tensors alive, so no other object has one of these ids.
-        return self._name_of.get(id(obj))
-
-
-class _TensorUnpickler(pickle.Unpickler):
+def _taken_from(tensors: Mapping[str, torch.Tensor]) -> Callable[[str], torch.Tensor]:
     """Puts tensors back where their names are."""
 
-    def __init__(self, stream: io.BytesIO, tensors: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(stream)
-        self._tensors = tensors
+    def take(name: str) -> torch.Tensor:
+        if name not in tensors:
+            raise LayoutMismatchError(f"the small objects refer to {name}, which was not stored")
+        return tensors[name]
 
-    def persistent_load(self, pid: Any) -> torch.Tensor:
-        if pid not in self._tensors:
-            raise LayoutMismatchError(f"the small objects refer to {pid}, which was not stored")
-        return self._tensors[pid]
+    return take
 
 
 def _update(old: MutableMapping[Any, Any], new: Mapping[Any, Any]) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from megatron_ft.capture.threads import spare_threads
 from megatron_ft.errors import CorruptBlockError, LayoutMismatchError
 from megatron_ft.fault_points import reach
 from megatron_ft.identity import SealedRecord
+from megatron_ft.objects import decode
 from megatron_ft.shard import LayoutEntry, ShardLayout, layout_differences
 from megatron_ft.shard_meta import Meta, unpack_meta
 
@@ -62,14 +61,14 @@ def restore_shard(
 ) -> ShardLayout:
     """Load one verified slot into ``state`` and return its layout.
 
-    Raises LayoutMismatchError naming the tensors that differ.  Unpickles what the slot
-    holds, which only this user's processes can have written.
+    Raises LayoutMismatchError naming the tensors that differ, UndecodableError for small
+    objects that cannot be read here.
     """
     reach("restore.verified")
     meta = _read_meta(arena, slot, record)
     layout = ShardLayout.from_bytes(meta.layout)
     _fill(layout, region_tensor(arena.data(slot)), state)
-    state.load(pickle.loads(meta.objects))
+    state.load(decode(meta.objects))
     compare(layout, plan_state(state, split_bytes))
     reach("restore.done")
     return layout
@@ -77,7 +76,7 @@ def restore_shard(
 
 def read_objects(arena: Arena, slot: int, record: SealedRecord) -> dict[str, Any]:
     """The small objects of a verified slot."""
-    objects: dict[str, Any] = pickle.loads(_read_meta(arena, slot, record).objects)
+    objects: dict[str, Any] = decode(_read_meta(arena, slot, record).objects)
     return objects
 
 

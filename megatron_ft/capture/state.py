@@ -26,7 +26,7 @@ class TrainingState(Protocol):
         """Live tensors that forward or backward may change: secured at the boundary."""
 
     def objects(self) -> dict[str, Any]:
-        """Small picklable values, as of now: counters, schedules, generators."""
+        """Small values that objects.encode takes, as of now: counters, schedules, generators."""
 
     def replicas(self) -> Mapping[str, Any]:
         """Names of tensors that are equal on all ranks of a group, with that process group."""

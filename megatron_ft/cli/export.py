@@ -14,6 +14,7 @@ needed, but the release of the framework that trained is.
 from __future__ import annotations
 
 import argparse
+import importlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from pathlib import Path
 from megatron_ft.disk.checkpoint import open_checkpoint
 from megatron_ft.disk.live import open_live
 from megatron_ft.disk.source import OpenSnapshot, SnapshotSource, open_newest
+from megatron_ft.errors import ConfigError
 from megatron_ft.export.formats import FORMATS
 from megatron_ft.launch.job_state import known_shards
 from megatron_ft.launch.virtual import default_root
@@ -43,6 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format", choices=FORMATS, help="of the files (that of the framework that trained)"
     )
     parser.add_argument("--iteration", type=int, help="this one instead of the newest")
+    parser.add_argument(
+        "--import",
+        dest="modules",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="Python module to import first, for classes of your own that it registers "
+        "(megatron_ft.register_class); may be repeated",
+    )
     parser.add_argument("--arena-dir", type=Path, help="the --arena-dir of the job, if it has one")
     parser.add_argument("--state-dir", type=Path, help="the --state-dir of the job, if it has one")
 
@@ -50,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Export one snapshot; prints the folder."""
     started = time.monotonic()
+    for module in arguments.modules:
+        _import(module)
     with open_newest(_source(arguments), arguments.iteration) as shards:
         iteration, count = shards.info.iteration, len(shards)
         folder, advice = _export(shards, arguments.to.absolute(), arguments.format)
@@ -57,6 +70,15 @@ def main(arguments: argparse.Namespace) -> int:
     print(f"iteration {iteration}: {count} shards in {seconds:.1f} s: {folder}")
     print(f"continue with: {advice}")
     return 0
+
+
+def _import(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"--import {module} cannot be imported: {error}; is it on PYTHONPATH?"
+        ) from error
 
 
 def _export(shards: OpenSnapshot, directory: Path, name: str | None) -> tuple[Path, str]:

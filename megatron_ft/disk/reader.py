@@ -47,7 +47,7 @@ def check_folder(folder: Path) -> None:
 def open_trusted(path: Path, disk: Disk) -> int:
     """A descriptor of a checkpoint's file that nobody but this user can have written.
 
-    What is read may be unpickled later, so the same is asked as of arenas, but that others
+    What is read decides how training goes on, so the same is asked as of arenas, but that others
     may read it.  CheckpointDamagedError says what is wrong; OSError comes from the disk.
     """
     try:

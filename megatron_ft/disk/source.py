@@ -46,7 +46,7 @@ class ShardBytes:
     """One shard whose digests have matched.
 
     ``data`` is the whole sealed region [0, ``record.used_bytes``), read-only; offsets in
-    ``layout`` count from its start.  ``objects`` is the pickle of the small objects, ``form``
+    ``layout`` count from its start.  ``objects`` are the encoded small objects, ``form``
     what the training framework would save of this shard (see shard_meta.Meta).
     ``origin`` names the arena or file for messages.
     """
@@ -178,7 +178,7 @@ def take_apart(
     algorithm: int,
     origin: str,
 ) -> ShardBytes:
-    """The parts of a sealed region whose bytes were checked; nothing is unpickled.
+    """The parts of a sealed region whose bytes were checked; the objects are not decoded.
 
     SnapshotUnavailableError if it holds another layout than its record names.
     """

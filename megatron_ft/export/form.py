@@ -6,19 +6,19 @@ snapshot becomes a checkpoint of the framework's without a trainer, a model or a
 
 from __future__ import annotations
 
-import io
-import pickle
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
 
 from megatron_ft.decoding import UNREADABLE
 from megatron_ft.errors import ExportError
+from megatron_ft.objects import decode, encode
+from megatron_ft.objects.encode import Part
+from megatron_ft.objects.format import MOST_BYTES
 
-FORM_VERSION = 2
+FORM_VERSION = 3
 
 
 class CheckpointForm(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,62 +94,34 @@ class Wanted(NamedTuple):
 
 
 def dump(value: Any, describe: Callable[[Any], Wanted | None]) -> bytes:
-    """Compressed pickle of ``value`` with what ``describe`` gives in the place of its parts.
+    """``value`` encoded and compressed, with what ``describe`` gives in the place of its parts.
 
-    ``describe`` gets every object in it and returns None for those that are pickled.  What
-    it raises comes through.
+    ``describe`` gets every object in it but numbers and texts, and returns None for those that
+    are kept as they are.  What it raises comes through; UnencodableError as of objects.encode.
     """
-    stream = io.BytesIO()
-    _FormPickler(stream, describe).dump(value)
-    return zlib.compress(stream.getvalue())
+
+    def stand_in(part: Any) -> Part | None:
+        wanted = describe(part)
+        return None if wanted is None else Part(tuple(wanted))
+
+    return zlib.compress(encode(value, stand_in))
 
 
 def load(state: bytes, make: Callable[[Wanted], Any] = lambda wanted: wanted) -> Any:
     """What :func:`dump` was given, with ``make(wanted)`` in the place of parts.
 
-    Imports the classes of what it holds; ExportError if they are not there.  Only for bytes
-    whose digest was checked: they are unpickled.
+    Imports the framework's classes that it holds.  UndecodableError if that is not possible, or
+    the bytes are no such thing; what ``make`` raises of our own errors comes through.
     """
-    with _importing():
-        return _FormUnpickler(io.BytesIO(zlib.decompress(state)), make).load()
+    return decode(_decompressed(state), lambda plain: make(Wanted(*plain)))
 
 
-def load_objects(data: bytes) -> dict[str, Any]:
-    """A shard's small objects, under the same conditions as :func:`load`."""
-    with _importing():
-        objects: dict[str, Any] = pickle.loads(data)
-        return objects
-
-
-@contextmanager
-def _importing() -> Iterator[None]:
+def _decompressed(state: bytes) -> bytes:
+    stream = zlib.decompressobj()
     try:
-        yield
-    except (ImportError, AttributeError) as error:
-        raise ExportError(
-            f"the snapshot holds an object of a class that is not known here: {error}; export "
-            "where the modules of the training script can be imported (PYTHONPATH)"
-        ) from error
-
-
-class _FormPickler(pickle.Pickler):
-    """Writes what stands for a part instead of the part."""
-
-    def __init__(self, stream: io.BytesIO, describe: Callable[[Any], Wanted | None]) -> None:
-        super().__init__(stream, protocol=5)
-        self._describe = describe
-
-    def persistent_id(self, obj: Any) -> Any:
-        wanted = self._describe(obj)
-        return None if wanted is None else tuple(wanted)
-
-
-class _FormUnpickler(pickle.Unpickler):
-    """Puts back what stands for a part."""
-
-    def __init__(self, stream: io.BytesIO, make: Callable[[Wanted], Any]) -> None:
-        super().__init__(stream)
-        self._make = make
-
-    def persistent_load(self, pid: Any) -> Any:
-        return self._make(Wanted(*pid))
+        plain = stream.decompress(state, MOST_BYTES)
+    except zlib.error as error:
+        raise ExportError(f"the stored form cannot be read: {error}") from error
+    if not stream.eof:
+        raise ExportError(f"the stored form is cut off, or has more than {MOST_BYTES} bytes")
+    return plain

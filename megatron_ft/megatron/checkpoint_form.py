@@ -35,11 +35,12 @@ class RankTensors(NamedTuple):
 def describe(
     saved: SaveForm, tensors: RankTensors, pieces: Mapping[str, tuple[Piece, ...]]
 ) -> bytes:
-    """Pickle a state dict with names in the place of tensors.
+    """Encode a state dict with names in the place of tensors.
 
     ``pieces`` says where each parameter lies in the unsharded model.
 
-    Raises ExportError naming a tensor that Megatron would save and no snapshot holds.
+    Raises ExportError naming a tensor that Megatron would save and no snapshot holds, and
+    UnencodableError naming a value that no snapshot can hold.
     """
     finder = _Finder(saved, tensors, pieces)
     empty = set(_padding(saved.tree))
@@ -105,10 +106,7 @@ def _geometry(window: Window) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
 
 
 def load(state: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state dict and content metadata of ``describe``; imports Megatron's classes.
-
-    Only for bytes whose digest was checked: they are unpickled.
-    """
+    """The state dict and content metadata of ``describe``; imports Megatron's classes."""
     tree, metadata = form.load(state)
     return tree, metadata
 

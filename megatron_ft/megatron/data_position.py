@@ -51,7 +51,7 @@ def check(data_iterator: Any) -> None:
 
 
 def capture(data_iterator: Any) -> list[Any]:
-    """The state of each loader on this rank; it must be picklable."""
+    """The state of each loader on this rank; of values that objects.encode takes."""
     return [_methods(loader)[0]() for loader in _loaders(data_iterator)]
 
 

@@ -138,23 +138,27 @@ def load_group_scalars(optimizer: Any, scalars: Sequence[Sequence[dict[str, Any]
         inner_optimizer.load_group_scalars(part.optimizer, list(groups))
 
 
-def state_numbers(optimizer: Any) -> list[list[dict[str, Any]]]:
-    """What inner optimizers keep beside tensors and groups, by parameter in order."""
+def state_numbers(optimizer: Any) -> list[dict[int, dict[str, Any]]]:
+    """What inner optimizers keep beside tensors and groups, by the parameter's position.
+
+    Most keep nothing: thousands of empty dicts would cost time at every snapshot.
+    """
     return [
-        [
-            inner_optimizer.state_numbers(part.optimizer, parameter)
-            for _, parameter in inner_optimizer.parameters(part.optimizer)
-        ]
+        {
+            position: values
+            for position, (_, parameter) in enumerate(inner_optimizer.parameters(part.optimizer))
+            if (values := inner_optimizer.state_numbers(part.optimizer, parameter))
+        }
         for part in optimizer_parts(optimizer)
     ]
 
 
-def load_state_numbers(optimizer: Any, numbers: Sequence[list[dict[str, Any]]]) -> None:
+def load_state_numbers(optimizer: Any, numbers: Sequence[dict[int, dict[str, Any]]]) -> None:
     """Set what :func:`state_numbers` gave."""
-    for part, by_parameter in zip(optimizer_parts(optimizer), numbers, strict=True):
-        found = inner_optimizer.parameters(part.optimizer)
-        for (_, parameter), values in zip(found, by_parameter, strict=True):
-            part.optimizer.state[parameter].update(values)
+    for part, by_position in zip(optimizer_parts(optimizer), numbers, strict=True):
+        found = [parameter for _, parameter in inner_optimizer.parameters(part.optimizer)]
+        for position, values in by_position.items():
+            part.optimizer.state[found[position]].update(values)
 
 
 def scaler_states(optimizer: Any) -> list[Any]:

@@ -38,7 +38,7 @@ from megatron_ft.shard import LogicalPlace
 
 logger = logging.getLogger(__name__)
 
-OBJECTS_VERSION = 2
+OBJECTS_VERSION = 3
 
 
 class MegatronState:

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 from megatron_ft.disk import native
 from megatron_ft.disk.source import OpenSnapshot
 from megatron_ft.errors import ExportError
-from megatron_ft.export.form import CheckpointForm, Wanted, load_objects
+from megatron_ft.export.form import CheckpointForm, Wanted
 from megatron_ft.export.publish import whole_folder
 from megatron_ft.megatron import checkpoint_form, optional_packages
 from megatron_ft.megatron.description import FRAMEWORK, megatron_version
 from megatron_ft.megatron.export.objects import fill, fill_random_states, random_state_count
 from megatron_ft.megatron.export.tensors import CapturedTensors
+from megatron_ft.objects import decode
 
 _OTHERS = "megatron_ft_other_ranks"
 
@@ -99,9 +100,8 @@ def form_of(shard_id: str, form: bytes) -> CheckpointForm:
 
 
 def _rank(shard_id: str, form: CheckpointForm, objects: bytes, tensors: CapturedTensors) -> _Rank:
-    # Both pickles lie in the sealed region, whose digests were checked when it was opened.
     tree, metadata = checkpoint_form.load(form.state)
-    values = load_objects(objects)
+    values = decode(objects)
     fill(tree, values, tensors.first(shard_id, ".step"))
     return _Rank(shard_id, tree, metadata, values)
 

@@ -57,7 +57,7 @@ def needed() -> bool:
 def install(*, megatron: bool = True) -> None:
     """Put the stand-in in place in this process, once; a second call adds only what is missing.
 
-    ``megatron=False`` leaves Megatron unimported, for processes that only unpickle
+    ``megatron=False`` leaves Megatron unimported, for processes that only read
     what a training process sent them.
     """
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
