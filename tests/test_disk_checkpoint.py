@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from megatron_ft.cli import main as cli
 from megatron_ft.disk import manifest as mf
 from megatron_ft.disk.checkpoint import open_checkpoint
+from megatron_ft.disk.drain import DrainPlan, finish, tidy
 from megatron_ft.disk.live import open_live
 from megatron_ft.disk.manifest import folder_name
 from megatron_ft.disk.pace import Pace
@@ -63,6 +64,29 @@ def test_a_checkpoint_gives_back_what_the_arenas_hold(memory: Memory, tmp_path: 
         "dp1.safetensors",
         "manifest.json",
     ]
+
+
+def test_publishing_removes_nothing_and_tidying_what_is_superfluous(
+    memory: Memory, tmp_path: Path
+) -> None:
+    older = drain(memory, tmp_path / "disk", 10)
+    with open_newest(open_live(memory.root, memory.job)) as shards:
+        plan = DrainPlan(
+            job=JOB,
+            snapshot=shards.info.snapshot,
+            iteration=20,
+            level="protected",
+            lineage=shards.lineage,
+            directory=tmp_path / "disk",
+            shard_count=len(shards),
+            keep=Keep(1),
+        )
+        write_shards(shards, plan.folder)
+    finish(plan)
+    finish(plan)
+    assert mf.is_complete(older) and mf.is_complete(plan.folder)
+    tidy(plan)
+    assert list((tmp_path / "disk").iterdir()) == [plan.folder]
 
 
 def test_stock_safetensors_reads_every_tensor(memory: Memory, tmp_path: Path) -> None:

@@ -246,6 +246,9 @@ HOLES: dict[Callable[[pytest.MonkeyPatch], None], Hole] = {
     holes.replaced_at_once: Hole("run at once", 9, "replica, disk", CUTS),
     holes.late_words_obeyed: Hole("after a newer one", 2, "replica, disk", RESTARTS),
     holes.tidied_by_an_older_life: Hole("gone from the disk", 7, "replica, disk", LATE_DRAINS),
+    holes.published_and_tidied_at_once: Hole(
+        "gone from the disk", shape="replica, disk", bias=LATE_DRAINS
+    ),
     holes.notes_ignored: Hole("rolled back and is served", 51, "replica, disk", CUTS_ONLY),
 }
 MOST_WALKS = 200

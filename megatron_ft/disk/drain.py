@@ -1,7 +1,7 @@
-"""Drain one snapshot: ``python -m megatron_ft.disk.drain {clear,write,publish} PLAN``.
+"""Drain one snapshot: ``python -m megatron_ft.disk.drain {clear,write,publish,tidy} PLAN``.
 
-The supervisor starts these short-lived processes on nodes: ``clear`` and ``publish`` on one,
-``write`` on every node that has shards.  PLAN is a DrainPlan as JSON.
+The supervisor starts these short-lived processes on nodes: ``clear``, ``publish`` and
+``tidy`` on one, ``write`` on every node that has shards.  PLAN is a DrainPlan as JSON.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ from megatron_ft.smp.errand import begin_errand
 from megatron_ft.smp.pin import pinned
 
 log = logging.getLogger(__name__)
-
-EXIT_NOT_TIDY = 4
 
 
 class DrainPlan(msgspec.Struct, frozen=True):
@@ -83,8 +81,7 @@ class DrainPlan(msgspec.Struct, frozen=True):
 def run_step(steps: Mapping[str, Callable[[DrainPlan], None]], program: str) -> int:
     """Do the step of ``steps`` that the command line names, at low priority.
 
-    Exit codes: 0 done, 1 failed, 4 done, but older checkpoints could not be removed.  The last
-    line of output says why.
+    Exit codes: 0 done, 1 failed, and the last line of output says why.
     """
     parser = argparse.ArgumentParser(prog=program)
     parser.add_argument("step", choices=sorted(steps))
@@ -96,17 +93,10 @@ def run_step(steps: Mapping[str, Callable[[DrainPlan], None]], program: str) -> 
         begin_errand(options.step)
         _check_mounted(options.plan)
         steps[options.step](options.plan)
-    except RetentionError as error:
-        log.error("%s", error)
-        return EXIT_NOT_TIDY
     except (MegatronFTError, OSError) as error:
         log.error("%s", error)
         return 1
     return 0
-
-
-class RetentionError(DrainError):
-    """The checkpoint is there; older ones could not be removed."""
 
 
 def _check_mounted(plan: DrainPlan) -> None:
@@ -141,22 +131,28 @@ def write(plan: DrainPlan) -> None:
 
 
 def finish(plan: DrainPlan) -> None:
-    """Write the manifest, then remove what is superfluous."""
+    """Write the manifest.  Nothing is removed: this process may outlive its supervisor, and the
+    job may go on from an older checkpoint."""
     if not is_complete(plan.folder):
         publish(plan.folder, plan.info, plan.job, plan.lineage, plan.shard_count)
     reach("drain.published")
+
+
+def tidy(plan: DrainPlan) -> None:
+    """Remove what is superfluous now; to be begun by a supervisor that knows of the manifest."""
+    keep = replace(plan.keep, lineage=plan.lineage)
     try:
-        keep = replace(plan.keep, lineage=plan.lineage)
         for folder in clean_up(plan.directory, plan.job, keep):
             log.info("removed %s", folder)
     except OSError as error:
-        raise RetentionError(f"older checkpoints could not be removed: {error}") from error
+        raise DrainError(f"older checkpoints could not be removed: {error}") from error
 
 
 STEPS: Mapping[str, Callable[[DrainPlan], None]] = {
     "clear": clear,
     "write": write,
     "publish": finish,
+    "tidy": tidy,
 }
 
 

@@ -17,12 +17,12 @@ import msgspec
 
 from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.events import JobEvent
-from megatron_ft.disk.drain import EXIT_NOT_TIDY, DrainPlan
+from megatron_ft.disk.drain import DrainPlan
 from megatron_ft.disk.durable import mount_point
 from megatron_ft.disk.retention import Keep
 from megatron_ft.errors import MegatronFTError
 from megatron_ft.identity import Ancestor, Seat
-from megatron_ft.launch.drain_processes import DrainProcesses, StepFailedError
+from megatron_ft.launch.drain_processes import DrainProcesses
 from megatron_ft.launch.launcher import Launcher
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.urgency import Urgency
@@ -199,6 +199,8 @@ class Drains:
         try:
             await self._coordinator.hold(plan.snapshot, nodes)
             await self._write(plan, nodes)
+            self._coordinator.durable = (plan.snapshot, plan.iteration)
+            await self._tidy(plan, nodes[0])
             reason = ""
         except (MegatronFTError, OSError) as error:
             reason = str(error)
@@ -209,7 +211,6 @@ class Drains:
         else:
             seconds = time.monotonic() - started
             self._slowest = max(self._slowest, seconds)
-            self._coordinator.durable = (plan.snapshot, plan.iteration)
             text = f"iteration {plan.iteration} is on disk after {seconds:.1f} s: {plan.folder}"
             self._tell("drained", text, plan)
             if plan.export_dir is not None:
@@ -223,11 +224,17 @@ class Drains:
         await self._processes.run(
             "write", {n: msgspec.structs.replace(plan, shards=shards[n]) for n in nodes}
         )
+        await self._processes.run("publish", {nodes[0]: plan})
+
+    async def _tidy(self, plan: DrainPlan, node: str) -> None:
+        """Remove older checkpoints, now that this life knows that the new one is there.
+
+        Not by the process that publishes: the supervisor may die before that does, and the next
+        life, which did not see the new one, may descend from what it would remove.
+        """
         try:
-            await self._processes.run("publish", {nodes[0]: plan})
-        except StepFailedError as error:
-            if error.status != EXIT_NOT_TIDY:
-                raise
+            await self._processes.run("tidy", {node: plan})
+        except (MegatronFTError, OSError) as error:
             self._count(str(error))
             self._tell("retention_failed", str(error), plan)
 

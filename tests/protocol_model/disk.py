@@ -85,7 +85,7 @@ class DiskSteps:
             self._fail_drain(life)
             return
         # What an older drain has not finished is removed, so it can never be published.
-        self.orphans = [one for one in self.orphans if one.stage == "tidying"]
+        self.orphans = [one for one in self.orphans if one.stage != "publishing"]
         life.drain.stage = "writing"
 
     def _do_write(self, shard: str) -> None:
@@ -125,27 +125,40 @@ class DiskSteps:
     def _do_publish(self) -> None:
         life = self.life
         assert life is not None and life.drain is not None
-        if self._publish(life.drain):
+        if life.drain.stage == "publishing":
+            self._publish(life.drain)
             self.judge.durable = life.drain.snapshot
+            life.drain.stage = "tidying"
+        else:
+            self._tidy(life.drain)
             self._release(life)
 
     def _do_orphan(self, index: int) -> None:
-        """A drain of a supervisor that is gone: its last process goes on."""
-        if self._publish(self.orphans[index], late=True):
+        """A drain of a supervisor that is gone: the process that runs goes on, none is started."""
+        drain = self.orphans[index]
+        if drain.stage == "publishing":
+            self._publish(drain)
+            self._after_late_publish(drain)
+        else:
+            self._tidy(drain)
+        if drain.stage != "tidying late":
             self.orphans.pop(index)
 
-    def _publish(self, drain: Drain, late: bool = False) -> bool:
-        """The manifest, then what is superfluous; whether that was all."""
-        if drain.stage == "publishing":
-            files = tuple(sorted(drain.files.items()))
-            found = Checkpoint(drain.snapshot, drain.iteration, drain.lineage, files)
-            self.disk = [*(c for c in self.disk if c.snapshot != found.snapshot), found]
-            drain.stage = "tidying"
-        else:
-            self.disk = tidied(self.disk, drain.lineage)
-            drain.stage = "done"
-        self.judge.on_disk([one.snapshot for one in self.disk], drain.snapshot if late else None)
-        return drain.stage == "done"
+    def _after_late_publish(self, drain: Drain) -> None:
+        """Nobody is there to start the process that would remove older ones."""
+
+    def _publish(self, drain: Drain) -> None:
+        """The manifest."""
+        files = tuple(sorted(drain.files.items()))
+        found = Checkpoint(drain.snapshot, drain.iteration, drain.lineage, files)
+        self.disk = [*(c for c in self.disk if c.snapshot != found.snapshot), found]
+        self.judge.on_disk([one.snapshot for one in self.disk])
+
+    def _tidy(self, drain: Drain) -> None:
+        """What is superfluous goes."""
+        self.disk = tidied(self.disk, drain.lineage)
+        drain.stage = "done"
+        self.judge.on_disk([one.snapshot for one in self.disk])
 
     def _release(self, life: Life) -> None:
         drain = life.drain

@@ -20,6 +20,8 @@ from megatron_ft.smp import node
 from megatron_ft.smp.effects import StoreSlot
 from megatron_ft.smp.slots import ShardSlots
 from protocol_model import memory
+from protocol_model.disk import DiskSteps
+from protocol_model.drain import Drain
 from protocol_model.encoder import Encoder
 from protocol_model.judge import Judge
 from protocol_model.memory import record_of
@@ -256,6 +258,15 @@ def repaired_by_the_encoder(patch: pytest.MonkeyPatch) -> None:
 def tidied_by_an_older_life(patch: pytest.MonkeyPatch) -> None:
     """A drain of an older life removes what it does not know."""
     patch.setattr(retention, "_later", lambda snapshot, lineage: False)
+
+
+def published_and_tidied_at_once(patch: pytest.MonkeyPatch) -> None:
+    """The process that publishes removes older checkpoints too, also when its life is over."""
+
+    def tidy_too(self: DiskSteps, drain: Drain) -> None:
+        drain.stage = "tidying late"
+
+    patch.setattr(DiskSteps, "_after_late_publish", tidy_too)
 
 
 def drain_unpinned(patch: pytest.MonkeyPatch) -> None:

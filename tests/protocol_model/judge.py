@@ -120,14 +120,8 @@ class Judge:
 
     # The disk.
 
-    def on_disk(self, snapshots: Collection[SnapshotId], by: SnapshotId | None = None) -> None:
-        """The checkpoints are these now: what the job relies on is among them, or a newer one.
-
-        ``by`` is what a drain of an older life has published.  If it is newer, what it
-        replaces may be gone although the job was rolled back to it: docs/protocol.md, "Known".
-        """
-        if by is not None and self.durable is not None and by > self.durable:
-            self.durable = None
+    def on_disk(self, snapshots: Collection[SnapshotId]) -> None:
+        """The checkpoints are these now: what the job relies on is among them, or a newer one."""
         if self.durable is None or self.durable not in self.valid:
             return
         if not any(s in self.valid and s >= self.durable for s in snapshots):
