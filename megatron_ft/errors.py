@@ -43,6 +43,14 @@ class ArenaMemoryError(ArenaError):
     """The tmpfs or a memory cgroup has no room; the message prints the arithmetic."""
 
 
+class NoRoomError(ArenaMemoryError):
+    """``node`` has no room for an arena that the job needs there."""
+
+    def __init__(self, reason: str, node: str = "") -> None:
+        super().__init__(reason)
+        self.node = node
+
+
 class ArenaForeignError(ArenaError):
     """The arena belongs to another job, another user, or another shard."""
 

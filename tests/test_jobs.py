@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -308,6 +309,47 @@ def test_too_little_memory_is_said_at_the_start(
         job.cluster.destroy()
     finally:
         subprocess.run(["umount", "-l", small], check=True)
+
+
+def limit_files(job: Job, node: str, size: int) -> None:
+    """The SMP of a node can make no larger file: as little room as on a full file system."""
+    for pid in job.cluster.processes_of(node):
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def test_a_spare_without_room_is_passed_over(made: list[Job], tmp_path: Path, two: Result) -> None:
+    job = Job(tmp_path, nodes=2, spares=2, protect="xor:2")
+    made.append(job)
+
+    def fill_and_lose(job: Job) -> None:
+        limit_files(job, "n2", 4096)
+        job.cluster.kill_node("n1")
+
+    job.run((10, fill_and_lose))
+    assert not difference(job.result(), two), job.story()
+    assert job.supervisor.members.active == ["n0", "n3"], job.story()
+    assert [source for _, source in job.restores()] == ["parity", "parity"], job.story()
+    (refused,) = [event for event in job.events if event.kind == "no_room"]
+    assert refused.fields["node"] == "n2" and "n2: " in refused.text, job.story()
+    assert job.supervisor.members.spares_gone()
+
+
+def test_the_last_spare_without_room_stops_the_job_until_it_has_some(
+    made: list[Job], tmp_path: Path, two: Result
+) -> None:
+    job = Job(tmp_path, nodes=2, spares=1, protect="xor:2")
+    made.append(job)
+
+    def fill_and_lose(job: Job) -> None:
+        limit_files(job, "n2", 4096)
+        job.cluster.kill_node("n1")
+
+    with pytest.raises(NoSpareError, match=r"no room on n2.*--spares"):
+        job.run((10, fill_and_lose))
+    limit_files(job, "n2", resource.RLIM_INFINITY)
+    job.run()
+    assert not difference(job.result(), two), job.story()
+    assert job.restores()[-1][1] == "parity", job.story()
 
 
 @pytest.mark.parametrize(("lease", "silence"), [(0.0, 15.0), (-1.0, 15.0), (10.0, 10.0)])

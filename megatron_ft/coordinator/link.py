@@ -12,13 +12,16 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from megatron_ft.errors import ControlPlaneError, error_class
+from megatron_ft.errors import ArenaMemoryError, ControlPlaneError, NoRoomError, error_class
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.security import JobKeys
 
 log = logging.getLogger(__name__)
 
 EventCallback = Callable[[m.Event], None]
+
+ARENA_TIMEOUT_SECONDS = 600.0
+"""For making an arena, whose pages are all touched."""
 
 
 class SmpLink:
@@ -73,6 +76,13 @@ class SmpLink:
         if isinstance(answer, m.Refused):
             raise error_class(answer.error)(answer.reason)
         return answer
+
+    async def make_arena(self, request: m.CreateArena) -> None:
+        """Have the node make an arena or check the one it has; NoRoomError if it has no room."""
+        try:
+            await self.demand(request, ARENA_TIMEOUT_SECONDS)
+        except ArenaMemoryError as error:
+            raise NoRoomError(f"{self.node}: {error}", self.node) from error
 
     def close(self) -> None:
         """Give the connection up; who waits for an answer gets a ControlPlaneError.

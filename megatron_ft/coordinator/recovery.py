@@ -164,8 +164,8 @@ async def restore(
     """Carry a decision out: adopt the lineage, bring back what is lost, commit, let trainers in.
 
     ``world_up`` starts an encoder world over the active nodes, ``load`` fills the slots that
-    wait for shards from disk.  RebuildError when some shard could not be rebuilt; another
-    incarnation then tries again.
+    wait for shards from disk.  RebuildError when some shard could not be rebuilt, NoRoomError
+    when a node has no room for one; another incarnation then tries again.
     """
     snapshot = plan.decision.snapshot
     coordinator.restoring = snapshot
@@ -199,7 +199,7 @@ async def _make_targets(coordinator: Coordinator, plan: Restore, shards: Sequenc
     async def make(node: str) -> None:
         for shard_id in shards:
             if plan.places[shard_id] == node:
-                await coordinator.links[node].demand(requests[shard_id], 600.0)
+                await coordinator.links[node].make_arena(requests[shard_id])
 
     await asyncio.gather(*(make(node) for node in {plan.places[s] for s in shards}))
 

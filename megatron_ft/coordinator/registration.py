@@ -143,7 +143,7 @@ async def make_arenas(
 
     async def make(node: str) -> None:
         for request in by_node[node]:
-            await coordinator.links[node].demand(request, 600.0)
+            await coordinator.links[node].make_arena(request)
 
     nodes = sorted(by_node)
     try:

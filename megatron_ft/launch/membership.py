@@ -15,6 +15,7 @@ from megatron_ft.errors import (
     ArenaForeignError,
     ControlPlaneError,
     MegatronFTError,
+    NoRoomError,
     StaleIncarnationError,
 )
 from megatron_ft.launch.fleet import SmpFleet
@@ -50,6 +51,7 @@ class Membership:
         self._coordinator = coordinator
         self._leases = OutstandingLeases(coordinator.timing.node_timeout)
         self._led = False
+        self._full: set[str] = set()
 
     def places(self, active: Sequence[str] = ()) -> dict[str, str]:
         """Shard to node, as far as shards are known from earlier lives.
@@ -112,16 +114,16 @@ class Membership:
 
     def replace_lost(self, admitted: Admitted) -> None:
         """Put a spare in the position of each lost node; NoSpareError if there are too few."""
-        there = list(admitted.inventories)
+        there = self.usable(admitted)
         spares = [n for n in there if n not in self.active]
         lost = [n for n in self.active if n not in there]
-        for node in lost:
+        for node in [node for node in lost if node not in self._full]:
             self._give_up(node)
             self._tell("node_lost", f"node {node} is lost", node)
         if len(spares) < len(lost):
             raise NoSpareError(
-                f"node {', '.join(lost)} lost and no spare is left; its memory may still be "
-                "rebuilt: start the same command again with more --spares"
+                f"node {', '.join(lost)} lost{self._without_room()} and no spare is left; its "
+                "memory may still be rebuilt: start the same command again with more --spares"
             )
         if lost:
             self._place_spares(admitted, lost, spares)
@@ -142,9 +144,28 @@ class Membership:
             text = f"{', '.join(nodes)} of failure domain {name} share a stripe that survives "
             self._tell("crowded", f"{text}the loss of {most}: no spare of another is left", name)
 
+    def usable(self, admitted: Admitted) -> list[str]:
+        """The admitted nodes but those that have no room."""
+        return [node for node in admitted.inventories if node not in self._full]
+
+    def set_aside(self, refusal: NoRoomError) -> bool:
+        """A node has no room for its shards: the next life gives its position to another spare.
+
+        False at the job's first start, when it is a mistake that the user can mend.
+        """
+        if not self._state.record.shards:
+            return False
+        self._full.add(refusal.node)
+        self._tell("no_room", f"{refusal}; another spare is tried", refusal.node)
+        return True
+
+    def _without_room(self) -> str:
+        return f" (no room on {', '.join(sorted(self._full))})" if self._full else ""
+
     def spares_gone(self) -> bool:
         """Whether the job had spares and none is left to replace the next node that is lost."""
-        left = [node for node in self._coordinator.links if node not in self.active]
+        used = {*self.active, *self._full}
+        left = [node for node in self._coordinator.links if node not in used]
         return bool(self._spec.spares) and not left
 
     def owned(self, admitted: Admitted) -> list[m.Inventory]:

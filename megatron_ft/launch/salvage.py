@@ -48,7 +48,7 @@ async def salvage(parts: JobParts, choice: RestoreChoice, admitted: Admitted) ->
 
 
 def _plan(parts: JobParts, choice: RestoreChoice, admitted: Admitted) -> Restore | None:
-    there = [node for node in parts.members.active if node in admitted.inventories]
+    there = [node for node in parts.members.active if node in parts.members.usable(admitted)]
     shards = parts.state.record.shards
     if parts.spec.drain_dir is None or not there or not shards:
         return None

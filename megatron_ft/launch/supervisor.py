@@ -10,7 +10,12 @@ from __future__ import annotations
 import asyncio
 
 from megatron_ft.coordinator.recovery import RebuildError
-from megatron_ft.errors import ControlPlaneError, MegatronFTError, StaleIncarnationError
+from megatron_ft.errors import (
+    ControlPlaneError,
+    MegatronFTError,
+    NoRoomError,
+    StaleIncarnationError,
+)
 from megatron_ft.launch.budget import RestartBudget
 from megatron_ft.launch.disk_restore import LoadError
 from megatron_ft.launch.failure import Failure
@@ -63,6 +68,10 @@ class Supervisor(JobParts):
             return Failure(f"rebuild: {error}")
         except LoadError as error:
             self.observers.tell("load_failed", str(error))
+            return Failure(str(error))
+        except NoRoomError as error:
+            if not self.members.set_aside(error):
+                raise
             return Failure(str(error))
         except StaleIncarnationError:
             # Somebody else leads the job now: going on would be a second coordinator.

@@ -153,7 +153,7 @@ class _Case:
     @property
     def _expected_error(self) -> str:
         """With what the job may stop until it is helped."""
-        return "ArenaMemoryError" if self.case.victim == "memory" else "none"
+        return "NoSpareError" if self.case.victim == "memory" else "none"
 
     def _over(self) -> bool:
         self.follower.read()
