@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import time
 import uuid
@@ -211,3 +212,25 @@ def deepspeed_runs(deepspeed_server: Any, tmp_path: Path) -> Any:
     from deepspeed_runs import Runs
 
     return Runs(deepspeed_server, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory, no_process_left: None) -> Iterator[Any]:
+    """A Slurm of five nodes; see slurm_cluster.SlurmCluster."""
+    from tests.slurm_cluster import SlurmCluster
+
+    cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"), 5)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def slurm_job_name() -> Iterator[str]:
+    """The name of a job whose memory is freed after the test."""
+    name = f"slurm-{uuid.uuid4().hex[:8]}"
+    yield name
+    for folder in default_root().glob(f"{name}*"):
+        shutil.rmtree(folder, ignore_errors=True)

@@ -99,6 +99,7 @@ class SlurmCluster:
         key = self.folder / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(128))
+        self.frees_memory(True)
         self._write_config()
         self._daemon("munged", "--foreground", "--force", "--num-threads=2", *self._munge_files())
         self._until("munged", lambda: (self.folder / "munge.socket").exists())
@@ -106,6 +107,12 @@ class SlurmCluster:
         for name in self.names:
             self.start_node(name)
         self._until("idle nodes", lambda: self.states() == {name: "idle" for name in self.names})
+
+    def frees_memory(self, frees: bool) -> None:
+        """Whether the site's epilog is ours, which frees the memory of jobs that end, or none."""
+        link = self.folder / "epilog"
+        link.unlink(missing_ok=True)
+        link.symlink_to(EPILOG if frees else "/bin/true")
 
     def _munge_files(self) -> Iterator[str]:
         for kind in ("key-file", "pid-file", "log-file", "seed-file"):
@@ -125,7 +132,7 @@ class SlurmCluster:
                 folder=self.folder,
                 ctld_port=ports[0],
                 timeout=NODE_TIMEOUT_SECONDS,
-                epilog=EPILOG,
+                epilog=self.folder / "epilog",
                 nodes="\n".join(nodes),
                 names=",".join(self.names),
             )

@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_ft.environment import JOB, NODE
@@ -24,7 +24,8 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL")
 class SlurmJob:
     """One submitted job whose training command is the plain PyTorch example.
 
-    ``site`` are the script's site variables beside those that every test needs.
+    ``site`` are the script's site variables beside those that every test needs, ``flags`` more
+    of sbatch's.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class SlurmJob:
         iterations: int,
         iteration_seconds: float,
         site: Mapping[str, str],
+        flags: Sequence[str] = (),
     ) -> None:
         self.cluster, self.folder, self.name = cluster, folder, name
         self.losses, self.output = folder / "losses.jsonl", folder / "job.out"
@@ -54,8 +56,8 @@ class SlurmJob:
             "TRAIN": " ".join(map(str, command)),
             **site,
         }
-        flags = [f"--nodes={nodes}", f"--job-name={name}", f"--output={self.output}"]
-        self.id = cluster.run("sbatch", "--parsable", *flags, str(SCRIPT), more=variables).strip()
+        words = [f"--nodes={nodes}", f"--job-name={name}", f"--output={self.output}", *flags]
+        self.id = cluster.run("sbatch", "--parsable", *words, str(SCRIPT), more=variables).strip()
 
     def text(self) -> str:
         """What the job has printed."""
@@ -109,6 +111,15 @@ class SlurmJob:
         if env.get(JOB) != self.name or env.get("RANK") != str(rank) or NODE not in env:
             return False
         return os.readlink(f"/proc/{pid}/exe") == os.path.realpath(sys.executable)
+
+    def tell(self, signal_name: str) -> None:
+        """Signal the batch script, as a user or Slurm does."""
+        self.cluster.run("scancel", "--batch", f"--signal={signal_name}", self.id)
+
+    def exit_code(self) -> int:
+        """What the batch script ended with."""
+        fields = self.cluster.run("scontrol", "show", "job", "-o", self.id).split()
+        return int(next(f for f in fields if f.startswith("ExitCode=")).split("=")[1].split(":")[0])
 
     def result(self) -> Result:
         return read_losses(self.losses)

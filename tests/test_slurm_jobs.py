@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,36 +20,19 @@ pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.skipif(bool(MISSIN
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    made = SlurmCluster(tmp_path_factory.mktemp("slurm"), 5)
-    try:
-        made.start()
-        yield made
-    finally:
-        made.stop()
-
-
-@pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory, warm_trainers: None) -> Result:
     return oracle(tmp_path_factory.mktemp("oracle"), 2, ITERATIONS)
 
 
-@pytest.fixture
-def name() -> Iterator[str]:
-    job = f"slurm-{uuid.uuid4().hex[:8]}"
-    yield job
-    shutil.rmtree(default_root() / job, ignore_errors=True)
-
-
 @pytest.mark.timeout(600)
 def test_the_shipped_script_survives_a_trainer_a_node_and_a_requeue(
-    cluster: SlurmCluster, tmp_path: Path, name: str, expected: Result
+    slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str, expected: Result
 ) -> None:
     """Before the job runs again the site's epilog frees its memory, so it goes on from the disk."""
     job = SlurmJob(
-        cluster,
+        slurm,
         tmp_path,
-        name,
+        slurm_job_name,
         nodes=3,
         iterations=ITERATIONS,
         iteration_seconds=0.15,
@@ -64,8 +44,8 @@ def test_the_shipped_script_survives_a_trainer_a_node_and_a_requeue(
     job.until_printed("committed (protected)", times=2)
     job.lose_node("n1")
     job.until_printed("training\n", times=3)
-    cluster.start_node("n1")
-    cluster.run("scancel", "--batch", "--signal=TERM", job.id)
+    slurm.start_node("n1")
+    job.tell("TERM")
     job.until_printed("requeueing job")
     job.start_now()
     assert job.until_state("COMPLETED", "FAILED") == "COMPLETED", job.story()
@@ -79,4 +59,4 @@ def test_the_shipped_script_survives_a_trainer_a_node_and_a_requeue(
     found = [text.find(words) for words in sources]
     assert found == sorted(found) and found[0] > 0, (found, job.story())
     assert not difference(job.result(), expected), job.story()
-    assert not (default_root() / name).exists()
+    assert not (default_root() / slurm_job_name).exists()

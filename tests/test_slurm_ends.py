@@ -1,0 +1,77 @@
+"""Every way in which a job on a real Slurm ends before training has: told to, or out of time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ft.launch.virtual import default_root
+from tests import slurm_cluster
+from tests.jobs import Result, difference, oracle
+from tests.slurm_cluster import SlurmCluster
+from tests.slurm_jobs import SlurmJob
+
+ITERATIONS = 40
+
+MISSING = slurm_cluster.missing()
+
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.mpi,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(bool(MISSING), reason=MISSING),
+]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, warm_trainers: None) -> Result:
+    return oracle(tmp_path_factory.mktemp("oracle"), 2, ITERATIONS)
+
+
+def submit(cluster: SlurmCluster, folder: Path, name: str, **changes: Any) -> SlurmJob:
+    given = {"nodes": 2, "iterations": ITERATIONS, "iteration_seconds": 0.15}
+    site = {"SPARES": "0", "RUN_FLAGS": "--lease-seconds 4", **changes.pop("site", {})}
+    return SlurmJob(cluster, folder, name, site=site, **{**given, **changes})
+
+
+def test_usr1_drains_frees_the_memory_and_ends_the_job(
+    slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str
+) -> None:
+    job = submit(slurm, tmp_path, slurm_job_name, iterations=5000)
+    job.until_printed("committed (protected)")
+    job.tell("USR1")
+    assert job.until_state("FAILED", "COMPLETED", "CANCELLED", "PENDING") == "FAILED", job.story()
+    assert job.exit_code() == 13, job.story()
+    assert "is on disk after" in job.text() and "requeueing" not in job.text(), job.story()
+    assert list((tmp_path / "drained").glob("iter_*")), job.story()
+    assert not (default_root() / slurm_job_name).exists()
+
+
+def test_a_requeued_job_adopts_what_no_epilog_removed(
+    slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str, expected: Result
+) -> None:
+    slurm.frees_memory(False)
+    job = submit(slurm, tmp_path, slurm_job_name)
+    job.until_printed("committed (protected)")
+    job.tell("TERM")
+    job.until_printed("requeueing job")
+    job.start_now()
+    slurm.frees_memory(True)
+    assert job.until_state("COMPLETED", "FAILED") == "COMPLETED", job.story()
+    assert "from own memory" in job.text(), job.story()
+    assert not difference(job.result(), expected), job.story()
+
+
+@pytest.mark.all_layouts
+def test_a_job_that_runs_out_of_time_drains_and_goes_on(
+    slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str, expected: Result
+) -> None:
+    flags = ["--time=1", "--signal=B:TERM@30"]
+    job = submit(slurm, tmp_path, slurm_job_name, flags=flags, iteration_seconds=1.0)
+    job.until_printed("requeueing job")
+    assert "the supervisor ended with 13" in job.text(), job.story()
+    job.start_now()
+    assert job.until_state("COMPLETED", "FAILED") == "COMPLETED", job.story()
+    assert not difference(job.result(), expected), job.story()
