@@ -119,7 +119,10 @@ class Scrub:
     def _committed(self, shard_id: str, slot: int) -> SlotHeader | None:
         """The slot's header if a snapshot is committed there: nobody may write to it."""
         slots = self._host.machine.shards.get(shard_id)
-        header = None if slots is None or slot >= len(slots.slots) else slots.slots[slot]
+        if slots is None or shard_id not in self._host.store.arenas:
+            # The last request may have removed the arenas while the scrub was under way.
+            return None
+        header = None if slot >= len(slots.slots) else slots.slots[slot]
         return header if header is not None and header.state == SlotState.COMMITTED else None
 
     async def _report(self, shard_id: str, header: SlotHeader, damage: Damage) -> None:
