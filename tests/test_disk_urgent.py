@@ -73,6 +73,27 @@ def test_a_node_that_nobody_replaces_is_rebuilt_elsewhere_and_drained(
     assert not difference(job.result(), oracle(tmp_path, 2)), job.story()
 
 
+def test_what_a_failed_drain_did_not_bring_to_disk_is_drained_before_the_job_stops(
+    made: list[Job], tmp_path: Path
+) -> None:
+    """The node dies as the first drain begins, and no later snapshot is committed."""
+    job = Job(
+        tmp_path,
+        nodes=2,
+        drain_dir=tmp_path / "disk",
+        drain_interval=NEVER,
+        time_limit_seconds=1000.0,
+        at_event={"committed": lambda job: job.cluster.kill_node("n1") and None},
+    )
+    made.append(job)
+    with pytest.raises(NoSpareError):
+        job.run()
+    (drained,) = of_kind(job, "drained")
+    kinds = job.kinds()
+    assert kinds.index("drained") > kinds.index("salvaging"), job.story()
+    assert drained.fields["iteration"] == of_kind(job, "committed")[-1].fields["iteration"]
+
+
 def test_sigterm_drains_what_is_committed_and_ends_with_a_code_of_its_own(tmp_path: Path) -> None:
     name, disk = f"test-{uuid.uuid4().hex[:8]}", tmp_path / "disk"
     run = [sys.executable, "-m", "megatron_ft.cli.main", "run", "--job", name, "--nodes", "1"]

@@ -21,8 +21,8 @@ from megatron_ft.disk.drain import DrainPlan
 from megatron_ft.disk.durable import mount_point
 from megatron_ft.disk.retention import Keep
 from megatron_ft.errors import MegatronFTError
-from megatron_ft.identity import Ancestor, Seat
-from megatron_ft.launch.drain_processes import DrainProcesses
+from megatron_ft.identity import Ancestor, Seat, SnapshotId
+from megatron_ft.launch.drain_processes import DrainProcesses, StepFailedError
 from megatron_ft.launch.launcher import Launcher
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.urgency import Urgency
@@ -65,6 +65,7 @@ class Drains:
         self._news = asyncio.Event()
         self._ending = False
         self._urgent = False
+        self._busy = False
         self._cap = spec.drain_bandwidth_mib
         self._slowest = 0.0
         self._mount = None if spec.drain_dir is None else mount_point(spec.drain_dir)
@@ -112,7 +113,7 @@ class Drains:
         """The job is told to stop: drain the newest committed snapshot without a cap.
 
         Whether it, or a newer one, is on disk after at most ``seconds``.  A drain that runs
-        under a cap is given up for it.
+        under a cap is given up for it, and one that came to nothing is tried once more.
         """
         committed = self._coordinator.committed
         if self._task is None or committed is None:
@@ -123,11 +124,16 @@ class Drains:
             await self._end(self._task)
             self._cap, self._last = 0.0, -1
             self._start()
+        if not self._busy and not self._is_durable(committed[0]):
+            self._last = -1
         self._ending = self._urgent = True
         self._news.set()
         await asyncio.wait({self._task}, timeout=seconds)
+        return self._is_durable(committed[0])
+
+    def _is_durable(self, snapshot: SnapshotId) -> bool:
         durable = self._coordinator.durable
-        return durable is not None and durable[0] >= committed[0]
+        return durable is not None and durable[0] >= snapshot
 
     async def abandon(self) -> None:
         """This life has ended: end the drain that runs.  Nothing waits for nodes or disks."""
@@ -164,7 +170,11 @@ class Drains:
     async def _keep(self) -> None:
         while True:
             while (plan := self._next()) is not None:
-                await self._drain(plan)
+                self._busy = True
+                try:
+                    await self._drain(plan)
+                finally:
+                    self._busy = False
             if self._ending:
                 return
             self._news.clear()

@@ -42,9 +42,11 @@ async def salvage(parts: JobParts, choice: RestoreChoice, admitted: Admitted) ->
         await carry_out(parts, plan, tuple(admitted.inventories))
         shards = parts.state.record.shards
         parts.drains.begin(plan.places, shards, plan.lineage, plan.decision.iteration)
-        await parts.drains.last(SALVAGE_SECONDS)
+        reason = "" if await parts.drains.last(SALVAGE_SECONDS) else "see above"
     except MegatronFTError as error:
-        parts.observers.tell("salvage_failed", f"memory could not be drained: {error}")
+        reason = str(error)
+    if reason:
+        parts.observers.tell("salvage_failed", f"memory could not be drained: {reason}")
 
 
 def _plan(parts: JobParts, choice: RestoreChoice, admitted: Admitted) -> Restore | None:
