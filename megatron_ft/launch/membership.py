@@ -28,7 +28,11 @@ from megatron_ft.smp import messages as m
 
 
 class NoSpareError(MegatronFTError):
-    """A node is lost and no spare is left to take its place."""
+    """A node is lost and no spare is left to take its place; ``missing`` are so many hosts."""
+
+    def __init__(self, reason: str, missing: int = 1) -> None:
+        super().__init__(reason)
+        self.missing = missing
 
 
 class SmpStartError(MegatronFTError):
@@ -122,8 +126,9 @@ class Membership:
             self._tell("node_lost", f"node {node} is lost", node)
         if len(spares) < len(lost):
             raise NoSpareError(
-                f"node {', '.join(lost)} lost{self._without_room()} and no spare is left; its "
-                "memory may still be rebuilt: start the same command again with more --spares"
+                f"node {', '.join(lost)} lost and no spare is left; its memory may still be "
+                "rebuilt: start the same command again with more --spares",
+                len(lost) - len(spares),
             )
         if lost:
             self._place_spares(admitted, lost, spares)

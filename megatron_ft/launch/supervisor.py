@@ -19,10 +19,12 @@ from megatron_ft.errors import (
 from megatron_ft.launch.budget import RestartBudget
 from megatron_ft.launch.disk_restore import LoadError
 from megatron_ft.launch.failure import Failure
+from megatron_ft.launch.hosts import hold_for_hosts
 from megatron_ft.launch.job_parts import JobParts
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.launcher import Launcher
 from megatron_ft.launch.life import Life
+from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.smp import messages as m
 
@@ -62,6 +64,10 @@ class Supervisor(JobParts):
         """One incarnation; None when training has finished."""
         try:
             return await Life(self).run()
+        except NoSpareError as error:
+            if not await hold_for_hosts(self, error.missing):
+                raise
+            return Failure("replacement hosts have come", asked=True)
         except RebuildError as error:
             self.notes.rebuild_failed(error.corrupt)
             self.observers.tell("rebuild_failed", f"the rebuild failed: {error}")

@@ -4,9 +4,11 @@
 # Without a batch script Slurm (seen with 22.05) lets a --no-kill job hold the nodes that are left
 # until its time limit, and nobody supervises them.  supervise.sh starts this on two other nodes.
 set -u
+job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"
+job="${job:-$SLURM_JOB_ID}"
 
 while sleep 10; do
     # A controller that does not answer says nothing of the node.
-    nodes="$(squeue --noheader --jobs "$SLURM_JOB_ID" --format=%N)" && [ -n "$nodes" ] || continue
-    scontrol show hostnames "$nodes" | grep -qx "$1" || scontrol requeue "$SLURM_JOB_ID"
+    nodes="$(squeue --noheader --jobs "$job" --format=%N)" && [ -n "$nodes" ] || continue
+    scontrol show hostnames "$nodes" | grep -qx "$1" || scontrol requeue "$job"
 done

@@ -4,7 +4,8 @@
 # supervise COMMAND...: run COMMAND under `megatron-ft run` in this allocation to its end, then
 # requeue the job or end it.  What ends how, and with which exit code: docs/slurm.md.
 
-: "${JOB:=${SLURM_JOB_NAME:?run this inside a Slurm job}}"
+# The tasks of an array (--array=1-N%1) continue one another: they share the array's state.
+: "${JOB:=${SLURM_JOB_NAME:?run this inside a Slurm job}${SLURM_ARRAY_JOB_ID:+-$SLURM_ARRAY_JOB_ID}}"
 : "${STATE_DIR:=$PWD/megatron-ft-state}"
 : "${DRAIN_DIR:=$PWD/megatron-ft-checkpoints}"
 : "${DRAIN_INTERVAL:=500}"
@@ -18,6 +19,11 @@
 : "${ARENA_DIR:=/dev/shm/megatron-ft-$(id -u)}"
 
 SUPERVISOR_STARTS=3
+# How Slurm calls this one job: one task of an array has the array's own number.
+THIS="$SLURM_JOB_ID"
+[ -z "${SLURM_ARRAY_JOB_ID:-}" ] || THIS="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+on_no_spare=stop
+[ "$ON_NO_SPARE" != hold ] || on_no_spare=hold
 stop_for_good=""
 child=""
 
@@ -40,7 +46,7 @@ run_once() {
     megatron-ft run --launcher slurm --job "$JOB" --spares "$SPARES" \
         --ranks-per-node "$RANKS_PER_NODE" --protect "$PROTECT" --arena-dir "$ARENA_DIR" \
         --state-dir "$STATE_DIR" --drain-dir "$DRAIN_DIR" \
-        --drain-interval "$DRAIN_INTERVAL" $RUN_FLAGS -- "$@" &
+        --drain-interval "$DRAIN_INTERVAL" --on-no-spare "$on_no_spare" $RUN_FLAGS -- "$@" &
     child=$!
     while :; do
         wait "$child"
@@ -81,37 +87,51 @@ run_job() {
     done
 }
 
-# requeue_or_end REASON: the job runs again, or its memory is freed and it ends with its code.
-requeue_or_end() {
+# requeue REASON: the job runs again; returns where Slurm does not let it.
+requeue() {
     local count="${SLURM_RESTART_COUNT:-0}" state
     # A job that was cancelled without a signal is over for Slurm; requeueing would revive it.
-    state="$(squeue --noheader --jobs "$SLURM_JOB_ID" --format=%T)"
-    if [ -z "$stop_for_good" ] && [ "$state" = RUNNING ] && [ "$count" -lt "$MAX_REQUEUES" ]; then
-        echo "megatron-ft: $1: requeueing job $SLURM_JOB_ID (time $((count + 1)))"
-        # Slurm ends this script with the job.
-        trap - TERM USR1
-        scontrol requeue "$SLURM_JOB_ID" && sleep infinity
-        echo "megatron-ft: the job could not be requeued" >&2
-    fi
-    free_memory
+    state="$(squeue --noheader --jobs "$THIS" --format=%T)"
+    [ "$state" = RUNNING ] && [ "$count" -lt "$MAX_REQUEUES" ] || return 0
+    echo "megatron-ft: $1: requeueing job $SLURM_JOB_ID (time $((count + 1)))"
+    # Slurm ends this script with the job.
+    trap - TERM USR1
+    scontrol requeue "$SLURM_JOB_ID" && sleep infinity
+    echo "megatron-ft: the job could not be requeued" >&2
 }
 
 # free_memory: remove this job's arenas from the nodes that are left.
 free_memory() {
     local nodes
-    nodes="$(squeue --noheader --jobs "$SLURM_JOB_ID" --format=%N)"
+    nodes="$(squeue --noheader --jobs "$THIS" --format=%N)"
     srun_here "$(scontrol show hostnames "$nodes" | wc -l)" "$nodes" \
         rm -rf "${ARENA_DIR:?}/${JOB:?}"
 }
 
+# go_on REASON: the job runs again, or the next task of its array does.  Without a reason neither.
+go_on() {
+    if [ -z "${SLURM_ARRAY_JOB_ID:-}" ]; then
+        [ -z "$1" ] || requeue "$1"
+    elif [ -n "$1" ]; then
+        echo "megatron-ft: $1: the next task of array $SLURM_ARRAY_JOB_ID goes on, if there is one"
+    else
+        scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"
+    fi
+}
+
 supervise() {
+    local reason=""
     start_deputies
     run_job "$@"
     echo "megatron-ft: the supervisor ended with $code"
+    # Replacement hosts are jobs of their own, which end by themselves only after a while.
+    scancel --me --name="megatron-ft-host-of-$SLURM_JOB_ID"
     case "$code" in
-        13 | 14) [ "$AFTER_TERM" != requeue ] || requeue_or_end "told to stop" ;;
-        11) [ "$ON_NO_SPARE" != requeue ] || requeue_or_end "no spare is left" ;;
+        13 | 14) [ "$AFTER_TERM" != requeue ] || reason="told to stop" ;;
+        11) [ "$ON_NO_SPARE" = stop ] || reason="no spare is left" ;;
     esac
+    [ -z "$stop_for_good" ] || reason=""
+    go_on "$reason"
     [ "$code" -eq 0 ] || free_memory
     exit "$code"
 }

@@ -23,13 +23,25 @@ _KEPT = frozenset({"SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOB_NAME"})
 
 
 class Allocation:
-    """The nodes of one running job."""
+    """The nodes of one running job, and replacement hosts that came with jobs of their own."""
 
-    def __init__(self, job_id: str, names: Sequence[str], addresses: Mapping[str, str]) -> None:
-        """``addresses`` are the nodes' numeric network addresses."""
+    def __init__(
+        self,
+        job_id: str,
+        names: Sequence[str],
+        addresses: Mapping[str, str],
+        reference: str = "",
+    ) -> None:
+        """``addresses`` are the nodes' numeric network addresses.
+
+        ``reference`` is how Slurm calls the job where it is a task of an array, whose number
+        would stand for all of them.
+        """
         self.job_id, self.names = job_id, tuple(names)
+        self.reference = reference or job_id
         self._addresses = dict(addresses)
-        self._left = frozenset(names)
+        self._own = self._left = frozenset(names)
+        self._hosts: dict[str, str] = {}
         self._asked = float("-inf")
 
     @classmethod
@@ -48,9 +60,38 @@ class Allocation:
         if shutil.which("srun") is None:
             raise MissingEnvironmentError("srun is not on PATH: Slurm's commands are needed")
         names = _demand("scontrol", "show", "hostnames", nodes).split()
-        described = _demand("scontrol", "show", "node", "--oneliner", nodes)
-        found = {name: numeric(at) for name, at in node_addresses(described).items()}
-        return cls(job_id, names, found)
+        found = cls(job_id, names, _find_addresses(nodes), job_reference(environment))
+        found.look_for_hosts()
+        return found
+
+    @property
+    def host_job_name(self) -> str:
+        """Name of the jobs by which replacement hosts come."""
+        return f"megatron-ft-host-of-{self.job_id}"
+
+    def job_of(self, node: str) -> str:
+        """Number of the job that steps on ``node`` belong to."""
+        return self._hosts.get(node, self.job_id)
+
+    def look_for_hosts(self) -> list[str]:
+        """Replacement hosts that came since the last look; from now on they are nodes too."""
+        there = self._running_hosts()
+        fresh = [node for node in there if node not in self.names]
+        if fresh:
+            self._addresses |= _find_addresses(",".join(fresh))
+            self._hosts |= {node: there[node] for node in fresh}
+            self.names += tuple(fresh)
+            self._asked = float("-inf")
+        return fresh
+
+    def _running_hosts(self) -> dict[str, str]:
+        answer = ask(
+            "squeue", "--noheader", "--me", "--states=RUNNING", f"--name={self.host_job_name}",
+            "--format=%N %i",
+        )  # fmt: skip
+        # None, for a controller that does not answer, must not look like lost nodes.
+        there = self._hosts.items() if answer is None else map(str.split, answer.splitlines())
+        return {node: job for node, job in there}
 
     def address(self, node: str) -> str:
         """The numeric address by which other nodes reach this one."""
@@ -63,16 +104,27 @@ class Allocation:
         back.  While the controller does not answer, what it said last.
         """
         if time.monotonic() - self._asked > FRESH_SECONDS:
-            nodes = ask("squeue", "--noheader", "--jobs", self.job_id, "--format=%N")
+            nodes = ask("squeue", "--noheader", "--jobs", self.reference, "--format=%N")
             names = "" if nodes is None else ask("scontrol", "show", "hostnames", nodes.strip())
-            self._left = frozenset(names.split()) if names else self._left
+            self._own = frozenset(names.split()) if names else self._own
+            hosts = self._running_hosts() if self._hosts else {}
+            self._left = self._own | frozenset(self._hosts.keys() & hosts.keys())
             self._asked = time.monotonic()
         return self._left
 
     def seconds_left(self) -> float:
         """Until Slurm ends the job; 0 if it has no time limit, or nobody knows."""
-        answer = ask("squeue", "--noheader", "--jobs", self.job_id, "--format=%L")
+        answer = ask("squeue", "--noheader", "--jobs", self.reference, "--format=%L")
         return parse_duration((answer or "").strip())
+
+
+def job_reference(environment: Mapping[str, str]) -> str:
+    """How Slurm's commands call this one job: its number, or ARRAY_TASK.  Pure.
+
+    One task of an array has the array's own number, which would stand for all tasks.
+    """
+    array, task = (environment.get(f"SLURM_ARRAY_{n}_ID", "") for n in ("JOB", "TASK"))
+    return f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID", "")
 
 
 def node_addresses(described: str) -> dict[str, str]:
@@ -108,6 +160,11 @@ def outside_of_steps(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if name in _KEPT or not name.startswith(_STEP_PREFIXES)
     }
+
+
+def _find_addresses(nodes: str) -> dict[str, str]:
+    described = _demand("scontrol", "show", "node", "--oneliner", nodes)
+    return {name: numeric(at) for name, at in node_addresses(described).items()}
 
 
 def ask(*command: str) -> str | None:

@@ -42,7 +42,7 @@ class SlurmLauncher:
         self._mpi: MpiLauncher | None = None
 
     def nodes(self) -> list[str]:
-        """All nodes that the allocation began with, in Slurm's order."""
+        """All nodes that the allocation began with, in Slurm's order; then hosts that came."""
         return list(self.allocation.names)
 
     def reachable(self, node: str) -> bool:
@@ -111,16 +111,20 @@ class SlurmLauncher:
         return world
 
     def clean(self) -> None:
-        """Remove the job's folder on all nodes that are left; the job is over."""
-        left = sorted(self.allocation.left())
-        command = [
-            *step_prefix(self.allocation.job_id, self._flags),
-            f"--nodelist={','.join(left)}",
-        ]
+        """Remove the job's folder on all nodes that are left; the job is over.
+
+        Replacement hosts do so themselves when their jobs end.
+        """
+        left = sorted(n for n in self.allocation.left() if self._is_own(n))
+        command = [*step_prefix(self._flags), f"--jobid={self.allocation.job_id}"]
+        command += [f"--nodelist={','.join(left)}"]
         command += [f"--nodes={len(left)}", f"--ntasks={len(left)}", "--output=none"]
         command += ["rm", "-rf", str(self.root / self.job)]
         subprocess.run(command, stdin=subprocess.DEVNULL, timeout=CLEAN_SECONDS, check=False)
         shutil.rmtree(self._shared, ignore_errors=True)
+
+    def _is_own(self, node: str) -> bool:
+        return self.allocation.job_of(node) == self.allocation.job_id
 
     def _found_mpi(self) -> MpiLauncher:
         self._mpi = self._mpi or find_mpi()
@@ -128,7 +132,8 @@ class SlurmLauncher:
 
     def _spread(self, nodes: Sequence[str]) -> Spread:
         job_dir = self.root / self.job
-        settings = reach_by_steps(self._found_mpi(), self.allocation.job_id, job_dir, self._flags)
+        jobs = {node: self.allocation.job_of(node) for node in nodes}
+        settings = reach_by_steps(self._found_mpi(), jobs, job_dir, self._flags)
         return Spread(nodes, settings)
 
     def _marked(self, node: str, env: Mapping[str, str]) -> dict[str, str]:

@@ -14,6 +14,9 @@ from collections.abc import Mapping, Sequence
 SRUN = "MEGATRON_FT_SRUN"
 """JSON: srun with its flags, up to the node."""
 
+JOBS = "MEGATRON_FT_SLURM_JOBS"
+"""JSON: the number of the job that each node belongs to."""
+
 FOLDER = "MEGATRON_FT_JOB_DIR"
 """The job's folder on each node; MPI keeps its files in <folder>/<node>/mpi."""
 
@@ -26,8 +29,10 @@ def remote_command(
 ) -> list[str]:
     """The step that runs ``words`` on ``node``.  Pure."""
     prefix: list[str] = json.loads(environment[SRUN])
+    jobs: dict[str, str] = json.loads(environment[JOBS])
     folder = os.path.join(environment[FOLDER], node, "mpi")
-    return [*prefix, f"--nodelist={node}", "/bin/sh", "-c", _SCRIPT, folder, " ".join(words)]
+    prefix += [f"--jobid={jobs[node]}", f"--nodelist={node}"]
+    return [*prefix, "/bin/sh", "-c", _SCRIPT, folder, " ".join(words)]
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ class StepProcess(LocalProcess):
         stdin: bytes | None,
     ) -> StepProcess:
         """Start a step; ``flags`` are the site's own for srun."""
-        command = step_command(allocation.job_id, node, argv, log_path, flags)
+        command = step_command(allocation.job_of(node), node, argv, log_path, flags)
         child = open_session(node, command, outside_of_steps(env), log_path, stdin)
         return cls._of(allocation, node, child.pid, child)
 
@@ -111,16 +111,16 @@ def step_command(
     """The command of a step with one task, whose output goes to ``log_path`` on any node."""
     without_place = ["env", *(word for name in _PLACE for word in ("-u", name))]
     task = ["/bin/sh", "-c", _SCRIPT, str(log_path), *without_place, *argv]
-    return [*step_prefix(job_id, flags), f"--nodelist={node}", "--output=none", *task]
+    return [*step_prefix(flags), f"--jobid={job_id}", f"--nodelist={node}", "--output=none", *task]
 
 
-def step_prefix(job_id: str, flags: Sequence[str]) -> list[str]:
+def step_prefix(flags: Sequence[str]) -> list[str]:
     """srun with what all our steps have in common: one task that shares its node with others.
 
     ``--no-kill`` and ``--kill-on-bad-exit=0`` keep what happens to one step from the others;
     ``--mem=0`` gives it all of the job's memory on the node.
     """
     return [
-        "srun", f"--jobid={job_id}", "--nodes=1", "--ntasks=1", "--overlap", "--no-kill",
+        "srun", "--nodes=1", "--ntasks=1", "--overlap", "--no-kill",
         "--kill-on-bad-exit=0", "--mem=0", "--mpi=none", "--quiet", *flags,
     ]  # fmt: skip

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,10 +23,11 @@ _POLL_SECONDS = 0.05
 
 
 def reach_by_steps(
-    mpi: MpiLauncher, job_id: str, job_dir: Path, flags: Sequence[str]
+    mpi: MpiLauncher, jobs: Mapping[str, str], job_dir: Path, flags: Sequence[str]
 ) -> dict[str, str]:
     """Settings by which ``mpi`` starts its daemons as job steps; MpiError if it cannot.
 
+    ``jobs`` has the number of the Slurm job of each node.
     Slurm's configuration is named, because mpirun must not see that it is in a job.
     """
     if mpi.kind is not MpiKind.OPEN_MPI:
@@ -38,7 +39,8 @@ def reach_by_steps(
     prefix = ["env", f"SLURM_CONF={conf}"] if conf else []
     return {
         **open_mpi_by([sys.executable, "-m", remote_shell.__name__]),
-        remote_shell.SRUN: json.dumps([*prefix, *step_prefix(job_id, flags)]),
+        remote_shell.SRUN: json.dumps([*prefix, *step_prefix(flags)]),
+        remote_shell.JOBS: json.dumps(dict(jobs)),
         remote_shell.FOLDER: str(job_dir),
     }
 
