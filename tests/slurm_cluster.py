@@ -43,11 +43,11 @@ SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 CryptoType=crypto/munge
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+ProctrackType=proctrack/{tracking}
+TaskPlugin=task/{tasks}
 JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
+SelectTypeParameters={select}
 SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
@@ -66,6 +66,25 @@ SchedulerParameters=bf_interval=1,sched_min_interval=500000
 {nodes}
 PartitionName=all Nodes={names} Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
 """
+
+_CGROUPS = """\
+CgroupPlugin=cgroup/v1
+CgroupMountpoint=/sys/fs/cgroup
+CgroupAutomount=no
+ConstrainRAMSpace=yes
+"""
+NODE_MEMORY_MIB = 4000
+
+
+def missing_cgroups() -> str:
+    """Why steps cannot have control groups here, or nothing."""
+    probe = Path("/sys/fs/cgroup/memory/megatron-ft-probe")
+    try:
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        return f"needs control groups of version 1 that may be changed: {error}"
+    return ""
 
 
 def missing() -> str:
@@ -86,8 +105,9 @@ def _program(name: str) -> str | None:
 class SlurmCluster:
     """Nodes n0, n1, ... of a Slurm that runs until ``stop``."""
 
-    def __init__(self, folder: Path, count: int) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, count: int, cgroups: bool = False) -> None:
+        """With ``cgroups`` Slurm tracks steps by control groups, which limit their memory."""
+        self.folder, self.cgroups = folder, cgroups
         self.names = [f"n{i}" for i in range(count)]
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
@@ -123,9 +143,12 @@ class SlurmCluster:
         ports = _free_ports(len(self.names) + 1)
         host = socket.gethostname().split(".")[0]
         nodes = [
-            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=16"
+            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=16 "
+            f"RealMemory={NODE_MEMORY_MIB}"
             for name, port in zip(self.names, ports[1:], strict=True)
         ]
+        if self.cgroups:
+            (self.folder / "cgroup.conf").write_text(_CGROUPS)
         (self.folder / "slurm.conf").write_text(
             _CONFIG.format(
                 host=host,
@@ -135,6 +158,9 @@ class SlurmCluster:
                 epilog=self.folder / "epilog",
                 nodes="\n".join(nodes),
                 names=",".join(self.names),
+                tracking="cgroup" if self.cgroups else "linuxproc",
+                tasks="cgroup" if self.cgroups else "none",
+                select="CR_Core_Memory" if self.cgroups else "CR_Core",
             )
         )
 

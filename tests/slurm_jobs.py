@@ -65,11 +65,11 @@ class SlurmJob:
 
     def until_printed(self, words: str, times: int = 1) -> None:
         """Wait for the words in the job's output, so many times."""
-        self._until(f"{words!r} in the output", lambda: self.text().count(words) >= times)
+        self.until(f"{words!r} in the output", lambda: self.text().count(words) >= times)
 
     def until_state(self, *states: str) -> str:
         """Wait until Slurm says one of these; which."""
-        self._until(f"state {states}", lambda: self.state() in states)
+        self.until(f"state {states}", lambda: self.state() in states)
         return self.state()
 
     def until_gone(self, name: str) -> None:
@@ -86,7 +86,7 @@ class SlurmJob:
     def state(self) -> str:
         return self.cluster.job_state(self.id)
 
-    def _until(self, what: str, condition: Callable[[], bool]) -> None:
+    def until(self, what: str, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + WAIT_SECONDS
         while not condition():
             state = self.state()
@@ -95,10 +95,10 @@ class SlurmJob:
             # Neither a file nor Slurm tells anybody of news.
             time.sleep(0.3)
 
-    def start_now(self) -> None:
-        """Start a job that was requeued; Slurm would let it wait for two minutes."""
+    def start_now(self, *changes: str) -> None:
+        """Start a job that was requeued, changed; Slurm would let it wait for two minutes."""
         self.until_state("PENDING")
-        self.cluster.run("scontrol", "update", f"JobId={self.id}", "StartTime=now")
+        self.cluster.run("scontrol", "update", f"JobId={self.id}", "StartTime=now", *changes)
 
     def story(self) -> str:
         """For a test that failed: what the job and its processes printed."""
@@ -123,13 +123,14 @@ class SlurmJob:
             return False
         return os.readlink(f"/proc/{pid}/exe") == os.path.realpath(sys.executable)
 
-    def tell(self, signal_name: str) -> None:
-        """Signal the batch script, as a user or Slurm does."""
-        self.cluster.run("scancel", "--batch", f"--signal={signal_name}", self.id)
+    def tell(self, signal_name: str, task: str = "") -> None:
+        """Signal the batch script, as a user or Slurm does; in an array that of ``task``."""
+        job = f"{self.id}_{task}" if task else self.id
+        self.cluster.run("scancel", "--batch", f"--signal={signal_name}", job)
 
-    def exit_code(self) -> int:
-        """What the batch script ended with."""
-        fields = self.cluster.run("scontrol", "show", "job", "-o", self.id).split()
+    def exit_code(self, job: str = "") -> int:
+        """What the batch script ended with, or that of another ``job``."""
+        fields = self.cluster.run("scontrol", "show", "job", "-o", job or self.id).split()
         return int(next(f for f in fields if f.startswith("ExitCode=")).split("=")[1].split(":")[0])
 
     def result(self) -> Result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +37,23 @@ def submit(cluster: SlurmCluster, folder: Path, name: str, **changes: Any) -> Sl
     return SlurmJob(cluster, folder, name, site=site, **{**given, **changes})
 
 
-def test_usr1_drains_frees_the_memory_and_ends_the_job(
+def test_the_tasks_of_an_array_continue_one_another_until_usr1(
     slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str
 ) -> None:
-    job = submit(slurm, tmp_path, slurm_job_name, iterations=5000)
+    """USR1 drains, frees the memory and ends the task, and the rest of the array never begins."""
+    job = submit(slurm, tmp_path, slurm_job_name, iterations=5000, flags=["--array=1-3%1"])
     job.until_printed("committed (protected)")
-    job.tell("USR1")
-    assert job.until_state("FAILED", "COMPLETED", "CANCELLED", "PENDING") == "FAILED", job.story()
-    assert job.exit_code() == 13, job.story()
-    assert "is on disk after" in job.text() and "requeueing" not in job.text(), job.story()
-    assert list((tmp_path / "drained").glob("iter_*")), job.story()
-    assert not (default_root() / slurm_job_name).exists()
+    job.tell("TERM", "1")
+    job.until_printed("training\n", times=2)
+    job.tell("USR1", "2")
+    job.until_gone(slurm_job_name)
+    states = [slurm.job_state(f"{job.id}_{task}") for task in (1, 2, 3)]
+    assert states == ["FAILED", "FAILED", "CANCELLED"], (states, job.story())
+    assert [job.exit_code(f"{job.id}_{task}") for task in (1, 2)] == [13, 13], job.story()
+    text = job.text()
+    assert "from disk" in text and "requeueing" not in text, job.story()
+    assert text.count("the supervisor ended with 13") == 2, job.story()
+    assert not (default_root() / f"{slurm_job_name}-{job.id}").exists()
 
 
 def test_a_requeued_job_adopts_what_no_epilog_removed(
@@ -78,13 +85,14 @@ def test_a_job_that_runs_out_of_time_drains_and_goes_on(
     assert not difference(job.result(), expected), job.story()
 
 
-def test_the_tasks_of_an_array_continue_one_another(
+@pytest.mark.all_layouts
+def test_an_array_ends_when_training_has(
     slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str, expected: Result
 ) -> None:
     """The second finishes, so the third never begins."""
     job = submit(slurm, tmp_path, slurm_job_name, flags=["--array=1-3%1"])
     job.until_printed("committed (protected)")
-    job.tell("TERM")
+    job.tell("TERM", "1")
     job.until_printed("the supervisor ended with 0")
     first, second, third = (f"{job.id}_{task}" for task in (1, 2, 3))
     job.until_gone(slurm_job_name)
@@ -95,4 +103,29 @@ def test_the_tasks_of_an_array_continue_one_another(
     ], job.story()
     assert job.text().count("the supervisor ended with 13") == 1, job.story()
     assert "from disk" in job.text(), job.story()
+    assert not difference(job.result(), expected), job.story()
+
+
+@pytest.mark.all_layouts
+def test_arenas_of_an_older_life_are_refused_after_a_requeue(
+    slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str, expected: Result
+) -> None:
+    """Three allocations: n0 and n1, n0 and n2, n0 and n1 again with what was left on it."""
+    slurm.frees_memory(False)
+    job = submit(slurm, tmp_path, slurm_job_name, iteration_seconds=0.4)
+    try:
+        for life, nodes in ((1, "n0,n2"), (2, "n0,n1")):
+            job.until_printed("training\n", times=life)
+            job.until_printed("committed (protected)", times=life)
+            job.tell("TERM")
+            job.until_printed("requeueing job", times=life)
+            job.start_now(f"ReqNodeList={nodes}")
+        assert job.until_state("COMPLETED", "FAILED") == "COMPLETED", job.story()
+    finally:
+        slurm.frees_memory(True)
+        shutil.rmtree(default_root() / slurm_job_name, ignore_errors=True)
+    second, _, third = job.text().partition("n2 takes the place of n1")[2].partition("requeueing")
+    assert "pp0-tp0-dp1-ep0 from parity, the rest from own memory" in second, job.story()
+    assert "n1 takes the place of n2" in third, job.story()
+    assert "pp0-tp0-dp1-ep0 from parity, the rest from own memory" in third, job.story()
     assert not difference(job.result(), expected), job.story()

@@ -47,11 +47,37 @@ def test_memory_is_held_until_another_job_brings_a_host(
         assert job.until_state("COMPLETED", "FAILED", "PENDING") == "COMPLETED", job.story()
     finally:
         slurm.start_node("n1")
-    text = job.text().partition("draining before the job stops")[2]
-    story = ["is on disk after", "memory is held", "n2 takes the place of n1"]
-    story += ["pp0-tp0-dp1-ep0 from parity, the rest from own memory", "ended with 0"]
-    found = [text.find(words) for words in story]
-    assert found == sorted(found) and found[0] > 0, (found, job.story())
+    before, _, after = job.text().partition("n2 takes the place of n1")
+    assert "is on disk after" in before and "memory is held" in before, job.story()
+    assert "pp0-tp0-dp1-ep0 from parity, the rest from own memory" in after, job.story()
     assert not difference(job.result(), expected), job.story()
     job.until_gone(f"megatron-ft-host-of-{job.id}")
     assert not (default_root() / slurm_job_name).exists()
+
+
+@pytest.mark.all_layouts
+def test_a_host_that_does_not_come_is_waited_for_only_so_long(
+    slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str
+) -> None:
+    """The job ends as one without a host; what it asked for is withdrawn."""
+    flags = "--lease-seconds 4 --hold-seconds 3 --sbatch-flags=--begin=now+3600"
+    job = SlurmJob(
+        slurm,
+        tmp_path,
+        slurm_job_name,
+        nodes=2,
+        iterations=5000,
+        iteration_seconds=0.15,
+        site={"SPARES": "0", "ON_NO_SPARE": "hold", "RUN_FLAGS": flags, "MAX_REQUEUES": "0"},
+    )
+    job.until_printed("committed (protected)")
+    job.lose_node("n1")
+    try:
+        assert job.until_state("COMPLETED", "FAILED") == "FAILED", job.story()
+    finally:
+        slurm.start_node("n1")
+    assert job.exit_code() == 11, job.story()
+    before, _, after = job.text().partition("no replacement host came within 3 s")
+    assert "is on disk after" in before and "no spare is left" in after, job.story()
+    job.until_gone(f"megatron-ft-host-of-{job.id}")
+    assert list((tmp_path / "drained").glob("iter_*")), job.story()

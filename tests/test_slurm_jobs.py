@@ -60,3 +60,32 @@ def test_the_shipped_script_survives_a_trainer_a_node_and_a_requeue(
     assert found == sorted(found) and found[0] > 0, (found, job.story())
     assert not difference(job.result(), expected), job.story()
     assert not (default_root() / slurm_job_name).exists()
+
+
+@pytest.mark.all_layouts
+@pytest.mark.timeout(600)
+def test_a_node_with_several_ranks_is_lost(
+    slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str, warm_trainers: None
+) -> None:
+    """Each rank is a step of its own; all shards of the node come back from parity."""
+    job = SlurmJob(
+        slurm,
+        tmp_path,
+        slurm_job_name,
+        nodes=3,
+        iterations=ITERATIONS,
+        iteration_seconds=0.3,
+        site={"SPARES": "1", "RANKS_PER_NODE": "2", "RUN_FLAGS": "--lease-seconds 6"},
+    )
+    job.until_printed("committed (protected)")
+    job.kill_rank(2)
+    job.until_printed("training\n", times=2)
+    job.until_printed("committed (protected)", times=2)
+    job.lose_node("n1")
+    try:
+        assert job.until_state("COMPLETED", "FAILED", "PENDING") == "COMPLETED", job.story()
+    finally:
+        slurm.start_node("n1")
+    after = job.text().partition("n2 takes the place of n1")[2]
+    assert "pp0-tp0-dp2-ep0, pp0-tp0-dp3-ep0 from parity" in after, job.story()
+    assert not difference(job.result(), oracle(tmp_path, 4, ITERATIONS)), job.story()
