@@ -18,10 +18,12 @@ from megatron_ft.launch.mpirun import MpiKind, MpiLauncher, world_environment
 from megatron_ft.launch.slurm import remote_shell
 from megatron_ft.launch.slurm.allocation import (
     Allocation,
+    job_reference,
     node_addresses,
     outside_of_steps,
     parse_duration,
 )
+from megatron_ft.launch.slurm.replacement import host_command
 from megatron_ft.launch.slurm.step import step_command, task_status
 from megatron_ft.launch.slurm.world import reach_by_steps
 from tests.jobs import ROOT
@@ -93,6 +95,56 @@ def test_mpirun_reaches_a_node_by_a_step_of_its_own(tmp_path: Path) -> None:
     assert modes == [0o700, 0o700], "an SMP refuses a folder that others may read"
 
 
+def test_mpirun_reaches_a_replacement_host_in_the_job_that_brought_it(tmp_path: Path) -> None:
+    settings = reach_by_steps(OPEN_MPI, {"n0": "7", "n5": "8"}, tmp_path, [])
+    words = {n: remote_shell.remote_command(n, ["true"], settings) for n in ("n0", "n5")}
+    jobs = {node: [w for w in found if w.startswith("--jobid")] for node, found in words.items()}
+    assert jobs == {"n0": ["--jobid=7"], "n5": ["--jobid=8"]}
+
+
+def test_a_task_of_an_array_is_not_called_by_its_number() -> None:
+    assert job_reference({"SLURM_JOB_ID": "7"}) == "7"
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "4"}
+    assert job_reference({"SLURM_JOB_ID": "7", **array}) == "7_4"
+
+
+def test_a_host_is_asked_for_like_those_that_the_job_has(tmp_path: Path) -> None:
+    job = {"SLURM_JOB_PARTITION": "gpu", "SLURM_JOB_ACCOUNT": "us"}
+    allocation = Allocation("7", ["n0", "n1"], {}, "7_2")
+    words = host_command(allocation, tmp_path, 150.0, ["--partition=spare"], job)
+    assert {"--exclusive", "--nodes=1", "--exclude=n0,n1", "--time=2", "--account=us"} <= set(words)
+    partitions = [word for word in words if word.startswith("--partition")]
+    assert partitions == ["--partition=gpu", "--partition=spare"], "the last one counts"
+    assert not [w for w in host_command(allocation, tmp_path, 0.0, [], {}) if "--time" in w]
+    script = words[-1].removeprefix("--wrap=")
+    assert "--jobs=7_2 " in script
+    subprocess.run(["sh", "-n", "-c", script], check=True)
+
+
+@pytest.mark.parametrize(("state", "ends"), [("RUNNING", False), ("PENDING", True), ("", True)])
+def test_a_host_is_given_back_when_its_job_runs_no_more(
+    tmp_path: Path, state: str, ends: bool
+) -> None:
+    """Its memory is freed then, and at scancel too."""
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\necho {state}\n")
+    (tmp_path / "sleep").write_text("#!/bin/sh\nexec /bin/sleep 0.1\n")
+    for name in ("squeue", "sleep"):
+        (tmp_path / name).chmod(0o700)
+    (tmp_path / "job" / "n5").mkdir(parents=True)
+    command = host_command(Allocation("7", ["n0"], {}), tmp_path / "job", 0.0, [], {})
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURMD_NODENAME": "n5"}
+    script = ["sh", "-c", command[-1].removeprefix("--wrap=")]
+    with subprocess.Popen(script, env=environment) as host:
+        if ends:
+            host.wait(10)
+        else:
+            with pytest.raises(subprocess.TimeoutExpired):
+                host.wait(0.5)
+            host.terminate()
+            host.wait(10)
+    assert not (tmp_path / "job" / "n5").exists()
+
+
 def test_slurms_configuration_reaches_srun_and_not_mpirun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +175,8 @@ def test_outside_of_a_job_it_says_where_to_run() -> None:
 def test_flags_for_srun_need_slurm(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "--srun-flags=-v", "--", "true"]) == 2
     assert "--srun-flags needs --launcher slurm" in capsys.readouterr().err
+    assert cli.main(["run", "--on-no-spare", "hold", "--", "true"]) == 2
+    assert "--on-no-spare hold needs --launcher slurm" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", SITE)

@@ -15,6 +15,8 @@ from tests.slurm_cluster import SlurmCluster
 from tests.slurm_jobs import SlurmJob
 
 ITERATIONS = 40
+FLAGS = "--lease-seconds 4 --drain-stop-seconds 100"
+"""A machine that is busy with other tests takes long to start what drains."""
 
 MISSING = slurm_cluster.missing()
 
@@ -33,7 +35,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory, warm_trainers: None) -> R
 
 def submit(cluster: SlurmCluster, folder: Path, name: str, **changes: Any) -> SlurmJob:
     given = {"nodes": 2, "iterations": ITERATIONS, "iteration_seconds": 0.15}
-    site = {"SPARES": "0", "RUN_FLAGS": "--lease-seconds 4", **changes.pop("site", {})}
+    site = {"SPARES": "0", "RUN_FLAGS": FLAGS, **changes.pop("site", {})}
     return SlurmJob(cluster, folder, name, site=site, **{**given, **changes})
 
 

@@ -114,6 +114,8 @@ go_on() {
         [ -z "$1" ] || requeue "$1"
     elif [ -n "$1" ]; then
         echo "megatron-ft: $1: the next task of array $SLURM_ARRAY_JOB_ID goes on, if there is one"
+        # What is not on disk may at best be found by a task on the same nodes.
+        [ "$code" -ne 14 ] || exit "$code"
     else
         scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"
     fi
