@@ -14,6 +14,12 @@ NODE = "MEGATRON_FT_NODE"
 NODE_DIR = "MEGATRON_FT_NODE_DIR"
 INCARNATION = "MEGATRON_FT_INCARNATION"
 
+TREE = "MEGATRON_FT_TREE"
+"""Names all that one start has led to, also what made a session of its own or lost its parent.
+
+Whoever starts something that starts others sets it; the launcher ends all of them together.
+"""
+
 RESTORE = "MEGATRON_FT_RESTORE"
 """Where a life's state comes from: "memory", or "disk" for the framework's own checkpoint.
 

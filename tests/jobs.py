@@ -15,6 +15,7 @@ from typing import ClassVar
 from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.coordinator.plan import Sizes
 from megatron_ft.coordinator.timing import Timing
+from megatron_ft.environment import TREE
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.process import LocalProcess
@@ -30,6 +31,7 @@ from megatron_ft.testing.warm_python import WarmChild, WarmPython
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "plain_pytorch.py"
 DEEPSPEED_EXAMPLE = ROOT / "examples" / "deepspeed_gpt.py"
+TORCHRUN = "torch.distributed.run"
 POISONED = ROOT / "tests" / "poisoned_training.py"
 WAIT_SECONDS = 200.0
 
@@ -71,13 +73,15 @@ class WarmCluster(VirtualCluster):
     ) -> LocalProcess:
         scripts = (EXAMPLE, DEEPSPEED_EXAMPLE, POISONED)
         known = [[sys.executable, str(script)] for script in scripts]
-        if self.warm is None or list(argv[:2]) not in known:
+        known.append([sys.executable, "-m", TORCHRUN])
+        if self.warm is None or not any(list(argv[: len(k)]) == k for k in known):
             return super().start(node, argv, env, log_path, stdin)
         self._require([node])
         namespace = "" if self.network is None else self.network.namespace_path(node)
         child = self.warm.start(argv[1:], self._marked(node, env), log_path, namespace)
         self.waiting.append(child)
-        process = self._placed(self._kind(node, child.pid, child))  # type: ignore[arg-type]
+        tree = env.get(TREE, "")
+        process = self._placed(self._kind(node, child.pid, child, tree))  # type: ignore[arg-type]
         self._end_if_lost([node], process)
         return process
 
@@ -91,6 +95,7 @@ class Job:
     spares: int = 0
     protect: str = "xor:2"
     ranks_per_node: int = 1
+    trainer_per_node: bool = False
     iterations: int = 40
     width: int = 64
     iteration_seconds: float = 0.05
@@ -150,6 +155,7 @@ class Job:
             nodes=self.nodes,
             spares=self.spares,
             ranks_per_node=self.ranks_per_node,
+            trainer_per_node=self.trainer_per_node,
             scheme=Scheme.parse(self.protect),
             sizes=Sizes(block_bytes=65536, slot_count=self.slots),
             from_scratch=self.from_scratch,

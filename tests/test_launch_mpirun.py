@@ -26,9 +26,9 @@ from megatron_ft.launch.mpirun import (
     parse_kind,
     parse_version,
     split_environments,
-    without_outer_launcher,
     world_command,
 )
+from megatron_ft.launch.outer_launcher import without_outer_launcher
 from megatron_ft.launch.virtual import VirtualCluster
 from megatron_ft.launch.world import WORLD, WorldProcess, probe_world
 

@@ -39,18 +39,12 @@ def test_ranks_are_numbered_node_by_node(nodes: int, per_node: int) -> None:
     assert {e["GROUP_WORLD_SIZE"] for e in all_ranks} == {str(nodes)}
 
 
-def test_base_is_kept_and_an_outer_torchrun_does_not_mislead() -> None:
-    base = {
-        "PATH": "/bin",
-        "RANK": "77",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_ERROR_FILE": "/outer",
-    }
+def test_base_is_kept_and_an_outer_place_does_not_mislead() -> None:
+    base = {"PATH": "/bin", "RANK": "77", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     env = environment(base, 1, 0, 2, 1)
     assert env["PATH"] == "/bin" and env["RANK"] == "1" and env["OMP_NUM_THREADS"] == "1"
     assert env["TORCHELASTIC_USE_AGENT_STORE"] == "False"
     assert env["TORCHELASTIC_RESTART_COUNT"] == "2" and env["TORCHELASTIC_MAX_RESTARTS"] == "0"
-    assert "TORCHELASTIC_ERROR_FILE" not in env
     assert environment({"OMP_NUM_THREADS": "8"}, 0, 0, 1, 1)["OMP_NUM_THREADS"] == "8"
 
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from megatron_ft.cli import main as cli
 from megatron_ft.errors import ConfigError, MpiError
 from megatron_ft.launch.mpirun import MpiKind, MpiLauncher, world_environment
+from megatron_ft.launch.outer_launcher import outside_of_steps
 from megatron_ft.launch.slurm import remote_shell
 from megatron_ft.launch.slurm.allocation import (
     Allocation,
     job_reference,
     node_addresses,
-    outside_of_steps,
     parse_duration,
 )
 from megatron_ft.launch.slurm.replacement import host_command

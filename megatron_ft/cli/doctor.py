@@ -72,6 +72,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.rate_mib < 1:
         raise ConfigError(f"--rate-mib is {arguments.rate_mib}; give a number >= 1")
     command = run.command_of(arguments)
+    run.settle_ranks(arguments, command)
     settings = job_settings.settle(vars(arguments), command, os.environ)
     findings = judge(asyncio.run(examine(arguments, settings, command)))
     print(json.dumps(as_json(findings), indent=1) if arguments.json else render(findings))

@@ -36,7 +36,7 @@ from megatron_ft.errors import (
     UnrecoverableError,
 )
 from megatron_ft.flags import argument_type, help_of
-from megatron_ft.launch import job_settings
+from megatron_ft.launch import job_settings, torchrun
 from megatron_ft.launch.job_state import JobState, state_folder
 from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.launch.placement import describe_domains
@@ -66,7 +66,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--spares", type=int, default=0, help="nodes in reserve (%(default)s)")
     parser.add_argument(
-        "--ranks-per-node", type=int, default=1, help="trainers a node (%(default)s)"
+        "--ranks-per-node",
+        type=int,
+        help="trainers a node (default: torchrun's --nproc-per-node in the command, else 1)",
+    )
+    parser.add_argument(
+        "--trainer-per-node",
+        action="store_true",
+        help="start the command once per node: it is a script that runs torchrun, which starts "
+        "the node's trainers (set by itself where the command is torchrun)",
     )
     run_place.add_arguments(parser)
     parser.add_argument(
@@ -111,6 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Run the job; see EXIT_CODES."""
     command = command_of(arguments)
+    settle_ranks(arguments, command)
     settings = job_settings.settle(vars(arguments), command, os.environ)
     notes = state_folder(arguments.job, arguments.state_dir)
     place = run_place.place_of(arguments, settings.arena_dir, notes)
@@ -148,6 +157,13 @@ def command_of(arguments: argparse.Namespace) -> list[str]:
     return command[1:] if command[:1] == ["--"] else command
 
 
+def settle_ranks(arguments: argparse.Namespace, command: Sequence[str]) -> None:
+    """Complete the flags that say who starts a node's ranks, and how many there are."""
+    if arguments.ranks_per_node is None:
+        arguments.ranks_per_node = torchrun.ranks_of(command) or 1
+    arguments.trainer_per_node |= torchrun.is_torchrun(command)
+
+
 def spec_from(
     arguments: argparse.Namespace,
     command: Sequence[str],
@@ -157,12 +173,14 @@ def spec_from(
     """The job that flags and settings describe; ConfigError or ProtectionError if it makes no
     sense."""
     lease, source = settings.lease_seconds, arguments.failure_domains
+    torchrun.check(command, place.nodes, arguments.ranks_per_node)
     return JobSpec(
         name=arguments.job,
         command=tuple(command),
         nodes=place.nodes,
         spares=arguments.spares,
         ranks_per_node=arguments.ranks_per_node,
+        trainer_per_node=arguments.trainer_per_node,
         scheme=Scheme.parse(settings.protect),
         sizes=Sizes(block_bytes=65536, slot_count=settings.slots, crc=isal.available()),
         checkpoint_dir=settings.checkpoint_dir,

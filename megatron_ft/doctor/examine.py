@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import sys
 import time
@@ -28,6 +27,7 @@ from megatron_ft.doctor.slurm import no_kill
 from megatron_ft.doctor.worlds import Worlds
 from megatron_ft.errors import MegatronFTError
 from megatron_ft.launch.launcher import Launcher
+from megatron_ft.launch.outer_launcher import base_environment
 
 PROBE_SECONDS = 120.0
 T = TypeVar("T")
@@ -96,7 +96,7 @@ class Examination:
         self, node: str, argv: Sequence[str], name: str, kind: type[T], stdin: bytes | None = None
     ) -> T | str:
         """The answer of one process on a node, or why there is none."""
-        log, environment = self._folder / name, {**os.environ, "OMP_NUM_THREADS": "1"}
+        log, environment = self._folder / name, {**base_environment(), "OMP_NUM_THREADS": "1"}
         try:
             handle = self._launcher.start(node, argv, environment, log, stdin)
         except MegatronFTError as error:

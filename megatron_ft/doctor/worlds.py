@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from megatron_ft.doctor.pairs import (
 )
 from megatron_ft.errors import MegatronFTError
 from megatron_ft.launch.launcher import Launcher, Placement
+from megatron_ft.launch.outer_launcher import base_environment
 
 START_SECONDS = 60.0
 
@@ -76,7 +76,7 @@ class Worlds:
         log = self._folder / f"world{self._count}.log"
         text = msgspec.json.encode(request).decode()
         argv = [sys.executable, "-m", "megatron_ft.doctor.pair_world", text]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**base_environment(), "OMP_NUM_THREADS": "1"}
         limit = START_SECONDS + max(len(nodes), len(request.rounds)) * request.pair_seconds
         try:
             placements = [Placement(node, argv, environment) for node in nodes]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from megatron_ft.environment import INCARNATION
 from megatron_ft.errors import DrainError
 from megatron_ft.launch.fleet import last_lines
 from megatron_ft.launch.launcher import Launcher, ProcessHandle
+from megatron_ft.launch.outer_launcher import base_environment
 
 STEP_TIMEOUT_SECONDS = 3600.0
 MODULES = {"load": "megatron_ft.disk.load", "export": "megatron_ft.export.drained"}
@@ -55,7 +55,7 @@ class DrainProcesses:
                 module = MODULES.get(step, "megatron_ft.disk.drain")
                 argv = [sys.executable, "-m", module, step, plan.to_json()]
                 log = self._log_of(node)
-                environment = {**os.environ, INCARNATION: str(self._incarnation())}
+                environment = {**base_environment(), INCARNATION: str(self._incarnation())}
                 handles.append(self._launcher.start(node, argv, environment, log))
                 ends.append(asyncio.create_task(self._end(step, handles[-1])))
             done, pending = await asyncio.wait(

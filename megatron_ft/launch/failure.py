@@ -87,11 +87,11 @@ def trainer_failure(
     """Say how the first trainer ended, with the end of its log, and whose fault that was."""
     rank, node, status = first.rank, first.node, first.status
     how = f"was killed by signal {-status}" if status < 0 else f"exited with {status}"
-    tell = coordinator.observers.tell
-    tell("trainer_died", f"rank {rank} on {node} {how}", rank=rank, node=node, status=status)
+    tell, who = coordinator.observers.tell, trainers.name_of(rank)
+    tell("trainer_died", f"{who} on {node} {how}", rank=rank, node=node, status=status)
     if status > 0:
         log = trainers.log_of(rank)
         tell("log", f"end of {log}:\n{last_lines(log)}")
     outside = -status in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
     its_own = not outside and launcher.reachable(node)
-    return Failure(f"rank {rank} {how}", training=its_own)
+    return Failure(f"{who} {how}", training=its_own)

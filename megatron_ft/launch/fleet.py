@@ -25,9 +25,10 @@ from megatron_ft.launch.launcher import (
     ProcessGoneError,
     ProcessHandle,
 )
+from megatron_ft.launch.outer_launcher import base_environment
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.startup import before_script
-from megatron_ft.launch.trainer_env import free_port, trainer_environment
+from megatron_ft.launch.trainer_env import free_port, node_environment, trainer_environment
 from megatron_ft.smp.__main__ import Ready
 from megatron_ft.smp.daemon import Credentials
 
@@ -102,7 +103,7 @@ class SmpFleet:
         handle = self._launcher.start(
             node,
             smp_command(self._launcher.address(node), ready),
-            dict(os.environ),
+            base_environment(),
             self._spec.log_dir / f"smp-{node}.log",
             stdin=msgspec.json.encode(credentials),
         )
@@ -158,7 +159,7 @@ class EncoderWorld:
         self.kill()
         self.name = f"w{incarnation}-{uuid.uuid4().hex[:6]}"
         argv = [sys.executable, "-m", "megatron_ft.erasure.worker", "--world", self.name]
-        environment = {**os.environ, INCARNATION: str(incarnation), "OMP_NUM_THREADS": "1"}
+        environment = {**base_environment(), INCARNATION: str(incarnation), "OMP_NUM_THREADS": "1"}
         placements = [Placement(node, argv, environment) for node in nodes]
         self._handle = self._launcher.start_world(placements, self._spec.log_dir / "encoders.log")
         return self.name
@@ -200,18 +201,19 @@ class TrainerFleet:
         """Start every rank, node by node.  NodeUnreachable if one is lost meanwhile."""
         spec = self._spec
         port = free_port()
-        given = {**os.environ, **spec.environment, **extra, INCARNATION: str(incarnation)}
-        base = before_script(given)
+        given = {**base_environment(), **spec.environment, **extra, INCARNATION: str(incarnation)}
+        base, master = before_script(given), self._launcher.address(active[0])
+        told = node_environment if spec.trainer_per_node else trainer_environment
         self._handles = []
         for index, node in enumerate(active):
-            for local in range(spec.ranks_per_node):
-                environment = trainer_environment(
+            for local in range(0, spec.ranks_per_node, self._ranks_each):
+                environment = told(
                     base,
                     node_index=index,
                     local_rank=local,
                     node_count=spec.nodes,
                     ranks_per_node=spec.ranks_per_node,
-                    master_address=self._launcher.address(active[0]),
+                    master_address=master,
                     master_port=port,
                     run_id=spec.name,
                     restart_count=incarnation - 1,
@@ -224,12 +226,23 @@ class TrainerFleet:
                 if incarnation > 1:
                     reach("recovery.trainer_started")
 
+    @property
+    def _ranks_each(self) -> int:
+        """How many ranks one process of ours stands for."""
+        return self._spec.ranks_per_node if self._spec.trainer_per_node else 1
+
+    def name_of(self, rank: int) -> str:
+        """What stands for a rank among our processes: itself, or all ranks of its node."""
+        first = rank - rank % self._ranks_each
+        last = first + self._ranks_each - 1
+        return f"rank {first}" if first == last else f"ranks {first}-{last}"
+
     def log_of(self, rank: int) -> Path:
         """Where a rank's output goes."""
-        return self._spec.log_dir / f"rank{rank}.log"
+        return self._spec.log_dir / f"{self.name_of(rank).replace(' ', '')}.log"
 
     def pids(self) -> list[int]:
-        """Process numbers by rank."""
+        """Process numbers by rank; by node where each starts its ranks itself."""
         return [handle.pid for handle in self._handles]
 
     async def ended(self) -> TrainerExit:
@@ -247,8 +260,9 @@ class TrainerFleet:
                 wait.cancel()
         return TrainerExit(finished=True)
 
-    def _exit(self, rank: int, status: int) -> TrainerExit:
-        return TrainerExit(False, rank, self._handles[rank].node, status)
+    def _exit(self, index: int, status: int) -> TrainerExit:
+        handle = self._handles[index]
+        return TrainerExit(False, index * self._ranks_each, handle.node, status)
 
     async def kill_all(self) -> None:
         """SIGKILL every rank and wait until they are dead."""

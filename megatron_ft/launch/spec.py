@@ -17,6 +17,8 @@ from megatron_ft.errors import ConfigError, ProtectionError
 class JobSpec:
     """One job: its command, its nodes, its protection, and what to do when all is lost.
 
+    With ``trainer_per_node`` the command is started once on each node, and starts the node's
+    ranks itself, as torchrun does.
     ``checkpoint_dir`` is where the training command writes its own checkpoints;
     ``from_scratch`` allows a start from nothing when neither memory nor disk has a state;
     ``restore_from`` is a drained checkpoint, perhaps another job's, to start from then.
@@ -40,6 +42,7 @@ class JobSpec:
     nodes: int
     spares: int = 0
     ranks_per_node: int = 1
+    trainer_per_node: bool = False
     scheme: Scheme = field(default_factory=lambda: Scheme("rs", 3, 1))
     sizes: Sizes = field(default_factory=lambda: Sizes(block_bytes=65536, slot_count=2))
     checkpoint_dir: Path | None = None

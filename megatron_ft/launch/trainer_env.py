@@ -1,9 +1,12 @@
-"""The environment of one trainer rank, as torchrun would set it."""
+"""The environment of one trainer rank, as torchrun would set it, and that of torchrun itself."""
 
 from __future__ import annotations
 
 import socket
+import uuid
 from collections.abc import Mapping
+
+from megatron_ft.environment import TREE
 
 # The supervisor restarts all ranks itself, and torch must not look for an agent's store.
 _FIXED = {
@@ -12,8 +15,6 @@ _FIXED = {
     "ROLE_NAME": "default",
 }
 _DEFAULTS = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-# An outer torchrun's file, to which a failing rank would write a second report.
-_DROPPED = ("TORCHELASTIC_ERROR_FILE",)
 
 
 def trainer_environment(
@@ -41,10 +42,9 @@ def trainer_environment(
         )
     rank = str(node_index * ranks_per_node + local_rank)
     world_size = str(node_count * ranks_per_node)
-    kept = {name: value for name, value in base.items() if name not in _DROPPED}
     return {
         **_DEFAULTS,
-        **kept,
+        **base,
         **_FIXED,
         "RANK": rank,
         "LOCAL_RANK": str(local_rank),
@@ -58,6 +58,39 @@ def trainer_environment(
         "MASTER_PORT": str(master_port),
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_RESTART_COUNT": str(restart_count),
+    }
+
+
+def node_environment(
+    base: Mapping[str, str],
+    *,
+    node_index: int,
+    local_rank: int,
+    node_count: int,
+    ranks_per_node: int,
+    master_address: str,
+    master_port: int,
+    run_id: str,
+    restart_count: int,
+) -> dict[str, str]:
+    """Complete environment of a torchrun that starts all ranks of an active node, from ``base``.
+
+    torchrun takes the defaults of its flags from ``PET_<FLAG>``.  It numbers the ranks as
+    ``trainer_environment`` does, and makes a session for each: TREE ends them with it.
+    """
+    assert local_rank == 0, "one process stands for all ranks of a node"
+    return {
+        **_DEFAULTS,
+        **base,
+        TREE: uuid.uuid4().hex,
+        "PET_NNODES": str(node_count),
+        "PET_NODE_RANK": str(node_index),
+        "PET_NPROC_PER_NODE": str(ranks_per_node),
+        "PET_RDZV_BACKEND": "static",
+        "PET_RDZV_ID": f"{run_id}-{restart_count}",
+        "PET_MASTER_ADDR": master_address,
+        "PET_MASTER_PORT": str(master_port),
+        "PET_MAX_RESTARTS": "0",
     }
 
 

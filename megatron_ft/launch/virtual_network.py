@@ -54,11 +54,17 @@ class RemoteProcess(LocalProcess):
     UNKNOWN_EXIT, the process may not have.
     """
 
-    def __init__(self, node: str, pid: int, child: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(
+        self,
+        node: str,
+        pid: int,
+        child: subprocess.Popen[bytes] | None = None,
+        tree: str = "",
+    ) -> None:
         """Watch ``pid``; see LocalProcess."""
         self.near: Callable[[], bool] = lambda: True
         self._killed, self._given_up, self._known_alive = False, False, True
-        super().__init__(node, pid, child)
+        super().__init__(node, pid, child, tree)
 
     def alive(self) -> bool:
         """Whether it runs as far as is known here."""

@@ -18,8 +18,6 @@ from megatron_ft.errors import ConfigError, MissingEnvironmentError
 
 ASK_SECONDS = 2.0
 FRESH_SECONDS = 1.0
-_STEP_PREFIXES = ("SLURM_", "SRUN_", "SBATCH_", "PMI_", "PMI2_", "PMIX_")
-_KEPT = frozenset({"SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOB_NAME"})
 
 
 class Allocation:
@@ -148,23 +146,6 @@ def parse_duration(text: str) -> float:
         return 0.0
     seconds = sum(int(part) * 60**power for power, part in enumerate(reversed(parts)))
     return float(seconds + int(days or 0) * 86400)
-
-
-def outside_of_steps(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment from which srun takes no options and MPI no place in a world.  Pure.
-
-    The job's own number, its name, and where Slurm's configuration is stay.
-    """
-    return {
-        name: value
-        for name, value in environment.items()
-        if name in _KEPT or not name.startswith(_STEP_PREFIXES)
-    }
-
-
-def _find_addresses(nodes: str) -> dict[str, str]:
-    described = _demand("scontrol", "show", "node", "--oneliner", nodes)
-    return {name: numeric(at) for name, at in node_addresses(described).items()}
 
 
 def ask(*command: str) -> str | None:

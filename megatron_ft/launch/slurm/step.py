@@ -14,18 +14,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from megatron_ft.launch.outer_launcher import STEP_PLACES, outside_of_steps
 from megatron_ft.launch.process import LocalProcess, open_session
-from megatron_ft.launch.slurm.allocation import Allocation, outside_of_steps
+from megatron_ft.launch.slurm.allocation import Allocation
 
 END_SECONDS = 4.0
 """How long srun may take to end a step before it is given up; a lost node never answers it."""
 
-# Of a step's place in the job; torch, DeepSpeed and MPI would take it for a rank's place.
-_PLACE = (
-    "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS",
-    "SLURM_NNODES", "SLURM_GTIDS", "SLURM_TASKS_PER_NODE", "SLURM_STEP_ID", "SLURM_STEPID",
-    "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_TASKS_PER_NODE",
-)  # fmt: skip
 _SCRIPT = '(umask 077; : >>"$0"); exec "$@" >>"$0" 2>&1'
 
 
@@ -109,7 +104,7 @@ def step_command(
     job_id: str, node: str, argv: Sequence[str], log_path: Path, flags: Sequence[str]
 ) -> list[str]:
     """The command of a step with one task, whose output goes to ``log_path`` on any node."""
-    without_place = ["env", *(word for name in _PLACE for word in ("-u", name))]
+    without_place = ["env", *(word for name in STEP_PLACES for word in ("-u", name))]
     task = ["/bin/sh", "-c", _SCRIPT, str(log_path), *without_place, *argv]
     return [*step_prefix(flags), f"--jobid={job_id}", f"--nodelist={node}", "--output=none", *task]
 
