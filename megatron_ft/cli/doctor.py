@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 
 from megatron_ft import json_section
-from megatron_ft.cli import run, run_place
+from megatron_ft.cli import agent_place, run, run_place
 from megatron_ft.cli.run_place import RunPlace
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.doctor.examine import Examination, python_of
@@ -74,6 +74,9 @@ def main(arguments: argparse.Namespace) -> int:
     command = run.command_of(arguments)
     run.settle_ranks(arguments, command)
     settings = job_settings.settle(vars(arguments), command, os.environ)
+    code = agent_place.serve(arguments)
+    if code is not None:
+        return code
     findings = judge(asyncio.run(examine(arguments, settings, command)))
     print(json.dumps(as_json(findings), indent=1) if arguments.json else render(findings))
     verdict = worst(findings)
@@ -90,7 +93,7 @@ async def examine(
     root = settings.arena_dir or default_root()
     logs = state_folder(name, arguments.log_dir or arguments.state_dir)
     own = argparse.Namespace(**{**vars(arguments), "job": name})
-    place = run_place.place_of(own, root, logs)
+    place = run_place.place_of(own, root, logs, agent_place.meeting_folder(arguments))
     request = ProbeRequest(
         token=f".{name}",
         arena_root=str(root),
@@ -98,11 +101,12 @@ async def examine(
         drain_dir=str(settings.drain_dir or ""),
         rate_bytes=arguments.rate_mib << 20,
     )
-    wishes = wishes_of(arguments, settings, command, place)
     try:
+        wishes = wishes_of(arguments, settings, command, place)
         return await Examination(place.launcher, wishes, command, logs, request).run()
     finally:
         place.destroy()
+        place.leave(0)
         shutil.rmtree(logs, ignore_errors=True)
 
 

@@ -4,8 +4,9 @@
 
 Starts an SMP on every node, an encoder world over MPI and one trainer per rank with
 torchrun's environment variables; notices deaths, replaces nodes, restarts from memory.
-Nodes are virtual (groups of processes of this machine), or with --launcher slurm those of
-the allocation in whose batch script this runs (docs/slurm.md).  If this command itself is
+Nodes are virtual (groups of processes of this machine), those of the Slurm allocation in
+whose batch script this runs (docs/slurm.md), or those on which mpirun, torchrun, deepspeed or
+a remote shell started an agent (docs/launchers.md).  If this command itself is
 killed, run it again with the same --job: it takes over what is in memory.
 """
 
@@ -21,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron_ft import isal
-from megatron_ft.cli import run_place
+from megatron_ft.cli import agent_place, run_place
 from megatron_ft.cli.run_place import RunPlace
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.coordinator.events import JobEvent
@@ -86,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--state-dir",
         type=Path,
-        help="where the job's notes are kept; with --launcher slurm all nodes must see it",
+        help="where the job's notes are kept; all nodes must see it",
     )
     parser.add_argument("--log-dir", type=Path, help="where the processes' output goes")
     parser.add_argument(
@@ -119,10 +120,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Run the job; see EXIT_CODES."""
     command = command_of(arguments)
-    settle_ranks(arguments, command)
     settings = job_settings.settle(vars(arguments), command, os.environ)
+    code = agent_place.serve(arguments)
+    if code is not None:
+        return code
     notes = state_folder(arguments.job, arguments.state_dir)
-    place = run_place.place_of(arguments, settings.arena_dir, notes)
+    meeting = agent_place.meeting_folder(arguments)
+    place = run_place.place_of(arguments, settings.arena_dir, notes, meeting)
+    code = 1
+    try:
+        code = _supervise(arguments, command, settings, place)
+    finally:
+        place.leave(code)
+    return code
+
+
+def _supervise(
+    arguments: argparse.Namespace,
+    command: Sequence[str],
+    settings: SnapshotConfig,
+    place: RunPlace,
+) -> int:
+    notes = state_folder(arguments.job, arguments.state_dir)
     try:
         spec = spec_from(arguments, command, settings, place)
         _check_folder("--drain-dir", spec.drain_dir)
@@ -172,6 +191,7 @@ def spec_from(
 ) -> JobSpec:
     """The job that flags and settings describe; ConfigError or ProtectionError if it makes no
     sense."""
+    settle_ranks(arguments, command)
     lease, source = settings.lease_seconds, arguments.failure_domains
     torchrun.check(command, place.nodes, arguments.ranks_per_node)
     return JobSpec(

@@ -1,4 +1,4 @@
-"""Where ``megatron-ft run`` runs a job: on virtual nodes, or in a Slurm allocation."""
+"""Where ``megatron-ft run`` runs a job: virtual nodes, a Slurm allocation, nodes with agents."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ft.cli import agent_place
+from megatron_ft.cli.agent_place import HOSTFILE, NODES
 from megatron_ft.errors import ConfigError
 from megatron_ft.launch.hosts import HostSource
 from megatron_ft.launch.launcher import Launcher
@@ -28,7 +30,7 @@ class RunPlace:
 
     ``seconds_left`` until it ends the job, 0: never.  ``clean`` removes what a job that is done
     left on its nodes; ``destroy`` also ends its processes.  ``hint`` says what becomes of
-    memory when the job has stopped.  ``hosts`` is where replacements of lost nodes come from.
+    memory when the job has stopped.  ``leave`` takes the exit code to all nodes, at the very end.
     """
 
     launcher: Launcher
@@ -37,18 +39,21 @@ class RunPlace:
     clean: Callable[[], None]
     destroy: Callable[[], None]
     hint: str
-    hosts: HostSource | None = None
+    leave: Callable[[int], None] = lambda code: None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that choose a place."""
     parser.add_argument(
         "--launcher",
-        choices=(VIRTUAL, SLURM),
+        choices=(VIRTUAL, SLURM, NODES, HOSTFILE),
         default=VIRTUAL,
         help="virtual: nodes are groups of processes of this machine; slurm: those of the "
-        "allocation that this runs in (default: %(default)s)",
+        "allocation that this runs in; nodes: those on which mpirun, torchrun, deepspeed or srun "
+        "has started this same command, once on each; hostfile: those in --hostfile (default: "
+        "%(default)s; docs/launchers.md)",
     )
+    agent_place.add_arguments(parser)
     parser.add_argument(
         "--srun-flags",
         default="",
@@ -78,15 +83,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def place_of(arguments: argparse.Namespace, root: Path | None, state_folder: Path) -> RunPlace:
+def place_of(
+    arguments: argparse.Namespace, root: Path | None, state_folder: Path, meeting_folder: Path
+) -> RunPlace:
     """What the flags ask for; ``root`` is the folder of all jobs' arenas, None: the usual one.
 
-    ConfigError for flags that do not fit the place.
+    Agents meet the supervisor in ``meeting_folder``.  ConfigError for flags that do not fit the
+    place.
     """
     root = root or default_root()
     if arguments.launcher == SLURM:
         return _slurm(arguments, root, state_folder)
-    _refuse_slurms(arguments)
+    if arguments.launcher in (NODES, HOSTFILE):
+        return _with_agents(arguments, root, meeting_folder)
+    if arguments.srun_flags:
+        raise ConfigError("--srun-flags needs --launcher slurm")
     nodes: int = VIRTUAL_NODES if arguments.nodes is None else arguments.nodes
     names = [f"node{i}" for i in range(nodes + arguments.spares)]
     cluster = VirtualCluster(arguments.job, names, root)
@@ -97,14 +108,11 @@ def place_of(arguments: argparse.Namespace, root: Path | None, state_folder: Pat
     return RunPlace(cluster, nodes, 0.0, lambda: None, cluster.destroy, hint)
 
 
-def _refuse_slurms(arguments: argparse.Namespace) -> None:
-    given = {
-        "--srun-flags": arguments.srun_flags,
-        "--sbatch-flags": arguments.sbatch_flags,
-        "--on-no-spare hold": arguments.on_no_spare == HOLD,
-    }
-    for flag in (name for name, value in given.items() if value):
-        raise ConfigError(f"{flag} needs --launcher slurm")
+def _with_agents(arguments: argparse.Namespace, root: Path, meeting_folder: Path) -> RunPlace:
+    place = agent_place.gather(arguments, root, meeting_folder)
+    clean = place.launcher.clean
+    hint = "snapshots stay in the nodes' memory: run the same command again to go on"
+    return RunPlace(place.launcher, place.nodes, 0.0, clean, clean, hint, place.leave)
 
 
 def _slurm(arguments: argparse.Namespace, root: Path, state_folder: Path) -> RunPlace:

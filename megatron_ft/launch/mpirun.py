@@ -186,6 +186,11 @@ def open_mpi_by(remote_shell: Sequence[str]) -> dict[str, str]:
     }
 
 
+def mpich_by(program: Path) -> dict[str, str]:
+    """Settings for MPICH to start its proxies by a program that is called like ssh."""
+    return {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(program)}
+
+
 _MPICH_SETTINGS = {"HYDRA_LAUNCHER": "fork", "HYDRA_RMK": "user"}
 _OPEN_MPI_SETTINGS = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",

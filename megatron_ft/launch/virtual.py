@@ -8,7 +8,6 @@ nodes are lost is a file, so every process sees the same.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
@@ -16,19 +15,17 @@ from functools import partial
 from pathlib import Path
 
 from megatron_ft import private_files
-from megatron_ft.environment import INCARNATION, JOB, NODE, NODE_DIR, READY_NAME, SOCKET_NAME
+from megatron_ft.environment import INCARNATION, JOB, NODE, NODE_DIR, READY_NAME
 from megatron_ft.errors import ConfigError, MissingEnvironmentError, UntrustedFileError
 from megatron_ft.launch import procfs
 from megatron_ft.launch.launcher import NodeUnreachable, Placement, ProcessGoneError
 from megatron_ft.launch.mpirun import MpiLauncher, find_mpi
+from megatron_ft.launch.node_names import check_names
 from megatron_ft.launch.process import LocalProcess
 from megatron_ft.launch.spread import Spread
 from megatron_ft.launch.virtual_network import HOST, Network, RemoteProcess, spread_over
 from megatron_ft.launch.world import WORLD, WORLD_NODES, WorldProcess, probe_world
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-# struct sockaddr_un, unix(7), less the final zero.
-_SOCKET_PATH_LIMIT = 107
 _END_SECONDS = 10.0
 
 
@@ -65,7 +62,7 @@ class VirtualCluster:
         self.job, self.root = job, (root or default_root())
         self._names = list(node_names)
         self._mpi, self.network, self._place = mpi, network, place
-        self._check_names()
+        check_names(self.root, job, self._names)
         # Made by hand, perhaps, with the user's usual mode; all that is below it is closed.
         _make_private(self.root, private_files.OTHERS_WRITE)
         _make_private(self._job_dir)
@@ -264,22 +261,6 @@ class VirtualCluster:
     def _check_known(self, node: str) -> None:
         if node not in self._names:
             raise ConfigError(f"no node {node!r} in job {self.job}; there are {self._names}")
-
-    def _check_names(self) -> None:
-        for name in (self.job, *self._names):
-            if not _NAME.fullmatch(name):
-                raise ConfigError(
-                    f"{name!r} cannot name a job or node: use letters, digits, dots, _ and -"
-                )
-        if len(set(self._names)) != len(self._names):
-            raise ConfigError(f"node names repeat: {self._names}")
-        for name in self._names:
-            socket = self._job_dir / name / SOCKET_NAME
-            if len(os.fsencode(socket)) > _SOCKET_PATH_LIMIT:
-                raise ConfigError(
-                    f"{socket} is too long for a Unix socket ({_SOCKET_PATH_LIMIT} bytes); take "
-                    "shorter names or another root folder"
-                )
 
 
 def _make_private(folder: Path, forbidden: int = private_files.OTHERS) -> None:

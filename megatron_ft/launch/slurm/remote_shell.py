@@ -11,6 +11,8 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
+from megatron_ft.launch.spread import IN_FOLDER
+
 SRUN = "MEGATRON_FT_SRUN"
 """JSON: srun with its flags, up to the node."""
 
@@ -20,9 +22,6 @@ JOBS = "MEGATRON_FT_SLURM_JOBS"
 FOLDER = "MEGATRON_FT_JOB_DIR"
 """The job's folder on each node; MPI keeps its files in <folder>/<node>/mpi."""
 
-# What ranks that were killed left of an earlier world would only take memory.
-_SCRIPT = 'rm -rf "$0" && (umask 077 && mkdir -p "$0") && TMPDIR="$0" exec /bin/sh -c "$1"'
-
 
 def remote_command(
     node: str, words: Sequence[str], environment: Mapping[str, str] = os.environ
@@ -31,8 +30,7 @@ def remote_command(
     prefix: list[str] = json.loads(environment[SRUN])
     jobs: dict[str, str] = json.loads(environment[JOBS])
     folder = os.path.join(environment[FOLDER], node, "mpi")
-    prefix += [f"--jobid={jobs[node]}", f"--nodelist={node}"]
-    return [*prefix, "/bin/sh", "-c", _SCRIPT, folder, " ".join(words)]
+    return [*prefix, f"--nodelist={node}", "/bin/sh", "-c", IN_FOLDER, folder, " ".join(words)]
 
 
 def main() -> None:

@@ -1,0 +1,172 @@
+"""The agent of one node: obeys the supervisor, and knows nothing of what it starts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from megatron_ft.environment import JOB, NODE
+from megatron_ft.errors import MegatronFTError
+from megatron_ft.launch import procfs
+from megatron_ft.launch.agents import messages as m
+from megatron_ft.launch.agents.meeting import (
+    HELLO_SECONDS,
+    SILENT_SECONDS,
+    AgentOrders,
+    Meeting,
+    address_towards,
+    read_meeting,
+)
+from megatron_ft.launch.launcher import ProcessGoneError
+from megatron_ft.launch.process import LocalProcess
+from megatron_ft.launch.world import WORLD
+from megatron_ft.smp.message_base import MOST_BYTES
+
+log = logging.getLogger(__name__)
+
+
+class Agent:
+    """Runs until a supervisor says that the job is over, or what started the agent has ended.
+
+    Processes have sessions of their own and outlive it.
+    """
+
+    def __init__(self, orders: AgentOrders) -> None:
+        self._orders, self._token = orders, uuid.uuid4().hex
+        self._context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket | None = None
+        self._started: dict[int, LocalProcess] = {}
+        """By process number: of these we are the parent and learn the exit status."""
+        self._watched: dict[str, LocalProcess] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._left = False
+
+    async def run(self) -> int:
+        """The exit code for who started us."""
+        asyncio.get_running_loop().add_reader(sys.stdin.fileno(), self._leave_at_end_of_input)
+        while not self._left:
+            meeting = self._meeting()
+            if meeting is None:
+                # A network file system tells nobody of a new file.
+                await asyncio.sleep(HELLO_SECONDS / 4)
+                continue
+            code = await self._obey(meeting)
+            if code is not None:
+                return code
+            log.warning("nothing is heard of the supervisor at %s", meeting.endpoint)
+        return 1
+
+    def _leave_at_end_of_input(self) -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+            self._left = True
+            self._tell(m.Goodbye())
+
+    def _meeting(self) -> Meeting | None:
+        return self._orders.meeting or read_meeting(Path(self._orders.file))
+
+    async def _obey(self, meeting: Meeting) -> int | None:
+        """Carry out orders of one supervisor; None when it is lost or another one leads."""
+        socket = self._socket = self._context.socket(zmq.DEALER)
+        socket.linger = 500
+        socket.maxmsgsize = MOST_BYTES
+        meeting.keys.protect_client(socket)
+        socket.connect(meeting.endpoint)
+        address, heard, next_hello = address_towards(meeting.host), time.monotonic(), 0.0
+        try:
+            while not self._left and time.monotonic() < heard + SILENT_SECONDS:
+                if time.monotonic() >= next_hello:
+                    if self._meeting() != meeting:
+                        return None
+                    self._hello(address)
+                    next_hello = time.monotonic() + HELLO_SECONDS
+                if await socket.poll(HELLO_SECONDS * 250):
+                    message = m.decode(await socket.recv())
+                    heard = time.monotonic()
+                    if isinstance(message, m.Bye):
+                        return message.code
+                    if isinstance(message, m.Refused):
+                        log.error("%s", message.reason)
+                        return 2
+                    self._carry_out(message)
+            return None
+        finally:
+            self._socket = None
+            socket.close()
+
+    def _hello(self, address: str) -> None:
+        orders, running = self._orders, tuple(self._watched)
+        self._tell(m.Hello(orders.node, self._token, orders.rank, address, running))
+
+    def _tell(self, message: m.Message) -> None:
+        if self._socket is not None:
+            self._later(_send(self._socket, m.encode(message)))
+
+    def _later(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _carry_out(self, message: Any) -> None:
+        if isinstance(message, m.Start | m.Attach):
+            self._begin(message)
+        elif isinstance(message, m.Kill) and message.id in self._watched:
+            self._watched[message.id].kill()
+        elif isinstance(message, m.EndWorld):
+            self._later(self._end_world(message))
+
+    def _begin(self, order: m.Start | m.Attach) -> None:
+        try:
+            process = self._start(order) if isinstance(order, m.Start) else self._attach(order)
+        except MegatronFTError as error:
+            name = "" if isinstance(error, ProcessGoneError) else type(error).__name__
+            self._tell(m.NotRunning(order.id, name, str(error)))
+            return
+        self._watched[order.id] = process
+        self._tell(m.Running(order.id, process.pid, process.start_time))
+        self._later(self._watch(order.id, process))
+
+    def _start(self, order: m.Start) -> LocalProcess:
+        process = LocalProcess.spawn(
+            self._orders.node, order.argv, order.env, Path(order.log), order.stdin
+        )
+        self._started = {p: known for p, known in self._started.items() if known.alive()}
+        self._started[process.pid] = process
+        return process
+
+    def _attach(self, order: m.Attach) -> LocalProcess:
+        known = self._started.get(order.pid)
+        if known is not None and known.alive() and order.start_time in (None, known.start_time):
+            return known
+        process = LocalProcess.attach(self._orders.node, order.pid, order.start_time)
+        env = procfs.read_environment(order.pid)
+        if env.get(JOB) != order.job or env.get(NODE) != self._orders.node:
+            raise ProcessGoneError(f"process {order.pid} is not one of job {order.job}")
+        return process
+
+    async def _watch(self, name: str, process: LocalProcess) -> None:
+        status = await process.wait()
+        self._watched.pop(name, None)
+        self._tell(m.Ended(name, status))
+
+    async def _end_world(self, order: m.EndWorld) -> None:
+        def belongs(pid: int) -> bool:
+            env = procfs.read_environment(pid)
+            # mpirun is the supervisor's own to end; it may be on this machine.
+            return (env.get(JOB), env.get(WORLD)) == (order.job, order.world)
+
+        await asyncio.to_thread(procfs.kill_matching, belongs, f"MPI world {order.world}")
+        self._tell(m.Ended(order.id, 0))
+
+
+async def _send(socket: zmq.asyncio.Socket, frame: bytes) -> None:
+    await socket.send(frame)

@@ -1,0 +1,63 @@
+"""Stands in for ssh where mpirun starts its daemons: the agent of the node runs the words.
+
+mpirun calls ``python -m megatron_ft.launch.agents.remote_shell [-x] NODE WORDS...``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import zmq
+
+from megatron_ft.launch.agents import messages as m
+from megatron_ft.launch.agents.meeting import read_meeting
+
+MEETING = "MEGATRON_FT_MEETING"
+"""The file that says where the supervisor is."""
+
+NODES = "MEGATRON_FT_MEETING_NODES"
+"""Node by the address that mpirun knows it by, as ``address=node`` with blanks between."""
+
+FOLDER = "MEGATRON_FT_JOB_DIR"
+"""The job's folder on each node; MPI keeps its files in <folder>/<node>/mpi."""
+
+
+def order_of(arguments: Sequence[str], environment: Mapping[str, str]) -> m.Shell:
+    """What to ask the supervisor.  Pure but for the name.
+
+    Flags of ssh come before the address, as MPICH's ``-x``.
+    """
+    rest = list(arguments)
+    while rest[0].startswith("-"):
+        rest = rest[1:]
+    nodes = dict(pair.split("=", 1) for pair in environment[NODES].split())
+    node = nodes[rest[0]]
+    folder = os.path.join(environment[FOLDER], node, "mpi")
+    log = str(Path(environment[MEETING]).with_name(f"mpi-{node}.log"))
+    words = " ".join(rest[1:])
+    return m.Shell(uuid.uuid4().hex, node, words, folder, log, dict(environment))
+
+
+def main() -> int:
+    """Ask, and wait as long as the words run; their status."""
+    meeting = read_meeting(Path(os.environ[MEETING]))
+    if meeting is None:
+        print(f"megatron-ft: no supervisor in {os.environ[MEETING]}", file=sys.stderr)
+        return 1
+    order = order_of(sys.argv[1:], os.environ)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 1000
+        meeting.keys.protect_client(socket)
+        socket.connect(meeting.endpoint)
+        socket.send(m.encode(order))
+        answer = m.decode(socket.recv())
+    status: int = answer.status if isinstance(answer, m.Ended) else 1
+    return status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
