@@ -80,7 +80,7 @@ def _replace_methods(engine: Any, run: SnapshotRun) -> None:
     wrappers: dict[str, Function] = {
         step: run.around_step,
         "load_checkpoint": run.around_load,
-        "save_checkpoint": partial(saving.save_checkpoint, engine),
+        "save_checkpoint": run.around_save,
         "destroy": run.around_destroy,
     }
     if run.losses.on and not engine.pipeline_parallelism:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from deepspeed_ext import client_state, data_position, saving
@@ -107,6 +108,7 @@ class SnapshotRun:
         state = self._made_state()
         assert self._manager is not None
         self._manager.prepare(state)
+        self._manager.watch.follow(self._engine.module.parameters())
         self._log = SnapshotLog(self._engine, self._manager.stats)
         for optimizer in state.inner_optimizers():
             self._manager.register_fence(optimizer)
@@ -131,6 +133,11 @@ class SnapshotRun:
             self._manager.save(steps, self._state)
             self._log.end_step()
         return result
+
+    def around_save(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        """``save_checkpoint``: no iteration ends meanwhile, and no hang is seen in that."""
+        with nullcontext() if self._manager is None else self._manager.watch.pause():
+            return saving.save_checkpoint(self._engine, original, *args, **kwargs)
 
     def around_destroy(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """``destroy``: captures end before the engine's tensors do."""

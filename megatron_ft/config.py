@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.setting import AUTO, FOLDER, INTERVAL, NUMBER, SCHEME, WHOLE, Kind, Setting
+from megatron_ft.setting import FOLDER, NUMBER, SCHEME, TEXT, WHOLE, Kind, Setting
 
 SWITCH = "--inmem-snapshot"
 DRAIN_ONLY = (
@@ -21,6 +21,7 @@ DRAIN_ONLY = (
     "drain_bandwidth_mib",
     "drain_export_dir",
     "drain_stop_seconds",
+    "export_on_failure",
     "time_limit_seconds",
 )
 """Settings that do nothing without drain_dir."""
@@ -212,6 +213,48 @@ class SnapshotConfig:
     )
     fence_timeout_seconds: float = _seconds(
         30.0, "Longest wait before optimizer.step() for a running capture; then it is abandoned."
+    )
+    on_hang: str = _setting(
+        TEXT,
+        "restart",
+        "What follows when training makes no progress: a restart from memory, or only a report.",
+        allowed="restart or report",
+        accepts=lambda v: v in ("restart", "report"),
+        job=True,
+    )
+    hang_seconds: float = _setting(
+        NUMBER,
+        600.0,
+        "Training that makes no progress for at least so long, and for hang_factor times the "
+        "longest such time so far, hangs. 0: hangs are not looked for.",
+        allowed="seconds >= 0",
+        accepts=lambda v: v >= 0,
+        unit="seconds",
+        job=True,
+    )
+    hang_factor: float = _setting(
+        NUMBER,
+        5.0,
+        "See hang_seconds.",
+        allowed="a number >= 1",
+        accepts=lambda v: v >= 1,
+        job=True,
+    )
+    straggler_percent: float = _setting(
+        NUMBER,
+        5.0,
+        "A rank that is slower than its peers by this much over 50 iterations is named. 0: none.",
+        allowed="percent >= 0",
+        accepts=lambda v: v >= 0,
+        unit="percent",
+        job=True,
+    )
+    export_on_failure: Path | None = _setting(
+        FOLDER,
+        None,
+        "Folder in which a job that stops because its trainers cannot come back leaves the last "
+        "snapshot as a checkpoint of the framework's own.",
+        job=True,
     )
     register_timeout_seconds: float = _seconds(
         600.0,

@@ -61,6 +61,9 @@ FOLDER = Kind("a folder", _folder, ("string",))
 SCHEME = Kind("a redundancy scheme", lambda value: str(Scheme.parse(str(value))), ("string",))
 
 
+TEXT = Kind("text", str, "string")
+
+
 @dataclass(frozen=True)
 class Setting:
     """One setting: its meaning, its values, and whether the supervisor needs it.

@@ -27,12 +27,14 @@ from megatron_ft.launch.virtual import VirtualCluster
 from megatron_ft.launch.virtual_network import HOST
 from megatron_ft.testing.network import NodeNetwork
 from megatron_ft.testing.warm_python import WarmChild, WarmPython
+from megatron_ft.watch.timeout import HangSettings
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "plain_pytorch.py"
 DEEPSPEED_EXAMPLE = ROOT / "examples" / "deepspeed_gpt.py"
 TORCHRUN = "torch.distributed.run"
 POISONED = ROOT / "tests" / "poisoned_training.py"
+HANGING = ROOT / "tests" / "hanging_training.py"
 WAIT_SECONDS = 200.0
 
 Fault = Callable[["Job"], None]
@@ -71,7 +73,7 @@ class WarmCluster(VirtualCluster):
         log_path: Path,
         stdin: bytes | None = None,
     ) -> LocalProcess:
-        scripts = (EXAMPLE, DEEPSPEED_EXAMPLE, POISONED)
+        scripts = (EXAMPLE, DEEPSPEED_EXAMPLE, POISONED, HANGING)
         known = [[sys.executable, str(script)] for script in scripts]
         known.append([sys.executable, "-m", TORCHRUN])
         if self.warm is None or not any(list(argv[: len(k)]) == k for k in known):
@@ -112,6 +114,9 @@ class Job:
     scrub_percent: float = 1.0
     expected_mtbf_hours: float = 3.0
     domains: Mapping[str, str] = field(default_factory=dict)
+    on_hang: str = "restart"
+    hang: HangSettings = field(default_factory=HangSettings)
+    export_on_failure: Path | None = None
     root: Path | None = None
     networked: bool = False
     """Whether every node has a network of its own, to be cut."""
@@ -173,6 +178,9 @@ class Job:
             scrub_percent=self.scrub_percent,
             expected_mtbf_hours=self.expected_mtbf_hours,
             domains=self.domains,
+            on_hang=self.on_hang,
+            hang=self.hang,
+            export_on_failure=self.export_on_failure,
         )
 
     def run(self, *faults: tuple[int, Fault]) -> None:

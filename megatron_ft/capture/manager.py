@@ -32,6 +32,7 @@ from megatron_ft.environment import ProcessEnvironment
 from megatron_ft.identity import shard_id as make_shard_id
 from megatron_ft.shard_meta import pack_meta
 from megatron_ft.smp.client import TrainerClient
+from megatron_ft.watch.trainer import TrainerWatch
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class SnapshotManager:
         self.world_size = _from_env("WORLD_SIZE", 1) if world_size is None else world_size
         self.shard_id = shard_id or make_shard_id(dp=self.rank)
         self.stats = CaptureStats()
+        self.watch = TrainerWatch(None, self.rank) if client else _watch(self)
         self._client = client or _connect(self.rank)
         self._copier = copier
         self._replicated = replicated
@@ -133,7 +135,9 @@ class SnapshotManager:
         started = time.monotonic()
         self._offered.load(offer, self._as_state(into), self.config.replicated_split_bytes)
         self.stats.committed(offer.record.iteration, protected=False)
-        self._say_restored(offer, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        self.watch.restored(seconds)
+        self._say_restored(offer, seconds)
         return offer.record.iteration
 
     def prepare(self, state: State) -> None:
@@ -164,6 +168,7 @@ class SnapshotManager:
         captures.engine = CaptureEngine(
             path, self.shard_id, layout, copier, captures.on_sealed, captures.on_abandoned
         )
+        self.watch.training()
 
     def save(self, iteration: int, state: State) -> Ticket:
         """Say that ``iteration`` has ended, and capture it if the job permits; returns at once.
@@ -174,10 +179,8 @@ class SnapshotManager:
             self.prepare(state)
         captures = self._captures
         try:
-            captures.pace.end(time.monotonic(), self.stats.stall_seconds)
-            ticket = self._save(iteration, state)
-            captures.pace.begin(time.monotonic(), self.stats.stall_seconds, captures.under_way)
-            return ticket
+            self.watch.iteration_ended(iteration)
+            return self._save(iteration, state)
         except Exception as error:
             # Snapshots are a service to training and must never end it.
             self._warn("save", "save(%d) failed: %r; training goes on", iteration, error)
@@ -199,15 +202,17 @@ class SnapshotManager:
 
         The wait is at most ``fence_timeout_seconds``; then the capture is abandoned.
         """
-        self._fence.wait(self._captures.run)
+        self._before_step()
         yield
 
     def register_fence(self, optimizer: Hookable) -> Any:
         """Put the fence before each ``optimizer.step()``; returns the hook's handle."""
         handle = optimizer.register_step_pre_hook(
-            lambda _optimizer, _args, _kwargs: self._fence.wait(self._captures.run)
+            lambda _optimizer, _args, _kwargs: self._before_step()
         )
         self._hooks.append(handle)
+        groups = getattr(optimizer, "param_groups", ())
+        self.watch.follow(parameter for group in groups for parameter in group["params"])
         return handle
 
     def close(self) -> None:
@@ -215,6 +220,7 @@ class SnapshotManager:
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
+        self.watch.close()
         captures = self._captures
         engine, captures.engine = captures.engine, None
         try:
@@ -225,6 +231,10 @@ class SnapshotManager:
                     captures.judge(snapshot, "")
         finally:
             self._client.close()
+
+    def _before_step(self) -> None:
+        self.watch.step()
+        self._fence.wait(self._captures.run)
 
     def _save(self, iteration: int, state: State) -> Ticket:
         captures = self._captures
@@ -293,6 +303,11 @@ class SnapshotManager:
         if self.rank == 0:
             print(text, file=sys.stderr, flush=True)
         self._client.restored(record.snapshot, seconds, offer.source)
+
+
+def _watch(manager: SnapshotManager) -> TrainerWatch:
+    gradients = manager.config.straggler_percent > 0
+    return TrainerWatch.begin(ProcessEnvironment.from_env(), manager.rank, gradients)
 
 
 def _connect(rank: int) -> SnapshotClient:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from megatron_ft.capture.stats import CaptureStats
+from megatron_ft.watch.trainer import TrainerWatch
 
 
 class Manager(Protocol):
@@ -17,6 +18,10 @@ class Manager(Protocol):
     @property
     def offered_iteration(self) -> int:
         """Of the snapshot that this rank was offered, -1 if none."""
+
+    @property
+    def watch(self) -> TrainerWatch:
+        """Where training is, for those who look for hangs."""
 
     def offered_objects(self) -> dict[str, Any]:
         """What the offered snapshot holds beside tensors; {} if none was offered."""

@@ -45,6 +45,7 @@ from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.stop import EXIT_DRAINED, EXIT_INTERRUPTED, EXIT_NOT_DRAINED, Stop
 from megatron_ft.launch.supervisor import Supervisor
 from megatron_ft.launch.topology import read_domains
+from megatron_ft.watch.timeout import HangSettings
 
 EXIT_CODES: Mapping[int, str] = {
     10: "stopped: no snapshot in memory can be served and no checkpoint was found",
@@ -146,6 +147,7 @@ def _supervise(
         spec = spec_from(arguments, command, settings, place)
         _check_folder("--drain-dir", spec.drain_dir)
         _check_folder("--drain-export-dir", spec.drain_export_dir)
+        _check_folder("--export-on-failure", spec.export_on_failure)
     except MegatronFTError:
         # A job that was refused leaves nothing; a folder in use is not empty.
         with suppress(OSError):
@@ -220,8 +222,12 @@ def spec_from(
         time_limit_seconds=settings.time_limit_seconds or place.seconds_left,
         scrub_percent=settings.scrub_percent,
         quarantine_iterations=settings.quarantine_iterations,
-        overhead_percent=settings.overhead_percent,
-        expected_mtbf_hours=settings.expected_mtbf_hours,
+        on_hang=settings.on_hang,
+        hang=HangSettings(
+            settings.hang_seconds, settings.hang_factor, first=settings.register_timeout_seconds
+        ),
+        straggler_percent=settings.straggler_percent,
+        export_on_failure=settings.export_on_failure,
         domains=read_domains(source, place.launcher.nodes()) if source else {},
     )
 

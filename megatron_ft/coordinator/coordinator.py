@@ -26,6 +26,7 @@ from megatron_ft.errors import ControlPlaneError, StaleIncarnationError
 from megatron_ft.identity import SnapshotId
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.security import JobKeys
+from megatron_ft.watch.board import PulseBoard
 
 REQUEST_TIMEOUT_SECONDS = 30.0
 HOLDER = "drain"
@@ -56,6 +57,8 @@ class Coordinator:
         self.drain_failures = (0, "")
         self.restoring: SnapshotId | None = None
         self.progress: dict[str, int] = {}
+        self.pulses = PulseBoard()
+        self.watched: dict[str, Any] = {}
         self.skips = Skips()
         self.repairs = Repairs(self)
         self.scrub_percent = 0.0
@@ -141,6 +144,7 @@ class Coordinator:
         if isinstance(answer, m.LeaseAnswer):
             link.clock = max(link.clock, answer.clock)
             self.progress.update(answer.progress)
+            self.pulses.note(answer.node, answer.pulses)
             self._heard(answer)
         elif link.clock and answer.error == StaleIncarnationError.__name__:
             self._superseded = answer.reason

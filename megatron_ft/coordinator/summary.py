@@ -29,6 +29,7 @@ def summary(of: Coordinator) -> bytes:
             "damaged_shards": len(of.repairs.lost),
         },
         "iteration": max(of.progress.values(), default=-1),
+        "watch": of.watched,
         "committed": None
         if snapshot is None
         else {"snapshot": str(snapshot[0]), "iteration": snapshot[1], "level": snapshot[2]},

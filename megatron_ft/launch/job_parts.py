@@ -18,6 +18,7 @@ from megatron_ft.launch.pacing import Pacing
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.world_keeper import WorldKeeper
 from megatron_ft.smp.security import JobKeys
+from megatron_ft.watch.job import JobWatch
 
 if TYPE_CHECKING:
     from megatron_ft.launch.hosts import HostSource
@@ -54,4 +55,12 @@ class JobParts:
         )
         self.coordinator.listeners.append(self.pacing.hear)
         self.notes = JobNotes(state, self.coordinator)
+        self.watch = JobWatch(
+            self.coordinator,
+            spec.world_size,
+            spec.log_dir,
+            on_hang=spec.on_hang,
+            hang=spec.hang,
+            straggler_percent=spec.straggler_percent,
+        )
         self.reached = -1

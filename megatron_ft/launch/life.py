@@ -38,6 +38,7 @@ class Life:
         try:
             if job.spec.scheme.parity_members and not job.world.wanted:
                 job.world.start(plan.active)
+            job.watch.begin_life()
             job.trainers.start(
                 plan.active, plan.incarnation, {RESTORE: job.distrust.source(plan.decision)}
             )
@@ -83,10 +84,11 @@ class Life:
         trainers = asyncio.create_task(job.trainers.ended())
         silent = asyncio.create_task(job.coordinator.silent.wait())
         rewind = asyncio.create_task(job.coordinator.rewind_asked.wait())
+        hang = asyncio.create_task(job.watch.until_hang())
         try:
             while True:
                 smp = asyncio.create_task(job.members.smps.first_exit())
-                waits: set[asyncio.Task[Any]] = {trainers, silent, smp, rewind}
+                waits: set[asyncio.Task[Any]] = {trainers, silent, smp, rewind, hang}
                 waits |= set() if beginning.done() else {beginning}
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 dead = smp.result() if smp.done() else ""
@@ -95,6 +97,8 @@ class Life:
                     return self._trainers_ended(trainers.result())
                 if rewind.done():
                     return Failure(job.distrust.rewind(), asked=True)
+                if hang.done():
+                    return Failure(hang.result().signature)
                 if silent.done():
                     failure = self._silent()
                     if failure is not None:
@@ -106,7 +110,7 @@ class Life:
                 if reason:
                     return Failure(reason)
         finally:
-            for task in (trainers, silent, rewind, beginning):
+            for task in (trainers, silent, rewind, hang, beginning):
                 task.cancel()
 
     def _silent(self) -> Failure | None:
@@ -121,6 +125,7 @@ class Life:
         lost = job.coordinator.silent_nodes(list(job.coordinator.links))
         if not lost or job.members.without(lost):
             return None
+        job.watch.clock.detected(job.spec.timing.node_timeout)
         job.observers.tell("silent", f"no heartbeat from {', '.join(lost)}")
         return Failure(f"no heartbeat from {', '.join(lost)}")
 

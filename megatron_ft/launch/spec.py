@@ -11,6 +11,7 @@ from megatron_ft.coordinator.timing import Timing
 from megatron_ft.erasure.domains import Domains
 from megatron_ft.erasure.scheme import Scheme, largest_scheme
 from megatron_ft.errors import ConfigError, ProtectionError
+from megatron_ft.watch.timeout import HangSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,10 @@ class JobSpec:
     Snapshots whose interval is found by the job take at most ``overhead_percent`` of its time;
     ``expected_mtbf_hours`` are counted on between failures before some were seen.
     ``domains`` is the failure domain of each node; a node that is not named is one of its own.
+    Training that makes no progress for longer than ``hang`` says is restarted, or with
+    ``on_hang`` "report" only reported; a rank ``straggler_percent`` slower than its peers is
+    named (0: none is).  When trainers cannot come back, the last snapshot becomes a checkpoint
+    of the framework's own in ``export_on_failure`` (None: it does not).
     ConfigError for numbers that make no sense, ProtectionError for a scheme that needs
     more nodes than there are.
     """
@@ -65,6 +70,10 @@ class JobSpec:
     overhead_percent: float = 1.0
     expected_mtbf_hours: float = 3.0
     domains: Domains = field(default_factory=dict)
+    on_hang: str = "restart"
+    hang: HangSettings = field(default_factory=HangSettings)
+    straggler_percent: float = 5.0
+    export_on_failure: Path | None = None
 
     def __post_init__(self) -> None:
         for name, least in (

@@ -90,10 +90,12 @@ class Supervisor(JobParts):
             progress = max(self.coordinator.progress.values(), default=-1)
             self.reached = progress if progress >= 0 else self.reached
             self.coordinator.stop_snapshots()
+            self.watch.clock.failed()
             await self.trainers.kill_all()
             self.world.stop()
 
     async def _after(self, failure: Failure) -> None:
+        self.watch.clock.dead(failure.signature)
         if failure.asked:
             return
         self.pacing.failed()

@@ -11,6 +11,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from megatron_ft.capture.manager_protocol import Manager
@@ -49,6 +50,7 @@ def install(manager_factory: ManagerFactory = make_manager) -> None:
     wrap(training, "train", _with_end)
     wrap(training, "training_log", _with_loss)
     wrap(training, "checkpoint_and_decide_exit", _with_capture)
+    wrap(training, "evaluate_and_print_results", _with_pause)
 
 
 def _with_flags(original: Function) -> Function:
@@ -134,9 +136,19 @@ def _with_capture(original: Function) -> Function:
                 given["num_floating_point_operations_so_far"],
                 given["train_data_iterator"],
             )
-        return original(*args, **kwargs)
+        return _with_pause(original)(*args, **kwargs)
 
     return decide_exit
+
+
+def _with_pause(original: Function) -> Function:
+    """An evaluation or a checkpoint, in which no iteration ends."""
+
+    def between_iterations(*args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if _current is None else _current.pause():
+            return original(*args, **kwargs)
+
+    return between_iterations
 
 
 def _replace_current(run: SnapshotRun | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from megatron_ft.capture.manager_protocol import Manager
@@ -83,6 +83,8 @@ class SnapshotRun:
         else:
             _print_rank_0(f" no in-memory snapshot restored: at iteration {self._args.iteration}")
         self._manager.prepare(self._state)
+        chunks = model if isinstance(model, list) else [model]
+        self._manager.watch.follow(p for chunk in chunks for p in chunk.parameters())
         for part in optimizer_parts(optimizer):
             # The inner one: it steps last, and not at all in an fp16 iteration that is skipped.
             self._manager.register_fence(part.optimizer)
@@ -114,6 +116,10 @@ class SnapshotRun:
         self._state.at(iteration, operations, data_iterator)
         self._manager.save(iteration, self._state)
         self._log.end_iteration(iteration)
+
+    def pause(self) -> AbstractContextManager[None]:
+        """Around what takes long between iterations: an evaluation, a checkpoint."""
+        return self._manager.watch.pause()
 
     def close(self) -> None:
         """End captures and drop every reference to model and optimizer."""

@@ -32,6 +32,7 @@ FROM_COORDINATOR = (
     | m.Abort
     | m.Hold
     | m.Unhold
+    | m.StacksRequest
 )
 
 
@@ -110,6 +111,8 @@ class ControlServer:
             await self._release_prepared(request)
         elif isinstance(request, m.RestoreReady):
             host.restore = request
+        elif isinstance(request, m.StacksRequest):
+            return m.Stacks(host.machine.node, await host.watch.stacks(request.resume))
         elif isinstance(request, m.Retire):
             await host.retire(remove_arenas=request.remove_arenas)
         else:
@@ -136,6 +139,7 @@ class ControlServer:
             clock=time.monotonic(),
             pinned=host.machine.held_back(),
             rewind=host.rewind,
+            pulses=host.watch.reports(),
         )
 
     def _refuse_lease(self, request: m.Lease) -> m.Message:
@@ -169,6 +173,7 @@ class ControlServer:
         host.machine.admit(request.incarnation)
         host.readers.forget_all()
         host.store.forget_progress()
+        host.watch.sweep()
         reach("smp.admitted")
         return m.Inventory(
             node=host.machine.node,

@@ -29,6 +29,7 @@ from megatron_ft.smp.trainer_messages import (
     Sealed,
     Unfit,
 )
+from megatron_ft.smp.watch_messages import PulseReport
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
@@ -55,6 +56,7 @@ class LeaseAnswer(Message, frozen=True):
     ``clock`` is the node's monotonic clock, in seconds.
     ``pinned`` says that a Grant would be refused now, only because readers hold snapshots.
     ``rewind`` is what the user has asked for and whoever leads now has not acted on yet.
+    ``pulses`` maps shard ids to their trainers' signs of life.
     """
 
     node: str
@@ -65,6 +67,7 @@ class LeaseAnswer(Message, frozen=True):
     clock: float
     pinned: bool = False
     rewind: int | None = None
+    pulses: dict[str, PulseReport] = {}
 
 
 class Admit(Message, frozen=True):

@@ -31,6 +31,7 @@ from megatron_ft.smp.readers import Readers
 from megatron_ft.smp.state_file import NodeState
 from megatron_ft.smp.store import ArenaStore
 from megatron_ft.smp.writers import DRAIN, Writer, Writers
+from megatron_ft.watch.node import NodeWatch
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class NodeHost:
         self.machine = NodeMachine(environment.node)
         self.store = ArenaStore(environment.node_dir, job)
         self.writers = Writers(environment.node_dir, self._writer_died)
+        self.watch = NodeWatch(environment.node_dir, self.writers)
         self.readers = Readers(self.machine.reader_gone)
         self.state = NodeState.load(environment.node_dir)
         self.retired = asyncio.Event()
@@ -182,6 +184,7 @@ class NodeHost:
         self._identities.pop(f"{writer.role} {writer.who}", None)
         self.preparing.pop(writer.who, None)
         if writer.role == "trainer":
+            self.watch.forget(writer.pid)
             self.machine.trainer_gone(writer.who, writer.pid)
         elif writer.role != DRAIN:
             self.machine.encoder_gone(writer.who, writer.pid)

@@ -82,6 +82,7 @@ from megatron_ft.smp.trainer_messages import (
     Unfit,
     Welcome,
 )
+from megatron_ft.smp.watch_messages import PulseReport, Stacks, StacksRequest
 
 __all__ = [
     "Abandoned",
@@ -121,6 +122,7 @@ __all__ = [
     "Pin",
     "Prepare",
     "Prepared",
+    "PulseReport",
     "Rebuild",
     "RebuildOrder",
     "Rebuilt",
@@ -137,6 +139,8 @@ __all__ = [
     "Sealed",
     "SlotFreed",
     "SlotReport",
+    "Stacks",
+    "StacksRequest",
     "Status",
     "StatusRequest",
     "StripeOrder",
@@ -207,6 +211,8 @@ AnyMessage = (
     | Unpin
     | StatusRequest
     | Status
+    | StacksRequest
+    | Stacks
 )
 
 _ENCODER = msgspec.msgpack.Encoder()

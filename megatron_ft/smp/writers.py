@@ -12,6 +12,7 @@ import errno
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -130,6 +131,12 @@ class Writers:
             raise ControlPlaneError(
                 f"still alive {timeout:.0f} s after SIGKILL: {', '.join(left)}"
             ) from error
+
+    def signal(self, writer: Writer, number: int) -> None:
+        """Send a signal; one that has died gets none."""
+        if writer in self._pidfds:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfds[writer], number)
 
     def _watch(self, writer: Writer) -> None:
         pidfd = open_pidfd(writer.pid)

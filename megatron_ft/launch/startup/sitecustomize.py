@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 LOOP = "megatron.training.training"
+COMMUNICATORS = "torch.distributed.distributed_c10d"
 DEEPSPEED = "deepspeed"
 """Not its engine's module: what that needs of the package is complete only behind all of it."""
 
@@ -111,6 +112,16 @@ def install_in_engine() -> None:
     install()
 
 
+def time_communicators() -> None:
+    """torch.distributed was imported here: measure how long it takes to connect the ranks."""
+    from importlib.util import find_spec
+
+    if find_spec("megatron_ft") is not None:
+        from megatron_ft.watch.start_parts import time_communicators
+
+        time_communicators()
+
+
 def say_if_not_installed(error: ModuleNotFoundError, consequence: str) -> None:
     """Say what follows if it is this package that is missing; raise any other error again."""
     if (error.name or "").partition(".")[0] not in ("megatron_ft", "deepspeed_ext"):
@@ -126,4 +137,5 @@ if __name__ == "sitecustomize":  # not where its parts are imported
     if SUPERVISED in os.environ:
         AfterImport(LOOP, install_snapshots).install()
         AfterImport(DEEPSPEED, install_in_engine).install()
+        AfterImport(COMMUNICATORS, time_communicators).install()
     run_hidden(os.path.dirname(os.path.abspath(__file__)))

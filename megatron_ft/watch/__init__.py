@@ -1,0 +1,1 @@
+"""Watching training from outside: progress, hangs, stragglers, and the parts of a restart."""

@@ -1,0 +1,148 @@
+"""The SMP's part of the watch: it reads its trainers' pulses and has them write their stacks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from megatron_ft import private_files
+from megatron_ft.errors import UntrustedFileError
+from megatron_ft.smp.watch_messages import PulseReport
+from megatron_ft.smp.writers import Writer, Writers
+from megatron_ft.watch.pulse import DUMP_SIGNAL, Pulse, pulse_path, read_pulse, stacks_path
+
+MOST_STACK_BYTES = 64 << 10
+"""Of one rank's stacks; those of 100 frames in 100 threads would be some ten times as long."""
+
+_SETTLED_SECONDS = 0.2
+_LOOK_SECONDS = 0.05
+STACK_SECONDS = 3.0
+"""Longest wait for stacks: a process that sleeps in the kernel writes none."""
+
+
+class NodeWatch:
+    """Looks at the trainers among ``writers``, whose files are in ``folder``."""
+
+    def __init__(self, folder: Path, writers: Writers) -> None:
+        self._folder, self._writers = folder, writers
+
+    def reports(self) -> dict[str, PulseReport]:
+        """Shard id to what its trainer says of itself, of those that say anything."""
+        found = {}
+        for writer in self._trainers():
+            pulse = self._read(writer)
+            if pulse is not None:
+                found[writer.who] = _report(pulse, writer.pid, time.monotonic())
+        return found
+
+    async def stacks(self, resume: bool) -> dict[str, str]:
+        """Shard id to the stacks of its threads; empty text where none came."""
+        asked = {w.who: w for w in self._trainers() if self._dumps(w)}
+        for writer in asked.values():
+            with suppress(OSError, UntrustedFileError):
+                os.close(self._open(writer, os.O_WRONLY | os.O_TRUNC))
+                self._writers.signal(writer, DUMP_SIGNAL)
+                if resume:
+                    self._writers.signal(writer, signal.SIGCONT)
+        await self._settled(asked)
+        return {shard: self._written(writer) for shard, writer in asked.items()}
+
+    def forget(self, pid: int) -> None:
+        """Remove what a trainer that has ended left."""
+        for path in (pulse_path(self._folder, pid), stacks_path(self._folder, pid)):
+            with suppress(OSError):
+                path.unlink()
+
+    def sweep(self) -> None:
+        """Remove what trainers left whose end nobody has seen."""
+        for path in (*self._folder.glob("pulse-*"), *self._folder.glob("stacks-*")):
+            pid = path.name.partition("-")[2]
+            if not Path("/proc", pid).exists():
+                path.unlink(missing_ok=True)
+
+    def _trainers(self) -> list[Writer]:
+        return [writer for writer in self._writers.all() if writer.role == "trainer"]
+
+    def _read(self, writer: Writer) -> Pulse | None:
+        try:
+            return read_pulse(pulse_path(self._folder, writer.pid))
+        except UntrustedFileError:
+            return None
+
+    def _dumps(self, writer: Writer) -> bool:
+        """Whether it catches the signal, which would end it otherwise."""
+        pulse = self._read(writer)
+        return pulse is not None and pulse.dumps and _catches(writer.pid, DUMP_SIGNAL)
+
+    def _open(self, writer: Writer, flags: int) -> int:
+        return private_files.open_file(stacks_path(self._folder, writer.pid), flags)
+
+    async def _settled(self, asked: Mapping[str, Writer]) -> None:
+        """Until all have written and none has gone on for a moment."""
+        deadline = time.monotonic() + STACK_SECONDS
+        sizes: dict[str, int] = {}
+        since = time.monotonic()
+        while time.monotonic() < deadline:
+            now = {shard: len(self._written(writer)) for shard, writer in asked.items()}
+            if now != sizes:
+                sizes, since = now, time.monotonic()
+            elif all(now.values()) and time.monotonic() - since > _SETTLED_SECONDS:
+                return
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    def _written(self, writer: Writer) -> str:
+        try:
+            descriptor = self._open(writer, os.O_RDONLY)
+        except (OSError, UntrustedFileError):
+            return ""
+        try:
+            return os.pread(descriptor, MOST_STACK_BYTES, 0).decode(errors="replace")
+        finally:
+            os.close(descriptor)
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for a signal (proc(5), SigCgt)."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    caught = next((line for line in lines if line.startswith("SigCgt:")), "SigCgt: 0")
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
+def _state(pid: int) -> str:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "X"
+    return text[text.rindex(")") + 2]
+
+
+def _report(pulse: Pulse, pid: int, now: float) -> PulseReport:
+    return PulseReport(
+        rank=pulse.rank,
+        phase=pulse.phase,
+        iteration=pulse.iteration,
+        marks=pulse.marks,
+        done=pulse.done,
+        idle=max(0.0, now - pulse.marked) if pulse.marked else 0.0,
+        quiet=max(0.0, now - pulse.beat) if pulse.beat else 0.0,
+        typical=pulse.typical,
+        longest=pulse.longest,
+        window=pulse.window,
+        own=pulse.own,
+        spread=pulse.spread,
+        state=_state(pid),
+        age=max(0.0, now - pulse.started),
+        imports=pulse.imports,
+        communicators=pulse.communicators,
+        set_up=pulse.set_up,
+        restore=pulse.restore,
+        first_iteration=pulse.first_iteration,
+    )

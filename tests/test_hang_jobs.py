@@ -1,0 +1,61 @@
+"""Jobs in which a rank stops making progress: it is named, its stacks are kept, the job goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.watch.timeout import HangSettings
+from tests.jobs import HANGING, Job, Result, difference, oracle
+
+pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
+
+ITERATIONS = 40
+QUICK = HangSettings(floor=1.5, factor=5.0, first=60.0)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return oracle(tmp_path_factory.mktemp("oracle3"), 3, ITERATIONS)
+
+
+@pytest.fixture
+def new(made: list[Job], tmp_path: Path) -> Callable[..., Job]:
+    def make(*hangs: str, **settings: object) -> Job:
+        standard: dict[str, object] = {"nodes": 3, "protect": "xor:3", "hang": QUICK}
+        standard["iterations"] = ITERATIONS
+        standard |= {"script": HANGING, "environment": {"MEGATRON_FT_TEST_HANGS": " ".join(hangs)}}
+        job = Job(tmp_path, **{**standard, **settings})  # type: ignore[arg-type]
+        made.append(job)
+        return job
+
+    return make
+
+
+def stacks(event: object, rank: int) -> str:
+    return Path(event.fields["folder"], f"rank{rank}.txt").read_text()  # type: ignore[attr-defined]
+
+
+def test_each_kind_of_hang_is_named_kept_and_survived(
+    new: Callable[..., Job], three: Result
+) -> None:
+    job = new("1:loop:10:1", "2:c:18:0", "3:collective:26:1", "4:suspended:34:0")
+    job.run()
+    hangs = [event for event in job.events if event.kind == "hang"]
+    assert [event.fields["ranks"] for event in hangs] == [[1], [0], [1], [0]], job.story()
+    places = ["loop_for_ever", "block_in_c", "enter_alone", "be_suspended"]
+    for event, rank, place in zip(hangs, (1, 0, 1, 0), places, strict=True):
+        assert f"at {place} (" in event.text, event.text
+        assert f"in {place}\n" in stacks(event, rank)
+        assert "in train_one" in stacks(event, 1 - rank)
+    assert not difference(job.result(), three), job.story()
+    recovered = [event for event in job.events if event.kind == "recovered"]
+    assert len(recovered) == 4, job.story()
+    for event in recovered:
+        assert event.fields["detect"] >= QUICK.floor
+        parts = {k: v for k, v in event.fields.items() if k != "total"}
+        assert all(value >= 0 for value in parts.values()), parts
+        # Parts of the slowest rank each: together at least the whole.
+        assert sum(parts.values()) >= event.fields["total"] - 0.25, event.text
