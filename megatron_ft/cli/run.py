@@ -24,6 +24,7 @@ from pathlib import Path
 from megatron_ft import isal
 from megatron_ft.cli import agent_place, run_place
 from megatron_ft.cli.run_place import RunPlace
+from megatron_ft.cli.run_summary import RunSummary
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.coordinator.plan import Sizes
@@ -157,6 +158,7 @@ def _supervise(
         supervisor = Supervisor(spec, place.launcher, state)
         supervisor.hosts = place.hosts
         supervisor.observers.add(Printer())
+        supervisor.observers.add(end := RunSummary())
         if spec.domains:
             active = supervisor.members.active
             print(
@@ -164,6 +166,7 @@ def _supervise(
                 flush=True,
             )
         code = asyncio.run(_run(supervisor))
+        print("".join(f"{line}\n" for line in end.lines()), end="", flush=True)
         if code == 0:
             state.remove()
             place.clean()

@@ -18,6 +18,9 @@ STEP_TIMEOUT_SECONDS = 3600.0
 MODULES = {"load": "megatron_ft.disk.load", "export": "megatron_ft.export.drained"}
 """Which module does a step, where it is not disk/drain.py."""
 
+ENVIRONMENTS = {"export": {"CUDA_VISIBLE_DEVICES": ""}}
+"""A step that imports a framework must not take memory of the GPUs that train."""
+
 
 class Plan(Protocol):
     """The argument of a step's process."""
@@ -55,7 +58,8 @@ class DrainProcesses:
                 module = MODULES.get(step, "megatron_ft.disk.drain")
                 argv = [sys.executable, "-m", module, step, plan.to_json()]
                 log = self._log_of(node)
-                environment = {**base_environment(), INCARNATION: str(self._incarnation())}
+                environment = {**os.environ, **ENVIRONMENTS.get(step, {})}
+                environment[INCARNATION] = str(self._incarnation())
                 handles.append(self._launcher.start(node, argv, environment, log))
                 ends.append(asyncio.create_task(self._end(step, handles[-1])))
             done, pending = await asyncio.wait(

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
@@ -135,6 +136,12 @@ class Drains:
         durable = self._coordinator.durable
         return durable is not None and durable[0] >= snapshot
 
+    async def export_durable(self, node: str, directory: Path) -> None:
+        """Export what is on disk, on one node; a failure is told and counted."""
+        durable = self._coordinator.durable
+        if durable is not None and self._spec.drain_dir is not None:
+            await self._export(self._plan(*durable, "", directory.absolute()), node)
+
     async def abandon(self) -> None:
         """This life has ended: end the drain that runs.  Nothing waits for nodes or disks."""
         if self._task is not None:
@@ -182,17 +189,22 @@ class Drains:
 
     def _next(self) -> DrainPlan | None:
         """The newest committed snapshot, if it is due."""
-        committed, directory = self._coordinator.committed, self._spec.drain_dir
-        interval = self._spec.drain_interval
+        committed, interval = self._coordinator.committed, self._spec.drain_interval
         if committed is None or not is_due(self._last, committed[1], interval, self._urgent):
             return None
-        assert directory is not None
         self._urgent = False
         snapshot, self._last, level = committed
+        return self._plan(snapshot, self._last, level, self._spec.drain_export_dir)
+
+    def _plan(
+        self, snapshot: SnapshotId, iteration: int, level: str, export_dir: Path | None
+    ) -> DrainPlan:
+        directory = self._spec.drain_dir
+        assert directory is not None
         return DrainPlan(
             job=self._job,
             snapshot=snapshot,
-            iteration=self._last,
+            iteration=iteration,
             level=level,
             lineage=self._lineage,
             directory=directory.absolute(),
@@ -200,7 +212,7 @@ class Drains:
             keep=Keep(self._spec.drain_keep, self._spec.drain_keep_every),
             bandwidth_mib=self._cap,
             mount=self._mount,
-            export_dir=self._spec.drain_export_dir,
+            export_dir=export_dir,
         )
 
     async def _drain(self, plan: DrainPlan) -> None:
@@ -259,8 +271,8 @@ class Drains:
             await self._processes.run("export", {node: plan})
         except (MegatronFTError, OSError) as error:
             self.export_failures += 1
-            text = f"iteration {plan.iteration} is on disk but could not be exported, training "
-            self._tell("export_failed", f"{text}goes on: {error}", plan)
+            text = f"iteration {plan.iteration} is on disk but could not be exported, which "
+            self._tell("export_failed", f"{text}stops nothing: {error}", plan)
         else:
             seconds = time.monotonic() - started
             text = f"iteration {plan.iteration} is exported to {plan.export_dir} after"

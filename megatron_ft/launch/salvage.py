@@ -1,7 +1,8 @@
-"""Bringing memory to disk when a node is lost and nobody takes its place.
+"""Bringing memory to disk when the job is about to stop and no trainer will.
 
-What the lost node held is still in the parity of the others.  It is rebuilt on nodes that
-are left, beside their own shards, and everything is drained before the job stops.
+A lost node that nobody replaces has its shards still in the parity of the others.  They are
+rebuilt on nodes that are left, beside their own, and everything is drained before the job
+stops; then it is exported, for frameworks that know nothing of us.
 """
 
 from __future__ import annotations
@@ -28,21 +29,51 @@ def doubled_up(active: Sequence[str], left: Collection[str]) -> list[str]:
     return [substitutes.get(node, node) for node in active]
 
 
-async def salvage(parts: JobParts, choice: RestoreChoice, admitted: Admitted) -> None:
-    """The job is about to stop for want of a spare: drain what memory can serve before."""
+async def salvage_without_trainers(parts: JobParts) -> None:
+    """Trainers fail again and again: bring the last committed snapshot to disk without them.
+
+    No failure here is raised, so that the job ends with the reason for which it stops.
+    """
+    if parts.spec.drain_dir is None:
+        return
+    try:
+        admitted = await parts.members.admit_all()
+    except MegatronFTError as error:
+        parts.observers.tell("salvage_failed", f"memory could not be drained: {error}")
+    else:
+        await salvage(parts, RestoreChoice(parts), admitted, "trainers cannot come back")
+
+
+async def salvage(
+    parts: JobParts,
+    choice: RestoreChoice,
+    admitted: Admitted,
+    reason: str = "no spare is left",
+) -> None:
+    """The job is about to stop: drain what memory can serve before, and export what is on disk."""
+    await _drain(parts, choice, admitted, reason)
+    if parts.spec.export_on_failure is not None and admitted.inventories:
+        node = next(iter(admitted.inventories))
+        await parts.drains.export_durable(node, parts.spec.export_on_failure)
+
+
+async def _drain(parts: JobParts, choice: RestoreChoice, admitted: Admitted, reason: str) -> None:
     plan = _plan(parts, choice, admitted)
     if plan is None:
         return
     parts.state.update(incarnation=plan.incarnation, lineage=plan.lineage)
     parts.observers.tell(
         "salvaging",
-        f"no spare is left: draining before the job stops; {describe_restore(plan)[0]}",
+        f"{reason}: draining before the job stops; {describe_restore(plan)[0]}",
     )
     try:
         await carry_out(parts, plan, tuple(admitted.inventories))
         shards = parts.state.record.shards
-        parts.drains.begin(plan.places, shards, plan.lineage, plan.decision.iteration)
-        reason = "" if await parts.drains.last(SALVAGE_SECONDS) else "see above"
+        durable = parts.coordinator.durable
+        # What a drain had begun that ended with the trainers counts as not drained.
+        first = min(plan.decision.iteration, -1 if durable is None else durable[1])
+        parts.drains.begin(plan.places, shards, plan.lineage, first)
+        await parts.drains.last(SALVAGE_SECONDS)
     except MegatronFTError as error:
         reason = str(error)
     if reason:

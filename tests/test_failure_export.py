@@ -1,0 +1,68 @@
+"""A job whose trainers cannot come back leaves its last snapshot in the framework's own format."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.cli.run_summary import RunSummary
+from megatron_ft.coordinator.timing import Timing
+from megatron_ft.errors import RestartBudgetError
+from tests.deepspeed_jobs import Program, go_on_alone
+from tests.jobs import DEEPSPEED_EXAMPLE, Job
+
+pytestmark = [
+    pytest.mark.usefixtures("warm_trainers"),
+    pytest.mark.mpi,
+    pytest.mark.deepspeed,
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed"),
+]
+
+NEVER = 10_000
+
+
+def kill_at_every_start(job: Job) -> None:
+    job.at_event["trainers_started"] = kill_at_every_start
+    if job.kinds().count("trainers_started") > 1:
+        kill_a_trainer(job)
+
+
+def kill_a_trainer(job: Job) -> None:
+    os.kill(job.supervisor.trainers.pids()[1], signal.SIGKILL)
+
+
+def test_the_same_failure_thrice_leaves_deepspeeds_own_files(
+    made: list[Job], tmp_path: Path
+) -> None:
+    """No drain was due, so what is on disk came there when no trainer was left."""
+    program, exports = Program({"zero_optimization": {"stage": 1}}), tmp_path / "exports"
+    job = Job(
+        tmp_path,
+        nodes=2,
+        command=(sys.executable, str(DEEPSPEED_EXAMPLE), *program.flags(tmp_path, snapshots=True)),
+        environment=program.environment(tmp_path / "trace"),
+        drain_dir=tmp_path / "drains",
+        drain_interval=NEVER,
+        export_on_failure=exports,
+        at_event={"trainers_started": kill_at_every_start},
+        timing=Timing(lease=30.0, node_timeout=45.0),
+    )
+    made.append(job)
+    with pytest.raises(RestartBudgetError, match="rank 1 was killed by signal 9"):
+        job.run((6, kill_a_trainer))
+    (salvaging,) = (e.text for e in job.events if e.kind == "salvaging")
+    assert salvaging.startswith("trainers cannot come back"), job.story()
+    last = int((exports / "latest").read_text().removeprefix("global_step"))
+    committed = [e.fields["iteration"] for e in job.events if e.kind == "committed"]
+    assert last == max(committed), job.story()
+    summary = RunSummary()
+    for event in job.events:
+        summary(event)
+    assert any(str(exports) in line for line in summary.lines())
+    assert go_on_alone(program, tmp_path / "later", exports, steps=last + 1) == [last + 1]
