@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.setting import FOLDER, NUMBER, SCHEME, TEXT, WHOLE, Kind, Setting
+from megatron_ft.setting import FOLDER, NUMBER, SCHEME, WHOLE, WORD, Kind, Setting
 
 SWITCH = "--inmem-snapshot"
 DRAIN_ONLY = (
@@ -198,6 +198,14 @@ class SnapshotConfig:
         "time. 0: never mind.",
         0,
         "iterations",
+        job=True,
+    )
+    transport: str = _setting(
+        WORD,
+        "auto",
+        "How encoders reach each other. auto: MPI where one can be loaded, else TCP.",
+        allowed="auto, mpi or tcp",
+        accepts=lambda v: v in ("auto", "mpi", "tcp"),
         job=True,
     )
     lease_seconds: float = _seconds(

@@ -31,6 +31,10 @@ class MpiError(MissingEnvironmentError):
     """No MPI can be started here, or it gives fewer processes than the stripes need."""
 
 
+class NoMpiError(MpiError):
+    """No MPI can be loaded here, or only one that cannot start worlds on such nodes."""
+
+
 class UntrustedFileError(MegatronFTError):
     """Somebody else may have made or changed a file, folder or socket; nothing of it was used."""
 
@@ -93,6 +97,10 @@ class CheckpointSaveError(MegatronFTError):
 
 class ControlPlaneError(MegatronFTError):
     """A peer did not answer in time, or refused; the message names it."""
+
+
+class TransportError(ControlPlaneError):
+    """A rank of an encoder world is gone, or sent what was not awaited; the world is over."""
 
 
 class StaleIncarnationError(ControlPlaneError):

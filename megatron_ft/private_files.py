@@ -152,6 +152,13 @@ def read_file(path: Path, limit: int = 64 << 20) -> bytes:
     return raw
 
 
+def is_there(path: Path) -> bool:
+    """Whether a file has appeared that another machine may have made."""
+    # Not exists(): a network file system may remember for long that a name is not there, but
+    # asks its server when a folder is opened.
+    return path.parent.is_dir() and path.name in os.listdir(path.parent)
+
+
 def replace_file(path: Path, content: bytes, *, durable: bool = False) -> None:
     """Have a file of mode 0600 with this content, or the one from before: never a torn one.
 

@@ -1,4 +1,4 @@
-"""Encoders as real processes under mpirun, with this test as every node's SMP."""
+"""Encoders as real processes over MPI and over TCP, with this test as every node's SMP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import psutil
 import pytest
 import zmq
 from erasure_samples import META, SNAPSHOT
-from erasure_world import JOB, start_world
+from erasure_world import BOTH, JOB, World, join, start_world
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import required_bytes, seal
@@ -23,10 +23,7 @@ from megatron_ft.erasure.stripes import padded_bytes
 from megatron_ft.erasure.worker import EXIT_SMP_GONE, SmpConnection
 from megatron_ft.errors import ControlPlaneError
 from megatron_ft.identity import Ancestor
-from megatron_ft.launch.world import WorldProcess
 from megatron_ft.smp import messages as m
-
-pytestmark = pytest.mark.mpi
 
 TIMEOUT = 90.0
 WORLD = "w1"
@@ -147,18 +144,18 @@ class Smp:
 class Cluster:
     """Nodes with an SMP and an encoder each, and the world of the encoders."""
 
-    def __init__(self, root: Path, nodes: int) -> None:
-        self.root = root
+    def __init__(self, root: Path, nodes: int, transport: str) -> None:
+        self.root, self.transport = root, transport
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         folders = [root / f"n{n}" for n in range(nodes)]
         for folder in folders:
             folder.mkdir(mode=0o700, parents=True)
         self.smps = [Smp(self.context, folder) for folder in folders]
-        self.world: WorldProcess | None = None
+        self.world: World | None = None
 
     def start(self) -> None:
         environments = [smp.environment.variables() for smp in self.smps]
-        self.world = start_world(MODULE, environments, self.root)
+        self.world = start_world(self.transport, MODULE, environments, self.root)
         for rank, smp in enumerate(self.smps):
             smp.welcome(rank, len(self.smps))
 
@@ -181,18 +178,18 @@ class Cluster:
 
     def ended(self) -> int:
         assert self.world is not None
-        return self.world.join(TIMEOUT)
+        return join(self.world, TIMEOUT)
 
     def close(self) -> None:
         if self.world is not None:
             self.world.kill()
-            self.world.join(TIMEOUT)
+            join(self.world, TIMEOUT)
         self.context.destroy(linger=0)
 
 
 @pytest.fixture
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    made = Cluster(tmp_path_factory.mktemp("c"), 3)
+def cluster(tmp_path_factory: pytest.TempPathFactory, transport: str) -> Iterator[Cluster]:
+    made = Cluster(tmp_path_factory.mktemp("c"), 3, transport)
     yield made
     made.close()
 
@@ -210,6 +207,7 @@ def encode_all(cluster: Cluster, stripes: list[Stripe]) -> None:
         stripe.store(answer)
 
 
+@BOTH
 def test_a_world_encodes_verifies_and_rebuilds(cluster: Cluster) -> None:
     """The second stripe has two members on one node, as after a loss without a spare."""
     stripes = [
@@ -268,7 +266,7 @@ def require_data_read_only(cluster: Cluster, stripes: list[Stripe]) -> None:
 
 
 def require_idle(cluster: Cluster) -> None:
-    """A waiting encoder makes no MPI call, so it uses no processor and has low priority."""
+    """A waiting encoder only waits, so it uses no processor, and it has low priority."""
     encoders = [psutil.Process(smp.pid) for smp in cluster.smps]
     before = [sum(p.cpu_times()[:2]) for p in encoders]
     assert cluster.smps[0].socket.poll(1000) == 0
@@ -277,6 +275,7 @@ def require_idle(cluster: Cluster) -> None:
     assert all(p.nice() >= os.getpriority(os.PRIO_PROCESS, 0) + 10 for p in encoders)
 
 
+@BOTH
 def test_a_damaged_survivor_is_reported_and_ends_the_world(cluster: Cluster) -> None:
     stripe = Stripe(0, 2, 1, (0, 1, 2), cluster.root)
     cluster.start()
@@ -295,6 +294,7 @@ def test_a_damaged_survivor_is_reported_and_ends_the_world(cluster: Cluster) -> 
     assert not any(isinstance(r, m.Rebuilt) for r in reports)
 
 
+@BOTH
 def test_an_order_for_another_snapshot_is_refused(cluster: Cluster) -> None:
     stripe = Stripe(0, 2, 1, (0, 1, 2), cluster.root)
     cluster.start()
@@ -306,6 +306,7 @@ def test_an_order_for_another_snapshot_is_refused(cluster: Cluster) -> None:
     assert "ControlPlaneError" in failed.reason and "3.99" in failed.reason
 
 
+@BOTH
 def test_encoders_leave_when_an_smp_goes_away(cluster: Cluster) -> None:
     cluster.start()
     cluster.smps[1].socket.close()

@@ -225,12 +225,7 @@ def spec_from(
         time_limit_seconds=settings.time_limit_seconds or place.seconds_left,
         scrub_percent=settings.scrub_percent,
         quarantine_iterations=settings.quarantine_iterations,
-        on_hang=settings.on_hang,
-        hang=HangSettings(
-            settings.hang_seconds, settings.hang_factor, first=settings.register_timeout_seconds
-        ),
-        straggler_percent=settings.straggler_percent,
-        export_on_failure=settings.export_on_failure,
+        transport=settings.transport,
         domains=read_domains(source, place.launcher.nodes()) if source else {},
     )
 

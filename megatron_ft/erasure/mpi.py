@@ -50,7 +50,26 @@ class MpiTransport:
         """Wait until all these transfers are finished."""
         MPI.Request.Waitall([cast(MPI.Request, request) for request in pending])
 
+    def test(self, pending: Sequence[Pending]) -> bool:
+        """Whether all these transfers are finished."""
+        return all([cast(MPI.Request, request).Test() for request in pending])
 
-def abort(code: int) -> None:
-    """End all processes of the world at once, whatever they wait for."""
-    MPI.COMM_WORLD.Abort(code)
+
+class MpiWorld:
+    """The world that MPI has made when this module was imported."""
+
+    @property
+    def library(self) -> str:
+        """Whose MPI it is, and its version."""
+        return MPI.Get_library_version().split(",")[0].split("\n")[0].strip(" \0")
+
+    def transport(self) -> MpiTransport:
+        """A view of the world with a counter of its own."""
+        return MpiTransport()
+
+    def abort(self, code: int) -> None:
+        """End all processes of the world at once, whatever they wait for."""
+        MPI.COMM_WORLD.Abort(code)
+
+    def leave(self) -> None:
+        """Nothing: MPI ends by itself when the interpreter does, and waits for the others."""

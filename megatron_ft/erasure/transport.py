@@ -3,8 +3,8 @@
 Every member walks through one global sequence of messages and has at most two peers
 in flight; all peers at once would collide at the receivers.  Waits are always for the
 oldest exchange, so whoever is waited for can always go on, and no cycle can form.
-Waiting has no deadline of its own: MPI cannot give up on one message.  A world that
-hangs is ended from outside by the SMP, which loses nothing.
+Waiting has no deadline of its own: MPI cannot give up on one message, and a slow peer is no
+error over TCP either.  A world that hangs is ended from outside by the SMP, which loses nothing.
 """
 
 from __future__ import annotations
@@ -58,6 +58,10 @@ class Transport(Protocol):
 
     def waitall(self, pending: Sequence[Pending]) -> None:
         """Wait until all these transfers are finished."""
+        ...
+
+    def test(self, pending: Sequence[Pending]) -> bool:
+        """Whether all these transfers are finished; does not wait."""
         ...
 
 

@@ -1,8 +1,8 @@
-"""The encoder process: ``python -m megatron_ft.erasure.worker --world ID`` under an MPI launcher.
+"""The encoder process: ``python -m megatron_ft.erasure.worker --world ID``, a rank of a world.
 
-One encoder per node, a rank of a disposable MPI world.  It takes orders from its own
-node's SMP over the Unix socket; MPI only moves bytes, and idles without a call.  Any
-failure, of MPI or of ours, ends the whole world: members in other processes may be
+One encoder per node, in a disposable world over MPI or TCP.  It takes orders from its own
+node's SMP over the Unix socket; the transport only moves bytes, and idles without a call.  Any
+failure, of the transport or of ours, ends the whole world: members in other processes may be
 waiting for us, and starting a new world costs less than repairing one.
 """
 
@@ -14,7 +14,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from types import TracebackType
 from typing import Any
 from uuid import UUID
@@ -26,6 +25,7 @@ from megatron_ft.environment import ProcessEnvironment
 from megatron_ft.erasure.checks import CorruptMemberError
 from megatron_ft.erasure.orders import Order, OrderRunner
 from megatron_ft.erasure.transport import Transport
+from megatron_ft.erasure.world import join_world
 from megatron_ft.errors import ControlPlaneError
 from megatron_ft.priority import lower_priority
 from megatron_ft.smp import local_socket
@@ -54,7 +54,8 @@ EXIT_SMP_GONE = 3
 class SmpConnection:
     """The encoder's end of the SMP's Unix socket; ``on_lost`` is called when the SMP goes away.
 
-    ``on_lost`` comes from a thread of its own, so that it is called even while MPI blocks.
+    ``on_lost`` comes from a thread of its own, so that it is called even while the transport
+    blocks.
     """
 
     def __init__(self, environment: ProcessEnvironment, on_lost: Callable[[], None]) -> None:
@@ -140,19 +141,19 @@ def _carry_out(runner: OrderRunner, order: Order, smp: SmpConnection) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until something breaks; then MPI ends every rank of the world."""
+    """Serve until something breaks; then every rank of the world ends."""
     parser = argparse.ArgumentParser(prog="python -m megatron_ft.erasure.worker")
     parser.add_argument("--world", required=True, help="name of this encoder world")
     options = parser.parse_args(arguments)
     environment = ProcessEnvironment.from_env()
     lower_priority()
-    mpi = import_module("megatron_ft.erasure.mpi")  # starts MPI, so not before the checks
+    world = join_world()
     try:
-        serve(environment, options.world, mpi.MpiTransport)
+        serve(environment, options.world, world.transport)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        mpi.abort(EXIT_FAILED)
+        world.abort(EXIT_FAILED)
     return EXIT_FAILED
 
 

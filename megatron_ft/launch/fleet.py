@@ -28,7 +28,8 @@ from megatron_ft.launch.launcher import (
 from megatron_ft.launch.outer_launcher import base_environment
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.startup import before_script
-from megatron_ft.launch.trainer_env import free_port, node_environment, trainer_environment
+from megatron_ft.launch.trainer_env import free_port, trainer_environment
+from megatron_ft.launch.world_starter import WorldStarter
 from megatron_ft.smp.__main__ import Ready
 from megatron_ft.smp.daemon import Credentials
 
@@ -120,7 +121,7 @@ class SmpFleet:
         """
         log = self._spec.log_dir / f"smp-{node}.log"
         for _ in range(int(SMP_START_SECONDS / 0.05)):
-            if _shown(ready):
+            if private_files.is_there(ready):
                 return msgspec.json.decode(private_files.read_file(ready), type=Ready).endpoint
             if not handle.alive():
                 if not self._launcher.reachable(node):
@@ -140,17 +141,12 @@ def smp_command(address: str, ready: Path) -> list[str]:
     return [*command, "--address", address, "--ready", str(ready)]
 
 
-def _shown(file: Path) -> bool:
-    # Not exists(): a network file system may remember for long that a name is not there, but
-    # asks its server when a folder is opened.
-    return file.parent.is_dir() and file.name in os.listdir(file.parent)
-
-
 class EncoderWorld:
-    """The disposable MPI world: started over the active nodes, again whenever it breaks."""
+    """The disposable world: started over the active nodes, again whenever it breaks."""
 
     def __init__(self, launcher: Launcher, spec: JobSpec) -> None:
-        self._launcher, self._spec = launcher, spec
+        self._spec = spec
+        self.starter = WorldStarter(launcher, spec.transport)
         self._handle: ProcessHandle | None = None
         self.name = ""
 
@@ -161,7 +157,7 @@ class EncoderWorld:
         argv = [sys.executable, "-m", "megatron_ft.erasure.worker", "--world", self.name]
         environment = {**base_environment(), INCARNATION: str(incarnation), "OMP_NUM_THREADS": "1"}
         placements = [Placement(node, argv, environment) for node in nodes]
-        self._handle = self._launcher.start_world(placements, self._spec.log_dir / "encoders.log")
+        self._handle = self.starter.start(placements, self._spec.log_dir / "encoders.log")
         return self.name
 
     async def ended(self) -> int:

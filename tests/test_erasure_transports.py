@@ -1,0 +1,18 @@
+"""Every scheme, every loss and every awkward length over real MPI, and over TCP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from erasure_world import BOTH, TESTS, run_world
+
+TIMEOUT = 180.0
+RANKS = 5
+
+
+@BOTH
+def test_every_loss_of_every_stripe(transport: str, tmp_path: Path) -> None:
+    program = str(TESTS / "erasure_transport_cases.py")
+    status, output = run_world(transport, [program], RANKS, tmp_path, TIMEOUT)
+    assert status == 0, output
+    assert "losses rebuilt" in output
