@@ -83,6 +83,8 @@ CASES: list[tuple[Facts, str, str, str, str]] = [
      "orted died", "n2"),
     (facts(world=world(error="too many", joined={}, broken=())), "mpi", "refused",
      "worlds of two nodes work", ""),
+    (facts(world=world(tcp=True, no_mpi="no libmpi.so")), "mpi", "warning",
+     "because no MPI can be loaded: no libmpi.so", ""),
     (facts(clocks={**facts().clocks, "n2": Clock(4.0, 4.5)}), "clocks", "warning", "4.0 s", "n2"),
     (facts(clocks={**facts().clocks, "n2": Clock(-9.0, -8.5)}), "clocks", "warning", "8.5 s", "n2"),
     (facts(wishes=wishes(drain_dir="")), "drain folder", "warning", "no --drain-dir", ""),
@@ -235,3 +237,9 @@ def test_long_lines_are_folded_below_their_text() -> None:
     assert all(len(line) <= 100 for line in lines)
     assert all(line.startswith(" " * 23) for line in lines[1:])
     assert set(EXIT_CODES) == {0, 1, 3}
+
+
+def test_tcp_that_was_asked_for_is_ok() -> None:
+    findings = judge(facts(world=world(tcp=True)))
+    assert worst(findings) is Verdict.OK, render(findings)
+    assert any("as --transport says" in f.text for f in findings if f.check == "mpi")

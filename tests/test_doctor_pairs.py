@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from erasure_world import BOTH
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ft.doctor.facts import WorldFacts
 from megatron_ft.doctor.pairs import (
     SLOW_NODE,
     Pair,
@@ -25,7 +28,9 @@ from megatron_ft.doctor.pairs import (
     second_round,
 )
 from megatron_ft.doctor.worlds import Worlds
+from megatron_ft.erasure.world import MPI, TCP
 from megatron_ft.launch.launcher import Placement
+from megatron_ft.launch.process import LocalProcess
 from megatron_ft.launch.virtual import VirtualCluster
 from megatron_ft.launch.world import WorldProcess
 
@@ -129,37 +134,62 @@ class OneRankFails(VirtualCluster):
         changed = [p._replace(argv=["false"]) if p.node == last else p for p in placements]
         return super().start_world(changed, log_path)
 
+    def start(
+        self,
+        node: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log_path: Path,
+        stdin: bytes | None = None,
+    ) -> LocalProcess:
+        argv = ["false"] if node == self.nodes()[-1] else argv
+        return super().start(node, argv, env, log_path, stdin)
 
-@pytest.mark.mpi
-def test_a_real_world_measures_every_pair(tmp_path: Path) -> None:
-    cluster = VirtualCluster(f"doctor-{uuid.uuid4().hex[:8]}", NODES[:4])
+
+def examined(
+    folder: Path, count: int, transport: str, kind: type[VirtualCluster] = VirtualCluster
+) -> WorldFacts:
+    cluster = kind(f"doctor-{uuid.uuid4().hex[:8]}", NODES[:count])
+    worlds = Worlds(cluster, folder, ".none", transport)
     try:
-        found = asyncio.run(Worlds(cluster, tmp_path, ".none").examine(NODES[:4], True))
+        return asyncio.run(worlds.examine(NODES[:count], True))
     finally:
         cluster.destroy()
+
+
+@BOTH
+def test_a_real_world_measures_every_pair(transport: str, tmp_path: Path) -> None:
+    found = examined(tmp_path, 4, transport)
     assert not found.error and set(found.joined) == set(NODES[:4])
     assert set(found.rates) == set(all_pairs(NODES[:4])) and all(found.rates.values())
-    assert "MPI" in found.launcher
-    assert all("MPI" in rank.library for rank in found.joined.values())
+    assert found.tcp == (transport == TCP) and not found.no_mpi
+    assert ("MPI" in found.launcher) == (transport == MPI)
+    name = "MPI" if transport == MPI else "TCP with CURVE"
+    assert all(name in rank.library for rank in found.joined.values())
 
 
-@pytest.mark.mpi
-def test_a_node_whose_rank_does_not_come_up_is_named(tmp_path: Path) -> None:
-    cluster = OneRankFails(f"doctor-{uuid.uuid4().hex[:8]}", NODES[:3])
-    try:
-        found = asyncio.run(Worlds(cluster, tmp_path, ".none").examine(NODES[:3], True))
-    finally:
-        cluster.destroy()
+@BOTH
+def test_a_node_whose_rank_does_not_come_up_is_named(transport: str, tmp_path: Path) -> None:
+    found = examined(tmp_path, 3, transport, OneRankFails)
     assert found.error and found.broken == ("n02",)
 
 
-def test_without_mpi_every_node_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def without_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text("raise ImportError('libmpi.so not found')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    cluster = VirtualCluster(f"doctor-{uuid.uuid4().hex[:8]}", NODES[:2])
-    try:
-        found = asyncio.run(Worlds(cluster, tmp_path, ".none").examine(NODES[:2], True))
-    finally:
-        cluster.destroy()
+    path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+
+
+@pytest.mark.usefixtures("without_mpi")
+def test_without_mpi_tcp_is_used_and_said(tmp_path: Path) -> None:
+    found = examined(tmp_path, 2, "auto")
+    assert not found.error and found.tcp and "libmpi.so not found" in found.no_mpi
+    assert all(found.rates.values()) and set(found.joined) == {"n00", "n01"}
+
+
+@pytest.mark.usefixtures("without_mpi")
+def test_without_the_mpi_that_was_asked_for_every_node_is_named(tmp_path: Path) -> None:
+    found = examined(tmp_path, 2, MPI)
     assert "libmpi.so not found" in found.error and found.broken == ("n00", "n01")

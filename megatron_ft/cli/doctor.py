@@ -135,6 +135,7 @@ def wishes_of(
         shard_bytes=shard.size,
         shard_source=shard.source,
         drain_dir=str(settings.drain_dir or ""),
+        transport=settings.transport,
         megatron=read_command(command).enabled,
         deepspeed=section is not None and section.enabled,
         command_python=not command or python_of(command) is not None,

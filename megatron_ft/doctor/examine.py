@@ -74,7 +74,7 @@ class Examination:
     async def _world(self, facts: Facts) -> WorldFacts | None:
         if not self._wishes.scheme.parity_members or not facts.answered:
             return None
-        worlds = Worlds(self._launcher, self._folder, self._request.token)
+        worlds = Worlds(self._launcher, self._folder, self._request.token, self._wishes.transport)
         return await worlds.examine(list(facts.answered), facts.one_machine)
 
     async def _probe(self, node: str) -> tuple[NodeFacts | str, Clock | None]:

@@ -108,7 +108,7 @@ class TrainerFacts(msgspec.Struct, frozen=True):
 
 
 class WorldRank(msgspec.Struct, frozen=True):
-    """What one rank of the MPI world says when it has joined."""
+    """What one rank of the world says when it has joined."""
 
     library: str
     fabric: str
@@ -117,10 +117,11 @@ class WorldRank(msgspec.Struct, frozen=True):
 
 
 class WorldFacts(msgspec.Struct, frozen=True):
-    """MPI over all nodes: who joined, and bytes a second by pair of nodes, 0 for no answer.
+    """The world over all nodes: who joined, and bytes a second by pair of nodes, 0 for no answer.
 
     ``launcher`` is which mpirun was used, if known.  ``broken`` are nodes without which worlds
-    start; ``error`` says why there is no world at all.
+    start; ``error`` says why there is no world at all.  ``tcp``: it is over TCP, not MPI, and
+    ``no_mpi`` says why no MPI can be loaded, if nobody asked for TCP.
     """
 
     joined: dict[str, WorldRank] = {}
@@ -128,6 +129,8 @@ class WorldFacts(msgspec.Struct, frozen=True):
     launcher: str = ""
     broken: tuple[str, ...] = ()
     error: str = ""
+    tcp: bool = False
+    no_mpi: str = ""
 
 
 class Clock(msgspec.Struct, frozen=True):
@@ -154,6 +157,7 @@ class Wishes(msgspec.Struct, frozen=True):
     shard_bytes: int | None = None
     shard_source: str = ""
     drain_dir: str = ""
+    transport: str = "auto"
     megatron: bool = False
     deepspeed: bool = False
     command_python: bool = True

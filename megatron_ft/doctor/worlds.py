@@ -1,4 +1,4 @@
-"""MPI over all nodes: one world that measures every pair, smaller ones if that does not start."""
+"""A world over all nodes that measures every pair; smaller ones if that does not start."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 import msgspec
 
 from megatron_ft.doctor.answer import answers, last_words
-from megatron_ft.doctor.facts import WorldFacts
-from megatron_ft.doctor.pair_world import Joined, Measured, WorldRequest
+from megatron_ft.doctor.facts import WorldFacts, WorldRank
+from megatron_ft.doctor.pair_meter import Measured, WorldRequest
+from megatron_ft.doctor.pair_world import Joined
 from megatron_ft.doctor.pairs import (
     Pair,
     all_pairs,
@@ -25,7 +26,7 @@ from megatron_ft.doctor.pairs import (
 )
 from megatron_ft.errors import MegatronFTError
 from megatron_ft.launch.launcher import Launcher, Placement
-from megatron_ft.launch.outer_launcher import base_environment
+from megatron_ft.launch.world_starter import AUTO, WorldStarter
 
 START_SECONDS = 60.0
 
@@ -33,10 +34,14 @@ Said = Joined | Measured
 
 
 class Worlds:
-    """Starts worlds of ``pair_world`` over nodes of ``launcher``; logs go to ``folder``."""
+    """Starts worlds of ``pair_world`` over nodes of ``launcher``; logs go to ``folder``.
 
-    def __init__(self, launcher: Launcher, folder: Path, token: str) -> None:
+    ``transport`` is the one that the user wants, as for WorldStarter.
+    """
+
+    def __init__(self, launcher: Launcher, folder: Path, token: str, transport: str = AUTO) -> None:
         self._launcher, self._folder, self._token = launcher, folder, token
+        self._starter = WorldStarter(launcher, transport)
         self._count = 0
 
     async def examine(self, nodes: Sequence[str], one_machine: bool) -> WorldFacts:
@@ -54,7 +59,7 @@ class Worlds:
         if rounds:
             said, _ = await self._world(nodes, WorldRequest(self._token, rounds))
             rates = merged(rates, rates_of(nodes, said), verdict.suspects)
-        return WorldFacts(joined, rates, self._launcher_name())
+        return self._facts(joined, rates)
 
     async def _find_broken(self, nodes: Sequence[str], error: str) -> WorldFacts:
         groups = first_groups(nodes)
@@ -62,7 +67,17 @@ class Worlds:
         first = {g: len(g) < len(nodes) and await self._starts(g) for g in groups}
         mixed = [(group, await self._starts(group)) for group in mixed_groups(first)]
         broken = never_well([*first.items(), *mixed])
-        return WorldFacts({}, {}, self._launcher_name(), broken, error or "ranks did not join")
+        return self._facts({}, {}, broken, error or "ranks did not join")
+
+    def _facts(
+        self,
+        joined: dict[str, WorldRank],
+        rates: dict[Pair, float],
+        broken: tuple[str, ...] = (),
+        error: str = "",
+    ) -> WorldFacts:
+        tcp, no_mpi = self._starter.over_tcp, self._starter.no_mpi
+        return WorldFacts(joined, rates, self._launcher_name(), broken, error, tcp, no_mpi)
 
     async def _starts(self, nodes: Sequence[str]) -> bool:
         said, _ = await self._world(nodes, WorldRequest(self._token, exchanges=1))
@@ -80,7 +95,7 @@ class Worlds:
         limit = START_SECONDS + max(len(nodes), len(request.rounds)) * request.pair_seconds
         try:
             placements = [Placement(node, argv, environment) for node in nodes]
-            world = await asyncio.to_thread(self._launcher.start_world, placements, log)
+            world = await asyncio.to_thread(self._starter.start, placements, log)
         except MegatronFTError as error:
             return [], str(error)
         error_text = ""
@@ -97,7 +112,7 @@ class Worlds:
     def _launcher_name(self) -> str:
         """Which mpirun; launchers that can tell have a method ``mpi``."""
         found = getattr(self._launcher, "mpi", None)
-        if found is None:
+        if found is None or self._starter.over_tcp:
             return ""
         try:
             mpi = found()

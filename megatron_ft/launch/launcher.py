@@ -134,7 +134,7 @@ class Launcher(Protocol):
     def check_world(self, ranks: int) -> None:
         """Prove that an MPI world of ``ranks`` processes can be started; takes a second or two.
 
-        Raises MpiError, which says what is missing.
+        Raises MpiError, which says what is missing; NoMpiError where there is no MPI at all.
         """
 
     def start_world(self, placements: Sequence[Placement], log_path: Path) -> ProcessHandle:
@@ -143,5 +143,5 @@ class Launcher(Protocol):
         The handle is of the MPI launcher.  When a rank dies, or its node, MPI ends the
         others and ``wait`` returns a status other than 0; when ``wait`` has returned, no
         rank is left.  Variables that differ between placements can be read by other users
-        of the machine.  Raises NodeUnreachable, or MpiError when there is no MPI.
+        of the machine.  Raises NodeUnreachable, or NoMpiError.
         """

@@ -69,7 +69,6 @@ class TcpWorldProcess:
                 made._ranks.append(launcher.start(node, argv, {**env, **marks}, log, stdin))
         except MegatronFTError:
             made.kill()
-            made._clear()
             raise
         threading.Thread(target=made._introduce, name=f"world {world}", daemon=True).start()
         return made
@@ -101,7 +100,7 @@ class TcpWorldProcess:
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 if any(wait.result() != 0 for wait in done):
-                    self.kill()
+                    self._end()
         finally:
             for wait in pending:
                 wait.cancel()
@@ -109,7 +108,11 @@ class TcpWorldProcess:
         return world_status([wait.result() for wait in waits])
 
     def kill(self) -> None:
-        """SIGKILL to all ranks."""
+        """SIGKILL to all ranks, and their files are removed, also for callers that do not wait."""
+        self._end()
+        self._clear()
+
+    def _end(self) -> None:
         self._over.set()
         for rank in self._ranks:
             rank.kill()
@@ -128,7 +131,7 @@ class TcpWorldProcess:
             if time.monotonic() > deadline:
                 missing = [t.rank for t in self._tickets if t.rank not in endpoints]
                 self._note(f"ranks {missing} do not listen after {START_SECONDS:.0f} s: it ends")
-                self.kill()
+                self._end()
                 return
         ordered = [endpoints[rank] for rank in range(len(endpoints))]
         send_table(self._tickets[0].keys(), ordered, LINGER_SECONDS)
@@ -154,11 +157,10 @@ class TcpWorldProcess:
 def world_status(statuses: Sequence[int]) -> int:
     """One exit status for a world, from its ranks': of the one that broke it.  Pure.
 
-    Others end because one is gone, or are killed then.
+    Others end because one is gone, or are killed by us then; a first one may be killed, too.
     """
-    broken = [status for status in statuses if status]
-    causes = [status for status in broken if status not in (EXIT_PEER_GONE, -signal.SIGKILL)]
-    return (causes or broken or [0])[0]
+    consequences = {0: 3, EXIT_PEER_GONE: 2, -signal.SIGKILL: 1}
+    return min(statuses, key=lambda status: consequences.get(status, 0), default=0)
 
 
 def _private(path: str, flags: int) -> int:

@@ -31,6 +31,8 @@ def descriptors(facts: Facts) -> list[Finding]:
 def locked_memory(facts: Facts) -> list[Finding]:
     """MPI over InfiniBand registers its buffers, which counts as locked memory."""
     joined = facts.world.joined.values() if facts.world else ()
+    if facts.world and facts.world.tcp:
+        return [Finding("locked memory", Verdict.OK, "encoders use TCP, which locks none")]
     if joined and all("tcp" in rank.fabric for rank in joined):
         return [Finding("locked memory", Verdict.OK, "MPI is told to use TCP, which locks none")]
     need = facts.wishes.shard_bytes or 1 << 30

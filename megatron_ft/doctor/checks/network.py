@@ -1,4 +1,4 @@
-"""MPI between every pair of nodes: does it work, at which rate, who is slow."""
+"""The transport between every pair of nodes: does it work, at which rate, who is slow."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from megatron_ft.doctor.facts import Facts, WorldFacts
 from megatron_ft.doctor.finding import Finding, Verdict
 from megatron_ft.doctor.pairs import judge_pairs
 
-_INSTALL = "without MPI snapshots stay on their node: install mpi4py for your cluster's MPI"
+_INSTALL = "snapshots would stay on their node: see what is said, and the network between nodes"
+_SLOWER = "encrypted and slower: install mpi4py for your cluster's MPI, or say --transport tcp"
 
 
 def world(facts: Facts) -> list[Finding]:
-    """The MPI world over all nodes."""
+    """The world over all nodes."""
     found = facts.world
     if found is None:
         return []
@@ -22,6 +23,8 @@ def world(facts: Facts) -> list[Finding]:
     text = " and ".join(libraries)
     text += f", started by {found.launcher}" if found.launcher else ""
     text += f"; {rank.fabric}" if rank.fabric else "; its settings name no fabric"
+    if found.tcp:
+        return [_over_tcp(found, " and ".join(libraries)), *pairs(facts)]
     if len(libraries) > 1:
         advice = "take one MPI on all nodes"
         return [Finding("mpi", Verdict.WARNING, text, advice), *pairs(facts)]
@@ -36,7 +39,7 @@ def pairs(facts: Facts) -> list[Finding]:
         return []
     verdict = judge_pairs(nodes, facts.world.rates, facts.one_machine)
     typical = rate_text(verdict.typical)
-    findings = [_refused("gives no answer over MPI, to nobody", (node,)) for node in verdict.broken]
+    findings = [_refused("gives no answer, to nobody", (node,)) for node in verdict.broken]
     findings += [_refused("no answer between them", pair) for pair in verdict.broken_links]
     findings += [
         _slow(f"{share:.0%} of the typical rate of {typical}, with every partner", (node,))
@@ -53,13 +56,21 @@ def pairs(facts: Facts) -> list[Finding]:
     return [Finding("pairs", Verdict.OK, text)]
 
 
+def _over_tcp(found: WorldFacts, libraries: str) -> Finding:
+    if found.no_mpi:
+        text = f"encoders use {libraries}, because no MPI can be loaded: {found.no_mpi}"
+        return Finding("mpi", Verdict.WARNING, text, _SLOWER)
+    return Finding("mpi", Verdict.OK, f"encoders use {libraries}, as --transport says")
+
+
 def _no_world(facts: Facts, found: WorldFacts) -> list[Finding]:
+    kind = "TCP" if found.tcp else "MPI"
     if not found.broken:
         text = f"worlds of two nodes work, one of all does not: {found.error}"
-        return [Finding("mpi", Verdict.REFUSED, text, "see what MPI says")]
-    text = f"no MPI world with it: {found.error}"
+        return [Finding("mpi", Verdict.REFUSED, text, f"see what {kind} says")]
+    text = f"no {kind} world with it: {found.error}"
     if len(found.broken) == len(facts.answered):
-        return [Finding("mpi", Verdict.REFUSED, f"no MPI world: {found.error}", _INSTALL)]
+        return [Finding("mpi", Verdict.REFUSED, f"no {kind} world: {found.error}", _INSTALL)]
     return [Finding("mpi", Verdict.REFUSED, text, _INSTALL, found.broken)]
 
 
