@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +29,33 @@ def stored_view(region: torch.Tensor, entry: LayoutEntry) -> torch.Tensor:
     return typed if entry.is_split else typed.view(entry.shape)
 
 
+Items = tuple[list[CopyItem], list[CopyItem]]
+
+_SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
+
+
+class _Seen(NamedTuple):
+    """Which tensors a state had, and where: taken by calls that loop in C."""
+
+    names: list[str]
+    tensors: list[torch.Tensor]
+    facts: tuple[list[Any], ...]
+
+    @classmethod
+    def of(cls, live: Mapping[str, torch.Tensor]) -> _Seen:
+        tensors = list(live.values())
+        facts = (torch.Tensor.data_ptr, _SHAPE, _DTYPE)
+        return cls(list(live), tensors, tuple(list(map(fact, tensors)) for fact in facts))
+
+    def same(self, other: _Seen) -> bool:
+        """Whether the other's tensors are these very objects, at the same places."""
+        return (
+            self.names == other.names
+            and all(map(is_, self.tensors, other.tensors))
+            and self.facts == other.facts
+        )
+
+
 class LayoutBinding:
     """What every snapshot needs of a layout, computed once.
 
@@ -48,6 +77,8 @@ class LayoutBinding:
             for e in layout.entries
             if e.alias_of
         ]
+        self._seen: _Seen | None = None
+        self._cached: dict[int, Items] = {}
         self.copied_bytes = sum(entry.nbytes for entry in self._owners)
         self._targets = [self._views(region_tensor(region)) for region in regions]
 
@@ -57,8 +88,20 @@ class LayoutBinding:
     def mismatch(self, live: Mapping[str, torch.Tensor]) -> str:
         """Why the live tensors no longer fit the layout; empty if they do.
 
-        Compares names, dtypes and shapes, and that aliases still share memory.
+        Compares names, dtypes and shapes, and that aliases still share memory.  The same tensors
+        at the same places as last time are not looked at one by one: with thousands of them that
+        would hold training for milliseconds.
         """
+        seen = _Seen.of(live)
+        if self._seen is not None and self._seen.same(seen):
+            return ""
+        self._seen, self._cached = None, {}
+        difference = self._difference(live)
+        if not difference:
+            self._seen = seen
+        return difference
+
+    def _difference(self, live: Mapping[str, torch.Tensor]) -> str:
         for name, dtype, shape in self._expected:
             tensor = live.get(name)
             if tensor is None:
@@ -73,10 +116,16 @@ class LayoutBinding:
                 return f"{name} no longer shares memory with {owner}"
         return ""
 
-    def items(
-        self, live: Mapping[str, torch.Tensor], slot: int
-    ) -> tuple[list[CopyItem], list[CopyItem]]:
-        """The copies of one snapshot: at the boundary, and lazily."""
+    def items(self, live: Mapping[str, torch.Tensor], slot: int) -> Items:
+        """The copies of one snapshot: at the boundary, and lazily.
+
+        ``live`` must be what ``mismatch`` was asked of last.  Nobody may change the lists.
+        """
+        if slot not in self._cached:
+            self._cached[slot] = self._items(live, slot)
+        return self._cached[slot]
+
+    def _items(self, live: Mapping[str, torch.Tensor], slot: int) -> Items:
         now: list[CopyItem] = []
         later: list[CopyItem] = []
         for entry, target in zip(self._owners, self._targets[slot], strict=True):
@@ -89,3 +138,4 @@ class LayoutBinding:
     def release(self) -> None:
         """Drop all views of the arena, so that it can be unmapped."""
         self._targets.clear()
+        self._cached.clear()

@@ -100,6 +100,7 @@ class SnapshotManager:
         self._fence = Fence(self.config.fence_timeout_seconds, self.stats)
         self._offered = OfferedSnapshot(self._client, self.shard_id, coordinates, self.world_size)
         self._captures = Captures(self._client, self.stats, self.config.loss_gate, self._warn)
+        self._adapted: MappingState | None = None
         self._hooks: list[Any] = []
 
     @property
@@ -289,9 +290,11 @@ class SnapshotManager:
             )
 
     def _as_state(self, state: State) -> TrainingState:
-        if isinstance(state, Mapping):
-            return MappingState(state, replicated=self._replicated)
-        return state
+        if not isinstance(state, Mapping):
+            return state
+        if self._adapted is None or not self._adapted.adapts(state):
+            self._adapted = MappingState(state, replicated=self._replicated)
+        return self._adapted
 
     def _say_restored(self, offer: RestoreOffer, seconds: float) -> None:
         record = offer.record

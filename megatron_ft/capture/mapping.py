@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from megatron_ft.objects.encode import Part
 
 _NAMES = "names"
 _STRUCTURES = "structures"
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 class MappingState:
@@ -48,11 +50,30 @@ class MappingState:
         self._lazy = frozenset(lazy)
         self._boundary = frozenset(boundary)
         self._found: Enumeration | None = None
+        self._plain: list[Any] = []
         self._adopted: dict[str, torch.Tensor] = {}
 
+    def adapts(self, state: Any) -> bool:
+        """Whether this is the adapter of that very mapping."""
+        return self._state is state
+
     def refresh(self) -> None:
-        """Enumerate again."""
+        """Enumerate again, unless the mapping still holds the same plain tensors and nothing else.
+
+        Everything else may hold other tensors than last time without being another object.
+        """
+        if self._found is not None and self._unchanged():
+            return
         self._found = enumerate_state(self._state, self._lazy, self._boundary)
+        values = list(self._state.values())
+        self._plain = values if {*map(type, values)} <= _PLAIN else []
+
+    def _unchanged(self) -> bool:
+        assert self._found is not None
+        same = len(self._state) == len(self._plain) and all(
+            map(is_, self._state.values(), self._plain)
+        )
+        return same and list(self._state) == list(self._found.handles)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters, optimizer tensors, plain tensors; see enumerate_state."""

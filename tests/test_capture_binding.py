@@ -1,0 +1,112 @@
+"""A layout that is bound once sees every way in which a state may change under it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ft.capture.binding import LayoutBinding
+from megatron_ft.capture.mapping import MappingState
+from megatron_ft.capture.plan import plan_state
+from megatron_ft.capture.state import live_tensors
+
+State = dict[str, torch.Tensor]
+
+
+def made() -> State:
+    torch.manual_seed(1)
+    return {"a": torch.rand(40, 40), "b": torch.rand(2000), "c": torch.rand(3)}
+
+
+def bound(state: State) -> tuple[MappingState, LayoutBinding]:
+    """A binding that has seen the state twice, so that it has cached what it caches."""
+    adapted = MappingState(state)
+    layout = plan_state(adapted, 1 << 30)
+    region = np.zeros(layout.tensor_bytes, np.uint8)
+    binding = LayoutBinding(layout, [region])
+    for _ in range(2):
+        live = live_tensors(adapted)
+        assert binding.mismatch(live) == ""
+        binding.items(live, 0)
+    return adapted, binding
+
+
+def replaced(state: State) -> None:
+    state["b"] = torch.rand(2000)
+
+
+def moved(state: State) -> None:
+    state["b"].data = torch.rand(2000)
+
+
+def transposed(state: State) -> None:
+    state["a"].t_()
+
+
+def reordered(state: State) -> None:
+    state["a"] = state.pop("a")
+
+
+@pytest.mark.parametrize("change", [replaced, moved, transposed, reordered, lambda state: None])
+def test_what_is_copied_is_what_the_state_holds_now(change: Callable[[State], None]) -> None:
+    state = made()
+    adapted, binding = bound(state)
+    change(state)
+    live = live_tensors(adapted)
+    assert binding.mismatch(live) == ""
+    for part in binding.items(live, 0):
+        for source, target in part:
+            target.copy_(source)
+    names = [entry.name for entry in binding.layout.entries]
+    for name, target in zip(names, binding._targets[0], strict=True):
+        assert torch.equal(target, state[name]), name
+
+
+def shrunk(state: State) -> None:
+    state["b"].resize_(1000)
+
+
+def reshaped(state: State) -> None:
+    state["b"].resize_(20, 100)
+
+
+def retyped(state: State) -> None:
+    state["b"].data = state["b"].data.view(torch.int32)
+
+
+def renamed(state: State) -> None:
+    state["d"] = state.pop("b")
+
+
+def renamed_in_place(state: State) -> None:
+    state["d"] = state.pop("c")
+
+
+def removed(state: State) -> None:
+    del state["b"]
+
+
+def added(state: State) -> None:
+    state["d"] = torch.rand(2000)
+
+
+@pytest.mark.parametrize(
+    "change", [shrunk, reshaped, retyped, renamed, renamed_in_place, removed, added]
+)
+def test_what_no_longer_fits_is_said_every_time(change: Callable[[State], None]) -> None:
+    state = made()
+    adapted, binding = bound(state)
+    change(state)
+    for _ in range(2):
+        assert binding.mismatch(live_tensors(adapted))
+
+
+def test_the_same_tensors_are_not_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapted, binding = bound(made())
+    monkeypatch.setattr(LayoutBinding, "_difference", lambda self, live: pytest.fail("looked"))
+    monkeypatch.setattr(LayoutBinding, "_items", lambda self, live, slot: pytest.fail("made"))
+    live = live_tensors(adapted)
+    assert binding.mismatch(live) == "" and binding.items(live, 0)
