@@ -28,6 +28,7 @@ FAULTS = {
     "full": "no room is left",
     "slow": "every write takes long",
     "cut": "the node's network is cut off, and healed later",
+    "latency": "packets to and from the node take long, for a while",
 }
 """Every fault, in a line."""
 
@@ -44,7 +45,7 @@ VICTIMS = {
     "arena": ("flip-data", "flip-parity", "flip-digest", "flip-header", "truncate", "missing"),
     "memory": ("full",),
     "disk": ("full", "slow"),
-    "network": ("cut",),
+    "network": ("cut", "latency"),
 }
 """What can be struck, and by which faults."""
 
@@ -174,6 +175,8 @@ def other_faults(parity: int) -> Iterator[Case]:
     yield Case("commit.last", "disk", "full")
     yield Case("commit.last", "disk", "slow")
     yield Case("commit.between", "network", "cut")
+    for point in ("encode.half", "commit.between"):
+        yield Case(point, "network", "latency")
     yield Case("commit.between", "node", "kill", parity, disk=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import signal
 import time
@@ -17,6 +18,9 @@ from megatron_ft.testing.chaos.judge import Struck
 from megatron_ft.testing.chaos.plan import Arrival
 from megatron_ft.testing.chaos.processes import processes, send
 from megatron_ft.testing.chaos.surroundings import Surroundings
+
+LATENCY_MILLISECONDS = 150.0
+"""One way: a hundred times that of a cluster's network, far below any lease."""
 
 
 @dataclass
@@ -192,6 +196,13 @@ class Inflicter:
         self.surroundings.cut(node)
         self._later(2.5 * self.job.lease, self.surroundings.heal, f"{node} is on the network again")
 
+    def delay_packets(self, node: str) -> None:
+        """A round trip to the node takes long, for two leases: nobody may be taken for dead."""
+        self.note(f"packets to and from {node} take {LATENCY_MILLISECONDS:g} ms longer")
+        self.surroundings.delay(node, LATENCY_MILLISECONDS)
+        undo = functools.partial(self.surroundings.delay, node, 0)
+        self._later(2 * self.job.lease, undo, f"packets of {node} are as fast as before")
+
     def tidy(self) -> None:
         """Nothing stays: no mount, no process, no folder in shared memory, no network."""
         for cure in self.cures:
@@ -207,4 +218,5 @@ _ELSEWHERE = {
     ("disk", "full"): Inflicter.fill_disk,
     ("disk", "slow"): Inflicter.slow_disk,
     ("network", "cut"): Inflicter.cut,
+    ("network", "latency"): Inflicter.delay_packets,
 }

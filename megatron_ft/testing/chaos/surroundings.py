@@ -42,6 +42,11 @@ class Surroundings:
         assert self._network is not None
         self._network.cut(node)
 
+    def delay(self, node: str, milliseconds: float) -> None:
+        """Every packet to and from a node takes so much longer; 0 for no longer."""
+        assert self._network is not None
+        self._network.delay(node, milliseconds)
+
     def heal(self) -> None:
         """All packets pass again."""
         assert self._network is not None
