@@ -232,6 +232,17 @@ def test_generators_go_on_where_they_were() -> None:
     comes_back(RngState().state_dict())
 
 
+def test_a_generator_that_would_read_behind_its_table_is_refused() -> None:
+    for state in (
+        np.random.MT19937(1).state | {"state": {"key": np.zeros(624, "<u4"), "pos": 99999}},
+        np.random.Philox(1).state | {"buffer_pos": -1},
+    ):
+        name = "numpy.random:Generator"
+        inner = msgspec.msgpack.decode(encode(state)[len(MAGIC) :])
+        with pytest.raises(UndecodableError, match="position .* words"):
+            decode(MAGIC + msgspec.msgpack.encode([Tag.OBJECT, name, inner]))
+
+
 def test_what_is_there_twice_is_one_object_again() -> None:
     shared: list[Any] = [1]
     shared.append(shared)

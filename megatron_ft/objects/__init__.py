@@ -9,5 +9,8 @@ from __future__ import annotations
 from megatron_ft.objects.decode import decode
 from megatron_ft.objects.encode import encode
 from megatron_ft.objects.registry import register_class
+from megatron_ft.objects.standard import register_standard_classes
+
+register_standard_classes()
 
 __all__ = ["decode", "encode", "register_class"]

@@ -12,7 +12,6 @@ from megatron_ft.objects.arrays import array_from_plain, scalar_from_plain
 from megatron_ft.objects.format import MAGIC, MOST_BYTES, MOST_DEPTH, PLAIN, Tag
 from megatron_ft.objects.frameworks import framework_name
 from megatron_ft.objects.registry import KnownClass, known_name
-from megatron_ft.objects.standard import register_standard_classes
 
 Make = Callable[[Any], Any]
 
@@ -25,7 +24,6 @@ def decode(data: bytes, make: Make | None = None) -> Any:
     Makes instances of registered classes only.  UndecodableError for anything that ``encode``
     does not write, whatever it is; what ``make`` raises of our own errors comes through.
     """
-    register_standard_classes()
     if not data.startswith(MAGIC) or len(data) > MOST_BYTES:
         raise UndecodableError(
             f"the small objects ({len(data)} bytes, beginning with {data[: len(MAGIC)].hex()}) are "

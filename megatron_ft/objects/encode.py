@@ -14,7 +14,6 @@ from megatron_ft.objects.arrays import array_to_plain, scalar_to_plain
 from megatron_ft.objects.format import MAGIC, MOST_BYTES, MOST_DEPTH, PLAIN, Tag
 from megatron_ft.objects.frameworks import framework_class
 from megatron_ft.objects.registry import KnownClass, known_class, name_of
-from megatron_ft.objects.standard import register_standard_classes
 
 
 class Part(NamedTuple):
@@ -35,7 +34,6 @@ def encode(value: Any, stand_in: StandIn | None = None) -> bytes:
 
     UnencodableError names the place of what cannot be written, its type, and what to do.
     """
-    register_standard_classes()
     try:
         data = _encoded(value, stand_in, careful=False)
     except (OverflowError, UnicodeEncodeError):

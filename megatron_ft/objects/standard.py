@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ft.objects.registry import known_class, register_class
+from megatron_ft.objects.registry import register_class
 
 _FACTORIES: dict[str, Callable[[], Any] | None] = {
     kind.__name__: kind for kind in (bool, int, float, str, bytes, list, tuple, dict, set)
@@ -38,11 +38,10 @@ _GENERATORS = {
 
 
 def register_standard_classes() -> None:
-    """Register them, once."""
-    if known_class(Namespace) is None:
-        _containers()
-        _paths_and_times()
-        _generators()
+    """Register them; a script may register its own way for one of them afterwards."""
+    _containers()
+    _paths_and_times()
+    _generators()
 
 
 def _containers() -> None:
@@ -63,7 +62,9 @@ def _containers() -> None:
 
 def _paths_and_times() -> None:
     for path in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath):
-        register_class(path, to_plain=str, from_plain=path)
+        # Releases of Python disagree on the module.
+        name = f"pathlib:{path.__name__}"
+        register_class(path, name=name, to_plain=str, from_plain=path)
     for time in (datetime.datetime, datetime.date, datetime.time):
         register_class(time, to_plain=time.isoformat, from_plain=time.fromisoformat)
     register_class(
@@ -72,7 +73,11 @@ def _paths_and_times() -> None:
         from_plain=lambda plain: datetime.timedelta(*plain),
     )
     register_class(decimal.Decimal, to_plain=str, from_plain=decimal.Decimal)
-    register_class(fractions.Fraction, to_plain=str, from_plain=fractions.Fraction)
+    register_class(
+        fractions.Fraction,
+        to_plain=fractions.Fraction.as_integer_ratio,
+        from_plain=lambda ratio: fractions.Fraction(*ratio),
+    )
     register_class(uuid.UUID, to_plain=str, from_plain=uuid.UUID)
     register_class(signal.Signals)
 
@@ -81,11 +86,13 @@ def _generators() -> None:
     register_class(random.Random, to_plain=random.Random.getstate, from_plain=_python_generator)
     register_class(
         np.random.Generator,
+        name="numpy.random:Generator",
         to_plain=lambda generator: generator.bit_generator.state,
         from_plain=lambda state: np.random.Generator(_bit_generator(state)),
     )
     register_class(
         np.random.RandomState,
+        name="numpy.random:RandomState",
         to_plain=lambda generator: generator.get_state(legacy=False),
         from_plain=_random_state,
     )
@@ -128,8 +135,19 @@ def _python_generator(state: Any) -> random.Random:
 
 def _bit_generator(state: Any) -> Any:
     made = _GENERATORS[state["bit_generator"]]()
+    # numpy does not look at it, and would read behind its table.
+    position, end = _position(state)
+    if not 0 <= position <= end:
+        raise ValueError(f"position {position} of {state['bit_generator']}, which has {end} words")
     made.state = state
     return made
+
+
+def _position(state: Any) -> tuple[int, int]:
+    """Where a generator stands in its table of words, and how many there are; (0, 0) if none."""
+    if state["bit_generator"] == "MT19937":
+        return state["state"]["pos"], 624
+    return state.get("buffer_pos", 0), 4
 
 
 def _random_state(state: Any) -> np.random.RandomState:
