@@ -15,6 +15,7 @@ from megatron_ft import __version__, private_files
 from megatron_ft.cli import main as cli
 from megatron_ft.environment import JOB, NODE_DIR
 from megatron_ft.errors import ConfigError, ControlPlaneError
+from megatron_ft.objects import decode, encode
 from megatron_ft.smp.local_query import ask
 from megatron_ft.smp.messages import StatusRequest
 
@@ -87,6 +88,22 @@ def test_missing_package_is_explained(
     monkeypatch.setattr("megatron_ft.cli.clean.find_jobs", need_torch)
     assert clean(tmp_path, "--all") == 2
     assert "needs torch" in capsys.readouterr().err
+
+
+def test_export_imports_first_what_registers_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_phases.py").write_text(
+        "import enum\nfrom megatron_ft import register_class\n"
+        "class Phase(enum.Enum):\n    WARM = 1\nregister_class(Phase)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    nothing = ["--from", str(tmp_path / "nothing"), "--to", str(tmp_path / "to")]
+    assert cli.main(["export", "--import", "my_phases", *nothing]) == 2
+    assert "nothing" in capsys.readouterr().err
+    assert decode(encode(sys.modules["my_phases"].Phase.WARM)).name == "WARM"
+    assert cli.main(["export", "--import", "my_phase", *nothing]) == 2
+    assert "--import my_phase cannot be imported" in capsys.readouterr().err
 
 
 def test_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
