@@ -125,8 +125,12 @@ class SlurmJob:
 
     def tell(self, signal_name: str, task: str = "") -> None:
         """Signal the batch script, as a user or Slurm does; in an array that of ``task``."""
-        job = f"{self.id}_{task}" if task else self.id
+        job = self._number_of(task) if task else self.id
         self.cluster.run("scancel", "--batch", f"--signal={signal_name}", job)
+
+    def _number_of(self, task: str) -> str:
+        text = self.cluster.run("scontrol", "show", "job", "-o", f"{self.id}_{task}")
+        return text.split()[0].removeprefix("JobId=")
 
     def exit_code(self, job: str = "") -> int:
         """What the batch script ended with, or that of another ``job``."""

@@ -25,11 +25,15 @@ THIS="$SLURM_JOB_ID"
 on_no_spare=stop
 [ "$ON_NO_SPARE" != hold ] || on_no_spare=hold
 stop_for_good=""
+told=""
 child=""
 
 # Slurm sends SIGTERM some minutes before the time limit (see --signal in the batch scripts).
+# A second one would cut the drain short, and scancel repeats what it sends to a task of an array.
 on_term() {
-    [ -z "$child" ] || kill -TERM "$child" 2>/dev/null
+    [ -n "$child" ] && [ "$told" != "$child" ] || return 0
+    told="$child"
+    kill -TERM "$child" 2>/dev/null
 }
 # scancel --batch --signal=USR1 JOB: drain, and do not requeue.
 on_usr1() {
