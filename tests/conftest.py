@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="Every cell of Megatron's matrix of layouts, not only those that pair all values; "
         "every cell after a crash too, not only after the loss of nodes; every way to cut a "
-        "network and to suspend a process.",
+        "network and to suspend a process; longer jobs on Slurm.",
     )
 
 

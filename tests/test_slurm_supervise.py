@@ -1,0 +1,145 @@
+"""What the batch scripts do after each exit code, and on signals: requeue, go on, or end.
+
+Slurm's commands only write down here that they were called; the real ones: test_slurm_ends.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import ROOT
+
+SUPERVISE = ROOT / "scripts" / "slurm" / "supervise.sh"
+CALLED = """\
+#!/bin/bash
+echo "${0##*/} $*" >>"$CALLS"
+case "${0##*/} $*" in
+    *--format=%T) echo RUNNING ;;
+    "squeue "* | *hostnames*) echo n0 ;;
+    *requeue*) exit 1 ;;
+esac
+"""
+RUN = """\
+#!/bin/bash
+trap 'echo told >>"$CALLS"; told=1' TERM
+echo "begun $*" >>"$CALLS"
+[ -n "$SIGNALS" ] || exit "$CODE"
+while :; do [ "$(grep -c ^sent "$CALLS")" -lt "$SIGNALS" ] || exit "$CODE"; sleep 0.05; done
+"""
+
+
+class Batch:
+    """The batch script's part in a folder of commands that only write down their calls."""
+
+    def __init__(self, folder: Path, code: int, **variables: str) -> None:
+        self.calls = folder / "calls"
+        self.calls.touch()
+        for name in ("squeue", "scontrol", "scancel", "srun"):
+            self._write(folder / name, CALLED)
+        self._write(folder / "megatron-ft", RUN)
+        self.environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("SLURM")},
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "CALLS": str(self.calls),
+            "CODE": str(code),
+            "SIGNALS": "",
+            "SLURM_JOB_ID": "9",
+            "SLURM_JOB_NAME": "job",
+            "SLURM_JOB_NODELIST": "n0",
+            "SLURMD_NODENAME": "n0",
+            "STATE_DIR": str(folder / "state"),
+            **variables,
+        }
+
+    @staticmethod
+    def _write(path: Path, text: str) -> None:
+        path.write_text(text)
+        path.chmod(0o700)
+
+    def start(self) -> subprocess.Popen[str]:
+        command = ["bash", "-c", f"source {SUPERVISE}; supervise true"]
+        return subprocess.Popen(command, env=self.environment, stdout=subprocess.PIPE, text=True)
+
+    def did(self, words: str) -> bool:
+        return words in self.calls.read_text()
+
+
+ARRAY = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+
+
+@pytest.mark.parametrize(
+    ("code", "settings", "requeued"),
+    [
+        (0, {}, False),
+        (10, {}, False),
+        (11, {}, True),
+        (11, {"ON_NO_SPARE": "hold"}, True),
+        (11, {"ON_NO_SPARE": "stop"}, False),
+        (12, {}, False),
+        (13, {}, True),
+        (13, {"AFTER_TERM": "stop"}, False),
+        (13, {"MAX_REQUEUES": "3", "SLURM_RESTART_COUNT": "3"}, False),
+        (14, {}, True),
+    ],
+)
+def test_what_follows_from_an_exit_code(
+    tmp_path: Path, code: int, settings: dict[str, str], requeued: bool
+) -> None:
+    batch = Batch(tmp_path, code, **settings)
+    assert batch.start().wait(60) == code
+    assert batch.did("scontrol requeue 9") == requeued
+    assert batch.did("rm -rf") == (code != 0), "memory of a job that ends is freed"
+    assert batch.did("--on-no-spare hold") == (settings.get("ON_NO_SPARE") == "hold")
+    assert batch.did("scancel --me --name=megatron-ft-host-of-9")
+    assert not batch.did("--state=PENDING")
+
+
+@pytest.mark.parametrize(
+    ("code", "settings", "goes_on"),
+    [(0, {}, False), (10, {}, False), (13, {}, True), (14, {}, True), (11, {}, True)]
+    + [(13, {"AFTER_TERM": "stop"}, False)],
+)
+def test_what_follows_from_a_task_of_an_array(
+    tmp_path: Path, code: int, settings: dict[str, str], goes_on: bool
+) -> None:
+    batch = Batch(tmp_path, code, **ARRAY, **settings)
+    assert batch.start().wait(60) == code
+    assert batch.did("scancel --state=PENDING 7") != goes_on
+    assert batch.did("--job job-7 ") and batch.did("squeue --noheader --jobs 7_2 ") == (
+        code not in (0, 14)
+    )
+    assert batch.did("rm -rf") == (code not in (0, 14)), "what is not on disk stays"
+    assert not batch.did("requeue")
+
+
+@pytest.mark.parametrize(("name", "requeued"), [("TERM", True), ("USR1", False)])
+def test_signals_reach_the_supervisor_once(tmp_path: Path, name: str, requeued: bool) -> None:
+    batch = Batch(tmp_path, 13, SIGNALS="3")
+    process = batch.start()
+    wait_for(batch, "begun", process)
+    for _ in range(3):
+        process.send_signal(signal.Signals[f"SIG{name}"])
+        wait_for(batch, "told", process)
+        with batch.calls.open("a") as calls:
+            calls.write("sent\n")
+    assert process.wait(60) == 13
+    assert batch.calls.read_text().count("told") == 1
+    assert batch.did("scontrol requeue") == requeued
+
+
+def wait_for(batch: Batch, words: str, process: subprocess.Popen[str]) -> None:
+    for _ in range(600):
+        if batch.did(words):
+            return
+        assert process.poll() is None, f"it ended before {words!r}"
+        # Nobody tells of lines in a file.
+        try:
+            process.wait(0.1)
+        except subprocess.TimeoutExpired:
+            continue
+    raise AssertionError(f"no {words!r} within 60 s")
