@@ -21,7 +21,7 @@ echo "${0##*/} $*" >>"$CALLS"
 case "${0##*/} $*" in
     *--format=%T) echo RUNNING ;;
     "squeue "* | *hostnames*) echo n0 ;;
-    *requeue*) exit 1 ;;
+    *requeue*) exit "$REQUEUE" ;;
 esac
 """
 RUN = """\
@@ -29,7 +29,8 @@ RUN = """\
 trap 'echo told >>"$CALLS"; told=1' TERM
 echo "begun $*" >>"$CALLS"
 [ -n "$SIGNALS" ] || exit "$CODE"
-while :; do [ "$(grep -c ^sent "$CALLS")" -lt "$SIGNALS" ] || exit "$CODE"; sleep 0.05; done
+while [ "$(grep -c ^sent "$CALLS")" -lt "$SIGNALS" ]; do /bin/sleep 0.05; done
+exit "$CODE"
 """
 
 
@@ -39,7 +40,7 @@ class Batch:
     def __init__(self, folder: Path, code: int, **variables: str) -> None:
         self.calls = folder / "calls"
         self.calls.touch()
-        for name in ("squeue", "scontrol", "scancel", "srun"):
+        for name in ("squeue", "scontrol", "scancel", "srun", "sleep"):
             self._write(folder / name, CALLED)
         self._write(folder / "megatron-ft", RUN)
         self.environment = {
@@ -48,6 +49,7 @@ class Batch:
             "CALLS": str(self.calls),
             "CODE": str(code),
             "SIGNALS": "",
+            "REQUEUE": "1",
             "SLURM_JOB_ID": "9",
             "SLURM_JOB_NAME": "job",
             "SLURM_JOB_NODELIST": "n0",
@@ -67,6 +69,14 @@ class Batch:
 
     def did(self, words: str) -> bool:
         return words in self.calls.read_text()
+
+
+def test_nothing_follows_a_requeue(tmp_path: Path) -> None:
+    """Slurm may end what the script waits for before it ends the script."""
+    batch = Batch(tmp_path, 13, REQUEUE="0")
+    batch.start().wait(60)
+    calls = batch.calls.read_text().splitlines()
+    assert calls[-2:] == ["scontrol requeue 9", "sleep infinity"], calls
 
 
 ARRAY = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}

@@ -98,9 +98,11 @@ requeue() {
     state="$(squeue --noheader --jobs "$THIS" --format=%T)"
     [ "$state" = RUNNING ] && [ "$count" -lt "$MAX_REQUEUES" ] || return 0
     echo "megatron-ft: $1: requeueing job $SLURM_JOB_ID (time $((count + 1)))"
-    # Slurm ends this script with the job.
     trap - TERM USR1
-    scontrol requeue "$SLURM_JOB_ID" && sleep infinity
+    if scontrol requeue "$SLURM_JOB_ID"; then
+        # Slurm ends this script with the job, and perhaps what it waits for first: nothing may follow.
+        exec sleep infinity
+    fi
     echo "megatron-ft: the job could not be requeued" >&2
 }
 
