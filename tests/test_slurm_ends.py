@@ -39,6 +39,7 @@ def submit(cluster: SlurmCluster, folder: Path, name: str, **changes: Any) -> Sl
     return SlurmJob(cluster, folder, name, site=site, **{**given, **changes})
 
 
+@pytest.mark.all_layouts
 def test_the_tasks_of_an_array_continue_one_another_until_usr1(
     slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str
 ) -> None:

@@ -12,7 +12,7 @@ from tests.jobs import Result, difference, oracle
 from tests.slurm_cluster import SlurmCluster
 from tests.slurm_jobs import SlurmJob
 
-ITERATIONS = 60
+ITERATIONS = 40
 
 MISSING = slurm_cluster.missing()
 
@@ -59,16 +59,22 @@ def test_memory_is_held_until_another_job_brings_a_host(
 def test_a_host_that_does_not_come_is_waited_for_only_so_long(
     slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str
 ) -> None:
-    """The job ends as one without a host; what it asked for is withdrawn."""
-    flags = "--lease-seconds 4 --hold-seconds 3 --sbatch-flags=--begin=now+3600"
+    """Four nodes and no spare: all is on disk when the job ends; what it asked for is withdrawn."""
+    flags = "--lease-seconds 8 --hold-seconds 3 --sbatch-flags=--begin=now+3600"
     job = SlurmJob(
         slurm,
         tmp_path,
         slurm_job_name,
-        nodes=2,
+        nodes=4,
         iterations=5000,
         iteration_seconds=0.15,
-        site={"SPARES": "0", "ON_NO_SPARE": "hold", "RUN_FLAGS": flags, "MAX_REQUEUES": "0"},
+        site={
+            "SPARES": "0",
+            "PROTECT": "rs:3+1",
+            "ON_NO_SPARE": "hold",
+            "RUN_FLAGS": flags,
+            "MAX_REQUEUES": "0",
+        },
     )
     job.until_printed("committed (protected)")
     job.lose_node("n1")
