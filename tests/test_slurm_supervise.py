@@ -71,6 +71,13 @@ class Batch:
         return words in self.calls.read_text()
 
 
+@pytest.mark.parametrize("name", ["AFTER_TERM", "ON_NO_SPARE"])
+def test_a_policy_that_does_not_exist_is_refused(tmp_path: Path, name: str) -> None:
+    batch = Batch(tmp_path, 0, **{name: "shrink"})
+    assert batch.start().wait(60) == 2
+    assert not batch.did("begun")
+
+
 def test_nothing_follows_a_requeue(tmp_path: Path) -> None:
     """Slurm may end what the script waits for before it ends the script."""
     batch = Batch(tmp_path, 13, REQUEUE="0")

@@ -11,8 +11,7 @@ from pathlib import Path
 from megatron_ft.cli import agent_place
 from megatron_ft.cli.agent_place import HOSTFILE, NODES
 from megatron_ft.errors import ConfigError
-from megatron_ft.launch.hosts import HostSource
-from megatron_ft.launch.launcher import Launcher
+from megatron_ft.launch.launcher import HostSource, Launcher
 from megatron_ft.launch.slurm.allocation import Allocation
 from megatron_ft.launch.slurm.launcher import SlurmLauncher
 from megatron_ft.launch.slurm.replacement import ReplacementHosts

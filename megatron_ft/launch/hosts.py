@@ -8,28 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Protocol
 
 from megatron_ft.errors import MegatronFTError
 from megatron_ft.launch.job_parts import JobParts
+from megatron_ft.launch.launcher import HostSource
 
 LOOK_SECONDS = 1.0
-
-
-class HostSource(Protocol):
-    """Where a job's place can get more nodes from."""
-
-    seconds: float
-    """Longest to wait for them."""
-
-    def request(self, count: int) -> str:
-        """Ask for so many; what was asked for, in words.  MegatronFTError if that is refused."""
-
-    def arrived(self) -> list[str]:
-        """Nodes that came since this was asked before; the launcher has them from now on."""
-
-    def withdraw(self) -> None:
-        """Give back what was asked for and has not come."""
 
 
 async def hold_for_hosts(parts: JobParts, missing: int) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.events import Observers
 from megatron_ft.launch.disk_restore import DiskRestores
@@ -12,16 +10,13 @@ from megatron_ft.launch.drains import Drains
 from megatron_ft.launch.failure import JobNotes
 from megatron_ft.launch.fleet import EncoderWorld, TrainerFleet
 from megatron_ft.launch.job_state import JobState
-from megatron_ft.launch.launcher import Launcher
+from megatron_ft.launch.launcher import HostSource, Launcher
 from megatron_ft.launch.membership import Membership
 from megatron_ft.launch.pacing import Pacing
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.world_keeper import WorldKeeper
 from megatron_ft.smp.security import JobKeys
 from megatron_ft.watch.job import JobWatch
-
-if TYPE_CHECKING:
-    from megatron_ft.launch.hosts import HostSource
 
 
 class JobParts:

@@ -19,6 +19,18 @@
 : "${ARENA_DIR:=/dev/shm/megatron-ft-$(id -u)}"
 
 SUPERVISOR_STARTS=3
+
+# one_of NAME VALUE ALLOWED...: ends with 2 if a site variable has none of the values it may have.
+one_of() {
+    local name="$1" value="$2"
+    shift 2
+    [[ " $* " != *" $value "* ]] || return 0
+    echo "megatron-ft: $name is '$value'; it may be: $*" >&2
+    exit 2
+}
+one_of AFTER_TERM "$AFTER_TERM" requeue stop
+one_of ON_NO_SPARE "$ON_NO_SPARE" requeue stop hold
+
 # How Slurm calls this one job: one task of an array has the array's own number.
 THIS="$SLURM_JOB_ID"
 [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || THIS="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
