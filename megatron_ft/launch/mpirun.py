@@ -139,13 +139,19 @@ def world_command(
     placements: Sequence[Placement],
     own: Sequence[Mapping[str, str]],
     hosts: Sequence[str] = (),
+    here: str = "",
 ) -> list[str]:
     """One command for several programs, one rank each, rank i is ``placements[i]``.
 
-    ``hosts`` are the addresses of their nodes, empty if all are on this machine.
+    ``hosts`` are the addresses of their nodes, empty if all are on this machine, and ``here`` is
+    the address at which those nodes reach it, if its host name is not one.
     """
     env_program = shutil.which("env") or "/usr/bin/env"
     command = [str(mpi.path)]
+    if mpi.kind is MpiKind.MPICH and hosts:
+        # It takes hosts of all programs together, and gives them out in turn.
+        command += ["-hosts", ",".join(hosts), "-ppn", "1", *(("-localhost", here) if here else ())]
+        hosts = ()
     for index, (placement, variables) in enumerate(zip(placements, own, strict=True)):
         # Names are in order, so that the same world gives the same command.
         settings = [f"{name}={value}" for name, value in sorted(variables.items())]

@@ -15,12 +15,13 @@ class Spread:
     """How a world is started over several machines, or namespaces that stand for them.
 
     ``hosts`` are the names or addresses by which MPI knows the nodes, in the order of the
-    ranks; empty: this machine.  ``settings`` are variables for the MPI launcher, which win over
-    the user's.  ``entered`` makes its command one that runs where the supervisor is.  ``near``
+    ranks; empty: this machine, which they reach at ``here`` (empty: by its host name).
+    ``settings`` are variables for the MPI launcher, which win over the user's.  ``entered`` makes its command one that runs where the supervisor is.  ``near``
     says of a node whether a signal from there reaches it.
     """
 
     hosts: Sequence[str] = ()
+    here: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
     entered: Callable[[Sequence[str]], list[str]] = list
     near: Callable[[str], bool] = lambda node: True

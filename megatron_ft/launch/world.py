@@ -77,7 +77,7 @@ class WorldProcess(LocalProcess):
         env = world_environment(mpi, shared, scratch, spread.settings if spread else None)
         env |= {JOB: job, WORLD: world, WORLD_NODES: ",".join(p.node for p in placements)}
         spread = spread or Spread()
-        command = spread.entered(world_command(mpi, placements, own, spread.hosts))
+        command = spread.entered(world_command(mpi, placements, own, spread.hosts, spread.here))
         child = open_session("", command, env, log_path)
         return cls(child, job, world, scratch, spread.near)
 

@@ -134,7 +134,8 @@ class AgentLauncher:
         if {addresses[node] for node in nodes} == {self.hub.meeting.host}:
             return Spread()  # All on the supervisor's own machine: it needs no network.
         job_dir = self.root / self.job
-        return spread_by_agents(self.mpi(), addresses, nodes, self._meeting, job_dir)
+        here = self.hub.meeting.host
+        return spread_by_agents(self.mpi(), addresses, nodes, here, self._meeting, job_dir)
 
     def _marked(self, node: str, env: Mapping[str, str]) -> dict[str, str]:
         marks = {JOB: self.job, NODE: node, NODE_DIR: str(self.node_dir(node))}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_ft.launch.agents import remote_shell
@@ -16,26 +16,32 @@ END_SECONDS = 10.0
 
 
 def spread_by_agents(
-    mpi: MpiLauncher, addresses: Mapping[str, str], ranks: list[str], meeting: Path, job_dir: Path
+    mpi: MpiLauncher,
+    addresses: Mapping[str, str],
+    ranks: Sequence[str],
+    here: str,
+    file: Path,
+    job_dir: Path,
 ) -> Spread:
-    """A world with a rank on each node of ``ranks``; ``addresses`` are those of all nodes.
+    """A world with a rank on each node of ``ranks``; ``addresses`` are those of all nodes,
+    ``here`` is the supervisor's.
 
-    ``meeting`` is the supervisor's file, with room beside it for one of ours.
+    ``file`` is the supervisor's, with room beside it for one of ours.
     """
     hosts = [addresses[node] for node in ranks]
     command = [sys.executable, "-m", remote_shell.__name__]
     settings = {
-        remote_shell.MEETING: str(meeting),
+        remote_shell.MEETING: str(file),
         remote_shell.NODES: " ".join(f"{a}={node}" for node, a in addresses.items()),
         remote_shell.FOLDER: str(job_dir),
     }
     if mpi.kind is MpiKind.OPEN_MPI:
-        return Spread(hosts, settings | open_mpi_by(command))
+        return Spread(hosts, here, settings | open_mpi_by(command))
     # MPICH takes a program without arguments.
-    program = meeting.with_name("remote-shell")
+    program = file.with_name("remote-shell")
     program.write_text(f'#!/bin/sh\nexec {" ".join(command)} "$@"\n')
     program.chmod(0o700)
-    return Spread(hosts, settings | mpich_by(program))
+    return Spread(hosts, here, settings | mpich_by(program))
 
 
 class AgentWorld(WorldProcess):
