@@ -79,9 +79,14 @@ class AgentJob:
         except subprocess.TimeoutExpired as error:
             raise AssertionError(f"{error}\n{self.story()}") from error
 
-    def processes_of(self, node: str) -> list[int]:
-        """All that agents have started on a node."""
-        return [p for p in procfs.own_processes() if self._is_of(p, {node})]
+    def smps(self) -> list[int]:
+        """Process numbers of all of the job's SMPs."""
+        return sorted(
+            pid
+            for pid in procfs.own_processes()
+            if procfs.read_environment(pid).get(JOB) == self.name
+            and b"megatron_ft.smp" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
 
     def trainer(self, rank: int) -> int:
         """Process number of a rank."""
@@ -98,12 +103,12 @@ class AgentJob:
         """Everything on the node dies, what started its agent included, and its memory is gone."""
         if front is not None:
             front.kill()
-        procfs.kill_matching(lambda pid: self._is_of(pid, {node}), node)
+        procfs.kill_matching(lambda pid: self._is_of(pid, node), node)
         shutil.rmtree(default_root() / self.name / node, ignore_errors=True)
 
-    def _is_of(self, pid: int, nodes: set[str]) -> bool:
+    def _is_of(self, pid: int, node: str) -> bool:
         env = procfs.read_environment(pid)
-        return env.get(JOB) == self.name and env.get(NODE) in nodes
+        return env.get(JOB) == self.name and env.get(NODE) == node
 
     def story(self) -> str:
         """For a test that failed: what the job and its processes printed."""

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from megatron_ft.environment import JOB, NODE
+from megatron_ft.launch.trainer_env import free_port
 from megatron_ft.launch.virtual_network import HOST
 from megatron_ft.testing.network import NodeNetwork
 from tests.agent_jobs import AgentJob
-from tests.jobs import Result, difference, oracle
+from tests.jobs import TORCHRUN, Result, difference, oracle
 from tests.networks import needs_network
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
@@ -105,4 +107,56 @@ def test_a_node_of_an_operator_is_lost_and_a_spare_takes_its_place(
     assert job.end() == [0, -signal.SIGKILL, 0], job.story()
     assert "n2 takes the place of n1" in job.text(), job.story()
     assert "from parity" in job.text(), job.story()
+    assert not difference(job.result(), two), job.story()
+
+
+def begin_torchrun(job: AgentJob) -> None:
+    """One torchrun on each of two nodes, as its documentation says."""
+    port = str(free_port())
+    for rank in range(2):
+        words = ["-m", TORCHRUN, "--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1"]
+        words += ["--master-addr", "127.0.0.1", "--master-port", port, "-m"]
+        run = job.command("--launcher", "nodes", "--node-name", f"n{rank}")
+        job.begin([sys.executable, *words, *run[2:]])
+
+
+def begin_deepspeed(job: AgentJob) -> None:
+    """What ``deepspeed --hostfile F --num_gpus 1 --no_local_rank`` starts on each of two nodes."""
+    port, info = str(free_port()), base64.urlsafe_b64encode(b'{"n0": [0], "n1": [0]}').decode()
+    for rank in range(2):
+        words = ["-m", "deepspeed.launcher.launch", f"--world_info={info}", f"--node_rank={rank}"]
+        words += ["--master_addr=127.0.0.1", f"--master_port={port}", "--no_local_rank", "--module"]
+        run = job.command("--launcher", "nodes", "--node-name", f"n{rank}")
+        job.begin([sys.executable, *words, *run[2:]], {"DS_ACCELERATOR": "cpu"})
+
+
+@pytest.mark.all_layouts
+@pytest.mark.parametrize("begin", [begin_torchrun, begin_deepspeed])
+def test_launchers_of_trainers_start_it_once_per_node(
+    job: AgentJob, two: Result, begin: Callable[[AgentJob], None]
+) -> None:
+    begin(job)
+    job.until_iteration(8)
+    os.kill(job.trainer(1), signal.SIGKILL)
+    assert job.end() == [0, 0], job.story()
+    assert "from own memory; " in job.text(), job.story()
+    assert not difference(job.result(), two), job.story()
+
+
+@pytest.mark.all_layouts
+def test_memory_outlives_a_launcher_that_ends_process_trees(job: AgentJob, two: Result) -> None:
+    """SIGTERM to DeepSpeed's launchers; the same command again finds the snapshots."""
+    begin_deepspeed(job)
+    job.until_printed("(protected)")
+    job.until_iteration(8)
+    smps = job.smps()
+    assert len(smps) == 2, job.story()
+    for process in job.started:
+        process.send_signal(signal.SIGTERM)
+    assert all(job.end()), job.story()
+    assert job.smps() == smps
+    job.started.clear()
+    begin_deepspeed(job)
+    assert job.end() == [0, 0], job.story()
+    assert "own memory" in job.text(), job.story()
     assert not difference(job.result(), two), job.story()

@@ -16,8 +16,9 @@ class Spread:
 
     ``hosts`` are the names or addresses by which MPI knows the nodes, in the order of the
     ranks; empty: this machine, which they reach at ``here`` (empty: by its host name).
-    ``settings`` are variables for the MPI launcher, which win over the user's.  ``entered`` makes its command one that runs where the supervisor is.  ``near``
-    says of a node whether a signal from there reaches it.
+    ``settings`` are variables for the MPI launcher, which win over the user's.  ``entered`` makes
+    its command one that runs where the supervisor is.  ``near`` says of a node whether a signal
+    from there reaches it.
     """
 
     hosts: Sequence[str] = ()
