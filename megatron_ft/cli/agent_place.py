@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import socket
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from megatron_ft.launch.node_names import check_names
 NODES, HOSTFILE = "nodes", "hostfile"
 GATHER_SECONDS = 120.0
 _LEAVE_SECONDS = 10.0
+_LOOK_SECONDS = 0.5
 _SSH = "ssh -o BatchMode=yes"
 # Nothing is there (RFC 5737), but the way to it is the way out of this machine.
 _ANYWHERE = "192.0.2.1"
@@ -118,7 +120,7 @@ def gather(arguments: argparse.Namespace, root: Path, folder: Path) -> AgentPlac
 
     try:
         fronts += _over_remote_shells(arguments, hub, hosts) or [_own_agent(arguments, 0)]
-        hub.await_agents(lambda: len(hub.seats) >= size, GATHER_SECONDS)
+        _await_agents(hub, fronts, size)
         _check_seats(hub, hosts, size, nodes + arguments.spares)
         check_names(root, arguments.job, list(hub.seats))
     except BaseException:
@@ -171,11 +173,22 @@ def _over_remote_shells(
         raise ConfigError(f"--remote-shell {shell[0]!r}: {error.strerror}") from error
 
 
+def _await_agents(hub: AgentHub, fronts: list[Front], size: int) -> None:
+    """Until all agents are there, or none is to be expected any more."""
+    deadline = time.monotonic() + GATHER_SECONDS
+    while time.monotonic() < deadline:
+        if hub.await_agents(lambda: len(hub.seats) >= size, _LOOK_SECONDS):
+            return
+        if all(front.node in hub.seats or front.wait(0) is not None for front in fronts):
+            if len(fronts) == size:
+                return
+
+
 def _check_seats(hub: AgentHub, hosts: list[str], size: int, wanted: int) -> None:
     ranks = {seat.rank for seat in hub.seats.values()}
     missing = [host for host in hosts if host not in hub.seats]
     missing = missing or [f"rank {rank}" for rank in range(size) if rank not in ranks]
-    said = f"nothing is heard of {', '.join(missing)} within {GATHER_SECONDS:.0f} s" * bool(missing)
+    said = f"nothing is heard of {', '.join(missing)}" if missing else ""
     if len(hub.seats) < wanted:
         raise ConfigError(
             f"{len(hub.seats)} nodes are there and {wanted} are needed"

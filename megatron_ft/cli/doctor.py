@@ -29,7 +29,7 @@ from megatron_ft.doctor.needs import shard_size
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.errors import ConfigError
 from megatron_ft.flags import read_command
-from megatron_ft.launch import job_settings
+from megatron_ft.launch import job_settings, torchrun
 from megatron_ft.launch.job_state import state_folder
 from megatron_ft.launch.placement import choose_active
 from megatron_ft.launch.topology import read_domains
@@ -117,6 +117,7 @@ def wishes_of(
     place: RunPlace,
 ) -> Wishes:
     """What the job will want; ConfigError for failure domains that cannot be read."""
+    torchrun.check(command, place.nodes, arguments.ranks_per_node)
     source, scheme = arguments.failure_domains, Scheme.parse(settings.protect)
     nodes = place.launcher.nodes()
     domains = read_domains(source, nodes) if source else {}

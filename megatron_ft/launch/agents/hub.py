@@ -28,7 +28,7 @@ from megatron_ft.launch.spread import IN_FOLDER
 from megatron_ft.smp.message_base import MOST_BYTES
 from megatron_ft.smp.security import SECRET_BYTES
 
-ANSWER_SECONDS = 10.0
+ANSWER_SECONDS = 5.0
 _LOOK_SECONDS = 0.5
 
 
@@ -129,7 +129,9 @@ class AgentHub:
         return True
 
     def close(self, code: int) -> None:
-        """All agents end with this exit code."""
+        """All agents end with this exit code; harmless when it was said already."""
+        if not self._thread.is_alive():
+            return
         for seat in list(self.seats.values()):
             self._soon(seat.identity, m.Bye(code))
         self._loop.call_soon_threadsafe(self._over.set)
