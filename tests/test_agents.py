@@ -94,6 +94,8 @@ def test_processes_run_where_they_were_started_and_end_as_they_do(site: Site) ->
     shown = site.start(launcher, "n1", "sh", "-c", f"echo ${NODE}; exit 3")
     assert status(shown) == 3 and not shown.alive()
     assert (site.folder / "n1.log").read_text() == "n1\n"
+    folder = launcher.node_dir("n1")
+    assert {f.stat().st_mode & 0o777 for f in (folder, *list(folder.parents)[:2])} == {0o700}
     sleeping = site.start(launcher, "n0", "sleep", "60")
     assert sleeping.alive() and os.getsid(sleeping.pid) == sleeping.pid
     sleeping.kill()

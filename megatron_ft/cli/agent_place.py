@@ -25,7 +25,6 @@ from megatron_ft.launch.node_names import check_names
 
 NODES, HOSTFILE = "nodes", "hostfile"
 GATHER_SECONDS = 120.0
-_LEAVE_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
 _SSH = "ssh -o BatchMode=yes"
 # Nothing is there (RFC 5737), but the way to it is the way out of this machine.
@@ -93,7 +92,8 @@ def serve(arguments: argparse.Namespace) -> int | None:
     # The supervisor drains first, and then tells us to end.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    return _own_agent(arguments, _rank(arguments).rank).wait()
+    rank = _rank(arguments).rank
+    return _own_agent(arguments, rank, meeting_folder(arguments)).wait()
 
 
 def gather(arguments: argparse.Namespace, root: Path, folder: Path) -> AgentPlace:
@@ -114,12 +114,11 @@ def gather(arguments: argparse.Namespace, root: Path, folder: Path) -> AgentPlac
     def leave(code: int) -> None:
         hub.close(code)
         for front in fronts:
-            front.wait(_LEAVE_SECONDS)
             front.leave()
         file.unlink(missing_ok=True)
 
     try:
-        fronts += _over_remote_shells(arguments, hub, hosts) or [_own_agent(arguments, 0)]
+        fronts += _over_remote_shells(arguments, hub, hosts) or [_own_agent(arguments, 0, folder)]
         _await_agents(hub, fronts, size)
         _check_seats(hub, hosts, size, nodes + arguments.spares)
         check_names(root, arguments.job, list(hub.seats))
@@ -154,10 +153,9 @@ def _rank(arguments: argparse.Namespace) -> NodeRank:
     return node_rank(os.environ, arguments.node_rank, wanted)
 
 
-def _own_agent(arguments: argparse.Namespace, rank: int) -> Front:
+def _own_agent(arguments: argparse.Namespace, rank: int, folder: Path) -> Front:
     name = arguments.node_name or socket.gethostname()
-    file = meeting_folder(arguments) / FILE_NAME
-    return Front(AgentOrders(name, rank, file=str(file)))
+    return Front(AgentOrders(name, rank, file=str(folder / FILE_NAME)))
 
 
 def _over_remote_shells(

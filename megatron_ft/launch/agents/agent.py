@@ -14,7 +14,8 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from megatron_ft.environment import JOB, NODE
+from megatron_ft import private_files
+from megatron_ft.environment import JOB, NODE, NODE_DIR
 from megatron_ft.errors import MegatronFTError
 from megatron_ft.launch import procfs
 from megatron_ft.launch.agents import messages as m
@@ -30,6 +31,8 @@ from megatron_ft.launch.launcher import ProcessGoneError
 from megatron_ft.launch.process import LocalProcess
 from megatron_ft.launch.world import WORLD
 from megatron_ft.smp.message_base import MOST_BYTES
+
+FAILURE_SECONDS = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +96,7 @@ class Agent:
                     message = m.decode(await socket.recv())
                     heard = time.monotonic()
                     if isinstance(message, m.Bye):
+                        await self._leave_to_supervisor(message.code)
                         return message.code
                     if isinstance(message, m.Refused):
                         log.error("%s", message.reason)
@@ -102,6 +106,11 @@ class Agent:
         finally:
             self._socket = None
             socket.close()
+
+    async def _leave_to_supervisor(self, code: int) -> None:
+        """Some launchers end all at the first failure: the supervisor first says what it was."""
+        if code:
+            await asyncio.sleep(FAILURE_SECONDS)
 
     def _hello(self, address: str) -> None:
         orders, running = self._orders, tuple(self._watched)
@@ -136,6 +145,8 @@ class Agent:
         self._later(self._watch(order.id, process))
 
     def _start(self, order: m.Start) -> LocalProcess:
+        if NODE_DIR in order.env:
+            _make_folders(Path(order.env[NODE_DIR]))
         process = LocalProcess.spawn(
             self._orders.node, order.argv, order.env, Path(order.log), order.stdin
         )
@@ -166,6 +177,13 @@ class Agent:
 
         await asyncio.to_thread(procfs.kill_matching, belongs, f"MPI world {order.world}")
         self._tell(m.Ended(order.id, 0))
+
+
+def _make_folders(node_dir: Path) -> None:
+    """The node's folder, and those of this job and of all jobs, none of them open to others."""
+    private_files.make_folder(node_dir.parent.parent, private_files.OTHERS_WRITE)
+    private_files.make_folder(node_dir.parent)
+    private_files.make_folder(node_dir)
 
 
 async def _send(socket: zmq.asyncio.Socket, frame: bytes) -> None:
