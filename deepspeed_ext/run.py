@@ -108,7 +108,9 @@ class SnapshotRun:
         state = self._made_state()
         assert self._manager is not None
         self._manager.prepare(state)
-        self._manager.watch.follow(self._engine.module.parameters())
+        if self._engine.zero_optimization_stage() < 3:
+            # With 3 ranks wait for each other all along, so none has a part of its own.
+            self._manager.watch.follow(self._engine.module.parameters())
         self._log = SnapshotLog(self._engine, self._manager.stats)
         for optimizer in state.inner_optimizers():
             self._manager.register_fence(optimizer)

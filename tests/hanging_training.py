@@ -1,6 +1,7 @@
 """examples/plain_pytorch.py with one rank that stops making progress, in ways of its own.
 
-MEGATRON_FT_TEST_HANGS is a list ``life:kind:iteration:rank``; life ``*`` stands for all.
+MEGATRON_FT_TEST_HANGS is a list ``life:kind:iteration:rank``; life ``*`` stands for all.  With
+kind ``slow`` the third number is how many milliseconds longer each iteration takes.
 """
 
 from __future__ import annotations
@@ -10,15 +11,12 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from tests.poisoned_training import load
-
-SLOWER = 0.03
-"""Seconds more in each iteration of a rank that is slow."""
-
 
 def loop_for_ever() -> None:
     while True:
@@ -40,36 +38,28 @@ def be_suspended() -> None:
     loop_for_ever()
 
 
-def work_slowly() -> None:
-    end = time.monotonic() + SLOWER
-    while time.monotonic() < end:
-        pass
-
-
 KINDS: dict[str, Callable[[], None]] = {
     "loop": loop_for_ever,
     "c": block_in_c,
     "collective": enter_alone,
     "suspended": be_suspended,
-    "slow": work_slowly,
 }
 
 
 def hanging(train_one: Any, faults: list[list[str]]) -> Any:
     """The example's training step with the faults."""
-    here = (os.environ["MEGATRON_FT_INCARNATION"], "*")
+    here = (os.environ["MEGATRON_FT_INCARNATION"], "*", os.environ["RANK"])
     mine = {
         int(at): KINDS[kind]
         for life, kind, at, rank in faults
-        if life in here and rank == os.environ["RANK"] and kind != "slow"
+        if life in here[:2] and rank == here[2] and kind != "slow"
     }
-    slow = any(kind == "slow" and rank == os.environ["RANK"] for _, kind, _, rank in faults)
+    slower = [int(at) for _, kind, at, rank in faults if (kind, rank) == ("slow", here[2])]
 
     def step(state: dict[str, Any], iteration: int, device: Any) -> float:
         if iteration in mine:
             mine[iteration]()
-        if slow:
-            work_slowly()
+        time.sleep(sum(slower) / 1000)
         return float(train_one(state, iteration, device))
 
     return step
@@ -80,6 +70,10 @@ def main() -> None:
     training = load()
     faults = [fault.split(":") for fault in os.environ["MEGATRON_FT_TEST_HANGS"].split()]
     training.train_one = hanging(training.train_one, faults)
+    if any(kind == "slow" for _, kind, _, _ in faults):
+        # Buffers are exchanged in the forward pass, where a wait counts as the rank's own part.
+        parallel = training.DistributedDataParallel
+        training.DistributedDataParallel = partial(parallel, broadcast_buffers=False)
     training.main()
 
 

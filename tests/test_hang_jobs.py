@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from megatron_ft.errors import RestartBudgetError
 from megatron_ft.watch.timeout import HangSettings
 from tests.jobs import HANGING, Job, Result, difference, oracle
 
@@ -59,3 +62,41 @@ def test_each_kind_of_hang_is_named_kept_and_survived(
         assert all(value >= 0 for value in parts.values()), parts
         # Parts of the slowest rank each: together at least the whole.
         assert sum(parts.values()) >= event.fields["total"] - 0.25, event.text
+
+
+def test_a_slow_rank_is_named_and_is_no_hang(new: Callable[..., Job]) -> None:
+    """Rank 1 takes longer than the others, which wait for it; from iteration 50 it is known."""
+    everybody = [f"*:slow:10:{rank}" for rank in range(3)]
+    job = new(*everybody, "*:slow:40:1", iterations=150, iteration_seconds=0.0)
+    job.run()
+    named = [event for event in job.events if event.kind == "straggler"]
+    assert [event.fields["ranks"] for event in named] == [[1]], job.story()
+    assert "hang" not in job.kinds(), job.story()
+
+
+@pytest.mark.all_layouts
+def test_no_alarm_in_500_clean_iterations(new: Callable[..., Job]) -> None:
+    job = new(iterations=510, iteration_seconds=0.0)
+    job.run()
+    assert not {"straggler", "hang", "watch_failed"} & set(job.kinds()), job.story()
+
+
+@pytest.mark.all_layouts
+def test_the_same_hang_three_times_is_one_failure(new: Callable[..., Job]) -> None:
+    quick = HangSettings(floor=1.5, factor=5.0, first=8.0)
+    job = new("1:loop:10:1", "2:loop:9:1", "3:loop:9:1", hang=quick)
+    with pytest.raises(RestartBudgetError, match="hang of rank 1 at loop_for_ever"):
+        job.run()
+
+
+@pytest.mark.all_layouts
+def test_a_hang_that_is_only_reported_ends_no_life(new: Callable[..., Job]) -> None:
+    """Told once; who watches the job decides, here by killing the rank."""
+    job = new("1:loop:10:1", on_hang="report")
+
+    def kill(job: Job) -> None:
+        os.kill(job.supervisor.trainers.pids()[1], signal.SIGKILL)
+
+    job.at_event["hang"] = kill
+    job.run()
+    assert job.kinds().count("hang") == job.kinds().count("trainer_died") == 1, job.story()

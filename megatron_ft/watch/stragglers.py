@@ -22,7 +22,7 @@ MEDIAN_ERROR = 1.2533 * 1.4826 / math.sqrt(WINDOW)
 to median absolute deviation, both for normally distributed values.
 """
 
-SAMPLING = 0.8
+SAMPLING = 0.7
 """A rank slower by exactly the limit is measured below it every second time."""
 
 
