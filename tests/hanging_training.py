@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from tests.poisoned_training import load
 
+
 def loop_for_ever() -> None:
     while True:
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -19,6 +20,9 @@ from megatron_ft.watch.timeout import HangSettings, allowance, learned_timeout
 
 if TYPE_CHECKING:
     from megatron_ft.coordinator.coordinator import Coordinator
+
+_LINE = re.compile(r":\d+\)")
+"""A loop is met in another line each time."""
 
 MOST_FOLDERS = 10
 """Hangs whose stacks are kept."""
@@ -96,7 +100,8 @@ class HangFinder:
             f"for {names}: {found.reason}; at {place}; stacks of all ranks: {folder}"
         )
         ranks = ", ".join(map(str, found.ranks))
-        return Hang(found, idle, f"hang of rank {ranks} at {place}", text, folder)
+        signature = f"hang of rank {ranks} at {_LINE.sub(')', place)}"
+        return Hang(found, idle, signature, text, folder)
 
     async def _stacks(self, nodes: Sequence[str], resume: bool) -> dict[str, str]:
         links = [link for n in nodes if (link := self._coordinator.links.get(n)) is not None]

@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from megatron_ft.watch.iterations import FIRST_ITERATIONS
 from megatron_ft.watch.pulse import Phase
 
+START = 0.8
+"""Share of ``first`` that a start may take: the job gives up with it, and says less of why."""
+
 
 @dataclass(frozen=True)
 class HangSettings:
     """``floor`` is the least timeout in seconds, 0 for no hang detection at all.
 
     ``factor`` is how many times as long as the longest silence so far is too long.  ``first``
-    holds for the first iterations of a life, which compile, ``pause`` for evaluations and
-    checkpoints whose begin and end are known.
+    holds for the first iterations of a life, which compile, and for most of a start; ``pause``
+    for evaluations and checkpoints whose begin and end are known.
     """
 
     floor: float = 600.0
@@ -34,11 +37,10 @@ def learned_timeout(longest: Iterable[float], settings: HangSettings) -> float:
 
 
 def allowance(phase: int, done: int, learned: float, settings: HangSettings) -> float:
-    """Seconds of silence that a rank may have now; endless before and after training.
-
-    Who starts is waited for elsewhere, under the register timeout.
-    """
-    if phase not in (Phase.TRAINING, Phase.PAUSED):
+    """Seconds of silence that a rank may have now; endless when training is over."""
+    if phase == Phase.ENDED:
         return float("inf")
+    if phase == Phase.STARTING:
+        return START * settings.first
     allowed = learned if done >= FIRST_ITERATIONS else max(learned, settings.first)
     return max(allowed, settings.pause) if phase == Phase.PAUSED else allowed

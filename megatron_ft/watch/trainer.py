@@ -67,7 +67,7 @@ class TrainerWatch:
             log.warning("no signs of life are given, hangs will not be found: %s", error)
             return cls(None, rank)
         watch._write_stacks_on_signal(environment)
-        watch._store()
+        watch._passed(watch._clock())
         threading.Thread(target=watch._beat, name="megatron-ft-watch", daemon=True).start()
         return watch
 
@@ -85,6 +85,7 @@ class TrainerWatch:
     def restored(self, seconds: float) -> None:
         """The state was loaded, just now, in so many seconds."""
         self._start.restored(seconds)
+        self._passed(self._clock())
 
     def step(self) -> None:
         """The optimizer is about to step."""
