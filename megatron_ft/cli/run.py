@@ -2,11 +2,11 @@
 
   megatron-ft run --nodes 4 --spares 1 --protect rs:3+1 -- python train.py ...
 
-Starts an SMP on every node, an encoder world over MPI and one trainer per rank with
-torchrun's environment variables; notices deaths, replaces nodes, restarts from memory.
-Nodes are virtual (groups of processes of this machine), those of the Slurm allocation in
-whose batch script this runs (docs/slurm.md), or those on which mpirun, torchrun, deepspeed or
-a remote shell started an agent (docs/launchers.md).  If this command itself is
+Starts an SMP on every node, an encoder world over MPI (over TCP where there is none) and one
+trainer per rank with torchrun's environment variables; notices deaths, replaces nodes, restarts
+from memory.
+Nodes are virtual (groups of processes of this machine), or with --launcher slurm those of
+the allocation in whose batch script this runs (docs/slurm.md).  If this command itself is
 killed, run it again with the same --job: it takes over what is in memory.
 """
 

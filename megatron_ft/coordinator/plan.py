@@ -62,7 +62,7 @@ def stripe_orders(
     """Orders for all stripes that have parity, or with ``lost`` for those that lost members.
 
     ``places`` maps shards to nodes, ``world`` lists the nodes in the order of their
-    encoders' MPI ranks.  Every node gets the same tuple in the same order, so that the
+    encoders' ranks in their world.  Every node gets the same tuple in the same order, so that the
     encoders meet; each fills in its own arenas and slots.
     """
     return tuple(

@@ -1,1 +1,1 @@
-"""Erasure coding of sealed shards over MPI: stripes, codecs, encode, rebuild, verify."""
+"""Erasure coding of sealed shards over MPI or TCP: stripes, codecs, encode, rebuild, verify."""

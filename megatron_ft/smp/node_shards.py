@@ -16,7 +16,7 @@ from megatron_ft.smp.slots import ShardSlots, TransitionRefusedError, WorldGoneE
 class NodeShards:
     """Shards, writers and waiting effects of one SMP.
 
-    ``trainers`` are shards whose registered trainer is alive, ``world`` the MPI world of
+    ``trainers`` are shards whose registered trainer is alive, ``world`` the world of
     the node's live encoder ("" if none).  ``paths`` gives each shard's arena path.
     """
 

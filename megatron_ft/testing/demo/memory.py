@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ft import __version__
 from megatron_ft.cli import status
-from megatron_ft.launch.mpirun import MpiLauncher
+from megatron_ft.errors import NoMpiError
 from megatron_ft.launch.virtual import VirtualCluster
 from megatron_ft.testing.demo.frameworks import Framework
 
@@ -39,10 +39,18 @@ def node_memory(cluster: VirtualCluster) -> list[NodeMemory]:
     ]
 
 
-def versions(mpi: MpiLauncher, framework: Framework) -> dict[str, str]:
+def versions(cluster: VirtualCluster, framework: Framework) -> dict[str, str]:
     """Names and versions of what the demo ran on; packages that are not installed are left out."""
     found = {"python": platform.python_version(), "megatron-ft": __version__}
     for package in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-    return {**found, **framework.versions(), "mpi": f"{mpi.kind.value} {mpi.version}"}
+    return {**found, **framework.versions(), "mpi": _mpi_of(cluster)}
+
+
+def _mpi_of(cluster: VirtualCluster) -> str:
+    try:
+        mpi = cluster.mpi()
+    except NoMpiError:
+        return "none, encoders use TCP"
+    return f"{mpi.kind.value} {mpi.version}"

@@ -105,7 +105,7 @@ class Demo:
         names = [f"node{number}" for number in range(spec.nodes + spec.spares)]
         cluster = VirtualCluster(spec.name, names)
         try:
-            self.report.versions = memory.versions(cluster.mpi(), self.settings.framework)
+            self.report.versions = memory.versions(cluster, self.settings.framework)
             with JobState(self.folders.state, spec.name) as state:
                 try:
                     asyncio.run(interruptible(lambda: self._train(spec, cluster, state)))
