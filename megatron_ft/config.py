@@ -162,6 +162,15 @@ class SnapshotConfig:
         unit="MiB/s",
         job=True,
     )
+    encode_bandwidth_mib: float = _setting(
+        NUMBER,
+        0.0,
+        "Most that a node sends to others while parity is made. 0: no limit.",
+        allowed="MiB a second >= 0",
+        accepts=lambda v: v >= 0,
+        unit="MiB/s",
+        job=True,
+    )
     drain_export_dir: Path | None = _setting(
         FOLDER,
         None,

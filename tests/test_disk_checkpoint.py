@@ -25,7 +25,6 @@ from megatron_ft.disk.checkpoint import open_checkpoint
 from megatron_ft.disk.drain import DrainPlan, finish, tidy
 from megatron_ft.disk.live import open_live
 from megatron_ft.disk.manifest import folder_name
-from megatron_ft.disk.pace import Pace
 from megatron_ft.disk.reader import read_manifest
 from megatron_ft.disk.retention import Keep, superfluous
 from megatron_ft.disk.source import open_newest
@@ -38,6 +37,7 @@ from megatron_ft.errors import (
 )
 from megatron_ft.identity import Ancestor, SnapshotId
 from megatron_ft.objects import decode
+from megatron_ft.pace import Pace
 from tests.disk_drains import Recorder, drain, killed, newest_of, same, suicide
 from tests.disk_samples import JOB, Memory
 

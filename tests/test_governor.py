@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.capture.pace import Pace
+from megatron_ft.capture.iteration_times import IterationTimes
 from megatron_ft.coordinator.cycle import SnapshotCycle
 from megatron_ft.coordinator.events import Observers
 from megatron_ft.coordinator.governor import (
@@ -122,30 +122,30 @@ def test_a_life_begins_with_what_an_earlier_one_has_learned() -> None:
     assert cycle.interval == 200
 
 
-def iterate(pace: Pace, seconds: float, busy: bool, stall: float = 0.0) -> None:
+def iterate(times: IterationTimes, seconds: float, busy: bool, stall: float = 0.0) -> None:
     """One iteration that starts at 0, held for ``stall`` in it."""
-    pace.begin(0.0, 1.0, busy)
-    pace.end(seconds + stall, 1.0 + stall)
+    times.begin(0.0, 1.0, busy)
+    times.end(seconds + stall, 1.0 + stall)
 
 
 def test_the_shadow_is_what_iterations_take_longer_beside_a_snapshot() -> None:
-    pace = Pace()
+    times = IterationTimes()
     for _ in range(9):
-        iterate(pace, 1.0, busy=False)
-        iterate(pace, 1.25, busy=True, stall=3.0)
-        iterate(pace, 1.25, busy=True)
-    iterate(pace, 1.0, busy=False)
-    assert pace.iteration_seconds == 1.0
-    assert pace.shadow_seconds == pytest.approx(0.5)
+        iterate(times, 1.0, busy=False)
+        iterate(times, 1.25, busy=True, stall=3.0)
+        iterate(times, 1.25, busy=True)
+    iterate(times, 1.0, busy=False)
+    assert times.iteration_seconds == 1.0
+    assert times.shadow_seconds == pytest.approx(0.5)
 
 
 def test_an_evaluation_is_no_shadow() -> None:
-    pace = Pace()
-    iterate(pace, 1.0, busy=False)
+    times = IterationTimes()
+    iterate(times, 1.0, busy=False)
     for seconds in (1.0, 1.0, 500.0, 1.0, 1.0):
-        iterate(pace, seconds, busy=True)
-        iterate(pace, 1.0, busy=False)
-    assert pace.shadow_seconds == 0.0
+        iterate(times, seconds, busy=True)
+        iterate(times, 1.0, busy=False)
+    assert times.shadow_seconds == 0.0
 
 
 def test_a_job_is_back_within_its_budget_fifty_iterations_after_costs_rose(

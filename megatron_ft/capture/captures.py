@@ -8,8 +8,8 @@ from collections.abc import Callable
 from megatron_ft.arena.format import Permit
 from megatron_ft.capture.client_protocol import SnapshotClient
 from megatron_ft.capture.engine import CaptureEngine
+from megatron_ft.capture.iteration_times import IterationTimes
 from megatron_ft.capture.loss_gate import Verdicts
-from megatron_ft.capture.pace import Pace
 from megatron_ft.capture.run import CaptureRun
 from megatron_ft.capture.state import TrainingState, live_tensors
 from megatron_ft.capture.stats import CaptureStats, LastCapture
@@ -34,7 +34,7 @@ class Captures:
         self.run: CaptureRun | None = None
         self.last: SnapshotId | None = None
         self.verdicts = Verdicts(loss_gate)
-        self.pace = Pace()
+        self.times = IterationTimes()
         self._client, self._stats, self._warn = client, stats, warn
         self._tickets = TicketBook()
         client.on_outcome = self._on_outcome
@@ -113,8 +113,8 @@ class Captures:
             run.stall_seconds,
             run.copy_seconds,
             run.copied_bytes,
-            self.pace.iteration_seconds,
-            self.pace.shadow_seconds,
+            self.times.iteration_seconds,
+            self.times.shadow_seconds,
         )
 
     def on_abandoned(self, run: CaptureRun, reason: str) -> None:

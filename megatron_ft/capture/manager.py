@@ -181,7 +181,10 @@ class SnapshotManager:
         captures = self._captures
         try:
             self.watch.iteration_ended(iteration)
-            return self._save(iteration, state)
+            captures.times.end(time.monotonic(), self.stats.stall_seconds)
+            ticket = self._save(iteration, state)
+            captures.times.begin(time.monotonic(), self.stats.stall_seconds, captures.under_way)
+            return ticket
         except Exception as error:
             # Snapshots are a service to training and must never end it.
             self._warn("save", "save(%d) failed: %r; training goes on", iteration, error)

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from megatron_ft.disk.live import open_live
 from megatron_ft.disk.manifest import folder_name, is_complete
-from megatron_ft.disk.pace import Pace
 from megatron_ft.disk.retention import remove_checkpoint
 from megatron_ft.disk.source import OpenSnapshot, open_newest
 from megatron_ft.disk.write import publish, write_shards
@@ -24,6 +23,7 @@ from megatron_ft.errors import DrainError, SnapshotUnavailableError
 from megatron_ft.identity import Seat
 from megatron_ft.launch.job_state import known_shards
 from megatron_ft.launch.virtual import default_root
+from megatron_ft.pace import Pace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,9 +19,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megatron_ft.disk.live import node_folders
-from megatron_ft.disk.pace import Pace
 from megatron_ft.errors import ConfigError, SnapshotUnavailableError
 from megatron_ft.launch.virtual import default_root
+from megatron_ft.pace import Pace
 from megatron_ft.priority import lower_priority
 from megatron_ft.recovery.drill import DrillReport, run_drill
 

@@ -20,7 +20,6 @@ import msgspec
 
 from megatron_ft.disk.arenas import hold, scan
 from megatron_ft.disk.manifest import folder_name, is_complete
-from megatron_ft.disk.pace import Pace
 from megatron_ft.disk.retention import Keep, clean_up, clear_unfinished
 from megatron_ft.disk.source import SnapshotInfo
 from megatron_ft.disk.write import publish, write_shards
@@ -28,6 +27,7 @@ from megatron_ft.environment import ProcessEnvironment
 from megatron_ft.errors import DrainError, MegatronFTError
 from megatron_ft.fault_points import reach
 from megatron_ft.identity import Ancestor, Seat, SnapshotId
+from megatron_ft.pace import Pace
 from megatron_ft.priority import lower_priority
 from megatron_ft.smp.errand import begin_errand
 from megatron_ft.smp.pin import pinned

@@ -20,6 +20,7 @@ from megatron_ft.arena.format import SlotHeader
 from megatron_ft.erasure.encode import EncodeResult, encode
 from megatron_ft.erasure.inspection import Damage
 from megatron_ft.erasure.member import MemberView, StripeCode
+from megatron_ft.erasure.paced import PacedTransport
 from megatron_ft.erasure.rebuild import RebuildResult, rebuild
 from megatron_ft.erasure.repair import RecomputedBlocks, recompute
 from megatron_ft.erasure.transport import Transport
@@ -27,6 +28,7 @@ from megatron_ft.erasure.verify import VerifyResult, verify
 from megatron_ft.errors import ControlPlaneError
 from megatron_ft.fault_points import reach
 from megatron_ft.identity import SnapshotId
+from megatron_ft.pace import Pace
 from megatron_ft.smp.messages import (
     Encoded,
     EncodeOrder,
@@ -73,8 +75,15 @@ class ArenaShelf:
 class OrderRunner:
     """Runs orders for one encoder; ``open_transport`` gives a fresh view of the world."""
 
-    def __init__(self, job: UUID, open_transport: Callable[[], Transport]) -> None:
-        """Nothing is opened yet."""
+    def __init__(
+        self, job: UUID, open_transport: Callable[[], Transport], encode_rate: float = 0.0
+    ) -> None:
+        """Nothing is opened yet.
+
+        While parity is made no more than ``encode_rate`` bytes a second are sent (0: no cap).
+        Rebuilding has no cap: training waits for it.
+        """
+        self._encode_rate = encode_rate
         self._shelf, self._open_transport = ArenaShelf(job), open_transport
         self._rank = open_transport().rank
 
@@ -105,7 +114,11 @@ class OrderRunner:
     def _encode(
         self, order: EncodeOrder, stripe: StripeOrder, local: Sequence[int]
     ) -> Iterator[Message]:
+        pace = Pace(self._encode_rate)
+
         def work(member: int, transport: Transport) -> EncodeResult:
+            if self._encode_rate:
+                transport = PacedTransport(transport, pace)
             view = self._view(order.snapshot, stripe, member, parity=True)
             peers = stripe.world_ranks
             reach("encode.ordered")

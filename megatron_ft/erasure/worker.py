@@ -46,6 +46,9 @@ from megatron_ft.smp.messages import (
 WELCOME_SECONDS = 60.0
 FLUSH_SECONDS = 5.0
 
+ENCODE_RATE = "MEGATRON_FT_ENCODE_RATE"
+"""The environment variable that tells an encoder its cap, in bytes a second."""
+
 EXIT_FAILED = 1
 EXIT_SMP_GONE = 3
 """Exit status when the SMP has closed the connection."""
@@ -119,7 +122,7 @@ def serve(
         welcome = smp.receive(WELCOME_SECONDS)
         if not isinstance(welcome, EncoderWelcome):
             raise ControlPlaneError(f"the SMP of {environment.node} refused us: {welcome}")
-        runner = OrderRunner(UUID(welcome.job), open_transport)
+        runner = OrderRunner(UUID(welcome.job), open_transport, _encode_rate())
         while True:
             message = smp.receive()
             if isinstance(message, Ok):
@@ -155,6 +158,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.flush()
         world.abort(EXIT_FAILED)
     return EXIT_FAILED
+
+
+def _encode_rate() -> float:
+    """Bytes a second that the launcher allows while parity is made, 0 for no cap."""
+    return float(os.environ.get(ENCODE_RATE, "0"))
 
 
 def _watch(monitor: zmq.Socket[bytes], on_lost: Callable[[], None]) -> None:

@@ -15,6 +15,7 @@ import msgspec
 
 from megatron_ft import private_files
 from megatron_ft.environment import INCARNATION
+from megatron_ft.erasure.worker import ENCODE_RATE
 from megatron_ft.errors import ControlPlaneError
 from megatron_ft.fault_points import reach
 from megatron_ft.launch.job_state import JobState, SmpPlace
@@ -156,6 +157,7 @@ class EncoderWorld:
         self.name = f"w{incarnation}-{uuid.uuid4().hex[:6]}"
         argv = [sys.executable, "-m", "megatron_ft.erasure.worker", "--world", self.name]
         environment = {**base_environment(), INCARNATION: str(incarnation), "OMP_NUM_THREADS": "1"}
+        environment[ENCODE_RATE] = str(self._spec.encode_bandwidth_mib * (1 << 20))
         placements = [Placement(node, argv, environment) for node in nodes]
         self._handle = self.starter.start(placements, self._spec.log_dir / "encoders.log")
         return self.name

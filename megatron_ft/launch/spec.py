@@ -26,8 +26,9 @@ class JobSpec:
     Every ``drain_interval`` iterations (0: never) a committed snapshot is written to
     ``drain_dir``, which all nodes must share; the newest ``drain_keep`` stay, and one in every
     ``drain_keep_every`` iterations (0: none); each node writes at most ``drain_bandwidth_mib``
-    MiB/s (0: no cap).  ``drain_stop_seconds`` is the longest last drain of a job that is told
-    to stop, ``time_limit_seconds`` when it will be killed (0: never).  In ``drain_export_dir`` each
+    MiB/s (0: no cap), and sends at most ``encode_bandwidth_mib`` while parity is made.
+    ``drain_stop_seconds`` is the longest last drain of a job that is told to stop,
+    ``time_limit_seconds`` when it will be killed (0: never).  In ``drain_export_dir`` each
     drained snapshot becomes a checkpoint of the training framework's own (None: it does not).
     A snapshot from which training fails twice within ``quarantine_iterations`` (0: no matter)
     is not used again.  The scrub uses ``scrub_percent`` of one core of each node (0: no scrub).
@@ -62,6 +63,7 @@ class JobSpec:
     drain_keep_every: int = 0
     drain_bandwidth_mib: float = 0.0
     drain_export_dir: Path | None = None
+    encode_bandwidth_mib: float = 0.0
     drain_stop_seconds: float = 25.0
     time_limit_seconds: float = 0.0
     scrub_percent: float = 1.0

@@ -11,7 +11,7 @@ MOST_BUSY = 256
 """A snapshot under way for longer than so many iterations says nothing of its shadow."""
 
 
-class Pace:
+class IterationTimes:
     """Learns the usual iteration and the shadow of a snapshot: by how much iterations are longer
     while it is copied, encoded and committed, besides the time that training is held for it.
 

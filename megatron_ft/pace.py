@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
 
 class Pace:
-    """Keeps the average rate since the start at or below ``bytes_per_second``, 0 for no cap."""
+    """Keeps the average rate since the start at or below ``bytes_per_second``, 0 for no cap.
+
+    Threads may share one.
+    """
 
     def __init__(
         self,
@@ -17,11 +21,15 @@ class Pace:
     ) -> None:
         self._rate, self._clock, self._sleep = bytes_per_second, clock, sleep
         self._start, self._bytes = clock(), 0
+        self._lock = threading.Lock()
 
     def after(self, length: int) -> None:
         """``length`` more bytes were moved: wait until that many were allowed."""
-        self._bytes += length
-        if self._rate:
-            wait = self._start + self._bytes / self._rate - self._clock()
-            if wait > 0:
-                self._sleep(wait)
+        if not self._rate:
+            return
+        with self._lock:
+            self._bytes += length
+            due = self._start + self._bytes / self._rate
+        wait = due - self._clock()
+        if wait > 0:
+            self._sleep(wait)
