@@ -124,13 +124,12 @@ class SlurmJob:
         return os.readlink(f"/proc/{pid}/exe") == os.path.realpath(sys.executable)
 
     def tell(self, signal_name: str, task: str = "") -> None:
-        """Signal the batch script, as a user or Slurm does; in an array that of ``task``."""
-        job = self._number_of(task) if task else self.id
-        self.cluster.run("scancel", "--batch", f"--signal={signal_name}", job)
+        """Signal the batch script, as a user or Slurm does; in an array that of ``task``.
 
-    def _number_of(self, task: str) -> str:
-        text = self.cluster.run("scontrol", "show", "job", "-o", f"{self.id}_{task}")
-        return text.split()[0].removeprefix("JobId=")
+        Of a task scancel says that it could not, and signals again until the task has ended.
+        """
+        job = f"{self.id}_{task}" if task else self.id
+        self.cluster.run("scancel", "--batch", f"--signal={signal_name}", job, check=not task)
 
     def exit_code(self, job: str = "") -> int:
         """What the batch script ended with, or that of another ``job``."""
