@@ -140,4 +140,4 @@ def _slurm(arguments: argparse.Namespace, root: Path, state_folder: Path) -> Run
         hosts.end()
 
     held = hosts if arguments.on_no_spare == HOLD else None
-    return RunPlace(launcher, nodes, allocation.seconds_left(), clean, clean, hint, held)
+    return RunPlace(launcher, nodes, allocation.seconds_left(), clean, clean, hint, hosts=held)
