@@ -151,6 +151,9 @@ def test_megatrons_own_writers_get_the_figures(
     assert "in-memory snapshots at" not in (tmp_path / "logs" / "rank0.log").read_text()
     for writer in ("tensorboard", "wandb"):
         check_scalars(tmp_path / f"{writer}.jsonl")
+    # Iterations are measured but for those with an evaluation or a checkpoint.
+    seen = [one.report for one in job.supervisor.coordinator.pulses.all()]
+    assert len(seen) == 2 and all(report.typical > 0 for report in seen)
 
 
 def check_text(output: str) -> None:

@@ -50,7 +50,9 @@ def install(manager_factory: ManagerFactory = make_manager) -> None:
     wrap(training, "train", _with_end)
     wrap(training, "training_log", _with_loss)
     wrap(training, "checkpoint_and_decide_exit", _with_capture)
-    wrap(training, "evaluate_and_print_results", _with_pause)
+    for name in ("evaluate_and_print_results", "save_checkpoint_and_time"):
+        if hasattr(training, name):
+            wrap(training, name, _with_pause)
 
 
 def _with_flags(original: Function) -> Function:
@@ -136,7 +138,7 @@ def _with_capture(original: Function) -> Function:
                 given["num_floating_point_operations_so_far"],
                 given["train_data_iterator"],
             )
-        return _with_pause(original)(*args, **kwargs)
+        return original(*args, **kwargs)
 
     return decide_exit
 
