@@ -26,6 +26,7 @@ GIVEN = {
     "--drain-stop-seconds": "33.0",
     "--time-limit-seconds": "4000.0",
     "--scrub-percent": "2.5",
+    "--transport": "tcp",
     "--quarantine-iterations": "21",
     "--checkpoint-dir": "/data/checkpoints",
     "--slots": "3",
