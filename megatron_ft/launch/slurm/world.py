@@ -56,6 +56,8 @@ class StepWorld(WorldProcess):
         if self.alive():
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        # Now, as the supervisor may end before the timer does: ranks of this very node.
+        procfs.close_all(procfs.signal_matching(self._is_rank))
         timer = threading.Timer(END_SECONDS, super().kill)
         timer.daemon = True
         timer.start()
@@ -66,6 +68,9 @@ class StepWorld(WorldProcess):
             # They are children of mpirun, which has ended: nothing would tell us.
             time.sleep(_POLL_SECONDS)
         super()._clear()
+
+    def _is_rank(self, pid: int) -> bool:
+        return self._is_member(pid) and not _is_srun(pid)
 
     def _sruns(self) -> Iterator[int]:
         return (pid for pid in procfs.own_processes() if self._is_member(pid) and _is_srun(pid))
