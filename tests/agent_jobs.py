@@ -99,10 +99,11 @@ class AgentJob:
         assert len(found) == 1, (found, self.story())
         return found[0]
 
-    def lose_node(self, node: str, front: subprocess.Popen[bytes] | None = None) -> None:
-        """Everything on the node dies, what started its agent included, and its memory is gone."""
-        if front is not None:
-            front.kill()
+    def lose_node(self, node: str) -> None:
+        """Everything on the node dies and its memory is gone.
+
+        What started its agent is found by the marks that it was given.
+        """
         procfs.kill_matching(lambda pid: self._is_of(pid, node), node)
         shutil.rmtree(default_root() / self.name / node, ignore_errors=True)
 

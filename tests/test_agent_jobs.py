@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import shutil
 import signal
@@ -90,52 +91,66 @@ def test_a_hostfile_and_a_remote_shell_reach_all_nodes(
     assert not difference(job.result(), two), job.story()
 
 
+def begin_by_operator(job: AgentJob, nodes: int, *flags: str) -> None:
+    """By anybody, with variables as Kubernetes' operator for PyTorch sets them."""
+    for rank in range(nodes):
+        place = {"RANK": str(rank), "WORLD_SIZE": str(nodes), "MASTER_ADDR": "127.0.0.1"}
+        job.begin(on_node(job, rank, *flags), place | marks_of(job, rank))
+
+
+def begin_torchruns(job: AgentJob, nodes: int, *flags: str) -> None:
+    """One torchrun on each node, as its documentation says."""
+    port = str(free_port())
+    for rank in range(nodes):
+        words = ["-m", TORCHRUN, "--nnodes", str(nodes), "--node-rank", str(rank)]
+        words += ["--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
+        run = on_node(job, rank, *flags)[2:]
+        job.begin([sys.executable, *words, "-m", *run], marks_of(job, rank))
+
+
+def begin_deepspeeds(job: AgentJob, nodes: int, *flags: str) -> None:
+    """What ``deepspeed --hostfile F --num_gpus 1 --no_local_rank`` starts on each node."""
+    port, hosts = str(free_port()), {f"n{rank}": [0] for rank in range(nodes)}
+    info = base64.urlsafe_b64encode(json.dumps(hosts).encode()).decode()
+    for rank in range(nodes):
+        words = ["-m", "deepspeed.launcher.launch", f"--world_info={info}", f"--node_rank={rank}"]
+        words += ["--master_addr=127.0.0.1", f"--master_port={port}", "--no_local_rank", "--module"]
+        run = on_node(job, rank, *flags)[2:]
+        job.begin([sys.executable, *words, *run], {"DS_ACCELERATOR": "cpu"})
+
+
+def on_node(job: AgentJob, rank: int, *flags: str) -> list[str]:
+    return job.command("--launcher", "nodes", "--node-name", f"n{rank}", *flags)
+
+
+def marks_of(job: AgentJob, rank: int) -> dict[str, str]:
+    """By which all processes of a node are found when it is lost."""
+    return {JOB: job.name, NODE: f"n{rank}"}
+
+
 @pytest.mark.all_layouts
-def test_a_node_of_an_operator_is_lost_and_a_spare_takes_its_place(
-    job: AgentJob, two: Result
+@pytest.mark.parametrize("begin", [begin_by_operator, begin_torchruns])
+def test_a_node_is_lost_and_a_spare_takes_its_place(
+    job: AgentJob, two: Result, begin: Callable[..., None]
 ) -> None:
-    """Once per node by anybody, with variables as Kubernetes' operator for PyTorch sets them."""
-    fronts = [
-        job.begin(
-            job.command("--launcher", "nodes", "--spares", "1", "--node-name", f"n{rank}"),
-            {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"},
-        )
-        for rank in range(3)
-    ]
+    begin(job, 3, "--spares", "1")
     job.until_iteration(8)
-    job.lose_node("n1", fronts[1])
-    assert job.end() == [0, -signal.SIGKILL, 0], job.story()
+    job.lose_node("n1")
+    # A torchrun waits for a lost one for five minutes when its own work is done.
+    job.until_printed("training finished")
+    if begin is begin_by_operator:
+        assert job.end() == [0, -signal.SIGKILL, 0], job.story()
     assert "n2 takes the place of n1" in job.text(), job.story()
     assert "from parity" in job.text(), job.story()
     assert not difference(job.result(), two), job.story()
 
 
-def begin_torchrun(job: AgentJob) -> None:
-    """One torchrun on each of two nodes, as its documentation says."""
-    port = str(free_port())
-    for rank in range(2):
-        words = ["-m", TORCHRUN, "--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1"]
-        words += ["--master-addr", "127.0.0.1", "--master-port", port, "-m"]
-        run = job.command("--launcher", "nodes", "--node-name", f"n{rank}")
-        job.begin([sys.executable, *words, *run[2:]])
-
-
-def begin_deepspeed(job: AgentJob) -> None:
-    """What ``deepspeed --hostfile F --num_gpus 1 --no_local_rank`` starts on each of two nodes."""
-    port, info = str(free_port()), base64.urlsafe_b64encode(b'{"n0": [0], "n1": [0]}').decode()
-    for rank in range(2):
-        words = ["-m", "deepspeed.launcher.launch", f"--world_info={info}", f"--node_rank={rank}"]
-        words += ["--master_addr=127.0.0.1", f"--master_port={port}", "--no_local_rank", "--module"]
-        run = job.command("--launcher", "nodes", "--node-name", f"n{rank}")
-        job.begin([sys.executable, *words, *run[2:]], {"DS_ACCELERATOR": "cpu"})
-
-
 @pytest.mark.all_layouts
-@pytest.mark.parametrize("begin", [begin_torchrun, begin_deepspeed])
+@pytest.mark.parametrize("begin", [begin_torchruns, begin_deepspeeds])
 def test_launchers_of_trainers_start_it_once_per_node(
-    job: AgentJob, two: Result, begin: Callable[[AgentJob], None]
+    job: AgentJob, two: Result, begin: Callable[..., None]
 ) -> None:
-    begin(job)
+    begin(job, 2)
     job.until_iteration(8)
     os.kill(job.trainer(1), signal.SIGKILL)
     assert job.end() == [0, 0], job.story()
@@ -146,7 +161,7 @@ def test_launchers_of_trainers_start_it_once_per_node(
 @pytest.mark.all_layouts
 def test_memory_outlives_a_launcher_that_ends_process_trees(job: AgentJob, two: Result) -> None:
     """SIGTERM to DeepSpeed's launchers; the same command again finds the snapshots."""
-    begin_deepspeed(job)
+    begin_deepspeeds(job, 2)
     job.until_printed("(protected)")
     job.until_iteration(8)
     smps = job.smps()
@@ -156,7 +171,7 @@ def test_memory_outlives_a_launcher_that_ends_process_trees(job: AgentJob, two: 
     assert all(job.end()), job.story()
     assert job.smps() == smps
     job.started.clear()
-    begin_deepspeed(job)
+    begin_deepspeeds(job, 2)
     assert job.end() == [0, 0], job.story()
     assert "own memory" in job.text(), job.story()
     assert not difference(job.result(), two), job.story()
