@@ -8,7 +8,7 @@ from megatron_ft.identity import Count
 from megatron_ft.smp.message_base import Message
 
 
-class PulseReport(msgspec.Struct, frozen=True):
+class PulseReport(msgspec.Struct, frozen=True, array_like=True):
     """One trainer's signs of life as its node sees them; all times are durations in seconds.
 
     ``idle`` is how long it has passed no mark, ``quiet`` how long its watching thread has not

@@ -9,9 +9,6 @@ from pathlib import Path
 from megatron_ft.watch.pulse import Pulse
 from megatron_ft.wrapping import Function, wrap
 
-_IMPORTED = time.monotonic()
-"""When this package came in, which a script imports along with its framework."""
-
 _communicators = 0.0
 
 
@@ -48,10 +45,11 @@ def _timed(original: Function) -> Function:
 class StartParts:
     """Fills in a pulse as the start goes on; ``first_iteration`` is 0 until it has ended."""
 
-    def __init__(self, pulse: Pulse) -> None:
+    def __init__(self, pulse: Pulse, imported: float) -> None:
+        """``imported`` is when the imports of the script had ended, on the monotonic clock."""
         self._pulse = pulse
         pulse.started = process_start()
-        pulse.imports = max(0.0, _IMPORTED - pulse.started)
+        pulse.imports = max(0.0, imported - pulse.started)
         self._ready = time.monotonic()
 
     def restored(self, seconds: float) -> None:

@@ -12,8 +12,9 @@ from megatron_ft.watch.iterations import WINDOW, WindowSummary
 LEAST_SECONDS = 0.001
 """What is slower by less than this is no matter, however short iterations are."""
 
-SIGNIFICANT = 4.0
-"""By how many standard errors a difference must exceed chance."""
+SIGNIFICANT = 6.0
+"""By how many standard errors a difference must exceed chance: with thousands of ranks something
+that is as rare as four happens all the time."""
 
 MEDIAN_ERROR = 1.2533 * 1.4826 / math.sqrt(WINDOW)
 """Standard error of the median of a window, in median absolute deviations.

@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
 
+_IMPORTED = time.monotonic()
+"""The snapshot manager needs this module, and a script imports that behind its framework."""
+
 
 class TrainerWatch:
     """Marks of one rank, stored where the SMP of its node reads them.
@@ -50,7 +53,7 @@ class TrainerWatch:
         self._file, self._clock, self._follows = file, clock, gradients
         self._pulse = Pulse(rank=rank)
         self._iterations = Iterations()
-        self._start = StartParts(self._pulse)
+        self._start = StartParts(self._pulse, _IMPORTED)
         self._gradient = LastGradient(self._last_gradient)
         self._ended = threading.Event()
         self._dumps = -1
