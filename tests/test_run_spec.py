@@ -33,6 +33,11 @@ GIVEN = {
     "--protect": "rs:2+1",
     "--lease-seconds": "17.0",
     "--register-timeout-seconds": "99.0",
+    "--on-hang": "report",
+    "--hang-seconds": "44.0",
+    "--hang-factor": "3.0",
+    "--straggler-percent": "8.0",
+    "--export-on-failure": "/data/failed",
 }
 SAME_NAME = {f.name for f in fields(SnapshotConfig)} & {f.name for f in fields(JobSpec)}
 
@@ -63,6 +68,7 @@ def test_settings_with_another_name_there(spec: JobSpec) -> None:
     assert (spec.sizes.slot_count, str(spec.scheme)) == (3, "rs:2+1")
     assert (spec.timing.lease, spec.register_timeout) == (17.0, 99.0)
     assert spec.drain_export_dir == Path("/data/exports")
+    assert (spec.hang.floor, spec.hang.factor, spec.hang.first) == (44.0, 3.0, 99.0)
 
 
 def test_a_job_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
