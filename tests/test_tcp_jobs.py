@@ -15,7 +15,7 @@ from tests.networks import needs_network
 
 pytestmark = pytest.mark.usefixtures("warm_trainers")
 
-ITERATIONS = 30
+ITERATIONS = 24
 
 
 @pytest.fixture(scope="module")
