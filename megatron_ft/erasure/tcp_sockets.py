@@ -27,7 +27,8 @@ IO_THREADS = 2
 CONNECT_SECONDS = 30.0
 HEARTBEAT_SECONDS = 5.0
 SILENCE_SECONDS = 30.0
-"""After so long without any word from a peer's libzmq, which also answers while its rank works."""
+"""A peer is gone whose libzmq does not answer a heartbeat for so long; it also answers while the
+rank works."""
 
 _REFUSED = (
     zmq.Event.HANDSHAKE_FAILED_AUTH
