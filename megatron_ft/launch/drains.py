@@ -177,11 +177,12 @@ class Drains:
     async def _keep(self) -> None:
         while True:
             while (plan := self._next()) is not None:
-                self._busy = True
                 try:
                     await self._drain(plan)
-                finally:
-                    self._busy = False
+                except asyncio.CancelledError:
+                    # Its life ended: due again, also if the next one has nothing newer.
+                    self._last = -1
+                    raise
             if self._ending:
                 return
             self._news.clear()
