@@ -56,6 +56,7 @@ def test_mpirun_starts_the_same_command_once_per_node(job: AgentJob, two: Result
     os.kill(job.trainer(1), signal.SIGKILL)
     assert job.end() == [0], job.story()
     assert "rank 1 on n1 was killed by signal 9" in job.text(), job.story()
+    assert not list((job.folder / "state").glob("*.nodes")), "notes for agents are left"
     assert "from own memory; " in job.text(), job.story()
     assert not difference(job.result(), two), job.story()
 

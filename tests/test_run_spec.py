@@ -52,7 +52,7 @@ def spec(tmp_path: Path) -> JobSpec:
     settings = job_settings.settle(vars(arguments), command, {})
     # Longer paths would not fit into the address of a socket.
     with tempfile.TemporaryDirectory() as root:
-        place = run_place.place_of(arguments, Path(root), tmp_path / "notes")
+        place = run_place.place_of(arguments, Path(root), tmp_path / "notes", tmp_path / "meeting")
     return run.spec_from(arguments, command, settings, place)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
+import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from megatron_ft.cli import main as cli
 from megatron_ft.environment import TREE
 from megatron_ft.errors import ConfigError
 from megatron_ft.launch import procfs
+from megatron_ft.launch.process import LocalProcess
 from megatron_ft.launch.torchrun import check, is_torchrun, ranks_of
 from tests.jobs import EXAMPLE, TORCHRUN, Job, Result, difference, oracle
 
@@ -97,8 +101,11 @@ def kill_a_rank(job: Job) -> None:
 
 def kill_torchrun(job: Job) -> None:
     """Its ranks have sessions of their own and do not notice."""
-    job.orphans = workers(job, "n0")  # type: ignore[attr-defined]
-    assert len(job.orphans) == 2  # type: ignore[attr-defined]
+    orphans = workers(job, "n0")
+    assert len(orphans) == 2
+    for pid in orphans:
+        # Else they would train on until they are ended.
+        os.kill(pid, signal.SIGSTOP)
     os.kill(job.supervisor.trainers.pids()[0], signal.SIGKILL)
 
 
@@ -112,7 +119,7 @@ def test_a_rank_torchrun_and_a_node_are_lost_and_nothing_changes(
     script = list(job.training_command()[1:])
     job.command = (sys.executable, "-m", TORCHRUN, "--nproc-per-node", "2", *script)
     assert str(EXAMPLE) in script
-    job.run((6, kill_a_rank), (12, kill_torchrun), (20, lambda job: lose_second(job)))
+    job.run((6, kill_a_rank), (12, kill_torchrun), (20, lambda job: job.cluster.kill_node("n1")))
     assert not difference(job.result(), four), job.story()
     assert [source for _, source in job.restores()] == ["own memory"] * 2 + ["parity"], job.story()
     assert any("ranks 2-3 on n1 exited" in e.text for e in job.events), job.story()
@@ -120,9 +127,27 @@ def test_a_rank_torchrun_and_a_node_are_lost_and_nothing_changes(
     assert logs == ["ranks0-1.log", "ranks2-3.log"]
 
 
-def lose_second(job: Job) -> None:
-    orphans: list[int] = job.orphans  # type: ignore[attr-defined]
-    running = [p for p in orphans if (s := procfs.read_stat(p)) and not s.ended]
-    assert not running, "ranks of a torchrun that was killed still run"
-    assert all(TREE in procfs.read_environment(p) for p in workers(job, "n0"))
-    job.cluster.kill_node("n1")
+@pytest.mark.parametrize("victim", ["all of it", "torchrun alone"])
+def test_what_a_process_has_started_ends_with_it_also_in_sessions_of_its_own(
+    tmp_path: Path, victim: str
+) -> None:
+    script = "setsid sleep 60 & echo $! >pid; mv pid child; exec sleep 60"
+    environment = {**os.environ, TREE: uuid.uuid4().hex}
+    command = ["sh", "-c", f"cd {tmp_path}; {script}"]
+    process = LocalProcess.spawn("n0", command, environment, tmp_path / "log")
+    other = LocalProcess.spawn("n0", ["sleep", "60"], dict(os.environ), tmp_path / "log")
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "child").exists():
+        assert process.alive() and time.monotonic() < deadline, "sh has not started its child"
+        time.sleep(0.01)
+    child = int((tmp_path / "child").read_text())
+    if victim == "torchrun alone":
+        os.kill(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+    assert asyncio.run(asyncio.wait_for(process.wait(), 20)) == -signal.SIGKILL
+    stat = procfs.read_stat(child)
+    assert stat is None or stat.ended
+    assert other.alive()
+    other.kill()
+    other.join(20)

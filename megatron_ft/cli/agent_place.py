@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import signal
 import socket
 import time
@@ -116,6 +117,9 @@ def gather(arguments: argparse.Namespace, root: Path, folder: Path) -> AgentPlac
         for front in fronts:
             front.leave()
         file.unlink(missing_ok=True)
+        if code == 0:
+            # Where SMPs served, and logs of MPI's daemons: of no use to anybody now.
+            shutil.rmtree(folder, ignore_errors=True)
 
     try:
         fronts += _over_remote_shells(arguments, hub, hosts) or [_own_agent(arguments, 0, folder)]

@@ -65,7 +65,8 @@ class Agent:
             code = await self._obey(meeting)
             if code is not None:
                 return code
-            log.warning("nothing is heard of the supervisor at %s", meeting.endpoint)
+            if not self._left:
+                log.warning("nothing is heard of the supervisor at %s", meeting.endpoint)
         return 1
 
     def _leave_at_end_of_input(self) -> None:
@@ -88,7 +89,8 @@ class Agent:
         try:
             while not self._left and time.monotonic() < heard + SILENT_SECONDS:
                 if time.monotonic() >= next_hello:
-                    if self._meeting() != meeting:
+                    # One whose file is gone may still be about to say goodbye.
+                    if (self._meeting() or meeting) != meeting:
                         return None
                     self._hello(address)
                     next_hello = time.monotonic() + HELLO_SECONDS
