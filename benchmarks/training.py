@@ -131,7 +131,8 @@ def _supervised(program: list[str], ranks: int, folder: Path) -> None:
     protect = "xor:2" if ranks > 1 else "none"
     job = f"benchmark-{uuid.uuid4().hex[:8]}"
     flags = ["--job", job, "--nodes", str(ranks), "--protect", protect]
-    flags += ["--state-dir", str(folder / "state"), "--from-scratch"]
+    flags += ["--state-dir", str(folder / "state"), "--arena-dir", str(folder / "arenas")]
+    flags += ["--from-scratch"]
     command = [sys.executable, "-m", "megatron_ft.cli.main", "run", *flags, "--", *program]
     environment = {**_environment(), "MEGATRON_FT_SNAPSHOT_INTERVAL": "1"}
     log = folder / "supervisor.log"
