@@ -30,9 +30,12 @@ KNOWN = {
     "ShardSlots": "shard_id slots changes pins",
     "SnapshotCycle": "incarnation places nodes stripes interval first phase snapshot iteration "
     "level lead _commits_in_a_row _waiting _encoders _world _broken _corrupt _gated _unjudged "
-    "_judged _last",
+    "_judged _last fixed _before _spent",
 }
-"""What is described below, or decides nothing within the bounds of an exploration."""
+"""What is described below, or decides nothing within the bounds of an exploration.
+
+The last two count only where the interval is not fixed; in the model it is.
+"""
 
 
 def key(world: World) -> int:
