@@ -45,6 +45,7 @@ def program(name: str) -> str:
     return found
 
 
+@pytest.mark.all_layouts
 def test_mpirun_starts_the_same_command_once_per_node(job: AgentJob, two: Result) -> None:
     """A trainer is killed on the way; all that mpirun started ends with the job's code."""
     name = "n${OMPI_COMM_WORLD_RANK:-$PMI_RANK}"
@@ -52,7 +53,7 @@ def test_mpirun_starts_the_same_command_once_per_node(job: AgentJob, two: Result
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     root |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
     job.begin([program("mpirun"), "-n", "2", "sh", "-c", command], root)
-    job.until_iteration(8)
+    job.until_printed("committed (protected)")
     os.kill(job.trainer(1), signal.SIGKILL)
     assert job.end() == [0], job.story()
     assert "rank 1 on n1 was killed by signal 9" in job.text(), job.story()

@@ -15,7 +15,7 @@ from tests.jobs import HANGING, Job, Result, difference, oracle
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 
-ITERATIONS = 40
+ITERATIONS = 60
 QUICK = HangSettings(floor=1.5, factor=5.0, first=60.0)
 
 
@@ -64,6 +64,7 @@ def test_each_kind_of_hang_is_named_kept_and_survived(
         assert sum(parts.values()) >= event.fields["total"] - 0.25, event.text
 
 
+@pytest.mark.all_layouts
 def test_a_slow_rank_is_named_and_is_no_hang(new: Callable[..., Job]) -> None:
     """Rank 1 takes longer than the others, which wait for it; from iteration 50 it is known."""
     everybody = [f"*:slow:10:{rank}" for rank in range(3)]

@@ -334,6 +334,7 @@ def test_a_spare_without_room_is_passed_over(made: list[Job], tmp_path: Path, tw
     assert job.supervisor.members.spares_gone()
 
 
+@pytest.mark.all_layouts
 def test_the_last_spare_without_room_stops_the_job_until_it_has_some(
     made: list[Job], tmp_path: Path, two: Result
 ) -> None:

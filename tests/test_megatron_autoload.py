@@ -73,8 +73,8 @@ def test_nothing_in_the_folders_can_hide_a_module_of_the_script() -> None:
 # What every Python process under a supervisor runs
 
 _MODULES = "import json, sys; print(json.dumps(sorted(sys.modules)))"
-FRAMEWORKS = "2"
-"""Modules whose import is waited for: Megatron's loop and DeepSpeed's engine."""
+WAITED_FOR = "3"
+"""Modules whose import is waited for: Megatron's loop, DeepSpeed's engine, torch.distributed."""
 
 _FINDERS = "import sys; print([type(f).__name__ for f in sys.meta_path].count('AfterImport'))"
 
@@ -89,7 +89,7 @@ def test_other_processes_import_next_to_nothing_for_it() -> None:
 def test_only_a_supervised_process_watches_imports() -> None:
     assert sitecustomize.SUPERVISED == environment.JOB
     assert run_python(_FINDERS, FOLDER).split() == ["0"]
-    assert run_python(_FINDERS, FOLDER, MEGATRON_FT_JOB="job").split() == [FRAMEWORKS]
+    assert run_python(_FINDERS, FOLDER, MEGATRON_FT_JOB="job").split() == [WAITED_FOR]
 
 
 def test_hidden_sitecustomizes_run_in_turn_and_the_last_takes_the_place(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_hidden_sitecustomizes_run_in_turn_and_the_last_takes_the_place(tmp_path
     code = f"import sitecustomize; assert sitecustomize.HERE\n{_FINDERS}"
     ours = (FOLDER, Path(stock_script.__file__).parent)
     output = run_python(code, *ours, ROOT, tmp_path, MEGATRON_FT_JOB="job")
-    assert output.split("\n") == ["the cluster speaks", FRAMEWORKS, ""]
+    assert output.split("\n") == ["the cluster speaks", WAITED_FOR, ""]
 
 
 # Calling behind an import
@@ -237,7 +237,7 @@ def test_a_grandchild_of_the_command_is_wrapped_and_its_children_are_not_in_the_
     script.write_text(_SCRIPT)
     done = start_under_supervision(script)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert f"child ({FRAMEWORKS}, False, False)" in done.stdout
+    assert f"child ({WAITED_FOR}, False, False)" in done.stdout
     assert "parsed True 7" in done.stdout
 
 

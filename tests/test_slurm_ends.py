@@ -59,6 +59,7 @@ def test_the_tasks_of_an_array_continue_one_another_until_usr1(
     assert not (default_root() / f"{slurm_job_name}-{job.id}").exists()
 
 
+@pytest.mark.all_layouts
 def test_a_requeued_job_adopts_what_no_epilog_removed(
     slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str, expected: Result
 ) -> None:

@@ -202,7 +202,10 @@ class Ports:
 
     def _processes(self) -> Iterator[tuple[str, int]]:
         for child in psutil.Process().children():
-            command = child.cmdline()
+            try:
+                command = child.cmdline()
+            except psutil.NoSuchProcess:  # a zombie of another test counts as one
+                continue
             if "megatron_ft.testing.soak.job" in command:
                 yield "supervisor", child.pid
                 job = msgspec.json.decode(Path(command[-1]).read_bytes(), type=JobFile)

@@ -54,6 +54,7 @@ def test_without_mpi_a_lost_node_is_rebuilt_over_tcp(
 
 
 @needs_network
+@pytest.mark.all_layouts
 def test_over_tcp_a_node_that_is_cut_off_is_rebuilt(
     made: list[Job], tmp_path: Path, two: Result
 ) -> None:
