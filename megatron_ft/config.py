@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.setting import FOLDER, NUMBER, SCHEME, WHOLE, WORD, Kind, Setting
+from megatron_ft.setting import AUTO, FOLDER, INTERVAL, NUMBER, SCHEME, WHOLE, WORD, Kind, Setting
 
 SWITCH = "--inmem-snapshot"
 DRAIN_ONLY = (
@@ -232,7 +232,7 @@ class SnapshotConfig:
         30.0, "Longest wait before optimizer.step() for a running capture; then it is abandoned."
     )
     on_hang: str = _setting(
-        TEXT,
+        WORD,
         "restart",
         "What follows when training makes no progress: a restart from memory, or only a report.",
         allowed="restart or report",

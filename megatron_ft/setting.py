@@ -54,11 +54,12 @@ def _folder(value: Any) -> Path:
     return Path(value).expanduser().absolute()
 
 
-WHOLE = Kind("a whole number", _whole, "integer")
-NUMBER = Kind("a finite number", _number, "number")
-FOLDER = Kind("a folder", _folder, "string")
-WORD = Kind("a word", str, "string")
-SCHEME = Kind("a redundancy scheme", lambda value: str(Scheme.parse(str(value))), "string")
+WHOLE = Kind("a whole number", _whole, ("integer",))
+INTERVAL = Kind("a whole number, or auto", _interval, ("integer", "string"))
+NUMBER = Kind("a finite number", _number, ("number",))
+FOLDER = Kind("a folder", _folder, ("string",))
+WORD = Kind("a word", str, ("string",))
+SCHEME = Kind("a redundancy scheme", lambda value: str(Scheme.parse(str(value))), ("string",))
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,7 @@ class Job:
     time_limit_seconds: float = 0.0
     restore_from: Path | None = None
     scrub_percent: float = 1.0
+    expected_mtbf_hours: float = 3.0
     transport: str = "auto"
     domains: Mapping[str, str] = field(default_factory=dict)
     on_hang: str = "restart"
@@ -176,6 +177,7 @@ class Job:
             time_limit_seconds=self.time_limit_seconds,
             restore_from=self.restore_from,
             scrub_percent=self.scrub_percent,
+            expected_mtbf_hours=self.expected_mtbf_hours,
             transport=self.transport,
             domains=self.domains,
             on_hang=self.on_hang,

@@ -5,8 +5,9 @@
 Starts an SMP on every node, an encoder world over MPI (over TCP where there is none) and one
 trainer per rank with torchrun's environment variables; notices deaths, replaces nodes, restarts
 from memory.
-Nodes are virtual (groups of processes of this machine), or with --launcher slurm those of
-the allocation in whose batch script this runs (docs/slurm.md).  If this command itself is
+Nodes are virtual (groups of processes of this machine), those of the Slurm allocation in
+whose batch script this runs (docs/slurm.md), or those on which mpirun, torchrun, deepspeed or
+a remote shell started an agent (docs/launchers.md).  If this command itself is
 killed, run it again with the same --job: it takes over what is in memory.
 """
 
@@ -226,6 +227,14 @@ def spec_from(
         time_limit_seconds=settings.time_limit_seconds or place.seconds_left,
         scrub_percent=settings.scrub_percent,
         quarantine_iterations=settings.quarantine_iterations,
+        overhead_percent=settings.overhead_percent,
+        expected_mtbf_hours=settings.expected_mtbf_hours,
+        on_hang=settings.on_hang,
+        hang=HangSettings(
+            settings.hang_seconds, settings.hang_factor, first=settings.register_timeout_seconds
+        ),
+        straggler_percent=settings.straggler_percent,
+        export_on_failure=settings.export_on_failure,
         transport=settings.transport,
         domains=read_domains(source, place.launcher.nodes()) if source else {},
     )

@@ -29,7 +29,8 @@ class RunPlace:
 
     ``seconds_left`` until it ends the job, 0: never.  ``clean`` removes what a job that is done
     left on its nodes; ``destroy`` also ends its processes.  ``hint`` says what becomes of
-    memory when the job has stopped.  ``leave`` takes the exit code to all nodes, at the very end.
+    memory when the job has stopped.  ``hosts`` is where replacements of lost nodes come from.
+    ``leave`` takes the exit code to all nodes, at the very end.
     """
 
     launcher: Launcher
@@ -38,6 +39,7 @@ class RunPlace:
     clean: Callable[[], None]
     destroy: Callable[[], None]
     hint: str
+    hosts: HostSource | None = None
     leave: Callable[[int], None] = lambda code: None
 
 
@@ -93,10 +95,9 @@ def place_of(
     root = root or default_root()
     if arguments.launcher == SLURM:
         return _slurm(arguments, root, state_folder)
+    _refuse_slurms(arguments)
     if arguments.launcher in (NODES, HOSTFILE):
         return _with_agents(arguments, root, meeting_folder)
-    if arguments.srun_flags:
-        raise ConfigError("--srun-flags needs --launcher slurm")
     nodes: int = VIRTUAL_NODES if arguments.nodes is None else arguments.nodes
     names = [f"node{i}" for i in range(nodes + arguments.spares)]
     cluster = VirtualCluster(arguments.job, names, root)
@@ -107,11 +108,21 @@ def place_of(
     return RunPlace(cluster, nodes, 0.0, lambda: None, cluster.destroy, hint)
 
 
+def _refuse_slurms(arguments: argparse.Namespace) -> None:
+    given = {
+        "--srun-flags": arguments.srun_flags,
+        "--sbatch-flags": arguments.sbatch_flags,
+        "--on-no-spare hold": arguments.on_no_spare == HOLD,
+    }
+    for flag in (name for name, value in given.items() if value):
+        raise ConfigError(f"{flag} needs --launcher slurm")
+
+
 def _with_agents(arguments: argparse.Namespace, root: Path, meeting_folder: Path) -> RunPlace:
     place = agent_place.gather(arguments, root, meeting_folder)
     clean = place.launcher.clean
     hint = "snapshots stay in the nodes' memory: run the same command again to go on"
-    return RunPlace(place.launcher, place.nodes, 0.0, clean, clean, hint, place.leave)
+    return RunPlace(place.launcher, place.nodes, 0.0, clean, clean, hint, leave=place.leave)
 
 
 def _slurm(arguments: argparse.Namespace, root: Path, state_folder: Path) -> RunPlace:

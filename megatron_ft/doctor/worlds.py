@@ -26,6 +26,7 @@ from megatron_ft.doctor.pairs import (
 )
 from megatron_ft.errors import MegatronFTError
 from megatron_ft.launch.launcher import Launcher, Placement
+from megatron_ft.launch.outer_launcher import base_environment
 from megatron_ft.launch.world_starter import AUTO, WorldStarter
 
 START_SECONDS = 60.0

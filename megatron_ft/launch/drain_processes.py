@@ -58,7 +58,7 @@ class DrainProcesses:
                 module = MODULES.get(step, "megatron_ft.disk.drain")
                 argv = [sys.executable, "-m", module, step, plan.to_json()]
                 log = self._log_of(node)
-                environment = {**os.environ, **ENVIRONMENTS.get(step, {})}
+                environment = {**base_environment(), **ENVIRONMENTS.get(step, {})}
                 environment[INCARNATION] = str(self._incarnation())
                 handles.append(self._launcher.start(node, argv, environment, log))
                 ends.append(asyncio.create_task(self._end(step, handles[-1])))

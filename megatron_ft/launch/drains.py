@@ -23,7 +23,7 @@ from megatron_ft.disk.durable import mount_point
 from megatron_ft.disk.retention import Keep
 from megatron_ft.errors import MegatronFTError
 from megatron_ft.identity import Ancestor, Seat, SnapshotId
-from megatron_ft.launch.drain_processes import DrainProcesses, StepFailedError
+from megatron_ft.launch.drain_processes import DrainProcesses
 from megatron_ft.launch.launcher import Launcher
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.urgency import Urgency
@@ -177,12 +177,15 @@ class Drains:
     async def _keep(self) -> None:
         while True:
             while (plan := self._next()) is not None:
+                self._busy = True
                 try:
                     await self._drain(plan)
                 except asyncio.CancelledError:
                     # Its life ended: due again, also if the next one has nothing newer.
                     self._last = -1
                     raise
+                finally:
+                    self._busy = False
             if self._ending:
                 return
             self._news.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import uuid
 from collections.abc import Coroutine, Mapping, Sequence
@@ -29,7 +28,7 @@ from megatron_ft.launch.launcher import (
 from megatron_ft.launch.outer_launcher import base_environment
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.startup import before_script
-from megatron_ft.launch.trainer_env import free_port, trainer_environment
+from megatron_ft.launch.trainer_env import free_port, node_environment, trainer_environment
 from megatron_ft.launch.world_starter import WorldStarter
 from megatron_ft.smp.__main__ import Ready
 from megatron_ft.smp.daemon import Credentials

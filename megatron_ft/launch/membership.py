@@ -126,8 +126,8 @@ class Membership:
             self._tell("node_lost", f"node {node} is lost", node)
         if len(spares) < len(lost):
             raise NoSpareError(
-                f"node {', '.join(lost)} lost and no spare is left; its memory may still be "
-                "rebuilt: start the same command again with more --spares",
+                f"node {', '.join(lost)} lost{self._without_room()} and no spare is left; its "
+                "memory may still be rebuilt: start the same command again with more --spares",
                 len(lost) - len(spares),
             )
         if lost:

@@ -73,11 +73,11 @@ async def _drain(parts: JobParts, choice: RestoreChoice, admitted: Admitted, rea
         # What a drain had begun that ended with the trainers counts as not drained.
         first = min(plan.decision.iteration, -1 if durable is None else durable[1])
         parts.drains.begin(plan.places, shards, plan.lineage, first)
-        await parts.drains.last(SALVAGE_SECONDS)
+        problem = "" if await parts.drains.last(SALVAGE_SECONDS) else "see above"
     except MegatronFTError as error:
-        reason = str(error)
-    if reason:
-        parts.observers.tell("salvage_failed", f"memory could not be drained: {reason}")
+        problem = str(error)
+    if problem:
+        parts.observers.tell("salvage_failed", f"memory could not be drained: {problem}")
 
 
 def _plan(parts: JobParts, choice: RestoreChoice, admitted: Admitted) -> Restore | None:

@@ -32,6 +32,8 @@ class JobSpec:
     drained snapshot becomes a checkpoint of the training framework's own (None: it does not).
     A snapshot from which training fails twice within ``quarantine_iterations`` (0: no matter)
     is not used again.  The scrub uses ``scrub_percent`` of one core of each node (0: no scrub).
+    Snapshots whose interval is found by the job take at most ``overhead_percent`` of its time;
+    ``expected_mtbf_hours`` are counted on between failures before some were seen.
     ``transport`` is what encoders use, one of world_starter.TRANSPORTS.
     ``domains`` is the failure domain of each node; a node that is not named is one of its own.
     Training that makes no progress for longer than ``hang`` says is restarted, or with
@@ -68,6 +70,8 @@ class JobSpec:
     time_limit_seconds: float = 0.0
     scrub_percent: float = 1.0
     quarantine_iterations: int = 10
+    overhead_percent: float = 1.0
+    expected_mtbf_hours: float = 3.0
     transport: str = "auto"
     domains: Domains = field(default_factory=dict)
     on_hang: str = "restart"

@@ -13,6 +13,7 @@ from megatron_ft.coordinator.recovery import RebuildError
 from megatron_ft.errors import (
     ControlPlaneError,
     MegatronFTError,
+    NoRoomError,
     RestartBudgetError,
     StaleIncarnationError,
 )
@@ -24,6 +25,7 @@ from megatron_ft.launch.job_parts import JobParts
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.launcher import Launcher
 from megatron_ft.launch.life import Life
+from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.launch.salvage import salvage_without_trainers
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.smp import messages as m

@@ -148,6 +148,11 @@ def parse_duration(text: str) -> float:
     return float(seconds + int(days or 0) * 86400)
 
 
+def _find_addresses(nodes: str) -> dict[str, str]:
+    described = _demand("scontrol", "show", "node", "--oneliner", nodes)
+    return {name: numeric(at) for name, at in node_addresses(described).items()}
+
+
 def ask(*command: str) -> str | None:
     """What a command of Slurm's prints; None when it fails or does not answer in time."""
     try:

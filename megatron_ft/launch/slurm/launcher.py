@@ -132,7 +132,8 @@ class SlurmLauncher:
 
     def _spread(self, nodes: Sequence[str]) -> Spread:
         job_dir = self.root / self.job
-        settings = reach_by_steps(self._found_mpi(), self.allocation.job_id, job_dir, self._flags)
+        jobs = {node: self.allocation.job_of(node) for node in nodes}
+        settings = reach_by_steps(self._found_mpi(), jobs, job_dir, self._flags)
         return Spread(nodes, settings=settings)
 
     def _marked(self, node: str, env: Mapping[str, str]) -> dict[str, str]:

@@ -30,7 +30,8 @@ def remote_command(
     prefix: list[str] = json.loads(environment[SRUN])
     jobs: dict[str, str] = json.loads(environment[JOBS])
     folder = os.path.join(environment[FOLDER], node, "mpi")
-    return [*prefix, f"--nodelist={node}", "/bin/sh", "-c", IN_FOLDER, folder, " ".join(words)]
+    prefix += [f"--jobid={jobs[node]}", f"--nodelist={node}"]
+    return [*prefix, "/bin/sh", "-c", IN_FOLDER, folder, " ".join(words)]
 
 
 def main() -> None:
