@@ -25,7 +25,7 @@ from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import ArenaHeader, Geometry, Permit
 from megatron_ft.capture.cuda import CudaCopier
 from megatron_ft.capture.engine import CaptureEngine
-from megatron_ft.capture.manager import PLANNING_BLOCK_BYTES, _choose_copier
+from megatron_ft.capture.manager import PLANNING_BLOCK_BYTES, choose_copier
 from megatron_ft.capture.mapping import MappingState
 from megatron_ft.capture.plan import plan_state
 from megatron_ft.capture.restore import restore_shard, verify
@@ -97,7 +97,7 @@ def capturing(state: dict[str, Any]) -> Iterator[Capturing]:
             path,
             SHARD,
             layout,
-            _choose_copier(adapted, 16 * MEBI),
+            choose_copier(adapted, 16 * MEBI),
             lambda run, record: holder[0].on_sealed(run, record),
             lambda run, reason: _fail(reason),
         )

@@ -165,7 +165,7 @@ class SnapshotManager:
             self.config.fixed_interval,
             timeout=self.config.register_timeout_seconds,
         )
-        copier = self._copier or _choose_copier(adapted, self.config.copy_piece_bytes)
+        copier = self._copier or choose_copier(adapted, self.config.copy_piece_bytes)
         captures.engine = CaptureEngine(
             path, self.shard_id, layout, copier, captures.on_sealed, captures.on_abandoned
         )
@@ -324,7 +324,7 @@ def _from_env(name: str, default: int) -> int:
     return int(os.environ.get(name, default))
 
 
-def _choose_copier(state: TrainingState, piece_bytes: int) -> Copier:
+def choose_copier(state: TrainingState, piece_bytes: int) -> Copier:
     """The copier for where most tensors are; a CUDA one also takes host tensors."""
     if any(tensor.is_cuda for tensor in live_tensors(state).values()):
         from megatron_ft.capture.cuda import CudaCopier
