@@ -168,6 +168,9 @@ def test_the_plan_is_a_function_of_the_seed(
     assert max(counts) - min(counts) <= 1
 
 
+SMPS = 5
+"""Nodes of the short soak, its spare included."""
+
 SHORT = 20.0
 """How much more a short soak allows: start-up is a large part of it."""
 
@@ -191,6 +194,14 @@ class Ports:
         if "encoder" in self.open or "after" not in text or "SMP" in text:
             return
         self.open.clear()
+        try:
+            self._note_ports()
+        except psutil.NoSuchProcess:  # it ended meanwhile: the next line finds the one after it
+            self.open.clear()
+        if len(self.open.get("smp", ())) != SMPS:  # one is starting, or open where none should be
+            self.open.clear()
+
+    def _note_ports(self) -> None:
         for role, pid in self._processes():
             if role == "trainer":
                 continue  # the framework's own connections
@@ -252,8 +263,9 @@ def test_a_short_soak(tmp_path: Path, server: str) -> None:
     lines = judge(result.samples, bounds=bounds, warm_up=1)
     assert is_good(result, lines), render(result, lines)
     assert result.protected >= 40 and sum(result.faults.values()) == 3
+    assert ports.open, "never did each of the SMPs, and nothing else of theirs, listen"
     assert ports.open["supervisor"] == set() == ports.open["encoder"]
-    assert len(ports.open["smp"]) == 5, "one control plane for each SMP"
+    assert len(ports.open["smp"]) == SMPS, "one control plane for each SMP"
     # A greeting has 64 bytes; an error of the handshake may follow, data never.
     assert all(len(answer) <= 100 for answer in ports.answers), ports.answers
 
