@@ -8,14 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.launch.trainer_env import free_port, trainer_environment
+from megatron_ft.launch.trainer_env import TrainerPlace, free_port
 
 
 def environment(
     base: dict[str, str], node: int, local: int, nodes: int, per_node: int
 ) -> dict[str, str]:
-    return trainer_environment(
-        base,
+    place = TrainerPlace(
         node_index=node,
         local_rank=local,
         node_count=nodes,
@@ -25,6 +24,7 @@ def environment(
         run_id="job",
         restart_count=2,
     )
+    return place.of_rank(base)
 
 
 @given(st.integers(1, 5), st.integers(1, 5))

@@ -28,7 +28,7 @@ from megatron_ft.launch.launcher import (
 from megatron_ft.launch.outer_launcher import base_environment
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.startup import before_script
-from megatron_ft.launch.trainer_env import free_port, node_environment, trainer_environment
+from megatron_ft.launch.trainer_env import TrainerPlace, free_port
 from megatron_ft.launch.world_starter import WorldStarter
 from megatron_ft.smp.__main__ import Ready
 from megatron_ft.smp.daemon import Credentials
@@ -200,12 +200,10 @@ class TrainerFleet:
         port = free_port()
         given = {**base_environment(), **spec.environment, **extra, INCARNATION: str(incarnation)}
         base, master = before_script(given), self._launcher.address(active[0])
-        told = node_environment if spec.trainer_per_node else trainer_environment
         self._handles = []
         for index, node in enumerate(active):
             for local in range(0, spec.ranks_per_node, self._ranks_each):
-                environment = told(
-                    base,
+                place = TrainerPlace(
                     node_index=index,
                     local_rank=local,
                     node_count=spec.nodes,
@@ -215,6 +213,8 @@ class TrainerFleet:
                     run_id=spec.name,
                     restart_count=incarnation - 1,
                 )
+                told = place.of_torchrun if spec.trainer_per_node else place.of_rank
+                environment = told(base)
                 if interface := self._launcher.interface(node):
                     environment.setdefault("GLOO_SOCKET_IFNAME", interface)
                 log = self.log_of(index * spec.ranks_per_node + local)

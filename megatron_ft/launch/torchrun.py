@@ -1,7 +1,7 @@
 """torchrun as the training command: started once per node, it starts the node's ranks itself.
 
-Where it is in the job it is told in variables (trainer_env.node_environment), so that a script
-around it works as well.  A flag in the command would win over them: what contradicts us is
+Where it is in the job it is told in variables (trainer_env.TrainerPlace.of_torchrun), so that a
+script around it works as well.  A flag in the command would win over them: what contradicts us is
 refused before training.
 """
 
