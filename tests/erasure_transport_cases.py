@@ -20,7 +20,7 @@ from megatron_ft.erasure.rebuild import rebuild
 from megatron_ft.erasure.transport import Kind, Link, Pending, Transport, barrier
 from megatron_ft.erasure.verify import verify
 from megatron_ft.erasure.world import join_world
-from megatron_ft.errors import UnrecoverableError
+from megatron_ft.errors import TransportError, UnrecoverableError
 from megatron_ft.isal import Bytes
 
 WORLD = join_world()
@@ -119,6 +119,21 @@ def rebuild_and_compare(code: StripeCode, member: MemberView, lost: Sequence[int
     assert (result.parity_root, result.stripe_table) == (member.parity_root, member.stripe_table)
 
 
+def refuse_short_message() -> None:
+    """Rank 0 gets three bytes where it awaits five, and says whose they are."""
+    transport = WORLD.transport()
+    if RANK == 1:
+        transport.waitall([transport.isend(np.zeros(3, np.uint8), 0, tag=9)])
+    elif RANK == 0:
+        receive = transport.irecv(np.zeros(5, np.uint8), 1, tag=9)
+        try:
+            transport.waitall([receive])
+        except TransportError as error:
+            assert "rank 1 sent 3 bytes with tag 9, 5 were awaited" in str(error), error
+            return
+        raise AssertionError("a message that is too short went into the buffer")
+
+
 def main() -> None:
     cases = 0
     member_module.PIECE_BYTES = 4096
@@ -130,6 +145,7 @@ def main() -> None:
                 barrier(Link(WORLD.transport(), range(SIZE), None))
     member_module.PIECE_BYTES = 1 << 20
     cases += check("rs", SIZE - 2, 2, [9_000_001] * SIZE, 64 << 10)
+    refuse_short_message()
     if RANK == 0:
         print(f"all of {cases} losses rebuilt", flush=True)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from megatron_ft.erasure.transport import wrong_length
 from megatron_ft.errors import TransportError
 from megatron_ft.isal import Bytes
 
@@ -102,12 +103,7 @@ class Mailbox:
 
     def _fill(self, receive: Receive, peer: int, tag: int, body: memoryview) -> None:
         if body.nbytes != receive.buffer.nbytes:
-            self.fail(
-                TransportError(
-                    f"rank {peer} sent {body.nbytes} bytes with tag {tag}, "
-                    f"{receive.buffer.nbytes} were awaited; are all encoders of one release?"
-                )
-            )
+            self.fail(wrong_length(peer, tag, body.nbytes, receive.buffer.nbytes))
             return
         if body.nbytes:
             np.copyto(receive.buffer, np.frombuffer(body, np.uint8))

@@ -7,14 +7,32 @@ from typing import cast
 
 from mpi4py import MPI
 
-from megatron_ft.erasure.transport import Pending
+from megatron_ft.erasure.transport import Pending, wrong_length
 from megatron_ft.isal import Bytes
+
+
+class _Receive:
+    """A buffer that waits for one message; MPI itself accepts one that is too short."""
+
+    def __init__(self, request: MPI.Request, buffer_bytes: int, peer: int, tag: int) -> None:
+        self.request, self._awaited = request, buffer_bytes
+        self._peer, self._tag = peer, tag
+        self._checked = False
+
+    def check(self, status: MPI.Status) -> None:
+        """TransportError if the message was too short; a finished request has a status once."""
+        if self._checked:
+            return
+        self._checked = True
+        if (arrived := status.Get_count(MPI.BYTE)) != self._awaited:
+            raise wrong_length(self._peer, self._tag, arrived, self._awaited)
 
 
 class MpiTransport:
     """Non-blocking sends and receives of an MPI communicator, by default the whole world.
 
-    Errors of MPI are raised as ``MPI.Exception``; after one the world is unusable.
+    Errors of MPI are raised as ``MPI.Exception``, a message that is too short as TransportError;
+    after one the world is unusable.
     """
 
     def __init__(self, communicator: MPI.Intracomm | None = None) -> None:
@@ -44,15 +62,36 @@ class MpiTransport:
 
     def irecv(self, buffer: Bytes, peer: int, tag: int) -> Pending:
         """Start receiving exactly the buffer's length."""
-        return self._communicator.Irecv([buffer, MPI.BYTE], peer, tag)
+        request = self._communicator.Irecv([buffer, MPI.BYTE], peer, tag)
+        return _Receive(request, buffer.nbytes, peer, tag)
 
     def waitall(self, pending: Sequence[Pending]) -> None:
         """Wait until all these transfers are finished."""
-        MPI.Request.Waitall([cast(MPI.Request, request) for request in pending])
+        statuses = [MPI.Status() for _ in pending]
+        MPI.Request.Waitall([_request(transfer) for transfer in pending], statuses)
+        for transfer, status in zip(pending, statuses, strict=True):
+            _check(transfer, status)
 
     def test(self, pending: Sequence[Pending]) -> bool:
         """Whether all these transfers are finished."""
-        return all([cast(MPI.Request, request).Test() for request in pending])
+        return all([_finished(transfer) for transfer in pending])
+
+
+def _request(transfer: Pending) -> MPI.Request:
+    return transfer.request if isinstance(transfer, _Receive) else cast(MPI.Request, transfer)
+
+
+def _check(transfer: Pending, status: MPI.Status) -> None:
+    if isinstance(transfer, _Receive):
+        transfer.check(status)
+
+
+def _finished(transfer: Pending) -> bool:
+    status = MPI.Status()
+    if not _request(transfer).Test(status):
+        return False
+    _check(transfer, status)
+    return True
 
 
 class MpiWorld:

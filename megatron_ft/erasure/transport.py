@@ -18,12 +18,21 @@ from typing import Protocol
 import numpy as np
 
 from megatron_ft.erasure.scheme import MAX_MEMBERS
+from megatron_ft.errors import TransportError
 from megatron_ft.isal import Bytes
 
 Pending = object
 """A transfer that was started and not waited for; only its transport knows what it is."""
 
 PEERS_IN_FLIGHT = 2
+
+
+def wrong_length(peer: int, tag: int, arrived: int, awaited: int) -> TransportError:
+    """The error of a rank that got a message of another length than it awaited, in bytes."""
+    return TransportError(
+        f"rank {peer} sent {arrived} bytes with tag {tag}, {awaited} were awaited; "
+        "are all encoders of one release?"
+    )
 
 
 class Transport(Protocol):
