@@ -28,7 +28,7 @@ from megatron_ft.erasure.worker import SmpConnection
 from megatron_ft.errors import ControlPlaneError, MegatronFTError
 from megatron_ft.launch.job_state import JobState, read_record
 from megatron_ft.launch.virtual import VirtualCluster
-from megatron_ft.smp import __main__ as smp_main
+from megatron_ft.smp import ownership
 from megatron_ft.smp.client import TrainerClient
 from megatron_ft.smp.local_query import ask
 from megatron_ft.smp.messages import StatusRequest
@@ -142,7 +142,7 @@ FILES = {
     "smp.json": Kind(_file("smp.json", b"{}"), private_files.read_file),
     "smp.pid": Kind(_file("smp.pid", b"12"), _clean_pid),
     "smp.lock of the SMP": Kind(
-        _file("smp.lock", b""), lambda path: smp_main._exclusive(path.parent).close()
+        _file("smp.lock", b""), lambda path: ownership.own(path.parent, "job").close()
     ),
     "smp.lock of clean": Kind(
         _file("smp.lock", b""), lambda path: os.close(clean._open_lock(path) or -1)
@@ -270,7 +270,7 @@ def is_allowed(kind: Kind, others: int) -> bool:
     if kind is FOLDERS["state folder"]:
         return True  # it is closed instead
     roots = ("folder of an arena", "root of the jobs", "root for clean")
-    lock = FILES["smp.lock of clean"]  # nothing is in it
+    lock = FILES["smp.lock of clean"]  # nothing secret is in it
     return reading and (kind.shared or kind in (lock, *(FOLDERS[name] for name in roots)))
 
 

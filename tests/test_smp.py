@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -456,15 +457,37 @@ def _fields(request: m.CreateArena) -> dict[str, object]:
     return {name: getattr(request, name) for name in request.__struct_fields__}
 
 
-def test_a_second_smp_in_the_same_folder_is_refused(node: SmpNode, tmp_path: Path) -> None:
+def test_an_smp_of_another_job_in_the_same_folder_is_refused(node: SmpNode, tmp_path: Path) -> None:
     async def story() -> None:
         await node.endpoint()
 
     run(story())
     second = SmpNode(tmp_path)
+    second.job = uuid.UUID(int=8)
     second.start()
     assert second.process is not None and second.process.wait(60) == 1
     assert "another SMP already owns" in second.log.read_text()
+    assert node.process is not None and node.process.poll() is None
+
+
+def test_a_later_smp_of_the_same_job_takes_over(node: SmpNode, tmp_path: Path) -> None:
+    """As after a supervisor that was killed before it had noted the SMP that it had started."""
+
+    async def story() -> None:
+        link = await led(node)
+        await link.demand(create(), 30)
+        link.close()
+        second = SmpNode(tmp_path)
+        second.start()
+        try:
+            assert node.process is not None
+            assert await asyncio.to_thread(node.process.wait, 60) == -signal.SIGKILL
+            await second.endpoint()
+        finally:
+            second.kill()
+        assert "adopted 1 arenas: dp0" in second.log.read_text()
+
+    run(story())
 
 
 def test_noise_on_the_unix_socket_is_survived(node: SmpNode) -> None:

@@ -25,11 +25,10 @@ from megatron_ft.launch.job_state import JobState, state_folder
 from megatron_ft.launch.virtual import default_root
 from megatron_ft.smp.local_query import ask
 from megatron_ft.smp.messages import Discard, Ok
+from megatron_ft.smp.ownership import LOCK_NAME, PID_NAME
 
 EXIT_CODES = {1: "the job given with --job still runs and was left alone"}
 
-SMP_PID_NAME = "smp.pid"
-SMP_LOCK_NAME = "smp.lock"
 SMP_END_SECONDS = 10.0
 
 
@@ -109,7 +108,7 @@ def end_idle_smps(folder: JobFolder) -> None:
     """
     for node in folder.nodes():
         try:
-            pidfd = os.pidfd_open(_read_pid(node / SMP_PID_NAME))
+            pidfd = os.pidfd_open(_read_pid(node / PID_NAME))
         except (OSError, ValueError, OverflowError):
             continue
         try:
@@ -159,7 +158,7 @@ def locked(folder: JobFolder) -> Iterator[bool]:
     A lock shows a living SMP also when it runs in a container with its own process ids.  Holding
     them until the folder is gone keeps an SMP that starts meanwhile from adopting half of it.
     """
-    locks = {n / SMP_LOCK_NAME for n in folder.nodes()}
+    locks = {n / LOCK_NAME for n in folder.nodes()}
     locks |= {*folder.path.glob("*.lock"), *folder.path.glob("*/*.lock")}
     with ExitStack() as held:
         for path in sorted(locks):
@@ -192,7 +191,7 @@ def living_process(folder: JobFolder) -> str:
     candidates = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid()}
     members = {pid for pid in candidates if _belongs(_environment(pid), folder)}
     for node in folder.nodes():
-        pid = _read_pid(node / SMP_PID_NAME)
+        pid = _read_pid(node / PID_NAME)
         if pid in members:
             return f"process {pid}, the SMP of node {node.name}"
     return f"process {min(members)}" if members else ""

@@ -98,8 +98,9 @@ class SmpFleet:
 
     async def _start(self, node: str) -> str:
         record = self._state.record
+        # Its own: an SMP that an earlier supervisor started may still say where it serves.
         ready = self._launcher.ready_file(node)
-        ready.unlink(missing_ok=True)
+        ready = ready.with_name(f"{ready.stem}.{uuid.uuid4().hex[:12]}.json")
         credentials = Credentials(str(record.job), record.secret)
         handle = self._launcher.start(
             node,
@@ -109,7 +110,10 @@ class SmpFleet:
             stdin=msgspec.json.encode(credentials),
         )
         self._handles[node] = handle
-        endpoint = await self._serving(node, handle, ready)
+        try:
+            endpoint = await self._serving(node, handle, ready)
+        finally:
+            ready.unlink(missing_ok=True)
         place = SmpPlace(handle.pid, handle.start_time, endpoint)
         self._state.update(smps={**record.smps, **self._state.record.smps, node: place})
         return endpoint

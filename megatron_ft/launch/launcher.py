@@ -120,7 +120,9 @@ class Launcher(Protocol):
         """
 
     def ready_file(self, node: str) -> Path:
-        """The file in which the node's SMP says where it serves; supervisor and node see it."""
+        """A file that supervisor and node see: processes of the node say where they serve in
+        files of their own beside it.
+        """
 
     def start(
         self,

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import fcntl
 import logging
 import os
 import signal
 import sys
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
 from megatron_ft import private_files
 from megatron_ft.decoding import UNREADABLE
 from megatron_ft.environment import READY_NAME, ProcessEnvironment
-from megatron_ft.errors import ControlPlaneError, MegatronFTError
+from megatron_ft.errors import MegatronFTError
 from megatron_ft.smp.daemon import Credentials, run
+from megatron_ft.smp.ownership import PID_NAME, own
 
-LOCK_NAME = "smp.lock"
-PID_NAME = "smp.pid"
 SLURM_JOB = "slurm-job"
 """Holds the number of the Slurm job that a node's folder is of, for scripts/slurm/epilog.sh."""
 
@@ -51,36 +48,12 @@ def main() -> int:
         _make_folders(environment.node_dir)
         if "SLURM_JOB_ID" in os.environ:
             (environment.node_dir / SLURM_JOB).write_text(os.environ["SLURM_JOB_ID"])
-        with _exclusive(environment.node_dir):
+        with own(environment.node_dir, credentials.job):
             _serve(environment, credentials, arguments.address, ready)
     except (MegatronFTError, OSError, *UNREADABLE) as error:
         logging.error("%s", error)
         return 1
     return 0
-
-
-def _exclusive(directory: Path) -> IO[str]:
-    """Hold the folder's lock for as long as this process lives."""
-    while True:
-        flags = os.O_RDWR | os.O_CREAT
-        lock = open(private_files.open_file(directory / LOCK_NAME, flags), "w")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ControlPlaneError(
-                f"another SMP already owns {directory}: a job of this name is running, or was "
-                "stopped and keeps its snapshots. Run its command again with the same --state-dir "
-                "to go on, free it with `megatron-ft clean`, or choose another --job name"
-            ) from error
-        if _is_at(lock, directory / LOCK_NAME):
-            return lock
-        # `megatron-ft clean` has removed the file between our open and our lock.
-        lock.close()
-        private_files.make_folder(directory)
-
-
-def _is_at(file: IO[str], path: Path) -> bool:
-    return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
 
 
 def _make_folders(node_dir: Path) -> None:

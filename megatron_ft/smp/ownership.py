@@ -1,0 +1,127 @@
+"""One SMP owns a node's folder: it holds the lock, and an older one of the same job gives way.
+
+A supervisor that is killed just after it has started an SMP has not noted it, and the next
+supervisor starts another.  Which of the two the job wants is not in doubt: the state of a job is
+locked, so there is one supervisor, and it asked last.  An SMP may be killed at any moment.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import select
+import signal
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from megatron_ft import private_files
+from megatron_ft.decoding import UNREADABLE
+from megatron_ft.errors import ControlPlaneError
+from megatron_ft.smp.writers import open_pidfd, start_time_of
+
+LOCK_NAME = "smp.lock"
+PID_NAME = "smp.pid"
+
+GIVE_WAY_SECONDS = 10.0
+"""How long an older SMP of the same job may take to say who it is, and to go."""
+
+_POLL_SECONDS = 0.05
+
+log = logging.getLogger(__name__)
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """What the lock file says of the SMP that holds the lock; ``job`` is the job's UUID."""
+
+    job: str
+    pid: int
+    start_time: int
+
+
+def own(directory: Path, job: str) -> BinaryIO:
+    """Hold the folder's lock for as long as this process lives.
+
+    ControlPlaneError if it is held by an SMP of another job, by one that this process cannot see
+    (another container's), or by one that does not go.
+    """
+    deadline = time.monotonic() + GIVE_WAY_SECONDS
+    while True:
+        lock = os.fdopen(
+            private_files.open_file(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT), "r+b", 0
+        )
+        if not _take(lock):
+            _send_away(directory, lock, job, deadline)
+            lock.close()
+        elif _is_at(lock, directory / LOCK_NAME):
+            _sign(lock, job)
+            return lock
+        else:
+            # `megatron-ft clean` has removed the file between our open and our lock.
+            lock.close()
+            private_files.make_folder(directory)
+
+
+def _take(lock: BinaryIO) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(file: BinaryIO, path: Path) -> bool:
+    return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
+
+
+def _sign(lock: BinaryIO, job: str) -> None:
+    content = msgspec.json.encode(Owner(job, os.getpid(), start_time_of(os.getpid())))
+    lock.truncate(0)
+    lock.seek(0)
+    lock.write(content)
+
+
+def _send_away(directory: Path, lock: BinaryIO, job: str, deadline: float) -> None:
+    """End the SMP that holds the lock, if it is of the same job; wait a moment otherwise.
+
+    What the file says may be of the one before, or not there yet: the lock comes first.
+    """
+    owner = _signature(lock)
+    if (owner is not None and owner.job != job) or time.monotonic() > deadline:
+        raise ControlPlaneError(
+            f"another SMP already owns {directory}: a job of this name is running, or was "
+            "stopped and keeps its snapshots. Run its command again with the same --state-dir "
+            "to go on, free it with `megatron-ft clean`, or choose another --job name"
+        )
+    if owner is None or not _ended(owner):
+        time.sleep(_POLL_SECONDS)
+
+
+def _signature(lock: BinaryIO) -> Owner | None:
+    lock.seek(0)
+    try:
+        return msgspec.json.decode(lock.read(), type=Owner)
+    except UNREADABLE:
+        return None
+
+
+def _ended(owner: Owner) -> bool:
+    """Whether this SMP was there, was killed and is gone."""
+    try:
+        pidfd = open_pidfd(owner.pid)
+    except ProcessLookupError:
+        return False
+    try:
+        # Asked after the pidfd is held: a number that was given out again is another process.
+        if start_time_of(owner.pid) != owner.start_time:
+            return False
+        log.warning("SMP %d of this job, of which no supervisor knows, is ended", owner.pid)
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        return bool(select.select([pidfd], [], [], GIVE_WAY_SECONDS)[0])
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(pidfd)
