@@ -12,10 +12,11 @@ import pytest
 
 from megatron_ft.cli import chaos
 from megatron_ft.cli.main import main
-from megatron_ft.testing.chaos import report
+from megatron_ft.testing.chaos import record, report
 from megatron_ft.testing.chaos.cases import Case
 from megatron_ft.testing.chaos.judge import judge
 from megatron_ft.testing.chaos.oracle import run_oracle, warm_python
+from megatron_ft.testing.chaos.record import Result
 from megatron_ft.testing.chaos.runner import Outcome, run_case
 from megatron_ft.testing.chaos.settings import Settings
 from megatron_ft.testing.chaos.trace import Lines
@@ -58,7 +59,7 @@ def test_a_case_ends_as_promised(
     settings: Settings, oracle: dict[int, Lines], case: str, result: str
 ) -> None:
     outcome = run(case, settings, oracle)
-    assert report.result(outcome).split(", ")[-1] == result
+    assert record.in_words(outcome).split(", ")[-1] == result
     assert outcome.verdict.compared > 0 and not outcome.folder.exists()
 
 
@@ -82,7 +83,8 @@ def test_more_losses_than_parity_take_the_disk_and_a_failure_says_how_to_repeat_
 ) -> None:
     outcome = run("capture.copied:trainer:kill:2", settings, oracle)
     assert outcome.verdict.restores[-1].source == "disk"
-    assert report.unreached([outcome])[:2] == ["capture.permitted", "capture.begun"]
+    passed = Result.of(outcome)
+    assert record.unreached([passed])[:2] == ["capture.permitted", "capture.begun"]
     # The same job, had a node that nobody struck been given up, and had a weight been wrong.
     lines = [*oracle[0][:4], oracle[0][4] | {"state": "other"}, *oracle[0][5:]]
     story = replace(outcome.story, strikes=outcome.story.strikes[:1], oracle={**oracle, 0: lines})
@@ -90,8 +92,9 @@ def test_more_losses_than_parity_take_the_disk_and_a_failure_says_how_to_repeat_
     told = report.failure(wrong, settings)
     assert "nothing had struck it" in told and "rank 0 iteration 5: state differ" in told
     assert "megatron-ft chaos --case capture.copied:trainer:kill:2 --seed 0 --nodes 2" in told
-    assert report.FAILED in report.markdown([wrong], settings)
-    assert report.as_json([wrong], settings)["cases"][0]["result"] == "failed"
+    failed = Result.of(wrong)
+    assert report.told(failed) in report.markdown([failed], settings)
+    assert not failed.good and "1 cases, 1 failed; " in report.markdown([failed], settings)
 
 
 def test_a_command_of_the_user_is_run_and_compared_by_its_trace(
@@ -104,12 +107,17 @@ def test_a_command_of_the_user_is_run_and_compared_by_its_trace(
         chaos, "warm_python", lambda: SimpleNamespace(path=settings.warm, close=int)
     )
     found = tmp_path / "found.json"
-    command = ["python", "-m", "megatron_ft.testing.chaos.training", "--iterations", "150"]
+    command = ["python", "-m", "megatron_ft.testing.chaos.training", "--iterations", "300"]
     words = ["chaos", "--case", "encode.done:trainer:kill:0", "--json", str(found)]
     assert main([*words, "--", *command, "--seconds", "0.03"]) == 0, capsys.readouterr().out
     assert "1 cases, 0 failed" in capsys.readouterr().out
     (case,) = json.loads(found.read_text())["cases"]
-    assert case["compared"] >= 300 and case["restored"][0]["source"] == "own memory"
+    assert case["compared"] >= 600 and case["restored"][0]["source"] == "own memory"
+    monkeypatch.setattr(chaos, "run_case", None)
+    assert main([*words, "--continue", "--", *command, "--seconds", "0.03"]) == 0
+    assert "1 cases, 0 failed" in capsys.readouterr().out
+    assert main([*words, "--continue", "--seed", "3"]) == 2
+    assert "give the same flags, or another --json" in capsys.readouterr().err
 
 
 def test_points_victims_and_faults_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

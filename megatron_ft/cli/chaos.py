@@ -15,7 +15,6 @@ of your own is compared bit by bit if it writes a trace (docs/chaos.md).
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import signal
 import tempfile
@@ -25,11 +24,13 @@ from pathlib import Path
 
 from megatron_ft.cli.run import command_of
 from megatron_ft.erasure.scheme import Scheme
+from megatron_ft.errors import ConfigError
 from megatron_ft.fault_points import POINTS
-from megatron_ft.testing.chaos import network, report
+from megatron_ft.testing.chaos import network, record, report
 from megatron_ft.testing.chaos.cases import FAULTS, VICTIMS, Case, draw, table
 from megatron_ft.testing.chaos.oracle import OracleError, run_oracle, warm_python
-from megatron_ft.testing.chaos.runner import Outcome, run_case
+from megatron_ft.testing.chaos.record import Result
+from megatron_ft.testing.chaos.runner import run_case
 from megatron_ft.testing.chaos.settings import Settings
 from megatron_ft.testing.chaos.trace import Lines
 
@@ -60,7 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--limit-seconds", type=float, default=60.0, help="longest wait in a case (%(default)s)"
     )
     parser.add_argument("--markdown", type=Path, help="write the table to this file")
-    parser.add_argument("--json", type=Path, help="write every outcome to this file")
+    parser.add_argument("--json", type=Path, help="write every result to this file")
+    parser.add_argument(
+        "--continue",
+        dest="go_on",
+        action="store_true",
+        help="leave out the cases that have passed according to the file of --json",
+    )
     parser.add_argument("training_command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
 
 
@@ -86,11 +93,14 @@ def main(arguments: argparse.Namespace) -> int:
             command=command,
             warm=warm.path,
         )
-        cases, oracle = _possible(_cases(arguments, settings)), _oracle(settings)
-        outcomes = run_all(cases, settings, oracle, partial(_write, arguments, settings))
+        cases = _possible(_cases(arguments, settings))
+        kept = _kept(arguments, cases, settings)
+        note = partial(_write, arguments, settings, cases)
+        left = {str(case) for case in cases} - {result.case for result in kept}
+        results = run_all(cases, settings, _oracle(settings) if left else {}, note, kept)
     finally:
         warm.close()
-    return _finish(arguments, settings, outcomes)
+    return _finish(arguments, settings, results)
 
 
 def listing() -> str:
@@ -108,19 +118,25 @@ def run_all(
     cases: Sequence[Case],
     settings: Settings,
     oracle: Mapping[int, Lines],
-    note: Callable[[Sequence[Outcome]], None],
-) -> list[Outcome]:
-    """Run one case after the other, and print a line of each; ``note`` gets those so far."""
-    outcomes: list[Outcome] = []
+    note: Callable[[Sequence[Result]], None],
+    kept: Sequence[Result] = (),
+) -> list[Result]:
+    """Run one case after the other, and print a line of each; ``note`` gets those so far.
+
+    Cases of which results are ``kept`` from before are left out.
+    """
+    passed, results = {result.case for result in kept}, list(kept)
     for number, case in enumerate(cases, 1):
+        if str(case) in passed:
+            continue
         outcome = run_case(case, settings, oracle)
-        outcomes.append(outcome)
-        note(outcomes)
-        told = report.result(outcome)
+        results.append(Result.of(outcome))
+        note(results)
+        told = report.told(results[-1])
         print(f"[{number}/{len(cases)}] {case}: {told} ({outcome.seconds:.1f} s)", flush=True)
         if not outcome.verdict.good:
             print(report.failure(outcome, settings), flush=True)
-    return outcomes
+    return results
 
 
 def _cases(arguments: argparse.Namespace, settings: Settings) -> list[Case]:
@@ -154,19 +170,36 @@ def _oracle(settings: Settings) -> dict[int, Lines]:
     return traces
 
 
-def _write(arguments: argparse.Namespace, settings: Settings, outcomes: Sequence[Outcome]) -> None:
+def _kept(arguments: argparse.Namespace, cases: Sequence[Case], settings: Settings) -> list[Result]:
+    """What passed before the break."""
+    if not arguments.go_on:
+        return []
+    if arguments.json is None:
+        raise ConfigError("--continue asks what has passed already: give --json FILE, too")
+    wanted = {str(case) for case in cases}
+    known = record.read(arguments.json, settings)
+    return [result for result in known if result.good and result.case in wanted]
+
+
+def _write(
+    arguments: argparse.Namespace,
+    settings: Settings,
+    cases: Sequence[Case],
+    results: Sequence[Result],
+) -> None:
     """After every case, so that a run that is interrupted leaves what it has."""
+    place = {str(case): number for number, case in enumerate(cases)}
+    ordered = sorted(results, key=lambda result: place[result.case])
     if arguments.markdown:
-        arguments.markdown.write_text(report.markdown(outcomes, settings))
+        arguments.markdown.write_text(report.markdown(ordered, settings))
     if arguments.json:
-        text = json.dumps(report.as_json(outcomes, settings), indent=1)
-        arguments.json.write_text(text + "\n")
+        record.write(arguments.json, ordered, settings)
 
 
-def _finish(arguments: argparse.Namespace, settings: Settings, outcomes: Sequence[Outcome]) -> int:
-    failed = [outcome for outcome in outcomes if not outcome.verdict.good]
-    missing = report.unreached(outcomes) if arguments.table else []
-    print(f"{len(outcomes)} cases, {len(failed)} failed")
+def _finish(arguments: argparse.Namespace, settings: Settings, results: Sequence[Result]) -> int:
+    failed = [result for result in results if not result.good]
+    missing = record.unreached(results) if arguments.table else []
+    print(f"{len(results)} cases, {len(failed)} failed")
     if missing:
         print(f"never reached: {', '.join(missing)}")
     if not failed:

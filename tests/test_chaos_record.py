@@ -1,0 +1,83 @@
+"""What is kept of the cases of a table, and what a continued run leaves out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_ft.cli import chaos
+from megatron_ft.errors import ConfigError
+from megatron_ft.testing.chaos import record, report
+from megatron_ft.testing.chaos.cases import Case, table
+from megatron_ft.testing.chaos.record import FAILED, Restore, Result
+from megatron_ft.testing.chaos.settings import Settings
+
+CASES = table(2, 1, every_process=True)
+
+
+def result(case: Case, said: str = "parity", day: str = "2026-01-02") -> Result:
+    restored = (Restore(12, 10, "parity"),)
+    return Result(str(case), day, said, (), ("SIGKILL",), restored, 72, True, 2.5)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(tmp_path)
+
+
+def test_what_is_kept_is_read_again(settings: Settings, tmp_path: Path) -> None:
+    kept = [result(case) for case in CASES[:5]]
+    path = tmp_path / "results.json"
+    assert record.read(path, settings) == []
+    record.write(path, kept, settings)
+    assert record.read(path, settings) == kept
+
+
+@pytest.mark.parametrize(
+    "other", [{"seed": 1}, {"nodes": 3}, {"protect": "rs:2+1"}, {"command": ("train",)}]
+)
+def test_results_of_other_settings_are_refused(
+    settings: Settings, tmp_path: Path, other: dict[str, object]
+) -> None:
+    path = tmp_path / "results.json"
+    record.write(path, [], settings)
+    with pytest.raises(ConfigError, match="give the same flags, or another --json"):
+        record.read(path, replace(settings, **other))
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"setting": {}, "cases": [{}]}'])
+def test_a_file_of_something_else_is_refused(
+    settings: Settings, tmp_path: Path, content: bytes
+) -> None:
+    path = tmp_path / "results.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="holds no results"):
+        record.read(path, settings)
+
+
+def test_only_what_has_passed_is_left_out(settings: Settings, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    passed, failed, unwanted = CASES[1], CASES[2], CASES[9]
+    known = [result(passed), result(failed, FAILED), result(unwanted)]
+    record.write(path, known, settings)
+    arguments = SimpleNamespace(go_on=True, json=path)
+    assert chaos._kept(arguments, CASES[:4], settings) == [result(passed)]
+    arguments.go_on = False
+    assert chaos._kept(arguments, CASES[:4], settings) == []
+
+
+def test_to_go_on_needs_a_file(settings: Settings) -> None:
+    with pytest.raises(ConfigError, match="give --json FILE"):
+        chaos._kept(SimpleNamespace(go_on=True, json=None), CASES, settings)
+
+
+def test_the_table_has_every_case_once_and_says_when(settings: Settings) -> None:
+    results = [result(case) for case in CASES[:-1]]
+    last = result(CASES[-1], FAILED, "2026-01-04")
+    text = report.markdown([*results, last], settings)
+    assert f"{len(CASES)} cases, 1 failed; {len(CASES)} restores" in text
+    assert "2026-01-02 to 2026-01-04, 2 nodes" in text
+    assert text.count("parity |") == len(CASES) - 1 and text.count("**FAILED** |") == 1
