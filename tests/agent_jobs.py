@@ -15,7 +15,8 @@ from pathlib import Path
 from megatron_ft.environment import JOB, NODE
 from megatron_ft.launch import procfs
 from megatron_ft.launch.virtual import default_root
-from tests.jobs import EXAMPLE, ROOT, Result, read_losses
+from tests import warm_trainer
+from tests.jobs import EXAMPLE, ROOT, Result, WarmCluster, read_losses
 
 WAIT_SECONDS = 200.0
 
@@ -28,7 +29,8 @@ class AgentJob:
         self.losses, self.output = folder / "losses.jsonl", folder / "job.out"
         words = [EXAMPLE, "--iterations", iterations, "--losses", self.losses, "--width", 64]
         words += ["--iteration-seconds", iteration_seconds]
-        self.training = [sys.executable, *map(str, words)]
+        self.script = list(map(str, words))
+        self.training = [sys.executable, *self.script]
         self.started: list[subprocess.Popen[bytes]] = []
 
     def command(self, *flags: str, training: Sequence[str] = ()) -> list[str]:
@@ -36,6 +38,12 @@ class AgentJob:
         words = [sys.executable, "-m", "megatron_ft.cli.main", "run", "--job", self.name]
         words += ["--state-dir", str(self.folder / "state"), "--protect", "xor:2"]
         return [*words, "--lease-seconds", "4", *flags, "--", *(training or self.training)]
+
+    def warm_command(self, *flags: str) -> list[str]:
+        """The same with trainers that do not wait for torch to be imported."""
+        assert WarmCluster.warm is not None
+        stub = [sys.executable, warm_trainer.__file__, WarmCluster.warm.path, *self.script]
+        return self.command("--trainer-per-node", *flags, training=stub)
 
     def begin(
         self, command: Sequence[str], more: Mapping[str, str] | None = None

@@ -45,11 +45,10 @@ def program(name: str) -> str:
     return found
 
 
-@pytest.mark.all_layouts
 def test_mpirun_starts_the_same_command_once_per_node(job: AgentJob, two: Result) -> None:
     """A trainer is killed on the way; all that mpirun started ends with the job's code."""
     name = "n${OMPI_COMM_WORLD_RANK:-$PMI_RANK}"
-    command = " ".join(job.command("--launcher", "nodes", "--node-name", name))
+    command = " ".join(job.warm_command("--launcher", "nodes", "--node-name", name))
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     root |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
     job.begin([program("mpirun"), "-n", "2", "sh", "-c", command], root)
@@ -83,7 +82,7 @@ def test_a_hostfile_and_a_remote_shell_reach_all_nodes(
         flags = ["--launcher", "hostfile", "--hostfile", str(hosts), "--spares", "1"]
         flags += ["--remote-shell", str(shell), "--address", network.address(HOST)]
         names = ("GLOO_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include", "PRTE_MCA_prte_if_include")
-        job.begin(job.command(*flags), dict(zip(names, ("eth0", subnet, subnet), strict=True)))
+        job.begin(job.warm_command(*flags), dict(zip(names, ("eth0", subnet, subnet), strict=True)))
         job.until_printed("(protected)")
         job.until_iteration(8)
         job.lose_node("n1")
