@@ -1,8 +1,8 @@
 """Stands for a trainer that agents start: the fork server starts it, in the network of this one.
 
-``python tests/warm_trainer.py SERVER SCRIPT ...`` under ``--trainer-per-node``, as a torchrun of one
-rank: the mark by which all that torchrun started is found ends both together.  It begins once
-the node's encoder is there, as imports give that the time elsewhere.
+``python tests/warm_trainer.py SERVER SCRIPT ...`` under ``--trainer-per-node``, as a torchrun of
+one rank: the mark by which all that torchrun started is found ends both together.  It begins
+once the node's encoder is there, as imports give that the time elsewhere.
 """
 
 from __future__ import annotations

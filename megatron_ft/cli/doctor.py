@@ -30,6 +30,7 @@ from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.errors import ConfigError
 from megatron_ft.flags import read_command
 from megatron_ft.launch import job_settings, torchrun
+from megatron_ft.launch.container import runtime_of
 from megatron_ft.launch.job_state import state_folder
 from megatron_ft.launch.placement import choose_active
 from megatron_ft.launch.topology import read_domains
@@ -140,4 +141,5 @@ def wishes_of(
         megatron=read_command(command).enabled,
         deepspeed=section is not None and section.enabled,
         command_python=not command or python_of(command) is not None,
+        container=runtime_of(command, arguments.srun_flags),
     )

@@ -37,13 +37,17 @@ def look(marker: str) -> dict[str, object]:
         "packages": versions(PACKAGES),
         "cpus": len(os.sched_getaffinity(0)),
         "cgroup": "",
+        "user": os.geteuid(),
     }
     try:
         with open("/proc/self/cgroup") as file:
             seen["cgroup"] = file.read()
+        seen["pid_namespace"] = os.stat("/proc/self/ns/pid").st_ino
         status = os.stat(os.path.join(os.environ["MEGATRON_FT_NODE_DIR"], marker))
         seen["device"], seen["inode"] = status.st_dev, status.st_ino
-    except (OSError, KeyError) as error:
+    except KeyError as error:
+        seen["error"] = f"{error} is not in its environment, which must reach it"
+    except OSError as error:
         seen["error"] = f"{type(error).__name__}: {error}"
     return seen
 

@@ -25,7 +25,9 @@ from megatron_ft.doctor.facts import (
 )
 from megatron_ft.doctor.slurm import no_kill
 from megatron_ft.doctor.worlds import Worlds
+from megatron_ft.environment import TREE
 from megatron_ft.errors import MegatronFTError
+from megatron_ft.launch import container
 from megatron_ft.launch.launcher import Launcher
 from megatron_ft.launch.outer_launcher import base_environment
 
@@ -97,8 +99,11 @@ class Examination:
     ) -> T | str:
         """The answer of one process on a node, or why there is none."""
         log, environment = self._folder / name, {**base_environment(), "OMP_NUM_THREADS": "1"}
+        command, mark = container.told(argv, environment)
+        if mark:
+            environment[TREE] = mark
         try:
-            handle = self._launcher.start(node, argv, environment, log, stdin)
+            handle = self._launcher.start(node, command, environment, log, stdin)
         except MegatronFTError as error:
             return str(error)
         try:

@@ -69,7 +69,8 @@ class DrainPlace(msgspec.Struct, frozen=True):
 class NodeFacts(msgspec.Struct, frozen=True):
     """One node as its probe found it.
 
-    ``machine`` is the same for nodes that share a kernel.  ``code`` is a digest of this
+    ``machine`` is the same for nodes that share a kernel; ``pid_namespace`` for processes that
+    know each other by number.  ``code`` is a digest of this
     package's sources.  ``began`` and ``ended`` are wall-clock seconds; the resource limits are
     soft ones, -1 for none.  ``remove_ipc`` is None where there is no logind.
     """
@@ -92,10 +93,14 @@ class NodeFacts(msgspec.Struct, frozen=True):
     arena: ArenaPlace
     rates: Rates
     drain: DrainPlace | None
+    pid_namespace: int = 0
 
 
 class TrainerFacts(msgspec.Struct, frozen=True):
-    """What a process started as a trainer sees; ``device`` and ``inode`` of the same marker."""
+    """What a process started as a trainer sees; ``device`` and ``inode`` of the same marker.
+
+    ``pid_namespace`` is 0, and ``user`` -1, where they are not known.
+    """
 
     python: str
     executable: str
@@ -105,6 +110,8 @@ class TrainerFacts(msgspec.Struct, frozen=True):
     device: int = 0
     inode: int = 0
     error: str = ""
+    pid_namespace: int = 0
+    user: int = -1
 
 
 class WorldRank(msgspec.Struct, frozen=True):
@@ -144,7 +151,8 @@ class Wishes(msgspec.Struct, frozen=True):
     """What the user asked for.  ``shard_bytes`` is None if nobody said how large a shard is.
 
     ``shard_source`` says where the number comes from.  ``domains_from`` is the source of
-    failure domains, empty for nodes.
+    failure domains, empty for nodes.  ``container`` is what puts trainers into one, empty if
+    nothing is seen to.
     """
 
     scheme: Scheme
@@ -161,6 +169,7 @@ class Wishes(msgspec.Struct, frozen=True):
     megatron: bool = False
     deepspeed: bool = False
     command_python: bool = True
+    container: str = ""
 
     @property
     def nodes(self) -> tuple[str, ...]:

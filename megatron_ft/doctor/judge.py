@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_ft.doctor.checks import cluster, limits, memory, network, speed, versions
+from megatron_ft.doctor.checks import cluster, container, limits, memory, network, speed, versions
 from megatron_ft.doctor.facts import Facts
 from megatron_ft.doctor.finding import Finding
 
@@ -19,7 +19,8 @@ CHECKS: tuple[Callable[[Facts], list[Finding]], ...] = (
     memory.folder,
     memory.room,
     memory.leftovers,
-    memory.same_arena,
+    container.same_arena,
+    container.same_processes,
     limits.remove_ipc,
     limits.descriptors,
     limits.locked_memory,

@@ -31,6 +31,7 @@ from megatron_ft.doctor.machine import (
 from megatron_ft.doctor.rates import measure_drain, measure_rates
 from megatron_ft.environment import ProcessEnvironment
 from megatron_ft.erasure.scheme import Scheme
+from megatron_ft.smp.pid_namespace import pid_namespace
 
 
 def examine(request: ProbeRequest, where: ProcessEnvironment, began: float) -> NodeFacts:
@@ -61,6 +62,7 @@ def examine(request: ProbeRequest, where: ProcessEnvironment, began: float) -> N
         arena=arena,
         rates=rates,
         drain=drain,
+        pid_namespace=pid_namespace(),
     )
 
 

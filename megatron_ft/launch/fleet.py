@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from megatron_ft import private_files
-from megatron_ft.environment import INCARNATION
+from megatron_ft.environment import INCARNATION, TREE
 from megatron_ft.erasure.worker import ENCODE_RATE
 from megatron_ft.errors import ControlPlaneError
 from megatron_ft.fault_points import reach
+from megatron_ft.launch import container
 from megatron_ft.launch.job_state import JobState, SmpPlace
 from megatron_ft.launch.launcher import (
     Launcher,
@@ -222,7 +223,10 @@ class TrainerFleet:
                 if interface := self._launcher.interface(node):
                     environment.setdefault("GLOO_SOCKET_IFNAME", interface)
                 log = self.log_of(index * spec.ranks_per_node + local)
-                handle = self._launcher.start(node, spec.command, environment, log)
+                command, mark = container.told(spec.command, environment)
+                if mark:
+                    environment[TREE] = mark
+                handle = self._launcher.start(node, command, environment, log)
                 self._handles.append(handle)
                 if incarnation > 1:
                     reach("recovery.trainer_started")

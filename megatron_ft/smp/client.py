@@ -21,6 +21,7 @@ from megatron_ft.errors import ControlPlaneError, UntrustedFileError, error_clas
 from megatron_ft.identity import SealedRecord, SnapshotId
 from megatron_ft.smp import local_socket
 from megatron_ft.smp import messages as m
+from megatron_ft.smp.pid_namespace import pid_namespace
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class TrainerClient:
             shard_id=shard_id,
             coordinates=coordinates,
             incarnation=self._environment.incarnation,
+            pid_namespace=pid_namespace(),
         )
         welcome = self._ask(message, m.Welcome, HELLO_TIMEOUT_SECONDS)
         assert isinstance(welcome, m.Welcome)

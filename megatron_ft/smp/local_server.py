@@ -13,6 +13,7 @@ from megatron_ft.errors import ControlPlaneError, MegatronFTError, StaleIncarnat
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.host import NodeHost, resident_bytes
 from megatron_ft.smp.local_socket import bind
+from megatron_ft.smp.pid_namespace import pid_namespace
 from megatron_ft.smp.writers import DRAIN
 
 log = logging.getLogger(__name__)
@@ -143,6 +144,7 @@ class LocalServer:
 
     async def _hello(self, identity: bytes, message: m.Hello) -> m.Message:
         self._check_incarnation(message.incarnation)
+        _check_namespace(message)
         await self._admit_writer("trainer", message.shard_id, message.pid, identity)
         await self._host.tell(message)
         return self._welcome(message.shard_id)
@@ -214,6 +216,16 @@ class LocalServer:
             progress=host.store.progress(),
             summary=host.summary,
             scrub=host.scrub_counts,
+        )
+
+
+def _check_namespace(message: m.Hello) -> None:
+    """Its number would be another process's here, which the next fence would kill."""
+    if message.pid_namespace not in (0, pid_namespace()):
+        raise ControlPlaneError(
+            f"the trainer of {message.shard_id} has process numbers of its own (a PID namespace), "
+            "by which its SMP cannot watch it: start its container with the host's "
+            "(docker, podman: `--pid host`)"
         )
 
 

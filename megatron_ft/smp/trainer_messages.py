@@ -9,7 +9,8 @@ from megatron_ft.smp.message_base import Message, Pid
 class Hello(Message, frozen=True):
     """A trainer introduces itself and is watched through a pidfd from here on.
 
-    ``coordinates`` are its model-parallel coordinates without the data-parallel one.
+    ``coordinates`` are its model-parallel coordinates without the data-parallel one;
+    ``pid_namespace`` is where ``pid`` holds, 0 if that is not known.
     """
 
     pid: Pid
@@ -19,6 +20,7 @@ class Hello(Message, frozen=True):
     shard_id: ShardId
     coordinates: tuple[int, ...]
     incarnation: Count
+    pid_namespace: Count = 0
 
 
 class Welcome(Message, frozen=True):

@@ -1,4 +1,4 @@
-"""Memory for arenas, and whether all processes of a node see the same."""
+"""Memory for arenas."""
 
 from __future__ import annotations
 
@@ -84,43 +84,6 @@ def leftovers(facts: Facts) -> list[Finding]:
         )
 
     return by_node("leftovers", facts.answered, judge)
-
-
-def same_arena(facts: Facts) -> list[Finding]:
-    """SMP, trainer and encoder of a node must see one file system: one inode of the marker."""
-    joined = facts.world.joined if facts.world else {}
-    findings = []
-    for node, said in facts.answered.items():
-        smp, trainer = _place(said.arena), facts.as_trainers.get(node)
-        if isinstance(facts.trainers.get(node), str):
-            text = f"a process started as a trainer: {facts.trainers[node]}"
-            advice = "run the training command's Python on that node by hand"
-            findings.append(Finding("same arena", Verdict.REFUSED, text, advice, (node,)))
-        elif said.arena.error:
-            continue
-        if trainer is not None and (trainer.device, trainer.inode) != smp:
-            reason = trainer.error or "it has another file there"
-            findings.append(_apart(node, "a trainer", reason))
-        if node in joined and (joined[node].device, joined[node].inode) != smp:
-            findings.append(_apart(node, "an encoder", "it has another file there, or none"))
-    if findings or not facts.answered:
-        return findings
-    who = "SMP, trainer and encoder" if joined else "SMP and trainer"
-    return [Finding("same arena", Verdict.OK, f"{who} of each node see one inode")]
-
-
-def _apart(node: str, who: str, reason: str) -> Finding:
-    return Finding(
-        "same arena",
-        Verdict.REFUSED,
-        f"{who} does not see the SMP's arena folder: {reason}",
-        "mount the host's --arena-dir into the container, at the same path",
-        (node,),
-    )
-
-
-def _place(arena: ArenaPlace) -> tuple[int, int]:
-    return arena.device, arena.inode
 
 
 def _tightest(arena: ArenaPlace) -> MemoryReading:
