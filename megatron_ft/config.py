@@ -273,6 +273,14 @@ class SnapshotConfig:
         "snapshot as a checkpoint of the framework's own.",
         job=True,
     )
+    spare_imports: str = _setting(
+        WORD,
+        "auto",
+        "What spare nodes import once, at low priority, so that trainers start there sooner: "
+        "auto for torch and the framework in the command, none, or modules with commas between.",
+        allowed="auto, none or modules",
+        job=True,
+    )
     register_timeout_seconds: float = _seconds(
         600.0,
         "Longest wait at start-up for all ranks to register and for arenas to be made.",

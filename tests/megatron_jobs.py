@@ -64,11 +64,11 @@ def stock(checkout: Path) -> Program:
     return Program((str(checkout / stock_script.SCRIPT),), checkout, stock=True)
 
 
-def train_alone(program: Program, corpus: Path, trace: Path) -> None:
-    """Train to the end under torchrun, with none of our processes."""
+def train_alone(program: Program, corpus: Path, trace: Path, *flags: str) -> None:
+    """Train to the end under torchrun, with none of our processes and more of Megatron's flags."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [*command, f"--nproc-per-node={RANKS}", *program.flags(corpus, trace)],
+        [*command, f"--nproc-per-node={RANKS}", *program.flags(corpus, trace), *flags],
         env={**os.environ, **program.environment(trace)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

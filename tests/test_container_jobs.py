@@ -25,10 +25,13 @@ from tests.jobs import Result, difference, oracle
 from tests.networks import needs_network
 
 ITERATIONS = 24
+REAPER = "sleep 900 & wait"
+"""As the first process it buries those of whose parents nothing is left."""
 
 pytestmark = [
     pytest.mark.mpi,
     pytest.mark.all_layouts,
+    pytest.mark.timeout(900),
     pytest.mark.usefixtures("containers_here", "warm_trainers"),
 ]
 
@@ -118,9 +121,9 @@ def test_nodes_that_are_containers(job: AgentJob, tmp_path: Path, two: Result) -
         for node in nodes:
             name = f"{prefix}-{node}"
             place = [f"--network=ns:{network.namespace_path(node)}", f"--hostname={name}"]
-            place += ["--shm-size=256m", "--env", "PYTHONPATH", "--init", f"--name={name}"]
+            place += ["--shm-size=256m", "--env", "PYTHONPATH", f"--name={name}"]
             start = containers.client("--detach", *place, "--rootfs", str(root))
-            subprocess.run([*start, "sleep", "600"], check=True, capture_output=True)
+            subprocess.run([*start, "sh", "-c", REAPER], check=True, capture_output=True)
             remove = ["podman", "rm", "--force", "--time=0", name]
             made.callback(subprocess.run, remove, check=True, capture_output=True)
         subnet = network.address(HOST).rpartition(".")[0] + ".0/24"

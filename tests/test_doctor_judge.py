@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.cli.doctor import EXIT_CODES
-from megatron_ft.doctor.examine import clock_between, python_of
+from megatron_ft.doctor.examine import clock_between
 from megatron_ft.doctor.facts import Clock, DrainPlace, Facts, Leftover, MemoryLimit, Rates
 from megatron_ft.doctor.finding import Finding, Verdict, as_json, by_node, render, worst
 from megatron_ft.doctor.judge import judge
@@ -32,6 +32,7 @@ from megatron_ft.doctor.needs import node_bytes, parameters_of, shard_size, shor
 from megatron_ft.doctor.pairs import all_pairs
 from megatron_ft.doctor.slurm import judge_no_kill
 from megatron_ft.erasure.scheme import Scheme
+from megatron_ft.launch.container import python_of
 
 RS = Scheme.parse("rs:3+1")
 SLOW_PAIRS = {p: 2e9 if "n2" in p else 20e9 for p in all_pairs(NODES)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from importlib.metadata import distribution
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,16 +14,19 @@ import pytest
 from megatron_ft.cli.run_summary import RunSummary
 from megatron_ft.coordinator.timing import Timing
 from megatron_ft.errors import RestartBudgetError
+from megatron_ft.testing.trace import read_trace
 from tests.deepspeed_jobs import Program, go_on_alone
 from tests.jobs import DEEPSPEED_EXAMPLE, Job
+from tests.megatron_jobs import (
+    ITERATIONS,
+    RANKS,
+    SNAPSHOTS,
+    needs_megatron,
+    packaged,
+    train_alone,
+)
 
-pytestmark = [
-    pytest.mark.usefixtures("warm_trainers"),
-    pytest.mark.mpi,
-    pytest.mark.deepspeed,
-    pytest.mark.slow,
-    pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed"),
-]
+pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi, pytest.mark.slow]
 
 NEVER = 10_000
 
@@ -37,6 +41,8 @@ def kill_a_trainer(job: Job) -> None:
     os.kill(job.supervisor.trainers.pids()[1], signal.SIGKILL)
 
 
+@pytest.mark.deepspeed
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
 def test_the_same_failure_thrice_leaves_deepspeeds_own_files(
     made: list[Job], tmp_path: Path
 ) -> None:
@@ -66,3 +72,43 @@ def test_the_same_failure_thrice_leaves_deepspeeds_own_files(
         summary(event)
     assert any(str(exports) in line for line in summary.lines())
     assert go_on_alone(program, tmp_path / "later", exports, steps=last + 1) == [last + 1]
+
+
+@pytest.mark.megatron
+@pytest.mark.all_layouts
+@pytest.mark.timeout(900)
+@needs_megatron
+def test_the_same_failure_thrice_leaves_megatrons_own_checkpoint(
+    made: list[Job], tmp_path: Path, megatron_corpus: Path
+) -> None:
+    """Megatron goes on from it without us, to the losses of a run that nothing ended."""
+    program = packaged(Path(str(distribution("megatron-core").locate_file(""))))
+    trace, exports = tmp_path / "trace", tmp_path / "exports"
+    job = Job(
+        tmp_path,
+        nodes=RANKS,
+        command=(sys.executable, *program.flags(megatron_corpus, trace), *SNAPSHOTS),
+        environment=program.environment(trace),
+        drain_dir=tmp_path / "drains",
+        drain_interval=NEVER,
+        export_on_failure=exports,
+        at_event={"trainers_started": kill_at_every_start},
+        timing=Timing(lease=30.0, node_timeout=45.0),
+    )
+    made.append(job)
+    with pytest.raises(RestartBudgetError, match="rank 1 was killed by signal 9"):
+        job.run((6, kill_a_trainer))
+    committed = [e.fields["iteration"] for e in job.events if e.kind == "committed"]
+    last = int((exports / "latest_checkpointed_iteration.txt").read_text())
+    assert last == max(committed), job.story()
+    train_alone(program, megatron_corpus, tmp_path / "later", "--load", str(exports))
+    train_alone(program, megatron_corpus, tmp_path / "alone")
+    for rank in range(RANKS):
+        alone, later = (steps_of(tmp_path / run, rank) for run in ("alone", "later"))
+        assert list(later) == list(range(last + 1, ITERATIONS + 1))
+        assert later == {at: alone[at] for at in later}
+
+
+def steps_of(trace: Path, rank: int) -> dict[int, tuple[str | None, list[int]]]:
+    """Loss and samples of each iteration."""
+    return {line.iteration: (line.loss, line.samples) for line in read_trace(trace, rank)}

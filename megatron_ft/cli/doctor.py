@@ -21,7 +21,7 @@ from megatron_ft import json_section
 from megatron_ft.cli import agent_place, run, run_place
 from megatron_ft.cli.run_place import RunPlace
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.doctor.examine import Examination, python_of
+from megatron_ft.doctor.examine import Examination
 from megatron_ft.doctor.facts import Facts, ProbeRequest, Wishes
 from megatron_ft.doctor.finding import Verdict, as_json, render, worst
 from megatron_ft.doctor.judge import judge
@@ -30,7 +30,7 @@ from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.errors import ConfigError
 from megatron_ft.flags import read_command
 from megatron_ft.launch import job_settings, torchrun
-from megatron_ft.launch.container import runtime_of
+from megatron_ft.launch.container import python_of, runtime_of
 from megatron_ft.launch.job_state import state_folder
 from megatron_ft.launch.placement import choose_active
 from megatron_ft.launch.topology import read_domains

@@ -47,6 +47,7 @@ from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.stop import EXIT_DRAINED, EXIT_INTERRUPTED, EXIT_NOT_DRAINED, Stop
 from megatron_ft.launch.supervisor import Supervisor
 from megatron_ft.launch.topology import read_domains
+from megatron_ft.launch.warm_spares import modules_of
 from megatron_ft.watch.timeout import HangSettings
 
 EXIT_CODES: Mapping[int, str] = {
@@ -237,6 +238,10 @@ def spec_from(
         export_on_failure=settings.export_on_failure,
         transport=settings.transport,
         domains=read_domains(source, place.launcher.nodes()) if source else {},
+        # Virtual nodes share this machine's memory for files.
+        warm_modules=()
+        if arguments.launcher == run_place.VIRTUAL
+        else modules_of(settings.spare_imports, command),
     )
 
 

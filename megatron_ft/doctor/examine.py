@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -33,7 +32,6 @@ from megatron_ft.launch.outer_launcher import base_environment
 
 PROBE_SECONDS = 120.0
 T = TypeVar("T")
-_PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
 
 
 class Examination:
@@ -90,7 +88,7 @@ class Examination:
 
     async def _as_trainer(self, node: str) -> TrainerFacts | str:
         source = Path(as_trainer.__file__).read_text()
-        wrapped = python_of(self._command) or [sys.executable]
+        wrapped = container.python_of(self._command) or [sys.executable]
         argv = [*wrapped, "-c", source, self._request.token]
         return await self._ask(node, argv, f"trainer-{node}.log", TrainerFacts)
 
@@ -151,14 +149,3 @@ def clock_between(asked: float, began: float, ended: float, answered: float) -> 
     ``ended - answered`` and at most ``began - asked``.
     """
     return Clock(ended - answered, began - asked)
-
-
-def python_of(command: Sequence[str]) -> list[str] | None:
-    """The training command up to and with its Python: what wraps a trainer.  Pure.
-
-    None if no word of it is a Python.
-    """
-    for index, word in enumerate(command):
-        if _PYTHON.fullmatch(Path(word).name):
-            return list(command[: index + 1])
-    return None

@@ -6,6 +6,7 @@ container engine do not, and what they start is no child of theirs: it would go 
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ _MOUNTS = {
     PYXIS: "`--container-mounts={folder}:{folder}` within --srun-flags",
 }
 SHARED_MEMORY = Path("/dev/shm")
+_PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
 
 
 def runtime_of(command: Sequence[str], srun_flags: str = "") -> str:
@@ -33,6 +35,17 @@ def runtime_of(command: Sequence[str], srun_flags: str = "") -> str:
     if name in _MOUNTS:
         return name
     return PYXIS if "--container-" in srun_flags else ""
+
+
+def python_of(command: Sequence[str]) -> list[str] | None:
+    """The training command up to and with its Python: what wraps a trainer.  Pure.
+
+    None if no word of it is a Python.
+    """
+    for index, word in enumerate(command):
+        if _PYTHON.fullmatch(Path(word).name):
+            return list(command[: index + 1])
+    return None
 
 
 def mount_advice(runtime: str, folder: Path) -> str:

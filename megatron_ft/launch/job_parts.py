@@ -14,6 +14,7 @@ from megatron_ft.launch.launcher import HostSource, Launcher
 from megatron_ft.launch.membership import Membership
 from megatron_ft.launch.pacing import Pacing
 from megatron_ft.launch.spec import JobSpec
+from megatron_ft.launch.warm_spares import WarmSpares
 from megatron_ft.launch.world_keeper import WorldKeeper
 from megatron_ft.smp.security import JobKeys
 from megatron_ft.watch.job import JobWatch
@@ -31,6 +32,7 @@ class JobParts:
         self.hosts: HostSource | None = None
         self.observers = Observers()
         self.trainers = TrainerFleet(launcher, spec)
+        self.warm_spares = WarmSpares(launcher, spec)
         self.world = WorldKeeper(EncoderWorld(launcher, spec))
         self.coordinator = Coordinator(
             JobKeys.derive(state.record.secret), self.observers, self.world.end_world, spec.timing

@@ -77,6 +77,8 @@ class Life:
         job.observers.tell("training", "training")
         job.coordinator.start_snapshots(cycle)
         job.drains.begin(places, roll.seats(), plan.lineage, first)
+        # Now, when the nodes that train have done with imports of their own.
+        job.warm_spares.begin(n for n in job.launcher.nodes() if n not in plan.active)
 
     async def _watch(self, beginning: asyncio.Task[None]) -> Failure | None:
         """Until this life ends.  SMPs and encoders that die alone are replaced meanwhile."""

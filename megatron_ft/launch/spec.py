@@ -39,7 +39,8 @@ class JobSpec:
     Training that makes no progress for longer than ``hang`` says is restarted, or with
     ``on_hang`` "report" only reported; a rank ``straggler_percent`` slower than its peers is
     named (0: none is).  When trainers cannot come back, the last snapshot becomes a checkpoint
-    of the framework's own in ``export_on_failure`` (None: it does not).
+    of the framework's own in ``export_on_failure`` (None: it does not).  Spares import
+    ``warm_modules`` while they wait.
     ConfigError for numbers that make no sense, ProtectionError for a scheme that needs
     more nodes than there are.
     """
@@ -78,6 +79,7 @@ class JobSpec:
     hang: HangSettings = field(default_factory=HangSettings)
     straggler_percent: float = 5.0
     export_on_failure: Path | None = None
+    warm_modules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, least in (

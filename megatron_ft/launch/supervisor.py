@@ -65,6 +65,7 @@ class Supervisor(JobParts):
         finally:
             await self.drains.abandon()
             self.world.stop()
+            self.warm_spares.end()
             await self.trainers.kill_all()
             await self.coordinator.close()
 

@@ -28,6 +28,8 @@ def same_arena(facts: Facts) -> list[Finding]:
         if trainer is not None and (trainer.device, trainer.inode) != smp:
             reason = trainer.error or "it has another file there"
             advice = mount_advice(facts.wishes.container, _root(folder))
+            if trainer.user not in (-1, said.user):
+                advice = "it is another user's: see the next line"
             findings.append(_apart(node, "a trainer", reason, advice))
         if node in joined and (joined[node].device, joined[node].inode) != smp:
             reason, advice = "it has another file there, or none", mount_advice("", _root(folder))

@@ -1,0 +1,126 @@
+"""On a real Slurm: torchrun as the training command, and jobs that depend on one another."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.environment import JOB
+from megatron_ft.launch import procfs
+from tests import slurm_cluster
+from tests.jobs import EXAMPLE, TORCHRUN, difference, oracle
+from tests.slurm_cluster import SlurmCluster
+from tests.slurm_jobs import SlurmJob
+
+ITERATIONS = 40
+
+MISSING = slurm_cluster.missing()
+
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.mpi,
+    pytest.mark.all_layouts,
+    pytest.mark.usefixtures("warm_trainers"),
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(MISSING), reason=MISSING),
+]
+
+
+def processes(job: str, node: str, ranks: bool) -> list[int]:
+    """Ranks that torchrun has started on a node, or torchrun itself."""
+    return [
+        pid
+        for pid in procfs.own_processes()
+        if (env := procfs.read_environment(pid)).get(JOB) == job
+        and env.get("SLURMD_NODENAME") == node
+        and "PET_NNODES" in env
+        and ("LOCAL_RANK" in env) == ranks
+        and os.readlink(f"/proc/{pid}/exe") == os.path.realpath(sys.executable)
+    ]
+
+
+def test_torchrun_in_the_batch_script(
+    slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str
+) -> None:
+    """A rank, a torchrun whose ranks do not notice, and a node are lost."""
+    words = [EXAMPLE, "--iterations", ITERATIONS, "--losses", tmp_path / "losses.jsonl"]
+    words += ["--width", 64, "--iteration-seconds", 0.5]
+    train = [sys.executable, "-m", TORCHRUN, "--nproc-per-node", "2", *map(str, words)]
+    job = SlurmJob(
+        slurm,
+        tmp_path,
+        slurm_job_name,
+        nodes=3,
+        iterations=ITERATIONS,
+        iteration_seconds=0.5,
+        site={
+            "SPARES": "1",
+            "RANKS_PER_NODE": "2",
+            "TRAIN": " ".join(train),
+            "RUN_FLAGS": "--lease-seconds 10",
+        },
+    )
+    job.until_printed("committed (protected)")
+    os.kill(processes(slurm_job_name, "n1", ranks=True)[0], signal.SIGKILL)
+    job.until_printed("training\n", times=2)
+    orphans = processes(slurm_job_name, "n0", ranks=True)
+    assert len(orphans) == 2, job.story()
+    for pid in orphans:
+        # Else they would train on until they are ended.
+        os.kill(pid, signal.SIGSTOP)
+    (parent,) = processes(slurm_job_name, "n0", ranks=False)
+    os.kill(parent, signal.SIGKILL)
+    job.until_printed("training\n", times=3)
+    assert not set(orphans) & set(processes(slurm_job_name, "n0", ranks=True)), job.story()
+    job.until_printed("committed (protected)", times=3)
+    job.lose_node("n1")
+    try:
+        assert job.until_state("COMPLETED", "FAILED", "PENDING") == "COMPLETED", job.story()
+    finally:
+        slurm.start_node("n1")
+    after = job.text().partition("n2 takes the place of n1")[2]
+    assert "pp0-tp0-dp2-ep0, pp0-tp0-dp3-ep0 from parity" in after, job.story()
+    assert not difference(job.result(), oracle(tmp_path, 4, ITERATIONS)), job.story()
+
+
+def test_jobs_that_depend_on_one_another_go_on_from_the_disk(
+    slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str
+) -> None:
+    """The second begins when the first was stopped, the third never: the second has finished."""
+    site = {"SPARES": "0", "AFTER_TERM": "stop", "JOB": slurm_job_name}
+    site |= {"RUN_FLAGS": "--lease-seconds 4 --drain-stop-seconds 100"}
+    jobs: list[SlurmJob] = []
+    for number in range(3):
+        after = [f"--dependency=afternotok:{jobs[-1].id}", "--kill-on-invalid-dep=yes"]
+        jobs.append(
+            SlurmJob(
+                slurm,
+                tmp_path,
+                f"{slurm_job_name}-{number}",
+                nodes=2,
+                iterations=ITERATIONS,
+                iteration_seconds=0.3,
+                site=site,
+                flags=[*(after if jobs else []), "--open-mode=append"],
+            )
+        )
+    follow = slurm.run(
+        "sbatch", "--parsable", f"--dependency=afterok:{jobs[1].id}", "--output=/dev/null",
+        "--wrap=true",
+    ).strip()  # fmt: skip
+    first, second, third = jobs
+    first.until_printed("committed (protected)")
+    assert [job.state() for job in jobs] == ["RUNNING", "PENDING", "PENDING"]
+    first.tell("TERM")
+    assert first.until_state("COMPLETED", "FAILED") == "FAILED"
+    assert first.exit_code() == 13, first.story()
+    assert second.until_state("COMPLETED", "FAILED") == "COMPLETED", second.story()
+    assert "from disk" in second.text(), second.story()
+    third.until_gone(f"{slurm_job_name}-2")
+    assert third.state() == "CANCELLED", third.state()
+    second.until("the job after", lambda: slurm.job_state(follow) == "COMPLETED")
+    assert not difference(second.result(), oracle(tmp_path, 2, ITERATIONS)), second.story()
