@@ -76,7 +76,7 @@ def test_torchrun_in_the_batch_script(
     os.kill(parent, signal.SIGKILL)
     job.until_printed("training\n", times=3)
     assert not set(orphans) & set(processes(slurm_job_name, "n0", ranks=True)), job.story()
-    job.until_printed("committed (protected)", times=3)
+    job.until("iteration 20", lambda: 20 in job.result()[0])
     job.lose_node("n1")
     try:
         assert job.until_state("COMPLETED", "FAILED", "PENDING") == "COMPLETED", job.story()
@@ -95,7 +95,7 @@ def test_jobs_that_depend_on_one_another_go_on_from_the_disk(
     site |= {"RUN_FLAGS": "--lease-seconds 4 --drain-stop-seconds 100"}
     jobs: list[SlurmJob] = []
     for number in range(3):
-        after = [f"--dependency=afternotok:{jobs[-1].id}", "--kill-on-invalid-dep=yes"]
+        before = [f"--dependency=afternotok:{job.id}" for job in jobs[-1:]]
         jobs.append(
             SlurmJob(
                 slurm,
@@ -105,7 +105,7 @@ def test_jobs_that_depend_on_one_another_go_on_from_the_disk(
                 iterations=ITERATIONS,
                 iteration_seconds=0.3,
                 site=site,
-                flags=[*(after if jobs else []), "--open-mode=append"],
+                flags=[*before, "--kill-on-invalid-dep=yes", "--open-mode=append"],
             )
         )
     follow = slurm.run(
