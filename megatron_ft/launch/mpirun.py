@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -192,8 +193,13 @@ def open_mpi_by(remote_shell: Sequence[str]) -> dict[str, str]:
     }
 
 
-def mpich_by(program: Path) -> dict[str, str]:
-    """Settings for MPICH to start its proxies by a program that is called like ssh."""
+def mpich_by(remote_shell: Sequence[str], program: Path) -> dict[str, str]:
+    """Settings for MPICH to start its proxies by a command that is called like ssh.
+
+    It takes a program without arguments: ``program`` is written.
+    """
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(remote_shell)} "$@"\n')
+    program.chmod(0o700)
     return {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(program)}
 
 

@@ -37,11 +37,8 @@ def spread_by_agents(
     }
     if mpi.kind is MpiKind.OPEN_MPI:
         return Spread(hosts, here, settings | open_mpi_by(command))
-    # MPICH takes a program without arguments.
     program = file.with_name("remote-shell")
-    program.write_text(f'#!/bin/sh\nexec {" ".join(command)} "$@"\n')
-    program.chmod(0o700)
-    return Spread(hosts, here, settings | mpich_by(program))
+    return Spread(hosts, here, settings | mpich_by(command, program))
 
 
 class AgentWorld(WorldProcess):

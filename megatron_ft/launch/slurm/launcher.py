@@ -133,8 +133,11 @@ class SlurmLauncher:
     def _spread(self, nodes: Sequence[str]) -> Spread:
         job_dir = self.root / self.job
         jobs = {node: self.allocation.job_of(node) for node in nodes}
-        settings = reach_by_steps(self._found_mpi(), jobs, job_dir, self._flags)
-        return Spread(nodes, settings=settings)
+        settings = reach_by_steps(self._found_mpi(), jobs, job_dir, self._flags, self._shared)
+        # MPICH's proxies call mpirun, which is where the batch script is.
+        here = os.environ.get("SLURMD_NODENAME", "")
+        address = self.allocation.address(here) if here in self.allocation.names else ""
+        return Spread(nodes, address, settings)
 
     def _marked(self, node: str, env: Mapping[str, str]) -> dict[str, str]:
         marks = {JOB: self.job, NODE: node, NODE_DIR: str(self.node_dir(node))}

