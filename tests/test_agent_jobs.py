@@ -177,3 +177,22 @@ def test_memory_outlives_a_launcher_that_ends_process_trees(job: AgentJob, two: 
     assert job.end() == [0, 0], job.story()
     assert "own memory" in job.text(), job.story()
     assert not difference(job.result(), two), job.story()
+
+
+@pytest.mark.all_layouts
+def test_torchrun_may_be_what_agents_start(job: AgentJob, two: Result) -> None:
+    """One is killed; its rank, in a session of its own, does not notice and is ended with it."""
+    torchrun = [sys.executable, "-m", TORCHRUN, "--nproc-per-node", "1", *job.script]
+    for rank in range(2):
+        flags = ["--launcher", "nodes", "--node-name", f"n{rank}"]
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        job.begin(job.command(*flags, training=torchrun), place)
+    job.until_iteration(8)
+    orphan = job.trainer(1)
+    status = Path(f"/proc/{orphan}/status").read_text().split()
+    os.kill(orphan, signal.SIGSTOP)
+    os.kill(int(status[status.index("PPid:") + 1]), signal.SIGKILL)
+    assert job.end() == [0, 0], job.story()
+    assert "rank 1 on n1 was killed by signal 9" in job.text(), job.story()
+    assert "from own memory; " in job.text(), job.story()
+    assert not difference(job.result(), two), job.story()

@@ -9,8 +9,7 @@ import stat
 import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,14 +81,22 @@ def encoder(node: SmpNode, world: str, value: int) -> subprocess.Popen[str]:
     return process(node, ENCODER, str(arena), world, str(value))
 
 
-def process(node: SmpNode, script: str, *words: str, incarnation: int = 1) -> subprocess.Popen[str]:
+def process(
+    node: SmpNode, script: str, *words: str, incarnation: int = 1, through: Sequence[str] = ()
+) -> subprocess.Popen[str]:
     environment = {
         **os.environ,
         **node.environment.variables(),
         "MEGATRON_FT_INCARNATION": str(incarnation),
     }
     return subprocess.Popen(
-        [sys.executable, "-c", script.format(root=str(Path(__file__).parent.parent)), *words],
+        [
+            *through,
+            sys.executable,
+            "-c",
+            script.format(root=str(Path(__file__).parent.parent)),
+            *words,
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -238,6 +245,24 @@ def test_a_trainer_of_an_earlier_life_is_turned_away(node: SmpNode) -> None:
         return said
 
     assert run(story()).startswith("StaleIncarnationError trainer of incarnation 1")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a PID namespace needs root")
+def test_a_trainer_with_process_numbers_of_its_own_is_turned_away(node: SmpNode) -> None:
+    """Its number is another process's here, which the next fence would kill."""
+
+    async def story() -> str:
+        link = await led(node)
+        own_numbers = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        inside = process(node, TRAINER, through=own_numbers)
+        assert inside.stdout is not None
+        said = await asyncio.to_thread(inside.stdout.readline)
+        inside.communicate("")
+        link.close()
+        return said
+
+    said = run(story())
+    assert said.startswith("ControlPlaneError the trainer of dp0") and "--pid host" in said
 
 
 def test_a_shard_missing_from_a_restore_is_refused(node: SmpNode) -> None:
