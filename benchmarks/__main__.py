@@ -2,9 +2,11 @@
 
     python -m benchmarks [capture] [coding] [training] [--mib 512] [--rounds 7]
                          [--markdown FILE] [--json FILE]
+    python -m benchmarks --peers [--minutes 12] [--only WAY]...
 
 Figures are ratios within one run: a yardstick and what is compared with it take turns, and
-the median of the rounds counts.  Leave the machine alone meanwhile.
+the median of the rounds counts.  Leave the machine alone meanwhile.  --peers installs other
+projects' ways of saving into an environment of their own and measures them beside ours.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from pathlib import Path
 import torch
 
 from benchmarks import coding, memory, training
+from benchmarks.peers import comparison, cycles
+from benchmarks.peers.catalogue import WAYS
 from benchmarks.table import Row, as_json, markdown
 
 PARTS = ("capture", "coding", "training")
@@ -28,18 +32,32 @@ PARTS = ("capture", "coding", "training")
 def main() -> int:
     """Measure and print; 1 if a limit is missed."""
     options = _arguments().parse_args()
+    if options.peers:
+        return _peers(options)
     wanted = options.parts or PARTS
     found: list[Row] = []
     for row in _rows(wanted, options):
         found.append(row)
         print("  ".join(cell for cell in row.cells() if cell), file=sys.stderr, flush=True)
-    text = f"{_place(options.device)}\n\n{markdown(found)}\n"
+    place = _place(options.device)
+    _keep(options, f"{place}\n\n{markdown(found)}\n", as_json(found, place))
+    return int(any(row.met is False for row in found))
+
+
+def _peers(options: argparse.Namespace) -> int:
+    """The comparison with other projects; 1 if a limit is missed or one of them is ahead."""
+    sizes = cycles.Sizes(mib=options.mib // 2)
+    count, found = cycles.run(sizes, options.minutes, options.only or list(WAYS))
+    _keep(options, *cycles.report(sizes, count, found, _place("cpu")))
+    return int(any(row.met is False for row in comparison.limits(comparison.measured(found, 1))))
+
+
+def _keep(options: argparse.Namespace, text: str, data: str) -> None:
     print(text)
     if options.markdown:
         options.markdown.write_text(text)
     if options.json:
-        options.json.write_text(as_json(found, _place(options.device)))
-    return int(any(row.met is False for row in found))
+        options.json.write_text(data)
 
 
 def _arguments() -> argparse.ArgumentParser:
@@ -52,6 +70,9 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--mib", type=int, default=512, help="state of a rank (512)")
     parser.add_argument("--rounds", type=int, default=7, help="of each figure (7)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--peers", action="store_true", help="other ways of saving, and ours")
+    parser.add_argument("--minutes", type=float, default=12, help="for --peers (12)")
+    parser.add_argument("--only", action="append", choices=list(WAYS), help="of --peers")
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--json", type=Path)
     return parser

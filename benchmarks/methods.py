@@ -56,21 +56,28 @@ class InMemory:
     def save(self, iteration: int, state: State) -> bool:
         """Captures where the job has agreed to."""
         if not self._loaded:
-            self._loaded = True
-            self._manager.load(into=state)
+            self.load(state)
         ticket = self._manager.save(iteration, state)
         self._ticket = self._ticket if ticket.skipped else ticket
         return not ticket.skipped
+
+    def load(self, state: State) -> None:
+        """What a trainer's life begins with: the newest snapshot, in place, if there is one."""
+        self._loaded = True
+        self._manager.load(into=state)
 
     def fence(self) -> None:
         """Wait for the copy."""
         with self._manager.fence():
             pass
 
+    def committed(self) -> bool:
+        """Wait for the fate of the last snapshot; whether it was committed."""
+        return self._ticket is not None and self._ticket.committed.result(timeout=WAIT_SECONDS)
+
     def settle(self) -> None:
         """Wait until parity is there, or whatever the job protects with."""
-        assert self._ticket is not None
-        assert self._ticket.committed.result(timeout=WAIT_SECONDS), "the snapshot was given up"
+        assert self.committed(), "the snapshot was given up"
 
     def close(self) -> None:
         """Leave the SMP."""

@@ -6,10 +6,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from benchmarks.memory import capturing, tensors
+from benchmarks.peers.catalogue import WAYS
+from benchmarks.peers.comparison import FLUSH, KEPT, LOST, SPEED, limits, measured, table
+from benchmarks.peers.cycles import cycles
+from benchmarks.peers.environment import fingerprint, steps
+from benchmarks.peers.jobs import Found, reason
 from benchmarks.table import Row, as_json, markdown
 
 ROOT = Path(__file__).parents[1]
@@ -51,3 +57,68 @@ def test_a_capture_takes_no_memory_beside_its_arena() -> None:
         grown = process.memory_full_info().uss - before
     assert [run.copied_bytes for run in runs] == [64 * MEBI] * 3
     assert grown < 2 * MEBI, f"three captures of 64 MiB left {grown} bytes more"
+
+
+def found(way: str, speed: float, blocked: float, **more: Any) -> Found:
+    """A job with copies of one second and two saves in each phase."""
+    pairs = tuple({"off": 10.0, "on": 10.0 / speed, "saved": 2.0} for _ in range(3))
+    singles = ({"copy": 1.0, "blocked": blocked, "safe": blocked + 2},) * 3
+    return Found(way, pairs, singles, ({"copy": 1.0, "load": 1.2, "right": True},), **more)
+
+
+def test_peers_that_are_ahead_stand_in_bold() -> None:
+    jobs = [found("ours", 0.9, 1.0), found("torch.save", 0.8, 6.0), found("dlrover", 0.95, 0.99)]
+    entries = measured(jobs, 2)
+    lines = table(entries).splitlines()
+    assert "**" not in lines[3], "torch.save is behind us everywhere"
+    assert "| **0.95** | **0.263** | 100% | 0.99 |" in lines[4]
+    ahead = {row.name: row.note for row in limits(entries) if row.met is False}
+    assert set(ahead) == {"peers ahead of us: " + name for name in (SPEED, LOST)}
+    assert set(ahead.values()) == {"DLRover 0.6.1, flash checkpoint"}
+
+
+def test_what_must_be_flushed_counts_in_copies() -> None:
+    entry = measured([found("lm-resiliency", 0.9, 1.0, flush_seconds=31.0)], 2)[0]
+    assert entry.median(FLUSH) == 31.0 and entry.median(KEPT) == 1.0
+
+
+def test_a_peer_that_does_not_run_says_why() -> None:
+    log = "[rank1]: Traceback\n[rank1]: AssertionError: no CUDA\n[rank0]: RuntimeError: peer gone\n"
+    assert reason(log) == "AssertionError: no CUDA"
+    assert reason("torch.nn.SomeError: x") == "torch.nn.SomeError: x"
+    assert reason("all is well: no error") == ""
+    entries = measured([Found("nvrx-async", why=reason(log)), found("ours", 0.9, 1.0)], 2)
+    assert "| does not run here: AssertionError: no CUDA |" in table(entries)
+
+
+def test_wrong_values_are_not_hidden_by_later_jobs() -> None:
+    wrong = Found("torch.save", loads=({"copy": 1.0, "load": 1.0, "right": False},))
+    assert "**wrong values loaded**" in table(measured([wrong, found("torch.save", 1, 1)], 2))
+
+
+def test_cycles_end_before_the_time_does() -> None:
+    """With cycles of 40 s, two fit into 90 s; a way that failed is not tried again."""
+    now = [0.0]
+    tried = []
+
+    def job(way: str) -> Found:
+        tried.append(way)
+        now[0] += 20
+        return Found(way, why="no" if way == "dlrover" else "")
+
+    count, jobs = cycles(["ours", "dlrover"], job, 90, lambda: now[0])
+    assert count == 2 and [one.way for one in jobs] == tried == ["ours", "dlrover", "ours"]
+
+
+def test_every_way_names_a_class_of_the_benchmarks() -> None:
+    for way in WAYS.values():
+        module, name = way.home.split(":")
+        source = (ROOT / "benchmarks" / "peers" / f"{module}.py").read_text()
+        assert f"class {name}(" in source
+
+
+def test_peers_are_pinned_and_torch_comes_first() -> None:
+    first, *others = steps()
+    assert len(first) == 1 and first[0].startswith("torch==")
+    assert all("==" in word or word == "--no-deps" for call in others for word in call)
+    assert fingerprint([first]) != fingerprint([first, first])

@@ -1,0 +1,47 @@
+"""megatron-ft as the peers are measured; the digests are on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.methods import InMemory, saved_at_last
+from benchmarks.peers.peer import Peer, State
+
+
+class MegatronFt(Peer):
+    """SnapshotManager, under `megatron-ft run`."""
+
+    decides = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._method = InMemory(folder)
+        self._required = False
+
+    def save(self, iteration: int, state: State) -> bool:
+        """Capture where the job has agreed to."""
+        return self._method.save(iteration, state)
+
+    def save_alone(self, iteration: int, state: State) -> tuple[int, float]:
+        """Capture as soon as the job agrees to."""
+        self._required = True
+        return saved_at_last(self._method, iteration, state)
+
+    def fence(self) -> None:
+        """Wait for the copy."""
+        self._method.fence()
+
+    def settle(self) -> None:
+        """Wait until the last snapshot is protected by parity and committed."""
+        kept = self._method.committed()
+        if self._required and not kept:
+            raise RuntimeError("the snapshot was given up")
+        self._required = False
+
+    def load(self, state: State) -> None:
+        """Restore in place."""
+        self._method.load(state)
+
+    def close(self) -> None:
+        """Leave the SMP."""
+        self._method.close()

@@ -1,0 +1,118 @@
+"""What torch itself brings, writing to a memory file system in place of shared storage."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
+
+from benchmarks.peers.peer import Peer, State, copy_into
+
+
+class Nothing(Peer):
+    """No saves at all: what two equal phases differ by."""
+
+    def save(self, iteration: int, state: State) -> bool:
+        """Does nothing."""
+        return False
+
+
+class TorchSave(Peer):
+    """torch.save to a temporary name, then a rename."""
+
+    def _path(self) -> Path:
+        return self.folder / f"rank{dist.get_rank()}.pt"
+
+    def save(self, iteration: int, state: State) -> bool:
+        """Write the file."""
+        temporary = self._path().with_suffix(".tmp")
+        torch.save(state, temporary)
+        os.replace(temporary, self._path())
+        return True
+
+    def load(self, state: State) -> None:
+        """Read the file."""
+        copy_into(state, torch.load(self._path(), weights_only=True))
+
+
+class InFolders(Peer):
+    """Saves that are a folder each, of all ranks; the older ones are removed by hand."""
+
+    last = 0
+
+    def place(self, iteration: int) -> str:
+        """The folder of one save."""
+        self.last = iteration
+        return str(self.folder / "saved" / f"iteration{iteration}")
+
+    def newest(self) -> str:
+        """The folder of the newest save."""
+        folders = (self.folder / "saved").glob("iteration*")
+        return str(max(folders, key=lambda path: int(path.name[9:])))
+
+    def tidy(self) -> None:
+        """Keep the last one."""
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for path in (self.folder / "saved").glob("iteration*"):
+                if path.name != f"iteration{self.last}":
+                    shutil.rmtree(path)
+        dist.barrier()
+
+
+class DcpSave(InFolders):
+    """torch.distributed.checkpoint.save."""
+
+    @staticmethod
+    def named(state: State) -> State:
+        """Ranks hold different tensors, so their names differ."""
+        return {f"rank{dist.get_rank()}.{name}": tensor for name, tensor in state.items()}
+
+    def save(self, iteration: int, state: State) -> bool:
+        """Write all of it."""
+        save(self.named(state), checkpoint_id=self.place(iteration))
+        return True
+
+    def load(self, state: State) -> None:
+        """Read into the live tensors."""
+        load(self.named(state), checkpoint_id=self.newest())
+
+
+class DcpThread(DcpSave):
+    """torch.distributed.checkpoint.async_save, written by a thread."""
+
+    kind = AsyncCheckpointerType.THREAD
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._group = dist.new_group(backend="gloo")
+        self._future: Any = None
+
+    def save(self, iteration: int, state: State) -> bool:
+        """Begin when the last one is done: two at once are refused."""
+        self.settle()
+        self._future = async_save(
+            self.named(state),
+            checkpoint_id=self.place(iteration),
+            process_group=self._group,
+            async_checkpointer_type=self.kind,
+        )
+        return True
+
+    def settle(self) -> None:
+        """Wait for the files."""
+        if self._future is not None:
+            self._future.result()
+            self._future = None
+
+
+class DcpProcess(DcpThread):
+    """The same, written by a process."""
+
+    kind = AsyncCheckpointerType.PROCESS
