@@ -100,12 +100,19 @@ class Training:
         fence = seconds(self.method.fence)
         self.update()
         saved = False
-        save_started = time.perf_counter()
+        save_started, processor_started = time.perf_counter(), time.thread_time()
         if saves:
             saved = self.method.save(self.iteration, self.state)
+        save_processor = time.thread_time() - processor_started
         save = time.perf_counter() - save_started
-        total = time.perf_counter() - started
-        return {"total": total, "work": work, "fence": fence, "save": save, "saved": float(saved)}
+        return {
+            "total": time.perf_counter() - started,
+            "work": work,
+            "fence": fence,
+            "save": save,
+            "save_processor": save_processor,
+            "saved": float(saved),
+        }
 
     def phase(self, iterations: int, saves: bool) -> list[dict[str, float]]:
         """So many iterations, more if that is not enough for two saves with a fence after them."""

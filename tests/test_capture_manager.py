@@ -6,7 +6,7 @@ import _pickle
 import itertools
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -404,6 +404,25 @@ def test_a_layout_that_changes_is_skipped_and_never_fails_training(smp: FakeSmp)
         assert "layout has changed" in smp.abandoned_ids[snapshot]
     assert manager.stats.abandoned == 3
     assert capture(smp, manager, state, 3).captured.result(WAIT)
+    manager.close()
+
+
+@pytest.mark.parametrize("change", [lambda t: t.resize_(9999), lambda t: t.resize_(20, 500)])
+def test_a_tensor_that_takes_another_form_is_never_sealed(
+    smp: FakeSmp, change: Callable[[torch.Tensor], object]
+) -> None:
+    """It is the same object, so that only the copy thread sees it."""
+    state: dict[str, Any] = {"weights": torch.zeros(10_000)}
+    manager = make_manager(smp)
+    capture(smp, manager, state)
+    change(state["weights"])
+    for iteration in (2, 3):
+        snapshot = smp.grant(iteration)
+        assert not manager.save(iteration, state).captured.result(WAIT)
+        smp.wait_ended()
+        assert "layout has changed" in smp.abandoned_ids[snapshot]
+    state["weights"].resize_(10_000)
+    assert capture(smp, manager, state, 4).captured.result(WAIT)
     manager.close()
 
 

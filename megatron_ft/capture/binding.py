@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_ft.capture.copier import Bytes, CopyItem
+from megatron_ft.capture.copier import Bytes, CopyItem, CopyList
 from megatron_ft.capture.plan import dtype_from_name
 from megatron_ft.shard import LayoutEntry, ShardLayout
 
@@ -29,31 +29,35 @@ def stored_view(region: torch.Tensor, entry: LayoutEntry) -> torch.Tensor:
     return typed if entry.is_split else typed.view(entry.shape)
 
 
-Items = tuple[list[CopyItem], list[CopyItem]]
+Items = tuple[CopyList, CopyList]
 
 _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
+_FACTS = (torch.Tensor.data_ptr, _SHAPE, torch.Tensor.stride, _DTYPE)
 
 
 class _Seen(NamedTuple):
-    """Which tensors a state had, and where: taken by calls that loop in C."""
+    """Which tensors a state had, and how they lay in memory: taken by calls that loop in C."""
 
     names: list[str]
     tensors: list[torch.Tensor]
-    facts: tuple[list[Any], ...]
+    facts: list[list[Any]]
 
     @classmethod
     def of(cls, live: Mapping[str, torch.Tensor]) -> _Seen:
         tensors = list(live.values())
-        facts = (torch.Tensor.data_ptr, _SHAPE, _DTYPE)
-        return cls(list(live), tensors, tuple(list(map(fact, tensors)) for fact in facts))
+        return cls(list(live), tensors, _facts(tensors))
 
-    def same(self, other: _Seen) -> bool:
-        """Whether the other's tensors are these very objects, at the same places."""
-        return (
-            self.names == other.names
-            and all(map(is_, self.tensors, other.tensors))
-            and self.facts == other.facts
-        )
+    def same_objects(self, live: Mapping[str, torch.Tensor]) -> bool:
+        """Whether these very tensors have these names, wherever they lie by now."""
+        return self.names == list(live) and all(map(is_, self.tensors, live.values()))
+
+    def stayed(self) -> bool:
+        """Whether all of them still lie where they lay, in the same form."""
+        return self.facts == _facts(self.tensors)
+
+
+def _facts(tensors: list[torch.Tensor]) -> list[list[Any]]:
+    return [list(map(fact, tensors)) for fact in _FACTS]
 
 
 class LayoutBinding:
@@ -88,17 +92,28 @@ class LayoutBinding:
     def mismatch(self, live: Mapping[str, torch.Tensor]) -> str:
         """Why the live tensors no longer fit the layout; empty if they do.
 
-        Compares names, dtypes and shapes, and that aliases still share memory.  The same tensors
-        at the same places as last time are not looked at one by one: with thousands of them that
-        would hold training for milliseconds.
+        Compares names, dtypes and shapes, and that aliases still share memory.  The very tensors
+        of last time are left to ``settle``: to look at thousands of them one by one would hold
+        training for a millisecond.
         """
-        seen = _Seen.of(live)
-        if self._seen is not None and self._seen.same(seen):
+        if self._seen is not None and self._seen.same_objects(live):
             return ""
+        return self._look(live)
+
+    def settle(self, live: Mapping[str, torch.Tensor]) -> str:
+        """As ``mismatch``, of tensors that may have been given other memory or another form.
+
+        For the copy thread, which has the time, before it asks for ``items``.
+        """
+        if self._seen is not None and self._seen.stayed():
+            return ""
+        return self._look(live)
+
+    def _look(self, live: Mapping[str, torch.Tensor]) -> str:
         self._seen, self._cached = None, {}
         difference = self._difference(live)
         if not difference:
-            self._seen = seen
+            self._seen = _Seen.of(live)
         return difference
 
     def _difference(self, live: Mapping[str, torch.Tensor]) -> str:
@@ -119,15 +134,14 @@ class LayoutBinding:
     def items(self, live: Mapping[str, torch.Tensor], slot: int) -> Items:
         """The copies of one snapshot: at the boundary, and lazily.
 
-        ``live`` must be what ``mismatch`` was asked of last.  Nobody may change the lists.
+        ``live`` must be what ``mismatch`` or ``settle`` was asked of last.
         """
         if slot not in self._cached:
             self._cached[slot] = self._items(live, slot)
         return self._cached[slot]
 
     def _items(self, live: Mapping[str, torch.Tensor], slot: int) -> Items:
-        now: list[CopyItem] = []
-        later: list[CopyItem] = []
+        now, later = CopyList(), CopyList()
         for entry, target in zip(self._owners, self._targets[slot], strict=True):
             source = live[entry.name]
             if entry.is_split:

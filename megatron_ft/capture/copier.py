@@ -20,6 +20,16 @@ class CopyItem(NamedTuple):
     target: torch.Tensor
 
 
+class CopyList(list[CopyItem]):
+    """Copies that are made again and again: nobody changes the list.
+
+    In ``plan`` a copier keeps what it found out about its tensors.  Whoever keeps the list
+    drops it when one of them is given other memory, or another form.
+    """
+
+    plan: Any = None
+
+
 class Copier(Protocol):
     """Moves tensors into an arena.
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
-from megatron_ft.capture.copier import Bytes, CopyItem, ShouldStop, batches, move
+from megatron_ft.capture.copier import (
+    Bytes,
+    CopyItem,
+    CopyList,
+    ShouldStop,
+    batches,
+    move,
+)
 
 SERIAL_ELEMENTS = 32768
 """torch copies tensors of fewer elements in the calling thread (at::internal::GRAIN_SIZE)."""
@@ -42,11 +50,19 @@ class CpuCopier:
     def copy(self, items: Sequence[CopyItem], mark: None, should_stop: ShouldStop) -> bool:
         """Copy piece by piece; see Copier."""
         with torch.no_grad():
-            for batch in batches(items, self._piece_bytes):
+            for batch in self._planned(items):
                 if should_stop():
                     return False
-                move_serially(batch)
+                batch.move()
         return True
+
+    def _planned(self, items: Sequence[CopyItem]) -> Iterable[SerialBatch]:
+        if not isinstance(items, CopyList):
+            return map(SerialBatch.of, batches(items, self._piece_bytes))
+        if items.plan is None:
+            items.plan = [SerialBatch.of(batch) for batch in batches(items, self._piece_bytes)]
+        plan: list[SerialBatch] = items.plan
+        return plan
 
     def enter_thread(self) -> None:
         """Nothing to set: see the class for what is not."""
@@ -55,18 +71,40 @@ class CpuCopier:
         """Nothing to undo."""
 
 
-def move_serially(batch: Sequence[CopyItem]) -> None:
-    """Copy a batch without intra-op threads, strided large tensors excepted."""
-    small = []
-    for item in batch:
-        source, target = item
-        plain = _is_plain_memory(source) and _is_plain_memory(target)
-        if source.numel() >= SERIAL_ELEMENTS and plain:
-            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
-        else:
-            small.append(item)
-    if small:
-        move(small)
+class SerialBatch(NamedTuple):
+    """Copies that one thread makes without intra-op threads, strided large tensors excepted.
+
+    ``plain`` has (address of the target, source, bytes): where a source lies is asked when it is
+    copied, so that memory that it has given back is not read.
+    """
+
+    plain: list[tuple[int, torch.Tensor, int]]
+    others: list[CopyItem]
+
+    @classmethod
+    def of(cls, batch: Iterable[CopyItem]) -> SerialBatch:
+        """Sort copies by how they are made."""
+        plain, others = [], []
+        for item in batch:
+            source, target = item
+            if source.numel() >= SERIAL_ELEMENTS and all(map(_is_plain_memory, item)):
+                plain.append((target.data_ptr(), source, source.nbytes))
+            else:
+                others.append(item)
+        return cls(plain, others)
+
+    def move(self) -> None:
+        """Copy; the targets must be alive."""
+        copy, place = ctypes.memmove, torch.Tensor.data_ptr
+        for target, source, length in self.plain:
+            copy(target, place(source), length)
+        if self.others:
+            move(self.others)
+
+
+def move_serially(batch: Iterable[CopyItem]) -> None:
+    """Copy a batch once."""
+    SerialBatch.of(batch).move()
 
 
 def _is_plain_memory(tensor: torch.Tensor) -> bool:

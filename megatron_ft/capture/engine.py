@@ -13,7 +13,7 @@ from megatron_ft.arena import digest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import Permit
 from megatron_ft.capture.binding import LayoutBinding
-from megatron_ft.capture.copier import Copier
+from megatron_ft.capture.copier import Copier, CopyItem
 from megatron_ft.capture.run import CaptureRun, StopWatch
 from megatron_ft.capture.ticket import Ticket
 from megatron_ft.capture.worker import CopyThread
@@ -90,10 +90,17 @@ class CaptureEngine:
         exception leaves nothing behind that writes to the slot.
         """
         reach("capture.permitted")
-        now, later = self.binding.items(live, permit.slot)
-        later = self._copier.stage(now) + later
+        now, _ = self.binding.items(live, permit.slot)
+        staged = self._copier.stage(now)
         run = CaptureRun(
-            permit, ticket, later, self._copier.mark(), meta, self.binding.copied_bytes, started
+            permit,
+            ticket,
+            live,
+            staged,
+            self._copier.mark(),
+            meta,
+            self.binding.copied_bytes,
+            started,
         )
         run.boundary_seconds = time.monotonic() - started
         reach("capture.begun")
@@ -121,13 +128,22 @@ class CaptureEngine:
         complete, reason = False, "the copier stopped"
         try:
             watch = StopWatch(run, lambda: self.revoked(run.permit))
-            complete = self._copier.copy(run.items, run.mark, watch)
+            complete = self._copier.copy(self._items(run), run.mark, watch)
         except Exception as error:
             logger.warning("copy of snapshot %s failed", run.permit.snapshot, exc_info=True)
             reason = f"the copy failed: {error!r}"
         good = run.end_copy(started, complete, reason)
         run.ticket.resolve(run.ticket.captured, good)
         return good
+
+    def _items(self, run: CaptureRun) -> list[CopyItem]:
+        """What is left to copy; ValueError if the state no longer fits the layout."""
+        mismatch = self.binding.settle(run.live)
+        if mismatch:
+            raise ValueError(f"the layout has changed since it was planned ({mismatch})")
+        _, later = self.binding.items(run.live, run.permit.slot)
+        # As it is where it can be: copiers keep plans with the list.
+        return run.staged + later if run.staged else later
 
     def _seal(self, run: CaptureRun) -> SealedRecord | None:
         permit, slot = run.permit, run.permit.slot

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from threading import Event, Lock
 from typing import Any
+
+import torch
 
 from megatron_ft.arena.format import Permit
 from megatron_ft.capture.copier import CopyItem
@@ -20,6 +22,8 @@ PERMIT_CHECK_SECONDS = 0.05
 class CaptureRun:
     """What the training thread hands to the copy thread, and what both look at.
 
+    ``live`` are all tensors of the state; ``staged`` what the boundary left to copy of those
+    that forward may change.
     ``moved`` is set when nothing reads the live tensors any more, whatever the result;
     ``finished`` when nothing writes to the slot any more and the SMP was told.
     ``began`` is the monotonic time at which training was first held for it.
@@ -27,7 +31,8 @@ class CaptureRun:
 
     permit: Permit
     ticket: Ticket
-    items: list[CopyItem]
+    live: Mapping[str, torch.Tensor]
+    staged: list[CopyItem]
     mark: Any
     meta: bytes
     copied_bytes: int = 0
@@ -72,7 +77,7 @@ class CaptureRun:
             if not complete:
                 self.stop_reason = self.stop_reason or reason
             # Digests do not need the live tensors: let go of them.
-            self.items, self.mark = [], None
+            self.live, self.staged, self.mark = {}, [], None
             self.moved.set()
             return not self.stop_reason
 
