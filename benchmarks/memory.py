@@ -6,6 +6,7 @@ supervisor runs and no other rank.
 
 from __future__ import annotations
 
+import mmap
 import tempfile
 import time
 import uuid
@@ -181,9 +182,48 @@ def _rows(mib: int, rounds: int, device: str, count: int, words: str) -> Iterato
         yield Row(f"capture, {words}", samples, "x copy", 0.95)
         samples = ratios(rounds, copy, lambda: _sealed(captures))
         yield Row(f"capture with digests, {words}", samples, "x copy", note="until sealed")
-        samples = ratios(rounds, copy, lambda: _restored(captures, state))
-        limit = 0.9 if device == "cpu" else None
-        yield Row(f"restore, {words}", samples, "x copy", limit, note="digests checked first")
+        yield from _restores(mib, rounds, device, words, captures, copy)
+
+
+def _restores(
+    mib: int,
+    rounds: int,
+    device: str,
+    words: str,
+    captures: Capturing,
+    copy: Callable[[], object],
+) -> Iterator[Row]:
+    """Into tensors that were used before, and into memory that nobody has touched yet.
+
+    Both as in a restarted trainer: the arena is mapped anew, so its pages are faulted in.
+    The first is of models, which training scripts fill with first values; the second of what
+    exists only after a restore, such as the moments of an optimizer.  The copy that each is
+    compared with is into the same kind of memory, but out of memory that is mapped.
+    """
+    live = live_tensors(captures.state)
+    limit = 0.9 if device == "cpu" else None
+    samples = ratios(rounds, copy, lambda: _restored(captures, live))
+    note = "digests checked first; arena mapped anew, tensors warm"
+    yield Row(f"restore, {words}", samples, "x copy", limit, note=note)
+    if device == "cpu":
+        source = torch.rand(mib * MEBI // 4)
+        samples = ratios(
+            rounds,
+            lambda: new_tensors([source.numel()])[0].copy_(source),
+            lambda: _restored(captures, _in_new_memory(live)),
+        )
+        note = "as above, and so is the copy"
+        yield Row(f"restore into new memory, {words}", samples, "x copy", limit, note=note)
+
+
+def _in_new_memory(live: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return dict(zip(live, new_tensors([one.numel() for one in live.values()]), strict=True))
+
+
+def new_tensors(sizes: list[int]) -> list[torch.Tensor]:
+    """float32 tensors in one mapping whose pages do not exist before somebody writes to them."""
+    memory = torch.frombuffer(mmap.mmap(-1, 4 * sum(sizes)), dtype=torch.float32)
+    return list(memory.split(sizes))
 
 
 def _sealed(captures: Capturing) -> float:
@@ -192,14 +232,18 @@ def _sealed(captures: Capturing) -> float:
     return time.perf_counter() - started
 
 
-def _restored(captures: Capturing, state: dict[str, Any]) -> float:
+def _restored(captures: Capturing, state: dict[str, torch.Tensor]) -> float:
     """Seconds of one restore from the slot that was captured last."""
     record = captures.record
     assert record is not None
+    adapted = MappingState(state)
     started = time.perf_counter()
-    with Arena.open(captures.engine.arena.path) as arena:
-        verify(arena, 0, record, lambda blocks: None)
-        restore_shard(arena, 0, record, MappingState(state), SPLIT_NEVER)
+    arena = Arena.open(captures.engine.arena.path)
+    verify(arena, 0, record, lambda blocks: None)
+    restore_shard(arena, 0, record, adapted, SPLIT_NEVER)
+    closing = arena.close_beside()
     if next(iter(state.values())).is_cuda:
         torch.cuda.synchronize()
-    return time.perf_counter() - started
+    ended = time.perf_counter()
+    closing.join()
+    return ended - started

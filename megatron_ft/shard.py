@@ -241,15 +241,20 @@ def _find_owners(specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
     A split owner serves only exact twins: of a part of it, bytes might be elsewhere.
     A tensor that forward may change is never left to a lazily copied owner.
     """
-    memory = [s for s in specs if s.address and s.contiguous and s.elements]
-    memory.sort(key=lambda s: (s.address, -_memory_bytes(s), not s.boundary, s.name))
+    memory = sorted(
+        (s.address, -_memory_bytes(s), not s.boundary, s.name, s)
+        for s in specs
+        if s.address and s.contiguous and s.elements
+    )
     owners: dict[str, TensorSpec] = {}
     current: TensorSpec | None = None
-    for spec in memory:
-        if current is not None and _serves(current, spec):
-            owners[spec.name] = current
-        elif current is None or _end(spec) > _end(current):
-            current = spec
+    reach = 0
+    for address, less_bytes, _, name, spec in memory:
+        end = address - less_bytes
+        if current is not None and address < reach and _serves(current, spec):
+            owners[name] = current
+        elif end > reach:
+            current, reach = spec, end
     return owners
 
 

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.capture import restore
+from megatron_ft.capture import fill
 from megatron_ft.capture.copier import CopyItem
+from megatron_ft.capture.fill import Copies, Span, copy_in_threads
 from megatron_ft.capture.threads import MOST, spare_threads
 
 lengths = st.lists(st.integers(0, 70_000), max_size=8)
@@ -26,24 +27,32 @@ def test_every_byte_arrives_whatever_the_pieces_and_threads(
     lengths, piece = cut
     sources = [torch.arange(n, dtype=torch.int32) + n for n in lengths]
     targets = [torch.full((n,), -1, dtype=torch.int32) for n in lengths]
+    plain = [torch.full((n,), -1, dtype=torch.int32) for n in lengths]
+    items = [CopyItem(*pair) for pair in zip(sources, targets, strict=True)]
+    spans = [
+        Span(t.data_ptr(), s.data_ptr(), s.nbytes) for s, t in zip(sources, plain, strict=True)
+    ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(restore, "PIECE_BYTES", piece)
-        patch.setattr(restore, "spare_threads", lambda: threads)
-        restore.copy_in_threads([CopyItem(*pair) for pair in zip(sources, targets, strict=True)])
-    assert all(torch.equal(s, t) for s, t in zip(sources, targets, strict=True))
+        patch.setattr(fill, "PIECE_BYTES", piece)
+        patch.setattr(fill, "spare_threads", lambda: threads)
+        for half in Copies(spans, items).halves():
+            copy_in_threads(half)
+    for source, target, other in zip(sources, targets, plain, strict=True):
+        assert torch.equal(source, target) and torch.equal(source, other)
 
 
 def test_strided_and_tracked_targets_are_filled_too() -> None:
     weight = torch.zeros(300, 300, requires_grad=True)
     strided = torch.zeros(300, 300).t()
     stored = torch.rand(300, 300)
-    restore.copy_in_threads([CopyItem(stored, weight.detach()), CopyItem(stored, strided)])
+    items = [CopyItem(stored, weight.detach()), CopyItem(stored, strided)]
+    copy_in_threads(Copies([], items))
     assert torch.equal(weight, stored) and torch.equal(strided, stored)
 
 
 def test_a_copy_that_fails_is_an_error() -> None:
     with pytest.raises(RuntimeError):
-        restore.copy_in_threads([CopyItem(torch.zeros(3), torch.zeros(4))])
+        copy_in_threads(Copies([], [CopyItem(torch.zeros(3), torch.zeros(4))]))
 
 
 def test_ranks_share_the_cores_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:

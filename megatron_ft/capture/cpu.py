@@ -87,7 +87,7 @@ class SerialBatch(NamedTuple):
         plain, others = [], []
         for item in batch:
             source, target = item
-            if source.numel() >= SERIAL_ELEMENTS and all(map(_is_plain_memory, item)):
+            if source.numel() >= SERIAL_ELEMENTS and all(map(is_plain_memory, item)):
                 plain.append((target.data_ptr(), source, source.nbytes))
             else:
                 others.append(item)
@@ -107,7 +107,7 @@ def move_serially(batch: Iterable[CopyItem]) -> None:
     SerialBatch.of(batch).move()
 
 
-def _is_plain_memory(tensor: torch.Tensor) -> bool:
+def is_plain_memory(tensor: torch.Tensor) -> bool:
     """Whether the tensor's bytes are its values, in order, in host memory."""
     lazy_bits = tensor.is_conj() or tensor.is_neg()
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not lazy_bits

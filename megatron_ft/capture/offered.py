@@ -57,9 +57,13 @@ class OfferedSnapshot:
 
     def load(self, offer: RestoreOffer, into: TrainingState, split_bytes: int) -> None:
         """Check every digest, then restore in place; errors as of SnapshotManager.load."""
-        with self.telling(), Arena.open(offer.arena_path) as arena:
-            verify(arena, offer.slot, offer.record, self._report_corrupt)
-            self.restored = restore_shard(arena, offer.slot, offer.record, into, split_bytes)
+        with self.telling():
+            arena = Arena.open(offer.arena_path)
+            try:
+                verify(arena, offer.slot, offer.record, self._report_corrupt)
+                self.restored = restore_shard(arena, offer.slot, offer.record, into, split_bytes)
+            finally:
+                arena.close_beside()
 
     def check(self, layout: ShardLayout) -> None:
         """LayoutMismatchError unless what was restored fits what is captured from now on."""

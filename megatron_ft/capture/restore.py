@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,9 +10,10 @@ import torch
 from megatron_ft.arena import digest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.capture.binding import region_tensor, stored_view
-from megatron_ft.capture.copier import CopyItem, batches
-from megatron_ft.capture.cpu import move_serially
+from megatron_ft.capture.copier import CopyItem
+from megatron_ft.capture.cpu import is_plain_memory
 from megatron_ft.capture.exchange import SplitTensor, check_group, exchange, exchange_device
+from megatron_ft.capture.fill import Copies, Span, copy_in_threads
 from megatron_ft.capture.plan import dtype_from_name, dtype_name, plan_state
 from megatron_ft.capture.state import AdoptsTensors, TrainingState, live_tensors
 from megatron_ft.capture.threads import spare_threads
@@ -23,9 +23,6 @@ from megatron_ft.identity import SealedRecord
 from megatron_ft.objects import decode
 from megatron_ft.shard import LayoutEntry, ShardLayout, layout_differences
 from megatron_ft.shard_meta import Meta, unpack_meta
-
-PIECE_BYTES = 16 << 20
-"""What one thread copies at a time."""
 
 
 def verify(
@@ -106,7 +103,7 @@ def _fill(layout: ShardLayout, region: torch.Tensor, state: TrainingState) -> No
     entries = layout.by_name()
     adopted: dict[str, torch.Tensor] = {}
     split: list[SplitTensor] = []
-    copies: list[CopyItem] = []
+    copies = Copies([], [])
     for entry in sorted(layout.entries, key=lambda e: bool(e.alias_of)):
         if entry.alias_of in live:
             if entry.name not in live:
@@ -122,13 +119,13 @@ def _fill(layout: ShardLayout, region: torch.Tensor, state: TrainingState) -> No
         target = live.get(entry.name)
         if target is None:
             target = adopted[entry.name] = _new_tensor(entry, group)
-        copies.append(_copy_of(target, region, entry))
+        _add_copy(copies, target, region, entry)
         if entry.is_split:
             split.append(SplitTensor(entry, target, group))
-    half = len(copies) // 2
-    copy_in_threads(copies[:half])
-    reach("restore.half")
-    copy_in_threads(copies[half:])
+    for number, half in enumerate(copies.halves()):
+        if number:
+            reach("restore.half")
+        copy_in_threads(half)
     exchange(split)
     if adopter is not None and adopted:
         adopter.adopt(adopted)
@@ -157,23 +154,17 @@ def _new_tensor(entry: LayoutEntry, group: Any) -> torch.Tensor:
     return torch.empty(entry.shape, dtype=dtype_from_name(entry.dtype), device=device)
 
 
-def _copy_of(target: torch.Tensor, region: torch.Tensor, entry: LayoutEntry) -> CopyItem:
+def _add_copy(
+    copies: Copies, target: torch.Tensor, region: torch.Tensor, entry: LayoutEntry
+) -> None:
+    """Bytes as they are where that will do: making views of thousands of tensors takes longer."""
+    if target.nbytes == entry.nbytes and is_plain_memory(target):
+        source = region.data_ptr() + entry.offset
+        copies.spans.append(Span(target.data_ptr(), source, entry.nbytes))
+        return
     whole = target.detach()
     part = whole.view(-1)[entry.start : entry.stop] if entry.is_split else whole
-    return CopyItem(stored_view(region, entry), part)
-
-
-def copy_in_threads(items: Sequence[CopyItem]) -> None:
-    """Copy all items into live tensors, with this rank's share of the cores."""
-    with ThreadPoolExecutor(spare_threads()) as pool:
-        for _ in pool.map(_copy_batch, batches(items, PIECE_BYTES)):
-            pass
-
-
-def _copy_batch(batch: Sequence[CopyItem]) -> None:
-    # In each thread: the mode belongs to the thread.
-    with torch.no_grad():
-        move_serially(batch)
+    copies.items.append(CopyItem(stored_view(region, entry), part))
 
 
 def _alias_view(
