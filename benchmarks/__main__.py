@@ -1,6 +1,6 @@
 """Measure megatron-ft on this machine and print one table.
 
-    python -m benchmarks [capture] [coding] [training] [--mib 512] [--rounds 7]
+    python -m benchmarks [capture] [coding] [stripes] [training] [--mib 512] [--rounds 7]
                          [--markdown FILE] [--json FILE]
     python -m benchmarks --peers [--minutes 12] [--only WAY]...
 
@@ -22,11 +22,10 @@ from pathlib import Path
 import torch
 
 from benchmarks import coding, memory, training
-from benchmarks.peers import comparison, cycles
-from benchmarks.peers.catalogue import WAYS
+from benchmarks.stripe import rows as stripes
 from benchmarks.table import Row, as_json, markdown
 
-PARTS = ("capture", "coding", "training")
+PARTS = ("capture", "coding", "stripes", "training")
 
 
 def main() -> int:
@@ -83,6 +82,8 @@ def _rows(wanted: Sequence[str], options: argparse.Namespace) -> Iterator[Row]:
         yield from memory.rows(options.mib, options.rounds, options.device)
     if "coding" in wanted:
         yield from coding.rows(min(options.mib, 256), options.rounds)
+    if "stripes" in wanted:
+        yield from stripes.rows(min(options.mib, 64), options.rounds)
     if "training" in wanted:
         yield from training.rows(options.mib // 2, options.rounds, options.device)
 

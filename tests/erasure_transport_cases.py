@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 from erasure_samples import make_code, make_lost, make_member, protected
 
+from benchmarks.stripe.counting import CountingTransport
 from megatron_ft.erasure import member as member_module
 from megatron_ft.erasure.encode import encode
 from megatron_ft.erasure.member import MemberView, StripeCode
 from megatron_ft.erasure.rebuild import rebuild
-from megatron_ft.erasure.transport import Kind, Link, Pending, Transport, barrier
+from megatron_ft.erasure.transport import Link, barrier
 from megatron_ft.erasure.verify import verify
 from megatron_ft.erasure.world import join_world
 from megatron_ft.errors import TransportError, UnrecoverableError
@@ -25,24 +25,6 @@ from megatron_ft.isal import Bytes
 
 WORLD = join_world()
 RANK, SIZE = WORLD.transport().rank, WORLD.transport().size
-
-
-class CountingTransport:
-    """A real transport, with bytes counted by kind of message."""
-
-    def __init__(self) -> None:
-        self._real: Transport = WORLD.transport()
-        self.rank, self.size = self._real.rank, self._real.size
-        self.sent: dict[Kind, int] = defaultdict(int)
-        self.irecv, self.waitall, self.test = self._real.irecv, self._real.waitall, self._real.test
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._real.bytes_sent
-
-    def isend(self, buffer: Bytes, peer: int, tag: int) -> Pending:
-        self.sent[Kind(tag >> 12)] += buffer.nbytes
-        return self._real.isend(buffer, peer, tag)
 
 
 def shapes(size: int) -> Iterator[tuple[str, int, int]]:
@@ -64,7 +46,7 @@ def check(kind: str, k: int, m: int, tensor_bytes: list[int], block_bytes: int =
     size, me = k + m, RANK
     code = make_code(kind, k, m, tensor_bytes, block_bytes)
     member = make_member(code, me, tensor_bytes[me])
-    transport = CountingTransport()
+    transport = CountingTransport(WORLD.transport())
     member = protected(member, encode(code, member, transport, range(size)))
     require_least_traffic(code, transport)
     require_reference_parity(code, member, tensor_bytes)
@@ -82,8 +64,9 @@ def check(kind: str, k: int, m: int, tensor_bytes: list[int], block_bytes: int =
 
 
 def require_least_traffic(code: StripeCode, transport: CountingTransport) -> None:
-    sent = transport.sent[Kind.SOURCE] + transport.sent[Kind.RESULT]
-    assert sent == code.data_bytes * (code.members - 1) // (code.members - code.parity_members)
+    assert transport.payload == code.data_bytes * (code.members - 1) // (
+        code.members - code.parity_members
+    )
 
 
 def require_reference_parity(code: StripeCode, member: MemberView, lengths: list[int]) -> None:

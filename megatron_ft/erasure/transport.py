@@ -188,6 +188,11 @@ def _shift(
     window.drain()
 
 
+def kind_of(tag: int) -> Kind:
+    """What a message with this tag carries."""
+    return Kind(tag // MAX_MEMBERS**2)
+
+
 def _tag(kind: Kind, source: int, target: int) -> int:
     """Below 32768, the largest tag that every MPI must have."""
     return (int(kind) * MAX_MEMBERS + source) * MAX_MEMBERS + target

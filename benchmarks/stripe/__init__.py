@@ -1,0 +1,1 @@
+"""One stripe's encode and rebuild over real transports: how fast, how many bytes, where."""
