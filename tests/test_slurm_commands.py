@@ -94,6 +94,7 @@ def test_jobs_that_depend_on_one_another_go_on_from_the_disk(
     """The second begins when the first was stopped, the third never: the second has finished."""
     site = {"SPARES": "0", "AFTER_TERM": "stop", "JOB": slurm_job_name}
     site |= {"RUN_FLAGS": "--lease-seconds 4 --drain-stop-seconds 100"}
+    site |= {"SRUN_FLAGS": "--cpu-bind=none --wait=0"}
     jobs: list[SlurmJob] = []
     for number in range(3):
         before = [f"--dependency=afternotok:{job.id}" for job in jobs[-1:]]
@@ -109,10 +110,9 @@ def test_jobs_that_depend_on_one_another_go_on_from_the_disk(
                 flags=[*before, "--kill-on-invalid-dep=yes", "--open-mode=append"],
             )
         )
-    follow = slurm.run(
-        "sbatch", "--parsable", f"--dependency=afterok:{jobs[1].id}", "--output=/dev/null",
-        "--wrap=true",
-    ).strip()  # fmt: skip
+    name = f"{slurm_job_name}-after"
+    words = ["--parsable", f"--job-name={name}", "--output=/dev/null", "--wrap=true"]
+    follow = slurm.run("sbatch", f"--dependency=afterok:{jobs[1].id}", *words).strip()
     first, second, third = jobs
     first.until_printed("committed (protected)")
     assert [job.state() for job in jobs] == ["RUNNING", "PENDING", "PENDING"]
@@ -123,7 +123,8 @@ def test_jobs_that_depend_on_one_another_go_on_from_the_disk(
     assert "from disk" in second.text(), second.story()
     third.until_gone(f"{slurm_job_name}-2")
     assert third.state() == "CANCELLED", third.state()
-    second.until("the job after", lambda: slurm.job_state(follow) == "COMPLETED")
+    second.until_gone(name)
+    assert slurm.job_state(follow) == "COMPLETED"
     assert not difference(second.result(), oracle(tmp_path, 2, ITERATIONS)), second.story()
 
 

@@ -86,6 +86,18 @@ def test_nothing_follows_a_requeue(tmp_path: Path) -> None:
     assert calls[-2:] == ["scontrol requeue 9", "sleep infinity"], calls
 
 
+def test_flags_for_srun_stay_one_word(tmp_path: Path) -> None:
+    """As a container's image and mounts, of which a shell would make flags of ours."""
+    flags = "--container-image=x.sqsh --container-mounts=/dev/shm:/dev/shm"
+    batch = Batch(tmp_path, 0, SRUN_FLAGS=flags, RUN_FLAGS="--lease-seconds 4")
+    batch._write(tmp_path / "megatron-ft", '#!/bin/sh\nprintf "<%s>" "$@" >>"$CALLS"\n')
+    assert batch.start().wait(60) == 0
+    assert batch.did(f"<--srun-flags={flags}><--lease-seconds><4><--><true>")
+    without = Batch(tmp_path, 0)
+    without.calls.write_text("")
+    assert without.start().wait(60) == 0 and not without.did("--srun-flags")
+
+
 ARRAY = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
 
 

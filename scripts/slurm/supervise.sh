@@ -16,6 +16,7 @@
 : "${ON_NO_SPARE:=requeue}"
 : "${MAX_REQUEUES:=100}"
 : "${RUN_FLAGS:=}"
+: "${SRUN_FLAGS:=}"
 : "${ARENA_DIR:=/dev/shm/megatron-ft-$(id -u)}"
 
 SUPERVISOR_STARTS=3
@@ -62,7 +63,8 @@ run_once() {
     megatron-ft run --launcher slurm --job "$JOB" --spares "$SPARES" \
         --ranks-per-node "$RANKS_PER_NODE" --protect "$PROTECT" --arena-dir "$ARENA_DIR" \
         --state-dir "$STATE_DIR" --drain-dir "$DRAIN_DIR" \
-        --drain-interval "$DRAIN_INTERVAL" --on-no-spare "$on_no_spare" $RUN_FLAGS -- "$@" &
+        --drain-interval "$DRAIN_INTERVAL" --on-no-spare "$on_no_spare" \
+        ${SRUN_FLAGS:+"--srun-flags=$SRUN_FLAGS"} $RUN_FLAGS -- "$@" &
     child=$!
     while :; do
         wait "$child"
