@@ -54,7 +54,7 @@ def encode(
 
     ``peers`` are the members' ranks in stripe order, ``index`` says which member we are
     (needed only if one process stands for two).  Every source block is checked before
-    it is coded, and the parity is read back: CorruptMemberError names the shard whose
+    it is coded, and received parity is read back: CorruptMemberError names the shard whose
     bytes are wrong, and the parity is then not to be used.  ValueError if members
     disagree about the snapshot or a length.  It returns on any member only once the
     parity of all of them is in place.
@@ -70,7 +70,8 @@ def encode(
         source = code.layout.holder(link.member, column)
         checks[source].require(column * code.chunk_bytes + part.start, piece)
 
-    gather_rows(link, code, member.data, check, row.code_piece, row.passes)
+    into = chunk_of(code, member.parity, 0) if row.copies_only else None
+    gather_rows(link, code, member.data, check, row.code_piece, row.passes, into)
     member.parity_digests[:] = swap_digests(link, code, row.digests)
     _read_back(code, member)
     barrier(link)
@@ -110,19 +111,28 @@ def swap_digests(link: Link, code: StripeCode, computed: Digests) -> Digests:
     return mine.reshape(-1)
 
 
+COPYING = ("xor", "replica")
+"""Kinds whose parity of one data column is that column."""
+
+
 class _RowEncoder:
-    """Codes the row that was gathered here: parity 0 stays, the others go to their holders."""
+    """Codes the row that was gathered here: parity 0 stays, the others go to their holders.
+
+    ``copies_only`` says that the row is its own parity: it has arrived where it belongs.
+    """
 
     def __init__(self, link: Link, code: StripeCode, member: MemberView, codec: Codec) -> None:
         self._link, self._code, self._parity = link, code, member.parity
         self._kernel = encode_kernel(codec)
         self._spare = [spare_pieces(code, code.parity_members - 1) for _ in range(2)]
         self.digests = np.zeros((code.parity_members, code.chunk_blocks), np.uint64)
+        self.copies_only = code.kind in COPYING and code.members == 2
 
     def code_piece(self, number: int, part: slice, columns: Sequence[Bytes]) -> None:
         """Compute all m parities of a piece, and their digests while they are in cache."""
         outputs = [chunk_of(self._code, self._parity, 0)[part], *self._others(number, part)]
-        self._kernel(columns, outputs)
+        if not self.copies_only:
+            self._kernel(columns, outputs)
         for parity, output in enumerate(outputs):
             digests = parity_digests_of(self._code, output)
             self.digests[parity, self._code.blocks(part)] = digests
@@ -146,10 +156,16 @@ class _RowEncoder:
 
 
 def _read_back(code: StripeCode, member: MemberView) -> None:
-    """Compare the parity in shared memory with what was computed, possibly elsewhere."""
+    """Compare parity that was computed elsewhere, as it is here in memory, with its digests.
+
+    The digests of the first chunk were taken from this memory after it was written.
+    """
     assert member.record is not None
-    wrong = np.flatnonzero(parity_digests_of(code, member.parity) != member.parity_digests)
+    received = member.parity[code.chunk_bytes :]
+    wanted = member.parity_digests[code.chunk_blocks :]
+    wrong = np.flatnonzero(parity_digests_of(code, received) != wanted)
     if wrong.size:
+        block = code.chunk_blocks + int(wrong[0])
         raise CorruptMemberError(
-            member.record.shard_id, "its parity is not what was computed", int(wrong[0])
+            member.record.shard_id, "its parity is not what was computed", block
         )

@@ -24,14 +24,23 @@ Passes = Callable[[int, slice], Iterable[Callable[[], Sequence[Pending]]]]
 
 
 def gather_rows(
-    link: Link, code: StripeCode, data: Bytes, on_column: OnColumn, on_row: OnRow, passes: Passes
+    link: Link,
+    code: StripeCode,
+    data: Bytes,
+    on_column: OnColumn,
+    on_row: OnRow,
+    passes: Passes,
+    into: Bytes | None = None,
 ) -> None:
     """Gather this member's row and give its own chunks to the other rows.
+
+    The only column of a row may be received ``into`` a place of its own, a chunk long.
 
     The results of a piece are passed on after the next piece's first column was
     started, so that a transfer is always under way while a piece is coded.
     """
-    gathering = _Gathering(link, code, data, on_column, on_row)
+    assert into is None or code.data_members == 1
+    gathering = _Gathering(link, code, data, on_column, on_row, into)
     before: tuple[int, slice] | None = None
     for number, part in enumerate(code.pieces()):
         gathering.post(number, part, 0)
@@ -48,12 +57,20 @@ def gather_rows(
 
 class _Gathering:
     def __init__(
-        self, link: Link, code: StripeCode, data: Bytes, on_column: OnColumn, on_row: OnRow
+        self,
+        link: Link,
+        code: StripeCode,
+        data: Bytes,
+        on_column: OnColumn,
+        on_row: OnRow,
+        into: Bytes | None,
     ) -> None:
         self.window = Window(link)
         self._link, self._code, self._data = link, code, data
         self._on_column, self._on_row = on_column, on_row
-        self._spare = [spare_pieces(code, code.data_members) for _ in range(2)]
+        self._into = into
+        spare = code.data_members if into is None else 0
+        self._spare = [spare_pieces(code, spare) for _ in range(2)]
 
     def post(self, number: int, part: slice, column: int) -> None:
         """Exchange one column's piece: ours goes to its row, another's comes to ours."""
@@ -77,4 +94,6 @@ class _Gathering:
             self._on_row(number, part, columns)
 
     def _columns(self, number: int, part: slice) -> list[Bytes]:
+        if self._into is not None:
+            return [self._into[part]]
         return [piece[: part.stop - part.start] for piece in self._spare[number % 2]]
