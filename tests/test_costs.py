@@ -1,0 +1,279 @@
+"""What snapshots cost, counted rather than timed: calls, bytes, passes, memory, messages."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from erasure_samples import make_code, make_member
+from test_capture_support import WAIT, FakeSmp, make_manager
+from test_erasure_verbs import succeed
+
+from megatron_ft.arena import digest
+from megatron_ft.capture.cpu import CpuCopier
+from megatron_ft.capture.manager import SnapshotManager
+from megatron_ft.coordinator.cycle import Ended, Send, SnapshotCycle
+from megatron_ft.erasure import checks
+from megatron_ft.erasure import encode as encoding
+from megatron_ft.erasure import member as member_module
+from megatron_ft.identity import SealedRecord
+from megatron_ft.isal import Bytes
+from megatron_ft.smp import messages as m
+
+SIZE = 40_000
+"""Elements of a tensor: more than torch would copy in one thread, and no counter."""
+
+MOST_CALLS, MOST_C_CALLS = 37, 38
+"""Of a restore, for each tensor."""
+
+BLOCK, PIECE = 65536, 1 << 20
+
+
+@pytest.fixture
+def smp(tmp_path: Path) -> Iterator[FakeSmp]:
+    made = FakeSmp(tmp_path, block_bytes=BLOCK)
+    yield made
+    if made.arena is not None:
+        made.arena.close()
+
+
+def tensors(count: int) -> dict[str, torch.Tensor]:
+    return {f"w{number}": torch.full((SIZE,), float(number)) for number in range(count)}
+
+
+def calls_of(work: Callable[[], object]) -> Counter[str]:
+    """Calls that this thread makes, of functions in Python ("call") and in C ("c_call")."""
+    found: Counter[str] = Counter()
+    gc.disable()
+    sys.setprofile(lambda frame, event, what: found.update([event]))
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return found
+
+
+def saved(manager: SnapshotManager, smp: FakeSmp, state: dict[str, torch.Tensor], at: int) -> None:
+    """One snapshot from permit to sealed."""
+    smp.grant(at)
+    assert manager.save(at, state).captured.result(WAIT)
+    smp.wait_ended()
+
+
+def ready(smp: FakeSmp, state: dict[str, torch.Tensor]) -> SnapshotManager:
+    """A manager that has captured the state twice, behind a fence: what can be cached is."""
+    manager = make_manager(smp, settings={"copy_piece_bytes": PIECE})
+    manager.prepare(state)
+    with manager.fence():
+        pass
+    for iteration in (1, 2):
+        saved(manager, smp, state, iteration)
+    return manager
+
+
+def calls_of_save(folder: Path, count: int) -> Counter[str]:
+    folder.mkdir()
+    smp, state = FakeSmp(folder, block_bytes=BLOCK), tensors(count)
+    manager = ready(smp, state)
+    smp.grant(3)
+    found = calls_of(lambda: manager.save(3, state))
+    smp.wait_ended()
+    manager.close()
+    assert smp.arena is not None and len(smp.sealed_records) == 3
+    smp.arena.close()
+    return found
+
+
+def test_the_training_thread_makes_as_many_calls_for_400_tensors_as_for_4(tmp_path: Path) -> None:
+    few, many = (calls_of_save(tmp_path / str(count), count) for count in (4, 400))
+    assert all(abs(many[kind] - few[kind]) <= 5 for kind in few), (few, many)
+    assert few["call"] < 250, few
+
+
+def test_a_copy_asks_each_tensor_once_where_it_is(smp: FakeSmp) -> None:
+    state = tensors(300)
+    manager = ready(smp, state)
+    engine = manager._captures.engine
+    assert engine is not None
+    _, later = engine.binding.items(state, 0)
+    copier = CpuCopier(PIECE)
+    found = calls_of(lambda: copier.copy(later, None, lambda: False))
+    assert found["c_call"] <= 300 + 20, found
+    assert found["call"] <= 300, found
+    manager.close()
+
+
+def calls_of_load(folder: Path, count: int) -> Counter[str]:
+    folder.mkdir()
+    smp, state = FakeSmp(folder, block_bytes=BLOCK), tensors(count)
+    ready(smp, state).close()
+    smp.offer_last()
+    manager = make_manager(smp)
+    found = calls_of(lambda: manager.load(into=state))
+    assert smp.arena is not None
+    smp.arena.close()
+    return found
+
+
+def test_a_restore_makes_so_many_calls_a_tensor(tmp_path: Path) -> None:
+    """Enumerating, comparing the layout and asking where it lies: all that Python does of it."""
+    few, many = (calls_of_load(tmp_path / str(count), count) for count in (4, 404))
+    assert many["call"] - few["call"] <= 400 * MOST_CALLS, (few, many)
+    assert many["c_call"] - few["c_call"] <= 400 * MOST_C_CALLS, (few, many)
+
+
+class Passes:
+    """Counts bytes that are copied and bytes that are digested."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.copied = self.digested = 0
+        memmove, digest_blocks = ctypes.memmove, digest.digest_blocks
+
+        def copy(target: int, source: int, length: int) -> int:
+            self.copied += length
+            return memmove(target, source, length)
+
+        def digested(buffer: Bytes, *others: Any) -> None:
+            self.digested += buffer.nbytes
+            digest_blocks(buffer, *others)
+
+        monkeypatch.setattr(ctypes, "memmove", copy)
+        monkeypatch.setattr(digest, "digest_blocks", digested)
+        monkeypatch.setattr(checks, "digest_blocks", digested)
+
+
+def test_a_byte_is_copied_once_and_digested_once(
+    smp: FakeSmp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ways: into the arena, and back."""
+    state = tensors(20)
+    size = sum(tensor.nbytes for tensor in state.values())
+    manager = ready(smp, state)
+    passes = Passes(monkeypatch)
+    saved(manager, smp, state, 3)
+    record: SealedRecord = max(smp.sealed_records.items())[1]
+    assert (passes.copied, passes.digested) == (size, record.digest_offset)
+    manager.close()
+    smp.offer_last()
+    fresh = {name: torch.zeros(SIZE) for name in state}
+    passes.copied = passes.digested = 0
+    assert make_manager(smp).load(into=fresh) == 3
+    assert (passes.copied, passes.digested) == (size, record.digest_offset)
+    assert all(torch.equal(fresh[name], state[name]) for name in state)
+
+
+def test_a_capture_allocates_less_than_a_tensor(smp: FakeSmp) -> None:
+    """Neither buffers nor lists that grow with the state."""
+    state = tensors(200)
+    manager = ready(smp, state)
+    tracemalloc.start()
+    try:
+        saved(manager, smp, state, 3)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < SIZE * 4, f"{peak} bytes at once for a snapshot of {200 * SIZE * 4}"
+    manager.close()
+
+
+def test_a_snapshot_takes_two_messages_of_its_trainer(smp: FakeSmp) -> None:
+    state = tensors(3)
+    manager = ready(smp, state)
+    assert (len(smp.sealed_records), len(smp.costs)) == (2, 2)
+    assert not (smp.missed_ids or smp.abandoned_ids or smp.verdicts)
+    manager.close()
+
+
+@pytest.mark.parametrize("nodes", [2, 64])
+def test_a_snapshot_takes_three_requests_to_a_node(nodes: int) -> None:
+    """Permit, encode, commit: one each, however many shards the node has."""
+    shards = {f"pp0-tp{t}-dp{n}-ep0": f"n{n}" for n in range(nodes) for t in range(4)}
+    cycle = SnapshotCycle(1, shards, (_stripe(),), 1)
+    sent: Counter[str] = Counter()
+
+    def note(actions: list[Any]) -> list[Any]:
+        sent.update(a.node for a in actions if isinstance(a, Send))
+        return actions
+
+    note(cycle.propose(0, "w1"))
+    for shard in shards:
+        note(cycle.handle(shards[shard], m.Sealed(_record(shard, cycle))))
+    for shard in shards:
+        body = m.Encoded(cycle.snapshot, "w1", shard, b"", (), 0, 0.0)
+        last = note(cycle.handle(shards[shard], body))
+    for commit in last:
+        ended = note(cycle.answered(commit.node, commit.message, m.Ok()))
+    assert [type(action) for action in ended] == [Ended] and ended[0].level == "protected"
+    assert set(sent.values()) == {3} and len(sent) == nodes
+
+
+def _stripe() -> Any:
+    return m.StripeOrder(
+        index=0,
+        kind="xor",
+        data_members=1,
+        parity_members=1,
+        data_bytes=1,
+        block_bytes=1,
+        digest_algorithm=1,
+        members=("a", "b"),
+        world_ranks=(0, 1),
+        arenas={},
+        slots={},
+    )
+
+
+def _record(shard: str, cycle: SnapshotCycle) -> SealedRecord:
+    return SealedRecord(shard, cycle.snapshot, cycle.iteration, 0, 0, 0, 0, 0, b"", b"")
+
+
+SHAPES = [("rs", 3, 1), ("rs", 2, 2), ("xor", 1, 1), ("replica", 1, 2), ("xor", 3, 1)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_encoding_reads_each_byte_as_often_as_it_must(
+    shape: tuple[str, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data are digested once, after they have travelled; parity where it is computed, and once
+    more if it travels.  With two members nothing is computed at all.
+    """
+    kind, k, parities = shape
+    size = 64 << 10
+    monkeypatch.setattr(member_module, "PIECE_BYTES", 8 << 10)
+    code = make_code(kind, k, parities, [size] * (k + parities), 512)
+    members = [make_member(code, n, size) for n in range(k + parities)]
+    passes = Passes(monkeypatch)
+    coded = 0
+    plain_kernel = encoding.encode_kernel
+
+    def counted(codec: Any) -> Any:
+        kernel = plain_kernel(codec)
+
+        def run(columns: Any, outputs: Any) -> None:
+            nonlocal coded
+            coded += sum(column.nbytes for column in columns)
+            kernel(columns, outputs)
+
+        return run
+
+    monkeypatch.setattr(encoding, "encode_kernel", counted)
+    peers = range(k + parities)
+    succeed(k + parities, lambda n, t: encoding.encode(code, members[n], t, peers))
+    chunks = (k + parities) * code.chunk_bytes
+    # Beyond the digest table blocks are compared with zero or the table, and not digested.
+    least = chunks * (2 * parities - 1)
+    data = passes.digested - least
+    assert 0 < data <= chunks * k
+    assert coded == (0 if k + parities == 2 else chunks * k)
+    if k + parities == 2:
+        assert all(np.array_equal(members[n].parity, members[1 - n].data) for n in (0, 1))
