@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from megatron_ft.coordinator.plan import orders_by_node
 from megatron_ft.fault_points import reach
 from megatron_ft.identity import SnapshotId
 from megatron_ft.smp import messages as m
@@ -89,6 +90,7 @@ class SnapshotCycle:
         self.places = dict(places)
         self.nodes = sorted(set(places.values()))
         self.stripes = stripes
+        self._orders = orders_by_node(stripes, places)
         self.interval, self.fixed = interval, fixed
         self.first = first
         self._before = self._spent = first
@@ -225,7 +227,11 @@ class SnapshotCycle:
         self.phase = Phase.ENCODING
         self._waiting = set(self.places)
         self._encoders = set(self.nodes)
-        return self._to_all(m.Encode(self.incarnation, self.snapshot, self._world, self.stripes))
+        return [Send(node, self._encode_on(node)) for node in self.nodes]
+
+    def _encode_on(self, node: str) -> m.Encode:
+        part = self._orders.get(node, ())
+        return m.Encode(self.incarnation, self.snapshot, self._world, part)
 
     def all_sealed(self, waiting: set[str]) -> bool:
         """Whether encoding may start: only when no shard is still being captured."""

@@ -62,8 +62,8 @@ def stripe_orders(
     """Orders for all stripes that have parity, or with ``lost`` for those that lost members.
 
     ``places`` maps shards to nodes, ``world`` lists the nodes in the order of their
-    encoders' ranks in their world.  Every node gets the same tuple in the same order, so that the
-    encoders meet; each fills in its own arenas and slots.
+    encoders' ranks in their world.  Each node gets its part (``orders_by_node``) and fills in
+    its own arenas and slots.
     """
     return tuple(
         m.StripeOrder(
@@ -83,3 +83,18 @@ def stripe_orders(
         for index, stripe in enumerate(stripes)
         if stripe.parity_members and (lost is None or stripe in lost)
     )
+
+
+def orders_by_node(
+    orders: Sequence[m.StripeOrder], places: Mapping[str, str]
+) -> dict[str, tuple[m.StripeOrder, ...]]:
+    """Each node's part of the orders: the stripes that have a member there, in the same sequence.
+
+    So what a node is sent, and reads, does not grow with the job.  Encoders still meet: any two
+    that share stripes have them in one sequence.  Nodes without any are left out.
+    """
+    found: dict[str, list[m.StripeOrder]] = {}
+    for order in orders:
+        for node in dict.fromkeys(places[shard] for shard in order.members):
+            found.setdefault(node, []).append(order)
+    return {node: tuple(part) for node, part in found.items()}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.coordinator.coordinator import Coordinator
-from megatron_ft.coordinator.plan import Sizes, create_requests, stripe_orders
+from megatron_ft.coordinator.plan import Sizes, create_requests, orders_by_node, stripe_orders
 from megatron_ft.errors import ControlPlaneError, MegatronFTError
 from megatron_ft.fault_points import reach
 from megatron_ft.identity import Ancestor, SnapshotId
@@ -233,12 +233,17 @@ async def _rebuild(coordinator: Coordinator, plan: Restore, snapshot: SnapshotId
     orders = stripe_orders(
         plan.decision.stripes, plan.places, plan.active, plan.sizes, plan.decision.lost
     )
-    request = m.Rebuild(
-        plan.incarnation, snapshot, plan.decision.iteration, coordinator.world, orders
-    )
+    parts = orders_by_node(orders, plan.places)
+    iteration = plan.decision.iteration
+    requests = {
+        node: m.Rebuild(
+            plan.incarnation, snapshot, iteration, coordinator.world, parts.get(node, ())
+        )
+        for node in plan.active
+    }
     coordinator.listeners.append(listen)
     try:
-        await coordinator.ask_all({node: request for node in plan.active})
+        await coordinator.ask_all(requests)
         await asyncio.wait_for(done, REBUILD_TIMEOUT_SECONDS)
     except asyncio.TimeoutError as error:
         raise RebuildError(f"no end of the rebuild of {', '.join(sorted(missing))}") from error

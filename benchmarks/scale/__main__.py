@@ -1,0 +1,71 @@
+"""Messages and bytes of one snapshot as nodes grow: counted here, and by the model beyond.
+
+    python -m benchmarks.scale [--nodes 2 4 8 16] [--protect xor:2] [--save FILE]
+
+Counts are of real jobs on virtual nodes of this machine, one rank each, with tiny state.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.scale.counted import Count, count_all
+from benchmarks.scale.model import Shape, control_messages, encoder_bytes
+
+RANKS = (16, 64, 256, 1024, 4096, 16384)
+RANKS_PER_NODE = 8
+SCHEME, SHARD_BYTES = "rs:6+2", 6 << 30
+
+HEAD = (
+    "| | nodes | ranks | messages at the coordinator | a node | bytes at the coordinator | a node "
+    "| a rank's encoder sends |\n| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+)
+
+
+def main() -> None:
+    """Count, compare and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--nodes", type=int, nargs="*", default=[2, 4, 8, 16])
+    parser.add_argument("--protect", default="xor:2")
+    parser.add_argument("--save", type=Path, help="counts, as JSON")
+    options = parser.parse_args()
+    counts = count_all(tuple(options.nodes), options.protect) if options.nodes else []
+    if options.save:
+        options.save.write_bytes(msgspec.json.format(msgspec.json.encode(counts)) + b"\n")
+    print(HEAD)
+    for counted in counts:
+        print(_counted(counted))
+        shape = Shape(counted.nodes, 1, options.protect, counted.shard_bytes, counted.block_bytes)
+        print(_modelled("model of it", shape))
+    for ranks in RANKS:
+        shape = Shape(ranks // RANKS_PER_NODE, RANKS_PER_NODE, _scheme(ranks), SHARD_BYTES)
+        print(_modelled(f"model, {shape.protect}", shape))
+
+
+def _scheme(ranks: int) -> str:
+    """What so few nodes allow."""
+    return SCHEME if ranks // RANKS_PER_NODE >= 8 else "xor:2"
+
+
+def _counted(found: Count) -> str:
+    return _line(
+        "counted", found.nodes, found.nodes, found.messages, found.length, found.encoder_bytes
+    )
+
+
+def _modelled(name: str, shape: Shape) -> str:
+    tally = control_messages(shape)
+    sent = encoder_bytes(shape)
+    return _line(name, shape.nodes, shape.ranks, tally.messages, tally.length, sent)
+
+
+def _line(name: str, nodes: int, ranks: int, messages: int, length: int, sent: int) -> str:
+    cells = [name, nodes, ranks, messages, messages // nodes, length, length // nodes, sent]
+    return "| " + " | ".join(f"{c:,}" if isinstance(c, int) else c for c in cells) + " |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Count a real job's messages and bytes at its coordinator, on virtual nodes of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+import tempfile
+import uuid
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.scale.tally import EVENTS, Tally
+from megatron_ft.coordinator import coordinator as coordinator_module
+from megatron_ft.coordinator.link import SmpLink
+from megatron_ft.identity import SnapshotId
+from megatron_ft.launch.job_state import JobState
+from megatron_ft.launch.supervisor import Supervisor
+from megatron_ft.smp import messages as m
+from megatron_ft.testing.chaos.job import TRAINING_MODULE, JobFile
+from megatron_ft.testing.chaos.oracle import warm_python
+
+LIMIT_SECONDS = 400.0
+SNAPSHOTS = 3
+"""So many are waited for; the last one counts."""
+
+
+class Count(msgspec.Struct, frozen=True):
+    """One snapshot of a job of so many nodes, each with one rank."""
+
+    nodes: int
+    messages: int
+    length: int
+    encoder_bytes: int
+    shard_bytes: int
+    block_bytes: int
+    kinds: dict[str, tuple[int, int]]
+
+
+class CountingLink(SmpLink):
+    """A link that notes what belongs to a snapshot; ``tallies`` is shared by all links."""
+
+    tallies: defaultdict[SnapshotId, Tally] = defaultdict(Tally)
+    sent: defaultdict[SnapshotId, list[int]] = defaultdict(list)
+    committed: list[SnapshotId] = []  # noqa: RUF012
+
+    def __init__(self, *arguments: Any) -> None:
+        """As the link that it is."""
+        super().__init__(*arguments)
+        take = self._on_event
+
+        def noted(event: m.Event) -> None:
+            self._note_event(event)
+            take(event)
+
+        self._on_event = noted
+
+    async def ask(self, request: m.Message, timeout: float) -> Any:
+        """Note request and answer."""
+        answer = await super().ask(request, timeout)
+        if isinstance(request, m.Grant | m.Encode | m.Commit | m.Abort):
+            kind, tally = type(request).__name__, self.tallies[request.snapshot]
+            tally.note(kind, request)
+            tally.note(f"{kind} answer", answer)
+        return answer
+
+    def _note_event(self, event: m.Event) -> None:
+        body: Any = event.body
+        if type(body).__name__ in EVENTS:
+            snapshot = body.record.snapshot if isinstance(body, m.Sealed) else body.snapshot
+            self.tallies[snapshot].note(type(body).__name__, event)
+            if isinstance(body, m.Encoded):
+                self.sent[snapshot].append(body.bytes_sent)
+
+
+def count(nodes: int, protect: str, warm: str = "") -> Count:
+    """Run a job until it has committed a few snapshots; what the last one has cost."""
+    with tempfile.TemporaryDirectory(prefix="mft-") as folder:
+        return asyncio.run(asyncio.wait_for(_count(nodes, protect, warm, folder), LIMIT_SECONDS))
+
+
+async def _count(nodes: int, protect: str, warm: str, folder: str) -> Count:
+    CountingLink.tallies.clear()
+    CountingLink.sent.clear()
+    name = f"scale-{uuid.uuid4().hex[:8]}"
+    flags = ("--iterations", "1000000", "--seconds", "0.05")
+    command = (sys.executable, "-m", TRAINING_MODULE, *flags)
+    job = JobFile(name, folder, command, nodes, 0, protect, lease=60.0, warm=warm)
+    cluster = job.cluster()
+    coordinator_module.SmpLink = CountingLink  # type: ignore[misc]
+    try:
+        with JobState(Path(folder) / "state", name) as state:
+            spec = dataclasses.replace(job.spec(), transport="tcp")
+            supervisor = Supervisor(spec, cluster, state)
+            run = asyncio.create_task(supervisor.run())
+            snapshot = await _committed(supervisor, run)
+            assert supervisor.coordinator.cycle is not None
+            stripe = supervisor.coordinator.cycle.stripes[0]
+            run.cancel()
+            await asyncio.gather(run, return_exceptions=True)
+    finally:
+        coordinator_module.SmpLink = SmpLink  # type: ignore[misc]
+        cluster.destroy()
+    tally, sent = CountingLink.tallies[snapshot], CountingLink.sent[snapshot]
+    return Count(
+        nodes, tally.messages, tally.length, max(sent), stripe.data_bytes, stripe.block_bytes,
+        dict(tally.kinds),
+    )  # fmt: skip
+
+
+async def _committed(supervisor: Supervisor, run: asyncio.Task[Any]) -> SnapshotId:
+    """The newest of a few protected snapshots, once its last message was noted."""
+    seen: list[SnapshotId] = []
+    while len(seen) < SNAPSHOTS:
+        if run.done():
+            run.result()
+            raise RuntimeError("the job ended before it had committed enough")
+        protected = supervisor.coordinator.protected
+        if protected is not None and protected[0] not in seen:
+            seen.append(protected[0])
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(1.0)  # events beside the protocol, as CaptureCost, may come after it
+    return seen[-1]
+
+
+def count_all(sizes: tuple[int, ...], protect: str) -> list[Count]:
+    """Jobs of these sizes, one after the other; their processes are forked from one server."""
+    warm = warm_python()
+    try:
+        return [count(nodes, protect, warm.path) for nodes in sizes]
+    finally:
+        warm.close()

@@ -1,0 +1,130 @@
+"""One snapshot of a job of any size, driven through the coordinator's own state machine.
+
+Nothing is started: ``SnapshotCycle`` decides as it does in a job, nodes answer at once, and
+every message is encoded as it is on the wire.  What encoders send is arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from benchmarks.scale.tally import Tally
+from megatron_ft.coordinator.cycle import Action, Ended, Send, SnapshotCycle
+from megatron_ft.coordinator.plan import Sizes, stripe_orders
+from megatron_ft.erasure.scheme import Scheme
+from megatron_ft.erasure.stripes import RankPlace, plan_stripes
+from megatron_ft.identity import SealedRecord, SnapshotId
+from megatron_ft.recovery.decide import StripeState
+from megatron_ft.smp import messages as m
+
+WORLD = "w1"
+DIGEST_BYTES, RECORD_BYTES = 8, 250
+"""Of a block, and of what a member says of itself besides; the latter is about right."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A job: ``data_bytes`` is a shard's length in the arena."""
+
+    nodes: int
+    ranks_per_node: int
+    protect: str
+    data_bytes: int
+    block_bytes: int = 65536
+
+    @property
+    def ranks(self) -> int:
+        """All trainers."""
+        return self.nodes * self.ranks_per_node
+
+
+def control_messages(shape: Shape) -> Tally:
+    """All that the coordinator sends and reads from permit to commit."""
+    places, stripes = _stripes(shape)
+    nodes = sorted(set(places.values()))
+    orders = stripe_orders(stripes, places, nodes, Sizes(shape.block_bytes, slot_count=2))
+    cycle, tally = SnapshotCycle(1, places, orders, 1), Tally()
+    tables = {s: tuple(map(_record, st.members)) for st in stripes for s in st.members}
+    waiting: list[Action] = list(cycle.propose(10, WORLD))
+    while waiting:
+        done = _answer(cycle, waiting, tally)
+        if isinstance(waiting[-1], Ended):
+            return tally
+        events = _events(waiting, places, tables)
+        waiting = done
+        for node, event in events:
+            tally.note(type(event.body).__name__, event)
+            waiting += cycle.handle(node, event.body)
+    raise AssertionError("the snapshot did not end")
+
+
+def encoder_bytes(shape: Shape) -> int:
+    """What a rank's encoder sends for its shard: chunks, then records, tables and digests."""
+    longest = max(_stripes(shape)[1], key=lambda stripe: stripe.data_bytes)
+    data, parity = longest.data_members, longest.parity_members
+    members, length = data + parity, longest.data_bytes
+    payload = length * (members - 1) // data
+    blocks = length // shape.block_bytes
+    parity_blocks = parity * blocks // data
+    introduction = RECORD_BYTES + DIGEST_BYTES * (blocks + parity_blocks)
+    digests = (parity - 1) * DIGEST_BYTES * blocks // data
+    return payload + (members - 1) * introduction + digests
+
+
+def _stripes(shape: Shape) -> tuple[dict[str, str], list[StripeState]]:
+    ranks = [_place(number, shape) for number in range(shape.ranks)]
+    plans = plan_stripes(ranks, Scheme.parse(shape.protect), block_bytes=shape.block_bytes)
+    states = [
+        StripeState(p.kind, p.data_members, p.parity_members, p.data_bytes, p.members)
+        for p in plans
+    ]
+    return {rank.shard_id: rank.node for rank in ranks}, states
+
+
+def _place(number: int, shape: Shape) -> RankPlace:
+    node, local = divmod(number, shape.ranks_per_node)
+    name, shard = f"n{node:05d}", f"pp0-tp{local}-dp{node}-ep0"
+    return RankPlace(number, shard, name, name, local, (0, local), shape.data_bytes)
+
+
+def _answer(cycle: SnapshotCycle, actions: Iterable[Action], tally: Tally) -> list[Action]:
+    more: list[Action] = []
+    for action in actions:
+        if isinstance(action, Send):
+            kind = type(action.message).__name__
+            tally.note(kind, action.message)
+            tally.note(f"{kind} answer", m.Ok())
+            more += cycle.answered(action.node, action.message, m.Ok())
+    return more
+
+
+def _events(
+    actions: Iterable[Action],
+    places: dict[str, str],
+    tables: dict[str, tuple[SealedRecord, ...]],
+) -> list[tuple[str, m.Event]]:
+    """What nodes say because of these requests; one kind of them is under way at a time."""
+    kinds = {type(action.message) for action in actions if isinstance(action, Send)}
+    snapshot, found = SnapshotId(1, 1), list[tuple[str, m.Event]]()
+
+    def say(node: str, body: object) -> None:
+        found.append((node, m.Event(node, 1, body)))  # type: ignore[arg-type]
+
+    for shard, node in places.items():
+        if m.Grant in kinds:
+            say(node, m.Sealed(_record(shard)))
+            say(node, m.CaptureCost(shard, snapshot, 0.01, 0.1, 1 << 30, 1.0, 0.01))
+        if m.Encode in kinds:
+            say(node, m.Encoded(snapshot, WORLD, shard, bytes(32), tables[shard], 1 << 30, 1.0))
+    for node in sorted(set(places.values())) if m.Encode in kinds else ():
+        say(node, m.OrderDone(snapshot, WORLD))
+    return found
+
+
+def _record(shard: str) -> SealedRecord:
+    return SealedRecord(
+        shard_id=shard, snapshot=SnapshotId(1, 1), iteration=12, tensor_bytes=1 << 30,
+        meta_offset=1 << 30, meta_bytes=4096, digest_offset=1 << 30, used_bytes=1 << 30,
+        layout_hash=bytes(32), digest_root=bytes(32),
+    )  # fmt: skip

@@ -1,0 +1,32 @@
+"""Messages and bytes of the control plane at the coordinator, by kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron_ft.smp import messages as m
+
+EVENTS = ("Sealed", "CaptureCost", "Encoded", "OrderDone")
+"""What nodes say by themselves for one snapshot."""
+
+
+@dataclass
+class Tally:
+    """Of one snapshot: (messages, bytes) by kind; an answer counts as ``Kind answer``."""
+
+    kinds: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def note(self, kind: str, message: m.Message) -> None:
+        """One more message, as long as it is on the wire."""
+        count, length = self.kinds.get(kind, (0, 0))
+        self.kinds[kind] = count + 1, length + len(m.encode(message))
+
+    @property
+    def messages(self) -> int:
+        """All that the coordinator sends and reads."""
+        return sum(count for count, _ in self.kinds.values())
+
+    @property
+    def length(self) -> int:
+        """Their bytes, before encryption."""
+        return sum(length for _, length in self.kinds.values())
