@@ -1,4 +1,7 @@
-"""The arithmetic of parity on one core, against memcpy of the same data and PyECLib's API."""
+"""The arithmetic of parity on one core, against memcpy of the same data and PyECLib's API.
+
+Columns lie as an encoder's pieces do, beside each other and not at one place of their pages.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import numpy as np
 from benchmarks.rounds import ratios, seconds
 from benchmarks.table import Row
 from megatron_ft.erasure.codec import open_codec
+from megatron_ft.erasure.member import buffers_apart
 from megatron_ft.isal import Bytes
 
 PIECE = 1 << 20
@@ -25,7 +29,7 @@ def rows(mib: int, rounds: int) -> Iterator[Row]:
 
 
 def _rows(kind: str, k: int, m: int, mib: int, rounds: int) -> Iterator[Row]:
-    data, parity = _columns(k, m, mib)
+    data, parity, out = _columns(k, m, mib)
     codec = open_codec(kind, k, m)
     encode = codec.kernel(range(k, k + m), range(k))
     samples = ratios(
@@ -36,7 +40,6 @@ def _rows(kind: str, k: int, m: int, mib: int, rounds: int) -> Iterator[Row]:
     given = [*range(m, k + m)]
     decode = codec.kernel(lost, given)
     symbols = [*data, *parity]
-    out = [np.empty_like(data[0]) for _ in lost]
     sources = [symbols[n] for n in given]
     samples = ratios(
         rounds, _memcpy(data), lambda: seconds(lambda: _by_pieces(decode, sources, out))
@@ -45,10 +48,13 @@ def _rows(kind: str, k: int, m: int, mib: int, rounds: int) -> Iterator[Row]:
     yield Row(f"decode {m} lost of {kind}:{k}+{m}, one core", samples, "x memcpy", 1.3)
 
 
-def _columns(k: int, m: int, mib: int) -> tuple[list[Bytes], list[Bytes]]:
+def _columns(k: int, m: int, mib: int) -> tuple[list[Bytes], list[Bytes], list[Bytes]]:
+    """Random data, and room for its parity and for m decoded columns."""
     length = (mib << 20) // k // PIECE * PIECE
-    data = np.random.default_rng(1).integers(0, 256, (k, length), dtype=np.uint8)
-    return list(data), list(np.zeros((m, length), np.uint8))
+    columns, random = buffers_apart(k + 2 * m, length), np.random.default_rng(1)
+    for column in columns:
+        column[:] = random.integers(0, 256, length, dtype=np.uint8)
+    return columns[:k], columns[k : k + m], columns[k + m :]
 
 
 def _by_pieces(
@@ -60,7 +66,7 @@ def _by_pieces(
 
 
 def _memcpy(data: list[Bytes]) -> Callable[[], object]:
-    targets = [np.zeros_like(column) for column in data]
+    targets = buffers_apart(len(data), data[0].size)
 
     def copy() -> None:
         for target, source in zip(targets, data, strict=True):
@@ -76,7 +82,7 @@ def _against_pyeclib(rounds: int) -> Row:
     k, m, size = 8, 2, 8 << 20
     driver = ECDriver(k=k, m=m, ec_type="isa_l_rs_cauchy")
     blob = np.random.default_rng(2).integers(0, 256, size, dtype=np.uint8).tobytes()
-    data, parity = _columns(k, m, 8)
+    data, parity, _ = _columns(k, m, 8)
     kernel = open_codec("rs", k, m).kernel(range(k, k + m), range(k))
     found = []
     for _ in range(rounds):

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.erasure.layout import Layout
+from megatron_ft.erasure.member import buffers_apart
 
 layouts = st.builds(Layout, st.integers(1, 12), st.integers(1, 6))
 
@@ -51,3 +52,13 @@ def test_the_worked_example_of_the_docs() -> None:
     layout = Layout(2, 1)
     table = [[layout.symbol(row, member) for member in range(3)] for row in range(3)]
     assert table == [[2, 0, 1], [1, 2, 0], [0, 1, 2]]
+
+
+def test_buffers_do_not_share_places_in_their_pages() -> None:
+    buffers = buffers_apart(20, 1 << 20)
+    assert all(buffer.nbytes == 1 << 20 for buffer in buffers)
+    assert all(buffer.ctypes.data % 64 == 0 for buffer in buffers)
+    assert len({buffer.ctypes.data % 4096 for buffer in buffers}) == 20
+    for number, buffer in enumerate(buffers):
+        buffer[:] = number
+    assert [int(buffer.sum()) >> 20 for buffer in buffers] == list(range(20))

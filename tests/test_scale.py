@@ -1,4 +1,4 @@
-"""What a snapshot costs each node does not grow with the job; the model is right where it can be."""
+"""What a snapshot costs a node does not grow with the job; the model agrees with counts."""
 
 from __future__ import annotations
 

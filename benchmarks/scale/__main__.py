@@ -63,8 +63,8 @@ def _modelled(name: str, shape: Shape) -> str:
 
 
 def _line(name: str, nodes: int, ranks: int, messages: int, length: int, sent: int) -> str:
-    cells = [name, nodes, ranks, messages, messages // nodes, length, length // nodes, sent]
-    return "| " + " | ".join(f"{c:,}" if isinstance(c, int) else c for c in cells) + " |"
+    numbers = (nodes, ranks, messages, messages // nodes, length, length // nodes, sent)
+    return f"| {name} | " + " | ".join(f"{number:,}" for number in numbers) + " |"
 
 
 if __name__ == "__main__":

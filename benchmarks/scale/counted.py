@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from benchmarks.scale.tally import EVENTS, Tally
-from megatron_ft.coordinator import coordinator as coordinator_module
 from megatron_ft.coordinator.link import SmpLink
 from megatron_ft.identity import SnapshotId
 from megatron_ft.launch.job_state import JobState
@@ -90,11 +89,11 @@ async def _count(nodes: int, protect: str, warm: str, folder: str) -> Count:
     command = (sys.executable, "-m", TRAINING_MODULE, *flags)
     job = JobFile(name, folder, command, nodes, 0, protect, lease=60.0, warm=warm)
     cluster = job.cluster()
-    coordinator_module.SmpLink = CountingLink  # type: ignore[misc]
     try:
         with JobState(Path(folder) / "state", name) as state:
             spec = dataclasses.replace(job.spec(), transport="tcp")
             supervisor = Supervisor(spec, cluster, state)
+            supervisor.coordinator.link_type = CountingLink
             run = asyncio.create_task(supervisor.run())
             snapshot = await _committed(supervisor, run)
             assert supervisor.coordinator.cycle is not None
@@ -102,7 +101,6 @@ async def _count(nodes: int, protect: str, warm: str, folder: str) -> Count:
             run.cancel()
             await asyncio.gather(run, return_exceptions=True)
     finally:
-        coordinator_module.SmpLink = SmpLink  # type: ignore[misc]
         cluster.destroy()
     tally, sent = CountingLink.tallies[snapshot], CountingLink.sent[snapshot]
     return Count(

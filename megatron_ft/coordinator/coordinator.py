@@ -39,6 +39,9 @@ class Coordinator:
     ``kill_world`` ends the encoder world; ``observers`` are told what happens.
     """
 
+    link_type: type[SmpLink] = SmpLink
+    """What connects to an SMP; whoever counts messages puts one that does in its place."""
+
     def __init__(
         self,
         keys: JobKeys,
@@ -95,7 +98,7 @@ class Coordinator:
     def connect(self, node: str, endpoint: str) -> None:
         """Use ``endpoint`` for ``node`` from now on."""
         self.disconnect(node)
-        link = SmpLink(self._context, node, endpoint, self._keys, self._on_event)
+        link = self.link_type(self._context, node, endpoint, self._keys, self._on_event)
         self.links[node] = link
         if not self._tasks:
             self._keep(self._awake.watch())
