@@ -59,6 +59,8 @@ def _encode_rows(name: str, found: Measured, least: int) -> Iterator[Row]:
     share = _ratio(slower, found.seconds("encode"))
     note = "slower of kernel alone and the same bytes alone; checks included"
     yield Row(f"encode {name}", share, "x yardstick", 0.8, note=note)
+    bare = _ratio(slower, found.seconds("gather"))
+    yield Row(f"the same without digests, {name}", bare, "x yardstick")
     sent = [sum(done.to_peers) / least for done in found.one("encode")]
     yield Row(f"encode {name}: bytes", tuple(sent), "x L(N-1)/(N-m)", 1.0, False)
     shards = _ratio(found.seconds("encode"), found.seconds(f"shards:{SHARDS}"))
