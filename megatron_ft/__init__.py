@@ -13,15 +13,27 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from megatron_ft.capture.manager import SnapshotManager
+    from megatron_ft.capture.quiet import pause_traffic, quiet, resume_traffic
     from megatron_ft.config import SnapshotConfig
     from megatron_ft.objects import register_class
 
-__all__ = ["SnapshotConfig", "SnapshotManager", "__version__", "register_class"]
+__all__ = [
+    "SnapshotConfig",
+    "SnapshotManager",
+    "__version__",
+    "pause_traffic",
+    "quiet",
+    "register_class",
+    "resume_traffic",
+]
 
 _HOME = {
     "SnapshotConfig": "megatron_ft.config",
     "SnapshotManager": "megatron_ft.capture.manager",
+    "pause_traffic": "megatron_ft.capture.quiet",
+    "quiet": "megatron_ft.capture.quiet",
     "register_class": "megatron_ft.objects",
+    "resume_traffic": "megatron_ft.capture.quiet",
 }
 
 

@@ -11,7 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.setting import AUTO, FOLDER, INTERVAL, NUMBER, SCHEME, WHOLE, WORD, Kind, Setting
+from megatron_ft.setting import (
+    AUTO,
+    CPUS,
+    FOLDER,
+    INTERVAL,
+    NUMBER,
+    SCHEME,
+    WHOLE,
+    WORD,
+    Kind,
+    Setting,
+)
+from megatron_ft.traffic.word import MOST_SECONDS
 
 SWITCH = "--inmem-snapshot"
 DRAIN_ONLY = (
@@ -169,6 +181,23 @@ class SnapshotConfig:
         allowed="MiB a second >= 0",
         accepts=lambda v: v >= 0,
         unit="MiB/s",
+        job=True,
+    )
+    quiet_seconds: float = _setting(
+        NUMBER,
+        1.0,
+        "Longest time that a window marked by trainers (megatron_ft.quiet) holds the traffic of "
+        "encoders and drains; then it goes on, with a warning.",
+        allowed=f"seconds > 0, at most {MOST_SECONDS:g}",
+        accepts=lambda v: 0 < v <= MOST_SECONDS,
+        unit="seconds",
+        job=True,
+    )
+    background_cpus: str | None = _setting(
+        CPUS,
+        None,
+        "The CPUs of each node on which SMP, encoder and drains run. None: any.",
+        allowed="CPUs that every node has, such as 0-3,8",
         job=True,
     )
     drain_export_dir: Path | None = _setting(

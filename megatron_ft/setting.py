@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_ft.affinity import parse_cpus, shown
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.errors import ConfigError
 
@@ -59,6 +60,7 @@ INTERVAL = Kind("a whole number, or auto", _interval, ("integer", "string"))
 NUMBER = Kind("a finite number", _number, ("number",))
 FOLDER = Kind("a folder", _folder, ("string",))
 WORD = Kind("a word", str, ("string",))
+CPUS = Kind("a list of CPUs", lambda value: shown(parse_cpus(str(value))), ("string",))
 SCHEME = Kind("a redundancy scheme", lambda value: str(Scheme.parse(str(value))), ("string",))
 
 

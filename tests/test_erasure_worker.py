@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,11 +22,14 @@ from megatron_ft.arena.format import ArenaHeader, Geometry, SlotHeader, SlotStat
 from megatron_ft.environment import ProcessEnvironment
 from megatron_ft.erasure.stripes import padded_bytes
 from megatron_ft.erasure.worker import ENCODE_RATE, EXIT_SMP_GONE, SmpConnection
+from megatron_ft.erasure.world import TCP
 from megatron_ft.errors import ControlPlaneError
 from megatron_ft.identity import Ancestor
 from megatron_ft.smp import messages as m
+from megatron_ft.traffic.word import QuietWord
 
 TIMEOUT = 90.0
+HELD_SECONDS = 1.0
 WORLD = "w1"
 BLOCK = 1024
 SLOT = 1
@@ -273,6 +277,7 @@ def require_idle(cluster: Cluster) -> None:
     after = [sum(p.cpu_times()[:2]) for p in encoders]
     assert max(b - a for a, b in zip(before, after, strict=True)) < 0.2
     assert all(p.nice() >= os.getpriority(os.PRIO_PROCESS, 0) + 10 for p in encoders)
+    assert all(p.ionice().ioclass == psutil.IOPRIO_CLASS_IDLE for p in encoders)
 
 
 @BOTH
@@ -285,6 +290,20 @@ def test_encoders_send_no_faster_than_they_may(cluster: Cluster) -> None:
     encoded = [a for a in cluster.answers() if isinstance(a, m.Encoded)]
     reached = [a.bytes_sent / a.seconds for a in encoded]
     assert len(reached) == 3 and max(reached) <= 1.1 * rate, reached
+
+
+@pytest.mark.parametrize("transport", [TCP])
+def test_encoders_send_nothing_in_a_quiet_window(cluster: Cluster) -> None:
+    """One node's window holds the stripe; it ends by itself, as after a forgotten resume."""
+    stripe = Stripe(0, 2, 1, (2, 0, 1), cluster.root)
+    word = QuietWord(cluster.root / "n1", create=True)
+    cluster.start()
+    began = time.monotonic()
+    word.begin(5, began + HELD_SECONDS)
+    cluster.order(m.EncodeOrder, [stripe])
+    encoded = [a for a in cluster.answers() if isinstance(a, m.Encoded)]
+    assert len(encoded) == 3 and time.monotonic() - began >= HELD_SECONDS
+    assert all(a.bytes_sent > 0 for a in encoded)
 
 
 @BOTH

@@ -21,6 +21,7 @@ from megatron_ft.capture.fence import Fence
 from megatron_ft.capture.mapping import MappingState
 from megatron_ft.capture.offered import OfferedSnapshot
 from megatron_ft.capture.plan import check_replicas, plan_state
+from megatron_ft.capture.quiet import windows
 from megatron_ft.capture.run import CaptureRun
 from megatron_ft.capture.state import HasCheckpointForm, TrainingState, live_tensors
 from megatron_ft.capture.stats import CaptureStats
@@ -181,6 +182,7 @@ class SnapshotManager:
         captures = self._captures
         try:
             self.watch.iteration_ended(iteration)
+            windows().check()
             captures.times.end(time.monotonic(), self.stats.stall_seconds)
             ticket = self._save(iteration, state)
             captures.times.begin(time.monotonic(), self.stats.stall_seconds, captures.under_way)

@@ -224,6 +224,7 @@ def spec_from(
         drain_bandwidth_mib=settings.drain_bandwidth_mib,
         drain_export_dir=settings.drain_export_dir,
         encode_bandwidth_mib=settings.encode_bandwidth_mib,
+        background_cpus=settings.background_cpus,
         drain_stop_seconds=settings.drain_stop_seconds,
         time_limit_seconds=settings.time_limit_seconds or place.seconds_left,
         scrub_percent=settings.scrub_percent,

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_ft.affinity import bind_to_background_cpus
 from megatron_ft.disk.arenas import hold, scan
 from megatron_ft.disk.manifest import folder_name, is_complete
 from megatron_ft.disk.retention import Keep, clean_up, clear_unfinished
@@ -31,6 +32,8 @@ from megatron_ft.pace import Pace
 from megatron_ft.priority import lower_priority
 from megatron_ft.smp.errand import begin_errand
 from megatron_ft.smp.pin import pinned
+from megatron_ft.traffic.gate import QuietGate
+from megatron_ft.traffic.word import open_word
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +93,7 @@ def run_step(steps: Mapping[str, Callable[[DrainPlan], None]], program: str) -> 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     lower_priority()
     try:
+        bind_to_background_cpus()
         begin_errand(options.step)
         _check_mounted(options.plan)
         steps[options.step](options.plan)
@@ -117,7 +121,7 @@ def write(plan: DrainPlan) -> None:
     if is_complete(plan.folder):
         return
     node = ProcessEnvironment.from_env().node_dir
-    pace = Pace(plan.bandwidth_mib * (1 << 20))
+    pace = Pace(plan.bandwidth_mib * (1 << 20), gate=QuietGate(open_word(node)))
     with (
         pinned([node], plan.snapshot),
         scan([node]) as memory,

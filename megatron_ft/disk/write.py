@@ -69,6 +69,7 @@ def _pieces(shard: ShardBytes, job: uuid.UUID, pace: Pace, seat: Seat | None) ->
         )
     blocks = max(1, PIECE_BYTES // shard.block_bytes)
     for first in range(0, table.size, blocks):
+        pace.before()
         piece = _checked_copy(shard, first, table[first : first + blocks])
         yield piece.data
         reach("drain.writing")

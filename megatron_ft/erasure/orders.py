@@ -42,6 +42,8 @@ from megatron_ft.smp.messages import (
     StripeOrder,
     VerifyOrder,
 )
+from megatron_ft.traffic.gate import QuietGate
+from megatron_ft.traffic.word import QuietWord
 
 Order = EncodeOrder | RebuildOrder | VerifyOrder | RepairOrder
 
@@ -76,14 +78,18 @@ class OrderRunner:
     """Runs orders for one encoder; ``open_transport`` gives a fresh view of the world."""
 
     def __init__(
-        self, job: UUID, open_transport: Callable[[], Transport], encode_rate: float = 0.0
+        self,
+        job: UUID,
+        open_transport: Callable[[], Transport],
+        encode_rate: float = 0.0,
+        quiet: QuietWord | None = None,
     ) -> None:
         """Nothing is opened yet.
 
-        While parity is made no more than ``encode_rate`` bytes a second are sent (0: no cap).
-        Rebuilding has no cap: training waits for it.
+        While parity is made no more than ``encode_rate`` bytes a second are sent (0: no cap), and
+        nothing in windows that ``quiet`` tells of.  Rebuilding is free: training waits for it.
         """
-        self._encode_rate = encode_rate
+        self._encode_rate, self._quiet = encode_rate, quiet
         self._shelf, self._open_transport = ArenaShelf(job), open_transport
         self._rank = open_transport().rank
 
@@ -114,11 +120,10 @@ class OrderRunner:
     def _encode(
         self, order: EncodeOrder, stripe: StripeOrder, local: Sequence[int]
     ) -> Iterator[Message]:
-        pace = Pace(self._encode_rate)
+        pace = Pace(self._encode_rate, gate=QuietGate(self._quiet))
 
         def work(member: int, transport: Transport) -> EncodeResult:
-            if self._encode_rate:
-                transport = PacedTransport(transport, pace)
+            transport = PacedTransport(transport, pace)
             view = self._view(order.snapshot, stripe, member, parity=True)
             peers = stripe.world_ranks
             reach("encode.ordered")

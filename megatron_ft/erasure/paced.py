@@ -1,4 +1,4 @@
-"""A transport that sends no faster than it was told to."""
+"""A transport that sends no faster than it was told to, and not in quiet windows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class PacedTransport:
         return self._inner.bytes_sent
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Pending:
-        """Start sending, and wait until so many bytes are due."""
+        """Start sending once that is allowed, and wait until so many bytes are due."""
+        self._pace.before()
         pending = self._inner.isend(buffer, peer, tag)
         self._pace.after(buffer.nbytes)
         return pending

@@ -21,6 +21,7 @@ from uuid import UUID
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from megatron_ft.affinity import bind_to_background_cpus
 from megatron_ft.environment import ProcessEnvironment
 from megatron_ft.erasure.checks import CorruptMemberError
 from megatron_ft.erasure.orders import Order, OrderRunner
@@ -42,6 +43,7 @@ from megatron_ft.smp.messages import (
     decode,
     encode,
 )
+from megatron_ft.traffic.word import open_word
 
 WELCOME_SECONDS = 60.0
 FLUSH_SECONDS = 5.0
@@ -122,7 +124,8 @@ def serve(
         welcome = smp.receive(WELCOME_SECONDS)
         if not isinstance(welcome, EncoderWelcome):
             raise ControlPlaneError(f"the SMP of {environment.node} refused us: {welcome}")
-        runner = OrderRunner(UUID(welcome.job), open_transport, _encode_rate())
+        quiet = open_word(environment.node_dir)
+        runner = OrderRunner(UUID(welcome.job), open_transport, _encode_rate(), quiet)
         while True:
             message = smp.receive()
             if isinstance(message, Ok):
@@ -149,6 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--world", required=True, help="name of this encoder world")
     options = parser.parse_args(arguments)
     environment = ProcessEnvironment.from_env()
+    bind_to_background_cpus()
     lower_priority()
     world = join_world()
     try:

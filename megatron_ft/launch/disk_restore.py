@@ -41,7 +41,7 @@ class DiskRestores:
 
     def __init__(self, spec: JobSpec, launcher: Launcher) -> None:
         self._spec = spec
-        self._processes = DrainProcesses(launcher, spec.log_dir)
+        self._processes = DrainProcesses(launcher, spec)
         self._refused: set[Path] = set()
 
     def highest_life(self, job: uuid.UUID) -> int:

@@ -13,6 +13,7 @@ from megatron_ft.errors import DrainError
 from megatron_ft.launch.fleet import last_lines
 from megatron_ft.launch.launcher import Launcher, ProcessHandle
 from megatron_ft.launch.outer_launcher import base_environment
+from megatron_ft.launch.spec import JobSpec
 
 STEP_TIMEOUT_SECONDS = 3600.0
 MODULES = {"load": "megatron_ft.disk.load", "export": "megatron_ft.export.drained"}
@@ -41,9 +42,9 @@ class DrainProcesses:
     """Runs steps of drains and loads through a Launcher; output goes to drain-<node>.log."""
 
     def __init__(
-        self, launcher: Launcher, log_dir: Path, incarnation: Callable[[], int] = lambda: 0
+        self, launcher: Launcher, spec: JobSpec, incarnation: Callable[[], int] = lambda: 0
     ) -> None:
-        self._launcher, self._log_dir, self._incarnation = launcher, log_dir, incarnation
+        self._launcher, self._spec, self._incarnation = launcher, spec, incarnation
 
     async def run(self, step: str, plans: Mapping[str, Plan]) -> None:
         """One process on each node; DrainError as soon as one of them fails.
@@ -59,6 +60,7 @@ class DrainProcesses:
                 argv = [sys.executable, "-m", module, step, plan.to_json()]
                 log = self._log_of(node)
                 environment = {**base_environment(), **ENVIRONMENTS.get(step, {})}
+                environment |= self._spec.background_variables
                 environment[INCARNATION] = str(self._incarnation())
                 handles.append(self._launcher.start(node, argv, environment, log))
                 ends.append(asyncio.create_task(self._end(step, handles[-1])))
@@ -84,4 +86,4 @@ class DrainProcesses:
             raise StepFailedError(reason, status)
 
     def _log_of(self, node: str) -> Path:
-        return self._log_dir / f"drain-{node}.log"
+        return self._spec.log_dir / f"drain-{node}.log"

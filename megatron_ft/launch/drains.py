@@ -55,9 +55,7 @@ class Drains:
         self.export_failures = 0
         self._spec, self._job = spec, job
         self._coordinator = coordinator
-        self._processes = DrainProcesses(
-            launcher, spec.log_dir, lambda: self._coordinator.incarnation
-        )
+        self._processes = DrainProcesses(launcher, spec, lambda: self._coordinator.incarnation)
         self._task: asyncio.Task[None] | None = None
         self._places: dict[str, str] = {}
         self._seats: dict[str, Seat] = {}

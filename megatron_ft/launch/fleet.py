@@ -106,7 +106,7 @@ class SmpFleet:
         handle = self._launcher.start(
             node,
             smp_command(self._launcher.address(node), ready),
-            base_environment(),
+            {**base_environment(), **self._spec.background_variables},
             self._spec.log_dir / f"smp-{node}.log",
             stdin=msgspec.json.encode(credentials),
         )
@@ -161,6 +161,7 @@ class EncoderWorld:
         self.name = f"w{incarnation}-{uuid.uuid4().hex[:6]}"
         argv = [sys.executable, "-m", "megatron_ft.erasure.worker", "--world", self.name]
         environment = {**base_environment(), INCARNATION: str(incarnation), "OMP_NUM_THREADS": "1"}
+        environment |= self._spec.background_variables
         environment[ENCODE_RATE] = str(self._spec.encode_bandwidth_mib * (1 << 20))
         placements = [Placement(node, argv, environment) for node in nodes]
         self._handle = self.starter.start(placements, self._spec.log_dir / "encoders.log")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_ft.affinity import BACKGROUND_CPUS
 from megatron_ft.coordinator.plan import Sizes
 from megatron_ft.coordinator.timing import Timing
 from megatron_ft.erasure.domains import Domains
@@ -27,6 +28,7 @@ class JobSpec:
     ``drain_dir``, which all nodes must share; the newest ``drain_keep`` stay, and one in every
     ``drain_keep_every`` iterations (0: none); each node writes at most ``drain_bandwidth_mib``
     MiB/s (0: no cap), and sends at most ``encode_bandwidth_mib`` while parity is made.
+    SMPs, encoders and drains run on the ``background_cpus`` of their node (None: on any).
     ``drain_stop_seconds`` is the longest last drain of a job that is told to stop,
     ``time_limit_seconds`` when it will be killed (0: never).  In ``drain_export_dir`` each
     drained snapshot becomes a checkpoint of the training framework's own (None: it does not).
@@ -67,6 +69,7 @@ class JobSpec:
     drain_bandwidth_mib: float = 0.0
     drain_export_dir: Path | None = None
     encode_bandwidth_mib: float = 0.0
+    background_cpus: str | None = None
     drain_stop_seconds: float = 25.0
     time_limit_seconds: float = 0.0
     scrub_percent: float = 1.0
@@ -103,6 +106,11 @@ class JobSpec:
                 f"{self.nodes} (spares do not count); the largest that can be met is "
                 f"{largest_scheme(self.scheme, self.nodes)}"
             )
+
+    @property
+    def background_variables(self) -> dict[str, str]:
+        """What processes beside training find in their environment."""
+        return {BACKGROUND_CPUS: self.background_cpus or ""}
 
     def _check_drain(self) -> None:
         for name, least in (("interval", 0), ("keep", 1), ("keep_every", 0), ("bandwidth_mib", 0)):

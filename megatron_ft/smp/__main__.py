@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_ft import private_files
+from megatron_ft.affinity import bind_to_background_cpus
 from megatron_ft.decoding import UNREADABLE
 from megatron_ft.environment import READY_NAME, ProcessEnvironment
 from megatron_ft.errors import MegatronFTError
@@ -42,6 +43,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
+        bind_to_background_cpus()
         credentials = msgspec.json.decode(sys.stdin.buffer.read(), type=Credentials)
         environment = ProcessEnvironment.from_env()
         ready = arguments.ready or environment.node_dir / READY_NAME

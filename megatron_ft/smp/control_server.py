@@ -9,6 +9,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
+from megatron_ft.arena.numa import node_of_process
 from megatron_ft.errors import MegatronFTError
 from megatron_ft.fault_points import reach
 from megatron_ft.smp import messages as m
@@ -104,7 +105,9 @@ class ControlServer:
                 f"node {host.machine.node} is at incarnation {host.machine.highest_incarnation}",
             )
         if isinstance(request, m.CreateArena):
-            arena = await asyncio.to_thread(host.store.allocate, request)
+            trainer = host.writers.find("trainer", request.shard_id)
+            node = node_of_process(trainer.pid) if trainer else None
+            arena = await asyncio.to_thread(host.store.allocate, request, node)
             if arena is not None:
                 host.store.enter(arena, host.machine)
         elif isinstance(request, m.ArenasReady):

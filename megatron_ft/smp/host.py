@@ -31,6 +31,7 @@ from megatron_ft.smp.readers import Readers
 from megatron_ft.smp.state_file import NodeState
 from megatron_ft.smp.store import ArenaStore
 from megatron_ft.smp.writers import DRAIN, Writer, Writers
+from megatron_ft.traffic.word import QuietWord
 from megatron_ft.watch.node import NodeWatch
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class NodeHost:
         self.watch = NodeWatch(environment.node_dir, self.writers)
         self.readers = Readers(self.machine.reader_gone)
         self.state = NodeState.load(environment.node_dir)
+        self.quiet = QuietWord(environment.node_dir, create=True)
         self.retired = asyncio.Event()
         self.failure: BaseException | None = None
         self.lease_until = 0.0

@@ -142,7 +142,12 @@ class Scrub:
         await self._host.tell(m.BadBlocks(shard_id, header.snapshot, data, parity, more))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """The result of ``work``, then rest until our share of one processor is kept."""
+        """The result of ``work``, then rest until our share of one processor is kept.
+
+        A quiet window holds the work itself.
+        """
+        while left := self._host.quiet.remaining():
+            await asyncio.sleep(left)
         loop = asyncio.get_running_loop()
         result, busy, taken = await loop.run_in_executor(self._thread, _timed, work)
         percent = min(max(self._host.scrub_percent, 0.01), 100.0)

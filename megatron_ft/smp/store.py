@@ -20,6 +20,7 @@ from megatron_ft.arena.format import (
     SlotHeader,
     SlotState,
 )
+from megatron_ft.arena.numa import preferring
 from megatron_ft.erasure.mending import Blocks, mend_data, mend_parity
 from megatron_ft.erasure.slot_view import code_of, member_of
 from megatron_ft.errors import (
@@ -80,8 +81,10 @@ class ArenaStore:
                 continue
             machine.highest_incarnation = max(machine.highest_incarnation, arena.header.incarnation)
 
-    def allocate(self, request: m.CreateArena) -> Arena | None:
+    def allocate(self, request: m.CreateArena, numa_node: int | None = None) -> Arena | None:
         """Make the arena of one shard; slow, safe to call from another thread.
+
+        Its pages are asked for on ``numa_node``, if one is given.
 
         None if the present one is the same.  Raises LayoutMismatchError when it differs,
         ArenaMemoryError when there is no room.
@@ -92,7 +95,8 @@ class ArenaStore:
             return None
         path = self.directory / f"{request.shard_id}{SUFFIX}"
         # What lies there now is damaged; foreign files have stopped the job before this.
-        arena = Arena.create(path, self._header(request), replace=True)
+        with preferring(numa_node):
+            arena = Arena.create(path, self._header(request), replace=True)
         if request.incarnation > 1:
             reach("rebuild.target")
         return arena
