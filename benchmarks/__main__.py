@@ -1,8 +1,7 @@
 """Measure megatron-ft on this machine and print one table.
 
-    python -m benchmarks [capture] [coding] [stripes] [training] [--mib 512] [--rounds 7]
-                         [--markdown FILE] [--json FILE]
-    python -m benchmarks --peers [--minutes 12] [--only WAY]...
+    python -m benchmarks [capture] [coding] [training] [--mib 512] [--rounds 7]
+                         [--arenas FOLDER] [--markdown FILE] [--json FILE]
 
 Figures are ratios within one run: a yardstick and what is compared with it take turns, and
 the median of the rounds counts.  Leave the machine alone meanwhile.  --peers installs other
@@ -69,9 +68,12 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--mib", type=int, default=512, help="state of a rank (512)")
     parser.add_argument("--rounds", type=int, default=7, help="of each figure (7)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--peers", action="store_true", help="other ways of saving, and ours")
-    parser.add_argument("--minutes", type=float, default=12, help="for --peers (12)")
-    parser.add_argument("--only", action="append", choices=list(WAYS), help="of --peers")
+    parser.add_argument(
+        "--arenas",
+        type=Path,
+        default=memory.SHARED_MEMORY,
+        help="where capture and restore have their arena (/dev/shm); try a mount with huge pages",
+    )
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--json", type=Path)
     return parser
@@ -79,7 +81,7 @@ def _arguments() -> argparse.ArgumentParser:
 
 def _rows(wanted: Sequence[str], options: argparse.Namespace) -> Iterator[Row]:
     if "capture" in wanted:
-        yield from memory.rows(options.mib, options.rounds, options.device)
+        yield from memory.rows(options.mib, options.rounds, options.device, options.arenas)
     if "coding" in wanted:
         yield from coding.rows(min(options.mib, 256), options.rounds)
     if "stripes" in wanted:

@@ -39,6 +39,7 @@ from megatron_ft.shard_meta import pack_meta
 SHARD = "pp0-tp0-dp0-ep0"
 MEBI = 1 << 20
 SPLIT_NEVER = 1 << 62
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def tensors(count: int, mib: int, device: str) -> dict[str, Any]:
@@ -84,13 +85,13 @@ class Capturing:
 
 
 @contextmanager
-def capturing(state: dict[str, Any]) -> Iterator[Capturing]:
-    """An engine for ``state`` with an arena in shared memory, removed at the end."""
+def capturing(state: dict[str, Any], arenas: Path = SHARED_MEMORY) -> Iterator[Capturing]:
+    """An engine for ``state`` with an arena below ``arenas``, removed at the end."""
     adapted = MappingState(state)
     layout = plan_state(adapted, SPLIT_NEVER)
     meta = pack_meta(layout.to_bytes(), adapted.objects(), b"")
     room = digest.required_bytes(layout.tensor_bytes, len(meta), PLANNING_BLOCK_BYTES)
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="megatron-ft-benchmark-") as folder:
+    with tempfile.TemporaryDirectory(dir=arenas, prefix="megatron-ft-benchmark-") as folder:
         path = Path(folder) / f"{SHARD}.arena"
         Arena.create(path, _header(room)).close()
         holder: list[Capturing] = []
@@ -150,7 +151,7 @@ def plain_copy(mib: int, device: str) -> Callable[[], object]:
     return copy
 
 
-def rows(mib: int, rounds: int, device: str) -> Iterator[Row]:
+def rows(mib: int, rounds: int, device: str, arenas: Path = SHARED_MEMORY) -> Iterator[Row]:
     """Capture and restore, for few large and for many small tensors."""
     if device != "cpu":
         yield _registration(mib, rounds)
@@ -158,7 +159,7 @@ def rows(mib: int, rounds: int, device: str) -> Iterator[Row]:
     torch.set_num_threads(1)
     try:
         for count, words in ((16, "16 tensors"), (2000, "2,000 tensors")):
-            yield from _rows(mib, rounds, device, count, f"{words}, {mib} MiB")
+            yield from _rows(mib, rounds, device, arenas, count, f"{words}, {mib} MiB")
     finally:
         torch.set_num_threads(threads)
 
@@ -174,10 +175,12 @@ def _registration(mib: int, rounds: int) -> Row:
     return Row("page locking of an arena", tuple(samples), "GiB/s")
 
 
-def _rows(mib: int, rounds: int, device: str, count: int, words: str) -> Iterator[Row]:
+def _rows(
+    mib: int, rounds: int, device: str, arenas: Path, count: int, words: str
+) -> Iterator[Row]:
     state = tensors(count, mib, device)
     copy = plain_copy(mib, device)
-    with capturing(state) as captures:
+    with capturing(state, arenas) as captures:
         samples = ratios(rounds, copy, lambda: captures.once().copy_seconds)
         yield Row(f"capture, {words}", samples, "x copy", 0.95)
         samples = ratios(rounds, copy, lambda: _sealed(captures))

@@ -128,7 +128,8 @@ class SnapshotConfig:
     arena_dir: Path | None = _setting(
         FOLDER,
         None,
-        "Folder of the arenas, on a tmpfs. None: one in /dev/shm.",
+        "Folder of the arenas, on a tmpfs, with huge pages if it is mounted with huge=always. "
+        "None: one in /dev/shm.",
         job=True,
     )
     checkpoint_dir: Path | None = _setting(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import mmap
 import os
 import shutil
 import signal
@@ -284,9 +285,17 @@ def test_holes_of_a_sparse_copy_are_filled_before_anything_touches_them(path: Pa
 
 @pytest.fixture
 def small_tmpfs(folder: Path) -> Iterator[Path]:
-    mounted = folder / "small"
+    yield from mount_tmpfs(folder / "small", "size=4m,mode=0700")
+
+
+@pytest.fixture
+def huge_tmpfs(folder: Path) -> Iterator[Path]:
+    yield from mount_tmpfs(folder / "huge", "size=64m,mode=0700,huge=always")
+
+
+def mount_tmpfs(mounted: Path, options: str) -> Iterator[Path]:
     mounted.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m,mode=0700", "none", str(mounted)]
+    command = ["mount", "-t", "tmpfs", "-o", options, "none", str(mounted)]
     if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.call(command) != 0:
         pytest.skip("cannot mount a tmpfs: needs root and the right to mount")
     yield mounted
@@ -301,6 +310,32 @@ def test_a_tmpfs_that_is_too_small_is_refused_with_the_arithmetic(small_tmpfs: P
     assert "2.00 MiB of state per shard x 2 slots x (1 + 1/2) = 6.00 MiB" in message
     assert f"free space of {small_tmpfs} leaves 4.00 MiB" in message
     assert os.listdir(small_tmpfs) == []
+
+
+def huge_bytes(path: Path) -> int:
+    """Bytes of this process's mappings of a file that have huge pages behind (proc(5), smaps)."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if not line.split(" ", 1)[0].endswith(":"):
+            inside = line.endswith(str(path))
+        elif inside and line.startswith("ShmemPmdMapped:"):
+            found += int(line.split()[1]) << 10
+    return found
+
+
+def test_a_mount_with_huge_pages_gives_them_to_arenas(huge_tmpfs: Path) -> None:
+    path = huge_tmpfs / "a.arena"
+    header = make_header(geometry=Geometry(2, 16 << 20, 8 << 20, 1 << 20))
+    (huge_tmpfs / "probe").write_bytes(bytes(8 << 20))
+    with (huge_tmpfs / "probe").open("rb") as file, mmap.mmap(file.fileno(), 0, prot=1) as probe:
+        if not any(probe[:: 1 << 20]) and not huge_bytes(huge_tmpfs / "probe"):
+            pytest.skip("this kernel has no huge pages to give just now")
+    Arena.create(path, header).close()
+    with Arena.open(path) as arena:
+        assert not arena.data(0).any() and huge_bytes(path) >= 8 << 20
+        arena.data(1, writable=True)[:] = 7
+    with Arena.open(path) as arena:
+        assert (arena.data(1) == 7).all() and not arena.data(0).any()
 
 
 def test_no_space_during_allocation_is_the_same_error(
