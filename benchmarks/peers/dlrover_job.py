@@ -17,6 +17,7 @@ from pathlib import Path
 from megatron_ft.launch.trainer_env import free_port
 
 RESTARTS = 8
+END_SECONDS = 10.0
 
 
 def main() -> int:
@@ -34,10 +35,14 @@ def main() -> int:
     agent = [str(Path(sys.executable).with_name("dlrover-run")), "--nnodes=1"]
     agent += [f"--nproc_per_node={ranks}", f"--max_restarts={RESTARTS}", "--monitor-interval=1"]
     agent += ["-m", module, *arguments]
-    leader = subprocess.Popen(master, start_new_session=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    leader, workers = subprocess.Popen(master, start_new_session=True), subprocess.Popen(agent)
     try:
-        return subprocess.run(agent, check=False).returncode
+        return workers.wait()
     finally:
+        # The agent ends its trainers when it is asked to.
+        workers.terminate()
+        workers.wait(timeout=END_SECONDS)
         os.killpg(leader.pid, signal.SIGKILL)
         leader.wait()
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from megatron_ft.launch.trainer_env import free_port
 
 RANKS = 2
 JOB_SECONDS = 240.0
+END_SECONDS = 20.0
 ROOT = Path(__file__).parents[2]
 
 
@@ -111,11 +113,18 @@ def _ended(children: Sequence[subprocess.Popen[bytes]]) -> list[int]:
         return [child.wait(timeout=JOB_SECONDS) for child in children]
     finally:
         for child in children:
-            try:
-                os.killpg(child.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            child.wait()
+            _end(child)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Ask first: a supervisor has started processes that are not of its group."""
+    if child.poll() is None:
+        child.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=END_SECONDS)
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
 def _supervised(program: list[str], folder: Path, log: Path) -> None:
