@@ -77,6 +77,13 @@ def test_peers_that_are_ahead_stand_in_bold() -> None:
     assert set(ahead.values()) == {"DLRover 0.6.1, flash checkpoint"}
 
 
+def test_speed_with_fewer_saves_than_asked_for_is_said_to_be_such() -> None:
+    jobs = [found("ours", 0.9, 1.0), found("torch.save", 0.8, 6.0)]
+    notes = {row.name: row.note for row in limits(measured(jobs, 4))}
+    assert notes["peers ahead of us: " + SPEED] == "ours with 50% of the saves"
+    assert notes["peers ahead of us: " + LOST] == ""
+
+
 def test_what_must_be_flushed_counts_in_copies() -> None:
     entry = measured([found("lm-resiliency", 0.9, 1.0, flush_seconds=31.0)], 2)[0]
     assert entry.median(FLUSH) == 31.0 and entry.median(KEPT) == 1.0

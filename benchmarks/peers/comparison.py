@@ -127,4 +127,11 @@ def _lead(column: str, ours: Measured, entries: Sequence[Measured]) -> Row:
     """How many peers are ahead of us; none is the limit."""
     better = [WAYS[entry.way].label for entry in entries if _leads(entry, column, ours)]
     name = f"peers ahead of us: {column}"
-    return Row(name, (float(len(better)),), "peers", 0.0, more=False, note="; ".join(better))
+    notes = [*better, *_fewer_saves(column, ours)]
+    return Row(name, (float(len(better)),), "peers", 0.0, more=False, note="; ".join(notes))
+
+
+def _fewer_saves(column: str, ours: Measured) -> list[str]:
+    """A speed at fewer saves than were asked for is said to be such."""
+    kept = ours.median(KEPT)
+    return [f"ours with {kept:.0%} of the saves"] if column == SPEED and (kept or 0) < 1 else []
