@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -226,7 +227,8 @@ def _in_new_memory(live: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def new_tensors(sizes: list[int]) -> list[torch.Tensor]:
     """float32 tensors in one mapping whose pages do not exist before somebody writes to them."""
     memory = torch.frombuffer(mmap.mmap(-1, 4 * sum(sizes)), dtype=torch.float32)
-    return list(memory.split(sizes))
+    ends = accumulate(sizes)
+    return [memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 def _sealed(captures: Capturing) -> float:
