@@ -36,7 +36,7 @@ def test_the_shipped_script_survives_a_trainer_a_node_and_a_requeue(
         nodes=3,
         iterations=ITERATIONS,
         iteration_seconds=0.15,
-        site={"SPARES": "1", "RUN_FLAGS": "--lease-seconds 4"},
+        site={"SPARES": "1", "RUN_FLAGS": "--lease-seconds 4 --spare-imports none"},
     )
     job.until_printed("committed (protected)")
     job.kill_rank(1)
