@@ -198,7 +198,8 @@ def test_a_snapshot_takes_two_messages_of_its_trainer(smp: FakeSmp) -> None:
 def test_a_snapshot_takes_three_requests_to_a_node(nodes: int) -> None:
     """Permit, encode, commit: one each, however many shards the node has."""
     shards = {f"pp0-tp{t}-dp{n}-ep0": f"n{n}" for n in range(nodes) for t in range(4)}
-    cycle = SnapshotCycle(1, shards, (_stripe(),), 1)
+    stripes = tuple(_stripe(first, t) for first in range(0, nodes, 2) for t in range(4))
+    cycle = SnapshotCycle(1, shards, stripes, 1)
     sent: Counter[str] = Counter()
 
     def note(actions: list[Any]) -> list[Any]:
@@ -217,17 +218,18 @@ def test_a_snapshot_takes_three_requests_to_a_node(nodes: int) -> None:
     assert set(sent.values()) == {3} and len(sent) == nodes
 
 
-def _stripe() -> Any:
+def _stripe(first: int, tensor_rank: int) -> Any:
+    """Of two nodes, one beside the other."""
     return m.StripeOrder(
-        index=0,
+        index=4 * first + tensor_rank,
         kind="xor",
         data_members=1,
         parity_members=1,
         data_bytes=1,
         block_bytes=1,
         digest_algorithm=1,
-        members=("a", "b"),
-        world_ranks=(0, 1),
+        members=tuple(f"pp0-tp{tensor_rank}-dp{first + n}-ep0" for n in range(2)),
+        world_ranks=(first, first + 1),
         arenas={},
         slots={},
     )
