@@ -155,7 +155,8 @@ def _serve(path: str, modules: Sequence[str]) -> None:
         ready.close()
         while 0 not in select.select([listener.fileno(), 0], [], [])[0]:
             connection, _ = listener.accept()
-            with connection, contextlib.suppress(OSError):
+            # Who asks may be killed while it asks; the others still need an answer.
+            with connection, contextlib.suppress(OSError, ValueError, LookupError, TypeError):
                 connection.settimeout(_REQUEST_SECONDS)
                 request = json.loads(_read_all(connection))
                 connection.sendall(json.dumps(_answer(request, children)).encode())
