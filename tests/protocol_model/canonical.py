@@ -28,9 +28,9 @@ View = tuple[Any, ...]
 KNOWN = {
     "NodeMachine": "node highest_incarnation shards paths trainers world effects _said",
     "ShardSlots": "shard_id slots changes pins",
-    "SnapshotCycle": "incarnation places nodes stripes interval first phase snapshot iteration "
-    "level lead _commits_in_a_row _waiting _encoders _world _broken _corrupt _gated _unjudged "
-    "_judged _last fixed _before _spent",
+    "SnapshotCycle": "incarnation places nodes stripes _orders interval first phase snapshot "
+    "iteration level lead _commits_in_a_row _waiting _encoders _world _broken _corrupt _gated "
+    "_unjudged _judged _last fixed _before _spent",
 }
 """What is described below, or decides nothing within the bounds of an exploration.
 
