@@ -19,8 +19,11 @@ from fork_server import ForkServer, Request  # noqa: E402
 
 pytestmark = [pytest.mark.alone, pytest.mark.deepspeed, pytest.mark.slow]
 
-LIMIT = 1.3
-"""Of the processor time of one memcpy of the same bytes in the same run, best of each."""
+LIMIT = 1.6
+"""Of the processor time of one memcpy of the same bytes in the same run, best of each.
+
+Seen: 1.17 to 1.36, as other work leaves caches and memory; a second pass over the bytes is 2.
+"""
 
 
 @pytest.fixture
