@@ -61,6 +61,7 @@ def test_mpirun_starts_the_same_command_once_per_node(job: AgentJob, two: Result
     assert not difference(job.result(), two), job.story()
 
 
+@pytest.mark.all_layouts
 @needs_network
 def test_a_hostfile_and_a_remote_shell_reach_all_nodes(
     job: AgentJob, tmp_path: Path, two: Result

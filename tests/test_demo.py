@@ -564,6 +564,7 @@ def test_a_node_is_lost_and_the_end_is_identical(tmp_path: Path) -> None:
     assert again.differences == [f"rank 1: final state differs at /weights/{name}"]
 
 
+@pytest.mark.all_layouts
 @pytest.mark.mpi
 @pytest.mark.deepspeed
 @pytest.mark.slow
@@ -591,6 +592,7 @@ def test_a_checkouts_own_script_loses_a_node_and_ends_identical(tmp_path: Path) 
     assert [event["source"] for event in made["events"]] == ["parity"]
 
 
+@pytest.mark.all_layouts
 @real
 def test_losing_more_than_parity_covers_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -29,6 +29,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory, warm_trainers: None) -> R
     return oracle(tmp_path_factory.mktemp("oracle"), 2, ITERATIONS)
 
 
+@pytest.mark.all_layouts
 def test_memory_is_held_until_another_job_brings_a_host(
     slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str, expected: Result
 ) -> None:
