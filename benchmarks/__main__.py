@@ -1,7 +1,8 @@
 """Measure megatron-ft on this machine and print one table.
 
-    python -m benchmarks [capture] [coding] [training] [--mib 512] [--rounds 7]
+    python -m benchmarks [capture] [coding] [stripes] [training] [--mib 512] [--rounds 7]
                          [--arenas FOLDER] [--markdown FILE] [--json FILE]
+    python -m benchmarks --peers [--minutes 12] [--only WAY]...
 
 Figures are ratios within one run: a yardstick and what is compared with it take turns, and
 the median of the rounds counts.  Leave the machine alone meanwhile.  --peers installs other
@@ -22,6 +23,8 @@ from pathlib import Path
 import torch
 
 from benchmarks import coding, memory, training
+from benchmarks.peers import comparison, cycles
+from benchmarks.peers.catalogue import WAYS
 from benchmarks.stripe import rows as stripes
 from benchmarks.table import Row, as_json, markdown
 
@@ -71,6 +74,9 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--mib", type=int, default=512, help="state of a rank (512)")
     parser.add_argument("--rounds", type=int, default=7, help="of each figure (7)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--peers", action="store_true", help="other ways of saving, and ours")
+    parser.add_argument("--minutes", type=float, default=12, help="for --peers (12)")
+    parser.add_argument("--only", action="append", choices=list(WAYS), help="of --peers")
     parser.add_argument(
         "--arenas",
         type=Path,

@@ -77,10 +77,13 @@ class MpiTransport:
         MPI's own wait spins, on processors that training wants.  This one sleeps once it has
         waited for a while, and then for no more than a quarter of that.
         """
-        requests, begin = [cast(MPI.Request, request) for request in pending], time.perf_counter()
-        while not MPI.Request.Testall(requests):
+        requests, begin = [_request(transfer) for transfer in pending], time.perf_counter()
+        statuses = [MPI.Status() for _ in pending]
+        while not MPI.Request.Testall(requests, statuses):
             waited = time.perf_counter() - begin
             time.sleep(0 if waited < _SPIN_SECONDS else min(waited / 4, _LONGEST_SLEEP))
+        for transfer, status in zip(pending, statuses, strict=True):
+            _check(transfer, status)
 
     def test(self, pending: Sequence[Pending]) -> bool:
         """Whether all these transfers are finished."""
