@@ -8,7 +8,8 @@ import shutil
 import signal
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -234,3 +235,21 @@ def slurm_job_name() -> Iterator[str]:
     yield name
     for folder in default_root().glob(f"{name}*"):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def submit(slurm: Any, tmp_path: Path, slurm_job_name: str) -> Callable[..., Any]:
+    """Submits one job to the test's Slurm; takes what slurm_jobs.SlurmJob does."""
+    from tests.slurm_jobs import SlurmJob
+
+    return partial(SlurmJob, slurm, tmp_path, slurm_job_name)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    tmp_path_factory: pytest.TempPathFactory, warm_trainers: None
+) -> Callable[[int, int], Any]:
+    """What the plain example's ranks compute in so many iterations of a run without faults."""
+    from tests.jobs import oracle
+
+    return cache(lambda ranks, until: oracle(tmp_path_factory.mktemp("oracle"), ranks, until))

@@ -17,6 +17,7 @@ from tests.jobs import EXAMPLE, ROOT, Result, read_losses
 from tests.slurm_cluster import SlurmCluster
 
 SCRIPT = ROOT / "scripts" / "slurm" / "pretrain_gpt_inmem.sbatch"
+ITERATIONS = 40
 WAIT_SECONDS = 200.0
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL")
 
@@ -25,7 +26,7 @@ class SlurmJob:
     """One submitted job whose training command is the plain PyTorch example.
 
     ``site`` are the script's site variables beside those that every test needs, ``flags`` more
-    of sbatch's.
+    of sbatch's, ``run_flags`` those of ``megatron-ft run``.
     """
 
     def __init__(
@@ -34,10 +35,12 @@ class SlurmJob:
         folder: Path,
         name: str,
         *,
-        nodes: int,
-        iterations: int,
-        iteration_seconds: float,
-        site: Mapping[str, str],
+        nodes: int = 2,
+        spares: int = 0,
+        iterations: int = ITERATIONS,
+        iteration_seconds: float = 0.15,
+        run_flags: str = "--lease-seconds 4",
+        site: Mapping[str, str] | None = None,
         flags: Sequence[str] = (),
     ) -> None:
         self.cluster, self.folder, self.name = cluster, folder, name
@@ -49,12 +52,14 @@ class SlurmJob:
             "OMPI_MCA_btl_tcp_if_include": "lo",
             "MEGATRON_FT_HOME": str(ROOT),
             "VENV": str(Path(sys.executable).parent.parent),
+            "SPARES": str(spares),
+            "RUN_FLAGS": run_flags,
             "RANKS_PER_NODE": "1",
             "PROTECT": "xor:2",
             "STATE_DIR": str(folder / "state"),
             "DRAIN_DIR": str(folder / "drained"),
             "TRAIN": " ".join(map(str, command)),
-            **site,
+            **(site or {}),
         }
         words = [f"--nodes={nodes}", f"--job-name={name}", f"--output={self.output}", *flags]
         self.id = cluster.run("sbatch", "--parsable", *words, str(SCRIPT), more=variables).strip()
@@ -117,6 +122,15 @@ class SlurmJob:
         self.cluster.kill_node(node)
         shutil.rmtree(default_root() / self.name / node)
 
+    def end_without(self, node: str, state: str = "COMPLETED") -> None:
+        """Lose a node and see the job end in this state; then the cluster has the node again."""
+        self.lose_node(node)
+        try:
+            found = self.until_state("COMPLETED", "FAILED", "PENDING")
+            assert found == state, f"{found}\n{self.story()}"
+        finally:
+            self.cluster.start_node(node)
+
     def _is_trainer(self, pid: int, rank: int) -> bool:
         env = procfs.read_environment(pid)
         if env.get(JOB) != self.name or env.get("RANK") != str(rank) or NODE not in env:
@@ -138,3 +152,10 @@ class SlurmJob:
 
     def result(self) -> Result:
         return read_losses(self.losses)
+
+
+Submit = Callable[..., SlurmJob]
+"""The fixture ``submit``: SlurmJob with the cluster, the folder and the name of a test."""
+
+Uninterrupted = Callable[[int, int], Result]
+"""The fixture ``uninterrupted``: ranks and iterations to what they compute without faults."""

@@ -10,11 +10,9 @@ import pytest
 from megatron_ft.environment import JOB
 from megatron_ft.launch import procfs
 from tests import slurm_cluster
-from tests.jobs import difference, oracle
+from tests.jobs import difference
 from tests.slurm_cluster import NODE_MEMORY_MIB, SlurmCluster
-from tests.slurm_jobs import SlurmJob
-
-ITERATIONS = 40
+from tests.slurm_jobs import ITERATIONS, Submit, Uninterrupted
 
 MISSING = slurm_cluster.missing() or slurm_cluster.missing_cgroups()
 
@@ -40,18 +38,10 @@ def slurm(
 
 
 def test_the_end_of_a_trainers_step_takes_neither_smp_nor_arenas(
-    slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str, warm_trainers: None
+    submit: Submit, uninterrupted: Uninterrupted, slurm_job_name: str
 ) -> None:
     """Each step has a group of its own, limited to what the job has of the node's memory."""
-    job = SlurmJob(
-        slurm,
-        tmp_path,
-        slurm_job_name,
-        nodes=2,
-        iterations=ITERATIONS,
-        iteration_seconds=0.3,
-        site={"SPARES": "0", "RUN_FLAGS": "--lease-seconds 6"},
-    )
+    job = submit(iteration_seconds=0.3, run_flags="--lease-seconds 6")
     job.until_printed("committed (protected)")
     groups = step_groups(slurm_job_name)
     smps = {pid: group for pid, group in groups.items() if is_smp(pid)}
@@ -66,7 +56,7 @@ def test_the_end_of_a_trainers_step_takes_neither_smp_nor_arenas(
     assert smps.items() <= now.items(), (smps, now, job.story())
     assert job.until_state("COMPLETED", "FAILED") == "COMPLETED", job.story()
     assert "from own memory" in job.text(), job.story()
-    assert not difference(job.result(), oracle(tmp_path, 2, ITERATIONS)), job.story()
+    assert not difference(job.result(), uninterrupted(2, ITERATIONS)), job.story()
 
 
 def step_groups(job: str) -> dict[int, Path]:

@@ -12,11 +12,10 @@ import pytest
 from megatron_ft.environment import JOB
 from megatron_ft.launch import procfs
 from tests import slurm_cluster
-from tests.jobs import EXAMPLE, TORCHRUN, difference, oracle
+from tests.jobs import EXAMPLE, TORCHRUN, difference
 from tests.slurm_cluster import SlurmCluster
-from tests.slurm_jobs import SlurmJob
+from tests.slurm_jobs import ITERATIONS, SlurmJob, Submit, Uninterrupted
 
-ITERATIONS = 40
 MPICH = "MPICH_PREFIX"
 
 MISSING = slurm_cluster.missing()
@@ -45,26 +44,14 @@ def processes(job: str, node: str, ranks: bool) -> list[int]:
 
 
 def test_torchrun_in_the_batch_script(
-    slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str
+    submit: Submit, uninterrupted: Uninterrupted, tmp_path: Path, slurm_job_name: str
 ) -> None:
     """A rank, a torchrun whose ranks do not notice, and a node are lost."""
     words = [EXAMPLE, "--iterations", ITERATIONS, "--losses", tmp_path / "losses.jsonl"]
     words += ["--width", 64, "--iteration-seconds", 0.5]
     train = [sys.executable, "-m", TORCHRUN, "--nproc-per-node", "2", *map(str, words)]
-    job = SlurmJob(
-        slurm,
-        tmp_path,
-        slurm_job_name,
-        nodes=3,
-        iterations=ITERATIONS,
-        iteration_seconds=0.5,
-        site={
-            "SPARES": "1",
-            "RANKS_PER_NODE": "2",
-            "TRAIN": " ".join(train),
-            "RUN_FLAGS": "--lease-seconds 10",
-        },
-    )
+    site = {"RANKS_PER_NODE": "2", "TRAIN": " ".join(train)}
+    job = submit(nodes=3, spares=1, run_flags="--lease-seconds 10", site=site)
     job.until_printed("committed (protected)")
     os.kill(processes(slurm_job_name, "n1", ranks=True)[0], signal.SIGKILL)
     job.until_printed("training\n", times=2)
@@ -78,22 +65,17 @@ def test_torchrun_in_the_batch_script(
     job.until_printed("training\n", times=3)
     assert not set(orphans) & set(processes(slurm_job_name, "n0", ranks=True)), job.story()
     job.until("iteration 20", lambda: 20 in job.result()[0])
-    job.lose_node("n1")
-    try:
-        assert job.until_state("COMPLETED", "FAILED", "PENDING") == "COMPLETED", job.story()
-    finally:
-        slurm.start_node("n1")
+    job.end_without("n1")
     after = job.text().partition("n2 takes the place of n1")[2]
     assert "pp0-tp0-dp2-ep0, pp0-tp0-dp3-ep0 from parity" in after, job.story()
-    assert not difference(job.result(), oracle(tmp_path, 4, ITERATIONS)), job.story()
+    assert not difference(job.result(), uninterrupted(4, ITERATIONS)), job.story()
 
 
 def test_jobs_that_depend_on_one_another_go_on_from_the_disk(
-    slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str
+    slurm: SlurmCluster, uninterrupted: Uninterrupted, tmp_path: Path, slurm_job_name: str
 ) -> None:
     """The second begins when the first was stopped, the third never: the second has finished."""
-    site = {"SPARES": "0", "AFTER_TERM": "stop", "JOB": slurm_job_name}
-    site |= {"RUN_FLAGS": "--lease-seconds 4 --drain-stop-seconds 100"}
+    site = {"AFTER_TERM": "stop", "JOB": slurm_job_name}
     site |= {"SRUN_FLAGS": "--cpu-bind=none --wait=0"}
     jobs: list[SlurmJob] = []
     for number in range(3):
@@ -103,9 +85,8 @@ def test_jobs_that_depend_on_one_another_go_on_from_the_disk(
                 slurm,
                 tmp_path,
                 f"{slurm_job_name}-{number}",
-                nodes=2,
-                iterations=ITERATIONS,
                 iteration_seconds=0.3,
+                run_flags="--lease-seconds 4 --drain-stop-seconds 100",
                 site=site,
                 flags=[*before, "--kill-on-invalid-dep=yes", "--open-mode=append"],
             )
@@ -125,23 +106,19 @@ def test_jobs_that_depend_on_one_another_go_on_from_the_disk(
     assert third.state() == "CANCELLED", third.state()
     second.until_gone(name)
     assert slurm.job_state(follow) == "COMPLETED"
-    assert not difference(second.result(), oracle(tmp_path, 2, ITERATIONS)), second.story()
+    assert not difference(second.result(), uninterrupted(2, ITERATIONS)), second.story()
 
 
 @pytest.mark.skipif(MPICH not in os.environ, reason=f"{MPICH} names no folder of an MPICH")
-def test_worlds_of_mpich(slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str) -> None:
+def test_worlds_of_mpich(submit: Submit, uninterrupted: Uninterrupted, slurm_job_name: str) -> None:
     """Its proxies are steps; a node is lost and rebuilt by the world that follows."""
     prefix = Path(os.environ[MPICH])
-    job = SlurmJob(
-        slurm,
-        tmp_path,
-        slurm_job_name,
+    job = submit(
         nodes=3,
-        iterations=ITERATIONS,
+        spares=1,
         iteration_seconds=0.5,
+        run_flags="--lease-seconds 10 --transport mpi",
         site={
-            "SPARES": "1",
-            "RUN_FLAGS": "--lease-seconds 10 --transport mpi",
             "MPI4PY_MPIABI": "mpich",
             "LD_LIBRARY_PATH": str(prefix / "lib"),
             "PATH": f"{prefix / 'bin'}:{os.environ['PATH']}",
@@ -151,14 +128,10 @@ def test_worlds_of_mpich(slurm: SlurmCluster, tmp_path: Path, slurm_job_name: st
     worlds = [pid for pid in procfs.own_processes() if is_proxy_of(pid, slurm_job_name)]
     assert worlds, job.story()
     job.until("iteration 12", lambda: 12 in job.result()[0])
-    job.lose_node("n1")
-    try:
-        assert job.until_state("COMPLETED", "FAILED", "PENDING") == "COMPLETED", job.story()
-    finally:
-        slurm.start_node("n1")
+    job.end_without("n1")
     after = job.text().partition("n2 takes the place of n1")[2]
     assert "from parity" in after, job.story()
-    assert not difference(job.result(), oracle(tmp_path, 2, ITERATIONS)), job.story()
+    assert not difference(job.result(), uninterrupted(2, ITERATIONS)), job.story()
 
 
 def is_proxy_of(pid: int, job: str) -> bool:

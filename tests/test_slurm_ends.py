@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_ft.launch.virtual import default_root
 from tests import slurm_cluster
-from tests.jobs import Result, difference, oracle
+from tests.jobs import difference
 from tests.slurm_cluster import SlurmCluster
-from tests.slurm_jobs import SlurmJob
+from tests.slurm_jobs import ITERATIONS, Submit, Uninterrupted
 
-ITERATIONS = 40
 FLAGS = "--lease-seconds 4 --drain-stop-seconds 100"
 """A machine that is busy with other tests takes long to start what drains."""
 
@@ -28,23 +25,12 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory, warm_trainers: None) -> Result:
-    return oracle(tmp_path_factory.mktemp("oracle"), 2, ITERATIONS)
-
-
-def submit(cluster: SlurmCluster, folder: Path, name: str, **changes: Any) -> SlurmJob:
-    given = {"nodes": 2, "iterations": ITERATIONS, "iteration_seconds": 0.15}
-    site = {"SPARES": "0", "RUN_FLAGS": FLAGS, **changes.pop("site", {})}
-    return SlurmJob(cluster, folder, name, site=site, **{**given, **changes})
-
-
 @pytest.mark.all_layouts
 def test_the_tasks_of_an_array_continue_one_another_until_usr1(
-    slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str
+    slurm: SlurmCluster, submit: Submit, slurm_job_name: str
 ) -> None:
     """USR1 drains, frees the memory and ends the task, and the rest of the array never begins."""
-    job = submit(slurm, tmp_path, slurm_job_name, iterations=5000, flags=["--array=1-3%1"])
+    job = submit(run_flags=FLAGS, iterations=5000, flags=["--array=1-3%1"])
     job.until_printed("committed (protected)")
     job.tell("TERM", "1")
     job.until_printed("training\n", times=2)
@@ -61,10 +47,10 @@ def test_the_tasks_of_an_array_continue_one_another_until_usr1(
 
 @pytest.mark.all_layouts
 def test_a_requeued_job_adopts_what_no_epilog_removed(
-    slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str, expected: Result
+    slurm: SlurmCluster, submit: Submit, uninterrupted: Uninterrupted, slurm_job_name: str
 ) -> None:
     slurm.frees_memory(False)
-    job = submit(slurm, tmp_path, slurm_job_name)
+    job = submit(run_flags=FLAGS)
     job.until_printed("committed (protected)")
     job.tell("TERM")
     job.until_printed("requeueing job")
@@ -72,29 +58,29 @@ def test_a_requeued_job_adopts_what_no_epilog_removed(
     slurm.frees_memory(True)
     assert job.until_state("COMPLETED", "FAILED") == "COMPLETED", job.story()
     assert "from own memory" in job.text(), job.story()
-    assert not difference(job.result(), expected), job.story()
+    assert not difference(job.result(), uninterrupted(2, ITERATIONS)), job.story()
 
 
 @pytest.mark.all_layouts
 def test_a_job_that_runs_out_of_time_drains_and_goes_on(
-    slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str, expected: Result
+    slurm: SlurmCluster, submit: Submit, uninterrupted: Uninterrupted, slurm_job_name: str
 ) -> None:
     """Slurm warns up to a minute earlier than it was told to."""
     flags = ["--time=3", "--signal=B:TERM@60"]
-    job = submit(slurm, tmp_path, slurm_job_name, flags=flags, iteration_seconds=3.0)
+    job = submit(run_flags=FLAGS, flags=flags, iteration_seconds=3.0)
     job.until_printed("requeueing job")
     assert "the supervisor ended with 13" in job.text(), job.story()
     job.start_now()
     assert job.until_state("COMPLETED", "FAILED") == "COMPLETED", job.story()
-    assert not difference(job.result(), expected), job.story()
+    assert not difference(job.result(), uninterrupted(2, ITERATIONS)), job.story()
 
 
 @pytest.mark.all_layouts
 def test_an_array_ends_when_training_has(
-    slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str, expected: Result
+    slurm: SlurmCluster, submit: Submit, uninterrupted: Uninterrupted, slurm_job_name: str
 ) -> None:
     """The second finishes, so the third never begins."""
-    job = submit(slurm, tmp_path, slurm_job_name, flags=["--array=1-3%1"])
+    job = submit(run_flags=FLAGS, flags=["--array=1-3%1"])
     job.until_printed("committed (protected)")
     job.tell("TERM", "1")
     job.until_printed("the supervisor ended with 0")
@@ -107,16 +93,16 @@ def test_an_array_ends_when_training_has(
     ], job.story()
     assert job.text().count("the supervisor ended with 13") == 1, job.story()
     assert "from disk" in job.text(), job.story()
-    assert not difference(job.result(), expected), job.story()
+    assert not difference(job.result(), uninterrupted(2, ITERATIONS)), job.story()
 
 
 @pytest.mark.all_layouts
 def test_arenas_of_an_older_life_are_refused_after_a_requeue(
-    slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str, expected: Result
+    slurm: SlurmCluster, submit: Submit, uninterrupted: Uninterrupted, slurm_job_name: str
 ) -> None:
     """Three allocations: n0 and n1, n0 and n2, n0 and n1 again with what was left on it."""
     slurm.frees_memory(False)
-    job = submit(slurm, tmp_path, slurm_job_name, iteration_seconds=0.4)
+    job = submit(run_flags=FLAGS, iteration_seconds=0.4)
     try:
         for life, nodes in ((1, "n0,n2"), (2, "n0,n1")):
             job.until_printed("training\n", times=life)
@@ -132,4 +118,4 @@ def test_arenas_of_an_older_life_are_refused_after_a_requeue(
     assert "pp0-tp0-dp1-ep0 from parity, the rest from own memory" in second, job.story()
     assert "n1 takes the place of n2" in third, job.story()
     assert "pp0-tp0-dp1-ep0 from parity, the rest from own memory" in third, job.story()
-    assert not difference(job.result(), expected), job.story()
+    assert not difference(job.result(), uninterrupted(2, ITERATIONS)), job.story()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from megatron_ft.launch.virtual import default_root
 from tests import slurm_cluster
-from tests.jobs import Result, difference, oracle
+from tests.jobs import difference
 from tests.slurm_cluster import SlurmCluster
-from tests.slurm_jobs import SlurmJob
+from tests.slurm_jobs import Submit, Uninterrupted
 
 ITERATIONS = 70
 
@@ -19,25 +17,13 @@ MISSING = slurm_cluster.missing()
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory, warm_trainers: None) -> Result:
-    return oracle(tmp_path_factory.mktemp("oracle"), 2, ITERATIONS)
-
-
 @pytest.mark.timeout(600)
 def test_the_shipped_script_survives_a_trainer_a_node_and_a_requeue(
-    slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str, expected: Result
+    slurm: SlurmCluster, submit: Submit, uninterrupted: Uninterrupted, slurm_job_name: str
 ) -> None:
     """Before the job runs again the site's epilog frees its memory, so it goes on from the disk."""
-    job = SlurmJob(
-        slurm,
-        tmp_path,
-        slurm_job_name,
-        nodes=3,
-        iterations=ITERATIONS,
-        iteration_seconds=0.15,
-        site={"SPARES": "1", "RUN_FLAGS": "--lease-seconds 4 --spare-imports none"},
-    )
+    flags = "--lease-seconds 4 --spare-imports none"
+    job = submit(nodes=3, spares=1, iterations=ITERATIONS, run_flags=flags)
     job.until_printed("committed (protected)")
     job.kill_rank(1)
     job.until_printed("training\n", times=2)
@@ -58,34 +44,27 @@ def test_the_shipped_script_survives_a_trainer_a_node_and_a_requeue(
     sources += ["from disk", "the supervisor ended with 0"]
     found = [text.find(words) for words in sources]
     assert found == sorted(found) and found[0] > 0, (found, job.story())
-    assert not difference(job.result(), expected), job.story()
+    assert not difference(job.result(), uninterrupted(2, ITERATIONS)), job.story()
     assert not (default_root() / slurm_job_name).exists()
 
 
 @pytest.mark.all_layouts
 @pytest.mark.timeout(600)
-def test_a_node_with_several_ranks_is_lost(
-    slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str, warm_trainers: None
-) -> None:
+def test_a_node_with_several_ranks_is_lost(submit: Submit, uninterrupted: Uninterrupted) -> None:
     """Each rank is a step of its own; all shards of the node come back from parity."""
-    job = SlurmJob(
-        slurm,
-        tmp_path,
-        slurm_job_name,
+    job = submit(
         nodes=3,
+        spares=1,
         iterations=ITERATIONS,
         iteration_seconds=0.3,
-        site={"SPARES": "1", "RANKS_PER_NODE": "2", "RUN_FLAGS": "--lease-seconds 6"},
+        run_flags="--lease-seconds 6",
+        site={"RANKS_PER_NODE": "2"},
     )
     job.until_printed("committed (protected)")
     job.kill_rank(2)
     job.until_printed("training\n", times=2)
     job.until_printed("committed (protected)", times=2)
-    job.lose_node("n1")
-    try:
-        assert job.until_state("COMPLETED", "FAILED", "PENDING") == "COMPLETED", job.story()
-    finally:
-        slurm.start_node("n1")
+    job.end_without("n1")
     after = job.text().partition("n2 takes the place of n1")[2]
     assert "pp0-tp0-dp2-ep0, pp0-tp0-dp3-ep0 from parity" in after, job.story()
-    assert not difference(job.result(), oracle(tmp_path, 4, ITERATIONS)), job.story()
+    assert not difference(job.result(), uninterrupted(4, ITERATIONS)), job.story()

@@ -29,8 +29,7 @@ from tests.megatron_jobs import (
     stock,
     train_alone,
 )
-from tests.slurm_cluster import SlurmCluster
-from tests.slurm_jobs import SlurmJob
+from tests.slurm_jobs import Submit
 
 MISSING = slurm_cluster.missing()
 
@@ -52,34 +51,22 @@ def program() -> Program:
 
 
 def test_megatrons_loop_survives_the_loss_of_a_node(
-    slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str, megatron_corpus: Path
+    submit: Submit, tmp_path: Path, megatron_corpus: Path
 ) -> None:
     """A rank is held in mid-iteration until its node dies."""
     trained, trace = program(), tmp_path / "trace"
     words = [sys.executable, *trained.flags(megatron_corpus, trace), *SNAPSHOTS]
     environment = before_script(trained.environment(trace), Path(held.__file__).parent)
-    job = SlurmJob(
-        slurm,
-        tmp_path,
-        slurm_job_name,
+    job = submit(
         nodes=RANKS + 1,
-        iterations=ITERATIONS,
-        iteration_seconds=0.0,
-        site={
-            **environment,
-            "SPARES": "1",
-            "RUN_FLAGS": "--lease-seconds 10",
-            "TRAIN": " ".join(words),
-        },
+        spares=1,
+        run_flags="--lease-seconds 10",
+        site={**environment, "TRAIN": " ".join(words)},
     )
     job.until_printed("committed (protected)")
     before = held.ITERATION - 1
     job.until(f"iteration {before}", lambda: has_reached(trace, before))
-    job.lose_node("n1")
-    try:
-        assert job.until_state("COMPLETED", "FAILED", "PENDING") == "COMPLETED", job.story()
-    finally:
-        slurm.start_node("n1")
+    job.end_without("n1")
     assert "n2 takes the place of n1" in job.text() and "from parity" in job.text(), job.story()
     train_alone(trained, megatron_corpus, tmp_path / "alone")
     found = compare_runs(trace, tmp_path / "alone", RANKS, ITERATIONS)
