@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from collections.abc import Sequence
 from contextlib import suppress
 
 NICENESS = 10
@@ -17,13 +18,23 @@ _WHO_PROCESS = 1
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 
 
+def started_low(command: Sequence[str]) -> list[str]:
+    """The command with the CPU priority of background work from its first instruction.
+
+    Python and what it imports take longer than many a drain; nice(1) is there before both.
+    """
+    return ["nice", "-n", str(NICENESS), *command]
+
+
 def lower_priority() -> None:
     """Lower this thread's CPU and I/O priority, and that of all that it will start.
 
-    Called before threads exist it is the process's.  What cannot be lowered stays as it is.
+    Called before threads exist it is the process's.  What cannot be lowered stays as it is,
+    and so does a priority that is lower already.
     """
     with suppress(OSError):
-        os.nice(NICENESS)
+        lower = max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0))
+        os.setpriority(os.PRIO_PROCESS, 0, lower)
     call = _IOPRIO_SET.get(platform.machine())
     if call is not None:
         # A scheduler that knows no classes ignores it, and nothing depends on it.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -20,8 +22,12 @@ from megatron_ft.affinity import BACKGROUND_CPUS, bind_to_background_cpus, parse
 from megatron_ft.arena.numa import home_node, machine_nodes, node_of_process, preferring
 from megatron_ft.capture.quiet import QuietWindows
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.errors import ConfigError
+from megatron_ft.errors import ConfigError, DrainError
+from megatron_ft.launch.drain_processes import DrainProcesses
+from megatron_ft.launch.launcher import Launcher
+from megatron_ft.launch.spec import JobSpec
 from megatron_ft.pace import Pace
+from megatron_ft.priority import started_low
 from megatron_ft.traffic.gate import MOST_HELD_SECONDS, QuietGate
 from megatron_ft.traffic.word import MOST_SECONDS, SLOTS, QuietWord, open_word
 
@@ -248,13 +254,45 @@ def test_every_thread_has_the_low_priority_and_its_cpus() -> None:
     try:
         assert int(child.stdout.readline()) >= 2
         tasks = [int(name) for name in os.listdir(f"/proc/{child.pid}/task")]
-        nice = os.getpriority(os.PRIO_PROCESS, 0) + 10
+        nice = max(os.getpriority(os.PRIO_PROCESS, 0), 10)
         assert len(tasks) >= 2
-        assert {nice_of(child.pid, task) for task in tasks} == {min(nice, 19)}
+        assert {nice_of(child.pid, task) for task in tasks} == {nice}
         assert {io_class(task) for task in tasks} == {3}
         assert all(os.sched_getaffinity(task) == {cpu} for task in tasks)
     finally:
         child.communicate(timeout=30)
+
+
+def test_background_work_has_its_priority_from_its_start() -> None:
+    """And calling it low once more does not lower it further."""
+    shows = "from os import nice; print(nice(0)); from megatron_ft.priority import lower_priority; "
+    command = [sys.executable, "-c", shows + "lower_priority(); print(nice(0))"]
+    said = subprocess.run(started_low(command), capture_output=True, check=True, timeout=30)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert said.stdout.split() == [str(min(own + 10, 19)).encode()] * 2
+
+
+@pytest.mark.parametrize("step", ["write", "export", "load"])
+def test_only_the_step_that_training_waits_for_has_trainings_priority(
+    step: str, tmp_path: Path
+) -> None:
+    started: list[Sequence[str]] = []
+
+    class Refusing:
+        """A launcher, and a plan, that get no further than the command."""
+
+        def start(self, node: str, argv: Sequence[str], *_: object) -> None:
+            started.append(argv)
+            raise DrainError("enough")
+
+        def to_json(self) -> str:
+            return "{}"
+
+    spec = JobSpec(name="quiet", command=("true",), nodes=4, log_dir=tmp_path)
+    processes = DrainProcesses(cast(Launcher, Refusing()), spec)
+    with pytest.raises(DrainError, match="enough"):
+        asyncio.run(processes.run(step, {"node0": Refusing()}))
+    assert (started[0][0] == "nice") == (step != "load")
 
 
 def nice_of(pid: int, task: int) -> int:

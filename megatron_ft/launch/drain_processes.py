@@ -14,10 +14,14 @@ from megatron_ft.launch.fleet import last_lines
 from megatron_ft.launch.launcher import Launcher, ProcessHandle
 from megatron_ft.launch.outer_launcher import base_environment
 from megatron_ft.launch.spec import JobSpec
+from megatron_ft.priority import started_low
 
 STEP_TIMEOUT_SECONDS = 3600.0
 MODULES = {"load": "megatron_ft.disk.load", "export": "megatron_ft.export.drained"}
 """Which module does a step, where it is not disk/drain.py."""
+
+AWAITED = {"load"}
+"""Steps that training waits for; all others are background work."""
 
 ENVIRONMENTS = {"export": {"CUDA_VISIBLE_DEVICES": ""}}
 """A step that imports a framework must not take memory of the GPUs that train."""
@@ -58,6 +62,7 @@ class DrainProcesses:
             for node, plan in plans.items():
                 module = MODULES.get(step, "megatron_ft.disk.drain")
                 argv = [sys.executable, "-m", module, step, plan.to_json()]
+                argv = argv if step in AWAITED else started_low(argv)
                 log = self._log_of(node)
                 environment = {**base_environment(), **ENVIRONMENTS.get(step, {})}
                 environment |= self._spec.background_variables

@@ -136,7 +136,9 @@ class ChaosCluster(VirtualCluster):
             return super().start(node, argv, env, log_path, stdin)
         self._require([node])
         self.node_dir(node).mkdir(mode=0o700, exist_ok=True)
-        child = start_at(self._warm, argv[1:], self._marked(node, env), log_path, stdin or b"")
+        child = start_at(
+            self._warm, python_words(argv), self._marked(node, env), log_path, stdin or b""
+        )
         process = LocalProcess(node, child.pid, child)  # type: ignore[arg-type]
         self._end_if_lost([node], process)
         child.go()
@@ -148,10 +150,17 @@ TRAINING_MODULE = "megatron_ft.testing.chaos.training"
 
 def role_of_command(argv: Sequence[str]) -> str:
     """What a process of a job is, by the command that the supervisor starts it with."""
-    module = argv[2] if list(argv[1:2]) == ["-m"] else ""
+    words = python_words(argv)
+    module = words[1] if words[:1] == ["-m"] else ""
     if module == "megatron_ft.smp":
         return "smp"
     return "drain" if module.startswith(("megatron_ft.disk.", "megatron_ft.export.")) else "trainer"
+
+
+def python_words(argv: Sequence[str]) -> list[str]:
+    """What Python is given; what starts it with another priority is left out."""
+    words = list(argv)
+    return words[words.index(sys.executable) + 1 :] if sys.executable in words else words[1:]
 
 
 class EventFile:
