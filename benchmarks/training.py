@@ -17,7 +17,7 @@ import msgspec
 
 from benchmarks.program import Plan
 from benchmarks.table import Row
-from megatron_ft.launch.trainer_env import free_port
+from megatron_ft.launch.ports import free_port
 
 LIMIT_SECONDS = 900.0
 SPARE_CORES = 4

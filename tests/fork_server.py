@@ -14,7 +14,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NoReturn
+
+from megatron_ft.launch.ports import free_port
 
 PR_SET_PDEATHSIG = 1
 GRACE_SECONDS = 5.0
@@ -96,12 +97,6 @@ class ForkServer:
         self._process.stdout.close()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _serve(preload: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -119,7 +114,7 @@ def _serve(preload: str) -> None:
 
 
 def _run(request: Request) -> dict[str, object]:
-    started, port = time.monotonic(), _free_port()
+    started, port = time.monotonic(), free_port()
     sys.stdout.flush()
     sys.stderr.flush()
     ranks = {_fork(request, rank, port): rank for rank in range(request.ranks)}

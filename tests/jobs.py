@@ -18,11 +18,11 @@ from megatron_ft.coordinator.timing import Timing
 from megatron_ft.environment import TREE
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.launch.job_state import JobState
+from megatron_ft.launch.ports import free_port
 from megatron_ft.launch.process import LocalProcess
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.stop import Stop
 from megatron_ft.launch.supervisor import Supervisor
-from megatron_ft.launch.trainer_env import free_port
 from megatron_ft.launch.virtual import VirtualCluster
 from megatron_ft.launch.virtual_network import HOST
 from megatron_ft.testing.network import NodeNetwork

@@ -13,10 +13,11 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from megatron_ft.launch import procfs
+from megatron_ft.launch.ports import free_port
 
 PROGRAMS = (
     "munged",
@@ -140,12 +141,12 @@ class SlurmCluster:
         yield f"--socket={self.folder}/munge.socket"
 
     def _write_config(self) -> None:
-        ports = _free_ports(len(self.names) + 1)
+        controller, *ports = _different_ports(len(self.names) + 1)
         host = socket.gethostname().split(".")[0]
         nodes = [
             f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=16 "
             f"RealMemory={NODE_MEMORY_MIB}"
-            for name, port in zip(self.names, ports[1:], strict=True)
+            for name, port in zip(self.names, ports, strict=True)
         ]
         if self.cgroups:
             (self.folder / "cgroup.conf").write_text(_CGROUPS)
@@ -153,7 +154,7 @@ class SlurmCluster:
             _CONFIG.format(
                 host=host,
                 folder=self.folder,
-                ctld_port=ports[0],
+                ctld_port=controller,
                 timeout=NODE_TIMEOUT_SECONDS,
                 epilog=self.folder / "epilog",
                 nodes="\n".join(nodes),
@@ -266,12 +267,8 @@ class SlurmCluster:
             time.sleep(0.05)
 
 
-def _free_ports(count: int) -> Sequence[int]:
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
+def _different_ports(count: int) -> list[int]:
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
+    return list(ports)

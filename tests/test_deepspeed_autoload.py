@@ -47,7 +47,7 @@ engine.load_checkpoint("nowhere")
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_key_alone_is_enough(launcher: str, tmp_path: Path) -> None:
     """What follows needs an SMP: outside a job its absence is said, with what to do."""
-    from megatron_ft.launch.trainer_env import free_port
+    from megatron_ft.launch.ports import free_port
 
     script, config = tmp_path / "train.py", tmp_path / "ds.json"
     script.write_text(_SCRIPT)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.launch.trainer_env import TrainerPlace, free_port
+from megatron_ft.launch.trainer_env import TrainerPlace
 
 
 def environment(
@@ -52,8 +50,3 @@ def test_base_is_kept_and_an_outer_place_does_not_mislead() -> None:
 def test_a_rank_out_of_range_is_refused(node: int, local: int) -> None:
     with pytest.raises(ValueError, match="not within 2 nodes"):
         environment({}, node, local, 2, 3)
-
-
-def test_free_port_can_be_bound() -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", free_port()))

@@ -20,7 +20,7 @@ import msgspec
 
 from benchmarks.peers.catalogue import DLROVER, SUPERVISED, WAYS
 from benchmarks.peers.rank import FLUSHED, LOADS, SAVED, Plan
-from megatron_ft.launch.trainer_env import free_port
+from megatron_ft.launch.ports import free_port
 
 RANKS = 2
 JOB_SECONDS = 240.0

@@ -27,9 +27,10 @@ from megatron_ft.launch.launcher import (
     ProcessHandle,
 )
 from megatron_ft.launch.outer_launcher import base_environment
+from megatron_ft.launch.ports import free_port
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.startup import before_script
-from megatron_ft.launch.trainer_env import TrainerPlace, free_port
+from megatron_ft.launch.trainer_env import TrainerPlace
 from megatron_ft.launch.world_starter import WorldStarter
 from megatron_ft.smp.__main__ import Ready
 from megatron_ft.smp.daemon import Credentials

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -90,14 +89,3 @@ class TrainerPlace:
             "PET_MASTER_PORT": str(self.master_port),
             "PET_MAX_RESTARTS": "0",
         }
-
-
-def free_port(address: str = "127.0.0.1") -> int:
-    """A TCP port that was free on ``address`` just now; somebody else may take it meanwhile.
-
-    Ask for a new one at every start: the old one may linger in TIME_WAIT.
-    """
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-        return port
