@@ -12,6 +12,30 @@ from megatron_ft.smp.scrub import Scrub
 from tests.smp_node import create, run, snapshot
 
 
+class RemovesWhatFollows(Scrub):
+    """While it reads one shard, a recovery removes all others from the node."""
+
+    async def _slot(self, shard_id: str, slot: int) -> bool:
+        self._host.store.keep_only([shard_id], self._host.machine)
+        return await super()._slot(shard_id, slot)
+
+
+def test_a_shard_that_a_recovery_removes_meanwhile_is_passed_over(tmp_path: Path) -> None:
+    host = NodeHost(ProcessEnvironment("job", "node0", tmp_path, 1), uuid.UUID(int=7))
+    for name in ("dp0", "dp1"):
+        arena = host.store.allocate(create(name))
+        assert arena is not None
+        host.store.enter(arena, host.machine)
+    host.scrub_percent = 1.0
+    scrub = RemovesWhatFollows(host)
+    try:
+        run(scrub._pass())
+        assert list(host.machine.shards) == ["dp0"]
+    finally:
+        scrub.close()
+        host.store.remove()
+
+
 def test_arenas_that_the_last_request_removed_are_nothing_to_read(tmp_path: Path) -> None:
     """The store removes them at once; what the machine knows of slots stays to the end."""
     host = NodeHost(ProcessEnvironment("job", "node0", tmp_path, 1), uuid.UUID(int=7))

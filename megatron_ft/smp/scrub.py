@@ -67,17 +67,21 @@ class Scrub:
 
     async def _pass(self) -> None:
         """Everything that is committed now, once."""
-        whole = bool(self._host.machine.shards)
-        for shard_id in sorted(self._host.machine.shards):
-            for slot in range(len(self._host.machine.shards[shard_id].slots)):
+        shards = self._host.machine.shards
+        whole = bool(shards)
+        for shard_id in sorted(shards):
+            # A recovery may have removed it while another one was read.
+            there = shards.get(shard_id)
+            for slot in range(0 if there is None else len(there.slots)):
                 if self._host.scrub_percent <= 0:
                     return
                 whole &= await self._slot(shard_id, slot)
-            # Its records are few and small, so they are looked at in every pass.
-            await self._records(shard_id)
+            if shard_id in shards:
+                # Its records are few and small, so they are looked at in every pass.
+                await self._records(shard_id)
         if whole and self._next:
             self._host.count_scrub(passes=1)
-        self._next = {k: at for k, at in self._next.items() if k[0] in self._host.machine.shards}
+        self._next = {k: at for k, at in self._next.items() if k[0] in shards}
 
     async def _records(self, shard_id: str) -> None:
         damaged = await self._host.mend_records(shard_id)
