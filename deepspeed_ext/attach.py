@@ -16,10 +16,17 @@ from deepspeed_ext.unsupported import refusals
 from megatron_ft import job_choice
 from megatron_ft.config import SnapshotConfig, Source, environment_source, resolve
 from megatron_ft.errors import ConfigError
+from megatron_ft.fewer_ranks import SHRINK
 from megatron_ft.json_section import SECTION, Section, read_section
 from megatron_ft.wrapping import Function
 
 _RUN = "_inmem_snapshot_run"
+_CANNOT_SHRINK = (
+    "on_no_spare shrink: DeepSpeed's files load into another number of ranks only after "
+    "ds_to_universal, which is not done here; take stop, or hold under Slurm, and spares. By hand: "
+    "let the job stop (code 11), run ds_to_universal on its export, start it with fewer nodes and "
+    "load_universal"
+)
 _WITHOUT_SECTION = Section(True, Source({}, str), {})
 
 
@@ -66,6 +73,8 @@ def _checked(engine: Any, section: Section) -> SnapshotConfig:
         section.source, "reads only a JSON file that the command names"
     )
     config = resolve(section.source, environment_source())
+    if config.on_no_spare == SHRINK:
+        problems.append(_CANNOT_SHRINK)
     if problems:
         lines = "".join(f"\n  {line}" for line in problems)
         raise ConfigError(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.errors import ConfigError
+from megatron_ft.fewer_ranks import HOLD, SHRINK, STOP
 from megatron_ft.setting import (
     AUTO,
     CPUS,
@@ -296,6 +297,16 @@ class SnapshotConfig:
         unit="percent",
         job=True,
     )
+    on_no_spare: str = _setting(
+        WORD,
+        STOP,
+        "When a node is lost and no spare is left, what memory can serve is drained; then stop, "
+        "hold memory until a Slurm job of its own has brought a host, or shrink: go on with fewer "
+        "data-parallel ranks from an export in drain_export_dir.",
+        allowed="stop, hold or shrink",
+        accepts=lambda v: v in (STOP, HOLD, SHRINK),
+        job=True,
+    )
     export_on_failure: Path | None = _setting(
         FOLDER,
         None,
@@ -337,6 +348,11 @@ class SnapshotConfig:
 
     def _without_effect(self) -> list[str]:
         """Settings of a drain without folder or interval: whoever gave them expects files."""
+        if self.on_no_spare == SHRINK and None in (self.drain_dir, self.drain_export_dir):
+            return [
+                "on_no_spare is shrink, which goes on from an export: give drain_dir, "
+                "drain_interval and drain_export_dir, the folder that the training command loads"
+            ]
         if self.drain_dir is not None:
             never = f"drain_dir is {self.drain_dir}, but drain_interval is 0: nothing is written"
             return [] if self.drain_interval else [f"{never}; give both"]

@@ -118,6 +118,7 @@ class Job:
     on_hang: str = "restart"
     hang: HangSettings = field(default_factory=HangSettings)
     export_on_failure: Path | None = None
+    on_no_spare: str = "stop"
     root: Path | None = None
     networked: bool = False
     """Whether every node has a network of its own, to be cut."""
@@ -183,6 +184,7 @@ class Job:
             on_hang=self.on_hang,
             hang=self.hang,
             export_on_failure=self.export_on_failure,
+            on_no_spare=self.on_no_spare,
         )
 
     def run(self, *faults: tuple[int, Fault]) -> None:

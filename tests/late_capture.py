@@ -27,6 +27,7 @@ from megatron_ft.capture.cpu import CpuCopier
 from megatron_ft.capture.manager import SnapshotManager
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.erasure.stripes import RankPlace
+from megatron_ft.fewer_ranks import RankRule
 
 SAVE_AT, SAVE_TO, LOAD_FROM = "TEST_SAVE_AT", "TEST_SAVE_TO", "TEST_LOAD_FROM"
 SCHEME, RANKS_PER_NODE = "TEST_SCHEME", "TEST_RANKS_PER_NODE"
@@ -48,7 +49,12 @@ class ArenaClient(FakeSmp):
             self.offer = Offer(arena_path(source, self.shard_id), SLOT, record)
 
     def prepare(
-        self, layout_hash: bytes, required_bytes: int, interval: int, timeout: float = 0.0
+        self,
+        layout_hash: bytes,
+        required_bytes: int,
+        interval: int,
+        timeout: float = 0.0,
+        rank_rule: RankRule | None = None,
     ) -> Path:
         """Agree with all ranks on the stripes, then make the arena."""
         every: list[Any] = [None] * torch.distributed.get_world_size()

@@ -64,11 +64,13 @@ def stock(checkout: Path) -> Program:
     return Program((str(checkout / stock_script.SCRIPT),), checkout, stock=True)
 
 
-def train_alone(program: Program, corpus: Path, trace: Path, *flags: str) -> None:
+def train_alone(
+    program: Program, corpus: Path, trace: Path, *flags: str, ranks: int = RANKS
+) -> None:
     """Train to the end under torchrun, with none of our processes and more of Megatron's flags."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [*command, f"--nproc-per-node={RANKS}", *program.flags(corpus, trace), *flags],
+        [*command, f"--nproc-per-node={ranks}", *program.flags(corpus, trace), *flags],
         env={**os.environ, **program.environment(trace)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

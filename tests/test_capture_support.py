@@ -17,6 +17,7 @@ from megatron_ft.capture.copier import CopyItem, ShouldStop
 from megatron_ft.capture.cpu import CpuCopier
 from megatron_ft.capture.manager import SnapshotManager
 from megatron_ft.config import SnapshotConfig
+from megatron_ft.fewer_ranks import RankRule
 from megatron_ft.identity import Ancestor, SealedRecord, SnapshotId
 
 WAIT = 20.0
@@ -68,7 +69,12 @@ class FakeSmp:
         return self.offer
 
     def prepare(
-        self, layout_hash: bytes, required_bytes: int, interval: int, timeout: float = 0.0
+        self,
+        layout_hash: bytes,
+        required_bytes: int,
+        interval: int,
+        timeout: float = 0.0,
+        rank_rule: RankRule | None = None,
     ) -> Path:
         """Make the arena, or keep the one that is there."""
         self.required = required_bytes

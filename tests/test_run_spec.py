@@ -28,7 +28,7 @@ GIVEN = {
     "--scrub-percent": "2.5",
     "--transport": "tcp",
     "--quarantine-iterations": "21",
-    "--checkpoint-dir": "/data/checkpoints",
+    "--checkpoint-dir": "/data/exports",
     "--slots": "3",
     "--protect": "rs:2+1",
     "--lease-seconds": "17.0",
@@ -42,6 +42,7 @@ GIVEN = {
     "--hang-factor": "3.0",
     "--straggler-percent": "8.0",
     "--export-on-failure": "/data/failed",
+    "--on-no-spare": "shrink",
 }
 SAME_NAME = {f.name for f in fields(SnapshotConfig)} & {f.name for f in fields(JobSpec)}
 

@@ -73,7 +73,7 @@ class Batch:
 
 @pytest.mark.parametrize("name", ["AFTER_TERM", "ON_NO_SPARE"])
 def test_a_policy_that_does_not_exist_is_refused(tmp_path: Path, name: str) -> None:
-    batch = Batch(tmp_path, 0, **{name: "shrink"})
+    batch = Batch(tmp_path, 0, **{name: "grow"})
     assert batch.start().wait(60) == 2
     assert not batch.did("begun")
 
@@ -108,6 +108,7 @@ ARRAY = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
         (10, {}, False),
         (11, {}, True),
         (11, {"ON_NO_SPARE": "hold"}, True),
+        (11, {"ON_NO_SPARE": "shrink"}, True),
         (11, {"ON_NO_SPARE": "stop"}, False),
         (12, {}, False),
         (13, {}, True),
@@ -123,7 +124,8 @@ def test_what_follows_from_an_exit_code(
     assert batch.start().wait(60) == code
     assert batch.did("scontrol requeue 9") == requeued
     assert batch.did("rm -rf") == (code != 0), "memory of a job that ends is freed"
-    assert batch.did("--on-no-spare hold") == (settings.get("ON_NO_SPARE") == "hold")
+    policy = settings.get("ON_NO_SPARE", "")
+    assert batch.did(f"--on-no-spare {policy if policy in ('hold', 'shrink') else 'stop'} ")
     assert batch.did("scancel --me --name=megatron-ft-host-of-9")
     assert not batch.did("--state=PENDING")
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from megatron_ft.fewer_ranks import RankRule
 from megatron_ft.identity import SealedRecord, SnapshotId
 
 OutcomeCallback = Callable[[SnapshotId, str], None]
@@ -48,7 +49,12 @@ class SnapshotClient(Protocol):
         """Introduce the trainer; the answer is a snapshot to load, or None."""
 
     def prepare(
-        self, layout_hash: bytes, required_bytes: int, interval: int, timeout: float = ...
+        self,
+        layout_hash: bytes,
+        required_bytes: int,
+        interval: int,
+        timeout: float = ...,
+        rank_rule: RankRule | None = ...,
     ) -> Path:
         """Ask for an arena; returns its path when those of all ranks exist."""
 

@@ -30,6 +30,7 @@ from megatron_ft.capture.turn import Turn, turn
 from megatron_ft.capture.warner import Warner
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.environment import ProcessEnvironment
+from megatron_ft.fewer_ranks import RankRule
 from megatron_ft.identity import shard_id as make_shard_id
 from megatron_ft.shard_meta import pack_meta
 from megatron_ft.smp.client import TrainerClient
@@ -75,6 +76,7 @@ class SnapshotManager:
         world_size: int | None = None,
         coordinates: tuple[int, ...] = (),
         replicated: Mapping[str, Any] | None = None,
+        rank_rule: RankRule | None = None,
         client: SnapshotClient | None = None,
         copier: Copier | None = None,
     ) -> None:
@@ -86,6 +88,7 @@ class SnapshotManager:
         of tensor names to the process group whose ranks hold the same bits: each rank
         captures a part of the large ones, and a restore gives every rank the same whole.
         Leave out what is only nearly equal, or restored ranks continue from a mixture.
+        ``rank_rule`` says with how many ranks the program could go on from a checkpoint.
         Raises NotUnderSupervisorError outside ``megatron-ft run`` unless ``client`` is given.
         """
         self.config = config or SnapshotConfig.from_env()
@@ -96,7 +99,7 @@ class SnapshotManager:
         self.watch = TrainerWatch(None, self.rank) if client else _watch(self)
         self._client = client or _connect(self.rank)
         self._copier = copier
-        self._replicated = replicated
+        self._replicated, self._rank_rule = replicated, rank_rule
         self._warn = Warner(logger)
         self._fence = Fence(self.config.fence_timeout_seconds, self.stats)
         self._offered = OfferedSnapshot(self._client, self.shard_id, coordinates, self.world_size)
@@ -165,6 +168,7 @@ class SnapshotManager:
             digest.required_bytes(layout.tensor_bytes, capacity, PLANNING_BLOCK_BYTES),
             self.config.fixed_interval,
             timeout=self.config.register_timeout_seconds,
+            rank_rule=self._rank_rule,
         )
         copier = self._copier or choose_copier(adapted, self.config.copy_piece_bytes)
         captures.engine = CaptureEngine(

@@ -94,7 +94,9 @@ async def examine(
     root = settings.arena_dir or default_root()
     logs = state_folder(name, arguments.log_dir or arguments.state_dir)
     own = argparse.Namespace(**{**vars(arguments), "job": name})
-    place = run_place.place_of(own, root, logs, agent_place.meeting_folder(arguments))
+    place = run_place.place_of(
+        own, root, logs, agent_place.meeting_folder(arguments), settings.on_no_spare
+    )
     request = ProbeRequest(
         token=f".{name}",
         arena_root=str(root),

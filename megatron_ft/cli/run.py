@@ -38,6 +38,7 @@ from megatron_ft.errors import (
     RestartBudgetError,
     UnrecoverableError,
 )
+from megatron_ft.fewer_ranks import SHRINK
 from megatron_ft.flags import argument_type, help_of
 from megatron_ft.launch import job_settings, torchrun
 from megatron_ft.launch.job_state import JobState, state_folder
@@ -130,7 +131,7 @@ def main(arguments: argparse.Namespace) -> int:
         return code
     notes = state_folder(arguments.job, arguments.state_dir)
     meeting = agent_place.meeting_folder(arguments)
-    place = run_place.place_of(arguments, settings.arena_dir, notes, meeting)
+    place = run_place.place_of(arguments, settings.arena_dir, notes, meeting, settings.on_no_spare)
     code = 1
     try:
         code = _supervise(arguments, command, settings, place)
@@ -200,7 +201,8 @@ def spec_from(
     sense."""
     settle_ranks(arguments, command)
     lease, source = settings.lease_seconds, arguments.failure_domains
-    torchrun.check(command, place.nodes, arguments.ranks_per_node)
+    shrinks = settings.on_no_spare == SHRINK
+    torchrun.check(command, place.nodes, arguments.ranks_per_node, fewer=shrinks)
     return JobSpec(
         name=arguments.job,
         command=tuple(command),
@@ -210,7 +212,7 @@ def spec_from(
         trainer_per_node=arguments.trainer_per_node,
         scheme=Scheme.parse(settings.protect),
         sizes=Sizes(block_bytes=65536, slot_count=settings.slots, crc=isal.available()),
-        checkpoint_dir=settings.checkpoint_dir,
+        checkpoint_dir=settings.checkpoint_dir or (settings.drain_export_dir if shrinks else None),
         from_scratch=arguments.from_scratch,
         restore_from=arguments.restore_from,
         log_dir=arguments.log_dir or state_folder(arguments.job, arguments.state_dir) / "logs",
@@ -237,6 +239,7 @@ def spec_from(
         ),
         straggler_percent=settings.straggler_percent,
         export_on_failure=settings.export_on_failure,
+        on_no_spare=settings.on_no_spare,
         transport=settings.transport,
         domains=read_domains(source, place.launcher.nodes()) if source else {},
         # Virtual nodes share this machine's memory for files.

@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_ft.cli import agent_place
 from megatron_ft.cli.agent_place import HOSTFILE, NODES
 from megatron_ft.errors import ConfigError
+from megatron_ft.fewer_ranks import HOLD, STOP
 from megatron_ft.launch.launcher import HostSource, Launcher
 from megatron_ft.launch.slurm.allocation import Allocation
 from megatron_ft.launch.slurm.launcher import SlurmLauncher
@@ -18,7 +19,6 @@ from megatron_ft.launch.slurm.replacement import ReplacementHosts
 from megatron_ft.launch.virtual import VirtualCluster, default_root
 
 VIRTUAL, SLURM = "virtual", "slurm"
-STOP, HOLD = "stop", "hold"
 VIRTUAL_NODES = 4
 HOLD_SECONDS = 600.0
 
@@ -62,14 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="more flags for each srun, as one word: --srun-flags='--container-image=...'",
     )
     parser.add_argument(
-        "--on-no-spare",
-        choices=(STOP, HOLD),
-        default=STOP,
-        help="when a node is lost and no spare is left, what memory can serve is drained; then "
-        "stop, or hold memory until a Slurm job of its own has brought a replacement host "
-        "(default: %(default)s)",
-    )
-    parser.add_argument(
         "--hold-seconds",
         type=float,
         default=HOLD_SECONDS,
@@ -85,17 +77,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def place_of(
-    arguments: argparse.Namespace, root: Path | None, state_folder: Path, meeting_folder: Path
+    arguments: argparse.Namespace,
+    root: Path | None,
+    state_folder: Path,
+    meeting_folder: Path,
+    on_no_spare: str = STOP,
 ) -> RunPlace:
     """What the flags ask for; ``root`` is the folder of all jobs' arenas, None: the usual one.
 
-    Agents meet the supervisor in ``meeting_folder``.  ConfigError for flags that do not fit the
-    place.
+    Agents meet the supervisor in ``meeting_folder``; ``on_no_spare`` is the job's setting.
+    ConfigError for flags that do not fit the place.
     """
-    root = root or default_root()
+    root, hold = root or default_root(), on_no_spare == HOLD
     if arguments.launcher == SLURM:
-        return _slurm(arguments, root, state_folder)
-    _refuse_slurms(arguments)
+        return _slurm(arguments, root, state_folder, hold)
+    _refuse_slurms(arguments, hold)
     if arguments.launcher in (NODES, HOSTFILE):
         return _with_agents(arguments, root, meeting_folder)
     nodes: int = VIRTUAL_NODES if arguments.nodes is None else arguments.nodes
@@ -108,11 +104,11 @@ def place_of(
     return RunPlace(cluster, nodes, 0.0, lambda: None, cluster.destroy, hint)
 
 
-def _refuse_slurms(arguments: argparse.Namespace) -> None:
+def _refuse_slurms(arguments: argparse.Namespace, hold: bool) -> None:
     given = {
         "--srun-flags": arguments.srun_flags,
         "--sbatch-flags": arguments.sbatch_flags,
-        "--on-no-spare hold": arguments.on_no_spare == HOLD,
+        "--on-no-spare hold": hold,
     }
     for flag in (name for name, value in given.items() if value):
         raise ConfigError(f"{flag} needs --launcher slurm")
@@ -125,7 +121,7 @@ def _with_agents(arguments: argparse.Namespace, root: Path, meeting_folder: Path
     return RunPlace(place.launcher, place.nodes, 0.0, clean, clean, hint, leave=place.leave)
 
 
-def _slurm(arguments: argparse.Namespace, root: Path, state_folder: Path) -> RunPlace:
+def _slurm(arguments: argparse.Namespace, root: Path, state_folder: Path, hold: bool) -> RunPlace:
     allocation = Allocation.from_environment()
     there = len(allocation.names)
     nodes: int = there - arguments.spares if arguments.nodes is None else arguments.nodes
@@ -150,5 +146,5 @@ def _slurm(arguments: argparse.Namespace, root: Path, state_folder: Path) -> Run
         launcher.clean()
         hosts.end()
 
-    held = hosts if arguments.on_no_spare == HOLD else None
+    held = hosts if hold else None
     return RunPlace(launcher, nodes, allocation.seconds_left(), clean, clean, hint, hosts=held)

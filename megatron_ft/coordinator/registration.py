@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_ft.coordinator.coordinator import Coordinator
@@ -12,6 +12,7 @@ from megatron_ft.erasure.domains import Domains, domain_of
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.erasure.stripes import RankPlace, plan_stripes
 from megatron_ft.errors import ConfigError, ControlPlaneError, LayoutMismatchError, MegatronFTError
+from megatron_ft.fewer_ranks import RankRule
 from megatron_ft.identity import Ancestor, Seat
 from megatron_ft.recovery.decide import StripeState
 from megatron_ft.smp import messages as m
@@ -75,6 +76,21 @@ class Roll:
             raise ConfigError(f"ranks have different snapshot intervals: {sorted(intervals)}")
         return intervals.pop()
 
+    def rank_rule(self, needed: bool) -> RankRule | None:
+        """With how many ranks the command could go on, as they all say; None if with no others.
+
+        ConfigError if it is ``needed`` and there is none, or they differ.
+        """
+        rules = {prepare.rank_rule for prepare in self.layouts.values()}
+        rule = rules.pop() if len(rules) == 1 else None
+        if needed and rule is None:
+            raise ConfigError(
+                "--on-no-spare shrink: this program does not say with how many ranks it could go "
+                "on; Megatron-LM under --inmem-snapshot does, DeepSpeed and plain PyTorch do not. "
+                "Take --on-no-spare stop, or hold under Slurm, and spares"
+            )
+        return rule
+
 
 async def wait_for_all(roll: Roll, timeout: float) -> None:
     """Wait until every rank has registered; ControlPlaneError names those that have not."""
@@ -123,6 +139,14 @@ def new_stripes(
     )
 
 
+async def refuse_trainers(
+    coordinator: Coordinator, nodes: Iterable[str], error: MegatronFTError
+) -> None:
+    """Have the trainers that wait for their arenas on these nodes end with this error."""
+    refusal = m.ArenasReady(coordinator.incarnation, type(error).__name__, str(error))
+    await coordinator.ask_all({node: refusal for node in nodes})
+
+
 async def make_arenas(
     coordinator: Coordinator,
     stripes: Sequence[StripeState],
@@ -149,7 +173,6 @@ async def make_arenas(
     try:
         await asyncio.gather(*(make(node) for node in nodes))
     except MegatronFTError as error:
-        refusal = m.ArenasReady(incarnation, type(error).__name__, str(error))
-        await coordinator.ask_all({node: refusal for node in nodes})
+        await refuse_trainers(coordinator, nodes, error)
         raise
     await coordinator.ask_all({node: m.ArenasReady(incarnation) for node in nodes})

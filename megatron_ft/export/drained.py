@@ -47,6 +47,9 @@ def export(plan: DrainPlan) -> None:
         folder = writer.folder_of(directory, plan.iteration)
         if folder.exists():
             log.info("%s is there already", folder)
+            if folder.name in _read(directory).get(plan.job, []):
+                # One that appeared is whole, but this may have been cut off before the next line.
+                writer.announce(directory, plan.iteration)
             return
         # First, so that one that is cut off is known to be ours.
         _note(directory, plan.job, folder.name)

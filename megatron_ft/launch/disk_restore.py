@@ -73,7 +73,7 @@ class DiskRestores:
         if reason_against_own(quarantine, own):
             own = None
         wanted = Wanted(
-            shard_count=self._spec.world_size,
+            shard_count=(len(record.active) or self._spec.nodes) * self._spec.ranks_per_node,
             lineage=record.lineage,
             newer_than=memory.snapshot,
             own_iteration=-1 if own is None else iteration_of(own),

@@ -20,11 +20,9 @@ class Distrust:
     ``near`` is the number of iterations after a restore within which a failure counts.
     """
 
-    def __init__(
-        self, state: JobState, coordinator: Coordinator, world_size: int, near: int
-    ) -> None:
+    def __init__(self, state: JobState, coordinator: Coordinator, near: int) -> None:
         self._state, self._coordinator = state, coordinator
-        self._world_size, self._near = world_size, near
+        self._ranks, self._near = 0, near
         self._start: Decision | None = None
         self._restored: set[str] = set()
         coordinator.listeners.append(self._note_restored)
@@ -40,9 +38,9 @@ class Distrust:
         self._coordinator.progress.clear()
         self._restored.clear()
 
-    def begin(self, decision: Decision, lineage: tuple[Ancestor, ...]) -> None:
-        """This life starts from a decision, and every arena's lineage says so."""
-        self._start = decision
+    def begin(self, decision: Decision, lineage: tuple[Ancestor, ...], ranks: int) -> None:
+        """A life of so many ranks starts from a decision, and every arena's lineage says so."""
+        self._start, self._ranks = decision, ranks
         self._state.update(quarantine=self.quarantine.settled())
         durable = self._coordinator.durable
         if durable is not None and not on_lineage(durable[0], lineage):
@@ -62,7 +60,7 @@ class Distrust:
         """
         if self._start is None or self._start.snapshot is None:
             return False
-        if len(self._restored) < self._world_size:
+        if len(self._restored) < self._ranks:
             return False
         snapshot, iteration = self._start.snapshot, self._start.iteration
         await self._coordinator.refresh()

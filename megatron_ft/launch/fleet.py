@@ -213,7 +213,7 @@ class TrainerFleet:
                 place = TrainerPlace(
                     node_index=index,
                     local_rank=local,
-                    node_count=spec.nodes,
+                    node_count=len(active),
                     ranks_per_node=spec.ranks_per_node,
                     master_address=master,
                     master_port=port,

@@ -44,9 +44,7 @@ class JobParts:
             spec, launcher, state.record.job, self.coordinator, self.members.spares_gone
         )
         self.disk = DiskRestores(spec, launcher)
-        self.distrust = Distrust(
-            state, self.coordinator, spec.world_size, spec.quarantine_iterations
-        )
+        self.distrust = Distrust(state, self.coordinator, spec.quarantine_iterations)
         self.pacing = Pacing(
             spec.overhead_percent / 100, 3600 * spec.expected_mtbf_hours, self.observers
         )
@@ -54,7 +52,6 @@ class JobParts:
         self.notes = JobNotes(state, self.coordinator)
         self.watch = JobWatch(
             self.coordinator,
-            spec.world_size,
             spec.log_dir,
             on_hang=spec.on_hang,
             hang=spec.hang,

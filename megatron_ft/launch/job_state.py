@@ -19,6 +19,7 @@ from megatron_ft import private_files
 from megatron_ft.decoding import UNREADABLE
 from megatron_ft.errors import ConfigError, ControlPlaneError, UntrustedFileError
 from megatron_ft.fault_points import reach
+from megatron_ft.fewer_ranks import RankRule
 from megatron_ft.identity import Ancestor, Seat
 from megatron_ft.recovery.quarantine import Quarantine
 
@@ -42,7 +43,8 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     that trainers run on, in the order of their ranks.  ``shards`` gives the seat of each
     shard, ``incarnation`` the job's last life, ``lineage`` what that one descends from,
     ``committed`` whether it ever committed a snapshot, ``quarantine`` which ones must not be
-    used.  The secret never appears in text made from this object.
+    used, ``rank_rule`` with how many ranks the command could go on.  The secret never appears
+    in text made from this object.
     """
 
     version: int
@@ -59,6 +61,7 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lineage: tuple[Ancestor, ...] = ()
     committed: bool = False
     quarantine: Quarantine = Quarantine()
+    rank_rule: RankRule | None = None
 
     def __repr__(self) -> str:
         """All but the secret."""

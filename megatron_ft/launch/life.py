@@ -9,14 +9,23 @@ from typing import Any
 from megatron_ft.coordinator.cycle import SnapshotCycle
 from megatron_ft.coordinator.plan import stripe_orders
 from megatron_ft.coordinator.recovery import Restore
-from megatron_ft.coordinator.registration import Roll, make_arenas, settle_stripes, wait_for_all
+from megatron_ft.coordinator.registration import (
+    Roll,
+    make_arenas,
+    refuse_trainers,
+    settle_stripes,
+    wait_for_all,
+)
 from megatron_ft.environment import RESTORE
+from megatron_ft.errors import ConfigError
+from megatron_ft.fewer_ranks import SHRINK, RankRule
 from megatron_ft.launch.failure import Failure, trainer_failure
 from megatron_ft.launch.fleet import TrainerExit
 from megatron_ft.launch.job_parts import JobParts
 from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.launch.restore_choice import RestoreChoice, carry_out
 from megatron_ft.launch.salvage import salvage
+from megatron_ft.launch.shrink import describe_fewer, go_on_with_fewer
 
 log = logging.getLogger(__name__)
 
@@ -30,25 +39,32 @@ class Life:
     async def run(self) -> Failure | None:
         """None when training has finished; errors of nodes and of memory are raised."""
         job = self._job
-        plan, admitted = await self._begin()
+        begun = await self._begin()
+        if begun is None:
+            return Failure("fewer nodes train", asked=True)
+        plan, admitted = begun
         await carry_out(job, plan, admitted)
-        job.distrust.begin(plan.decision, plan.lineage)
-        roll = Roll(job.spec.world_size, job.spec.domains)
+        ranks = job.members.ranks
+        job.distrust.begin(plan.decision, plan.lineage, ranks)
+        roll = Roll(ranks, job.spec.domains)
         job.coordinator.listeners.append(roll.hear)
         try:
             if job.spec.scheme.parity_members and not job.world.wanted:
                 job.world.start(plan.active)
-            job.watch.begin_life()
+            job.watch.begin_life(ranks)
             job.trainers.start(
                 plan.active, plan.incarnation, {RESTORE: job.distrust.source(plan.decision)}
             )
-            job.observers.tell("trainers_started", f"{job.spec.world_size} trainers started")
+            job.observers.tell("trainers_started", f"{ranks} trainers started")
             return await self._watch(asyncio.create_task(self._begin_snapshots(roll, plan)))
         finally:
             job.coordinator.listeners.remove(roll.hear)
 
-    async def _begin(self) -> tuple[Restore, tuple[str, ...]]:
-        """A new incarnation on all nodes, lost ones replaced, and what it starts from."""
+    async def _begin(self) -> tuple[Restore, tuple[str, ...]] | None:
+        """A new incarnation on all nodes, lost ones replaced, and what it starts from.
+
+        None if lost ones were not replaced and the next life has fewer nodes.
+        """
         job, choice = self._job, RestoreChoice(self._job)
         admitted = await job.members.admit_all()
         job.distrust.admitted()
@@ -56,17 +72,20 @@ class Life:
             job.members.replace_lost(admitted)
         except NoSpareError:
             await salvage(job, choice, admitted)
+            if await go_on_with_fewer(job, choice, admitted):
+                return None
             raise
         return await choice.choose(admitted), tuple(admitted.inventories)
 
     async def _begin_snapshots(self, roll: Roll, plan: Restore) -> None:
         job, sizes = self._job, self._job.spec.sizes
         await wait_for_all(roll, job.spec.register_timeout)
+        rule = await self._rank_rule(roll)
         stored = plan.decision.stripes if plan.decision.snapshot is not None else ()
         stripes = settle_stripes(roll, stored, job.spec.scheme, sizes)
         places = roll.places()
         await make_arenas(job.coordinator, stripes, places, plan.lineage, sizes)
-        job.state.update(shards=roll.seats())
+        job.state.update(shards=roll.seats(), rank_rule=rule)
         orders = stripe_orders(stripes, places, plan.active, sizes)
         first = max(0, plan.decision.iteration)
         interval = roll.interval
@@ -79,6 +98,19 @@ class Life:
         job.drains.begin(places, roll.seats(), plan.lineage, first)
         # Now, when the nodes that train have done with imports of their own.
         job.warm_spares.begin(n for n in job.launcher.nodes() if n not in plan.active)
+
+    async def _rank_rule(self, roll: Roll) -> RankRule | None:
+        """With how many ranks the command could go on; the trainers hear an error, too."""
+        job = self._job
+        shrinks = job.spec.on_no_spare == SHRINK
+        try:
+            rule = roll.rank_rule(needed=shrinks)
+        except ConfigError as error:
+            await refuse_trainers(job.coordinator, set(roll.places().values()), error)
+            raise
+        if shrinks:
+            job.observers.tell("shrinkable", describe_fewer(job, rule))
+        return rule
 
     async def _watch(self, beginning: asyncio.Task[None]) -> Failure | None:
         """Until this life ends.  SMPs and encoders that die alone are replaced meanwhile."""

@@ -153,6 +153,19 @@ class Membership:
         """The admitted nodes but those that have no room."""
         return [node for node in admitted.inventories if node not in self._full]
 
+    @property
+    def ranks(self) -> int:
+        """Number of trainer ranks; it falls when the job goes on with fewer nodes."""
+        return len(self.active) * self._spec.ranks_per_node
+
+    def shrink_to(self, nodes: Sequence[str]) -> None:
+        """Only these nodes train from now on, and the others are spares.
+
+        No shard in memory is the job's any more: the next life removes them.
+        """
+        self.active = list(nodes)
+        self._state.update(active=tuple(nodes), shards={})
+
     def set_aside(self, refusal: NoRoomError) -> bool:
         """A node has no room for its shards: the next life gives its position to another spare.
 
@@ -171,7 +184,8 @@ class Membership:
         """Whether the job had spares and none is left to replace the next node that is lost."""
         used = {*self.active, *self._full}
         left = [node for node in self._coordinator.links if node not in used]
-        return bool(self._spec.spares) and not left
+        had = self._spec.spares or len(self.active) < self._spec.nodes
+        return bool(had) and not left
 
     def owned(self, admitted: Admitted) -> list[m.Inventory]:
         """What each node holds of the shards that are its own; other claims own nothing."""

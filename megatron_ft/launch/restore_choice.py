@@ -102,7 +102,10 @@ class RestoreChoice:
         if unwanted:
             reason, checkpoint = f"{reason}; {checkpoint}: {unwanted}", None
         if checkpoint is not None:
-            job.observers.tell("from_disk", f"memory lost ({reason}); starting from {checkpoint}")
+            # Without shards the ranks are others than those that memory was of (shrink.py).
+            known = job.state.record.shards
+            why = f"memory lost ({reason})" if known else "another number of ranks"
+            job.observers.tell("from_disk", f"{why}; starting from {checkpoint}")
         elif job.spec.from_scratch:
             job.observers.tell("from_scratch", f"memory lost ({reason}); starting from scratch")
         else:

@@ -64,7 +64,7 @@ async def _drain(parts: JobParts, choice: RestoreChoice, admitted: Admitted, rea
     parts.state.update(incarnation=plan.incarnation, lineage=plan.lineage)
     parts.observers.tell(
         "salvaging",
-        f"{reason}: draining before the job stops; {describe_restore(plan)[0]}",
+        f"{reason}: draining before anything else; {describe_restore(plan)[0]}",
     )
     try:
         await carry_out(parts, plan, tuple(admitted.inventories))

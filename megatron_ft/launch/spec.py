@@ -12,6 +12,7 @@ from megatron_ft.coordinator.timing import Timing
 from megatron_ft.erasure.domains import Domains
 from megatron_ft.erasure.scheme import Scheme, largest_scheme
 from megatron_ft.errors import ConfigError, ProtectionError
+from megatron_ft.fewer_ranks import SHRINK, STOP
 from megatron_ft.watch.timeout import HangSettings
 
 
@@ -41,7 +42,9 @@ class JobSpec:
     Training that makes no progress for longer than ``hang`` says is restarted, or with
     ``on_hang`` "report" only reported; a rank ``straggler_percent`` slower than its peers is
     named (0: none is).  When trainers cannot come back, the last snapshot becomes a checkpoint
-    of the framework's own in ``export_on_failure`` (None: it does not).  Spares import
+    of the framework's own in ``export_on_failure`` (None: it does not).  ``on_no_spare`` is
+    what follows when a node is lost and no spare is left: with "shrink" the job goes on with
+    fewer nodes than ``nodes``, which is how many it begins with.  Spares import
     ``warm_modules`` while they wait.
     ConfigError for numbers that make no sense, ProtectionError for a scheme that needs
     more nodes than there are.
@@ -82,6 +85,7 @@ class JobSpec:
     hang: HangSettings = field(default_factory=HangSettings)
     straggler_percent: float = 5.0
     export_on_failure: Path | None = None
+    on_no_spare: str = STOP
     warm_modules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -122,8 +126,9 @@ class JobSpec:
             raise ConfigError(f"--scrub-percent is {self.scrub_percent}; give a number 0 to 100")
         if self.drain_interval and self.drain_dir is None:
             raise ConfigError("--drain-interval needs --drain-dir: the folder to drain to")
-
-    @property
-    def world_size(self) -> int:
-        """Number of trainer ranks."""
-        return self.nodes * self.ranks_per_node
+        if self.on_no_spare == SHRINK and self.checkpoint_dir != self.drain_export_dir:
+            raise ConfigError(
+                f"--checkpoint-dir is {self.checkpoint_dir}, but --on-no-spare shrink has the "
+                f"training command load {self.drain_export_dir} (--drain-export-dir): drop "
+                "--checkpoint-dir, or give the same folder in both"
+            )

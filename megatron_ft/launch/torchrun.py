@@ -35,8 +35,11 @@ def ranks_of(command: Sequence[str]) -> int | None:
     return int(value) if value.isdecimal() else None
 
 
-def check(command: Sequence[str], nodes: int, ranks_per_node: int) -> None:
-    """ConfigError, with what to do, for flags of torchrun that would work against us."""
+def check(command: Sequence[str], nodes: int, ranks_per_node: int, fewer: bool = False) -> None:
+    """ConfigError, with what to do, for flags of torchrun that would work against us.
+
+    ``fewer`` says that the job may go on with fewer nodes.
+    """
     if command and Path(command[0]).name in _DEEPSPEED:
         raise ConfigError(
             f"{command[0]} as the training command would start ranks itself, on nodes of its own "
@@ -54,6 +57,11 @@ def check(command: Sequence[str], nodes: int, ranks_per_node: int) -> None:
             raise ConfigError(
                 f"torchrun's {flag}: megatron-ft run says where the ranks meet, anew at every "
                 "start; drop the flag"
+            )
+        if name == "nnodes" and fewer:
+            raise ConfigError(
+                f"torchrun's {flag}: with --on-no-spare shrink the number of nodes may change; "
+                "drop the flag, megatron-ft run tells torchrun"
             )
         if name == "nnodes" and value != str(nodes):
             raise ConfigError(

@@ -17,7 +17,9 @@ from megatron_ft.config import (
     resolve,
 )
 from megatron_ft.errors import ConfigError
+from megatron_ft.fewer_ranks import SHRINK
 from megatron_ft.flags import add_flags, attribute_of, flag_source, read_command
+from megatron_ft.megatron import fewer_ranks
 
 GROUP_TITLE = "in-memory snapshots (megatron-ft)"
 
@@ -153,6 +155,8 @@ def validate(args: Any) -> SnapshotConfig:
     try:
         config = config_from_args(args)
         problems += contradictions(args)
+        if config.on_no_spare == SHRINK:
+            problems += fewer_ranks.refusals(args, config.drain_export_dir)
     except ConfigError as error:
         problems.append(str(error).strip())
     if problems:

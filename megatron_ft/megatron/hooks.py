@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_ft.capture.manager_protocol import Manager
 from megatron_ft.config import SnapshotConfig
+from megatron_ft.fewer_ranks import SHRINK
 from megatron_ft.megatron import arguments
 from megatron_ft.megatron.manager import make_manager
 from megatron_ft.megatron.run import SnapshotRun, without_disk_load
@@ -79,7 +80,8 @@ def _with_restore(manager_factory: ManagerFactory, original: Function) -> Functi
         if not arguments.is_enabled(options):
             return original(*args, **kwargs)
         config = arguments.validate(options)
-        run = SnapshotRun(options, manager_factory(config), gated=config.loss_gate > 0)
+        gated, shrinks = config.loss_gate > 0, config.on_no_spare == SHRINK
+        run = SnapshotRun(options, manager_factory(config), gated=gated, shrinks=shrinks)
         try:
             built = _build(run, options, lambda: original(*args, **kwargs))
             run.attach(*built[:3])

@@ -8,6 +8,7 @@ from megatron_ft.capture.manager import SnapshotManager
 from megatron_ft.capture.manager_protocol import Manager
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.identity import shard_id
+from megatron_ft.megatron.fewer_ranks import rule_of
 
 
 def place_of_rank() -> dict[str, Any]:
@@ -36,4 +37,10 @@ def make_manager(config: SnapshotConfig) -> Manager:
 
     Raises NotUnderSupervisorError outside ``megatron-ft run``.
     """
-    return SnapshotManager(config, **place_of_rank())
+    return SnapshotManager(config, **place_of_rank(), rank_rule=rule_of(_arguments()))
+
+
+def _arguments() -> Any:
+    from megatron.training import get_args
+
+    return get_args()

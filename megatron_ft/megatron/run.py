@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from megatron_ft.capture.manager_protocol import Manager
-from megatron_ft.megatron import start
+from megatron_ft.megatron import fewer_ranks, start
 from megatron_ft.megatron.optimizer import optimizer_parts
 from megatron_ft.megatron.snapshot_log import SnapshotLog
 from megatron_ft.megatron.state import MegatronState
@@ -40,10 +40,15 @@ class SnapshotRun:
     :mod:`megatron_ft.megatron.hooks` does.
     """
 
-    def __init__(self, args: Any, manager: Manager, *, gated: bool = False) -> None:
-        """``gated`` says that losses are wanted: reading them waits for the device."""
+    def __init__(
+        self, args: Any, manager: Manager, *, gated: bool = False, shrinks: bool = False
+    ) -> None:
+        """``gated`` says that losses are wanted: reading them waits for the device.
+
+        ``shrinks`` that the job may have to go on from an export.
+        """
         self._args, self._gated = args, gated
-        self._manager = manager
+        self._manager, self._shrinks = manager, shrinks
         self._state: MegatronState | None = None
         self._from_memory = False
         self._log = SnapshotLog(args, manager.stats)
@@ -72,6 +77,8 @@ class SnapshotRun:
         Collective: all ranks have to come here.
         """
         self._state = MegatronState(model, optimizer, scheduler, self._args)
+        if self._shrinks:
+            fewer_ranks.require_export(self._state.checkpoint_form())
         if self._from_memory:
             started = time.perf_counter()
             iteration = self._manager.load(into=self._state)

@@ -18,6 +18,7 @@ import zmq
 
 from megatron_ft.environment import ProcessEnvironment
 from megatron_ft.errors import ControlPlaneError, UntrustedFileError, error_class
+from megatron_ft.fewer_ranks import RankRule
 from megatron_ft.identity import SealedRecord, SnapshotId
 from megatron_ft.smp import local_socket
 from megatron_ft.smp import messages as m
@@ -89,7 +90,12 @@ class TrainerClient:
         return RestoreOffer(Path(welcome.arena), welcome.slot, welcome.restore, welcome.source)
 
     def prepare(
-        self, layout_hash: bytes, required_bytes: int, interval: int, timeout: float = 600.0
+        self,
+        layout_hash: bytes,
+        required_bytes: int,
+        interval: int,
+        timeout: float = 600.0,
+        rank_rule: RankRule | None = None,
     ) -> Path:
         """Ask for an arena of ``required_bytes`` data bytes and wait for it; returns its path.
 
@@ -97,7 +103,7 @@ class TrainerClient:
         longest member.  Raises the error for which the job refused, ControlPlaneError
         after ``timeout`` seconds.
         """
-        request = m.Prepare(self.shard_id, layout_hash, required_bytes, interval)
+        request = m.Prepare(self.shard_id, layout_hash, required_bytes, interval, rank_rule)
         answer = self._ask(request, m.Prepared, timeout)
         assert isinstance(answer, m.Prepared)
         return Path(answer.arena)

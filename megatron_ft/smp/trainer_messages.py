@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_ft.fewer_ranks import RankRule
 from megatron_ft.identity import Count, SealedRecord, ShardId, SnapshotId
 from megatron_ft.smp.message_base import Message, Pid
 
@@ -35,13 +36,15 @@ class Welcome(Message, frozen=True):
 class Prepare(Message, frozen=True):
     """The trainer's layout is planned; answered by Prepared once every arena exists.
 
-    ``interval`` is the number of iterations between snapshots, 0 if the job is to find it.
+    ``interval`` is the number of iterations between snapshots, 0 if the job is to find it;
+    ``rank_rule`` says with how many ranks the command could go on, None: with as many only.
     """
 
     shard_id: ShardId
     layout_hash: bytes
     required_bytes: Count
     interval: Count
+    rank_rule: RankRule | None = None
 
 
 class Prepared(Message, frozen=True):

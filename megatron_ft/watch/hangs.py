@@ -45,10 +45,8 @@ class Hang:
 class HangFinder:
     """Knows what silences are usual, over all lives of a job."""
 
-    def __init__(
-        self, coordinator: Coordinator, ranks: int, settings: HangSettings, log_dir: Path
-    ) -> None:
-        self._coordinator, self._ranks = coordinator, ranks
+    def __init__(self, coordinator: Coordinator, settings: HangSettings, log_dir: Path) -> None:
+        self._coordinator = coordinator
         self._settings, self._log_dir = settings, log_dir
         self._longest = 0.0
 
@@ -57,19 +55,22 @@ class HangFinder:
         """The learned timeout in seconds."""
         return learned_timeout([self._longest], self._settings)
 
-    async def look(self, *, resume: bool) -> Hang | None:
-        """The hang of this moment, its stacks written to disk; see StacksRequest for ``resume``."""
-        if not self._settings.floor or not self._stuck(self._fresh()):
+    async def look(self, ranks: int, *, resume: bool) -> Hang | None:
+        """The hang of this moment of a job of so many ranks, its stacks written to disk.
+
+        See StacksRequest for ``resume``.
+        """
+        if not self._settings.floor or not self._stuck(self._fresh(ranks)):
             return None
         # Asked once more: this process may have been suspended behind the last answers.
         await self._coordinator.refresh()
-        heard = self._fresh()
+        heard = self._fresh(ranks)
         stuck = self._stuck(heard)
         return await self._examine(heard, stuck, resume) if stuck else None
 
-    def _fresh(self) -> list[Heard]:
+    def _fresh(self, ranks: int) -> list[Heard]:
         age = 4 * self._coordinator.timing.heartbeat
-        heard = self._coordinator.pulses.fresh(self._ranks, age)
+        heard = self._coordinator.pulses.fresh(ranks, age)
         self._longest = max([self._longest, *(one.report.longest for one in heard)])
         return heard
 

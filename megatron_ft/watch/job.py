@@ -27,7 +27,6 @@ class JobWatch:
     def __init__(
         self,
         coordinator: Coordinator,
-        ranks: int,
         log_dir: Path,
         *,
         on_hang: str,
@@ -35,14 +34,15 @@ class JobWatch:
         straggler_percent: float,
     ) -> None:
         self.clock = RecoveryClock()
-        self._coordinator, self._ranks, self._on_hang = coordinator, ranks, on_hang
-        self._hangs = HangFinder(coordinator, ranks, hang, log_dir)
+        self._coordinator, self._ranks, self._on_hang = coordinator, 0, on_hang
+        self._hangs = HangFinder(coordinator, hang, log_dir)
         self._stragglers = StragglerFinder(straggler_percent)
         self._reported: list[int] = []
         self._failed = False
 
-    def begin_life(self) -> None:
-        """Trainers are about to be started."""
+    def begin_life(self, ranks: int) -> None:
+        """So many trainers are about to be started."""
+        self._ranks = ranks
         self._coordinator.pulses.begin_life()
         self._stragglers.begin_life()
         self._reported = []
@@ -93,7 +93,7 @@ class JobWatch:
         if self._reported and marks == self._reported:
             return None
         self._reported = []
-        hang = await self._hangs.look(resume=self._on_hang == "restart")
+        hang = await self._hangs.look(self._ranks, resume=self._on_hang == "restart")
         if hang is not None:
             self._reported = [one.report.marks for one in self._coordinator.pulses.all()]
             self._coordinator.observers.tell(

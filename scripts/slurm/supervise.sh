@@ -17,6 +17,7 @@
 : "${MAX_REQUEUES:=100}"
 : "${RUN_FLAGS:=}"
 : "${SRUN_FLAGS:=}"
+: "${EXPORT_DIR:=}"
 : "${ARENA_DIR:=/dev/shm/megatron-ft-$(id -u)}"
 
 SUPERVISOR_STARTS=3
@@ -30,13 +31,15 @@ one_of() {
     exit 2
 }
 one_of AFTER_TERM "$AFTER_TERM" requeue stop
-one_of ON_NO_SPARE "$ON_NO_SPARE" requeue stop hold
+one_of ON_NO_SPARE "$ON_NO_SPARE" requeue stop hold shrink
 
 # How Slurm calls this one job: one task of an array has the array's own number.
 THIS="$SLURM_JOB_ID"
 [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || THIS="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
 on_no_spare=stop
-[ "$ON_NO_SPARE" != hold ] || on_no_spare=hold
+case "$ON_NO_SPARE" in
+    hold | shrink) on_no_spare="$ON_NO_SPARE" ;;
+esac
 stop_for_good=""
 told=""
 child=""
@@ -64,6 +67,7 @@ run_once() {
         --ranks-per-node "$RANKS_PER_NODE" --protect "$PROTECT" --arena-dir "$ARENA_DIR" \
         --state-dir "$STATE_DIR" --drain-dir "$DRAIN_DIR" \
         --drain-interval "$DRAIN_INTERVAL" --on-no-spare "$on_no_spare" \
+        ${EXPORT_DIR:+--drain-export-dir "$EXPORT_DIR"} \
         ${SRUN_FLAGS:+"--srun-flags=$SRUN_FLAGS"} $RUN_FLAGS -- "$@" &
     child=$!
     while :; do

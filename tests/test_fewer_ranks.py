@@ -1,0 +1,287 @@
+"""Going on with fewer ranks: which numbers will do, what is refused, and what must be on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ft.config import SnapshotConfig
+from megatron_ft.coordinator.events import JobEvent, Observers
+from megatron_ft.coordinator.recovery import Admitted
+from megatron_ft.coordinator.registration import Roll
+from megatron_ft.disk.live import open_live
+from megatron_ft.disk.manifest import folder_name
+from megatron_ft.disk.native import TRACKER, checkpoint_folder
+from megatron_ft.disk.source import open_newest
+from megatron_ft.disk.write import publish, write_shards
+from megatron_ft.erasure.domains import check_domains
+from megatron_ft.erasure.scheme import Scheme
+from megatron_ft.errors import ConfigError, ProtectionError
+from megatron_ft.fewer_ranks import RankRule
+from megatron_ft.identity import Ancestor, Seat
+from megatron_ft.launch import torchrun
+from megatron_ft.launch.disk_restore import DiskRestores
+from megatron_ft.launch.job_state import JobRecord
+from megatron_ft.launch.shrink import fewer_nodes, go_on_with_fewer
+from megatron_ft.launch.spec import JobSpec
+from megatron_ft.launch.virtual import VirtualCluster
+from megatron_ft.megatron.fewer_ranks import refusals, rule_of
+from megatron_ft.recovery.decide import Decision
+from megatron_ft.smp import messages as m
+from tests.disk_samples import JOB, SHARDS, Memory
+
+SEATS = {name: Seat(rank, (), 1) for rank, name in enumerate(SHARDS)}
+NODES = ("n0", "n1", "n2", "n3", "n4", "n5")
+SCHEMES = [Scheme("none", 1, 0), Scheme("xor", 1, 1), Scheme("rs", 2, 1), Scheme("rs", 2, 2)]
+RULES = st.builds(
+    lambda replica, factor, batches: RankRule(replica * factor, replica, batches),
+    st.sampled_from([1, 2, 3, 4]),
+    st.sampled_from([1, 1, 2]),
+    st.integers(1, 24),
+)
+
+
+def possible(nodes: Any, per_node: int, rule: RankRule, domains: Any, scheme: Scheme) -> bool:
+    ranks = len(nodes) * per_node
+    if ranks % rule.multiple or rule.micro_batches % (ranks // rule.replica):
+        return False
+    try:
+        check_domains(nodes, domains, scheme)
+    except ProtectionError:
+        return False
+    return True
+
+
+@given(
+    left=st.integers(0, 6),
+    before=st.integers(1, 7),
+    per_node=st.sampled_from([1, 2, 4]),
+    rule=RULES,
+    racks=st.lists(st.sampled_from("abc"), min_size=6, max_size=6),
+    scheme=st.sampled_from(SCHEMES),
+)
+def test_the_most_nodes_that_will_do_are_found(
+    left: int, before: int, per_node: int, rule: RankRule, racks: list[str], scheme: Scheme
+) -> None:
+    nodes, domains = NODES[:left], dict(zip(NODES, racks, strict=True))
+    chosen, reasons = fewer_nodes(nodes, before, per_node, rule, domains, scheme)
+    counts = range(len(chosen) + 1, min(left, before - 1) + 1)
+    assert not chosen or possible(chosen, per_node, rule, domains, scheme)
+    assert len(set(chosen)) == len(chosen) < before and set(chosen) <= set(nodes)
+    assert not any(
+        possible(some, per_node, rule, domains, scheme)
+        for count in counts
+        for some in itertools.combinations(nodes, count)
+    )
+    assert [reason.split(" ")[0] for reason in reasons] == [str(n) for n in reversed(counts)]
+
+
+def megatron(**changes: Any) -> SimpleNamespace:
+    """Megatron's arguments of 16 ranks: tp 2, pp 2, dp 4."""
+    known: dict[str, Any] = {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "context_parallel_size": 1,
+        "data_parallel_size": 4,
+        "micro_batch_size": 2,
+        "global_batch_size": 24,
+        "ckpt_format": "torch_dist",
+        "load": "/data/exports",
+        "use_distributed_optimizer": True,
+        "_is_global_batch_size_explicitly_specified": True,
+    }
+    return SimpleNamespace(**{**known, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({}, RankRule(4, 4, 12)),
+        ({"context_parallel_size": 2}, RankRule(8, 8, 12)),
+        ({"num_experts": 8, "expert_model_parallel_size": 4}, RankRule(16, 4, 12)),
+        (
+            {
+                "num_experts": 8,
+                "expert_model_parallel_size": 4,
+                "expert_tensor_parallel_size": 1,
+            },
+            RankRule(8, 4, 12),
+        ),
+        ({"num_distributed_optimizer_instances": 2}, RankRule(8, 4, 12)),
+        ({"rampup_batch_size": ["8", "16", "1000"]}, RankRule(4, 4, 4)),
+        ({"eval_global_batch_size": 16, "eval_micro_batch_size": 2}, RankRule(4, 4, 4)),
+        ({"virtual_pipeline_model_parallel_size": 2}, RankRule(4, 4, 6)),
+    ],
+)
+def test_megatrons_arguments_say_with_how_many_ranks(
+    changes: dict[str, Any], rule: RankRule
+) -> None:
+    assert rule_of(megatron(**changes)) == rule
+    assert not rule.against(rule.multiple), "one copy of the model always works"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, ""),
+        ({"load": "/data/other"}, "give --load /data/exports"),
+        ({"load": None}, "give --load /data/exports"),
+        ({"finetune": True}, "--finetune"),
+        ({"no_load_optim": True}, "--no-load-optim"),
+        ({"no_save_rng": True}, "--no-save-rng"),
+        ({"ckpt_step": 5}, "--ckpt-step"),
+        ({"ckpt_format": "torch"}, "exports are torch_dist"),
+        ({"_is_global_batch_size_explicitly_specified": False}, "without --global-batch-size"),
+        ({"data_parallel_size": 64, "overlap_grad_reduce": True}, "fully-reshardable"),
+        ({"data_parallel_size": 64}, ""),
+        ({"data_parallel_size": 64, "overlap_grad_reduce": True, "ddp_bucket_size": 9}, ""),
+        (
+            {
+                "data_parallel_size": 64,
+                "overlap_grad_reduce": True,
+                "dist_ckpt_optim_fully_reshardable": True,
+            },
+            "",
+        ),
+    ],
+)
+def test_flags_that_would_keep_megatron_from_it_are_refused(
+    changes: dict[str, Any], words: str
+) -> None:
+    found = refusals(megatron(**changes), Path("/data/exports"))
+    assert [words in line for line in found] == [True] * bool(words), found
+
+
+def test_a_release_that_does_not_remember_the_batch_size_is_asked_by_its_value() -> None:
+    args = megatron(global_batch_size=8)
+    del args._is_global_batch_size_explicitly_specified
+    assert len(refusals(args, Path("/data/exports"))) == 1
+
+
+def test_a_program_that_says_nothing_is_refused_only_where_it_must_say() -> None:
+    roll = Roll(1)
+    roll.layouts["dp0"] = m.Prepare("dp0", bytes(32), 1, 2)
+    assert roll.rank_rule(needed=False) is None
+    with pytest.raises(ConfigError, match="DeepSpeed and plain PyTorch do not"):
+        roll.rank_rule(needed=True)
+    roll.layouts["dp0"] = m.Prepare("dp0", bytes(32), 1, 2, RankRule(1, 1, 4))
+    assert roll.rank_rule(needed=True) == RankRule(1, 1, 4)
+
+
+def test_what_it_needs_of_other_settings_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"shrink.*give drain_dir, drain_interval and drain_ex"):
+        SnapshotConfig(on_no_spare="shrink", drain_dir=Path("d"), drain_interval=1)
+    with pytest.raises(ConfigError, match="--nnodes 2: with --on-no-spare shrink"):
+        torchrun.check(["torchrun", "--nnodes", "2", "train.py"], 2, 1, fewer=True)
+    with pytest.raises(ConfigError, match="--checkpoint-dir is own"):
+        spec_of(Path("root"), checkpoint_dir=Path("own"))
+
+
+def spec_of(folder: Path, **changes: Any) -> JobSpec:
+    given: dict[str, Any] = {
+        "drain_dir": folder / "disk",
+        "drain_interval": 1,
+        "drain_export_dir": folder / "exports",
+        "checkpoint_dir": folder / "exports",
+        "scheme": Scheme("none", 1, 0),
+        "on_no_spare": "shrink",
+    }
+    return JobSpec(name="job", command=("true",), nodes=2, **{**given, **changes})
+
+
+class Members:
+    """Two nodes, of which one is left."""
+
+    active: list[str]
+
+    def __init__(self) -> None:
+        self.active = ["n0", "n1"]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.active)
+
+    def usable(self, admitted: Admitted) -> list[str]:
+        return ["n1"]
+
+    def shrink_to(self, nodes: list[str]) -> None:
+        self.active = nodes
+
+
+def try_to_shrink(
+    folder: Path, exports: bool, memory: int = 10, committed: bool = True
+) -> tuple[bool, list[JobEvent], Any]:
+    """A job of two shards whose newest drained iteration is 10; ``memory`` is what memory has."""
+    spec = spec_of(folder)
+    record = JobRecord(
+        2, "job", JOB, 0, b"", active=("n0", "n1"), shards=SEATS, committed=committed,
+        lineage=(Ancestor(1, None),), rank_rule=RankRule(1, 1, 4),
+    )  # fmt: skip
+    events: list[JobEvent] = []
+    observers = Observers()
+    observers.add(events.append)
+
+    async def export_durable(node: str, directory: Path) -> None:
+        if exports:
+            write_export(directory, 10)
+
+    parts: Any = SimpleNamespace(
+        spec=spec,
+        state=SimpleNamespace(record=record),
+        members=Members(),
+        observers=observers,
+        coordinator=SimpleNamespace(durable=None),
+        drains=SimpleNamespace(export_durable=export_durable),
+        disk=DiskRestores(spec, VirtualCluster("job", ["n0", "n1"], folder / "root")),
+    )
+    choice: Any = SimpleNamespace(
+        memory=lambda admitted, count: Decision(None, memory, False, (), {})
+    )
+    inventories: Any = {"n1": None}
+    went_on = asyncio.run(go_on_with_fewer(parts, choice, Admitted(inventories, ("n0",))))
+    return went_on, events, parts
+
+
+def drained(memory: Memory, into: Path) -> None:
+    with open_newest(open_live(memory.root, memory.job)) as shards:
+        folder = into / folder_name(JOB, 10, shards.info.snapshot)
+        write_shards(shards, folder, seats=SEATS)
+        publish(folder, shards.info, JOB, shards.lineage, len(shards))
+
+
+def write_export(directory: Path, iteration: int) -> None:
+    folder = checkpoint_folder(directory, iteration)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "data").touch()
+    (directory / TRACKER).write_text(str(iteration))
+
+
+def test_nodes_are_given_up_only_once_the_export_is_on_disk(tmp_path: Path) -> None:
+    memory = Memory(tmp_path / "memory")
+    memory.commit(1, 10)
+    drained(memory, tmp_path / "disk")
+    went_on, events, parts = try_to_shrink(tmp_path, exports=False)
+    assert not went_on and parts.members.active == ["n0", "n1"]
+    assert "should hold iteration 10 and holds no checkpoint" in events[-1].text
+    went_on, events, parts = try_to_shrink(tmp_path, exports=True, memory=12)
+    assert not went_on and "should hold iteration 12 and holds iteration 10" in events[-1].text
+    went_on, events, parts = try_to_shrink(tmp_path, exports=True)
+    assert went_on and parts.members.active == ["n1"]
+    assert events[-1].kind == "shrunk"
+
+
+def test_what_the_framework_saved_itself_is_as_good(tmp_path: Path) -> None:
+    write_export(tmp_path / "exports", 12)
+    went_on, _, _ = try_to_shrink(tmp_path, exports=False, memory=11)
+    assert went_on
+
+
+def test_a_job_that_never_committed_has_nothing_to_lose(tmp_path: Path) -> None:
+    assert try_to_shrink(tmp_path, exports=False, memory=-1, committed=False)[0]

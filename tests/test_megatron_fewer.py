@@ -1,0 +1,123 @@
+"""Megatron goes on with fewer data-parallel ranks when a node is lost and no spare is left.
+
+The oracle is Megatron alone: an unbroken run that saves a checkpoint of the same iteration
+itself, and a run of fewer ranks that loads it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.coordinator.timing import Timing
+from megatron_ft.disk.drained import find
+from megatron_ft.launch.membership import NoSpareError
+from megatron_ft.testing.demo.compare import Comparison, compare_states
+from megatron_ft.testing.trace import final_lines, read_trace
+from tests.jobs import Fault, Job
+from tests.megatron_jobs import Program, needs_megatron, packaged, train_alone
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.megatron,
+    pytest.mark.all_layouts,
+    pytest.mark.timeout(900),
+    needs_megatron,
+]
+
+ITERATIONS = 40
+OVERLAPPED = ("--overlap-grad-reduce", "--overlap-param-gather")
+RESHARDABLE = ("--dist-ckpt-optim-fully-reshardable",)
+
+
+def program() -> Program:
+    megatron = Path(str(distribution("megatron-core").locate_file("")))
+    return replace(packaged(megatron), iterations=ITERATIONS)
+
+
+def shrinking_job(folder: Path, corpus: Path, flags: Sequence[str], *, drain_interval: int) -> Job:
+    exports, drains, trace = folder / "exports", folder / "drains", folder / "trace"
+    ours = {
+        "snapshot-interval": 2,
+        "on-no-spare": "shrink",
+        "drain-dir": drains,
+        "drain-interval": drain_interval,
+        "drain-export-dir": exports,
+    }
+    words = [word for name, value in ours.items() for word in (f"--inmem-{name}", str(value))]
+    training = [*program().flags(corpus, trace), *flags, "--load", str(exports)]
+    exports.mkdir()
+    return Job(
+        folder,
+        nodes=4,
+        command=(sys.executable, *training, "--inmem-snapshot", *words),
+        environment=program().environment(trace),
+        drain_dir=drains,
+        drain_interval=drain_interval,
+        drain_export_dir=exports,
+        checkpoint_dir=exports,
+        on_no_spare="shrink",
+        timing=Timing(lease=30.0, node_timeout=45.0),
+    )
+
+
+def lose(node: str) -> Fault:
+    def strike(job: Job) -> None:
+        job.cluster.kill_node(node)
+
+    return strike
+
+
+def told(job: Job, kind: str) -> list[str]:
+    return [event.text for event in job.events if event.kind == kind]
+
+
+def steps(trace: Path, rank: int, after: int) -> dict[int, tuple[str | None, list[int]]]:
+    found = final_lines(read_trace(trace, rank))
+    return {at: (line.loss, line.samples) for at, line in found.items() if at > after}
+
+
+@pytest.mark.parametrize("flags", [(), OVERLAPPED, RESHARDABLE], ids=["plain", "overlap", "full"])
+def test_two_of_four_nodes_go_on_as_megatron_alone_would(
+    made: list[Job], tmp_path: Path, megatron_corpus: Path, flags: tuple[str, ...]
+) -> None:
+    """After it, a node is lost again, and the one that was left over takes its place."""
+    job = shrinking_job(tmp_path, megatron_corpus, flags, drain_interval=10_000)
+    made.append(job)
+    job.run((6, lose("n3")), (22, lose("n1")))
+    (line,) = told(job, "shrunk")
+    assert "2 nodes instead of 4, 2 ranks: n0, n1" in line, job.story()
+    assert "n2 takes the place of n1" in told(job, "spare"), job.story()
+    assert [source for _, source in job.restores()] == ["parity"], job.story()
+    last = next(e.fields["iteration"] for e in job.events if e.kind == "exported")
+    alone, own = tmp_path / "alone", tmp_path / "own"
+    saving = ("--save", str(own), "--save-interval", str(last))
+    train_alone(program(), megatron_corpus, alone, *flags, *saving, ranks=4)
+    fewer = tmp_path / "fewer"
+    loading = ("--load", str(own), "--ckpt-step", str(last))
+    train_alone(program(), megatron_corpus, fewer, *flags, *loading, ranks=2)
+    result = Comparison()
+    for rank in range(2):
+        ours, theirs = (steps(folder, rank, last) for folder in (tmp_path / "trace", fewer))
+        assert list(theirs) == list(range(last + 1, ITERATIONS + 1)) and ours == theirs
+        compare_states(result, rank, tmp_path / "trace", fewer)
+    assert result.tensors and not result.differences, result.differences[:5]
+
+
+def test_what_cannot_go_on_stops_with_its_memory_drained(
+    made: list[Job], tmp_path: Path, megatron_corpus: Path
+) -> None:
+    """Four micro-batches cannot be shared by three ranks, and stripes need three nodes."""
+    job = shrinking_job(tmp_path, megatron_corpus, (), drain_interval=10_000)
+    job.protect = "rs:2+1"
+    made.append(job)
+    with pytest.raises(NoSpareError):
+        job.run((6, lose("n3")))
+    (line,) = told(job, "not_shrunk")
+    assert "cannot be shared by 3 data-parallel ranks" in line and "needs 3 nodes" in line
+    assert find(tmp_path / "drains")[0], job.story()
