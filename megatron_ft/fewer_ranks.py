@@ -13,7 +13,7 @@ import msgspec
 
 from megatron_ft.identity import Count
 
-Positive = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 
 STOP, HOLD, SHRINK = "stop", "hold", "shrink"
 """What ``on_no_spare`` may be."""
@@ -24,7 +24,7 @@ class RankRule(msgspec.Struct, frozen=True, array_like=True):
 
     They are multiples of ``multiple``; ``replica`` ranks hold one copy of the model, and an
     iteration has ``micro_batches``, which the copies must be able to share evenly.
-    ``replica`` divides ``multiple``.
+    ``replica`` should divide ``multiple``.
     """
 
     multiple: Positive
@@ -33,7 +33,7 @@ class RankRule(msgspec.Struct, frozen=True, array_like=True):
 
     def against(self, ranks: int) -> str:
         """Why the command does not work with so many ranks, or nothing."""
-        if ranks < 1 or ranks % self.multiple:
+        if ranks < 1 or ranks % self.multiple or ranks < self.replica:
             return f"{ranks} ranks are no multiple of {self.multiple}, the model-parallel size"
         copies = ranks // self.replica
         if self.micro_batches % copies:

@@ -16,7 +16,8 @@ import pytest
 from megatron_ft.coordinator.timing import Timing
 from megatron_ft.launch.startup import before_script
 from megatron_ft.testing import demo_model, stock_script
-from megatron_ft.testing.demo.compare import compare_runs
+from megatron_ft.testing.demo.compare import Comparison, compare_runs, compare_states
+from megatron_ft.testing.trace import final_lines, read_trace
 from tests.held_in_step import sitecustomize as held
 from tests.jobs import ROOT, Job
 
@@ -114,6 +115,32 @@ def check_identical(program: Program, corpus: Path, folder: Path) -> Job:
     found = compare_runs(folder / "job" / "trace", folder / "alone", RANKS, ITERATIONS)
     assert found.identical, found.differences
     return job
+
+
+def check_fewer_ranks(program: Program, corpus: Path, folder: Path, last: int, *flags: str) -> None:
+    """A run of 4 ranks that went on with 2 after iteration ``last`` did what Megatron alone does.
+
+    That is: 2 ranks load a checkpoint of this iteration that 4 ranks of Megatron's have saved.
+    Losses, samples and final states are equal bit by bit; our trace is in ``folder``/trace.
+    """
+    own, fewer, ours = folder / "own", folder / "fewer", folder / "trace"
+    saving = ("--save", str(own), "--save-interval", str(last))
+    train_alone(program, corpus, folder / "alone", *flags, *saving, ranks=4)
+    loading = ("--load", str(own), "--ckpt-step", str(last))
+    train_alone(program, corpus, fewer, *flags, *loading, ranks=2)
+    result = Comparison()
+    for rank in range(2):
+        after = steps_after(fewer, rank, last)
+        assert list(after) == list(range(last + 1, program.iterations + 1))
+        assert after == steps_after(ours, rank, last)
+        compare_states(result, rank, ours, fewer)
+    assert result.tensors and not result.differences, result.differences[:5]
+
+
+def steps_after(trace: Path, rank: int, last: int) -> dict[int, tuple[str | None, list[int]]]:
+    """Loss and samples of each iteration after ``last``."""
+    found = final_lines(read_trace(trace, rank))
+    return {at: (line.loss, line.samples) for at, line in found.items() if at > last}
 
 
 def log_of(job: Job, rank: int) -> str:

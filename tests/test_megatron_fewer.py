@@ -17,10 +17,8 @@ import pytest
 from megatron_ft.coordinator.timing import Timing
 from megatron_ft.disk.drained import find
 from megatron_ft.launch.membership import NoSpareError
-from megatron_ft.testing.demo.compare import Comparison, compare_states
-from megatron_ft.testing.trace import final_lines, read_trace
 from tests.jobs import Fault, Job
-from tests.megatron_jobs import Program, needs_megatron, packaged, train_alone
+from tests.megatron_jobs import Program, check_fewer_ranks, needs_megatron, packaged
 
 pytestmark = [
     pytest.mark.mpi,
@@ -77,11 +75,6 @@ def told(job: Job, kind: str) -> list[str]:
     return [event.text for event in job.events if event.kind == kind]
 
 
-def steps(trace: Path, rank: int, after: int) -> dict[int, tuple[str | None, list[int]]]:
-    found = final_lines(read_trace(trace, rank))
-    return {at: (line.loss, line.samples) for at, line in found.items() if at > after}
-
-
 @pytest.mark.parametrize("flags", [(), OVERLAPPED, RESHARDABLE], ids=["plain", "overlap", "full"])
 def test_two_of_four_nodes_go_on_as_megatron_alone_would(
     made: list[Job], tmp_path: Path, megatron_corpus: Path, flags: tuple[str, ...]
@@ -95,18 +88,7 @@ def test_two_of_four_nodes_go_on_as_megatron_alone_would(
     assert "n2 takes the place of n1" in told(job, "spare"), job.story()
     assert [source for _, source in job.restores()] == ["parity"], job.story()
     last = next(e.fields["iteration"] for e in job.events if e.kind == "exported")
-    alone, own = tmp_path / "alone", tmp_path / "own"
-    saving = ("--save", str(own), "--save-interval", str(last))
-    train_alone(program(), megatron_corpus, alone, *flags, *saving, ranks=4)
-    fewer = tmp_path / "fewer"
-    loading = ("--load", str(own), "--ckpt-step", str(last))
-    train_alone(program(), megatron_corpus, fewer, *flags, *loading, ranks=2)
-    result = Comparison()
-    for rank in range(2):
-        ours, theirs = (steps(folder, rank, last) for folder in (tmp_path / "trace", fewer))
-        assert list(theirs) == list(range(last + 1, ITERATIONS + 1)) and ours == theirs
-        compare_states(result, rank, tmp_path / "trace", fewer)
-    assert result.tensors and not result.differences, result.differences[:5]
+    check_fewer_ranks(program(), megatron_corpus, tmp_path, last, *flags)
 
 
 def test_what_cannot_go_on_stops_with_its_memory_drained(
