@@ -20,7 +20,7 @@ from megatron_ft.coordinator.events import Observers
 from megatron_ft.coordinator.link import SmpLink
 from megatron_ft.coordinator.repairs import Repairs
 from megatron_ft.coordinator.skips import Skips
-from megatron_ft.coordinator.summary import summary
+from megatron_ft.coordinator.summary import SummaryParts
 from megatron_ft.coordinator.timing import Timing
 from megatron_ft.errors import ControlPlaneError, StaleIncarnationError
 from megatron_ft.identity import SnapshotId
@@ -84,6 +84,7 @@ class Coordinator:
         self._encoding_since = 0.0
         self._awake = Awake(timing.heartbeat)
         self._superseded = ""
+        self._summary = SummaryParts(self, timing.heartbeat / 2)
 
     @property
     def paused(self) -> bool:
@@ -137,7 +138,8 @@ class Coordinator:
 
     async def _beat(self, link: SmpLink) -> None:
         seconds = self.timing.lease
-        lease = m.Lease(self.incarnation, seconds, link.clock, summary(self), self.scrub_percent)
+        news = self._summary.unknown_to(link.summary)
+        lease = m.Lease(self.incarnation, seconds, link.clock, news, self.scrub_percent)
         try:
             answer = await link.ask(lease, 4 * self.timing.heartbeat)
         except ControlPlaneError:
@@ -145,7 +147,7 @@ class Coordinator:
         if lease.incarnation != self.incarnation:
             return
         if isinstance(answer, m.LeaseAnswer):
-            link.clock = max(link.clock, answer.clock)
+            link.clock, link.summary = max(link.clock, answer.clock), answer.summary
             self.progress.update(answer.progress)
             self.pulses.note(answer.node, answer.pulses)
             self._heard(answer)

@@ -29,7 +29,8 @@ class SmpLink:
 
     Answers may come in any order, so heartbeats pass a request that takes long.
     ``last_heard`` is the monotonic time of the last frame from there, ``clock`` the newest
-    time of the node's own clock that a heartbeat has brought, 0 before the first.
+    time of the node's own clock that a heartbeat has brought, 0 before the first, ``summary``
+    the digests of the parts of the job's summary that the node has.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class SmpLink:
         self.node, self.endpoint = node, endpoint
         self.last_heard = time.monotonic()
         self.clock = 0.0
+        self.summary: dict[str, bytes] = {}
         self._on_event = on_event
         self._numbers = itertools.count(1)
         self._pending: dict[bytes, asyncio.Future[Any]] = {}

@@ -1,21 +1,60 @@
-"""What the coordinator has every SMP tell whoever asks for the job's status."""
+"""What the coordinator has every SMP tell whoever asks for the job's status.
+
+It is in parts, by how often they change, and a heartbeat brings a node those that it does
+not have: an iteration's number nearly always, the names of all nodes when one was replaced.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron_ft.smp.job_summary import digest, merged
 
 if TYPE_CHECKING:
     from megatron_ft.coordinator.coordinator import Coordinator
 
 
+class SummaryParts:
+    """The parts of a job's summary, made anew at most every ``seconds``.
+
+    What they cost grows with the job, and each of its nodes has a heartbeat of its own.
+    """
+
+    def __init__(self, of: Coordinator, seconds: float) -> None:
+        self._of, self._seconds = of, seconds
+        self._until = 0.0
+        self._parts: dict[str, tuple[bytes, bytes]] = {}
+
+    def unknown_to(self, held: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Those parts that a node lacks; ``held`` are the digests of those that it has."""
+        if time.monotonic() >= self._until:
+            self._until = time.monotonic() + self._seconds
+            self._parts = {name: (digest(part), part) for name, part in _parts(self._of).items()}
+        return {k: part for k, (known, part) in self._parts.items() if held.get(k) != known}
+
+
 def summary(of: Coordinator) -> bytes:
     """The job as the coordinator sees it, as JSON for ``megatron-ft status``."""
+    return merged(_parts(of))
+
+
+def _parts(of: Coordinator) -> dict[str, bytes]:
+    views = {
+        "state": _state(of),
+        "nodes": {"nodes": sorted(of.links)},
+        "progress": {"iteration": max(of.progress.values(), default=-1)},
+    }
+    return {name: json.dumps(view).encode() for name, view in views.items()}
+
+
+def _state(of: Coordinator) -> dict[str, Any]:
     snapshot = of.committed
     protected, durable = of.protected, of.durable
-    view = {
+    return {
         "incarnation": of.incarnation,
-        "nodes": sorted(of.links),
         "encoders": "up" if of.usable_world else "down",
         "paused": of.paused,
         "held": of.pinned,
@@ -28,7 +67,6 @@ def summary(of: Coordinator) -> bytes:
             "repaired": of.repairs.repaired,
             "damaged_shards": len(of.repairs.lost),
         },
-        "iteration": max(of.progress.values(), default=-1),
         "watch": of.watched,
         "committed": None
         if snapshot is None
@@ -40,4 +78,3 @@ def summary(of: Coordinator) -> bytes:
         if durable is None
         else {"snapshot": str(durable[0]), "iteration": durable[1]},
     }
-    return json.dumps(view).encode()

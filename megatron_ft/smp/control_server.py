@@ -14,6 +14,7 @@ from megatron_ft.errors import MegatronFTError
 from megatron_ft.fault_points import reach
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.host import NodeHost, resident_bytes
+from megatron_ft.smp.job_summary import digests
 from megatron_ft.smp.local_server import refusal, unexpected
 from megatron_ft.smp.message_base import MOST_BYTES
 from megatron_ft.smp.security import JobKeys
@@ -131,7 +132,7 @@ class ControlServer:
             return self._refuse_lease(request)
         host.coordinator = identity
         host.renew_lease(request)
-        host.summary = request.summary or host.summary
+        host.summary |= request.summary
         host.scrub_percent = request.scrub_percent
         return m.LeaseAnswer(
             node=host.machine.node,
@@ -143,6 +144,7 @@ class ControlServer:
             pinned=host.machine.held_back(),
             rewind=host.rewind,
             pulses=host.watch.reports(),
+            summary=digests(host.summary),
         )
 
     def _refuse_lease(self, request: m.Lease) -> m.Message:

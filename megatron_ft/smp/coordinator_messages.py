@@ -39,14 +39,15 @@ class Lease(Message, frozen=True):
 
     ``heard`` is the newest ``clock`` that the coordinator has had from this SMP, 0 for none,
     which grants nothing.  So a lease that lay in a queue, or that comes through while no
-    answer does, is not longer than the coordinator knows.  ``scrub_percent`` is the share of
+    answer does, is not longer than the coordinator knows.  ``summary`` are those parts of the
+    job's summary (job_summary.py) that the node does not have.  ``scrub_percent`` is the share of
     one core that the node's scrub may use, 0 for none.
     """
 
     incarnation: Count
     seconds: Seconds
     heard: float = 0.0
-    summary: bytes = b""
+    summary: dict[str, bytes] = {}
     scrub_percent: float = 0.0
 
 
@@ -56,7 +57,8 @@ class LeaseAnswer(Message, frozen=True):
     ``clock`` is the node's monotonic clock, in seconds.
     ``pinned`` says that a Grant would be refused now, only because readers hold snapshots.
     ``rewind`` is what the user has asked for and whoever leads now has not acted on yet.
-    ``pulses`` maps shard ids to their trainers' signs of life.
+    ``pulses`` maps shard ids to their trainers' signs of life, ``summary`` the parts of the
+    job's summary that the node has to their digests.
     """
 
     node: str
@@ -68,6 +70,7 @@ class LeaseAnswer(Message, frozen=True):
     pinned: bool = False
     rewind: int | None = None
     pulses: dict[str, PulseReport] = {}
+    summary: dict[str, bytes] = {}
 
 
 class Admit(Message, frozen=True):

@@ -58,7 +58,7 @@ class NodeHost:
         self.lease_until = 0.0
         self._heard = 0.0
         self.coordinator = b""
-        self.summary = b""
+        self.summary: dict[str, bytes] = {}
         self.rewind: int | None = None
         self.scrub_percent = 0.0
         self.scrub_counts = m.ScrubCounts()

@@ -12,6 +12,7 @@ import zmq.asyncio
 from megatron_ft.errors import ControlPlaneError, MegatronFTError, StaleIncarnationError
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.host import NodeHost, resident_bytes
+from megatron_ft.smp.job_summary import merged
 from megatron_ft.smp.local_socket import bind
 from megatron_ft.smp.pid_namespace import pid_namespace
 from megatron_ft.smp.writers import DRAIN
@@ -214,7 +215,7 @@ class LocalServer:
             resident_bytes=resident_bytes(),
             arenas=host.store.reports(host.machine),
             progress=host.store.progress(),
-            summary=host.summary,
+            summary=merged(host.summary),
             scrub=host.scrub_counts,
         )
 
