@@ -13,12 +13,13 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.scale.tally import EVENTS, Tally
+from benchmarks.scale.tally import EVENTS, Tally, kind_of
 from megatron_ft.coordinator.link import SmpLink
 from megatron_ft.identity import SnapshotId
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.supervisor import Supervisor
 from megatron_ft.smp import messages as m
+from megatron_ft.smp.reports import reported
 from megatron_ft.testing.chaos.job import TRAINING_MODULE, JobFile
 from megatron_ft.testing.chaos.oracle import warm_python
 
@@ -46,17 +47,6 @@ class CountingLink(SmpLink):
     sent: defaultdict[SnapshotId, list[int]] = defaultdict(list)
     committed: list[SnapshotId] = []  # noqa: RUF012
 
-    def __init__(self, *arguments: Any) -> None:
-        """As the link that it is."""
-        super().__init__(*arguments)
-        take = self._on_event
-
-        def noted(event: m.Event) -> None:
-            self._note_event(event)
-            take(event)
-
-        self._on_event = noted
-
     async def ask(self, request: m.Message, timeout: float) -> Any:
         """Note request and answer."""
         answer = await super().ask(request, timeout)
@@ -66,13 +56,18 @@ class CountingLink(SmpLink):
             tally.note(f"{kind} answer", answer)
         return answer
 
+    def _hear(self, event: m.Event) -> None:
+        self._note_event(event)
+        super()._hear(event)
+
     def _note_event(self, event: m.Event) -> None:
-        body: Any = event.body
-        if type(body).__name__ in EVENTS:
-            snapshot = body.record.snapshot if isinstance(body, m.Sealed) else body.snapshot
-            self.tallies[snapshot].note(type(body).__name__, event)
-            if isinstance(body, m.Encoded):
-                self.sent[snapshot].append(body.bytes_sent)
+        bodies: list[Any] = [one.body for one in reported(event)]
+        last: Any = bodies[-1]
+        if isinstance(last, EVENTS):
+            snapshot = getattr(last, "record", last).snapshot
+            self.tallies[snapshot].note(kind_of(event), event)
+            encoded = (body for body in bodies if isinstance(body, m.Encoded))
+            self.sent[snapshot] += [body.bytes_sent for body in encoded]
 
 
 def count(nodes: int, protect: str, warm: str = "") -> Count:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from benchmarks.scale.tally import Tally
+from benchmarks.scale.tally import Tally, kind_of
 from megatron_ft.coordinator.cycle import Action, Ended, Send, SnapshotCycle
 from megatron_ft.coordinator.plan import Sizes, stripe_orders
 from megatron_ft.erasure.scheme import Scheme
@@ -17,6 +17,7 @@ from megatron_ft.erasure.stripes import RankPlace, plan_stripes
 from megatron_ft.identity import SealedRecord, SnapshotId
 from megatron_ft.recovery.decide import StripeState
 from megatron_ft.smp import messages as m
+from megatron_ft.smp.reports import Reports, report, reported
 
 WORLD = "w1"
 DIGEST_BYTES, RECORD_BYTES = 8, 250
@@ -53,9 +54,10 @@ def control_messages(shape: Shape) -> Tally:
             return tally
         events = _events(waiting, places, tables)
         waiting = done
-        for node, event in events:
-            tally.note(type(event.body).__name__, event)
-            waiting += cycle.handle(node, event.body)
+        for event in events:
+            tally.note(kind_of(event), event)
+            for one in reported(event):
+                waiting += cycle.handle(one.node, one.body)
     raise AssertionError("the snapshot did not end")
 
 
@@ -103,23 +105,32 @@ def _events(
     actions: Iterable[Action],
     places: dict[str, str],
     tables: dict[str, tuple[SealedRecord, ...]],
-) -> list[tuple[str, m.Event]]:
+) -> list[m.Event]:
     """What nodes say because of these requests; one kind of them is under way at a time."""
     kinds = {type(action.message) for action in actions if isinstance(action, Send)}
-    snapshot, found = SnapshotId(1, 1), list[tuple[str, m.Event]]()
-
-    def say(node: str, body: object) -> None:
-        found.append((node, m.Event(node, 1, body)))  # type: ignore[arg-type]
-
+    snapshot, found = SnapshotId(1, 1), list[m.Event]()
+    here: dict[str, list[str]] = {}
     for shard, node in places.items():
-        if m.Grant in kinds:
-            say(node, m.Sealed(_record(shard)))
-            say(node, m.CaptureCost(shard, snapshot, 0.01, 0.1, 1 << 30, 1.0, 0.01))
-        if m.Encode in kinds:
-            say(node, m.Encoded(snapshot, WORLD, shard, bytes(32), tables[shard], 1 << 30, 1.0))
-    for node in sorted(set(places.values())) if m.Encode in kinds else ():
-        say(node, m.OrderDone(snapshot, WORLD))
+        here.setdefault(node, []).append(shard)
+    for node, shards in here.items():
+        said: list[m.Message] = []
+        for shard in shards:
+            if m.Grant in kinds:
+                said.append(m.CaptureCost(shard, snapshot, 0.01, 0.1, 1 << 30, 1.0, 0.01))
+                said.append(m.Sealed(_record(shard)))
+            if m.Encode in kinds:
+                root, table = bytes(32), tables[shard]
+                said.append(m.Encoded(snapshot, WORLD, shard, root, table, 1 << 30, 1.0))
+        said += [m.OrderDone(snapshot, WORLD)] if m.Encode in kinds else []
+        found += _reports(node, said, shards)
     return found
+
+
+def _reports(node: str, said: list[m.Message], shards: list[str]) -> list[m.Event]:
+    """The messages in which an SMP tells this."""
+    reports = Reports()
+    left = [bodies for body in said if (bodies := reports.tell(body, shards))]
+    return [m.Event(node, 1, report(bodies)) for bodies in left]
 
 
 def _record(shard: str) -> SealedRecord:

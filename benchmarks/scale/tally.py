@@ -5,9 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_ft.smp import messages as m
+from megatron_ft.smp.reports import reported
 
-EVENTS = ("Sealed", "CaptureCost", "Encoded", "OrderDone")
+EVENTS = (m.Sealed, m.CaptureCost, m.Encoded, m.OrderDone)
 """What nodes say by themselves for one snapshot."""
+
+
+def kind_of(event: m.Event) -> str:
+    """The name of a report: that of the last thing that it tells, which all others waited for."""
+    return type(reported(event)[-1].body).__name__
 
 
 @dataclass

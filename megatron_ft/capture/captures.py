@@ -104,10 +104,6 @@ class Captures:
         stats.last = LastCapture(run.permit.iteration, seconds, run.stall_seconds, run.copied_bytes)
         stats.taken += 1
         stats.copied_bytes += run.copied_bytes
-        if self.verdicts.waits(snapshot):
-            self._client.sealed(snapshot, record, judged_later=True)
-        else:
-            self._client.sealed(snapshot, record)
         self._client.cost(
             snapshot,
             run.stall_seconds,
@@ -116,6 +112,11 @@ class Captures:
             self.times.iteration_seconds,
             self.times.shadow_seconds,
         )
+        # The cost first: the node's report leaves with the last of its ranks' Sealed.
+        if self.verdicts.waits(snapshot):
+            self._client.sealed(snapshot, record, judged_later=True)
+        else:
+            self._client.sealed(snapshot, record)
 
     def on_abandoned(self, run: CaptureRun, reason: str) -> None:
         """The engine has stopped a capture and writes no more for it."""

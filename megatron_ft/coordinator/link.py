@@ -14,6 +14,7 @@ import zmq.asyncio
 
 from megatron_ft.errors import ArenaMemoryError, ControlPlaneError, NoRoomError, error_class
 from megatron_ft.smp import messages as m
+from megatron_ft.smp.reports import reported
 from megatron_ft.smp.security import JobKeys
 
 log = logging.getLogger(__name__)
@@ -100,6 +101,10 @@ class SmpLink:
     def _given_up(self) -> str:
         return f"the connection to node {self.node} was given up"
 
+    def _hear(self, event: m.Event) -> None:
+        for one in reported(event):
+            self._on_event(one)
+
     async def _read(self) -> None:
         while True:
             number, frame = await self._socket.recv_multipart()
@@ -110,6 +115,6 @@ class SmpLink:
                 log.error("node %s: %s", self.node, error)
                 continue
             if isinstance(message, m.Event):
-                self._on_event(message)
+                self._hear(message)
             elif number in self._pending and not self._pending[number].done():
                 self._pending[number].set_result(message)

@@ -17,6 +17,7 @@ from megatron_ft.smp.host import NodeHost, resident_bytes
 from megatron_ft.smp.job_summary import digests
 from megatron_ft.smp.local_server import refusal, unexpected
 from megatron_ft.smp.message_base import MOST_BYTES
+from megatron_ft.smp.reports import Reports
 from megatron_ft.smp.security import JobKeys
 
 FROM_COORDINATOR = (
@@ -72,6 +73,7 @@ class ControlServer:
                 continue
             if isinstance(request, m.Lease):
                 await self._reply(identity, correlation, self._lease(identity, request))
+                await self._host.send_events(self._host.reports.look())
             else:
                 self._host.later(self._answer(identity, correlation, request))
 
@@ -176,6 +178,7 @@ class ControlServer:
         host.restore = None
         host.preparing.clear()
         host.machine.admit(request.incarnation)
+        host.reports = Reports()
         host.readers.forget_all()
         host.store.forget_progress()
         host.watch.sweep()

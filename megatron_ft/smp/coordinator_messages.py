@@ -280,34 +280,6 @@ class Repaired(Message, frozen=True):
     left: int
 
 
-class Event(Message, frozen=True):
-    """Something happened on ``node``; ``body`` is one of the messages of this module."""
-
-    node: str
-    incarnation: int
-    body: (
-        Hello
-        | Prepare
-        | Sealed
-        | Judged
-        | Missed
-        | Abandoned
-        | Restored
-        | CorruptShard
-        | Unfit
-        | CaptureCost
-        | EncoderHello
-        | Encoded
-        | Rebuilt
-        | OrderDone
-        | OrderFailed
-        | WriterGone
-        | SlotFreed
-        | BadBlocks
-        | Repaired
-    )
-
-
 class WriterGone(Message, frozen=True):
     """A registered trainer or encoder has died; ``who`` is its shard id or world."""
 
@@ -321,6 +293,44 @@ class SlotFreed(Message, frozen=True):
 
     shard_id: str
     snapshot: SnapshotId
+
+
+Told = (
+    Hello
+    | Prepare
+    | Sealed
+    | Judged
+    | Missed
+    | Abandoned
+    | Restored
+    | CorruptShard
+    | Unfit
+    | CaptureCost
+    | EncoderHello
+    | Encoded
+    | Rebuilt
+    | OrderDone
+    | OrderFailed
+    | WriterGone
+    | SlotFreed
+    | BadBlocks
+    | Repaired
+)
+"""What an SMP tells the coordinator unasked."""
+
+
+class NodeReport(Message, frozen=True):
+    """Several things that happened on one node, in this order."""
+
+    bodies: tuple[Told, ...]
+
+
+class Event(Message, frozen=True):
+    """Something happened on ``node``; ``body`` is one of the messages of this module."""
+
+    node: str
+    incarnation: int
+    body: Told | NodeReport
 
 
 class Pause(Message, frozen=True):

@@ -28,6 +28,7 @@ from megatron_ft.smp.effects import (
 )
 from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.readers import Readers
+from megatron_ft.smp.reports import Reports, report
 from megatron_ft.smp.state_file import NodeState
 from megatron_ft.smp.store import ArenaStore
 from megatron_ft.smp.writers import DRAIN, Writer, Writers
@@ -64,6 +65,7 @@ class NodeHost:
         self.scrub_counts = m.ScrubCounts()
         self.restore: m.RestoreReady | None = None
         self.preparing: dict[str, bytes] = {}
+        self.reports = Reports()
         self.send_local: SendTo
         self.send_coordinator: SendTo
         self._identities: dict[str, bytes] = {}
@@ -129,9 +131,15 @@ class NodeHost:
         self.scrub_counts = msgspec.structs.replace(self.scrub_counts, **changed)
 
     async def tell(self, body: Any) -> None:
-        """Send an event to the coordinator, if one has been here."""
+        """Let the coordinator know, if one has been here: at once, or with the node's others."""
         if self.coordinator:
-            event = m.Event(self.machine.node, self.machine.highest_incarnation, body)
+            await self.send_events(self.reports.tell(body, self.machine.shards))
+
+    async def send_events(self, bodies: list[Any]) -> None:
+        """Send these to the coordinator as one message; nothing if there are none."""
+        if bodies:
+            incarnation = self.machine.highest_incarnation
+            event = m.Event(self.machine.node, incarnation, report(bodies))
             await self.send_coordinator(self.coordinator, event)
 
     def later(self, work: Awaitable[Any]) -> None:
