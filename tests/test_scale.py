@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from benchmarks.scale.__main__ import shape_of
 from benchmarks.scale.counted import Count, count_all
-from benchmarks.scale.model import Shape, control_messages, encoder_bytes
+from benchmarks.scale.model import (
+    Shape,
+    control_messages,
+    depth,
+    encoder_bytes,
+    relay_messages,
+)
 from megatron_ft.coordinator.plan import Sizes, orders_by_node, stripe_orders
 from megatron_ft.recovery.decide import StripeState
 
@@ -16,7 +24,7 @@ COUNTED = Path(__file__).parents[1] / "benchmarks" / "scale" / "counted.json"
 
 
 def require_model_of(counted: Count) -> None:
-    shape = Shape(counted.nodes, 1, "xor:2", counted.shard_bytes, counted.block_bytes)
+    shape = shape_of(counted, "xor:2")
     tally = control_messages(shape)
     assert {k: n for k, (n, _) in tally.kinds.items()} == {
         k: n for k, (n, _) in counted.kinds.items()
@@ -27,24 +35,36 @@ def require_model_of(counted: Count) -> None:
 
 def test_the_model_agrees_with_what_was_counted() -> None:
     counts = msgspec.json.decode(COUNTED.read_bytes(), type=list[Count])
-    assert [counted.nodes for counted in counts] == [2, 4, 8, 16]
+    jobs = [(counted.nodes, counted.fan_out) for counted in counts]
+    assert jobs == [(2, 32), (4, 32), (8, 32), (16, 32), (8, 4), (16, 4), (4, 2), (8, 2), (16, 2)]
     for counted in counts:
         require_model_of(counted)
 
 
 @pytest.mark.all_layouts
 def test_the_model_agrees_with_jobs_that_run_now() -> None:
-    for counted in count_all((2, 4), "xor:2"):
+    for counted in [*count_all((2, 4), "xor:2"), *count_all((7,), "xor:2", 2)]:
         require_model_of(counted)
 
 
 @pytest.mark.parametrize("protect", ["xor:4", "rs:6+2"])
 def test_a_node_and_a_rank_cost_the_same_in_a_larger_job(protect: str) -> None:
     small, large = (Shape(nodes, 4, protect, 48 << 20) for nodes in (16, 128))
+    small, large = (replace(shape, fan_out=1000) for shape in (small, large))
     one, other = control_messages(small), control_messages(large)
-    assert one.messages * 8 == other.messages
+    assert one.messages * 8 == other.messages == 8 * 128
     assert other.length < 1.05 * 8 * one.length
     assert encoder_bytes(small) == encoder_bytes(large)
+
+
+def test_more_nodes_need_no_more_requests_of_the_coordinator() -> None:
+    shapes = [Shape(nodes, 1, "xor:2", 1 << 20, fan_out=4) for nodes in (4, 16, 64, 256)]
+    kinds = [control_messages(shape).kinds for shape in shapes]
+    for kind in ("Grant", "Encode", "Commit"):
+        assert [found[kind][0] for found in kinds] == [4] * 4
+        assert [found[f"{kind} answer"][0] for found in kinds] == [4] * 4
+    assert [depth(shape) for shape in shapes] == [1, 2, 3, 4]
+    assert max(relay_messages(shape) for shape in shapes) == 3 * (2 + 2 * 4) + 2
 
 
 def test_each_node_is_sent_its_own_stripes_in_one_sequence() -> None:

@@ -15,6 +15,7 @@ import msgspec
 
 from benchmarks.scale.tally import EVENTS, Tally, kind_of
 from megatron_ft.coordinator.link import SmpLink
+from megatron_ft.coordinator.relays import FAN_OUT
 from megatron_ft.identity import SnapshotId
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.supervisor import Supervisor
@@ -37,6 +38,7 @@ class Count(msgspec.Struct, frozen=True):
     encoder_bytes: int
     shard_bytes: int
     block_bytes: int
+    fan_out: int
     kinds: dict[str, tuple[int, int]]
 
 
@@ -50,8 +52,9 @@ class CountingLink(SmpLink):
     async def ask(self, request: m.Message, timeout: float) -> Any:
         """Note request and answer."""
         answer = await super().ask(request, timeout)
-        if isinstance(request, m.Grant | m.Encode | m.Commit | m.Abort):
-            kind, tally = type(request).__name__, self.tallies[request.snapshot]
+        inner = m.decode(request.request) if isinstance(request, m.PassOn) else request
+        if isinstance(inner, m.Grant | m.Encode | m.Commit | m.Abort):
+            kind, tally = type(inner).__name__, self.tallies[inner.snapshot]
             tally.note(kind, request)
             tally.note(f"{kind} answer", answer)
         return answer
@@ -64,19 +67,21 @@ class CountingLink(SmpLink):
         bodies: list[Any] = [one.body for one in reported(event)]
         last: Any = bodies[-1]
         if isinstance(last, EVENTS):
-            snapshot = getattr(last, "record", last).snapshot
+            snapshot = last.record.snapshot if isinstance(last, m.Sealed) else last.snapshot
             self.tallies[snapshot].note(kind_of(event), event)
             encoded = (body for body in bodies if isinstance(body, m.Encoded))
             self.sent[snapshot] += [body.bytes_sent for body in encoded]
 
 
-def count(nodes: int, protect: str, warm: str = "") -> Count:
+def count(nodes: int, protect: str, warm: str = "", fan_out: int = FAN_OUT) -> Count:
     """Run a job until it has committed a few snapshots; what the last one has cost."""
     with tempfile.TemporaryDirectory(prefix="mft-") as folder:
-        return asyncio.run(asyncio.wait_for(_count(nodes, protect, warm, folder), LIMIT_SECONDS))
+        return asyncio.run(
+            asyncio.wait_for(_count(nodes, protect, warm, folder, fan_out), LIMIT_SECONDS)
+        )
 
 
-async def _count(nodes: int, protect: str, warm: str, folder: str) -> Count:
+async def _count(nodes: int, protect: str, warm: str, folder: str, fan_out: int) -> Count:
     CountingLink.tallies.clear()
     CountingLink.sent.clear()
     name = f"scale-{uuid.uuid4().hex[:8]}"
@@ -89,6 +94,7 @@ async def _count(nodes: int, protect: str, warm: str, folder: str) -> Count:
             spec = dataclasses.replace(job.spec(), transport="tcp")
             supervisor = Supervisor(spec, cluster, state)
             supervisor.coordinator.link_type = CountingLink
+            supervisor.coordinator.relays.fan_out = fan_out
             run = asyncio.create_task(supervisor.run())
             snapshot = await _committed(supervisor, run)
             assert supervisor.coordinator.cycle is not None
@@ -100,7 +106,7 @@ async def _count(nodes: int, protect: str, warm: str, folder: str) -> Count:
     tally, sent = CountingLink.tallies[snapshot], CountingLink.sent[snapshot]
     return Count(
         nodes, tally.messages, tally.length, max(sent), stripe.data_bytes, stripe.block_bytes,
-        dict(tally.kinds),
+        fan_out, dict(tally.kinds),
     )  # fmt: skip
 
 
@@ -119,10 +125,10 @@ async def _committed(supervisor: Supervisor, run: asyncio.Task[Any]) -> Snapshot
     return seen[-1]
 
 
-def count_all(sizes: tuple[int, ...], protect: str) -> list[Count]:
+def count_all(sizes: tuple[int, ...], protect: str, fan_out: int = FAN_OUT) -> list[Count]:
     """Jobs of these sizes, one after the other; their processes are forked from one server."""
     warm = warm_python()
     try:
-        return [count(nodes, protect, warm.path) for nodes in sizes]
+        return [count(nodes, protect, warm.path, fan_out) for nodes in sizes]
     finally:
         warm.close()

@@ -6,12 +6,14 @@ every message is encoded as it is on the wire.  What encoders send is arithmetic
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.scale.tally import Tally, kind_of
 from megatron_ft.coordinator.cycle import Action, Ended, Send, SnapshotCycle
 from megatron_ft.coordinator.plan import Sizes, stripe_orders
+from megatron_ft.coordinator.relays import FAN_OUT, PATIENCE_SECONDS
+from megatron_ft.coordinator.tree import Branch, answers, branches, wrapped
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.erasure.stripes import RankPlace, plan_stripes
 from megatron_ft.identity import SealedRecord, SnapshotId
@@ -20,24 +22,36 @@ from megatron_ft.smp import messages as m
 from megatron_ft.smp.reports import Reports, report, reported
 
 WORLD = "w1"
+ROUNDS, REPORTS = 3, 2
+"""Of a snapshot: permit, encode and commit; sealed and encoded."""
+
 DIGEST_BYTES, RECORD_BYTES = 8, 250
 """Of a block, and of what a member says of itself besides; the latter is about right."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A job: ``data_bytes`` is a shard's length in the arena."""
+    """A job: ``data_bytes`` is a shard's length in the arena.
+
+    With more nodes than ``fan_out`` requests are passed on by so many of them.
+    """
 
     nodes: int
     ranks_per_node: int
     protect: str
     data_bytes: int
     block_bytes: int = 65536
+    fan_out: int = FAN_OUT
 
     @property
     def ranks(self) -> int:
         """All trainers."""
         return self.nodes * self.ranks_per_node
+
+    def tree(self, nodes: Sequence[str]) -> tuple[Branch, ...]:
+        """Who passes requests on, as the coordinator has it."""
+        fan_out = self.fan_out if len(nodes) > self.fan_out else len(nodes)
+        return branches(nodes, fan_out)
 
 
 def control_messages(shape: Shape) -> Tally:
@@ -49,7 +63,7 @@ def control_messages(shape: Shape) -> Tally:
     tables = {s: tuple(map(_record, st.members)) for st in stripes for s in st.members}
     waiting: list[Action] = list(cycle.propose(10, WORLD))
     while waiting:
-        done = _answer(cycle, waiting, tally)
+        done = _answer(cycle, waiting, tally, shape)
         if isinstance(waiting[-1], Ended):
             return tally
         events = _events(waiting, places, tables)
@@ -59,6 +73,24 @@ def control_messages(shape: Shape) -> Tally:
             for one in reported(event):
                 waiting += cycle.handle(one.node, one.body)
     raise AssertionError("the snapshot did not end")
+
+
+def depth(shape: Shape) -> int:
+    """Connections between the coordinator and the farthest node."""
+    return max(branch.depth() for branch in shape.tree(_names(shape)))
+
+
+def relay_messages(shape: Shape) -> int:
+    """All that the busiest SMP sends and reads for a snapshot: three rounds and two reports."""
+
+    def most_below(tree: Sequence[Branch]) -> int:
+        return max((max(len(b.below), most_below(b.below)) for b in tree), default=0)
+
+    return ROUNDS * (2 + 2 * most_below(shape.tree(_names(shape)))) + REPORTS
+
+
+def _names(shape: Shape) -> list[str]:
+    return [f"n{node:05d}" for node in range(shape.nodes)]
 
 
 def encoder_bytes(shape: Shape) -> int:
@@ -90,14 +122,23 @@ def _place(number: int, shape: Shape) -> RankPlace:
     return RankPlace(number, shard, name, name, local, (0, local), shape.data_bytes)
 
 
-def _answer(cycle: SnapshotCycle, actions: Iterable[Action], tally: Tally) -> list[Action]:
+def _answer(
+    cycle: SnapshotCycle, actions: Iterable[Action], tally: Tally, shape: Shape
+) -> list[Action]:
     more: list[Action] = []
-    for action in actions:
-        if isinstance(action, Send):
-            kind = type(action.message).__name__
-            tally.note(kind, action.message)
-            tally.note(f"{kind} answer", m.Ok())
-            more += cycle.answered(action.node, action.message, m.Ok())
+    sends = {action.node: action.message for action in actions if isinstance(action, Send)}
+    endpoints = {node: f"tcp://10.0.{n >> 8}.{n & 255}:40000" for n, node in enumerate(sends)}
+    for branch in shape.tree(list(sends)):
+        kind = type(sends[branch.node]).__name__
+        if branch.below:
+            request = wrapped(branch, 1, sends, endpoints, PATIENCE_SECONDS)
+            passed = m.decode(m.encode(m.Passed(branch.nodes(), {})))
+        else:
+            request, passed = sends[branch.node], m.Ok()
+        tally.note(kind, request)
+        tally.note(f"{kind} answer", passed)
+        for node, answer in (answers(passed) if branch.below else {branch.node: passed}).items():
+            more += cycle.answered(node, sends[node], answer)
     return more
 
 

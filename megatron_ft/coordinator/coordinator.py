@@ -18,10 +18,12 @@ from megatron_ft.coordinator.awake import Awake
 from megatron_ft.coordinator.cycle import Ended, KillWorld, Phase, Send, SnapshotCycle
 from megatron_ft.coordinator.events import Observers
 from megatron_ft.coordinator.link import SmpLink
+from megatron_ft.coordinator.relays import Relays
 from megatron_ft.coordinator.repairs import Repairs
 from megatron_ft.coordinator.skips import Skips
 from megatron_ft.coordinator.summary import SummaryParts
 from megatron_ft.coordinator.timing import Timing
+from megatron_ft.coordinator.tree import Branch
 from megatron_ft.errors import ControlPlaneError, StaleIncarnationError
 from megatron_ft.identity import SnapshotId
 from megatron_ft.smp import messages as m
@@ -50,6 +52,7 @@ class Coordinator:
         timing: Timing,
     ) -> None:
         self.links: dict[str, SmpLink] = {}
+        self.relays = Relays(self.links)
         self.incarnation = 0
         self.timing = timing
         self.observers = observers
@@ -101,6 +104,7 @@ class Coordinator:
         self.disconnect(node)
         link = self.link_type(self._context, node, endpoint, self._keys, self._on_event)
         self.links[node] = link
+        self.relays.trust(node)
         if not self._tasks:
             self._keep(self._awake.watch())
         self._keep(self._heartbeat(link))
@@ -304,15 +308,30 @@ class Coordinator:
         return time.monotonic() - self._encoding_since > self.timing.encode_timeout
 
     def _perform(self, cycle: SnapshotCycle, actions: Iterable[Any]) -> None:
+        sends = {action.node: action for action in actions if isinstance(action, Send)}
+        if any(isinstance(action.message, m.Encode) for action in sends.values()):
+            self._encoding_since = time.monotonic()
+        direct, tree = self.relays.split(list(sends))
+        for node in direct:
+            self._keep(self._send(cycle, sends[node]))
+        for branch in tree:
+            self._keep(self._send_through(cycle, branch, sends))
         for action in actions:
-            if isinstance(action, Send):
-                if isinstance(action.message, m.Encode):
-                    self._encoding_since = time.monotonic()
-                self._keep(self._send(cycle, action))
-            elif isinstance(action, KillWorld):
+            if isinstance(action, KillWorld):
                 self.end_world(action.world, action.reason)
-            else:
+            elif isinstance(action, Ended):
                 self._ended(action)
+
+    async def _send_through(
+        self, cycle: SnapshotCycle, branch: Branch, sends: Mapping[str, Send]
+    ) -> None:
+        """Send to a branch through its relay, and directly to whoever has not answered so."""
+        requests = {node: sends[node].message for node in branch.nodes()}
+        async for node, answer in self.relays.ask(branch, cycle.incarnation, requests):
+            if answer is not None:
+                self._answered(cycle, sends[node], answer)
+            elif cycle.waits_for(requests[node]):
+                self._keep(self._send(cycle, sends[node]))
 
     async def _send(self, cycle: SnapshotCycle, action: Send) -> None:
         """Send until answered: without a Commit's or Abort's answer nothing would ever go on."""
@@ -324,11 +343,14 @@ class Coordinator:
                     self._perform(cycle, cycle.give_up(str(error)))
                     return
                 continue
-            if isinstance(answer, m.Refused) and isinstance(action.message, m.Commit | m.Abort):
-                self.observers.tell("refused", f"{action.node}: {answer.reason}")
-            if self.cycle is cycle:
-                self._perform(cycle, cycle.answered(action.node, action.message, answer))
+            self._answered(cycle, action, answer)
             return
+
+    def _answered(self, cycle: SnapshotCycle, action: Send, answer: m.Message) -> None:
+        if isinstance(answer, m.Refused) and isinstance(action.message, m.Commit | m.Abort):
+            self.observers.tell("refused", f"{action.node}: {answer.reason}")
+        if self.cycle is cycle:
+            self._perform(cycle, cycle.answered(action.node, action.message, answer))
 
     def _ended(self, ended: Ended) -> None:
         if ended.level == "aborted":

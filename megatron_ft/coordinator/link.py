@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-import logging
-import time
 from collections.abc import Callable
-from typing import Any
 
-import zmq
 import zmq.asyncio
 
-from megatron_ft.errors import ArenaMemoryError, ControlPlaneError, NoRoomError, error_class
+from megatron_ft.errors import ArenaMemoryError, NoRoomError
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.reports import reported
+from megatron_ft.smp.request_link import RequestLink
 from megatron_ft.smp.security import JobKeys
-
-log = logging.getLogger(__name__)
 
 EventCallback = Callable[[m.Event], None]
 
@@ -25,13 +18,11 @@ ARENA_TIMEOUT_SECONDS = 600.0
 """For making an arena, whose pages are all touched."""
 
 
-class SmpLink:
-    """An authenticated connection to the SMP of ``node``.
+class SmpLink(RequestLink):
+    """A connection that also brings what the SMP tells unasked.
 
-    Answers may come in any order, so heartbeats pass a request that takes long.
-    ``last_heard`` is the monotonic time of the last frame from there, ``clock`` the newest
-    time of the node's own clock that a heartbeat has brought, 0 before the first, ``summary``
-    the digests of the parts of the job's summary that the node has.
+    ``clock`` is the newest time of the node's own clock that a heartbeat has brought, 0 before
+    the first, ``summary`` the digests of the parts of the job's summary that the node has.
     """
 
     def __init__(
@@ -42,43 +33,10 @@ class SmpLink:
         keys: JobKeys,
         on_event: EventCallback,
     ) -> None:
-        self.node, self.endpoint = node, endpoint
-        self.last_heard = time.monotonic()
+        super().__init__(context, node, endpoint, keys)
         self.clock = 0.0
         self.summary: dict[str, bytes] = {}
         self._on_event = on_event
-        self._numbers = itertools.count(1)
-        self._pending: dict[bytes, asyncio.Future[Any]] = {}
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.linger = 0
-        keys.protect_client(self._socket)
-        self._socket.connect(endpoint)
-        self._reader = asyncio.create_task(self._read())
-
-    async def ask(self, request: m.Message, timeout: float) -> Any:
-        """The answer to a request, Refused included.  ControlPlaneError after ``timeout`` s."""
-        if self._socket.closed:
-            raise ControlPlaneError(self._given_up())
-        number = str(next(self._numbers)).encode()
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._pending[number] = future
-        try:
-            await self._socket.send_multipart([number, m.encode(request)])
-            return await asyncio.wait_for(future, timeout)
-        except asyncio.TimeoutError as error:
-            raise ControlPlaneError(
-                f"the SMP of node {self.node} ({self.endpoint}) did not answer "
-                f"{type(request).__name__} in {timeout:.1f} s"
-            ) from error
-        finally:
-            self._pending.pop(number, None)
-
-    async def demand(self, request: m.Message, timeout: float) -> Any:
-        """Like ``ask``, but a Refused is raised as the error that it names."""
-        answer = await self.ask(request, timeout)
-        if isinstance(answer, m.Refused):
-            raise error_class(answer.error)(answer.reason)
-        return answer
 
     async def make_arena(self, request: m.CreateArena) -> None:
         """Have the node make an arena or check the one it has; NoRoomError if it has no room."""
@@ -87,34 +45,6 @@ class SmpLink:
         except ArenaMemoryError as error:
             raise NoRoomError(f"{self.node}: {error}", self.node) from error
 
-    def close(self) -> None:
-        """Give the connection up; who waits for an answer gets a ControlPlaneError.
-
-        Not a cancellation: that would end whoever asks this node among others, in silence.
-        """
-        self._reader.cancel()
-        for future in self._pending.values():
-            if not future.done():
-                future.set_exception(ControlPlaneError(self._given_up()))
-        self._socket.close()
-
-    def _given_up(self) -> str:
-        return f"the connection to node {self.node} was given up"
-
     def _hear(self, event: m.Event) -> None:
         for one in reported(event):
             self._on_event(one)
-
-    async def _read(self) -> None:
-        while True:
-            number, frame = await self._socket.recv_multipart()
-            self.last_heard = time.monotonic()
-            try:
-                message = m.decode(frame)
-            except ControlPlaneError as error:
-                log.error("node %s: %s", self.node, error)
-                continue
-            if isinstance(message, m.Event):
-                self._hear(message)
-            elif number in self._pending and not self._pending[number].done():
-                self._pending[number].set_result(message)

@@ -17,6 +17,7 @@ from megatron_ft.smp.host import NodeHost, resident_bytes
 from megatron_ft.smp.job_summary import digests
 from megatron_ft.smp.local_server import refusal, unexpected
 from megatron_ft.smp.message_base import MOST_BYTES
+from megatron_ft.smp.relay import Relay
 from megatron_ft.smp.reports import Reports
 from megatron_ft.smp.security import JobKeys
 
@@ -38,15 +39,19 @@ FROM_COORDINATOR = (
     | m.StacksRequest
 )
 
+RELAYED = m.Grant | m.Encode | m.Commit | m.Abort
+"""What may come through another SMP: words to all nodes on one snapshot."""
+
 
 class ControlServer:
-    """Serves one NodeHost to the coordinator."""
+    """Serves one NodeHost to the coordinator, and to SMPs that pass its requests on."""
 
     def __init__(
         self, host: NodeHost, context: zmq.asyncio.Context, keys: JobKeys, address: str
     ) -> None:
         self._host = host
         self._busy = asyncio.Lock()
+        self.relay = Relay(context, keys)
         self.socket = context.socket(zmq.ROUTER)
         self.socket.linger = 1000
         self.socket.maxmsgsize = MOST_BYTES
@@ -84,7 +89,40 @@ class ControlServer:
         await self.socket.send_multipart([identity, correlation, m.encode(body)])
 
     async def _answer(self, identity: bytes, correlation: bytes, request: Any) -> None:
+        if isinstance(request, m.PassOn):
+            answer = await self._pass_on(identity, request)
+        else:
+            answer = await self._one_by_one(identity, request)
+        await self._reply(identity, correlation, answer)
+
+    async def _pass_on(self, identity: bytes, request: m.PassOn) -> m.Message:
+        """Our own request and those of others at once.
+
+        A frame may have lain in a connection to an address that another SMP has now: the name says
+        whose it is.
+        """
+        machine = self._host.machine
+        if request.node != machine.node:
+            return m.Refused("ControlPlaneError", f"this is {machine.node}, not {request.node}")
+        if request.incarnation != machine.highest_incarnation:
+            return self._stale()
+        try:
+            own = m.decode(request.request)
+        except MegatronFTError as error:
+            return refusal(error)
+        if not isinstance(own, RELAYED):
+            reason = f"{type(own).__name__} is not passed on"
+            return m.Refused("ControlPlaneError", reason)
+        return await self.relay.pass_on(request, self._one_by_one(identity, own))
+
+    def _stale(self) -> m.Refused:
+        machine = self._host.machine
+        reason = f"node {machine.node} is at incarnation {machine.highest_incarnation}"
+        return m.Refused("StaleIncarnationError", reason)
+
+    async def _one_by_one(self, identity: bytes, request: Any) -> m.Message:
         """One request at a time; heartbeats overtake, so that a long one is no silence."""
+        answer: m.Message
         async with self._busy:
             try:
                 answer = await self._decide(identity, request)
@@ -93,7 +131,7 @@ class ControlServer:
             except Exception as error:
                 answer = unexpected(request, error)
             await self._host.carry_out()
-        await self._reply(identity, correlation, answer)
+        return answer
 
     async def _decide(self, identity: bytes, request: Any) -> m.Message:
         host = self._host
@@ -103,10 +141,7 @@ class ControlServer:
             reason = f"{type(request).__name__} does not belong on the control plane"
             return m.Refused("ControlPlaneError", reason)
         if getattr(request, "incarnation", None) != host.machine.highest_incarnation:
-            return m.Refused(
-                "StaleIncarnationError",
-                f"node {host.machine.node} is at incarnation {host.machine.highest_incarnation}",
-            )
+            return self._stale()
         if isinstance(request, m.CreateArena):
             trainer = host.writers.find("trainer", request.shard_id)
             node = node_of_process(trainer.pid) if trainer else None

@@ -59,6 +59,7 @@ async def run(
         scrub.close()
         authenticator.stop()
         local.socket.close()
+        control.relay.close()
         control.socket.close()
         context.term()
 

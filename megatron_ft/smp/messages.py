@@ -68,6 +68,7 @@ from megatron_ft.smp.message_base import (
     Refused,
 )
 from megatron_ft.smp.reader_messages import Errand, Pin, Unpin
+from megatron_ft.smp.relay_messages import Onward, Passed, PassOn
 from megatron_ft.smp.trainer_messages import (
     Abandoned,
     CaptureCost,
@@ -119,6 +120,9 @@ __all__ = [
     "Ok",
     "OrderDone",
     "OrderFailed",
+    "Onward",
+    "PassOn",
+    "Passed",
     "Outcome",
     "Pause",
     "Pin",
@@ -205,6 +209,8 @@ AnyMessage = (
     | Hold
     | Unhold
     | Event
+    | PassOn
+    | Passed
     | Pause
     | Rewind
     | Discard

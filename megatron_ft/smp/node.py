@@ -75,6 +75,9 @@ class NodeMachine(NodeShards):
         An SMP may die between forgetting a dead writer and storing what that means.
         """
         for shard_id, slots in self.shards.items():
+            for header in slots.slots:
+                if header.snapshot is not None:
+                    self.note_newest(header.snapshot)
             if shard_id not in self.trainers:
                 slots.capture_ended()
             if not self.world:

@@ -17,7 +17,8 @@ class NodeShards:
     """Shards, writers and waiting effects of one SMP.
 
     ``trainers`` are shards whose registered trainer is alive, ``world`` the world of
-    the node's live encoder ("" if none).  ``paths`` gives each shard's arena path.
+    the node's live encoder ("" if none).  ``paths`` gives each shard's arena path, ``newest`` is
+    the newest snapshot that was permitted or decided here.
     """
 
     def __init__(self, node: str, highest_incarnation: int = 0) -> None:
@@ -27,6 +28,7 @@ class NodeShards:
         self.paths: dict[str, str] = {}
         self.trainers: set[str] = set()
         self.world = ""
+        self.newest: SnapshotId | None = None
         self.effects: list[Effect] = []
         self._said: list[Effect] = []
 
@@ -57,6 +59,14 @@ class NodeShards:
                 f"{type(message).__name__} of incarnation {incarnation} after "
                 f"{self.highest_incarnation} was admitted"
             )
+
+    def note_newest(self, snapshot: SnapshotId) -> None:
+        """No older snapshot is permitted from here on, nor this one again."""
+        self.newest = snapshot if self.newest is None else max(self.newest, snapshot)
+
+    def too_late(self, snapshot: SnapshotId) -> bool:
+        """Whether a permit was overtaken: it has been given, or decided upon, before."""
+        return self.newest is not None and snapshot <= self.newest
 
     def check_world(self, world: str) -> None:
         """An encoder of a world that has been replaced must not move any state."""

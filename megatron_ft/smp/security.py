@@ -21,7 +21,10 @@ SECRET_BYTES = 32
 
 @dataclass(frozen=True, repr=False)
 class JobKeys:
-    """The key pairs of SMPs (servers) and of coordinators (clients), in Z85 text."""
+    """The key pairs of SMPs (servers) and of coordinators (clients), in Z85 text.
+
+    An SMP has both, since it passes the coordinator's requests on to others.
+    """
 
     server_public: bytes
     server_secret: bytes

@@ -187,6 +187,12 @@ class ShardSlots:
         """
         return self._end(SlotState.CAPTURING, self._free, snapshot)
 
+    def encoding_begun(self, snapshot: SnapshotId) -> bool:
+        """Whether parity of the snapshot is being made, or complete and not decided upon yet."""
+        index = self.find(snapshot)
+        states = (SlotState.ENCODING, SlotState.PROTECTED)
+        return index is not None and self.slots[index].state in states and not self.ending(index)
+
     def begin_encode(self, snapshot: SnapshotId) -> int:
         """SEALED (or protected in doubt) to ENCODING; parity is invalid from here on."""
         index = self._expect(snapshot, SlotState.SEALED, SlotState.PROTECTED, SlotState.ENCODING)

@@ -26,7 +26,7 @@ from protocol_model.world import World
 
 View = tuple[Any, ...]
 KNOWN = {
-    "NodeMachine": "node highest_incarnation shards paths trainers world effects _said",
+    "NodeMachine": "node highest_incarnation shards paths trainers world newest effects _said",
     "ShardSlots": "shard_id slots changes pins",
     "SnapshotCycle": "incarnation places nodes stripes _orders interval first phase snapshot "
     "iteration level lead _commits_in_a_row _waiting _encoders _world _broken _corrupt _gated "

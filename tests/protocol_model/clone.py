@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_ft.coordinator.cycle import SnapshotCycle
 from megatron_ft.smp.node import NodeMachine
+from megatron_ft.smp.reports import Reports
 from megatron_ft.smp.slots import ShardSlots
 from protocol_model.drain import Drain
 from protocol_model.encoder import Encoder, MpiWorld, Session
@@ -24,6 +25,7 @@ CHANGING = (
     World,
     Node,
     NodeMachine,
+    Reports,
     ShardSlots,
     MemoryArena,
     MemorySlot,

@@ -31,6 +31,7 @@ FAULTS = {
     "lose": "a node is lost with all it holds",
     "mend_late": "a repair takes too long",
     "reader_dies": "a reader dies",
+    "relay_loses": "a relay dies with what it has of a node",
     "resend": "the answer to Commit or Abort takes too long",
     "restart": "the supervisor dies and is started again",
     "smp_crash": "an SMP dies",
@@ -124,6 +125,12 @@ def _node_steps(world: World, node: Node) -> Iterator[Weighted]:
             yield 0.5, ("expire", name)
     if node.events and node.reachable:
         yield 4.0, ("event", name)
+    for index in range(len(node.passed)):
+        yield 0.5, ("passed", name, index)
+    if node.relayed or node.passed:
+        yield 0.05, ("relay_loses", name)
+    if node.reports.waiting and node.working:
+        yield 0.05, ("look", name)
     if node.machine is None:
         if node.reachable:
             yield 0.5, ("smp_start", name)
@@ -160,6 +167,8 @@ def _request_steps(world: World, node: Node) -> Iterator[Weighted]:
             yield 4.0, step
             if world.shape.coarse:
                 yield 0.01, ("smp_crash_in", node.name, 1, step)
+    for index in range(len(node.relayed)):
+        yield 0.2, ("relayed", node.name, index)
 
 
 def _may_read(world: World) -> bool:

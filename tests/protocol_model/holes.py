@@ -278,3 +278,13 @@ def notes_ignored(patch: pytest.MonkeyPatch) -> None:
     """A recovery knows no lineage but that of the arenas that it finds."""
     keep = decide.candidates
     patch.setattr(decide, "candidates", lambda holdings, noted=(): keep(holdings))
+
+
+def late_permits(patch: pytest.MonkeyPatch) -> None:
+    """A permit that a relay brings late, or again, is given once more."""
+    patch.setattr(node.NodeMachine, "too_late", lambda self, snapshot: False)
+
+
+def encoded_again(patch: pytest.MonkeyPatch) -> None:
+    """An order to encode that a relay brings again makes complete parity invalid."""
+    patch.setattr(ShardSlots, "encoding_begun", lambda self, snapshot: False)

@@ -18,12 +18,10 @@ from megatron_ft.recovery.decide import Decision
 from megatron_ft.recovery.lineage import extend
 from megatron_ft.smp import messages as m
 from protocol_model.drain import Checkpoint, Drain, decide_with
+from protocol_model.node import CYCLE, DRAIN, REPAIR
 
 if TYPE_CHECKING:
     from protocol_model.world import World
-
-CYCLE, DRAIN, REPAIR = -1, -2, -3
-"""Whose request it is, where it is not one of a recovery's, which are numbered from 0."""
 
 
 class LifeFailed(Exception):

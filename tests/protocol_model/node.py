@@ -10,10 +10,14 @@ from megatron_ft.arena.format import SlotState
 from megatron_ft.smp import effects as e
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.node import NodeMachine
+from megatron_ft.smp.reports import Reports
 from megatron_ft.smp.slots import ShardSlots
 from protocol_model.judge import Violation
 from protocol_model.memory import DAMAGED, MemoryArena, MemorySlot, damaged
 from protocol_model.processes import Loader, Process, Trainer
+
+CYCLE, DRAIN, REPAIR, RELAYED = -1, -2, -3, -4
+"""Whose request it is, where it is not one of a recovery's, which are numbered from 0."""
 
 
 @dataclass
@@ -23,7 +27,8 @@ class Node:
     ``frozen``: the SMP is suspended.  ``expired``: the coordinator's lease has run out, ``late``
     if the SMP has not acted upon it because it was suspended.
     ``generation`` counts its SMPs.  ``requests`` are those of each life, ``events`` what is
-    on its way to a coordinator, ``told`` the damage that the scrub has reported.
+    on its way to a coordinator, ``told`` the damage that the scrub has reported.  ``relayed`` are
+    requests that relays have, ``passed`` answers that they bring back, in any order.
     """
 
     name: str
@@ -44,6 +49,9 @@ class Node:
     requests: dict[int, deque[Any]] = field(default_factory=dict)
     events: deque[Any] = field(default_factory=deque)
     told: set[Any] = field(default_factory=set)
+    relayed: list[Any] = field(default_factory=list)
+    passed: list[Any] = field(default_factory=list)
+    reports: Reports = field(default_factory=Reports)
 
     @property
     def pins_hold(self) -> tuple[Any, ...]:
@@ -86,6 +94,7 @@ class SmpSteps:
         node.batch = deque()
         node.answers = []
         node.requests = {}
+        node.relayed = []
         node.told.clear()
 
     def _do_smp_crash_in(self, name: str, effects: int, step: tuple[Any, ...]) -> None:
@@ -113,7 +122,7 @@ class SmpSteps:
             return
         node.generation += 1
         node.expired = node.late = False
-        node.machine = NodeMachine(name, node.highest)
+        node.machine, node.reports = NodeMachine(name, node.highest), Reports()
         for arena in node.arenas.values():
             self._enter_arena(node, arena)
         gone, node.deaths = node.deaths, []
@@ -169,7 +178,7 @@ class SmpSteps:
             if process.alive:
                 self._hello(node, process, message)
         elif isinstance(message, m.CorruptShard):
-            node.events.append(("event", node.highest, message))
+            self._tell(node, node.highest, message)
         else:
             answer = node.machine.handle(message)
             if isinstance(process, Loader) and isinstance(answer, m.Ok):
@@ -190,7 +199,7 @@ class SmpSteps:
         node.writers.append(process)
         process.joined = True
         self._enter(node, process)
-        node.events.append(("event", node.highest, message))
+        self._tell(node, node.highest, message)
         if isinstance(process, Trainer):
             self._load(node, process)
 
@@ -252,11 +261,22 @@ class SmpSteps:
             self._answer(node, effect)
 
     def _tell(self, node: Node, incarnation: int, body: Any) -> None:
-        if not (self.shape.coarse and isinstance(body, m.OrderDone | m.SlotFreed)):
-            node.events.append(("event", incarnation, body))
+        bodies = node.reports.tell(body, node.machine.shards) if self.shape.tree else [body]
+        for one in bodies:
+            if not (self.shape.coarse and isinstance(one, m.OrderDone | m.SlotFreed)):
+                node.events.append(("event", incarnation, one))
+
+    def _do_look(self, name: str) -> None:
+        """What has waited for other ranks' words for long leaves without them."""
+        node = self.nodes[name]
+        for body in node.reports.take():
+            node.events.append(("event", node.highest, body))
 
     def _answer(self, node: Node, effect: tuple[Any, ...]) -> None:
         life, number, (request, answer) = effect
+        if number == RELAYED:
+            node.passed.append((life, CYCLE, (request, answer)))
+            return
         nothing = number == -1 and isinstance(request, m.Grant | m.Encode)
         if not (self.shape.coarse and nothing and isinstance(answer, m.Ok)):
             node.events.append(("answer", life, number, (request, answer)))
@@ -301,6 +321,17 @@ class SmpSteps:
         answer = self._serve(node, request)
         node.answers.append((life, number, (request, answer)))
 
+    def _do_relayed(self, name: str, index: int) -> None:
+        """A relay brings a request, maybe long after it was sent and answered directly."""
+        node = self.nodes[name]
+        life, request = node.relayed.pop(index)
+        node.answers.append((life, RELAYED, (request, self._serve(node, request))))
+
+    def _do_relay_loses(self, name: str) -> None:
+        node = self.nodes[name]
+        node.relayed.clear()
+        node.passed.clear()
+
     def _serve(self, node: Node, request: Any) -> m.Message:
         if isinstance(request, m.Admit):
             return self._admit(node, request)
@@ -336,6 +367,7 @@ class SmpSteps:
         node.restore = None
         node.expired = node.late = False
         node.machine.admit(request.incarnation)
+        node.reports = Reports()
         if self.shape.coarse:
             self._drop_older(node)
         arenas = [

@@ -288,6 +288,12 @@ class World(SmpSteps, DiskSteps):
         elif event[1] == life.number:
             life.answered(self, name, event[2], event[3])
 
+    def _do_passed(self, name: str, index: int) -> None:
+        """A relay brings an answer."""
+        number, whose, pair = self.nodes[name].passed.pop(index)
+        if self.life is not None and not self.life.failed and number == self.life.number:
+            self.life.answered(self, name, whose, pair)
+
     def _do_propose(self) -> None:
         life = self.life
         assert life is not None and life.cycle is not None
@@ -330,6 +336,8 @@ class World(SmpSteps, DiskSteps):
         if self.nodes[name].up:
             queue = self.nodes[name].requests.setdefault(life.number, deque())
             queue.append((number, request))
+            if self.shape.tree and number == CYCLE:
+                self.nodes[name].relayed.append((life.number, request))
 
     def note_request(self, request: m.Message) -> None:
         if isinstance(request, m.Encode):

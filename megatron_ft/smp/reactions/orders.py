@@ -14,12 +14,18 @@ from megatron_ft.smp.slots import PinnedError, TransitionRefusedError
 
 
 def grant(node: NodeShards, message: m.Grant) -> m.Message:
-    """Give each shard's trainer a slot for a future iteration, or none of them."""
+    """Give each shard's trainer a slot for a future iteration, or none of them.
+
+    A permit may come twice, or after its snapshot was decided: from a relay that was slow.
+    """
+    if node.too_late(message.snapshot):
+        return _granted_before(node, message.snapshot)
     if held_back(node):
         raise PinnedError(f"snapshots are being read: {', '.join(readers(node))}")
     for slots in node.shards.values():
         if not slots.may_grant():
             raise TransitionRefusedError(f"{slots.shard_id} has no free slot")
+    node.note_newest(message.snapshot)
     for shard_id, slots in node.shards.items():
         index = slots.grant(message.snapshot, message.iteration)
         permit = Permit(message.snapshot, message.iteration, index, False)
@@ -27,10 +33,25 @@ def grant(node: NodeShards, message: m.Grant) -> m.Message:
     return m.Ok()
 
 
+def _granted_before(node: NodeShards, snapshot: SnapshotId) -> m.Message:
+    """Ok if the permit still stands, which changes nothing."""
+    for slots in node.shards.values():
+        index = slots.find(snapshot)
+        if snapshot != node.newest or index is None or slots.ending(index):
+            raise TransitionRefusedError(f"{slots.shard_id} is past snapshot {snapshot}")
+    return m.Ok()
+
+
 def encode(node: NodeShards, message: m.Encode) -> m.Message:
-    """Have parity computed; it is invalid from here on until it is complete."""
+    """Have parity computed; it is invalid from here on until it is complete.
+
+    An order that comes again changes nothing: parity that is complete must not become invalid.
+    """
     node.check_world(message.world)
-    for shard_id in node.local_members(message.stripes):
+    local = node.local_members(message.stripes)
+    if local and all(node.slots_of(s).encoding_begun(message.snapshot) for s in local):
+        return m.Ok()
+    for shard_id in local:
         node.slots_of(shard_id).begin_encode(message.snapshot)
     stripes = node.fill_in(message.stripes, message.snapshot)
     if stripes:
@@ -79,6 +100,7 @@ def repair(node: NodeShards, message: m.Repair) -> m.Message:
 
 def commit(node: NodeShards, message: m.Commit) -> m.Message:
     """The snapshot is complete everywhere: from here on it is what a failure falls back to."""
+    node.note_newest(message.snapshot)
     local_only = message.level == "local"
     for slots in node.shards.values():
         slots.commit(message.snapshot, local_only=local_only)
@@ -89,6 +111,7 @@ def commit(node: NodeShards, message: m.Commit) -> m.Message:
 
 def abort(node: NodeShards, message: m.Abort) -> m.Message:
     """The snapshot will never be complete; a slot that is still written is freed later."""
+    node.note_newest(message.snapshot)
     for shard_id, slots in node.shards.items():
         _revoke(node, shard_id, message.snapshot)
         freed = slots.abort(

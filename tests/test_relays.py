@@ -1,0 +1,222 @@
+"""Requests to many nodes go through some of them; who has not answered is asked directly."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from smp_node import SECRET, SmpNode, create, run
+
+from megatron_ft.arena.format import SlotState
+from megatron_ft.coordinator.coordinator import Coordinator
+from megatron_ft.coordinator.cycle import Phase, SnapshotCycle
+from megatron_ft.coordinator.events import Observers
+from megatron_ft.coordinator.link import SmpLink
+from megatron_ft.coordinator.recovery import admit
+from megatron_ft.coordinator.timing import Timing
+from megatron_ft.coordinator.tree import Branch, answers, branches, unreached, wrapped
+from megatron_ft.smp import messages as m
+from megatron_ft.smp.local_query import ask
+from megatron_ft.smp.relay import joined
+from megatron_ft.smp.security import JobKeys
+
+NAMES = ("n0", "n1", "n2", "n3")
+
+
+@given(st.integers(0, 200), st.integers(2, 33))
+def test_every_node_is_in_the_tree_once(count: int, fan_out: int) -> None:
+    nodes = [f"n{i}" for i in range(count)]
+    tree = branches(nodes, fan_out)
+    assert [node for branch in tree for node in branch.nodes()] == nodes
+
+    def check(below: tuple[Branch, ...]) -> None:
+        assert len(below) <= fan_out
+        sizes = [len(branch.nodes()) for branch in below]
+        assert max(sizes, default=0) - min(sizes, default=0) <= 1
+        for branch in below:
+            check(branch.below)
+
+    check(tree)
+
+
+@pytest.mark.parametrize("nodes, depth", [(32, 1), (33, 2), (1056, 2), (1057, 3), (33824, 3)])
+def test_it_is_as_deep_as_the_logarithm(nodes: int, depth: int) -> None:
+    tree = branches([str(i) for i in range(nodes)], 32)
+    assert max(branch.depth() for branch in tree) == depth
+
+
+def test_a_relay_is_doubted_and_not_those_below_it() -> None:
+    (branch,) = branches("abcdefg", 1)
+    assert unreached(branch, {}) == ["a"]
+    assert unreached(branch, set("abc")) == ["d"]
+    assert unreached(branch, set("abcdefg")) == []
+
+
+@given(st.sets(st.sampled_from("abcdefg")), st.sets(st.sampled_from("abcdefg")))
+def test_answers_come_back_from_whom_they_are(silent: set[str], refusing: set[str]) -> None:
+    """Relays as pure functions: each opens its part, adds its answer and joins those below."""
+    requests: dict[str, m.Message] = {n: m.Abort(1, (1, 1), n) for n in "abcdefg"}  # type: ignore[arg-type]
+    (branch,) = branches("abcdefg", 1)[:1]
+    top = wrapped(branch, 1, requests, dict.fromkeys("abcdefg", "tcp://x"), 2.0)
+
+    def relay(request: m.PassOn) -> m.Passed:
+        if request.node in silent:
+            return m.Passed((), {})
+        own = m.decode(request.request)
+        assert own == requests[request.node] and own.reason == request.node
+        answer: m.Message = m.Refused("X", own.reason) if own.reason in refusing else m.Ok()
+        inner = [m.decode(onward.frame) for onward in request.below]
+        assert all(one.patience < request.patience for one in inner)
+        passed = joined(request.node, answer, [relay(one) for one in inner])
+        return m.decode(m.encode(passed))  # type: ignore[no-any-return]
+
+    reached = "abcdefg"[: min(("abcdefg".index(n) for n in silent), default=7)]
+    expected = {n: m.Refused("X", n) if n in refusing else m.Ok() for n in reached}
+    assert answers(relay(top)) == expected
+
+
+class Counting(SmpLink):
+    """A link that notes what is asked directly."""
+
+    asked: Counter[tuple[str, str]] = Counter()
+
+    async def ask(self, request: m.Message, timeout: float) -> Any:
+        self.asked[self.node, type(request).__name__] += 1
+        return await super().ask(request, timeout)
+
+
+@pytest.fixture(scope="module")
+def smps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SmpNode]]:
+    nodes = [SmpNode(tmp_path_factory.mktemp("smps"), name) for name in NAMES]
+    try:
+        for node in nodes:
+            node.start()
+        yield nodes
+    finally:
+        for node in nodes:
+            node.kill()
+
+
+class Chain:
+    """A coordinator above SMPs that each pass on to the next one."""
+
+    def __init__(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+        timing = Timing(heartbeat=0.2, lease=1.0, node_timeout=90.0)
+        self.of = Coordinator(JobKeys.derive(SECRET), Observers(), lambda world: None, timing)
+        self.of.link_type = Counting
+        self.of.relays.fan_out, self.of.relays.patience = 1, 1.0
+        self.cycle = SnapshotCycle(incarnation, {f"dp{n}": n for n in NAMES}, (), 1)
+        Counting.asked.clear()
+
+    async def begin(self, smps: list[SmpNode]) -> None:
+        for name, node in zip(NAMES, smps, strict=True):
+            self.of.connect(name, await node.endpoint())
+        assert not (await admit(self.of, self.incarnation, NAMES)).lost
+        requests = {n: create(f"dp{n}", self.incarnation) for n in NAMES}
+        await self.of.ask_all({n: m.Adopt(self.incarnation, (), None) for n in NAMES})
+        await self.of.ask_all(requests)
+        self.of.cycle = self.cycle
+
+    def permit(self) -> None:
+        self.of._perform(self.cycle, self.cycle.propose(1, ""))
+
+    async def give_up(self) -> None:
+        self.of._perform(self.cycle, self.cycle.give_up("the test says so"))
+        await until(lambda: self.cycle.phase == Phase.IDLE, "an answer of everybody")
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    for _ in range(1500):
+        if condition():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"no {what} in 30 s")
+
+
+def states(node: SmpNode) -> list[SlotState]:
+    (arena,) = ask(node.environment.socket, m.StatusRequest()).arenas
+    return [SlotState(slot.state) for slot in arena.slots]
+
+
+async def until_all(smps: list[SmpNode], state: SlotState) -> None:
+    for node in smps:
+        for _ in range(1500):
+            if state in await asyncio.to_thread(states, node):
+                break
+            await asyncio.sleep(0.02)
+        else:
+            raise AssertionError(f"{node.environment.node} was not told in 30 s")
+
+
+def test_one_request_reaches_all(smps: list[SmpNode]) -> None:
+    async def story() -> None:
+        chain = Chain(1)
+        await chain.begin(smps)
+        Counting.asked.clear()
+        chain.permit()
+        await until_all(smps, SlotState.CAPTURING)
+        await chain.give_up()
+        direct = {what for what in Counting.asked if what[1] != "Lease"}
+        assert direct == {("n0", "PassOn")} and Counting.asked["n0", "PassOn"] == 2
+        assert all(set(states(node)) == {SlotState.FREE} for node in smps)
+        await chain.of.close()
+
+    run(story())
+
+
+def test_below_a_relay_that_hangs_all_are_asked_directly(smps: list[SmpNode]) -> None:
+    """It hears of everything once it wakes up, late and twice, and nothing comes of it."""
+
+    async def story() -> None:
+        chain = Chain(2)
+        await chain.begin(smps)
+        relay = smps[1].process
+        assert relay is not None
+        os.kill(relay.pid, signal.SIGSTOP)
+        try:
+            chain.permit()
+            await until_all([smps[0], smps[2], smps[3]], SlotState.CAPTURING)
+            assert ("n3", "Grant") in Counting.asked and ("n0", "Grant") not in Counting.asked
+            chain.of._perform(chain.cycle, chain.cycle.give_up("the test says so"))
+            await until(lambda: chain.cycle._waiting == {"n1"}, "answer of the others")
+            assert not chain.of.silent.is_set()
+        finally:
+            os.kill(relay.pid, signal.SIGCONT)
+        await until(lambda: chain.cycle.phase == Phase.IDLE, "answer of the one that woke up")
+        assert all(set(states(node)) == {SlotState.FREE} for node in smps)
+        chain.permit()
+        await until_all(smps, SlotState.CAPTURING)
+        await chain.give_up()
+        await chain.of.close()
+
+    run(story())
+
+
+def test_a_relay_passes_on_nothing_else(smps: list[SmpNode]) -> None:
+    async def story() -> None:
+        chain = Chain(3)
+        await chain.begin(smps)
+        link = chain.of.links["n0"]
+
+        async def passed(node: str, incarnation: int, request: m.Message) -> str:
+            message = m.PassOn(incarnation, node, m.encode(request), (), 1.0)
+            answer = await link.ask(message, 30)
+            assert isinstance(answer, m.Refused), answer
+            return f"{answer.error}: {answer.reason}"
+
+        abort = m.Abort(3, chain.cycle.snapshot, "")
+        assert "this is n0, not n1" in await passed("n1", 3, abort)
+        assert "StaleIncarnationError" in await passed("n0", 2, abort)
+        assert "Retire is not passed on" in await passed("n0", 3, m.Retire(3, True))
+        assert "Lease is not passed on" in await passed("n0", 3, m.Lease(3, 60.0))
+        await chain.of.close()
+
+    run(story())
