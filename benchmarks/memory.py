@@ -30,7 +30,7 @@ from megatron_ft.capture.engine import CaptureEngine
 from megatron_ft.capture.manager import PLANNING_BLOCK_BYTES, choose_copier
 from megatron_ft.capture.mapping import MappingState
 from megatron_ft.capture.plan import plan_state
-from megatron_ft.capture.restore import restore_shard, verify
+from megatron_ft.capture.restore import SealedShard, restore_shard
 from megatron_ft.capture.run import CaptureRun
 from megatron_ft.capture.state import live_tensors
 from megatron_ft.capture.ticket import Ticket
@@ -244,8 +244,7 @@ def _restored(captures: Capturing, state: dict[str, torch.Tensor]) -> float:
     adapted = MappingState(state)
     started = time.perf_counter()
     arena = Arena.open(captures.engine.arena.path)
-    verify(arena, 0, record, lambda blocks: None)
-    restore_shard(arena, 0, record, adapted, SPLIT_NEVER)
+    restore_shard(SealedShard(arena, 0, record, lambda blocks: None), adapted, SPLIT_NEVER)
     closing = arena.close_beside()
     if next(iter(state.values())).is_cuda:
         torch.cuda.synchronize()

@@ -11,7 +11,7 @@ Facts from ISA-L's headers ``erasure_code.h`` and ``crc64.h``.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,6 +64,16 @@ class IsaL:
         for number in range(out.size):
             at = number * block_bytes
             out[number] = crc64(0, start + at, min(block_bytes, length - at))
+
+    def numbered(self, buffer: Bytes, block_bytes: int) -> Callable[[int], int]:
+        """A function that gives ``crc64`` of a block by its number; it keeps ``buffer`` alive."""
+        start, size, crc64 = _address(buffer), buffer.nbytes, self._crc64
+
+        def of_block(number: int, _kept: Bytes = buffer) -> int:
+            at = number * block_bytes
+            return crc64(0, start + at, min(block_bytes, size - at))  # type: ignore[no-any-return]
+
+        return of_block
 
     def cauchy_matrix(self, rows: int, columns: int) -> Bytes:
         """Generator of shape (rows, columns): identity on top, Cauchy parity rows below."""

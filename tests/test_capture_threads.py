@@ -3,56 +3,102 @@
 from __future__ import annotations
 
 import os
+from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ft.arena import digest
 from megatron_ft.capture import fill
-from megatron_ft.capture.copier import CopyItem
-from megatron_ft.capture.fill import Copies, Span, copy_in_threads
+from megatron_ft.capture.copier import Bytes, CopyItem
+from megatron_ft.capture.fill import Span, VerifiedCopy, chunks_of, copy_in_threads
 from megatron_ft.capture.threads import MOST, spare_threads
+from megatron_ft.identity import SealedRecord, SnapshotId
 
-lengths = st.lists(st.integers(0, 70_000), max_size=8)
-large = st.tuples(lengths, st.integers(2_000, 200_000))
-tiny = st.tuples(st.lists(st.integers(0, 300), max_size=12), st.integers(1, 1_000))
+BLOCK = 512
+
+lengths = st.lists(st.integers(0, 9_000), max_size=8)
+
+
+def sealed(contents: list[bytes], padding: int) -> tuple[Bytes, SealedRecord, list[int]]:
+    """A region that holds these with gaps between them, and where each begins."""
+    starts = [0, *accumulate(len(one) + padding for one in contents)]
+    region = np.full(starts[-1] + 20_000, 9, np.uint8)
+    for at, content in zip(starts, contents, strict=False):
+        region[at : at + len(content)] = np.frombuffer(content, np.uint8)
+    record = digest.seal(
+        region,
+        shard_id="s",
+        snapshot=SnapshotId(1, 1),
+        iteration=1,
+        tensor_bytes=starts[-1],
+        meta=b"objects",
+        layout_hash=bytes(32),
+        block_bytes=BLOCK,
+        algorithm=2,
+    )
+    return region, record, starts[:-1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths, st.integers(0, 99), st.integers(1, 3_000), st.integers(1, 6), st.data())
+def test_what_is_copied_was_verified_and_all_else_is_named(
+    cut: list[int], padding: int, chunk: int, threads: int, data: st.DataObject
+) -> None:
+    contents = [bytes([1 + n % 100]) * length for n, length in enumerate(cut)]
+    region, record, starts = sealed(contents, padding)
+    verified_from = digest.first_meta_block(record, BLOCK)
+    places = st.integers(0, verified_from * BLOCK - 1)
+    flipped = data.draw(st.sets(places, max_size=3)) if verified_from else set()
+    for at in flipped:
+        region[at] ^= 128
+    targets = [np.zeros(length, np.uint8) for length in cut]
+    spans = [Span(t.ctypes.data, at, t.nbytes) for t, at in zip(targets, starts, strict=True)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fill, "CHUNK_BYTES", chunk)
+        patch.setattr(fill, "spare_threads", lambda: threads)
+        check = digest.BlockCheck(region, record, BLOCK, 2)
+        chunks = chunks_of(spans, check.blocks, BLOCK)
+        bad = VerifiedCopy(region, check, verified_from).run(chunks)
+    assert bad == sorted({at // BLOCK for at in flipped})
+    spoilt = {
+        n for one in chunks for n in range(one.first, one.stop) if {*bad} & {*range(*one[:2])}
+    }
+    for content, target, start in zip(contents, targets, starts, strict=True):
+        for at in range(len(content)):
+            left_out = (start + at) // BLOCK in spoilt
+            assert target[at] == (0 if left_out else content[at])
 
 
 @settings(max_examples=30, deadline=None)
-@given(large | tiny, st.integers(1, 6))
-def test_every_byte_arrives_whatever_the_pieces_and_threads(
-    cut: tuple[list[int], int], threads: int
+@given(st.lists(st.integers(0, 70_000), max_size=8), st.integers(2_000, 200_000), st.integers(1, 6))
+def test_every_tensor_arrives_whatever_the_pieces_and_threads(
+    lengths: list[int], piece: int, threads: int
 ) -> None:
-    lengths, piece = cut
     sources = [torch.arange(n, dtype=torch.int32) + n for n in lengths]
     targets = [torch.full((n,), -1, dtype=torch.int32) for n in lengths]
-    plain = [torch.full((n,), -1, dtype=torch.int32) for n in lengths]
-    items = [CopyItem(*pair) for pair in zip(sources, targets, strict=True)]
-    spans = [
-        Span(t.data_ptr(), s.data_ptr(), s.nbytes) for s, t in zip(sources, plain, strict=True)
-    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fill, "PIECE_BYTES", piece)
         patch.setattr(fill, "spare_threads", lambda: threads)
-        for half in Copies(spans, items).halves():
-            copy_in_threads(half)
-    for source, target, other in zip(sources, targets, plain, strict=True):
-        assert torch.equal(source, target) and torch.equal(source, other)
+        copy_in_threads(CopyItem(*pair) for pair in zip(sources, targets, strict=True))
+    for source, target in zip(sources, targets, strict=True):
+        assert torch.equal(source, target)
 
 
 def test_strided_and_tracked_targets_are_filled_too() -> None:
     weight = torch.zeros(300, 300, requires_grad=True)
     strided = torch.zeros(300, 300).t()
     stored = torch.rand(300, 300)
-    items = [CopyItem(stored, weight.detach()), CopyItem(stored, strided)]
-    copy_in_threads(Copies([], items))
+    copy_in_threads([CopyItem(stored, weight.detach()), CopyItem(stored, strided)])
     assert torch.equal(weight, stored) and torch.equal(strided, stored)
 
 
 def test_a_copy_that_fails_is_an_error() -> None:
     with pytest.raises(RuntimeError):
-        copy_in_threads(Copies([], [CopyItem(torch.zeros(3), torch.zeros(4))]))
+        copy_in_threads([CopyItem(torch.zeros(3), torch.zeros(4))])
 
 
 def test_ranks_share_the_cores_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ can write an arena can write its digests.
 from __future__ import annotations
 
 import hashlib
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -64,6 +64,20 @@ def digest_blocks(buffer: Bytes, block_bytes: int, algorithm: int, out: Table) -
     for number in range(entries):
         at = number * block_bytes
         out[number] = digest_block(buffer[at : at + block_bytes], algorithm)
+
+
+def block_digests(buffer: Bytes, block_bytes: int, algorithm: int) -> Callable[[int], int]:
+    """A function that gives the digest of a block by its number; it keeps ``buffer`` alive.
+
+    Where ISA-L makes them it costs little more than the digest itself.
+    """
+
+    def digest_numbered(number: int) -> int:
+        return digest_block(buffer[number * block_bytes :][:block_bytes], algorithm)
+
+    return (
+        isal.load().numbered(buffer, block_bytes) if algorithm == DIGEST_CRC64 else digest_numbered
+    )
 
 
 def table_entries(covered_bytes: int, block_bytes: int) -> int:
@@ -200,59 +214,55 @@ def verify_root(data: Bytes, record: SealedRecord) -> bool:
     )
 
 
-def verify_shard(
-    data: Bytes, record: SealedRecord, block_bytes: int, algorithm: int, threads: int = 1
-) -> list[int]:
+class BlockCheck:
+    """The digest table of a sealed region, and the blocks that it vouches for.
+
+    Blocks may be asked about in any order and by several threads; digests are made without the
+    GIL.  ``blocks`` is how many precede ``digest_offset``.
+    """
+
+    def __init__(self, data: Bytes, record: SealedRecord, block_bytes: int, algorithm: int) -> None:
+        """Compares table and record with the root first; block_bytes is as it was sealed."""
+        covered = min(max(record.digest_offset, 0), data.size)
+        self.block_bytes = block_bytes
+        self.blocks = table_entries(covered, block_bytes)
+        self._digest = block_digests(data[:covered], block_bytes, algorithm)
+        table = digest_table(data, record) if fits(data.size, record) else None
+        sealed = table is not None and digest_root(table, record) == record.digest_root
+        whole = sealed and table is not None and table.size == self.blocks
+        # Plain numbers, and no array for each few blocks: several threads need the GIL for it.
+        self._table: list[int] | None = table.tolist() if whole and table is not None else None
+
+    def bad(self, first: int, stop: int) -> list[int]:
+        """Which blocks from ``first`` to before ``stop`` do not hold the sealed bytes.
+
+        With a wrong root nothing is known of any block, so every block is named, at least one.
+        """
+        table, digest_of = self._table, self._digest
+        if table is None:
+            return list(range(first, max(stop, first + 1)))
+        return [number for number in range(first, stop) if digest_of(number) != table[number]]
+
+
+def verify_shard(data: Bytes, record: SealedRecord, block_bytes: int, algorithm: int) -> list[int]:
     """Numbers of the blocks before ``digest_offset`` whose bytes are not the sealed ones.
 
     Empty means that every byte up to ``used_bytes`` is as sealed.  With a wrong root
     nothing is known of any block, so every block is named, at least block 0.
     """
-    return _bad_blocks(data, record, block_bytes, algorithm, 0, threads)
+    check = BlockCheck(data, record, block_bytes, algorithm)
+    return check.bad(0, check.blocks)
 
 
 def verify_meta(data: Bytes, record: SealedRecord, block_bytes: int, algorithm: int) -> list[int]:
     """As verify_shard, of the blocks that hold small objects only; tensors are not read."""
-    first = max(record.meta_offset, 0) // block_bytes
-    return _bad_blocks(data, record, block_bytes, algorithm, first)
+    check = BlockCheck(data, record, block_bytes, algorithm)
+    return check.bad(first_meta_block(record, block_bytes), check.blocks)
 
 
-def _bad_blocks(
-    data: Bytes,
-    record: SealedRecord,
-    block_bytes: int,
-    algorithm: int,
-    first: int,
-    threads: int = 1,
-) -> list[int]:
-    table = digest_table(data, record) if fits(data.size, record) else None
-    covered = min(max(record.digest_offset, 0), data.size)
-    entries = table_entries(covered, block_bytes)
-    if table is None or table.size != entries or digest_root(table, record) != record.digest_root:
-        return list(range(max(entries, 1)))
-    found = np.empty(entries - first, np.uint64)
-    _digest_in_threads(data[first * block_bytes : covered], block_bytes, algorithm, found, threads)
-    return [first + int(number) for number in np.flatnonzero(found != table[first:])]
-
-
-def _digest_in_threads(
-    buffer: Bytes, block_bytes: int, algorithm: int, out: Table, threads: int
-) -> None:
-    """As digest_blocks, each thread with a run of blocks; digests are made without the GIL."""
-    share = -(-out.size // threads)
-
-    def digest_share(start: int) -> None:
-        part = buffer[start * block_bytes : (start + share) * block_bytes]
-        digest_blocks(part, block_bytes, algorithm, out[start : start + share])
-
-    starts = range(0, out.size, max(share, 1))
-    if threads == 1:
-        for start in starts:
-            digest_share(start)
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in pool.map(digest_share, starts):
-            pass
+def first_meta_block(record: SealedRecord, block_bytes: int) -> int:
+    """The first of the blocks that ``verify_meta`` reads."""
+    return max(record.meta_offset, 0) // block_bytes
 
 
 def name_blocks(bad: list[int]) -> str:

@@ -120,6 +120,13 @@ class SnapshotManager:
         """The small objects of the offered snapshot, their digests checked; {} if there is none."""
         return self._offered.objects()
 
+    def expect_load(self) -> None:
+        """Make the offered snapshot quick to read, in a thread, while something else is done.
+
+        For callers that know that ``load`` will follow, and have a model to build before.
+        """
+        self._offered.expect()
+
     def decline(self) -> None:
         """Start without the offered snapshot; all ranks must, or none.
 
@@ -130,8 +137,10 @@ class SnapshotManager:
     def load(self, into: State) -> int:
         """Restore the snapshot that the job agreed on, in place; its iteration, or 0 if none.
 
-        Every digest is checked before any byte is loaded.  Raises CorruptBlockError
-        naming the blocks, or LayoutMismatchError naming the tensors that differ.
+        Every block's digest is checked before a byte of it is loaded.  Raises CorruptBlockError
+        naming the blocks, or LayoutMismatchError naming the tensors that differ.  After a
+        CorruptBlockError tensors may hold a part of the snapshot: ``prepare``, ``save`` and
+        fences then raise it again, and the process has to end.
         """
         offer = self._offered.get()
         if offer is None:
@@ -154,6 +163,7 @@ class SnapshotManager:
         """
         captures = self._captures
         assert captures.engine is None, "prepare was called twice"
+        self._offered.require_whole()
         self._offered.get()
         adapted = self._as_state(state)
         layout = plan_state(adapted, self.config.replicated_split_bytes)
@@ -243,6 +253,7 @@ class SnapshotManager:
             self._client.close()
 
     def _before_step(self) -> None:
+        self._offered.require_whole()
         self.watch.step()
         self._fence.wait(self._captures.run)
 

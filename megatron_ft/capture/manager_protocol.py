@@ -26,6 +26,9 @@ class Manager(Protocol):
     def offered_objects(self) -> dict[str, Any]:
         """What the offered snapshot holds beside tensors; {} if none was offered."""
 
+    def expect_load(self) -> None:
+        """``load`` will follow once something else is done: make it quick meanwhile."""
+
     def decline(self) -> None:
         """Start without the offered snapshot, as all ranks do."""
 

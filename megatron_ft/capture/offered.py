@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from megatron_ft.arena.arena import Arena
+from megatron_ft.arena.mapping import populate_read
 from megatron_ft.capture.client_protocol import RestoreOffer, SnapshotClient
-from megatron_ft.capture.restore import compare, read_objects, restore_shard, verify
+from megatron_ft.capture.restore import SealedShard, compare, read_objects, restore_shard
 from megatron_ft.capture.state import TrainingState
 from megatron_ft.errors import CorruptBlockError, LayoutMismatchError
 from megatron_ft.shard import ShardLayout
@@ -17,7 +19,8 @@ from megatron_ft.shard import ShardLayout
 class OfferedSnapshot:
     """What one rank starts from; asks the SMP when it is first needed.
 
-    ``declined`` says that the rank starts without it, ``restored`` is the layout it had.
+    ``declined`` says that the rank starts without it, ``restored`` is the layout it had,
+    ``broken_off`` the error that ended a load whose first bytes were in tensors by then.
     """
 
     def __init__(
@@ -29,10 +32,12 @@ class OfferedSnapshot:
     ) -> None:
         self.declined = False
         self.restored: ShardLayout | None = None
+        self.broken_off: CorruptBlockError | None = None
         self._client, self._shard_id = client, shard_id
         self._coordinates, self._world_size = coordinates, world_size
         self._offer: RestoreOffer | None = None
         self._greeted = False
+        self._arena: Arena | None = None
 
     def get(self) -> RestoreOffer | None:
         """The offer, None if there is none or it was declined."""
@@ -47,23 +52,51 @@ class OfferedSnapshot:
         if offer is None:
             return {}
         with self.telling(), Arena.open(offer.arena_path) as arena:
-            verify(arena, offer.slot, offer.record, self._report_corrupt, objects_only=True)
-            return read_objects(arena, offer.slot, offer.record)
+            return read_objects(self._shard(arena, offer))
 
     def decline(self) -> None:
         """Start without it; it stays in memory until a newer one is committed."""
         self.declined = self.get() is not None
         self._offer = None
 
-    def load(self, offer: RestoreOffer, into: TrainingState, split_bytes: int) -> None:
-        """Check every digest, then restore in place; errors as of SnapshotManager.load."""
+    def expect(self) -> None:
+        """Map the arena that ``load`` will read, in a thread: that takes as long as copying it.
+
+        For who knows that there is something else to do before, such as to build a model.
+        """
+        offer = self.get()
+        if offer is None or self._arena is not None:
+            return
         with self.telling():
-            arena = Arena.open(offer.arena_path)
+            self._arena = arena = Arena.open(offer.arena_path)
+        view = arena.data(offer.slot)[: offer.record.used_bytes]
+        threading.Thread(
+            target=populate_read, args=[view], name="megatron-ft-map", daemon=True
+        ).start()
+
+    def load(self, offer: RestoreOffer, into: TrainingState, split_bytes: int) -> None:
+        """Restore in place, every block verified before it; errors as of SnapshotManager.load."""
+        with self.telling():
+            arena, self._arena = self._arena or Arena.open(offer.arena_path), None
             try:
-                verify(arena, offer.slot, offer.record, self._report_corrupt)
-                self.restored = restore_shard(arena, offer.slot, offer.record, into, split_bytes)
+                shard = self._shard(arena, offer)
+                self.restored = restore_shard(shard, into, split_bytes)
+            except CorruptBlockError as error:
+                self.broken_off = error
+                raise
             finally:
                 arena.close_beside()
+
+    def _shard(self, arena: Arena, offer: RestoreOffer) -> SealedShard:
+        return SealedShard(arena, offer.slot, offer.record, self._report_corrupt)
+
+    def require_whole(self) -> None:
+        """CorruptBlockError, again, if what was loaded is only a part of the snapshot."""
+        if self.broken_off is not None:
+            raise CorruptBlockError(
+                "this rank has loaded a part of a snapshot and must not train on it: end the "
+                "process, so that the job recovers"
+            ) from self.broken_off
 
     def check(self, layout: ShardLayout) -> None:
         """LayoutMismatchError unless what was restored fits what is captured from now on."""

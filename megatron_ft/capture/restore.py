@@ -1,4 +1,4 @@
-"""Loading a shard: verified first, then in place, then checked against what was stored."""
+"""Loading a shard: verified and copied in place, then checked against what was stored."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 from megatron_ft.arena import digest
 from megatron_ft.arena.arena import Arena
+from megatron_ft.arena.digest import BlockCheck
 from megatron_ft.capture.binding import region_tensor, stored_view
 from megatron_ft.capture.copier import CopyItem
 from megatron_ft.capture.cpu import is_plain_memory
 from megatron_ft.capture.exchange import SplitTensor, check_group, exchange, exchange_device
-from megatron_ft.capture.fill import Copies, Span, copy_in_threads
+from megatron_ft.capture.fill import Copies, Span, VerifiedCopy, chunks_of, copy_in_threads
 from megatron_ft.capture.plan import dtype_from_name, dtype_name, plan_state
 from megatron_ft.capture.state import AdoptsTensors, TrainingState, live_tensors
-from megatron_ft.capture.threads import spare_threads
 from megatron_ft.errors import CorruptBlockError, LayoutMismatchError
 from megatron_ft.fault_points import reach
 from megatron_ft.identity import SealedRecord
@@ -24,62 +24,65 @@ from megatron_ft.objects import decode
 from megatron_ft.shard import LayoutEntry, ShardLayout, layout_differences
 from megatron_ft.shard_meta import Meta, unpack_meta
 
+Report = Callable[[int], None]
 
-def verify(
-    arena: Arena,
-    slot: int,
-    record: SealedRecord,
-    report: Callable[[int], None],
-    *,
-    objects_only: bool = False,
-) -> None:
-    """CorruptBlockError, naming blocks, unless every sealed byte is as it was sealed.
 
-    ``report`` is told the number of bad blocks first.  With ``objects_only`` tensors are left
-    out: ``read_objects`` needs no more.
+class SealedShard:
+    """One sealed slot of an arena, about to be read: nothing of it is used unverified.
+
+    ``report`` is told the number of bad blocks before CorruptBlockError names them.
     """
-    header = arena.header
-    block_bytes = header.geometry.block_bytes
-    place = (arena.data(slot), record, block_bytes, header.digest_algorithm)
-    if objects_only:
-        bad = digest.verify_meta(*place)
-    else:
-        bad = digest.verify_shard(*place, threads=spare_threads())
-    if bad:
-        report(len(bad))
+
+    def __init__(self, arena: Arena, slot: int, record: SealedRecord, report: Report) -> None:
+        """Nothing is read yet but the arena's header and the digest table."""
+        header = arena.header
+        self.region, self.record = arena.data(slot), record
+        self.block_bytes = header.geometry.block_bytes
+        self.check = BlockCheck(self.region, record, self.block_bytes, header.digest_algorithm)
+        self.first_meta = digest.first_meta_block(record, self.block_bytes)
+        self._report = report
+        self._name = f"shard {record.shard_id}, snapshot {record.snapshot}, slot {slot} of"
+        self._name += f" {arena.path}"
+
+    def meta(self) -> Meta:
+        """The layout and the small objects, their digests compared; tensors are not read."""
+        self.require_none(self.check.bad(self.first_meta, self.check.blocks))
+        return unpack_meta(digest.read_meta(self.region, self.record))
+
+    def require_none(self, bad: list[int]) -> None:
+        """CorruptBlockError if there are bad blocks."""
+        if not bad:
+            return
+        self._report(len(bad))
         raise CorruptBlockError(
-            f"shard {record.shard_id}, snapshot {record.snapshot}, slot {slot} of {arena.path}: "
-            f"{len(bad)} of its blocks of {block_bytes} bytes do not match their digests "
-            f"({digest.name_blocks(bad)}); nothing was loaded, rebuild the shard from its stripe"
+            f"{self._name}: {len(bad)} of its blocks of {self.block_bytes} bytes do not match "
+            f"their digests ({digest.name_blocks(bad)}); no byte of them was loaded, rebuild the "
+            "shard from its stripe"
         )
 
 
-def restore_shard(
-    arena: Arena, slot: int, record: SealedRecord, state: TrainingState, split_bytes: int
-) -> ShardLayout:
-    """Load one verified slot into ``state`` and return its layout.
+def restore_shard(shard: SealedShard, state: TrainingState, split_bytes: int) -> ShardLayout:
+    """Load a shard into ``state``, each block verified just before it is copied; its layout.
 
+    CorruptBlockError leaves tensors of other blocks loaded: nobody may train on that state.
+    Small objects are taken only when all blocks were found right.
     Raises LayoutMismatchError naming the tensors that differ, UndecodableError for small
     objects that cannot be read here.
     """
+    meta = shard.meta()
     reach("restore.verified")
-    meta = _read_meta(arena, slot, record)
     layout = ShardLayout.from_bytes(meta.layout)
-    _fill(layout, region_tensor(arena.data(slot)), state)
+    _fill(layout, shard, state)
     state.load(decode(meta.objects))
     compare(layout, plan_state(state, split_bytes))
     reach("restore.done")
     return layout
 
 
-def read_objects(arena: Arena, slot: int, record: SealedRecord) -> dict[str, Any]:
-    """The small objects of a verified slot."""
-    objects: dict[str, Any] = decode(_read_meta(arena, slot, record).objects)
+def read_objects(shard: SealedShard) -> dict[str, Any]:
+    """The small objects alone."""
+    objects: dict[str, Any] = decode(shard.meta().objects)
     return objects
-
-
-def _read_meta(arena: Arena, slot: int, record: SealedRecord) -> Meta:
-    return unpack_meta(digest.read_meta(arena.data(slot), record))
 
 
 def compare(stored: ShardLayout, live: ShardLayout) -> None:
@@ -94,8 +97,9 @@ def compare(stored: ShardLayout, live: ShardLayout) -> None:
         )
 
 
-def _fill(layout: ShardLayout, region: torch.Tensor, state: TrainingState) -> None:
+def _fill(layout: ShardLayout, shard: SealedShard, state: TrainingState) -> None:
     """Give every stored tensor its bytes: live ones in place, others through adopt()."""
+    region = region_tensor(shard.region)
     live = live_tensors(state)
     _check_fits(layout, live, state)
     replicas = state.replicas()
@@ -122,13 +126,20 @@ def _fill(layout: ShardLayout, region: torch.Tensor, state: TrainingState) -> No
         _add_copy(copies, target, region, entry)
         if entry.is_split:
             split.append(SplitTensor(entry, target, group))
-    for number, half in enumerate(copies.halves()):
-        if number:
-            reach("restore.half")
-        copy_in_threads(half)
+    _copy(copies, shard)
     exchange(split)
     if adopter is not None and adopted:
         adopter.adopt(adopted)
+
+
+def _copy(copies: Copies, shard: SealedShard) -> None:
+    """Verify all blocks; copy plain bytes out of each when it is, and the rest after all are."""
+    chunks = chunks_of(copies.spans, shard.check.blocks, shard.block_bytes)
+    half, copying = len(chunks) // 2, VerifiedCopy(shard.region, shard.check, shard.first_meta)
+    bad = copying.run(chunks[:half])
+    reach("restore.half")
+    shard.require_none(bad + copying.run(chunks[half:]))
+    copy_in_threads(copies.items)
 
 
 def _check_fits(layout: ShardLayout, live: dict[str, torch.Tensor], state: TrainingState) -> None:
@@ -158,13 +169,11 @@ def _add_copy(
     copies: Copies, target: torch.Tensor, region: torch.Tensor, entry: LayoutEntry
 ) -> None:
     """Bytes as they are where that will do: making views of thousands of tensors takes longer."""
-    if target.nbytes == entry.nbytes and is_plain_memory(target):
-        source = region.data_ptr() + entry.offset
-        copies.spans.append(Span(target.data_ptr(), source, entry.nbytes))
-        return
-    whole = target.detach()
-    part = whole.view(-1)[entry.start : entry.stop] if entry.is_split else whole
-    copies.items.append(CopyItem(stored_view(region, entry), part))
+    if is_plain_memory(target):
+        start = entry.start * target.element_size() if entry.is_split else 0
+        copies.spans.append(Span(target.data_ptr() + start, entry.offset, entry.nbytes))
+    else:
+        copies.items.append(CopyItem(stored_view(region, entry), target.detach()))
 
 
 def _alias_view(

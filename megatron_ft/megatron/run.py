@@ -69,6 +69,8 @@ class SnapshotRun:
             source = "memory" if decision.from_memory else "disk"
             _print_rank_0(f" starting from {source}: {decision.reason}")
         self._from_memory = decision is not None and decision.from_memory
+        if self._from_memory:
+            self._manager.expect_load()
         return self._from_memory
 
     def attach(self, model: Any, optimizer: Any, scheduler: Any) -> None:

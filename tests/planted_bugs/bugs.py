@@ -164,13 +164,13 @@ BUGS = (
         "blocks are not compared with their digests at restore",
         (
             Edit(
-                "    return [first + int(number) for number in"
-                " np.flatnonzero(found != table[first:])]\n",
-                "    return []\n",
+                "        return [number for number in range(first, stop)"
+                " if digest_of(number) != table[number]]\n",
+                "        return []\n",
             ),
         ),
         "flipped bits",
-        "tests/test_capture_manager.py::test_one_flipped_bit_is_found_and_nothing_is_loaded",
+        "tests/test_capture_manager.py::test_one_flipped_bit_is_found_and_no_object_is_loaded",
         r"DID NOT RAISE .*CorruptBlockError\S*",
     ),
     Bug(
