@@ -33,6 +33,7 @@ _NAMED: dict[str, Sequence[Any]] = {
     "codec": ("none", "xor", "rs", "?"),
     "incarnation": (0, 1, 1, 1, 1, 1, 2),
     "seconds": (1e5,),
+    "endpoint": ("tcp://127.0.0.1:9", "tcp://nowhere"),
 }
 
 

@@ -130,6 +130,7 @@ def _answer(
     endpoints = {node: f"tcp://10.0.{n >> 8}.{n & 255}:40000" for n, node in enumerate(sends)}
     for branch in shape.tree(list(sends)):
         kind = type(sends[branch.node]).__name__
+        request: m.Message
         if branch.below:
             request = wrapped(branch, 1, sends, endpoints, PATIENCE_SECONDS)
             passed = m.decode(m.encode(m.Passed(branch.nodes(), {})))
