@@ -6,6 +6,7 @@ itself, and a run of fewer ranks that loads it.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -89,6 +90,25 @@ def test_two_of_four_nodes_go_on_as_megatron_alone_would(
     assert [source for _, source in job.restores()] == ["parity"], job.story()
     last = next(e.fields["iteration"] for e in job.events if e.kind == "exported")
     check_fewer_ranks(program(), megatron_corpus, tmp_path, last, *flags)
+
+
+def test_a_supervisor_that_dies_meanwhile_is_followed_by_one_that_goes_on(
+    made: list[Job], tmp_path: Path, megatron_corpus: Path
+) -> None:
+    """Before the shape changes, right after it, and before the fewer ranks are started."""
+    job = shrinking_job(tmp_path, megatron_corpus, (), drain_interval=10_000)
+    made.append(job)
+    faults = [(6, lose("n3"))]
+    for kind in ("drained", "shrunk", "from_disk"):
+        job.at_event = {kind: Job.interrupt}
+        with pytest.raises(asyncio.CancelledError):
+            job.run(*faults)
+        faults = []
+    job.run()
+    assert told(job, "finished") and len(told(job, "shrunk")) == 1, job.story()
+    starts = [text.rsplit("_", 1)[1] for text in told(job, "from_disk")]
+    assert len(set(starts)) == 1, job.story()
+    check_fewer_ranks(program(), megatron_corpus, tmp_path, int(starts[0]))
 
 
 def test_what_cannot_go_on_stops_with_its_memory_drained(

@@ -10,6 +10,7 @@ import pytest
 from megatron_ft.cli.run_summary import RunSummary
 from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.smp.watch_messages import PulseReport
+from megatron_ft.watch import recoveries
 from megatron_ft.watch.board import Heard, PulseBoard
 from megatron_ft.watch.peers import StragglerFinder
 from megatron_ft.watch.recoveries import RecoveryClock
@@ -68,6 +69,24 @@ def test_what_was_detected_late_counts() -> None:
     found = clock.look([heard(0, time.monotonic(), age=0.0, first_iteration=1.0)])
     assert found is not None and found.detect == 7.0
     assert found.total == pytest.approx(8.0, abs=0.1)
+
+
+def test_a_life_without_trainers_belongs_to_the_same_recovery(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A node was lost and no spare is left: the next life begins only when all is exported."""
+    now = [100.0]
+    monkeypatch.setattr(recoveries.time, "monotonic", lambda: now[0])
+    clock = RecoveryClock()
+    clock.starting()
+    for cause in ("node n1 is lost", "fewer nodes train"):
+        clock.failed()
+        clock.dead(cause)
+        now[0] += 10.0
+    clock.starting()
+    found = clock.look([heard(0, now[0] + 1.0, age=1.0, first_iteration=1.0)])
+    assert found is not None and found.cause == "node n1 is lost"
+    assert (found.kill, found.decide, found.total) == (0.0, 20.0, 21.0)
 
 
 def test_recoveries_and_places_are_the_last_lines() -> None:

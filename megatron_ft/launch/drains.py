@@ -109,7 +109,7 @@ class Drains:
             await self._end(self._task)
 
     async def last(self, seconds: float) -> bool:
-        """The job is told to stop: drain the newest committed snapshot without a cap.
+        """This life takes no more snapshots: drain the newest committed one without a cap.
 
         Whether it, or a newer one, is on disk after at most ``seconds``.  A drain that runs
         under a cap is given up for it, and one that came to nothing is tried once more.
@@ -117,7 +117,8 @@ class Drains:
         committed = self._coordinator.committed
         if self._task is None or committed is None:
             return False
-        self._coordinator.observers.tell("stopping", f"told to stop: draining for {seconds:g} s")
+        text = f"a last drain, for at most {seconds:g} s"
+        self._coordinator.observers.tell("stopping", text)
         if self._cap:
             self._task.cancel()
             await self._end(self._task)

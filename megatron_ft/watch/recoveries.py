@@ -57,23 +57,26 @@ class RecoveryClock:
         self._cause = ""
         self._detect = 0.0
         self._failed = self._dead = self._started = 0.0
-        self._waiting = False
+        self._waiting = self._down = False
 
     def detected(self, seconds: float) -> None:
         """What ends this life has gone on for so long already."""
         self._detect = seconds
 
     def failed(self) -> None:
-        """A life has ended."""
-        self._failed, self._waiting = time.monotonic(), False
+        """A life has ended; one that started no trainers belongs to the same recovery."""
+        if not self._down:
+            self._failed, self._waiting = time.monotonic(), False
 
     def dead(self, cause: str) -> None:
         """Its trainers are dead."""
-        self._dead, self._cause = time.monotonic(), cause
+        if not self._down:
+            self._dead, self._cause, self._down = time.monotonic(), cause, True
 
     def starting(self) -> None:
         """Trainers of a new life are about to be started."""
         self._started, self._waiting = time.monotonic(), bool(self._cause)
+        self._down = False
 
     def look(self, heard: Sequence[Heard]) -> RecoveryTime | None:
         """The recovery that has just come to its end, told once."""
