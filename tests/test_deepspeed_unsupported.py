@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 
 deepspeed_config = pytest.importorskip("deepspeed.runtime.config")
+attach = pytest.importorskip("deepspeed_ext.attach")  # The package has a function of that name.
 
 from deepspeed_ext.unsupported import REFUSALS, config_refusals  # noqa: E402
+from megatron_ft.config import Source  # noqa: E402
+from megatron_ft.errors import ConfigError  # noqa: E402
+from megatron_ft.json_section import Section  # noqa: E402
 
 pytestmark = pytest.mark.deepspeed
 
@@ -107,3 +111,13 @@ def test_all_reasons_at_once() -> None:
     lines = refusals_of({**both, "hybrid_engine": {"enabled": True}})
     assert lines is not None
     assert len(lines) == 3
+
+
+def test_going_on_with_fewer_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attach, "refusals", lambda engine: [])
+    folders = {"drain_dir": "/drains", "drain_interval": 1, "drain_export_dir": "/exports"}
+    stops = Section(True, Source({**folders, "on_no_spare": "stop"}, str), {})
+    assert attach._checked(object(), stops).on_no_spare == "stop"
+    shrinks = Section(True, Source({**folders, "on_no_spare": "shrink"}, str), {})
+    with pytest.raises(ConfigError, match="only after ds_to_universal"):
+        attach._checked(object(), shrinks)

@@ -20,6 +20,7 @@ from megatron_ft.disk.drained import find
 from megatron_ft.launch.membership import NoSpareError
 from tests.jobs import Fault, Job
 from tests.megatron_jobs import Program, check_fewer_ranks, needs_megatron, packaged
+from tests.megatron_layouts import PP2, TP2
 
 pytestmark = [
     pytest.mark.mpi,
@@ -76,7 +77,16 @@ def told(job: Job, kind: str) -> list[str]:
     return [event.text for event in job.events if event.kind == kind]
 
 
-@pytest.mark.parametrize("flags", [(), OVERLAPPED, RESHARDABLE], ids=["plain", "overlap", "full"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param((), id="plain"),
+        pytest.param(OVERLAPPED, id="overlap"),
+        pytest.param(RESHARDABLE, id="full"),
+        pytest.param(TP2, id="tp2"),
+        pytest.param(PP2, id="pp2"),
+    ],
+)
 def test_two_of_four_nodes_go_on_as_megatron_alone_would(
     made: list[Job], tmp_path: Path, megatron_corpus: Path, flags: tuple[str, ...]
 ) -> None:
