@@ -61,9 +61,12 @@ class IsaL:
         The address is asked for once: for a block of 64 KiB that costs half as much as its CRC.
         """
         start, length, crc64 = _address(buffer), buffer.nbytes, self._crc64
-        for number in range(out.size):
+        whole = length // block_bytes
+        for number in range(whole):
+            out[number] = crc64(0, start + number * block_bytes, block_bytes)
+        for number in range(whole, out.size):
             at = number * block_bytes
-            out[number] = crc64(0, start + at, min(block_bytes, length - at))
+            out[number] = crc64(0, start + at, length - at)
 
     def numbered(self, buffer: Bytes, block_bytes: int) -> Callable[[int], int]:
         """A function that gives ``crc64`` of a block by its number; it keeps ``buffer`` alive."""

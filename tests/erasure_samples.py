@@ -141,12 +141,12 @@ class _Receive:
 
 
 class ThreadTransport:
-    """One member's end of a ThreadWorld; counts bytes by kind and peers in flight."""
+    """One member's end of a ThreadWorld; counts bytes by kind, and messages in flight."""
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self._world, self.rank, self.size = world, rank, world.size
         self.sent: dict[Kind, int] = defaultdict(int)
-        self.most_peers = 0
+        self.most_taken = self.most_offered = 0
         self.on_received: Callable[[Kind, Bytes], None] = lambda kind, buffer: None
         self._open: list[_Send | _Receive] = []
 
@@ -178,9 +178,10 @@ class ThreadTransport:
 
     def _opened(self, pending: _Send | _Receive) -> object:
         self._open.append(pending)
-        for kind in (_Send, _Receive):
-            peers = {p.peer for p in self._open if isinstance(p, kind)}
-            self.most_peers = max(self.most_peers, len(peers))
+        taking = sum(isinstance(p, _Receive) and p.buffer.nbytes > 8 for p in self._open)
+        self.most_taken = max(self.most_taken, taking)
+        offered = sum(isinstance(p, _Send) and p.buffer.nbytes > 8 for p in self._open)
+        self.most_offered = max(self.most_offered, offered)
         return pending
 
     def _receive(self, receive: _Receive) -> None:

@@ -28,11 +28,20 @@ from megatron_ft.erasure.codec import PyEClibCodec
 from megatron_ft.erasure.encode import EncodeResult, encode
 from megatron_ft.erasure.member import MemberView, StripeCode
 from megatron_ft.erasure.rebuild import rebuild
-from megatron_ft.erasure.transport import Kind
+from megatron_ft.erasure.transport import (
+    EXCHANGES_IN_FLIGHT,
+    TURNS_EARLY,
+    TURNS_LATE,
+    Kind,
+)
 from megatron_ft.erasure.verify import VerifyResult, verify
 from megatron_ft.errors import CorruptBlockError, UnrecoverableError
 from megatron_ft.identity import SnapshotId
 from megatron_ft.isal import Bytes
+
+
+MOST_OFFERED = TURNS_EARLY + TURNS_LATE + 2 * EXCHANGES_IN_FLIGHT
+"""Messages that a member has started to send; a bound that does not know the data's length."""
 
 
 @pytest.fixture(autouse=True)
@@ -326,7 +335,8 @@ def test_traffic_is_the_least_possible(shape: tuple[str, int, int]) -> None:
         sent = transport.sent[Kind.SOURCE] + transport.sent[Kind.RESULT]
         assert sent == length * (members - 1) // (members - m)
         assert transport.bytes_sent >= sent
-        assert transport.most_peers <= 2
+        assert 2 <= transport.most_taken <= EXCHANGES_IN_FLIGHT
+        assert transport.most_offered <= MOST_OFFERED
     views = [protected(v, r) for v, r in zip(views, results, strict=True)]
     views[0] = make_lost(code)
     succeed(
@@ -340,7 +350,9 @@ def test_traffic_is_the_least_possible(shape: tuple[str, int, int]) -> None:
     assert sum(shares) == members * code.chunk_bytes * k
     unit = code.piece_bytes * k
     assert max(shares) - min(shares) <= unit, "the survivors' shares are uneven"
-    assert all(t.most_peers <= 2 for t in transports.values())
+    # A piece of parity comes with its digests.
+    assert all(2 <= t.most_taken <= 2 * EXCHANGES_IN_FLIGHT for t in transports.values())
+    assert all(t.most_offered <= MOST_OFFERED for t in transports.values())
     assert transports[0].sent[Kind.SOURCE] + transports[0].sent[Kind.RESULT] == 0
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from megatron_ft.erasure.encode import encode_kernel, open_row_codec
 from megatron_ft.erasure.gather import gather_rows
 from megatron_ft.erasure.member import MemberView, StripeCode, chunk_of, spare_pieces
-from megatron_ft.erasure.transport import Kind, Link, Pending, Window
+from megatron_ft.erasure.transport import Kind, Link, Pending, Window, buffer_sets
 from megatron_ft.isal import Bytes
 
 
@@ -48,11 +48,11 @@ def direct(link: Link, code: StripeCode, member: MemberView) -> None:
     k, layout = code.data_members, code.layout
     codec = open_row_codec(code)
     kernels = [codec.kernel([k + j], range(k)) for j in range(code.parity_members)]
-    spare = [spare_pieces(code, k) for _ in range(2)]
+    spare = [spare_pieces(code, k) for _ in range(buffer_sets(k))]
     window, number = Window(link), 0
     for part in code.pieces():
         for j, kernel in enumerate(kernels):
-            columns = [piece[: part.stop - part.start] for piece in spare[number % 2]]
+            columns = [piece[: part.stop - part.start] for piece in spare[number % len(spare)]]
             number += 1
             for column in range(k):
                 row = layout.data_row(link.member, column)

@@ -93,6 +93,8 @@ def _once(world: World, works: Works, name: str, number: int) -> Done:
     seconds = time.perf_counter() - begin
     if name in ("gather", "direct", "ring"):
         works.require_right_parity()
+    if name.startswith("rebuild:"):
+        works.require_right_rebuild()
     to_peers = tuple(transport.to_peers())
     return Done(transport.rank, name, number, seconds, cpu, transport.bytes_sent, to_peers)
 

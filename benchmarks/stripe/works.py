@@ -6,6 +6,7 @@ import dataclasses
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import numpy as np
 
@@ -17,7 +18,15 @@ from megatron_ft.erasure.member import MemberView, StripeCode, chunk_of, spare_p
 from megatron_ft.erasure.paced import PacedTransport
 from megatron_ft.erasure.rebuild import rebuild
 from megatron_ft.erasure.stripes import padded_bytes
-from megatron_ft.erasure.transport import Kind, Link, Pending, Transport, Window
+from megatron_ft.erasure.transport import (
+    EXCHANGES_IN_FLIGHT,
+    Ahead,
+    Kind,
+    Link,
+    Pending,
+    Transport,
+    Window,
+)
 from megatron_ft.identity import SnapshotId
 from megatron_ft.isal import Bytes
 from megatron_ft.pace import Pace
@@ -58,7 +67,7 @@ class Works:
         self._transport = transport
         self.member = sealed_member(self.code, transport.rank, size)
         self._protected: MemberView | None = None
-        self._lost = _empty(self.code)
+        self._lost = self._rebuilt = _empty(self.code)
         self._shards: list[tuple[StripeCode, MemberView]] = []
         self._size = size
         self._plain = np.zeros(self.code.members * self.code.chunk_bytes, np.uint8)
@@ -98,6 +107,14 @@ class Works:
         if not np.array_equal(self.member.parity, self._protected.parity):
             raise RuntimeError("two ways to encode have made different parity")
 
+    def require_right_rebuild(self) -> None:
+        """What was rebuilt last has the bytes that were lost; RuntimeError if not."""
+        assert self._protected is not None, "nothing was encoded yet"
+        wanted = self._protected
+        pairs = ((self._rebuilt.data, wanted.data), (self._rebuilt.parity, wanted.parity))
+        if not all(np.array_equal(*pair) for pair in pairs):
+            raise RuntimeError("a rebuild gave wrong bytes")
+
     def _encode(self, transport: Transport) -> None:
         result = encode(self.code, self.member, transport, range(self.code.members))
         if self._protected is None:
@@ -122,8 +139,7 @@ class Works:
         assert self._protected is not None, "nothing was encoded yet"
         view = self._lost if transport.rank in lost else self._protected
         rebuild(self.code, view, transport, range(self.code.members), lost)
-        if transport.rank in lost and not np.array_equal(view.data, self._protected.data):
-            raise RuntimeError("a rebuild gave wrong bytes")
+        self._rebuilt = view
 
     def _kernel(self, transport: CountingTransport) -> None:
         """Arithmetic alone: as many bytes as a member's, from memory into memory."""
@@ -134,15 +150,20 @@ class Works:
             kernel(data, out)
 
     def _transfer(self, transport: CountingTransport) -> None:
-        """Transport alone: the least bytes of an encode, to each other member alike."""
+        """Transport alone, as the product uses it: an encode's least bytes, to all others alike."""
         link, code = self._link(transport), self.code
-        window, spare = Window(link), spare_pieces(code, 3)
-        for part in code.pieces():
-            mine = chunk_of(code, self.member.data, 0)[part]
-            for step in range(1, code.members):
-                buffer = spare[step % 3][: part.stop - part.start]
-                window.post(partial(_swap, link, buffer, mine, step))
+        window, spare = Window(link), spare_pieces(code, EXCHANGES_IN_FLIGHT)
+        turns = list(product(code.pieces(), range(1, code.members)))
+        given = Ahead(partial(self._send_step, link, *turn) for turn in turns)
+        for number, (part, step) in enumerate(turns):
+            buffer = spare[number % len(spare)][: part.stop - part.start]
+            window.post(partial(_swap, link, buffer, step, given))
         window.drain()
+        link.wait(given.rest())
+
+    def _send_step(self, link: Link, part: slice, step: int) -> list[Pending]:
+        mine = chunk_of(self.code, self.member.data, 0)[part]
+        return [link.send(mine, link.member + step, Kind.SOURCE)]
 
     def _into(self, transport: CountingTransport, *lost: int) -> None:
         """Transport alone: N chunks for each lost member, in turn from the others."""
@@ -193,11 +214,8 @@ def _empty(code: StripeCode) -> MemberView:
     return MemberView(data, parity, np.zeros(code.parity_blocks, np.uint64), None)
 
 
-def _swap(link: Link, buffer: Bytes, mine: Bytes, step: int) -> list[Pending]:
-    return [
-        link.receive(buffer, link.member - step, Kind.SOURCE),
-        link.send(mine, link.member + step, Kind.SOURCE),
-    ]
+def _swap(link: Link, buffer: Bytes, step: int, given: Ahead) -> list[Pending]:
+    return [link.receive(buffer, link.member - step, Kind.SOURCE), *given.due()]
 
 
 def _take(link: Link, buffer: Bytes, giver: int) -> list[Pending]:

@@ -68,12 +68,11 @@ class DataCheck:
         covered = _clip(record.digest_offset - offset, piece)
         in_table = _clip(record.used_bytes - offset, piece)
         first = offset // code.block_bytes
-        bad = first + np.flatnonzero(
-            _digests(code, piece[:covered]) != self._table[first : first + _blocks(code, covered)]
-        )
-        if self._tail_matches(offset, piece, covered, in_table):
-            return [int(block) for block in bad]
-        return sorted({int(block) for block in bad} | {(offset + covered) // code.block_bytes})
+        wanted = self._table[first : first + _blocks(code, covered)]
+        bad = _differing(_digests(code, piece[:covered]), wanted, first)
+        if covered == piece.nbytes or self._tail_matches(offset, piece, covered, in_table):
+            return bad
+        return sorted({*bad, (offset + covered) // code.block_bytes})
 
     def require(self, offset: int, piece: Bytes) -> None:
         """See Check."""
@@ -101,7 +100,7 @@ class ParityCheck:
         """See Check."""
         first = offset // self._code.block_bytes
         wanted = self._digests[first : first + _blocks(self._code, piece.nbytes)]
-        return [int(b) for b in first + np.flatnonzero(_digests(self._code, piece) != wanted)]
+        return _differing(_digests(self._code, piece), wanted, first)
 
     def require(self, offset: int, piece: Bytes) -> None:
         """See Check."""
@@ -131,6 +130,13 @@ def _digests(code: StripeCode, piece: Bytes) -> Digests:
     if piece.nbytes:
         digest_blocks(piece, code.block_bytes, code.digest_algorithm, out)
     return out
+
+
+def _differing(found: Digests, wanted: Digests, first: int) -> list[int]:
+    """Numbers of blocks whose digests differ; there are almost never any."""
+    if found.tobytes() == wanted.tobytes():
+        return []
+    return [first + int(place) for place in np.flatnonzero(found != wanted)]
 
 
 def _blocks(code: StripeCode, length: int) -> int:

@@ -2,15 +2,25 @@
 
 Member x gathers row x: each of the other rows' holders of data sends it one chunk, so
 every chunk travels once.  Steps are permutations (everyone sends to one member and
-receives from one), and buffers are two sets of pieces whatever the data's length.
+receives from one), and buffers are a few sets of pieces whatever the data's length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import product
 
 from megatron_ft.erasure.member import StripeCode, chunk_of, spare_pieces
-from megatron_ft.erasure.transport import Kind, Link, Pending, Window
+from megatron_ft.erasure.transport import (
+    EXCHANGES_IN_FLIGHT,
+    Ahead,
+    Kind,
+    Link,
+    Pending,
+    Window,
+    buffer_sets,
+)
 from megatron_ft.isal import Bytes
 
 OnColumn = Callable[[int, slice, Bytes], None]
@@ -36,23 +46,22 @@ def gather_rows(
 
     The only column of a row may be received ``into`` a place of its own, a chunk long.
 
-    The results of a piece are passed on after the next piece's first column was
-    started, so that a transfer is always under way while a piece is coded.
+    The results of a piece are passed on after some of the next piece's columns were
+    started, so that transfers are always under way while a piece is coded.
     """
     assert into is None or code.data_members == 1
     gathering = _Gathering(link, code, data, on_column, on_row, into)
-    before: tuple[int, slice] | None = None
+    first = min(EXCHANGES_IN_FLIGHT - 1, code.data_members)
+    results: list[Callable[[], Sequence[Pending]]] = []
     for number, part in enumerate(code.pieces()):
-        gathering.post(number, part, 0)
-        for start in passes(*before) if before else ():
-            gathering.window.post(start)
-        for column in range(1, code.data_members):
+        for column in range(first):
             gathering.post(number, part, column)
-        before = number, part
-    gathering.window.drain()
-    for start in passes(*before) if before else ():
-        gathering.window.post(start)
-    gathering.window.drain()
+        gathering.pass_on(results, first)
+        for column in range(first, code.data_members):
+            gathering.post(number, part, column)
+        results = list(passes(number, part))
+    gathering.pass_on(results, 0)
+    gathering.finish()
 
 
 class _Gathering:
@@ -65,27 +74,42 @@ class _Gathering:
         on_row: OnRow,
         into: Bytes | None,
     ) -> None:
-        self.window = Window(link)
+        self._window = Window(link)
         self._link, self._code, self._data = link, code, data
         self._on_column, self._on_row = on_column, on_row
         self._into = into
         spare = code.data_members if into is None else 0
-        self._spare = [spare_pieces(code, spare) for _ in range(2)]
+        self._spare = [spare_pieces(code, spare) for _ in range(buffer_sets(code.data_members))]
+        turns = product(code.pieces(), range(code.data_members))
+        self._given = Ahead(partial(self._give, *turn) for turn in turns)
 
     def post(self, number: int, part: slice, column: int) -> None:
         """Exchange one column's piece: ours goes to its row, another's comes to ours."""
         link, layout = self._link, self._code.layout
         buffer = self._columns(number, part)[column]
         source = layout.holder(link.member, column)
-        target = layout.data_row(link.member, column)
-        mine = chunk_of(self._code, self._data, column)[part]
-        self.window.post(
-            lambda: [
-                link.receive(buffer, source, Kind.SOURCE),
-                link.send(mine, target, Kind.SOURCE),
-            ],
+        self._window.post(
+            lambda: [link.receive(buffer, source, Kind.SOURCE), *self._given.due()],
             lambda: self._arrived(number, part, column),
         )
+
+    def pass_on(self, results: Sequence[Callable[[], Sequence[Pending]]], later: int) -> None:
+        """Exchange the results of a row, after which ``later`` columns were posted."""
+        if results:
+            self._window.settle(later)
+        for start in results:
+            self._window.post(start)
+
+    def finish(self) -> None:
+        """Wait for all that is under way."""
+        self._window.drain()
+        self._link.wait(self._given.rest())
+
+    def _give(self, part: slice, column: int) -> Sequence[Pending]:
+        """Start sending one of our chunks' pieces to the row that it belongs to."""
+        target = self._code.layout.data_row(self._link.member, column)
+        mine = chunk_of(self._code, self._data, column)[part]
+        return [self._link.send(mine, target, Kind.SOURCE)]
 
     def _arrived(self, number: int, part: slice, column: int) -> None:
         columns = self._columns(number, part)
@@ -96,4 +120,4 @@ class _Gathering:
     def _columns(self, number: int, part: slice) -> list[Bytes]:
         if self._into is not None:
             return [self._into[part]]
-        return [piece[: part.stop - part.start] for piece in self._spare[number % 2]]
+        return [piece[: part.stop - part.start] for piece in self._spare[number % len(self._spare)]]

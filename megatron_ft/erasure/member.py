@@ -81,10 +81,16 @@ class StripeCode:
         """Length of all pieces of a chunk but the last: whole blocks."""
         return max(1, PIECE_BYTES // self.block_bytes) * self.block_bytes
 
-    def pieces(self) -> Iterator[slice]:
-        """The parts of a chunk, in order."""
-        for start in range(0, self.chunk_bytes, self.piece_bytes):
-            yield slice(start, min(start + self.piece_bytes, self.chunk_bytes))
+    @property
+    def small_piece_bytes(self) -> int:
+        """About half a piece: what rebuilding solves at a time, since nobody sends before that."""
+        return max(1, self.piece_bytes // 2 // self.block_bytes) * self.block_bytes
+
+    def pieces(self, length: int = 0) -> Iterator[slice]:
+        """The parts of a chunk, in order; of ``length`` bytes, 0 for ``piece_bytes``."""
+        step = length or self.piece_bytes
+        for start in range(0, self.chunk_bytes, step):
+            yield slice(start, min(start + step, self.chunk_bytes))
 
     def blocks(self, part: slice) -> slice:
         """The blocks that a part of whole blocks covers."""
@@ -125,9 +131,9 @@ def chunk_of(code: StripeCode, region: Bytes, chunk: int) -> Bytes:
     return region[chunk * code.chunk_bytes : (chunk + 1) * code.chunk_bytes]
 
 
-def spare_pieces(code: StripeCode, count: int) -> list[Bytes]:
+def spare_pieces(code: StripeCode, count: int, length: int = 0) -> list[Bytes]:
     """Buffers for pieces: all the memory a coder needs, whatever the length of the data."""
-    return buffers_apart(count, min(code.piece_bytes, code.chunk_bytes))
+    return buffers_apart(count, min(length or code.piece_bytes, code.chunk_bytes))
 
 
 def buffers_apart(count: int, length: int) -> list[Bytes]:

@@ -16,6 +16,9 @@ _SPIN_SECONDS = 200e-6
 
 _LONGEST_SLEEP = 200e-6
 
+_SMALL = 4096
+"""Bytes of a message that may wait at its receiver."""
+
 
 class _Receive:
     """A buffer that waits for one message; MPI itself accepts one that is too short."""
@@ -62,9 +65,14 @@ class MpiTransport:
         return self._bytes_sent
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Pending:
-        """Start sending the whole buffer, which may be read-only memory."""
+        """Start sending the whole buffer, which may be read-only memory.
+
+        A large one counts as sent only once its receiver has a buffer for it, whatever MPI sends
+        ahead: so what it keeps for a slow member is bounded.
+        """
         self._bytes_sent += buffer.nbytes
-        return self._communicator.Isend([buffer, MPI.BYTE], peer, tag)
+        start = self._communicator.Issend if buffer.nbytes > _SMALL else self._communicator.Isend
+        return start([buffer, MPI.BYTE], peer, tag)
 
     def irecv(self, buffer: Bytes, peer: int, tag: int) -> Pending:
         """Start receiving exactly the buffer's length."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import product
 
 import numpy as np
 
@@ -32,7 +33,17 @@ from megatron_ft.erasure.member import (
     chunk_of,
     spare_pieces,
 )
-from megatron_ft.erasure.transport import Kind, Link, Pending, Transport, Window, barrier
+from megatron_ft.erasure.transport import (
+    EXCHANGES_IN_FLIGHT,
+    Ahead,
+    Kind,
+    Link,
+    Pending,
+    Transport,
+    Window,
+    barrier,
+    buffer_sets,
+)
 from megatron_ft.errors import UnrecoverableError
 from megatron_ft.fault_points import reach
 from megatron_ft.identity import SealedRecord
@@ -116,7 +127,7 @@ class _Task:
 
     @cached_property
     def parts(self) -> tuple[slice, ...]:
-        return tuple(self.code.pieces())
+        return tuple(self.code.pieces(self.code.small_piece_bytes))
 
     @property
     def rounds(self) -> int:
@@ -156,23 +167,30 @@ class _Survivor:
         self._own_place = task.survivors.index(link.member)
         self._last_step = max(1, self._code.data_members - 1)
         self._checks = checks
-        self._gathered = [spare_pieces(self._code, codec.data_members) for _ in range(2)]
-        self._solved = [spare_pieces(self._code, len(task.lost)) for _ in range(2)]
+        self._gathered = [
+            self._spare_pieces(codec.data_members) for _ in range(buffer_sets(self._last_step))
+        ]
+        turns = product(range(task.rounds), range(1, self._last_step + 1))
+        self._given = Ahead(partial(self._give, *turn) for turn in turns)
+        self._solved = [self._spare_pieces(len(task.lost)) for _ in range(2)]
         self._kernels: dict[tuple[tuple[int, ...], tuple[int, ...]], Kernel] = {}
 
     def run(self) -> None:
-        """As in encoding, results go out after the next round's first transfer was started."""
+        """As in encoding, results go out after some of the next round's transfers were started."""
+        first = min(EXCHANGES_IN_FLIGHT - 1, self._last_step)
         for number in range(self._task.rounds):
-            self._gather(number, range(1, 2))
+            self._gather(number, range(1, first + 1))
             if number == self._task.rounds // 2:
                 reach("rebuild.half")
+            self._window.settle(first)
             if number:
                 self._give_back(number - 1)
-            self._gather(number, range(2, self._last_step + 1))
+            self._gather(number, range(first + 1, self._last_step + 1))
         self._window.drain()
         if self._task.rounds:
             self._give_back(self._task.rounds - 1)
         self._window.drain()
+        self._link.wait(self._given.rest())
 
     def _gather(self, number: int, steps: range) -> None:
         for step in steps:
@@ -181,20 +199,28 @@ class _Survivor:
             )
 
     def _swap(self, number: int, step: int) -> list[Pending]:
-        """Receive our unit's source number ``step``, be that for another solver's unit."""
+        """Receive our unit's source number ``step``."""
         mine = self._task.unit(number, self._own_place)
-        other = self._task.unit(number, self._own_place - step)
-        started: list[Pending] = []
-        if step >= self._code.data_members:
-            return started  # whole copies: the solver has its only source itself
-        if mine is not None:
-            buffer = _cut(self._gathered[number % 2][step], mine.part)
+        started = list(self._given.due())
+        if mine is not None and step < self._code.data_members:
+            buffer = _cut(self._set(number)[step], mine.part)
             started.append(self._link.receive(buffer, mine.sources[step], Kind.SOURCE))
-        if other is not None:
-            symbol = self._code.layout.symbol(other.row, self._link.member)
-            piece = _place(self._code, self._member, symbol, other.part)
-            started.append(self._link.send(piece, other.sources[0], Kind.SOURCE))
         return started
+
+    def _give(self, number: int, step: int) -> Sequence[Pending]:
+        """Be source number ``step`` of another solver's unit."""
+        other = self._task.unit(number, self._own_place - step)
+        if other is None or step >= self._code.data_members:
+            return ()  # of whole copies a solver has its only source itself
+        symbol = self._code.layout.symbol(other.row, self._link.member)
+        piece = _place(self._code, self._member, symbol, other.part)
+        return [self._link.send(piece, other.sources[0], Kind.SOURCE)]
+
+    def _spare_pieces(self, count: int) -> list[Bytes]:
+        return spare_pieces(self._code, count, self._code.small_piece_bytes)
+
+    def _set(self, number: int) -> list[Bytes]:
+        return self._gathered[number % len(self._gathered)]
 
     def _arrived(self, number: int, step: int) -> None:
         if step == self._last_step:
@@ -206,7 +232,7 @@ class _Survivor:
             return
         symbols = [self._code.layout.symbol(unit.row, n) for n in unit.sources]
         own = _place(self._code, self._member, symbols[0], unit.part)
-        others = self._gathered[number % 2][1 : len(symbols)]
+        others = self._set(number)[1 : len(symbols)]
         pieces = [own, *(_cut(buffer, unit.part) for buffer in others)]
         for source, symbol, piece in zip(unit.sources, symbols, pieces, strict=True):
             self._check(source, symbol, unit.part, piece)

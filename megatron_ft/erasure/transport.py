@@ -1,8 +1,10 @@
 """How encoders move bytes: a small interface, and the order in which it is used.
 
-Every member walks through one global sequence of messages and has at most two peers
-in flight; all peers at once would collide at the receivers.  Waits are always for the
-oldest exchange, so whoever is waited for can always go on, and no cycle can form.
+Every member walks through one global sequence of exchanges and takes in at most four messages
+at a time; all peers at once would collide at the receivers.  What is there from the beginning
+is offered some turns before its own, and waited for some turns after it, so members need not
+keep step.  Waits are always for the oldest exchange or for older sends, so whoever is waited
+for can always go on, and no cycle can form.
 Waiting has no deadline of its own: MPI cannot give up on one message, and a slow peer is no
 error over TCP either.  A world that hangs is ended from outside by the SMP, which loses nothing.
 """
@@ -10,9 +12,10 @@ error over TCP either.  A world that hangs is ended from outside by the SMP, whi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -24,7 +27,11 @@ from megatron_ft.isal import Bytes
 Pending = object
 """A transfer that was started and not waited for; only its transport knows what it is."""
 
-PEERS_IN_FLIGHT = 2
+EXCHANGES_IN_FLIGHT = 4
+"""Messages that a member takes in at a time.  With two, a slow link idles while one is asked for."""
+
+TURNS_EARLY = TURNS_LATE = 6
+"""So much sooner than its turn a send is started, and so much later it must be finished."""
 
 
 def wrong_length(peer: int, tag: int, arrived: int, awaited: int) -> TransportError:
@@ -122,7 +129,7 @@ class Link:
 
 
 class Window:
-    """At most two exchanges in flight, finished in the order in which they were started."""
+    """A few exchanges in flight, finished in the order in which they were started."""
 
     def __init__(self, link: Link) -> None:
         """An empty window."""
@@ -136,20 +143,53 @@ class Window:
 
         ``start`` runs after older exchanges were finished, so it may send what they made.
         """
-        while len(self._flight) >= PEERS_IN_FLIGHT:
-            self._finish_oldest()
+        self.settle(EXCHANGES_IN_FLIGHT - 1)
         self._flight.append((start(), then))
+
+    def settle(self, count: int) -> None:
+        """Finish the oldest until at most ``count`` are in flight."""
+        while len(self._flight) > count:
+            self._finish_oldest()
 
     def drain(self) -> None:
         """Finish everything."""
-        while self._flight:
-            self._finish_oldest()
+        self.settle(0)
 
     def _finish_oldest(self) -> None:
         pending, then = self._flight.popleft()
         self._link.wait(pending)
         if then is not None:
             then()
+
+
+def buffer_sets(exchanges: int) -> int:
+    """How many sets of buffers rows of so many exchanges need, so that none in flight is reused."""
+    return -(-(EXCHANGES_IN_FLIGHT + exchanges - 1) // exchanges)
+
+
+class Ahead:
+    """Sends that are started some turns early, and waited for some turns late.
+
+    For bytes that are there from the beginning and stay as they are.  A receiver then finds a
+    message when it wants one, and a sender goes on while its receiver is busy.
+    """
+
+    def __init__(self, sends: Iterable[Callable[[], Sequence[Pending]]]) -> None:
+        """``sends`` start what is to be sent, in the order of their turns."""
+        self._sends = iter(sends)
+        self._started: deque[Sequence[Pending]] = deque()
+        self._turn = 0
+
+    def due(self) -> Sequence[Pending]:
+        """What must have been sent by the end of this turn, the next one."""
+        self._turn += 1
+        missing = min(self._turn, TURNS_LATE + 1) + TURNS_EARLY - len(self._started)
+        self._started.extend(start() for start in islice(self._sends, missing))
+        return self._started.popleft() if self._turn > TURNS_LATE else ()
+
+    def rest(self) -> Sequence[Pending]:
+        """What was started and not due yet, after the last turn."""
+        return [pending for started in self._started for pending in started]
 
 
 def exchange(link: Link, blob: bytes, silent: frozenset[int] = frozenset()) -> Mapping[int, bytes]:
@@ -167,8 +207,17 @@ def exchange(link: Link, blob: bytes, silent: frozenset[int] = frozenset()) -> M
 
 
 def barrier(link: Link) -> None:
-    """Return once every member has come here."""
-    exchange(link, b"")
+    """Return once every member has come here: ceil(log2 N) messages of each member."""
+    step = 1
+    while step < link.members:
+        word, heard = np.zeros(8, np.uint8), np.zeros(8, np.uint8)
+        link.wait(
+            [
+                link.receive(heard, link.member - step, Kind.LENGTH),
+                link.send(word, link.member + step, Kind.LENGTH),
+            ]
+        )
+        step *= 2
 
 
 def _shift(

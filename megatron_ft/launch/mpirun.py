@@ -20,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 
 from megatron_ft.environment import INCARNATION, JOB, NODE, NODE_DIR
+from megatron_ft.erasure.member import PIECE_BYTES
 from megatron_ft.errors import NoMpiError
 from megatron_ft.launch.launcher import Placement
 from megatron_ft.launch.outer_launcher import without_outer_launcher
@@ -203,6 +204,9 @@ def mpich_by(remote_shell: Sequence[str], program: Path) -> dict[str, str]:
     return {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(program)}
 
 
+_TCP_MESSAGE_BYTES = PIECE_BYTES + 65536
+"""A piece and MPI's own words about it."""
+
 _MPICH_SETTINGS = {"HYDRA_LAUNCHER": "fork", "HYDRA_RMK": "user"}
 _OPEN_MPI_SETTINGS = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -214,6 +218,11 @@ _OPEN_MPI_SETTINGS = {
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     "OMPI_MCA_hwloc_base_binding_policy": "none",
     "OMPI_MCA_mpi_yield_when_idle": "1",
+    # Over TCP a piece goes without being asked for: the question and its answer would stand in
+    # line behind pieces of other members.  The third keeps room for what the first two allow.
+    "OMPI_MCA_btl_tcp_eager_limit": str(_TCP_MESSAGE_BYTES),
+    "OMPI_MCA_btl_tcp_rndv_eager_limit": str(_TCP_MESSAGE_BYTES),
+    "OMPI_MCA_btl_tcp_max_send_size": str(_TCP_MESSAGE_BYTES),
 }
 
 
