@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from megatron_ft import isal
 from megatron_ft.arena import digest
+from megatron_ft.arena.joined_crc import joined_crcs
 from megatron_ft.errors import ArenaCorruptError, ArenaError
 from megatron_ft.identity import SealedRecord, SnapshotId
 
@@ -292,14 +293,29 @@ def test_the_default_algorithm_is_one_that_works() -> None:
     assert 0 <= digest.digest_block(np.zeros(5, np.uint8), algorithm) < 1 << 64
 
 
-@given(st.integers(0, 5000), st.integers(1, 7), st.data())
+@given(st.integers(0, 5000), st.integers(1, 7), st.booleans(), st.data())
 def test_runs_of_blocks_find_what_one_look_finds(
-    tensor_bytes: int, run: int, data: st.DataObject
+    tensor_bytes: int, run: int, joined: bool, data: st.DataObject
 ) -> None:
-    region, record = sealed(tensor_bytes, b"objects")
+    algorithm = digest.default_algorithm()
+    region, record = sealed(tensor_bytes, b"objects", algorithm)
     for at in data.draw(st.lists(st.integers(0, record.used_bytes - 1), max_size=3)):
         region[at] ^= 1
-    check = digest.BlockCheck(region, record, BLOCK, 2)
+    check = digest.BlockCheck(region, record, BLOCK, algorithm, run if joined else 1)
     starts = range(0, check.blocks, run)
     found = [number for at in starts for number in check.bad(at, min(at + run, check.blocks))]
-    assert found == digest.verify_shard(region, record, BLOCK, 2)
+    assert found == digest.verify_shard(region, record, BLOCK, algorithm)
+
+
+@pytest.mark.skipif(not isal.available(), reason="ISA-L is missing")
+@given(st.integers(1, 300), st.integers(1, 9), st.integers(0, 4), st.integers(0, 99))
+def test_crcs_of_runs_follow_from_those_of_blocks(
+    block: int, run: int, runs: int, more: int
+) -> None:
+    content = dirty_region(block * (run * runs + more % run), block)
+    crcs = np.array(
+        [isal.crc64(content[at : at + block]) for at in range(0, content.size, block)], np.uint64
+    )
+    long = run * block
+    expected = [isal.crc64(content[at * long : (at + 1) * long]) for at in range(runs)]
+    assert joined_crcs(crcs, block, run).tolist() == expected

@@ -346,14 +346,14 @@ def test_one_flipped_bit_is_found_and_no_object_is_loaded(smp: FakeSmp, where: s
 
 def test_nobody_trains_on_a_part_of_a_snapshot(smp: FakeSmp) -> None:
     """The last block of the tensors is bad: what precedes it was loaded when that is found."""
-    manager, state = make_manager(smp), {"w": torch.rand(70_000), "step": {"n": 7}}
+    manager, state = make_manager(smp), {"w": torch.rand(200_000), "step": {"n": 7}}
     ticket = capture(smp, manager, state)
     manager.close()
     bad = first_meta_block(smp.sealed_records[ticket.snapshot], BLOCK) - 1
     assert smp.arena is not None
     smp.arena.data(0, writable=True)[bad * BLOCK + 1] ^= 1
     smp.offer_last()
-    live, restarted = {"w": torch.zeros(70_000), "step": {"n": 0}}, make_manager(smp)
+    live, restarted = {"w": torch.zeros(200_000), "step": {"n": 0}}, make_manager(smp)
     with pytest.raises(CorruptBlockError, match=rf"1 of its blocks .* \({bad}\)"):
         restarted.load(into=live)
     assert live["step"] == {"n": 0}

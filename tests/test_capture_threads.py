@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_ft.arena import digest
 from megatron_ft.capture import fill
 from megatron_ft.capture.copier import Bytes, CopyItem
-from megatron_ft.capture.fill import Span, VerifiedCopy, chunks_of, copy_in_threads
+from megatron_ft.capture.fill import Span, VerifiedCopy, chunk_blocks, chunks_of, copy_in_threads
 from megatron_ft.capture.threads import MOST, spare_threads
 from megatron_ft.identity import SealedRecord, SnapshotId
 
@@ -38,7 +38,7 @@ def sealed(contents: list[bytes], padding: int) -> tuple[Bytes, SealedRecord, li
         meta=b"objects",
         layout_hash=bytes(32),
         block_bytes=BLOCK,
-        algorithm=2,
+        algorithm=digest.default_algorithm(),
     )
     return region, record, starts[:-1]
 
@@ -60,7 +60,8 @@ def test_what_is_copied_was_verified_and_all_else_is_named(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fill, "CHUNK_BYTES", chunk)
         patch.setattr(fill, "spare_threads", lambda: threads)
-        check = digest.BlockCheck(region, record, BLOCK, 2)
+        algorithm = digest.default_algorithm()
+        check = digest.BlockCheck(region, record, BLOCK, algorithm, chunk_blocks(BLOCK))
         chunks = chunks_of(spans, check.blocks, BLOCK)
         bad = VerifiedCopy(region, check, verified_from).run(chunks)
     assert bad == sorted({at // BLOCK for at in flipped})

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import quantiles
 
 import pytest
 
@@ -19,10 +20,11 @@ from fork_server import ForkServer, Request  # noqa: E402
 
 pytestmark = [pytest.mark.alone, pytest.mark.deepspeed, pytest.mark.slow]
 
-LIMIT = 1.6
-"""Of the processor time of one memcpy of the same bytes in the same run, best of each.
+LIMIT = 1.3
+"""Of the processor time of one copy of the same bytes, right after it, in pieces as large.
 
-Seen: 1.17 to 1.36, as other work leaves caches and memory; a second pass over the bytes is 2.
+Counted is the lower quartile of the rounds: what shares a core with one side of a round for a moment
+makes it slow, and nothing makes a side fast.  A second pass over the bytes is 2.
 """
 
 
@@ -45,6 +47,7 @@ def test_a_capture_costs_one_copy_and_nothing_else(
         assert found["taken"] == len(found["capture"])
         assert found["bytes"]["captured"] == found["bytes"]["memcpy"]
         assert set(found["calls"]) == {"0 collectives"}
-        ratio = min(found["capture"]) / min(found["memcpy"])
+        rounds = zip(found["capture"], found["memcpy"], strict=True)
+        ratio = quantiles([ours / plain for ours, plain in rounds], n=4)[0]
         print(f"rank {rank}: {ratio:.2f} of a memcpy's processor time")
         assert ratio < LIMIT, f"rank {rank}: {ratio:.2f} of a memcpy"

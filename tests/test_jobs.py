@@ -179,7 +179,7 @@ def test_no_spare_left_is_said(made: list[Job], tmp_path: Path) -> None:
 def test_a_flipped_byte_is_found_and_rebuilt_from_parity(
     made: list[Job], tmp_path: Path, two: Result
 ) -> None:
-    """In the last block that is verified as it is copied: others were loaded by then."""
+    """In the last block that is looked at as it is copied: tensors before it are loaded then."""
 
     def corrupt(job: Job) -> None:
         shard = "pp0-tp0-dp1-ep0"

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from megatron_ft import isal
 from megatron_ft.arena.format import DIGEST_BLAKE2B, DIGEST_CRC64, HASH_BYTES, round_up
+from megatron_ft.arena.joined_crc import joined_crcs
 from megatron_ft.errors import ArenaCorruptError, ArenaError
 from megatron_ft.identity import SealedRecord, SnapshotId
 
@@ -221,17 +222,26 @@ class BlockCheck:
     GIL.  ``blocks`` is how many precede ``digest_offset``.
     """
 
-    def __init__(self, data: Bytes, record: SealedRecord, block_bytes: int, algorithm: int) -> None:
-        """Compares table and record with the root first; block_bytes is as it was sealed."""
+    def __init__(
+        self, data: Bytes, record: SealedRecord, block_bytes: int, algorithm: int, run: int = 1
+    ) -> None:
+        """Compares table and record with the root first; block_bytes is as it was sealed.
+
+        Who asks for runs of ``run`` blocks, from multiples of it on, gets them checked in one
+        call each where digests are CRCs: threads wait for the GIL between calls.
+        """
         covered = min(max(record.digest_offset, 0), data.size)
-        self.block_bytes = block_bytes
+        self.block_bytes, self.run = block_bytes, run
         self.blocks = table_entries(covered, block_bytes)
-        self._digest = block_digests(data[:covered], block_bytes, algorithm)
         table = digest_table(data, record) if fits(data.size, record) else None
         sealed = table is not None and digest_root(table, record) == record.digest_root
-        whole = sealed and table is not None and table.size == self.blocks
-        # Plain numbers, and no array for each few blocks: several threads need the GIL for it.
-        self._table: list[int] | None = table.tolist() if whole and table is not None else None
+        whole = table if sealed and table is not None and table.size == self.blocks else None
+        self._table: list[int] | None = None if whole is None else whole.tolist()
+        self._digest = block_digests(data[:covered], block_bytes, algorithm)
+        self._runs: list[int] = []
+        if run > 1 and algorithm == DIGEST_CRC64 and whole is not None:
+            self._runs = joined_crcs(whole[: covered // block_bytes], block_bytes, run).tolist()
+            self._run_digest = block_digests(data[:covered], run * block_bytes, algorithm)
 
     def bad(self, first: int, stop: int) -> list[int]:
         """Which blocks from ``first`` to before ``stop`` do not hold the sealed bytes.
@@ -241,7 +251,15 @@ class BlockCheck:
         table, digest_of = self._table, self._digest
         if table is None:
             return list(range(first, max(stop, first + 1)))
+        if self._is_right_run(first, stop):
+            return []
         return [number for number in range(first, stop) if digest_of(number) != table[number]]
+
+    def _is_right_run(self, first: int, stop: int) -> bool:
+        number, rest = divmod(first, self.run)
+        if rest or stop - first != self.run or number >= len(self._runs):
+            return False
+        return self._run_digest(number) == self._runs[number]
 
 
 def verify_shard(data: Bytes, record: SealedRecord, block_bytes: int, algorithm: int) -> list[int]:

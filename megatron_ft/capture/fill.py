@@ -17,7 +17,7 @@ from megatron_ft.capture.threads import spare_threads
 PIECE_BYTES = 16 << 20
 """What one thread copies at a time of what needs more than a copy of bytes."""
 
-CHUNK_BYTES = 256 << 10
+CHUNK_BYTES = 512 << 10
 """What is verified and then copied, at least one block: a core's cache keeps it meanwhile."""
 
 
@@ -47,9 +47,14 @@ class Chunk(NamedTuple):
     pieces: list[tuple[int, int, int]]
 
 
+def chunk_blocks(block_bytes: int) -> int:
+    """How many blocks a chunk has."""
+    return max(1, CHUNK_BYTES // block_bytes)
+
+
 def chunks_of(spans: Iterable[Span], blocks: int, block_bytes: int) -> list[Chunk]:
     """All blocks, in order, with the spans cut to where they lie."""
-    step = max(1, CHUNK_BYTES // block_bytes)
+    step = chunk_blocks(block_bytes)
     made = [Chunk(at, min(at + step, blocks), []) for at in range(0, blocks, step)]
     size = step * block_bytes
     for target, offset, length in spans:

@@ -14,7 +14,14 @@ from megatron_ft.capture.binding import region_tensor, stored_view
 from megatron_ft.capture.copier import CopyItem
 from megatron_ft.capture.cpu import is_plain_memory
 from megatron_ft.capture.exchange import SplitTensor, check_group, exchange, exchange_device
-from megatron_ft.capture.fill import Copies, Span, VerifiedCopy, chunks_of, copy_in_threads
+from megatron_ft.capture.fill import (
+    Copies,
+    Span,
+    VerifiedCopy,
+    chunk_blocks,
+    chunks_of,
+    copy_in_threads,
+)
 from megatron_ft.capture.plan import dtype_from_name, dtype_name, plan_state
 from megatron_ft.capture.state import AdoptsTensors, TrainingState, live_tensors
 from megatron_ft.errors import CorruptBlockError, LayoutMismatchError
@@ -38,7 +45,13 @@ class SealedShard:
         header = arena.header
         self.region, self.record = arena.data(slot), record
         self.block_bytes = header.geometry.block_bytes
-        self.check = BlockCheck(self.region, record, self.block_bytes, header.digest_algorithm)
+        self.check = BlockCheck(
+            self.region,
+            record,
+            self.block_bytes,
+            header.digest_algorithm,
+            run=chunk_blocks(self.block_bytes),
+        )
         self.first_meta = digest.first_meta_block(record, self.block_bytes)
         self._report = report
         self._name = f"shard {record.shard_id}, snapshot {record.snapshot}, slot {slot} of"
