@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.shard import LogicalPlace, ShardLayout, TensorSpec, plan_layout
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """``torch.bfloat16`` as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")

@@ -100,7 +100,7 @@ def read_objects(shard: SealedShard) -> dict[str, Any]:
 
 def compare(stored: ShardLayout, live: ShardLayout) -> None:
     """LayoutMismatchError naming what differs, if anything does."""
-    if stored.hash() == live.hash():
+    if stored == live:
         return
     differences = layout_differences(stored, live)
     if differences:
