@@ -74,7 +74,7 @@ class SnapshotClient(Protocol):
         """The shard was verified and loaded."""
 
     def corrupt(self, snapshot: SnapshotId, blocks: int) -> None:
-        """So many blocks of the offered shard failed their digests; nothing was loaded."""
+        """So many blocks of the offered shard failed their digests; none of them was loaded."""
 
     def cost(
         self,
