@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from erasure_samples import make_code, make_member
+from erasure_samples import make_code, make_lost, make_member, protected
 from test_capture_support import WAIT, FakeSmp, make_manager
 from test_erasure_verbs import succeed
 
@@ -26,6 +26,8 @@ from megatron_ft.coordinator.cycle import Ended, Send, SnapshotCycle
 from megatron_ft.erasure import checks
 from megatron_ft.erasure import encode as encoding
 from megatron_ft.erasure import member as member_module
+from megatron_ft.erasure.rebuild import rebuild
+from megatron_ft.erasure.transport import TURNS_EARLY, TURNS_LATE, Link, barrier
 from megatron_ft.identity import SealedRecord
 from megatron_ft.isal import Bytes
 from megatron_ft.smp import messages as m
@@ -296,3 +298,49 @@ def test_encoding_reads_each_byte_as_often_as_it_must(
     assert coded == (0 if k + parities == 2 else chunks * k)
     if k + parities == 2:
         assert all(np.array_equal(members[n].parity, members[1 - n].data) for n in (0, 1))
+
+
+def test_rebuilding_reads_each_byte_as_often_as_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sources and solved parity once where they are used, what is rebuilt once as it arrives."""
+    k, parities, size = 3, 1, 64 << 10
+    monkeypatch.setattr(member_module, "PIECE_BYTES", 8 << 10)
+    code = make_code("rs", k, parities, [size] * 4, 512)
+    members = [make_member(code, n, size) for n in range(4)]
+    results = succeed(4, lambda n, t: encoding.encode(code, members[n], t, range(4)))
+    views = [make_lost(code), *map(protected, members[1:], results[1:])]
+    passes = Passes(monkeypatch)
+    succeed(4, lambda n, t: rebuild(code, views[n], t, range(4), {0}))
+    assert np.array_equal(views[0].data, members[0].data)
+    sources, solved_parity, rebuilt = k * 4, 1, 4
+    most = (sources + solved_parity + rebuilt) * code.chunk_bytes
+    # Beyond the digest tables sources are compared with zero or the table, and not digested.
+    assert most - 4 * k * code.block_bytes <= passes.digested <= most
+
+
+def test_members_need_not_keep_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member has more pieces on offer than it takes in at a time, before anybody took them."""
+    code = make_code("rs", 2, 1, [12 << 10] * 3, 512)
+    members = [make_member(code, n, 12 << 10) for n in range(3)]
+    offered: Counter[int] = Counter()
+
+    def work(number: int, transport: Any) -> object:
+        result = encoding.encode(code, members[number], transport, range(3))
+        offered[number] = transport.most_offered
+        return result
+
+    monkeypatch.setattr(member_module, "PIECE_BYTES", 512)
+    succeed(3, work)
+    assert min(offered.values()) > TURNS_EARLY + TURNS_LATE, offered
+
+
+@pytest.mark.parametrize("members", [2, 3, 8, 64])
+def test_a_barrier_takes_few_messages(members: int) -> None:
+    sent: Counter[int] = Counter()
+
+    def work(number: int, transport: Any) -> bool:
+        barrier(Link(transport, range(members), None))
+        sent[number] = sum(transport.sent.values()) // 8
+        return True
+
+    succeed(members, work)
+    assert set(sent.values()) == {(members - 1).bit_length()}

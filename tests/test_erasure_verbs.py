@@ -39,7 +39,6 @@ from megatron_ft.errors import CorruptBlockError, UnrecoverableError
 from megatron_ft.identity import SnapshotId
 from megatron_ft.isal import Bytes
 
-
 MOST_OFFERED = TURNS_EARLY + TURNS_LATE + 2 * EXCHANGES_IN_FLIGHT
 """Messages that a member has started to send; a bound that does not know the data's length."""
 

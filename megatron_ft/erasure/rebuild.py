@@ -15,10 +15,9 @@ from itertools import product
 
 import numpy as np
 
-from megatron_ft.arena.digest import tail_is_zero, verify_shard
+from megatron_ft.erasure.arriving import ArrivingMember
 from megatron_ft.erasure.checks import (
     Check,
-    CorruptMemberError,
     DataCheck,
     ParityCheck,
     parity_digests_of,
@@ -76,7 +75,8 @@ def rebuild(
     All members call this together, lost ones with writable data.  Survivors' blocks are
     checked before use; a wrong one raises CorruptMemberError that names its shard,
     which then counts as lost: call again with it among ``lost``.  A lost member's data
-    is checked in full against the stripe's table before this returns on any member.
+    is checked in full against the stripe's table, block by block as it arrives, before this
+    returns on any member.
     UnrecoverableError if more than m members are lost, before any byte moves.
     """
     member.require_fit(code)
@@ -87,8 +87,9 @@ def rebuild(
     # Lost members make the checks too, so that a bad table raises on every member alike.
     checks = {n: (i.data_check(code), i.parity_check(code)) for n, i in introductions.items()}
     if link.member in task.lost:
-        _Receiver(link, task, member).run()
-        _require_rebuilt(code, member, table[link.member])
+        arriving = ArrivingMember(code, member)
+        _Receiver(link, task, member, arriving).run()
+        arriving.require(table[link.member])
     else:
         _Survivor(link, task, member, checks, codec or open_row_codec(code)).run()
     barrier(link)
@@ -271,8 +272,10 @@ class _Survivor:
 class _Receiver:
     """Takes the pieces of a lost member in the order in which survivors solve them."""
 
-    def __init__(self, link: Link, task: _Task, member: MemberView) -> None:
-        self._link, self._task, self._member = link, task, member
+    def __init__(
+        self, link: Link, task: _Task, member: MemberView, arriving: ArrivingMember
+    ) -> None:
+        self._link, self._task, self._member, self._arriving = link, task, member, arriving
         self._code, self._window = task.code, Window(link)
 
     def run(self) -> None:
@@ -280,12 +283,15 @@ class _Receiver:
             for solver in range(len(self._task.survivors)):
                 unit = self._task.unit(number, solver)
                 if unit is not None:
-                    self._window.post(partial(self._receive, unit))
+                    symbol = self._code.layout.symbol(unit.row, self._link.member)
+                    self._window.post(
+                        partial(self._receive, unit, symbol),
+                        partial(self._arriving.arrived, symbol, unit.part),
+                    )
         self._window.drain()
 
-    def _receive(self, unit: _Unit) -> list[Pending]:
+    def _receive(self, unit: _Unit, symbol: int) -> list[Pending]:
         code, source = self._code, unit.sources[0]
-        symbol = code.layout.symbol(unit.row, self._link.member)
         home = _place(code, self._member, symbol, unit.part)
         started = [self._link.receive(home, source, Kind.RESULT)]
         if code.layout.is_parity(symbol):
@@ -294,20 +300,6 @@ class _Receiver:
             digests = self._member.parity_digests[first + blocks.start : first + blocks.stop]
             started.append(self._link.receive(digests.view(np.uint8), source, Kind.DIGEST))
         return started
-
-
-def _require_rebuilt(code: StripeCode, member: MemberView, record: SealedRecord) -> None:
-    bad = verify_shard(member.data, record, code.block_bytes, code.digest_algorithm)
-    if bad or not tail_is_zero(member.data, record):
-        first = min(bad, default=record.used_bytes // code.block_bytes)
-        raise CorruptMemberError(
-            record.shard_id, "its rebuilt data does not match the stripe's table", first
-        )
-    wrong = np.flatnonzero(parity_digests_of(code, member.parity) != member.parity_digests)
-    if wrong.size:
-        raise CorruptMemberError(
-            record.shard_id, "its rebuilt parity is not what was computed", int(wrong[0])
-        )
 
 
 def _cut(buffer: Bytes, part: slice) -> Bytes:

@@ -28,7 +28,7 @@ Pending = object
 """A transfer that was started and not waited for; only its transport knows what it is."""
 
 EXCHANGES_IN_FLIGHT = 4
-"""Messages that a member takes in at a time.  With two, a slow link idles while one is asked for."""
+"""Messages that a member takes in at a time; with two, a slow link idles between them."""
 
 TURNS_EARLY = TURNS_LATE = 6
 """So much sooner than its turn a send is started, and so much later it must be finished."""
