@@ -104,7 +104,7 @@ def _cap_row(name: str, found: Measured, paced: str) -> Row:
 
 def _rebuild_rows(name: str, found: Measured, lost: str) -> Iterator[Row]:
     title = f"rebuild of {lost.count(',') + 1} lost, {name}"
-    yield _against_moving(title, found, lost, note="one memory is all links, and all cores work: no limit")
+    yield _against_moving(title, found, lost, note="all cores work: no limit")
     shares = _shares(found, lost)
     yield Row(f"{title}: bytes of a link", shares, "x its even share", 1.02, False)
 
