@@ -148,11 +148,8 @@ BUGS = (
         "blocks are not compared with their digests at encode, rebuild and scrub",
         (
             Edit(
-                "        bad = first + np.flatnonzero(\n"
-                "            _digests(code, piece[:covered]) !="
-                " self._table[first : first + _blocks(code, covered)]\n"
-                "        )\n",
-                "        bad = np.empty(0, int)\n",
+                "        bad = _differing(_digests(code, piece[:covered]), wanted, first)\n",
+                "        bad: list[int] = []\n",
             ),
         ),
         "flipped bits",
