@@ -133,7 +133,7 @@ class Maker:
         if isinstance(info, kinds.StrType):
             return choose(("a", "b", "dp0"))
         if isinstance(info, kinds.FloatType):
-            return choose((0.0, 1.0, 1e5))
+            return min(choose((0.0, 1.0, 1e5)), 1e5 if info.le is None else info.le)
         return choose((True, False)) if isinstance(info, kinds.BoolType) else None
 
 
