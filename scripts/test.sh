@@ -33,12 +33,7 @@ check types mypy
 workers="$(nproc)"
 side_by_side=(--numprocesses=$((workers < MOST_WORKERS ? workers : MOST_WORKERS)) --dist=loadfile
     --session-timeout="$TEST_BUDGET_SECONDS" --durations=15)
-if [ $# -gt 0 ]; then
-    check tests pytest "${side_by_side[@]}" "$@"
-else
-    check tests pytest "${side_by_side[@]}" -m "not alone"
-    check measurements pytest -m alone
-fi
+check tests pytest "${side_by_side[@]}" "$@"
 
 [ ${#failed[@]} -eq 0 ] || fail "failed: ${failed[*]} (after $SECONDS s)"
 printf '\nall checks passed in %d s\n' "$SECONDS"

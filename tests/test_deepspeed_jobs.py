@@ -45,6 +45,7 @@ def test_zero_3_loses_a_node(tmp_path: Path) -> None:
     assert "no checkpoint was read" in log_of(job, 0)
 
 
+@pytest.mark.all_layouts
 def test_zero_1_loses_a_trainer_and_leaves_deepspeeds_own_files(tmp_path: Path) -> None:
     program, exports = Program({"zero_optimization": {"stage": 1}}), tmp_path / "exports"
     job = check_identical(

@@ -18,7 +18,7 @@ if find_spec("deepspeed") is None:
 
 from fork_server import ForkServer, Request  # noqa: E402
 
-pytestmark = [pytest.mark.alone, pytest.mark.deepspeed, pytest.mark.slow]
+pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 
 LIMIT = 1.3
 """Of the processor time of one copy of the same bytes, right after it, in pieces as large.

@@ -88,7 +88,7 @@ def cell(layout: Layout) -> Any:
     return pytest.param(layout, id=layout.name, marks=marks)
 
 
-@pytest.mark.parametrize("layout", map(cell, LAYOUTS))
+@pytest.mark.parametrize("layout", [cell(layout) for layout in LAYOUTS])
 def test_an_export_is_what_megatron_would_have_saved(layout: Layout, runs: Runs) -> None:
     output = call(runs, "compare_export", save_both(runs, layout))
     assert "compared" in output
@@ -105,6 +105,7 @@ def test_the_logical_map_of_experts_and_replicas(runs: Runs) -> None:
     assert "compared" in call(runs, "compare_logical_map", save_both(runs, layout))
 
 
+@pytest.mark.all_layouts
 def test_megatron_goes_on_from_an_export(runs: Runs) -> None:
     """Without us, as it does from its own checkpoint, and to the losses of the unbroken run."""
     layout = Layout("tp2-dp2", 4, (*TP2, *DISTRIBUTED))

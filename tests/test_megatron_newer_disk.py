@@ -25,6 +25,7 @@ def _installed() -> Path:
     return Path(next(iter(spec.submodule_search_locations))).parent
 
 
+@pytest.mark.all_layouts
 @pytest.mark.mpi
 @pytest.mark.megatron
 @pytest.mark.slow

@@ -238,6 +238,7 @@ class Ports:
                 self.answers.append(answer)
 
 
+@pytest.mark.all_layouts
 @pytest.mark.mpi
 @pytest.mark.slow
 def test_a_short_soak(tmp_path: Path, server: str) -> None:
