@@ -31,7 +31,7 @@ class Sizes:
     work: float = 8.0
     every: int = 3
     iterations: int = 6
-    rounds: int = 4
+    rounds: int = 7
     lives: int = 2
 
     @property
