@@ -20,11 +20,9 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
-
-from megatron_ft.launch.ports import free_port
 
 PR_SET_PDEATHSIG = 1
 GRACE_SECONDS = 5.0
@@ -33,7 +31,10 @@ GRACE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Request:
-    """One run: ``ranks`` processes that call ``entry`` ("module:function") with ``argv``."""
+    """One run: ``ranks`` processes that call ``entry`` ("module:function") with ``argv``.
+
+    ``port`` is where they meet, chosen by ``ForkServer.run``.
+    """
 
     entry: str
     argv: list[str]
@@ -41,6 +42,7 @@ class Request:
     logs: str
     timeout_seconds: float
     environment: dict[str, str] = field(default_factory=dict)
+    port: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,12 @@ class ForkServer:
 
     def run(self, request: Request) -> Outcome:
         """Run to the end; each rank has ended when this returns."""
+        # Here only: the server itself may be asked to run another copy of the package.
+        from megatron_ft.launch.ports import free_port
+
         assert self._process.stdin is not None and self._process.stdout is not None
         Path(request.logs).mkdir(parents=True, exist_ok=True)
-        self._process.stdin.write(json.dumps(asdict(request)) + "\n")
+        self._process.stdin.write(json.dumps(asdict(replace(request, port=free_port()))) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         assert answer, f"the fork server ended with status {self._process.wait(10)}"
@@ -114,7 +119,7 @@ def _serve(preload: str) -> None:
 
 
 def _run(request: Request) -> dict[str, object]:
-    started, port = time.monotonic(), free_port()
+    started, port = time.monotonic(), request.port
     sys.stdout.flush()
     sys.stderr.flush()
     ranks = {_fork(request, rank, port): rank for rank in range(request.ranks)}
