@@ -43,6 +43,7 @@ def test_a_loader_of_training_data_is_watched_and_generators_restored(
     assert first == again == once_more and not set(first) & set(second)
 
 
+@pytest.mark.all_layouts
 def test_a_pipelines_loader_goes_on_where_it_was(
     deepspeed_server: ForkServer, tmp_path: Path
 ) -> None:

@@ -65,12 +65,14 @@ def test_zero_1_loses_a_trainer_and_leaves_deepspeeds_own_files(tmp_path: Path) 
     assert go_on_alone(program, tmp_path / "later", exports, steps=last + 1) == [last + 1]
 
 
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.all_layouts)])
 @pytest.mark.parametrize("release", ["0.18.9"])
-def test_an_older_release_survives_a_kill(release: str, tmp_path: Path) -> None:
+def test_an_older_release_survives_a_kill(release: str, stage: int, tmp_path: Path) -> None:
     folder = RELEASES / release
     if not folder.is_dir():
         pytest.skip(f"needs deepspeed {release} in {folder}: run scripts/test.sh")
-    # Its stages 1 and 2 fail by themselves with torch 2.13 (views changed in place).
-    program = Program({"zero_optimization": {"stage": 3}}, folder)
+    # With torch 2.13 and on the CPU its stages 1 and 2 fail by themselves (views changed in place),
+    # and stage 3, without us, does not train the same each time (docs/deepspeed.md).
+    program = Program({"zero_optimization": {"stage": stage}}, folder)
     job = check_identical(program, tmp_path, kill_held_rank, nodes=2)
     assert [source for _, source in job.restores()] == ["own memory"], job.story()

@@ -121,6 +121,7 @@ def test_a_reader_holds_captures_up_and_a_stopped_job_can_still_be_read(
     assert f"no arena of {SHARDS[1]}" in capsys.readouterr().err
 
 
+@pytest.mark.all_layouts
 def test_what_cannot_be_exported_costs_the_export_and_training_goes_on(
     made: list[Job], tmp_path: Path
 ) -> None:
