@@ -327,3 +327,7 @@ def run_alone(
         child.go()
     codes = [child.wait() for child in children]
     assert not any(codes), (codes, (folder / "rank0.log").read_text()[-3000:])
+
+
+Uninterrupted = Callable[[int, int], Result]
+"""The fixture ``uninterrupted``: ranks and iterations to what they compute without faults."""

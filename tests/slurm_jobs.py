@@ -156,6 +156,3 @@ class SlurmJob:
 
 Submit = Callable[..., SlurmJob]
 """The fixture ``submit``: SlurmJob with the cluster, the folder and the name of a test."""
-
-Uninterrupted = Callable[[int, int], Result]
-"""The fixture ``uninterrupted``: ranks and iterations to what they compute without faults."""

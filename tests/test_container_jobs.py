@@ -21,7 +21,7 @@ from megatron_ft.launch.virtual_network import HOST
 from megatron_ft.testing.network import NodeNetwork
 from tests import containers
 from tests.agent_jobs import AgentJob
-from tests.jobs import Result, difference, oracle
+from tests.jobs import Uninterrupted, difference
 from tests.networks import needs_network
 
 ITERATIONS = 24
@@ -40,11 +40,6 @@ pytestmark = [
 def containers_here() -> None:
     if reason := containers.missing():
         pytest.skip(reason)
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return oracle(tmp_path_factory.mktemp("oracle2"), 2, ITERATIONS)
 
 
 @pytest.fixture
@@ -68,7 +63,7 @@ def begin_with_trainers_in_containers(job: AgentJob, root: Path) -> None:
 
 
 def test_trainers_in_containers_and_all_else_on_the_host(
-    job: AgentJob, tmp_path: Path, two: Result
+    job: AgentJob, tmp_path: Path, uninterrupted: Uninterrupted
 ) -> None:
     """One is killed, then the client of another: its container must not train on."""
     before = containers_left()
@@ -89,7 +84,7 @@ def test_trainers_in_containers_and_all_else_on_the_host(
     assert job.end() == [0], job.story()
     assert "rank 1 on node1 exited with 137" in job.text(), job.story()
     assert job.text().count("from own memory; ") == 2, job.story()
-    assert not difference(job.result(), two), job.story()
+    assert not difference(job.result(), uninterrupted(2, ITERATIONS)), job.story()
     deadline = time.monotonic() + 30
     while containers_left() != before:
         assert time.monotonic() < deadline, f"containers are left: {containers_left()}"
@@ -110,7 +105,9 @@ def rank_of(job: AgentJob, rank: int, in_container: bool) -> int:
 
 
 @needs_network
-def test_nodes_that_are_containers(job: AgentJob, tmp_path: Path, two: Result) -> None:
+def test_nodes_that_are_containers(
+    job: AgentJob, tmp_path: Path, uninterrupted: Uninterrupted
+) -> None:
     """Each has its own network, process numbers, host name and memory; n1 is lost."""
     nodes = ["n0", "n1", "n2"]
     prefix = f"mft-{uuid.uuid4().hex[:4]}"
@@ -137,7 +134,7 @@ def test_nodes_that_are_containers(job: AgentJob, tmp_path: Path, two: Result) -
         assert job.end() == [0], job.story()
     assert f"{prefix}-n2 takes the place of {prefix}-n1" in job.text(), job.story()
     assert "from parity" in job.text(), job.story()
-    assert not difference(job.result(), two), job.story()
+    assert not difference(job.result(), uninterrupted(2, ITERATIONS)), job.story()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import sys
 from importlib.metadata import distribution
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,24 @@ def kill_a_trainer(job: Job) -> None:
     os.kill(job.supervisor.trainers.pids()[1], signal.SIGKILL)
 
 
+def fail_thrice(made: list[Job], folder: Path, **given: Any) -> tuple[Job, int]:
+    """A job that no restart helps, and the newest iteration that it could go back to."""
+    job = Job(
+        folder,
+        drain_dir=folder / "drains",
+        drain_interval=NEVER,
+        at_event={"trainers_started": kill_at_every_start},
+        timing=Timing(lease=30.0, node_timeout=45.0),
+        **given,
+    )
+    made.append(job)
+    with pytest.raises(RestartBudgetError, match="rank 1 was killed by signal 9"):
+        job.run((6, kill_a_trainer))
+    # What all had sealed when the first trainer died is restored, though no commit was told of.
+    known = [e.fields["iteration"] for e in job.events if e.kind in ("committed", "restoring")]
+    return job, max(known)
+
+
 @pytest.mark.deepspeed
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
 def test_the_same_failure_thrice_leaves_deepspeeds_own_files(
@@ -48,26 +67,18 @@ def test_the_same_failure_thrice_leaves_deepspeeds_own_files(
 ) -> None:
     """No drain was due, so what is on disk came there when no trainer was left."""
     program, exports = Program({"zero_optimization": {"stage": 1}}), tmp_path / "exports"
-    job = Job(
+    job, newest = fail_thrice(
+        made,
         tmp_path,
         nodes=2,
         command=(sys.executable, str(DEEPSPEED_EXAMPLE), *program.flags(tmp_path, snapshots=True)),
         environment=program.environment(tmp_path / "trace"),
-        drain_dir=tmp_path / "drains",
-        drain_interval=NEVER,
         export_on_failure=exports,
-        at_event={"trainers_started": kill_at_every_start},
-        timing=Timing(lease=30.0, node_timeout=45.0),
     )
-    made.append(job)
-    with pytest.raises(RestartBudgetError, match="rank 1 was killed by signal 9"):
-        job.run((6, kill_a_trainer))
     (salvaging,) = (e.text for e in job.events if e.kind == "salvaging")
     assert salvaging.startswith("trainers cannot come back"), job.story()
     last = int((exports / "latest").read_text().removeprefix("global_step"))
-    # What all had sealed when the first trainer died is restored, though no commit was told of.
-    known = [e.fields["iteration"] for e in job.events if e.kind in ("committed", "restoring")]
-    assert last == max(known), job.story()
+    assert last == newest, job.story()
     summary = RunSummary()
     for event in job.events:
         summary(event)
@@ -85,24 +96,16 @@ def test_the_same_failure_thrice_leaves_megatrons_own_checkpoint(
     """Megatron goes on from it without us, to the losses of a run that nothing ended."""
     program = packaged(Path(str(distribution("megatron-core").locate_file(""))))
     trace, exports = tmp_path / "trace", tmp_path / "exports"
-    job = Job(
+    job, newest = fail_thrice(
+        made,
         tmp_path,
         nodes=RANKS,
         command=(sys.executable, *program.flags(megatron_corpus, trace), *SNAPSHOTS),
         environment=program.environment(trace),
-        drain_dir=tmp_path / "drains",
-        drain_interval=NEVER,
         export_on_failure=exports,
-        at_event={"trainers_started": kill_at_every_start},
-        timing=Timing(lease=30.0, node_timeout=45.0),
     )
-    made.append(job)
-    with pytest.raises(RestartBudgetError, match="rank 1 was killed by signal 9"):
-        job.run((6, kill_a_trainer))
-    # What all had sealed when the first trainer died is restored, though no commit was told of.
-    known = [e.fields["iteration"] for e in job.events if e.kind in ("committed", "restoring")]
     last = int((exports / "latest_checkpointed_iteration.txt").read_text())
-    assert last == max(known), job.story()
+    assert last == newest, job.story()
     train_alone(program, megatron_corpus, tmp_path / "later", "--load", str(exports))
     train_alone(program, megatron_corpus, tmp_path / "alone")
     for rank in range(RANKS):

@@ -210,13 +210,6 @@ CUTS_ONLY = {"cut": 8.0, "heal": 0.5, "lose": 0.0}
 LATE_AND_LOST = {"relayed": 2.0, "event": 0.3, "lose": 3.0}
 SLOW_DRAINS = {"write": 0.03, "drain": 5.0}
 LATE_DRAINS = {"restart": 10.0, "orphan": 0.1, "drain": 10.0, "publish": 0.3, "write": 5.0}
-LATE_REPAIRS = {
-    "suspend": 0.0,
-    "suspend_writing": 6.0,
-    "resume": 0.05,
-    "flip": 20.0,
-    "restart": 3.0,
-}
 
 
 def test_permits_that_come_again_would_stop_a_job(monkeypatch: pytest.MonkeyPatch) -> None:

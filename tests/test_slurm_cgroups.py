@@ -10,9 +10,9 @@ import pytest
 from megatron_ft.environment import JOB
 from megatron_ft.launch import procfs
 from tests import slurm_cluster
-from tests.jobs import difference
+from tests.jobs import Uninterrupted, difference
 from tests.slurm_cluster import NODE_MEMORY_MIB, SlurmCluster
-from tests.slurm_jobs import ITERATIONS, Submit, Uninterrupted
+from tests.slurm_jobs import ITERATIONS, Submit
 
 MISSING = slurm_cluster.missing() or slurm_cluster.missing_cgroups()
 

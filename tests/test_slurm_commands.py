@@ -12,9 +12,9 @@ import pytest
 from megatron_ft.environment import JOB
 from megatron_ft.launch import procfs
 from tests import slurm_cluster
-from tests.jobs import EXAMPLE, TORCHRUN, difference
+from tests.jobs import EXAMPLE, TORCHRUN, Uninterrupted, difference
 from tests.slurm_cluster import SlurmCluster
-from tests.slurm_jobs import ITERATIONS, SlurmJob, Submit, Uninterrupted
+from tests.slurm_jobs import ITERATIONS, SlurmJob, Submit
 
 MPICH = "MPICH_PREFIX"
 

@@ -8,9 +8,9 @@ import pytest
 
 from megatron_ft.launch.virtual import default_root
 from tests import slurm_cluster
-from tests.jobs import difference
+from tests.jobs import Uninterrupted, difference
 from tests.slurm_cluster import SlurmCluster
-from tests.slurm_jobs import ITERATIONS, Submit, Uninterrupted
+from tests.slurm_jobs import ITERATIONS, Submit
 
 FLAGS = "--lease-seconds 4 --drain-stop-seconds 100"
 """A machine that is busy with other tests takes long to start what drains."""

@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.launch.startup import before_script
-from megatron_ft.testing.trace import read_trace
 from tests import slurm_cluster
 from tests.held_in_step import sitecustomize as held
-from tests.megatron_jobs import ITERATIONS, check_fewer_ranks, needs_megatron, packaged
-from tests.slurm_cluster import SlurmCluster
-from tests.slurm_jobs import SlurmJob
+from tests.megatron_jobs import check_fewer_ranks, has_reached, needs_megatron, packaged
+from tests.slurm_jobs import Submit
 
 MISSING = slurm_cluster.missing()
 
@@ -31,40 +29,27 @@ pytestmark = [
 
 
 def test_megatrons_loop_goes_on_with_two_of_four_nodes(
-    slurm: SlurmCluster, tmp_path: Path, slurm_job_name: str, megatron_corpus: Path
+    submit: Submit, tmp_path: Path, megatron_corpus: Path
 ) -> None:
     """A rank is held in mid-iteration until another node dies."""
     program = packaged(Path(str(distribution("megatron-core").locate_file(""))))
     trace, exports = tmp_path / "trace", tmp_path / "exports"
     words = [sys.executable, *program.flags(megatron_corpus, trace), "--load", str(exports)]
     environment = before_script(program.environment(trace), Path(held.__file__).parent)
-    job = SlurmJob(
-        slurm,
-        tmp_path,
-        slurm_job_name,
+    job = submit(
         nodes=4,
-        iterations=ITERATIONS,
-        iteration_seconds=0.0,
+        run_flags="--lease-seconds 10",
         site={
             **environment,
-            "SPARES": "0",
             "ON_NO_SPARE": "shrink",
             "EXPORT_DIR": str(exports),
-            "RUN_FLAGS": "--lease-seconds 10",
             "TRAIN": " ".join([*words, "--inmem-snapshot"]),
         },
     )
     job.until_printed("committed (protected)")
     before = held.ITERATION - 1
-    job.until(
-        f"iteration {before}",
-        lambda: any(line.iteration >= before for line in read_trace(trace, 1)),
-    )
-    job.lose_node("n3")
-    try:
-        assert job.until_state("COMPLETED", "FAILED", "PENDING") == "COMPLETED", job.story()
-    finally:
-        slurm.start_node("n3")
+    job.until(f"iteration {before}", lambda: has_reached(trace, before))
+    job.end_without("n3")
     said = job.text()
     assert "going on with 2 nodes instead of 4, 2 ranks: n0, n1" in said, job.story()
     loaded = re.search(r"another number of ranks; starting from \S*/iter_(\d+)", said)

@@ -8,8 +8,8 @@ import pytest
 
 from megatron_ft.launch.virtual import default_root
 from tests import slurm_cluster
-from tests.jobs import difference
-from tests.slurm_jobs import ITERATIONS, Submit, Uninterrupted
+from tests.jobs import Uninterrupted, difference
+from tests.slurm_jobs import ITERATIONS, Submit
 
 MISSING = slurm_cluster.missing()
 

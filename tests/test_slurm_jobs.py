@@ -6,9 +6,9 @@ import pytest
 
 from megatron_ft.launch.virtual import default_root
 from tests import slurm_cluster
-from tests.jobs import difference
+from tests.jobs import Uninterrupted, difference
 from tests.slurm_cluster import SlurmCluster
-from tests.slurm_jobs import Submit, Uninterrupted
+from tests.slurm_jobs import Submit
 
 ITERATIONS = 70
 

@@ -16,7 +16,6 @@ import pytest
 from megatron_ft.launch.startup import before_script
 from megatron_ft.testing import stock_script
 from megatron_ft.testing.demo.compare import compare_runs
-from megatron_ft.testing.trace import read_trace
 from tests import slurm_cluster
 from tests.held_in_step import sitecustomize as held
 from tests.megatron_jobs import (
@@ -24,6 +23,7 @@ from tests.megatron_jobs import (
     RANKS,
     SNAPSHOTS,
     Program,
+    has_reached,
     needs_megatron,
     packaged,
     stock,
@@ -71,7 +71,3 @@ def test_megatrons_loop_survives_the_loss_of_a_node(
     train_alone(trained, megatron_corpus, tmp_path / "alone")
     found = compare_runs(trace, tmp_path / "alone", RANKS, ITERATIONS)
     assert found.identical, found.differences
-
-
-def has_reached(trace: Path, iteration: int) -> bool:
-    return any(line.iteration >= iteration for line in read_trace(trace, 1))

@@ -16,7 +16,7 @@ from megatron_ft.launch.virtual_network import HOST
 from megatron_ft.testing.network import NodeNetwork
 from tests import ssh_nodes
 from tests.agent_jobs import AgentJob
-from tests.jobs import ROOT, Result, difference, oracle
+from tests.jobs import ROOT, Uninterrupted, difference
 from tests.networks import needs_network
 
 ITERATIONS = 24
@@ -30,11 +30,6 @@ pytestmark = [
     needs_network,
     pytest.mark.skipif(bool(MISSING), reason=MISSING),
 ]
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return oracle(tmp_path_factory.mktemp("oracle2"), 2, ITERATIONS)
 
 
 @pytest.fixture
@@ -56,7 +51,9 @@ def search_path(folder: Path) -> dict[str, str]:
     return {"PATH": os.pathsep.join([str(folder), str(own), os.environ["PATH"]])}
 
 
-def test_a_hostfile_is_reached_by_ssh_itself(job: AgentJob, tmp_path: Path, two: Result) -> None:
+def test_a_hostfile_is_reached_by_ssh_itself(
+    job: AgentJob, tmp_path: Path, uninterrupted: Uninterrupted
+) -> None:
     """All of a node is killed, its sshd too."""
     nodes = ["n0", "n1", "n2"]
     hosts = tmp_path / "hosts"
@@ -74,14 +71,14 @@ def test_a_hostfile_is_reached_by_ssh_itself(job: AgentJob, tmp_path: Path, two:
             assert job.end() == [0], job.story()
     assert "n2 takes the place of n1" in job.text(), job.story()
     assert "from parity" in job.text(), job.story()
-    assert not difference(job.result(), two), job.story()
+    assert not difference(job.result(), uninterrupted(2, ITERATIONS)), job.story()
 
 
 @pytest.mark.deepspeed
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
 @pytest.mark.skipif(shutil.which("pdsh") is None, reason="needs pdsh")
 def test_the_program_deepspeed_starts_it_on_all_hosts(
-    job: AgentJob, tmp_path: Path, two: Result
+    job: AgentJob, tmp_path: Path, uninterrupted: Uninterrupted
 ) -> None:
     """As docs/launchers.md says; nodes are known by their host names."""
     nodes = ["n0", "n1"]
@@ -101,4 +98,4 @@ def test_the_program_deepspeed_starts_it_on_all_hosts(
             assert job.end() == [0], job.story()
     assert "rank 1 on n1 was killed by signal 9" in job.text(), job.story()
     assert "from own memory; " in job.text(), job.story()
-    assert not difference(job.result(), two), job.story()
+    assert not difference(job.result(), uninterrupted(2, ITERATIONS)), job.story()

@@ -25,7 +25,6 @@ EMPTY_SLOT = SlotHeader(
     parity_root=NO_ROOT,
     stripe_table=(),
 )
-HOLDS_DATA = (SlotState.SEALED, SlotState.ENCODING, SlotState.PROTECTED, SlotState.COMMITTED)
 
 
 class TransitionRefusedError(MegatronFTError):

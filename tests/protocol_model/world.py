@@ -18,7 +18,7 @@ from protocol_model.judge import Judge, Violation
 from protocol_model.life import CYCLE, Life, LifeFailed, NoSpare
 from protocol_model.memory import MemoryArena, damaged
 from protocol_model.node import Node, SmpSteps
-from protocol_model.processes import Loader, Process, Reader, Trainer
+from protocol_model.processes import Process, Reader, Trainer
 from protocol_model.shape import Bounds, Shape, Step
 
 
@@ -414,7 +414,3 @@ class World(SmpSteps, DiskSteps):
         for process in self.processes.values():
             if isinstance(process, Trainer) and process.life == life.incarnation:
                 process.arena = self.nodes[process.node].arenas.get(process.shard)
-
-    def is_loader_done(self, process: Process) -> bool:
-        """Whether a process has nothing left to do."""
-        return isinstance(process, Loader) and not process.left and not process.outbox
