@@ -101,7 +101,10 @@ def own_priority(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_damage_in_memory_is_repaired_from_parity_while_training_goes_on(
     tmp_path: Path, two: Result
 ) -> None:
-    job = Job(tmp_path, nodes=2, protect="xor:2", iterations=ITERATIONS, scrub_percent=50.0)
+    # Three slots: two snapshots are there, whatever is being captured when the user rewinds.
+    job = Job(
+        tmp_path, nodes=2, protect="xor:2", iterations=ITERATIONS, scrub_percent=50.0, slots=3
+    )
     view: dict[str, Any] = {}
     rewound: list[int] = []
 
@@ -134,6 +137,7 @@ def test_damage_in_memory_is_repaired_from_parity_while_training_goes_on(
     def rewind(job: Job) -> None:
         """As if the user did not like what he sees."""
         wait_for(job, "training", 2)
+        wait_until(lambda: len(view_of(job)) > 1, job)
         pause(job, True)
         held = view_of(job)
         words = ["--job", job.name, "--arena-dir", str(job.cluster._job_dir.parent)]
