@@ -28,19 +28,23 @@ NAMES = {"inmem": "megatron-ft, xor:2", "dcp": "DCP async_save", "torch.save": "
 
 def rows(mib: int, rounds: int, device: str) -> Iterator[Row]:
     """Stall, bookkeeping, shadow, blocked, safe."""
-    yield _stall(mib, rounds, device)
+    yield from _one_rank(mib, rounds, device)
     yield _short(mib, rounds, device)
     yield _bookkeeping(rounds, device)
     for method, name in NAMES.items():
         yield from _beside(method, name, mib, rounds, device)
 
 
-def _stall(mib: int, rounds: int, device: str) -> Row:
-    """Held time as a share of the iteration where forward and backward hide the copy."""
+def _one_rank(mib: int, rounds: int, device: str) -> Iterator[Row]:
+    """Where forward and backward hide the copy: held time of an iteration, and the shadow.
+
+    A rank of one thread leaves all other cores to copies and digests.
+    """
     found = _run(1, method="inmem", tensors=16, mib=mib, work=4, rounds=rounds, device=device)
     shares = [_held(one) / one["total"] for one in _saving(found)]
     name = "stall, forward+backward of 4 copies"
-    return Row(name, tuple(100 * share for share in shares), "% of an iteration", 1.0, False)
+    yield Row(name, tuple(100 * share for share in shares), "% of an iteration", 1.0, False)
+    yield _shadow("shadow with a core to spare: one rank, 4 copies", found, 2)
 
 
 def _short(mib: int, rounds: int, device: str) -> Row:
@@ -64,17 +68,22 @@ def _beside(method: str, name: str, mib: int, rounds: int, device: str) -> Itera
     found = _run(
         2, method=method, tensors=16, mib=mib, work=8, rounds=rounds, device=device, singles=True
     )
+    ours = method == "inmem"
+    yield _shadow(f"shadow: {name}", found, SPARE_CORES if ours else None)
+    for figure, bound in (("blocked", 1.05), ("safe", 4.1)):
+        samples = tuple(one[figure] / one["copy"] for one in found["singles"])
+        yield Row(f"{figure}: {name}", samples, "x copy", bound if ours else None, False)
+
+
+def _shadow(name: str, found: dict[str, Any], cores: int | None) -> Row:
+    """Speed of phases with saves against those without; a limit where there are enough cores."""
     phases = found["phases"]
     pairs = list(zip(phases[::2], phases[1::2], strict=True))
     speed = tuple(_mean(off, "total") / _mean(on, "total") for off, on in pairs)
     saved = statistics.mean(one["saved"] for _, on in pairs for one in on)
-    ours = method == "inmem"
-    limit = 0.98 if ours and (os.cpu_count() or 1) >= SPARE_CORES else None
+    limit = 0.98 if cores is not None and (os.cpu_count() or 1) >= cores else None
     note = f"saves in {saved:.0%} of iterations"
-    yield Row(f"shadow: {name}", speed, "x speed without saves", limit, note=note)
-    for figure, bound in (("blocked", 1.05), ("safe", 4.1)):
-        samples = tuple(one[figure] / one["copy"] for one in found["singles"])
-        yield Row(f"{figure}: {name}", samples, "x copy", bound if ours else None, False)
+    return Row(name, speed, "x speed without saves", limit, note=note)
 
 
 def _saving(found: dict[str, Any]) -> list[dict[str, float]]:

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from arena_samples import JOB, SHARD, make_header, make_slot
 
+from megatron_ft.arena import huge_pages
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import Geometry, Permit, SlotHeader
 from megatron_ft.arena.mapping import Mapping
@@ -379,6 +380,7 @@ def test_read_only_views_cannot_be_made_writable(path: Path) -> None:
 STRAY_WRITE = """
 import ctypes, sys
 from pathlib import Path
+from megatron_ft.arena import huge_pages
 from megatron_ft.arena.arena import Arena
 arena = Arena.open(Path(sys.argv[1]))
 arena.write_progress(5)
@@ -479,10 +481,69 @@ def test_kernels_that_cannot_populate_have_every_page_touched(folder: Path) -> N
         file.truncate(size)
         patch(folder / "file", 5 * 4096, b"kept")
         mapping = Mapping(file.fileno(), 4096, size - 4096, writable=True, name="file")
-        mapping._touch(0, size - 4096)
+        mapping._touch()
         assert os.fstat(file.fileno()).st_blocks * 512 == size - 4096
         assert mapping.read(4 * 4096, 4) == b"kept"
         mapping.close()
+
+
+def kernel_joins_pages() -> bool:
+    """Whether it has MADV_COLLAPSE, huge pages, and no word against them on a tmpfs."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    release = tuple(int(part) for part in os.uname().release.split(".")[:2])
+    return release >= (6, 1) and setting.exists() and "[deny]" not in setting.read_text()
+
+
+@pytest.mark.skipif(not kernel_joins_pages(), reason="this kernel gives no huge pages to files")
+def test_an_arena_has_huge_pages_without_a_mount_of_its_own(folder: Path) -> None:
+    path = folder / "a.arena"
+    header = make_header(geometry=Geometry(2, 16 << 20, 8 << 20, 1 << 20))
+    Arena.create(path, header).close()
+    with Arena.open(path) as arena:
+        for slot in (0, 1):
+            written = arena.data(slot, writable=True)
+            assert not written.any()
+            written[:] = 7 + slot
+        # What was written, all but both ends of each slot.
+        assert huge_bytes(path) >= 2 * (16 - 4) << 20
+    with Arena.open(path) as arena:
+        assert (arena.data(0) == 7).all() and (arena.data(1) == 8).all()
+
+
+def test_a_file_without_huge_pages_is_left_as_it_was(tmp_path: Path) -> None:
+    """No tmpfs, so the kernel refuses; an arena is then made of small pages."""
+    with (tmp_path / "file").open("w+b") as file:
+        file.truncate(8 << 20)
+        assert not huge_pages.allocate(file.fileno(), 8 << 20)
+        file.seek(0)
+        assert file.read() == bytes(8 << 20)
+
+
+@pytest.mark.parametrize("offset", [0, 4096, 3 << 20])
+def test_mappings_lie_where_huge_pages_fit(folder: Path, offset: int) -> None:
+    unit = huge_pages.huge_page_bytes()
+    with (folder / "file").open("w+b") as file:
+        file.truncate(offset + 3 * unit)
+        mapping = Mapping(file.fileno(), offset, 3 * unit, writable=True, name="file")
+        view = mapping.view(np.uint8, 0, 3 * unit)
+        assert (view.ctypes.data - offset) % unit == 0
+        view[-1] = 9
+        assert mapping.read(3 * unit - 1, 1) == b"\x09"
+        mapping.close()
+        assert view[-1] == 9, "a view keeps its memory"
+
+
+def rooms() -> int:
+    """Mappings of this process that only keep others away."""
+    return sum(" ---p " in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_no_address_space_stays_reserved(folder: Path) -> None:
+    before = rooms()
+    header = make_header(geometry=Geometry(2, 8 << 20, 4 << 20, 1 << 20))
+    with Arena.create(folder / "a.arena", header) as arena:
+        assert arena.data(0, writable=True).size == 8 << 20
+        assert rooms() == before
 
 
 def page_faults() -> int:
@@ -496,6 +557,7 @@ import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from arena_samples import make_header, make_slot
+from megatron_ft.arena import huge_pages
 from megatron_ft.arena.arena import Arena
 arena = Arena.create(Path(sys.argv[1]), make_header())
 arena.data(1, writable=True)[:] = 9

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_ft import private_files
-from megatron_ft.arena import limits
+from megatron_ft.arena import huge_pages, limits
 from megatron_ft.errors import (
     ArenaCorruptError,
     ArenaError,
@@ -37,6 +37,7 @@ def new_file(path: Path, length: int, arithmetic: str, *, replace: bool) -> Iter
     temporary = path.with_name(path.name + ".tmp")
     fd = _open_new(temporary, length, arithmetic)
     try:
+        huge_pages.allocate(fd, length)
         _allocate(fd, path.parent, length, arithmetic)
         yield fd
         # Not a link and an unlink: killed in between, two names would hold the memory.

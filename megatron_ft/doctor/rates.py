@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from collections.abc import Callable
@@ -10,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_ft.arena import huge_pages
+from megatron_ft.arena.mapping import Mapping
 from megatron_ft.doctor.facts import DrainPlace, Rates
 from megatron_ft.erasure.codec import open_codec
 from megatron_ft.erasure.scheme import Scheme
@@ -48,21 +49,17 @@ def measure_drain(folder: Path, token: str, node: str, size: int) -> DrainPlace:
 
 
 def _arena_rate(path: Path, source: Bytes) -> float:
-    """Copies into mapped memory whose pages are there already, as in the second snapshot."""
+    """Copies into memory like an arena's, whose pages are there as in the second snapshot."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
+        huge_pages.allocate(descriptor, source.nbytes)
         os.posix_fallocate(descriptor, 0, source.nbytes)
-        with mmap.mmap(descriptor, source.nbytes) as mapped:
-            return source.nbytes / _copy_seconds(mapped, source)
+        mapping = Mapping(descriptor, 0, source.nbytes, writable=True, name=str(path))
+        target = mapping.view(np.uint8, 0, source.nbytes)
+        return source.nbytes / _best(lambda: np.copyto(target, source))
     finally:
         os.close(descriptor)
         path.unlink()
-
-
-def _copy_seconds(mapped: mmap.mmap, source: Bytes) -> float:
-    # A function of its own: the map cannot be closed while an array of it lives.
-    target = np.frombuffer(mapped, np.uint8)
-    return _best(lambda: np.copyto(target, source))
 
 
 def _encode_rate(scheme: Scheme, source: Bytes) -> float:
