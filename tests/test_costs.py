@@ -266,7 +266,7 @@ def test_encoding_reads_each_byte_as_often_as_it_must(
     shape: tuple[str, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Data are digested once, after they have travelled; parity where it is computed, and once
-    more if it travels.  With two members nothing is computed at all.
+    more if it travels.  Copies are not computed, and are digested as the data that they are.
     """
     kind, k, parities = shape
     size = 64 << 10
@@ -290,12 +290,13 @@ def test_encoding_reads_each_byte_as_often_as_it_must(
     monkeypatch.setattr(encoding, "encode_kernel", counted)
     peers = range(k + parities)
     succeed(k + parities, lambda n, t: encoding.encode(code, members[n], t, peers))
-    chunks = (k + parities) * code.chunk_bytes
+    chunks, copies = (k + parities) * code.chunk_bytes, k == 1
     # Beyond the digest table blocks are compared with zero or the table, and not digested.
-    least = chunks * (2 * parities - 1)
+    least = chunks * (parities - 1 if copies else 2 * parities - 1)
     data = passes.digested - least
-    assert 0 < data <= chunks * k
-    assert coded == (0 if k + parities == 2 else chunks * k)
+    shared = (k + parities) * code.block_bytes if copies else 0
+    assert 0 < data <= chunks * k + shared
+    assert coded == (0 if copies else chunks * k)
     if k + parities == 2:
         assert all(np.array_equal(members[n].parity, members[1 - n].data) for n in (0, 1))
 

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.erasure import member as member_module
-from megatron_ft.erasure.checks import CorruptMemberError
+from megatron_ft.erasure.checks import CorruptMemberError, parity_digests_of, parity_root
 from megatron_ft.erasure.codec import PyEClibCodec
 from megatron_ft.erasure.encode import EncodeResult, encode
 from megatron_ft.erasure.member import MemberView, StripeCode
@@ -91,7 +91,10 @@ def require_all(results: list[Any], kind: type[BaseException], text: str) -> Non
 
 
 codes = st.sampled_from(
-    [("rs", 3, 1), ("rs", 2, 2), ("rs", 1, 3), ("rs", 2, 3), ("xor", 2, 1), ("replica", 1, 1)]
+    [
+        *(("rs", 3, 1), ("rs", 2, 2), ("rs", 1, 3), ("rs", 2, 3), ("xor", 2, 1)),
+        *(("xor", 1, 1), ("replica", 1, 1), ("replica", 1, 2)),
+    ]
 )
 
 
@@ -115,6 +118,20 @@ def test_any_lengths_and_losses(
         assert np.array_equal(view.parity_digests, member.parity_digests)
         assert (result.record, result.parity_root) == (member.record, member.parity_root)
         assert result.stripe_table == member.stripe_table
+
+
+@given(codes, st.data(), st.sampled_from([1, 2]))
+@settings(max_examples=40, deadline=None)
+def test_parity_digests_are_of_the_parity_in_memory(
+    shape: tuple[str, int, int], data: st.DataObject, algorithm: int
+) -> None:
+    """Of whole blocks, wherever tensors, digest table and the zeros behind it end."""
+    kind, k, m = shape
+    lengths = data.draw(st.lists(st.integers(0, 9000), min_size=k + m, max_size=k + m))
+    code = make_code(kind, k, m, lengths, 512, algorithm)
+    for view in encoded(code, lengths):
+        assert np.array_equal(view.parity_digests, parity_digests_of(code, view.parity))
+        assert view.parity_root == parity_root(view.parity_digests)
 
 
 @given(codes, st.data())

@@ -14,7 +14,7 @@ import numpy as np
 from megatron_ft.erasure.encode import encode_kernel, open_row_codec
 from megatron_ft.erasure.gather import gather_rows
 from megatron_ft.erasure.member import MemberView, StripeCode, chunk_of, spare_pieces
-from megatron_ft.erasure.transport import Kind, Link, Pending, Window, buffer_sets
+from megatron_ft.erasure.transport import Exchange, Kind, Link, Pending, Window, buffer_sets
 from megatron_ft.isal import Bytes
 
 
@@ -36,9 +36,9 @@ def gathered(link: Link, code: StripeCode, member: MemberView) -> None:
             link.send(output, link.member + j, Kind.RESULT),
         ]
 
-    def passes(number: int, part: slice) -> Iterable[partial[Sequence[Pending]]]:
+    def passes(number: int, part: slice) -> Iterable[Exchange]:
         for j, output in enumerate(outputs(number, part), 1):
-            yield partial(swap, j, part, output)
+            yield Exchange(partial(swap, j, part, output))
 
     gather_rows(link, code, member.data, lambda *_: None, on_row, passes)
 

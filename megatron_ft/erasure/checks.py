@@ -64,24 +64,45 @@ class DataCheck:
 
     def bad_blocks(self, offset: int, piece: Bytes) -> list[int]:
         """See Check."""
-        code, record = self._code, self._record
-        covered = _clip(record.digest_offset - offset, piece)
-        in_table = _clip(record.used_bytes - offset, piece)
-        first = offset // code.block_bytes
-        wanted = self._table[first : first + _blocks(code, covered)]
-        bad = _differing(_digests(code, piece[:covered]), wanted, first)
-        if covered == piece.nbytes or self._tail_matches(offset, piece, covered, in_table):
-            return bad
-        return sorted({*bad, (offset + covered) // code.block_bytes})
+        return self._bad(offset, piece, self._found(offset, piece))
 
     def require(self, offset: int, piece: Bytes) -> None:
         """See Check."""
-        for block in self.bad_blocks(offset, piece):
+        self._refuse(self.bad_blocks(offset, piece))
+
+    def required_digests(self, offset: int, piece: Bytes) -> Digests:
+        """As ``require``, and the digests of all of the piece's blocks, each whole.
+
+        What the check itself has digested is not read again: only the block that the data shares
+        with the table, and those behind it.
+        """
+        found = self._found(offset, piece)
+        self._refuse(self._bad(offset, piece, found))
+        whole = self._covered(offset, piece) // self._code.block_bytes
+        rest = _digests(self._code, piece[whole * self._code.block_bytes :])
+        return np.concatenate([found[:whole], rest])
+
+    def _covered(self, offset: int, piece: Bytes) -> int:
+        return _clip(self._record.digest_offset - offset, piece)
+
+    def _found(self, offset: int, piece: Bytes) -> Digests:
+        return _digests(self._code, piece[: self._covered(offset, piece)])
+
+    def _bad(self, offset: int, piece: Bytes, found: Digests) -> list[int]:
+        first, covered = offset // self._code.block_bytes, self._covered(offset, piece)
+        bad = _differing(found, self._table[first : first + found.size], first)
+        if covered == piece.nbytes or self._tail_matches(offset, piece, covered):
+            return bad
+        return sorted({*bad, (offset + covered) // self._code.block_bytes})
+
+    def _refuse(self, bad: list[int]) -> None:
+        for block in bad:
             raise CorruptMemberError(
                 self._record.shard_id, "its data does not match the digest taken at capture", block
             )
 
-    def _tail_matches(self, offset: int, piece: Bytes, covered: int, in_table: int) -> bool:
+    def _tail_matches(self, offset: int, piece: Bytes, covered: int) -> bool:
+        in_table = _clip(self._record.used_bytes - offset, piece)
         start = offset + covered - self._record.digest_offset
         part = self._bytes[start : start + in_table - covered] if in_table > covered else ()
         return np.array_equal(piece[covered:in_table], part) and not piece[in_table:].any()

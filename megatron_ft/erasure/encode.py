@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron_ft.erasure.checks import (
     CorruptMemberError,
+    DataCheck,
     parity_digests_of,
     parity_root,
 )
@@ -27,7 +28,15 @@ from megatron_ft.erasure.member import (
     chunk_of,
     spare_pieces,
 )
-from megatron_ft.erasure.transport import Kind, Link, Pending, Transport, Window, barrier
+from megatron_ft.erasure.transport import (
+    Exchange,
+    Kind,
+    Link,
+    Pending,
+    Transport,
+    Window,
+    barrier,
+)
 from megatron_ft.fault_points import reach
 from megatron_ft.identity import SealedRecord
 from megatron_ft.isal import Bytes
@@ -64,16 +73,11 @@ def encode(
     introductions = introduce(link, member)
     records = agreed_records(introductions)
     checks = [introductions[number].data_check(code) for number in range(code.members)]
-    row = _RowEncoder(link, code, member, codec or open_row_codec(code))
-
-    def check(column: int, part: slice, piece: Bytes) -> None:
-        source = code.layout.holder(link.member, column)
-        checks[source].require(column * code.chunk_bytes + part.start, piece)
-
+    row = _RowEncoder(link, code, member, checks, codec or open_row_codec(code))
     into = chunk_of(code, member.parity, 0) if row.copies_only else None
-    gather_rows(link, code, member.data, check, row.code_piece, row.passes, into)
+    gather_rows(link, code, member.data, row.check, row.code_piece, row.passes, into)
     member.parity_digests[:] = swap_digests(link, code, row.digests)
-    _read_back(code, member)
+    _require_arrived(code, member, row.arrived)
     barrier(link)
     return EncodeResult(parity_root(member.parity_digests), records)
 
@@ -118,52 +122,86 @@ COPYING = ("xor", "replica")
 class _RowEncoder:
     """Codes the row that was gathered here: parity 0 stays, the others go to their holders.
 
-    ``copies_only`` says that the row is its own parity: it has arrived where it belongs.
+    ``digests`` are those of our row's parities, ``arrived`` those of the parities that we keep for
+    other rows, both of shape (m, blocks of a chunk).
+    ``copies_only`` says that all parities of a row are its only column, which has arrived where
+    parity 0 belongs.
     """
 
-    def __init__(self, link: Link, code: StripeCode, member: MemberView, codec: Codec) -> None:
+    def __init__(
+        self,
+        link: Link,
+        code: StripeCode,
+        member: MemberView,
+        checks: Sequence[DataCheck],
+        codec: Codec,
+    ) -> None:
         self._link, self._code, self._parity = link, code, member.parity
-        self._kernel = encode_kernel(codec)
-        self._spare = [spare_pieces(code, code.parity_members - 1) for _ in range(2)]
+        self._checks, self._kernel = checks, encode_kernel(codec)
+        self.copies_only = code.kind in COPYING and code.data_members == 1
+        spare = 0 if self.copies_only else code.parity_members - 1
+        self._spare = [spare_pieces(code, spare) for _ in range(2)]
         self.digests = np.zeros((code.parity_members, code.chunk_blocks), np.uint64)
-        self.copies_only = code.kind in COPYING and code.members == 2
+        self.arrived = np.zeros_like(self.digests)
+
+    def check(self, column: int, part: slice, piece: Bytes) -> None:
+        """CorruptMemberError if a source is wrong; what is parity as well is digested once."""
+        source = self._code.layout.holder(self._link.member, column)
+        offset = column * self._code.chunk_bytes + part.start
+        if self.copies_only:
+            digests = self._checks[source].required_digests(offset, piece)
+            self.digests[:, self._code.blocks(part)] = digests
+        else:
+            self._checks[source].require(offset, piece)
 
     def code_piece(self, number: int, part: slice, columns: Sequence[Bytes]) -> None:
         """Compute all m parities of a piece, and their digests while they are in cache."""
-        outputs = [chunk_of(self._code, self._parity, 0)[part], *self._others(number, part)]
         if not self.copies_only:
-            self._kernel(columns, outputs)
-        for parity, output in enumerate(outputs):
-            digests = parity_digests_of(self._code, output)
-            self.digests[parity, self._code.blocks(part)] = digests
+            self._compute(number, part, columns)
         if number == len(range(0, self._code.chunk_bytes, self._code.piece_bytes)) // 2:
             reach("encode.half")
 
-    def passes(self, number: int, part: slice) -> Iterable[Callable[[], Sequence[Pending]]]:
+    def _compute(self, number: int, part: slice, columns: Sequence[Bytes]) -> None:
+        outputs = [self._home(0, part), *self._others(number, part)]
+        self._kernel(columns, outputs)
+        for parity, output in enumerate(outputs):
+            digests = parity_digests_of(self._code, output)
+            self.digests[parity, self._code.blocks(part)] = digests
+
+    def passes(self, number: int, part: slice) -> Iterable[Exchange]:
         """Send parity j of our row to member + j, receive that of row member - j."""
         for j, output in enumerate(self._others(number, part), 1):
-            yield self._pass(j, part, output)
+            yield Exchange(partial(self._pass, j, part, output), partial(self._note, j, part))
 
-    def _pass(self, j: int, part: slice, output: Bytes) -> Callable[[], Sequence[Pending]]:
-        link, home = self._link, chunk_of(self._code, self._parity, j)[part]
-        return lambda: [
-            link.receive(home, link.member - j, Kind.RESULT),
-            link.send(output, link.member + j, Kind.RESULT),
+    def _pass(self, j: int, part: slice, output: Bytes) -> Sequence[Pending]:
+        return [
+            self._link.receive(self._home(j, part), self._link.member - j, Kind.RESULT),
+            self._link.send(output, self._link.member + j, Kind.RESULT),
         ]
 
+    def _note(self, j: int, part: slice) -> None:
+        """Digests of parity as it has arrived here: soon, so that it need not be loaded again."""
+        digests = parity_digests_of(self._code, self._home(j, part))
+        self.arrived[j, self._code.blocks(part)] = digests
+
+    def _home(self, j: int, part: slice) -> Bytes:
+        return chunk_of(self._code, self._parity, j)[part]
+
     def _others(self, number: int, part: slice) -> list[Bytes]:
+        """Where parities 1, 2, ... of our row are."""
+        if self.copies_only:
+            return [self._home(0, part)] * (self._code.parity_members - 1)
         return [piece[: part.stop - part.start] for piece in self._spare[number % 2]]
 
 
-def _read_back(code: StripeCode, member: MemberView) -> None:
+def _require_arrived(code: StripeCode, member: MemberView, arrived: Digests) -> None:
     """Compare parity that was computed elsewhere, as it is here in memory, with its digests.
 
     The digests of the first chunk were taken from this memory after it was written.
     """
     assert member.record is not None
-    received = member.parity[code.chunk_bytes :]
     wanted = member.parity_digests[code.chunk_blocks :]
-    wrong = np.flatnonzero(parity_digests_of(code, received) != wanted)
+    wrong = np.flatnonzero(arrived[1:].reshape(-1) != wanted)
     if wrong.size:
         block = code.chunk_blocks + int(wrong[0])
         raise CorruptMemberError(

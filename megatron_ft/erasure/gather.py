@@ -15,6 +15,7 @@ from megatron_ft.erasure.member import StripeCode, chunk_of, spare_pieces
 from megatron_ft.erasure.transport import (
     EXCHANGES_IN_FLIGHT,
     Ahead,
+    Exchange,
     Kind,
     Link,
     Pending,
@@ -29,8 +30,8 @@ OnColumn = Callable[[int, slice, Bytes], None]
 OnRow = Callable[[int, slice, Sequence[Bytes]], None]
 """Called with (piece number, part of the chunk, all k columns) when a row's piece is whole."""
 
-Passes = Callable[[int, slice], Iterable[Callable[[], Sequence[Pending]]]]
-"""What else to exchange, once a piece of the row was handled; one peer each way per item."""
+Passes = Callable[[int, slice], Iterable[Exchange]]
+"""What else to exchange, once a piece of the row was handled."""
 
 
 def gather_rows(
@@ -52,7 +53,7 @@ def gather_rows(
     assert into is None or code.data_members == 1
     gathering = _Gathering(link, code, data, on_column, on_row, into)
     first = min(EXCHANGES_IN_FLIGHT - 1, code.data_members)
-    results: list[Callable[[], Sequence[Pending]]] = []
+    results: list[Exchange] = []
     for number, part in enumerate(code.pieces()):
         for column in range(first):
             gathering.post(number, part, column)
@@ -93,12 +94,12 @@ class _Gathering:
             lambda: self._arrived(number, part, column),
         )
 
-    def pass_on(self, results: Sequence[Callable[[], Sequence[Pending]]], later: int) -> None:
+    def pass_on(self, results: Sequence[Exchange], later: int) -> None:
         """Exchange the results of a row, after which ``later`` columns were posted."""
         if results:
             self._window.settle(later)
-        for start in results:
-            self._window.post(start)
+        for exchange in results:
+            self._window.post(*exchange)
 
     def finish(self) -> None:
         """Wait for all that is under way."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
 from itertools import islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -126,6 +126,13 @@ class Link:
     def wait(self, pending: Sequence[Pending]) -> None:
         """Wait for all of these."""
         self._transport.waitall(pending)
+
+
+class Exchange(NamedTuple):
+    """Transfers with one peer each way: ``start`` them, and ``then`` what they make possible."""
+
+    start: Callable[[], Sequence[Pending]]
+    then: Callable[[], None] | None = None
 
 
 class Window:

@@ -6,7 +6,7 @@ parity travel to its holders, who compare them with what their memory holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -23,7 +23,7 @@ from megatron_ft.erasure.encode import encode_kernel, open_row_codec, swap_diges
 from megatron_ft.erasure.gather import gather_rows
 from megatron_ft.erasure.introduce import Introduction, agreed_records, introduce
 from megatron_ft.erasure.member import Digests, MemberView, StripeCode, spare_pieces
-from megatron_ft.erasure.transport import Link, Pending, Transport, exchange
+from megatron_ft.erasure.transport import Exchange, Link, Transport, exchange
 from megatron_ft.isal import Bytes
 
 
@@ -130,5 +130,5 @@ def _parity_differs(code: StripeCode, member: MemberView, wanted: Digests) -> bo
     )
 
 
-def _nothing_to_pass(_number: int, _part: slice) -> Iterable[Callable[[], Sequence[Pending]]]:
+def _nothing_to_pass(_number: int, _part: slice) -> Iterable[Exchange]:
     return ()
