@@ -122,8 +122,13 @@ class Training:
         return done
 
     def single(self) -> dict[str, float]:
-        """One save with nothing to hide behind: seconds of a copy, held, and until safe."""
+        """One save with nothing to hide behind: seconds of a copy, held, and until safe.
+
+        Ranks begin it together, as they end an iteration of a training.
+        """
         copy = self.copied()
+        if dist.is_initialized():
+            dist.barrier()
         self.iteration, started = saved_at_last(self.method, self.iteration + 1, self.state)
         self.method.fence()
         blocked = time.perf_counter() - started
