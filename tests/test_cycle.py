@@ -127,6 +127,24 @@ def test_a_miss_aborts_everywhere_and_lengthens_the_lead() -> None:
     assert isinstance(ended, Ended) and ended.level == "aborted" and "dp1" in ended.reason
 
 
+def test_it_is_ready_when_no_trainer_may_still_write() -> None:
+    """Sooner, a permit would be refused where one captures; later, time would be lost."""
+    d = Driver()
+    d.propose()
+    aborts = d.cycle.handle("n1", m.Missed("dp1", FIRST))
+    d.cycle.handle("n0", m.Missed("dp0", FIRST))
+    d.confirm(aborts)
+    assert d.cycle.phase == Phase.IDLE and not d.cycle.ready
+    d.cycle.handle("n2", m.SlotFreed("dp2", SnapshotId(7, 0)))
+    assert not d.cycle.ready
+    d.cycle.handle("n2", m.SlotFreed("dp2", FIRST))
+    assert d.cycle.ready
+    d.propose()
+    assert not d.cycle.ready
+    d.confirm(d.confirm(d.seal()) or d.encoded())
+    assert d.cycle.ready
+
+
 def test_the_lead_is_bounded_and_shrinks_after_calm() -> None:
     d = Driver(parity=False)
     for _ in range(SnapshotCycle.MOST_LEAD + 3):

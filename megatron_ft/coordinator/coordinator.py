@@ -321,6 +321,8 @@ class Coordinator:
                 self.end_world(action.world, action.reason)
             elif isinstance(action, Ended):
                 self._ended(action)
+        if cycle.ready:
+            self._kick.set()
 
     async def _send_through(
         self, cycle: SnapshotCycle, branch: Branch, sends: Mapping[str, Send]
@@ -369,7 +371,6 @@ class Coordinator:
             iteration=ended.iteration,
             level=ended.level,
         )
-        self._kick.set()
 
     def note_commit(self, snapshot: SnapshotId, iteration: int, level: str) -> None:
         """``snapshot`` is committed on every node: what a failure falls back to from now on."""

@@ -101,6 +101,7 @@ class SnapshotCycle:
         self.lead = 1
         self._commits_in_a_row = 0
         self._waiting: set[str] = set()
+        self._permitted: set[str] = set()
         self._encoders: set[str] = set()
         self._world = ""
         self._broken = ""
@@ -109,6 +110,14 @@ class SnapshotCycle:
         self._unjudged: set[str] = set()
         self._judged: set[str] = set()
         self._last = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether nothing is under way and every trainer has said that its last capture ended.
+
+        Before that a permit may be asked for, and nodes on which one has not said so refuse it.
+        """
+        return self.phase == Phase.IDLE and not self._permitted
 
     def propose(self, progress: int, world: str) -> list[Action]:
         """Permit the next snapshot, if none is under way.
@@ -126,6 +135,7 @@ class SnapshotCycle:
         self._broken, self._corrupt, self._gated = "", False, False
         self._unjudged, self._judged = set(), set()
         self._waiting = set(self.places)
+        self._permitted = set(self.places)
         grant = m.Grant(self.incarnation, self.snapshot, self.iteration)
         return self._to_all(grant)
 
@@ -143,6 +153,7 @@ class SnapshotCycle:
 
     def handle(self, node: str, body: Any) -> list[Action]:
         """React to an event of a node."""
+        self._note_end(body)
         if isinstance(body, m.Sealed):
             return self._sealed(body)
         if isinstance(body, m.Judged):
@@ -156,6 +167,14 @@ class SnapshotCycle:
         if isinstance(body, m.WriterGone):
             return self._writer_gone(node, body)
         return []
+
+    def _note_end(self, body: Any) -> None:
+        """A trainer writes to its slot no more, whatever has become of the snapshot meanwhile."""
+        if isinstance(body, m.Sealed) and body.record.snapshot == self.snapshot:
+            self._permitted.discard(body.record.shard_id)
+        ended = isinstance(body, m.Missed | m.Abandoned | m.SlotFreed)
+        if ended and body.snapshot == self.snapshot:
+            self._permitted.discard(body.shard_id)
 
     def answered(self, node: str, request: m.Message, answer: m.Message) -> list[Action]:
         """React to a node's answer to one of our requests."""
