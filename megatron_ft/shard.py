@@ -21,7 +21,7 @@ ALIGNMENT = 64
 LAYOUT_VERSION = 2
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A strided window of a local tensor, and where it lies in the unsharded model.
 
     The window is ``torch.as_strided(flat, shape, stride, offset)`` of the flattened local
@@ -45,7 +45,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
         return tuple(slice(start, start + size) for start, size in sizes)
 
 
-class LogicalPlace(msgspec.Struct, frozen=True, array_like=True):
+class LogicalPlace(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where a local tensor lies in the unsharded model: what a reshape or an export needs.
 
     The tensor's elements are ``start`` and following of a flattened local parameter of
@@ -58,7 +58,7 @@ class LogicalPlace(msgspec.Struct, frozen=True, array_like=True):
     pieces: tuple[Piece, ...]
 
 
-class TensorSpec(msgspec.Struct, frozen=True):
+class TensorSpec(msgspec.Struct, frozen=True, gc=False):
     """One live tensor as the planner sees it.
 
     ``address`` is where its bytes are, 0 when unknown; it may be an alias of another
@@ -82,7 +82,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
         return math.prod(self.shape)
 
 
-class LayoutEntry(msgspec.Struct, frozen=True, array_like=True):
+class LayoutEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One tensor of a layout.
 
     ``offset`` and ``nbytes`` are bytes from the start of the slot's data region.

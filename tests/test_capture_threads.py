@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_ft.arena import digest
 from megatron_ft.capture import fill
 from megatron_ft.capture.copier import Bytes, CopyItem
-from megatron_ft.capture.fill import Span, VerifiedCopy, chunk_blocks, chunks_of, copy_in_threads
+from megatron_ft.capture.fill import Spans, VerifiedCopy, chunk_blocks, chunks_of, copy_in_threads
 from megatron_ft.capture.threads import MOST, spare_threads
 from megatron_ft.identity import SealedRecord, SnapshotId
 
@@ -56,7 +56,7 @@ def test_what_is_copied_was_verified_and_all_else_is_named(
     for at in flipped:
         region[at] ^= 128
     targets = [np.zeros(length, np.uint8) for length in cut]
-    spans = [Span(t.ctypes.data, at, t.nbytes) for t, at in zip(targets, starts, strict=True)]
+    spans = Spans([t.ctypes.data for t in targets], starts, cut)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fill, "CHUNK_BYTES", chunk)
         patch.setattr(fill, "spare_threads", lambda: threads)

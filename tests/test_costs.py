@@ -35,7 +35,7 @@ from megatron_ft.smp import messages as m
 SIZE = 40_000
 """Elements of a tensor: more than torch would copy in one thread, and no counter."""
 
-MOST_CALLS, MOST_C_CALLS = 33, 32
+MOST_CALLS, MOST_C_CALLS = 8, 8
 """Of a restore, for each tensor."""
 
 BLOCK, PIECE = 65536, 1 << 20

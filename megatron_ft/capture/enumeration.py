@@ -72,14 +72,14 @@ def enumerate_state(
     found = Enumeration()
     for name, value in state.items():
         force = True if name in lazy else False if name in boundary else None
-        if isinstance(value, torch.nn.Module):
+        if isinstance(value, torch.Tensor):
+            found.put(name, value, _plain_is_lazy(value) if force is None else force)
+        elif isinstance(value, torch.nn.Module):
             _module(found, name, value, force)
         elif is_optimizer(value):
             _structure(found, name, value.state_dict(), force is not False)
         elif is_stateful(value):
             _structure(found, name, value.state_dict(), force is True, inline=SMALL_BYTES)
-        elif isinstance(value, torch.Tensor):
-            found.put(name, value, _plain_is_lazy(value) if force is None else force)
         else:
             _structure(found, name, value, force)
     return found

@@ -62,14 +62,15 @@ class MappingState:
 
         Everything else may hold other tensors than last time without being another object.
         """
-        if self._found is not None and self._unchanged():
+        if self._unchanged():
             return
         self._found = enumerate_state(self._state, self._lazy, self._boundary)
         values = list(self._state.values())
         self._plain = values if {*map(type, values)} <= _PLAIN else []
 
     def _unchanged(self) -> bool:
-        assert self._found is not None
+        if self._found is None:
+            return False
         same = len(self._state) == len(self._plain) and all(
             map(is_, self._state.values(), self._plain)
         )
@@ -131,7 +132,8 @@ class MappingState:
         for name, value in decode(objects[_STRUCTURES], _taken_from(handles)).items():
             self._load_one(name, value)
         self._adopted = {}
-        self._found = None
+        if not self._unchanged():
+            self._found = None
 
     def _load_one(self, name: str, value: Any) -> None:
         target = self._state[name]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,20 +30,39 @@ def dtype_from_name(name: str) -> torch.dtype:
     return dtype
 
 
-def plan_state(state: TrainingState, split_bytes: int) -> ShardLayout:
-    """Plan the layout of a complete state; tensors of unsupported kinds raise ConfigError.
+class Planned(NamedTuple):
+    """What a layout is planned from, asked of a complete state once.
 
-    Replicated tensors of at least ``split_bytes`` bytes are split over their group.
-    The state must hold on to its tensors meanwhile: memory is compared by address.
+    ``splits`` says of which tensors this rank captures a part, as (part, parts).  The state must
+    hold on to its tensors while this is used: memory is compared by address.
     """
-    live = live_tensors(state)
-    boundary = state.boundary_tensors().keys()
-    splits = _splits(live, boundary, state.replicas(), split_bytes)
-    places = state.logical_map() if isinstance(state, HasLogicalMap) else {}
-    return plan_layout(
-        _spec(name, tensor, name in boundary, splits.get(name, (0, 1)), places.get(name))
-        for name, tensor in live.items()
-    )
+
+    live: Mapping[str, torch.Tensor]
+    boundary: Collection[str]
+    splits: Mapping[str, tuple[int, int]]
+    places: Mapping[str, LogicalPlace]
+
+    @classmethod
+    def of(cls, state: TrainingState, split_bytes: int) -> Planned:
+        """Replicated tensors of at least ``split_bytes`` bytes are split over their group."""
+        live = live_tensors(state)
+        boundary = state.boundary_tensors().keys()
+        splits = _splits(live, boundary, state.replicas(), split_bytes)
+        places = state.logical_map() if isinstance(state, HasLogicalMap) else {}
+        return cls(live, boundary, splits, places)
+
+    def layout(self) -> ShardLayout:
+        """Plan it; tensors of unsupported kinds raise ConfigError."""
+        live, boundary, splits, places = self
+        return plan_layout(
+            _spec(name, tensor, name in boundary, splits.get(name, (0, 1)), places.get(name))
+            for name, tensor in live.items()
+        )
+
+
+def plan_state(state: TrainingState, split_bytes: int) -> ShardLayout:
+    """The layout of a complete state; see Planned."""
+    return Planned.of(state, split_bytes).layout()
 
 
 def _splits(

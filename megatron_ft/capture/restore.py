@@ -11,18 +11,19 @@ from megatron_ft.arena import digest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import BlockCheck
 from megatron_ft.capture.binding import region_tensor, stored_view
+from megatron_ft.capture.columns import is_plan_of, plain_spans
 from megatron_ft.capture.copier import CopyItem
 from megatron_ft.capture.cpu import is_plain_memory
 from megatron_ft.capture.exchange import SplitTensor, check_group, exchange, exchange_device
 from megatron_ft.capture.fill import (
     Copies,
-    Span,
+    Spans,
     VerifiedCopy,
     chunk_blocks,
     chunks_of,
     copy_in_threads,
 )
-from megatron_ft.capture.plan import dtype_from_name, dtype_name, plan_state
+from megatron_ft.capture.plan import Planned, dtype_from_name, dtype_name
 from megatron_ft.capture.state import AdoptsTensors, TrainingState, live_tensors
 from megatron_ft.errors import CorruptBlockError, LayoutMismatchError
 from megatron_ft.fault_points import reach
@@ -87,7 +88,9 @@ def restore_shard(shard: SealedShard, state: TrainingState, split_bytes: int) ->
     layout = ShardLayout.from_bytes(meta.layout)
     _fill(layout, shard, state)
     state.load(decode(meta.objects))
-    compare(layout, plan_state(state, split_bytes))
+    planned = Planned.of(state, split_bytes)
+    if not is_plan_of(layout, planned):
+        compare(layout, planned.layout())
     reach("restore.done")
     return layout
 
@@ -112,15 +115,29 @@ def compare(stored: ShardLayout, live: ShardLayout) -> None:
 
 def _fill(layout: ShardLayout, shard: SealedShard, state: TrainingState) -> None:
     """Give every stored tensor its bytes: live ones in place, others through adopt()."""
-    region = region_tensor(shard.region)
     live = live_tensors(state)
+    spans = plain_spans(layout, live)
+    if spans is None:
+        _fill_one_by_one(layout, shard, state, live)
+    else:
+        _copy(Copies(spans, []), shard)
+
+
+def _fill_one_by_one(
+    layout: ShardLayout,
+    shard: SealedShard,
+    state: TrainingState,
+    live: dict[str, torch.Tensor],
+) -> None:
+    """As _fill, of any state: parts of tensors, several names for one, tensors to be made."""
+    region = region_tensor(shard.region)
     _check_fits(layout, live, state)
     replicas = state.replicas()
     adopter = state if isinstance(state, AdoptsTensors) else None
     entries = layout.by_name()
     adopted: dict[str, torch.Tensor] = {}
     split: list[SplitTensor] = []
-    copies = Copies([], [])
+    copies = Copies(Spans([], [], []), [])
     for entry in sorted(layout.entries, key=lambda e: bool(e.alias_of)):
         if entry.alias_of in live:
             if entry.name not in live:
@@ -184,7 +201,7 @@ def _add_copy(
     """Bytes as they are where that will do: making views of thousands of tensors takes longer."""
     if is_plain_memory(target):
         start = entry.start * target.element_size() if entry.is_split else 0
-        copies.spans.append(Span(target.data_ptr() + start, entry.offset, entry.nbytes))
+        copies.spans.add(target.data_ptr() + start, entry.offset, entry.nbytes)
     else:
         copies.items.append(CopyItem(stored_view(region, entry), target.detach()))
 

@@ -1,0 +1,123 @@
+"""What columns tell of a layout is what planning tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ft.capture.columns import is_plan_of, plain_spans
+from megatron_ft.capture.plan import Planned
+from megatron_ft.shard import LayoutEntry, LogicalPlace, Piece, ShardLayout, layout_differences
+
+Live = dict[str, torch.Tensor]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64)
+PLACE = LogicalPlace(0, 4, (Piece("w", (4,), (0,), (4,), 0, (1,)),))
+
+
+def planned(live: Live, boundary: frozenset[str] = frozenset()) -> Planned:
+    return Planned(live, boundary, {}, {})
+
+
+def layout_of(live: Live) -> ShardLayout:
+    return planned(live).layout()
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Live:
+    """Of a few forms; views into a common buffer may overlap, touch, or be one memory."""
+    buffer = torch.zeros(40)
+    found: Live = {}
+    for number in range(draw(st.integers(0, 4))):
+        dtype = draw(st.sampled_from(DTYPES))
+        shape = draw(st.lists(st.integers(0, 3), max_size=3))
+        start, length = draw(st.integers(0, 30)), draw(st.integers(0, 10))
+        made: dict[str, Callable[[], torch.Tensor]] = {
+            "own": lambda dtype=dtype, shape=shape: torch.zeros(shape, dtype=dtype),
+            "view": lambda start=start, length=length: buffer[start : start + length],
+            "strided": lambda: torch.zeros(3, 4).t(),
+            "parameter": lambda: torch.nn.Parameter(torch.zeros(5)),
+        }
+        found[f"t{number}"] = made[draw(st.sampled_from([*made]))]()
+    return found
+
+
+def changed(draw: st.DrawFn, layout: ShardLayout) -> ShardLayout:
+    """The layout, or one that differs from it in one field of one entry or altogether."""
+    if not layout.entries or draw(st.booleans()):
+        return layout
+    at = draw(st.integers(0, len(layout.entries) - 1))
+    entry = layout.entries[at]
+    field = draw(st.sampled_from([*LayoutEntry.__struct_fields__, "tensor_bytes", "order"]))
+    if field == "tensor_bytes":
+        return msgspec.structs.replace(layout, tensor_bytes=layout.tensor_bytes + 64)
+    if field == "order":
+        return msgspec.structs.replace(layout, entries=layout.entries[::-1])
+    value = getattr(entry, field)
+    other = {str: f"{value}x", int: 64, bool: not value, tuple: (2, 3), type(None): PLACE}
+    one = msgspec.structs.replace(entry, **{field: other[type(value)]})
+    entries = (*layout.entries[:at], one, *layout.entries[at + 1 :])
+    return msgspec.structs.replace(layout, entries=entries)
+
+
+@settings(max_examples=400, deadline=None)
+@given(tensors(), st.booleans(), st.data())
+def test_a_layout_that_passes_is_the_one_that_would_be_planned(
+    live: Live, known: bool, data: st.DataObject
+) -> None:
+    stored = changed(data.draw, layout_of(live))
+    of = planned(live)._replace(places=dict.fromkeys(live, PLACE) if known else {})
+    if is_plan_of(stored, of):
+        assert layout_differences(stored, of.layout()) == ()
+        assert stored.tensor_bytes == of.layout().tensor_bytes
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(1, 4), max_size=3))))
+def test_tensors_of_their_own_need_no_planning(forms: list[tuple[torch.dtype, list[int]]]) -> None:
+    live = {f"t{n}": torch.zeros(shape, dtype=dtype) for n, (dtype, shape) in enumerate(forms)}
+    layout = layout_of(live)
+    assert is_plan_of(layout, planned(live))
+    spans = plain_spans(layout, live)
+    assert spans is not None
+    assert spans.targets == [live[entry.name].data_ptr() for entry in layout.entries]
+    assert spans.lengths == [live[entry.name].nbytes for entry in layout.entries]
+
+
+def shared() -> Live:
+    tensor = torch.zeros(100)
+    return {"a": tensor, "b": tensor[:50]}
+
+
+def negated() -> Live:
+    return {"a": torch.zeros(10, dtype=torch.complex64).conj().imag}
+
+
+def conjugated() -> Live:
+    return {"a": torch.zeros(10, dtype=torch.complex64).conj()}
+
+
+def transposed() -> Live:
+    return {"a": torch.zeros(10, 20).t()}
+
+
+def on_no_device() -> Live:
+    return {"a": torch.zeros(10, device="meta")}
+
+
+@pytest.mark.parametrize("make", [shared, negated, conjugated, transposed, on_no_device])
+def test_what_takes_more_than_a_copy_of_bytes_is_left_to_others(make: Callable[[], Live]) -> None:
+    live = make()
+    meta = any(tensor.is_meta for tensor in live.values())
+    layout = layout_of({"a": torch.zeros(10)} if meta else live)
+    assert plain_spans(layout, live) is None
+
+
+def test_a_split_state_is_planned() -> None:
+    live = {"a": torch.zeros(10)}
+    assert not is_plan_of(layout_of(live), planned(live)._replace(splits={"a": (0, 2)}))
