@@ -11,7 +11,7 @@ from protocol_model.memory import record_of
 
 from megatron_ft.identity import SnapshotId
 from megatron_ft.smp import messages as m
-from megatron_ft.smp.reports import MOST_LOOKS, Reports, report, reported
+from megatron_ft.smp.reports import MOST_LOOKS, Reports, snapshot_of
 
 SHARDS = ("dp0", "dp1", "dp2")
 ONE, TWO = SnapshotId(1, 1), SnapshotId(1, 2)
@@ -62,8 +62,8 @@ def test_what_is_urgent_leaves_at_once_with_what_came_before(body: Any) -> None:
 def test_verdicts_wait_for_those_of_other_ranks_that_owe_one() -> None:
     reports = Reports()
     first = [sealed("dp0", later=True), sealed("dp1", later=True)]
-    assert tell(reports, m.Judged("dp0", ONE), *first, sealed("dp2")) == [0, 0, 0, 4]
-    assert tell(reports, m.Judged("dp1", ONE)) == [1]
+    assert tell(reports, m.Judged("dp0", ONE), *first, sealed("dp2")) == [0, 0, 0, 0]
+    assert tell(reports, m.Judged("dp1", ONE)) == [5]
 
 
 def test_a_late_verdict_does_not_hold_up_the_next_snapshot() -> None:
@@ -93,8 +93,9 @@ def test_everything_leaves_once_and_in_its_order(said: list[Any]) -> None:
     assert [*left, *reports.take()] == told
 
 
-def test_a_report_is_unpacked_to_what_was_told() -> None:
-    bodies = [cost("dp0"), m.Missed("dp1", ONE)]
-    for some in (bodies, bodies[:1]):
-        event = m.decode(m.encode(m.Event("n0", 1, report(some))))
-        assert reported(event) == [m.Event("n0", 1, body) for body in some]
+def test_only_a_nodes_word_on_a_round_is_one_of_its_snapshot() -> None:
+    for last in (sealed("dp0"), m.Judged("dp0", ONE), m.OrderDone(ONE, "w1")):
+        assert snapshot_of([m.Missed("dp1", TWO), last]) == ONE
+    for last in (m.Missed("dp0", ONE), m.Judged("dp0", ONE, "nan"), cost("dp0")):
+        assert snapshot_of([sealed("dp0"), last]) is None
+    assert snapshot_of([]) is None

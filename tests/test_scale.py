@@ -57,14 +57,16 @@ def test_a_node_and_a_rank_cost_the_same_in_a_larger_job(protect: str) -> None:
     assert encoder_bytes(small) == encoder_bytes(large)
 
 
-def test_more_nodes_need_no_more_requests_of_the_coordinator() -> None:
+def test_more_nodes_are_no_more_messages_at_the_coordinator() -> None:
     shapes = [Shape(nodes, 1, "xor:2", 1 << 20, fan_out=4) for nodes in (4, 16, 64, 256)]
     kinds = [control_messages(shape).kinds for shape in shapes]
-    for kind in ("Grant", "Encode", "Commit"):
-        assert [found[kind][0] for found in kinds] == [4] * 4
-        assert [found[f"{kind} answer"][0] for found in kinds] == [4] * 4
+    assert kinds[0].keys() == {
+        *("Grant", "Encode", "Commit", "Sealed", "OrderDone"),
+        *("Grant answer", "Encode answer", "Commit answer"),
+    }
+    assert [[count for count, _ in found.values()] for found in kinds] == [[4] * 8] * 4
     assert [depth(shape) for shape in shapes] == [1, 2, 3, 4]
-    assert max(relay_messages(shape) for shape in shapes) == 3 * (2 + 2 * 4) + 2
+    assert max(relay_messages(shape) for shape in shapes) == 3 * (2 + 2 * 4) + 2 * (1 + 4)
 
 
 def test_each_node_is_sent_its_own_stripes_in_one_sequence() -> None:

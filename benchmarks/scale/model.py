@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.scale.tally import Tally, kind_of
+from benchmarks.scale.tally import Tally, kind_of, told
 from megatron_ft.coordinator.cycle import Action, Ended, Send, SnapshotCycle
 from megatron_ft.coordinator.plan import Sizes, stripe_orders
 from megatron_ft.coordinator.relays import FAN_OUT, PATIENCE_SECONDS
@@ -19,7 +19,9 @@ from megatron_ft.erasure.stripes import RankPlace, plan_stripes
 from megatron_ft.identity import SealedRecord, SnapshotId
 from megatron_ft.recovery.decide import StripeState
 from megatron_ft.smp import messages as m
-from megatron_ft.smp.reports import Reports, report, reported
+from megatron_ft.smp.gathering import Gathering
+from megatron_ft.smp.outbox import Outbox
+from megatron_ft.smp.reports import Reports
 
 WORLD = "w1"
 ROUNDS, REPORTS = 3, 2
@@ -68,9 +70,9 @@ def control_messages(shape: Shape) -> Tally:
             return tally
         events = _events(waiting, places, tables)
         waiting = done
-        for event in events:
-            tally.note(kind_of(event), event)
-            for one in reported(event):
+        for report in _gathered(events, shape):
+            tally.note(kind_of(report), report)
+            for one in told(report):
                 waiting += cycle.handle(one.node, one.body)
     raise AssertionError("the snapshot did not end")
 
@@ -86,7 +88,8 @@ def relay_messages(shape: Shape) -> int:
     def most_below(tree: Sequence[Branch]) -> int:
         return max((max(len(b.below), most_below(b.below)) for b in tree), default=0)
 
-    return ROUNDS * (2 + 2 * most_below(shape.tree(_names(shape)))) + REPORTS
+    below = most_below(shape.tree(_names(shape)))
+    return ROUNDS * (2 + 2 * below) + REPORTS * (1 + below)
 
 
 def _names(shape: Shape) -> list[str]:
@@ -170,9 +173,31 @@ def _events(
 
 def _reports(node: str, said: list[m.Message], shards: list[str]) -> list[m.Event]:
     """The messages in which an SMP tells this."""
-    reports = Reports()
+    reports, outbox = Reports(), Outbox(1 << 31)
     left = [bodies for body in said if (bodies := reports.tell(body, shards))]
-    return [m.Event(node, 1, report(bodies)) for bodies in left]
+    return [outbox.relayed(node, 1, bodies) for bodies in left]
+
+
+def _gathered(events: Sequence[m.Event], shape: Shape) -> list[m.Event | m.Gathered]:
+    """How reports of one round, which all come in time, arrive at the coordinator."""
+    by_node = {event.node: event for event in events}
+    arriving: list[m.Event | m.Gathered] = []
+    for branch in shape.tree(list(by_node)):
+        arriving.append(_of_branch(branch, by_node) if branch.below else by_node[branch.node])
+    return arriving
+
+
+def _of_branch(branch: Branch, by_node: dict[str, m.Event]) -> m.Gathered:
+    """What a relay sends, or a node below one."""
+    snapshot, gathering = SnapshotId(1, 1), Gathering()
+    gathering.begin(snapshot, b"above", {branch.node, *(below.node for below in branch.below)})
+    frame = m.encode(by_node[branch.node])
+    gathering.add(m.Gathered(1, branch.node, snapshot, True, (frame,)))
+    for below in branch.below:
+        gathering.add(_of_branch(below, by_node))
+    gathered = gathering.take(branch.node, 1)
+    assert gathered is not None and gathered.whole
+    return gathered
 
 
 def _record(shard: str) -> SealedRecord:

@@ -5,15 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_ft.smp import messages as m
-from megatron_ft.smp.reports import reported
+from megatron_ft.smp.outbox import reported
 
 EVENTS = (m.Sealed, m.CaptureCost, m.Encoded, m.OrderDone)
 """What nodes say by themselves for one snapshot."""
 
 
-def kind_of(event: m.Event) -> str:
+def told(report: m.Event | m.Gathered) -> list[m.Event]:
+    """The events in one message, of whichever nodes they are."""
+    if isinstance(report, m.Event):
+        return reported(report)
+    return [event for frame in report.frames for event in reported(m.decode(frame))]
+
+
+def kind_of(report: m.Event | m.Gathered) -> str:
     """The name of a report: that of the last thing that it tells, which all others waited for."""
-    return type(reported(event)[-1].body).__name__
+    return type(told(report)[-1].body).__name__
 
 
 @dataclass

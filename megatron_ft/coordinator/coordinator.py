@@ -102,7 +102,7 @@ class Coordinator:
     def connect(self, node: str, endpoint: str) -> None:
         """Use ``endpoint`` for ``node`` from now on."""
         self.disconnect(node)
-        link = self.link_type(self._context, node, endpoint, self._keys, self._on_event)
+        link = self.link_type(self._context, node, endpoint, self._keys, self._on_event, self.links)
         self.links[node] = link
         self.relays.trust(node)
         if not self._tasks:
@@ -143,7 +143,10 @@ class Coordinator:
     async def _beat(self, link: SmpLink) -> None:
         seconds = self.timing.lease
         news = self._summary.unknown_to(link.summary)
-        lease = m.Lease(self.incarnation, seconds, link.clock, news, self.scrub_percent)
+        lease = m.Lease(
+            self.incarnation, seconds, link.clock, news, self.scrub_percent,
+            link.inbox.stream, link.inbox.number,
+        )  # fmt: skip
         try:
             answer = await link.ask(lease, 4 * self.timing.heartbeat)
         except ControlPlaneError:

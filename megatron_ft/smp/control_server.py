@@ -18,7 +18,6 @@ from megatron_ft.smp.job_summary import digests
 from megatron_ft.smp.local_server import refusal, unexpected
 from megatron_ft.smp.message_base import MOST_BYTES
 from megatron_ft.smp.relay import Relay
-from megatron_ft.smp.reports import Reports
 from megatron_ft.smp.security import JobKeys
 
 FROM_COORDINATOR = (
@@ -51,13 +50,13 @@ class ControlServer:
     ) -> None:
         self._host = host
         self._busy = asyncio.Lock()
-        self.relay = Relay(context, keys)
+        self.relay = Relay(context, keys, self._gathered)
         self.socket = context.socket(zmq.ROUTER)
         self.socket.linger = 1000
         self.socket.maxmsgsize = MOST_BYTES
         keys.protect_server(self.socket)
         self.socket.bind(f"tcp://{address}:*")
-        host.send_coordinator = self._send_event
+        host.upward.send = self._send_event
 
     @property
     def endpoint(self) -> str:
@@ -78,7 +77,7 @@ class ControlServer:
                 continue
             if isinstance(request, m.Lease):
                 await self._reply(identity, correlation, self._lease(identity, request))
-                await self._host.send_events(self._host.reports.look())
+                await self._host.upward.look(request)
             else:
                 self._host.later(self._answer(identity, correlation, request))
 
@@ -92,6 +91,7 @@ class ControlServer:
         if isinstance(request, m.PassOn):
             answer = await self._pass_on(identity, request)
         else:
+            self._host.upward.asked(request)
             answer = await self._one_by_one(identity, request)
         await self._reply(identity, correlation, answer)
 
@@ -113,7 +113,12 @@ class ControlServer:
         if not isinstance(own, RELAYED):
             reason = f"{type(own).__name__} is not passed on"
             return m.Refused("ControlPlaneError", reason)
+        below = [onward.node for onward in request.below]
+        self._host.upward.asked_through(own, identity, below)
         return await self.relay.pass_on(request, self._one_by_one(identity, own))
+
+    def _gathered(self, report: m.Gathered) -> None:
+        self._host.later(self._host.upward.gather(report))
 
     def _stale(self) -> m.Refused:
         machine = self._host.machine
@@ -167,7 +172,7 @@ class ControlServer:
         host = self._host
         if request.incarnation != host.machine.highest_incarnation:
             return self._refuse_lease(request)
-        host.coordinator = identity
+        host.upward.coordinator = identity
         host.renew_lease(request)
         host.summary |= request.summary
         host.scrub_percent = request.scrub_percent
@@ -196,7 +201,7 @@ class ControlServer:
         """Fence: nothing of an older incarnation may write once this is answered."""
         host = self._host
         left = host.lease_until - time.monotonic()
-        if left > 0 and identity != host.coordinator:
+        if left > 0 and identity != host.upward.coordinator:
             return m.Refused("LeaseHeld", f"{left:.3f}")
         highest = host.machine.highest_incarnation
         if request.incarnation <= highest:
@@ -205,15 +210,15 @@ class ControlServer:
         reach("smp.admitting")
         while host.writers.all():
             await host.kill_writers(host.writers.all())
-        if identity == host.coordinator:
+        if identity == host.upward.coordinator:
             host.rewind = None  # one that comes after may not have heard of it
         host.store.drop_vanished(host.machine)
-        host.coordinator = identity
+        host.upward.coordinator = identity
         host.begin_lease(request.seconds)
         host.restore = None
         host.preparing.clear()
         host.machine.admit(request.incarnation)
-        host.reports = Reports()
+        host.upward.begin_life()
         host.readers.forget_all()
         host.store.forget_progress()
         host.watch.sweep()

@@ -41,7 +41,8 @@ class Lease(Message, frozen=True):
     which grants nothing.  So a lease that lay in a queue, or that comes through while no
     answer does, is not longer than the coordinator knows.  ``summary`` are those parts of the
     job's summary (job_summary.py) that the node does not have.  ``scrub_percent`` is the share of
-    one core that the node's scrub may use, 0 for none.
+    one core that the node's scrub may use, 0 for none.  ``told``: events of the node's ``stream``
+    up to this number have arrived.
     """
 
     incarnation: Count
@@ -49,6 +50,8 @@ class Lease(Message, frozen=True):
     heard: float = 0.0
     summary: dict[str, bytes] = {}
     scrub_percent: float = 0.0
+    stream: Count = 0
+    told: Count = 0
 
 
 class LeaseAnswer(Message, frozen=True):
@@ -326,11 +329,17 @@ class NodeReport(Message, frozen=True):
 
 
 class Event(Message, frozen=True):
-    """Something happened on ``node``; ``body`` is one of the messages of this module."""
+    """Something happened on ``node``; ``body`` is one of the messages of this module.
+
+    ``first`` is its number, or that of the first thing of a report, in the SMP's ``stream`` of
+    events (outbox.py).
+    """
 
     node: str
     incarnation: int
     body: Told | NodeReport
+    stream: Count = 0
+    first: Count = 1
 
 
 class Pause(Message, frozen=True):

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,9 @@ from megatron_ft.smp.effects import (
 )
 from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.readers import Readers
-from megatron_ft.smp.reports import Reports, report
 from megatron_ft.smp.state_file import NodeState
 from megatron_ft.smp.store import ArenaStore
+from megatron_ft.smp.upward import SendTo, Upward
 from megatron_ft.smp.writers import DRAIN, Writer, Writers
 from megatron_ft.traffic.word import QuietWord
 from megatron_ft.watch.node import NodeWatch
@@ -38,11 +38,10 @@ from megatron_ft.watch.node import NodeWatch
 log = logging.getLogger(__name__)
 
 KILL_TIMEOUT_SECONDS = 15.0
-SendTo = Callable[[bytes, m.Message], Awaitable[None]]
 
 
 class NodeHost:
-    """The state of one SMP.  ``send_local`` and ``send_coordinator`` are set by the servers."""
+    """The state of one SMP.  ``send_local`` and ``upward.send`` are set by the servers."""
 
     def __init__(self, environment: ProcessEnvironment, job: uuid.UUID) -> None:
         self.environment = environment
@@ -58,16 +57,14 @@ class NodeHost:
         self.failure: BaseException | None = None
         self.lease_until = 0.0
         self._heard = 0.0
-        self.coordinator = b""
         self.summary: dict[str, bytes] = {}
         self.rewind: int | None = None
         self.scrub_percent = 0.0
         self.scrub_counts = m.ScrubCounts()
         self.restore: m.RestoreReady | None = None
         self.preparing: dict[str, bytes] = {}
-        self.reports = Reports()
+        self.upward = Upward(self.machine, self.later)
         self.send_local: SendTo
-        self.send_coordinator: SendTo
         self._identities: dict[str, bytes] = {}
         self._sending = asyncio.Lock()
         self._tasks: set[asyncio.Future[Any]] = set()
@@ -131,16 +128,8 @@ class NodeHost:
         self.scrub_counts = msgspec.structs.replace(self.scrub_counts, **changed)
 
     async def tell(self, body: Any) -> None:
-        """Let the coordinator know, if one has been here: at once, or with the node's others."""
-        if self.coordinator:
-            await self.send_events(self.reports.tell(body, self.machine.shards))
-
-    async def send_events(self, bodies: list[Any]) -> None:
-        """Send these to the coordinator as one message; nothing if there are none."""
-        if bodies:
-            incarnation = self.machine.highest_incarnation
-            event = m.Event(self.machine.node, incarnation, report(bodies))
-            await self.send_coordinator(self.coordinator, event)
+        """Let the coordinator know, if one has been here."""
+        await self.upward.tell(body)
 
     def later(self, work: Awaitable[Any]) -> None:
         """Run ``work`` as a task that is kept until it ends; a mistake of ours ends this SMP.

@@ -68,7 +68,7 @@ from megatron_ft.smp.message_base import (
     Refused,
 )
 from megatron_ft.smp.reader_messages import Errand, Pin, Unpin
-from megatron_ft.smp.relay_messages import Onward, Passed, PassOn
+from megatron_ft.smp.relay_messages import Gathered, Onward, Passed, PassOn
 from megatron_ft.smp.trainer_messages import (
     Abandoned,
     CaptureCost,
@@ -105,6 +105,7 @@ __all__ = [
     "EncoderHello",
     "EncoderWelcome",
     "Event",
+    "Gathered",
     "Grant",
     "Hello",
     "Hold",
@@ -211,6 +212,7 @@ AnyMessage = (
     | Event
     | PassOn
     | Passed
+    | Gathered
     | Pause
     | Rewind
     | Discard

@@ -7,7 +7,7 @@ itself, and what has no answer in time is left out, so that the coordinator asks
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import zmq
 import zmq.asyncio
@@ -17,12 +17,26 @@ from megatron_ft.smp import messages as m
 from megatron_ft.smp.request_link import RequestLink
 from megatron_ft.smp.security import JobKeys
 
+GatheredCallback = Callable[[m.Gathered], None]
+
+
+class BranchLink(RequestLink):
+    """A connection to an SMP below this one, whose reports ``on_gathered`` takes."""
+
+    on_gathered: GatheredCallback
+
+    def _hear(self, report: m.Event | m.Gathered) -> None:
+        if isinstance(report, m.Gathered):
+            self.on_gathered(report)
+
 
 class Relay:
     """Connections of one SMP to those below it, kept from one request to the next."""
 
-    def __init__(self, context: zmq.asyncio.Context, keys: JobKeys) -> None:
-        self._context, self._keys = context, keys
+    def __init__(
+        self, context: zmq.asyncio.Context, keys: JobKeys, on_gathered: GatheredCallback
+    ) -> None:
+        self._context, self._keys, self._on_gathered = context, keys, on_gathered
         self._links: dict[str, RequestLink] = {}
 
     async def pass_on(self, request: m.PassOn, own: Awaitable[m.Message]) -> m.Passed:
@@ -53,7 +67,8 @@ class Relay:
 
     def _link(self, onward: m.Onward) -> RequestLink:
         if onward.endpoint not in self._links:
-            link = RequestLink(self._context, onward.node, onward.endpoint, self._keys)
+            link = BranchLink(self._context, onward.node, onward.endpoint, self._keys)
+            link.on_gathered = self._on_gathered
             self._links[onward.endpoint] = link
         return self._links[onward.endpoint]
 

@@ -1,4 +1,4 @@
-"""How one request reaches many nodes: an SMP takes its own and passes the others' on."""
+"""How one request reaches many nodes, and their reports come back: SMPs pass them on."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 
+from megatron_ft.identity import Count, SnapshotId
 from megatron_ft.smp.message_base import Message, Name
 
 Endpoint = Annotated[str, msgspec.Meta(pattern="^tcp://", max_length=256)]
@@ -41,3 +42,16 @@ class Passed(Message, frozen=True):
 
     done: tuple[str, ...]
     others: dict[str, bytes]
+
+
+class Gathered(Message, frozen=True):
+    """Reports on ``snapshot`` of ``node`` and of those below it: Events, encoded.
+
+    ``whole``: this is all of the branch, nothing of this round is missing.
+    """
+
+    incarnation: Count
+    node: Name
+    snapshot: SnapshotId
+    whole: bool
+    frames: tuple[bytes, ...]

@@ -1,6 +1,6 @@
 """One report for all ranks of a node: what one rank's word waits for.  Pure.
 
-The coordinator goes on only when *all* ranks have sealed, or been judged, or been encoded. So
+The coordinator goes on only when *all* ranks have sealed and been judged, or been encoded. So
 the word of one of a node's ranks waits there for those of the others, and all of them leave as one
 message, in the order in which they were said.  Anything else (a capture that was missed,
 a writer that has died) leaves at once, and takes along what was said before it.
@@ -49,8 +49,7 @@ class Reports:
             return True  # Sealed and OrderDone come after them
         if not self._note(body):
             return False
-        whole = self.sealed >= set(shards)
-        return not whole or (isinstance(body, m.Judged) and not self.unjudged <= self.judged)
+        return not (self.sealed >= set(shards) and self.unjudged <= self.judged)
 
     def _note(self, body: Any) -> bool:
         """Whether it is a word that waits for those of other ranks on the newest snapshot."""
@@ -71,13 +70,11 @@ class Reports:
         return snapshot == self.snapshot
 
 
-def report(bodies: list[Any]) -> Any:
-    """The body of the one event that brings these."""
-    return bodies[0] if len(bodies) == 1 else m.NodeReport(tuple(bodies))
-
-
-def reported(event: m.Event) -> list[m.Event]:
-    """The events that one message has brought, in the order in which they were told."""
-    body = event.body
-    bodies = body.bodies if isinstance(body, m.NodeReport) else (body,)
-    return [m.Event(event.node, event.incarnation, one) for one in bodies]
+def snapshot_of(bodies: list[Any]) -> SnapshotId | None:
+    """The snapshot of which these are a node's report on one round; None if they are not."""
+    last = bodies[-1] if bodies else None
+    if isinstance(last, m.Sealed):
+        return last.record.snapshot
+    if isinstance(last, m.OrderDone) or (isinstance(last, m.Judged) and not last.problem):
+        return last.snapshot
+    return None

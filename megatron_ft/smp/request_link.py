@@ -81,8 +81,8 @@ class RequestLink:
     def _given_up(self) -> str:
         return f"the connection to node {self.node} was given up"
 
-    def _hear(self, event: m.Event) -> None:
-        """An event; only a coordinator is told any."""
+    def _hear(self, report: m.Event | m.Gathered) -> None:
+        """What was not asked for; only a coordinator is told events."""
 
     async def _read(self) -> None:
         while True:
@@ -93,7 +93,7 @@ class RequestLink:
             except ControlPlaneError as error:
                 log.error("node %s: %s", self.node, error)
                 continue
-            if isinstance(message, m.Event):
+            if isinstance(message, m.Event | m.Gathered):
                 self._hear(message)
             elif number in self._pending and not self._pending[number].done():
                 self._pending[number].set_result(message)

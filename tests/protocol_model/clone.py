@@ -9,7 +9,9 @@ from collections import deque
 from typing import Any
 
 from megatron_ft.coordinator.cycle import SnapshotCycle
+from megatron_ft.coordinator.inbox import Inbox
 from megatron_ft.smp.node import NodeMachine
+from megatron_ft.smp.outbox import Outbox
 from megatron_ft.smp.reports import Reports
 from megatron_ft.smp.slots import ShardSlots
 from protocol_model.drain import Drain
@@ -26,6 +28,8 @@ CHANGING = (
     Node,
     NodeMachine,
     Reports,
+    Outbox,
+    Inbox,
     ShardSlots,
     MemoryArena,
     MemorySlot,

@@ -127,10 +127,15 @@ def _node_steps(world: World, node: Node) -> Iterator[Weighted]:
         yield 4.0, ("event", name)
     for index in range(len(node.passed)):
         yield 0.5, ("passed", name, index)
-    if node.relayed or node.passed:
+    for index in range(len(node.climbing)):
+        yield 2.0, ("risen", name, index)
+    if node.relayed or node.passed or node.climbing:
         yield 0.05, ("relay_loses", name)
     if node.reports.waiting and node.working:
         yield 0.05, ("look", name)
+    if node.outbox.unheard and node.working and node.reachable:
+        yield 0.2, ("unheard", name)
+        yield 1.0, ("heard", name)
     if node.machine is None:
         if node.reachable:
             yield 0.5, ("smp_start", name)

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ft.arena.format import SlotState
+from megatron_ft.coordinator.inbox import Inbox
 from megatron_ft.smp import effects as e
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.node import NodeMachine
-from megatron_ft.smp.reports import Reports
+from megatron_ft.smp.outbox import Outbox
+from megatron_ft.smp.reports import Reports, snapshot_of
 from megatron_ft.smp.slots import ShardSlots
 from protocol_model.judge import Violation
 from protocol_model.memory import DAMAGED, MemoryArena, MemorySlot, damaged
@@ -28,7 +30,8 @@ class Node:
     if the SMP has not acted upon it because it was suspended.
     ``generation`` counts its SMPs.  ``requests`` are those of each life, ``events`` what is
     on its way to a coordinator, ``told`` the damage that the scrub has reported.  ``relayed`` are
-    requests that relays have, ``passed`` answers that they bring back, in any order.
+    requests that relays have, ``passed`` answers that they bring back, in any order, and
+    ``climbing`` are reports that they have.  ``inbox`` is the coordinator's.
     """
 
     name: str
@@ -51,7 +54,10 @@ class Node:
     told: set[Any] = field(default_factory=set)
     relayed: list[Any] = field(default_factory=list)
     passed: list[Any] = field(default_factory=list)
+    climbing: list[m.Event] = field(default_factory=list)
     reports: Reports = field(default_factory=Reports)
+    outbox: Outbox = field(default_factory=Outbox)
+    inbox: Inbox = field(default_factory=Inbox)
 
     @property
     def pins_hold(self) -> tuple[Any, ...]:
@@ -122,7 +128,8 @@ class SmpSteps:
             return
         node.generation += 1
         node.expired = node.late = False
-        node.machine, node.reports = NodeMachine(name, node.highest), Reports()
+        node.machine, node.inbox = NodeMachine(name, node.highest), Inbox()
+        self._begin_stream(node)
         for arena in node.arenas.values():
             self._enter_arena(node, arena)
         gone, node.deaths = node.deaths, []
@@ -261,16 +268,36 @@ class SmpSteps:
             self._answer(node, effect)
 
     def _tell(self, node: Node, incarnation: int, body: Any) -> None:
-        bodies = node.reports.tell(body, node.machine.shards) if self.shape.tree else [body]
-        for one in bodies:
-            if not (self.shape.coarse and isinstance(one, m.OrderDone | m.SlotFreed)):
-                node.events.append(("event", incarnation, one))
+        if self.shape.tree:
+            self._report(node, incarnation, node.reports.tell(body, node.machine.shards))
+        elif not (self.shape.coarse and isinstance(body, m.OrderDone | m.SlotFreed)):
+            node.events.append(("event", incarnation, body))
+
+    def _report(self, node: Node, incarnation: int, bodies: list[Any]) -> None:
+        """Upward._leave: a node's report goes through relays, all else directly."""
+        if snapshot_of(bodies) is not None:
+            node.climbing.append(node.outbox.relayed(node.name, incarnation, bodies))
+        elif bodies:
+            node.events.append(("report", node.outbox.direct(node.name, incarnation, bodies)))
+
+    def _begin_stream(self, node: Node) -> None:
+        self.streams += 1
+        node.reports, node.outbox = Reports(), Outbox(self.streams)
 
     def _do_look(self, name: str) -> None:
         """What has waited for other ranks' words for long leaves without them."""
         node = self.nodes[name]
-        for body in node.reports.take():
-            node.events.append(("event", node.highest, body))
+        self._report(node, node.highest, node.reports.take())
+
+    def _do_unheard(self, name: str) -> None:
+        """What relays should have brought by now is sent directly."""
+        node = self.nodes[name]
+        node.events.append(("report", node.outbox.direct(name, node.highest, [])))
+
+    def _do_heard(self, name: str) -> None:
+        """A heartbeat says what has arrived."""
+        node = self.nodes[name]
+        node.outbox.heard(node.inbox.stream, node.inbox.number)
 
     def _answer(self, node: Node, effect: tuple[Any, ...]) -> None:
         life, number, (request, answer) = effect
@@ -331,6 +358,7 @@ class SmpSteps:
         node = self.nodes[name]
         node.relayed.clear()
         node.passed.clear()
+        node.climbing.clear()
 
     def _serve(self, node: Node, request: Any) -> m.Message:
         if isinstance(request, m.Admit):
@@ -367,7 +395,7 @@ class SmpSteps:
         node.restore = None
         node.expired = node.late = False
         node.machine.admit(request.incarnation)
-        node.reports = Reports()
+        self._begin_stream(node)
         if self.shape.coarse:
             self._drop_older(node)
         arenas = [

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from megatron_ft.arena.format import SlotHeader
 from megatron_ft.coordinator.cycle import Phase
+from megatron_ft.coordinator.inbox import Inbox
 from megatron_ft.coordinator.plan import Sizes
 from megatron_ft.identity import SnapshotId
 from megatron_ft.recovery.decide import Decision
@@ -40,6 +41,7 @@ class World(SmpSteps, DiskSteps):
         self.pids = 0
         self.worlds: dict[str, MpiWorld] = {}
         self.worlds_begun = 0
+        self.streams = 0
         self.lives = 0
         self.life: Life | None = None
         self.over = False
@@ -248,6 +250,7 @@ class World(SmpSteps, DiskSteps):
         self.life = Life(self.lives, self.incarnation + 1)
         for node in self.nodes.values():
             node.events.clear()
+            node.inbox = Inbox()
         self.processes = {
             pid: p for pid, p in self.processes.items() if p.alive or not self._forgotten(p)
         }
@@ -285,8 +288,22 @@ class World(SmpSteps, DiskSteps):
             return
         if event[0] == "event":
             life.heard(self, name, event[1], event[2])
+        elif event[0] == "report":
+            self._hear(self.nodes[name].inbox.direct(event[1]))
         elif event[1] == life.number:
             life.answered(self, name, event[2], event[3])
+
+    def _do_risen(self, name: str, index: int) -> None:
+        """A relay brings a report, maybe after it was sent directly."""
+        node = self.nodes[name]
+        event = node.climbing.pop(index)
+        if self.life is not None and not self.life.failed:
+            self._hear(node.inbox.relayed(event))
+
+    def _hear(self, events: list[m.Event]) -> None:
+        for event in events:
+            if self.life is not None and not self.life.failed:
+                self.life.heard(self, event.node, event.incarnation, event.body)
 
     def _do_passed(self, name: str, index: int) -> None:
         """A relay brings an answer."""

@@ -1,0 +1,37 @@
+"""Events of one node in their order, each once, over whichever way it came.  Pure."""
+
+from __future__ import annotations
+
+from megatron_ft.smp import messages as m
+from megatron_ft.smp.outbox import reported
+
+
+class Inbox:
+    """``number`` is the last event of ``stream`` that has arrived with all before it."""
+
+    def __init__(self) -> None:
+        self.stream = self.number = 0
+
+    def direct(self, event: m.Event) -> list[m.Event]:
+        """What is new in a message of the node's own connection, which also begins streams.
+
+        It brings along whatever a relay has not: a gap before it was lost with a connection.
+        """
+        if event.stream != self.stream:
+            self.stream, self.number = event.stream, 0
+        return self._new(event)
+
+    def relayed(self, event: m.Event) -> list[m.Event]:
+        """What is new in a message that relays have brought; nothing if one before it has not come.
+
+        So late words of an SMP that was replaced are dropped too.
+        """
+        if event.stream != self.stream or event.first > self.number + 1:
+            return []
+        return self._new(event)
+
+    def _new(self, event: m.Event) -> list[m.Event]:
+        new = [one for one in reported(event) if one.first > self.number]
+        if new:
+            self.number = new[-1].first
+        return new

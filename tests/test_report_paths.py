@@ -1,0 +1,89 @@
+"""Reports that go up through relays come once and in order, whatever happens to relays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from report_paths import SCRIPTS, explore
+
+from megatron_ft.coordinator.inbox import Inbox
+from megatron_ft.identity import SnapshotId
+from megatron_ft.smp import messages as m
+from megatron_ft.smp.gathering import Gathering
+from megatron_ft.smp.outbox import MOST_UNHEARD, Outbox, report, reported
+
+ONE, TWO = SnapshotId(1, 1), SnapshotId(1, 2)
+
+
+def gathered(node: str, frame: str, snapshot: SnapshotId = ONE, whole: bool = True) -> m.Gathered:
+    return m.Gathered(1, node, snapshot, whole, (frame.encode(),))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_order_of_steps_brings_everything_once_and_in_its_order(name: str) -> None:
+    assert explore(SCRIPTS[name]) > 10000
+
+
+def test_a_branch_is_one_message() -> None:
+    gathering = Gathering()
+    gathering.begin(ONE, b"above", ("r", "b", "c"))
+    assert not gathering.add(gathered("b", "1"))
+    assert not gathering.add(gathered("r", "2"))
+    assert gathering.add(gathered("c", "3"))
+    assert gathering.take("r", 1) == m.Gathered(1, "r", ONE, True, (b"1", b"2", b"3"))
+    assert gathering.take("r", 1) is None
+
+
+def test_what_is_missing_comes_after_the_rest_and_says_so() -> None:
+    gathering = Gathering()
+    gathering.begin(ONE, b"above", ("r", "b"))
+    gathering.add(gathered("r", "1"))
+    assert gathering.take("r", 1) == m.Gathered(1, "r", ONE, False, (b"1",))
+    assert not gathering.add(gathered("b", "2", whole=False)), "a part of the branch below"
+    assert gathering.add(gathered("b", "3"))
+    assert gathering.take("r", 1) == m.Gathered(1, "r", ONE, True, (b"2", b"3"))
+
+
+def test_late_words_wait_for_nobody_and_an_older_request_changes_nothing() -> None:
+    gathering = Gathering()
+    gathering.begin(TWO, b"above", ("r", "b"))
+    gathering.begin(ONE, b"late", ("r", "b"))
+    assert gathering.above == b"above" and gathering.takes(TWO) and not gathering.takes(ONE)
+    assert gathering.add(gathered("b", "1", ONE)) and gathering.missing == {"r", "b"}
+    gathering.end()
+    assert not gathering.takes(TWO) and not gathering.takes(None)
+    assert gathering.add(gathered("b", "2", TWO))
+
+
+def test_what_relays_do_not_bring_is_overdue_after_some_heartbeats() -> None:
+    outbox = Outbox(7)
+    outbox.direct("n0", 1, [word("a")])
+    assert not any(outbox.overdue() for _ in range(9))
+    outbox.relayed("n0", 1, [word("b"), word("c")])
+    assert [outbox.overdue() for _ in range(MOST_UNHEARD)] == [False] * (MOST_UNHEARD - 1) + [True]
+    outbox.heard(7, 2)
+    assert outbox.unheard == [word("c")]
+    assert [outbox.overdue() for _ in range(MOST_UNHEARD)][-1]
+    outbox.heard(6, 3)
+    assert outbox.direct("n0", 1, []) == m.Event("n0", 1, word("c"), 7, 3)
+    assert not outbox.unheard and not outbox.overdue()
+
+
+def test_a_report_is_unpacked_to_what_was_told() -> None:
+    bodies = [word("a"), word("b")]
+    for some in (bodies, bodies[:1]):
+        event = m.decode(m.encode(m.Event("n0", 1, report(some), 7, 3)))
+        assert reported(event) == [m.Event("n0", 1, b, 7, 3 + i) for i, b in enumerate(some)]
+
+
+def test_a_connection_that_lost_something_does_not_stop_what_follows() -> None:
+    inbox = Inbox()
+    assert inbox.direct(m.Event("n0", 1, word("a"), 7, 5))
+    assert inbox.direct(m.Event("n0", 1, word("b"), 7, 9)), "6 to 8 were lost as ever"
+    assert not inbox.relayed(m.Event("n0", 1, word("c"), 7, 11))
+    assert inbox.relayed(m.Event("n0", 1, word("c"), 7, 10))
+
+
+def word(name: str) -> Any:
+    return m.OrderDone(ONE, name)
