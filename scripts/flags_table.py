@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write what docs and the JSON schema say of the settings, from megatron_ft/config.py.
+"""Write what docs and the JSON schema say of the settings, from megatron_ft/config/.
 
 scripts/flags_table.py          # writes the tables in docs/ and the schema of the JSON section
 scripts/flags_table.py --check  # exit code 1 if what is written there is old
