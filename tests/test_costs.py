@@ -19,18 +19,22 @@ from test_capture_support import WAIT, FakeSmp, make_manager
 from test_erasure_verbs import succeed
 
 from megatron_ft.arena import digest
+from megatron_ft.capture.client_protocol import SnapshotClient
 from megatron_ft.capture.cpu import CpuCopier
 from megatron_ft.capture.fill import chunk_blocks
 from megatron_ft.capture.manager import SnapshotManager
+from megatron_ft.capture.quiet import QuietWindows
 from megatron_ft.coordinator.cycle import Ended, Send, SnapshotCycle
 from megatron_ft.erasure import checks
 from megatron_ft.erasure import encode as encoding
 from megatron_ft.erasure import member as member_module
+from megatron_ft.erasure.codec import open_codec
 from megatron_ft.erasure.rebuild import rebuild
 from megatron_ft.erasure.transport import TURNS_EARLY, TURNS_LATE, Link, barrier
 from megatron_ft.identity import SealedRecord
 from megatron_ft.isal import Bytes
 from megatron_ft.smp import messages as m
+from megatron_ft.traffic.word import QuietWord
 
 SIZE = 40_000
 """Elements of a tensor: more than torch would copy in one thread, and no counter."""
@@ -101,6 +105,33 @@ def test_the_training_thread_makes_as_many_calls_for_400_tensors_as_for_4(tmp_pa
     few, many = (calls_of_save(tmp_path / str(count), count) for count in (4, 400))
     assert all(abs(many[kind] - few[kind]) <= 5 for kind in few), (few, many)
     assert few["call"] < 250, few
+
+
+def test_a_fence_asks_no_tensor(smp: FakeSmp) -> None:
+    """It stands in every iteration, with a snapshot or without."""
+    manager = ready(smp, tensors(300))
+
+    def fence() -> None:
+        with manager.fence():
+            pass
+
+    fence()
+    found = calls_of(fence)
+    assert sum(found.values()) < 60, found
+    manager.close()
+
+
+def test_a_quiet_window_takes_few_calls(tmp_path: Path) -> None:
+    """Trainers mark windows in every iteration, also around single collectives."""
+    word = QuietWord(tmp_path, create=True)
+    windows = QuietWindows(word, 0, 1.0, lambda *words: None)
+
+    def window() -> None:
+        windows.pause()
+        windows.resume()
+
+    window()
+    assert sum(calls_of(window).values()) < 40
 
 
 def test_a_copy_asks_each_tensor_once_where_it_is(smp: FakeSmp) -> None:
@@ -205,11 +236,21 @@ def test_a_capture_allocates_less_than_a_tensor(smp: FakeSmp) -> None:
     manager.close()
 
 
-def test_a_snapshot_takes_two_messages_of_its_trainer(smp: FakeSmp) -> None:
+def test_a_snapshot_takes_two_messages_of_its_trainer(
+    smp: FakeSmp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is asked of the SMP in between."""
     state = tensors(3)
     manager = ready(smp, state)
-    assert (len(smp.sealed_records), len(smp.costs)) == (2, 2)
-    assert not (smp.missed_ids or smp.abandoned_ids or smp.verdicts)
+    told: Counter[str] = Counter()
+
+    def counted(name: str, tell: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *words, **more: (told.update([name]), tell(*words, **more))[1]
+
+    for name in [name for name in vars(SnapshotClient) if not name.startswith("_")]:
+        monkeypatch.setattr(smp, name, counted(name, getattr(smp, name)))
+    saved(manager, smp, state, 3)
+    assert told == {"cost": 1, "sealed": 1}
     manager.close()
 
 
@@ -256,6 +297,28 @@ def _stripe(first: int, tensor_rank: int) -> Any:
 
 def _record(shard: str, cycle: SnapshotCycle) -> SealedRecord:
     return SealedRecord(shard, cycle.snapshot, cycle.iteration, 0, 0, 0, 0, 0, b"", b"")
+
+
+@pytest.mark.parametrize("verb", ["encode", "decode"])
+def test_parity_is_computed_in_place_by_one_call_of_the_library(verb: str) -> None:
+    """Whatever the length of the piece; beside the columns nothing is allocated."""
+    codec = open_codec("rs", 8, 2)
+    kernel = codec.kernel(*([8, 9], range(8)) if verb == "encode" else ([0, 1], range(2, 10)))
+
+    def cost(length: int) -> tuple[Counter[str], int]:
+        columns = [np.ones(length, np.uint8) for _ in range(10)]
+        kernel(columns[:8], columns[8:])
+        calls = calls_of(lambda: kernel(columns[:8], columns[8:]))
+        tracemalloc.start()
+        try:
+            kernel(columns[:8], columns[8:])
+            return calls, tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    (few, _), (many, memory) = cost(4096), cost(1 << 20)
+    assert few == many and sum(few.values()) < 200
+    assert memory < 65536
 
 
 SHAPES = [("rs", 3, 1), ("rs", 2, 2), ("xor", 1, 1), ("replica", 1, 2), ("xor", 3, 1)]

@@ -8,28 +8,36 @@ import os
 import platform
 import subprocess
 import sys
-import time
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
 import pytest
+import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
 import megatron_ft
 from megatron_ft.affinity import BACKGROUND_CPUS, bind_to_background_cpus, parse_cpus, shown
+from megatron_ft.arena import numa
 from megatron_ft.arena.numa import home_node, machine_nodes, node_of_process, preferring
 from megatron_ft.capture.quiet import QuietWindows
 from megatron_ft.config import SnapshotConfig
+from megatron_ft.environment import ProcessEnvironment
 from megatron_ft.errors import ConfigError, DrainError
 from megatron_ft.launch.drain_processes import DrainProcesses
 from megatron_ft.launch.launcher import Launcher
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.pace import Pace
 from megatron_ft.priority import started_low
+from megatron_ft.smp import messages as m
+from megatron_ft.smp.control_server import ControlServer
+from megatron_ft.smp.host import NodeHost
+from megatron_ft.smp.security import JobKeys
 from megatron_ft.traffic.gate import MOST_HELD_SECONDS, QuietGate
 from megatron_ft.traffic.word import MOST_SECONDS, SLOTS, QuietWord, open_word
+from tests.smp_node import SECRET, create, run
 
 X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of system calls")
 SETS = st.sets(st.integers(0, 40), min_size=1)
@@ -186,15 +194,6 @@ def test_windows_outside_a_job_do_nothing() -> None:
     windows.resume()
 
 
-def test_a_window_costs_microseconds(word: QuietWord) -> None:
-    windows = QuietWindows(word, 0, 1.0, lambda *words: None)
-    begun = time.process_time()
-    for _ in range(2000):
-        windows.pause()
-        windows.resume()
-    assert time.process_time() - begun < 0.2
-
-
 @given(SETS)
 def test_lists_of_cpus_are_read_as_they_are_shown(cpus: set[int]) -> None:
     assert parse_cpus(shown(cpus)) == cpus
@@ -344,6 +343,40 @@ def test_the_kernel_takes_the_wish_and_forgets_it_afterwards() -> None:
         assert not agreed and policy() == 0
     with preferring(1023) as agreed:
         assert not agreed, "there is no such node"
+
+
+@X86
+@pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="a kernel without NUMA")
+def test_an_arena_is_made_on_the_node_of_its_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two ranks one keeps to the CPUs of a node; the other has not come yet."""
+    cpu, asked, allocate = min(os.sched_getaffinity(0)), list[int](), os.posix_fallocate
+    monkeypatch.setattr(numa, "machine_nodes", lambda: {0: {cpu}, 1: {cpu + 1}})
+    monkeypatch.setattr(
+        os, "posix_fallocate", lambda *file: (asked.append(policy()), allocate(*file))
+    )
+    host = NodeHost(ProcessEnvironment("job", "node0", tmp_path, 1), uuid.UUID(int=7))
+    host.machine.highest_incarnation = 1
+    rank = subprocess.Popen(["sleep", "60"])
+    os.sched_setaffinity(rank.pid, {cpu})
+
+    async def make() -> None:
+        context = zmq.asyncio.Context()
+        server = ControlServer(host, context, JobKeys.derive(SECRET), "127.0.0.1")
+        host.writers.add("trainer", "dp0", rank.pid, b"")
+        for shard in ("dp0", "dp1"):
+            assert await server._decide(b"", create(shard)) == m.Ok()
+        server.socket.close(0)
+        context.term()
+
+    try:
+        run(make())
+        assert asked == [1, 0], "preferred by the first, nothing asked for by the second"
+    finally:
+        rank.kill()
+        rank.wait(30)
+        host.store.remove()
 
 
 def policy() -> int:
