@@ -18,6 +18,7 @@ from erasure_samples import make_code, make_lost, make_member, protected
 from test_capture_support import WAIT, FakeSmp, make_manager
 from test_erasure_verbs import succeed
 
+from megatron_ft import isal
 from megatron_ft.arena import digest
 from megatron_ft.capture.client_protocol import SnapshotClient
 from megatron_ft.capture.cpu import CpuCopier
@@ -299,6 +300,7 @@ def _record(shard: str, cycle: SnapshotCycle) -> SealedRecord:
     return SealedRecord(shard, cycle.snapshot, cycle.iteration, 0, 0, 0, 0, 0, b"", b"")
 
 
+@pytest.mark.skipif(not isal.available(), reason="ISA-L cannot be loaded")
 @pytest.mark.parametrize("verb", ["encode", "decode"])
 def test_parity_is_computed_in_place_by_one_call_of_the_library(verb: str) -> None:
     """Whatever the length of the piece; beside the columns nothing is allocated."""
