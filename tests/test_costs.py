@@ -30,8 +30,16 @@ from megatron_ft.erasure import checks
 from megatron_ft.erasure import encode as encoding
 from megatron_ft.erasure import member as member_module
 from megatron_ft.erasure.codec import open_codec
+from megatron_ft.erasure.member import StripeCode
 from megatron_ft.erasure.rebuild import rebuild
-from megatron_ft.erasure.transport import TURNS_EARLY, TURNS_LATE, Link, barrier
+from megatron_ft.erasure.transport import (
+    TURNS_EARLY,
+    TURNS_LATE,
+    Kind,
+    Link,
+    barrier,
+    kind_of,
+)
 from megatron_ft.identity import SealedRecord
 from megatron_ft.isal import Bytes
 from megatron_ft.smp import messages as m
@@ -381,6 +389,30 @@ def test_rebuilding_reads_each_byte_as_often_as_it_must(monkeypatch: pytest.Monk
     most = (sources + solved_parity + rebuilt) * code.chunk_bytes
     # Beyond the digest tables sources are compared with zero or the table, and not digested.
     assert most - 4 * k * code.block_bytes <= passes.digested <= most
+
+
+def messages_of_encode(size: int) -> tuple[StripeCode, Counter[Kind]]:
+    """What one member of rs:2+2 sends, by kind; all of them send alike."""
+    code = make_code("rs", 2, 2, [size] * 4, 512)
+    members, sent = [make_member(code, n, size) for n in range(4)], Counter[Kind]()
+
+    def work(number: int, transport: Any) -> object:
+        send = transport.isend
+        if number == 1:
+            transport.isend = lambda *words: (sent.update([kind_of(words[2])]), send(*words))[1]
+        return encoding.encode(code, members[number], transport, range(4))
+
+    succeed(4, work)
+    return code, sent
+
+
+def test_encoding_sends_whole_pieces_and_little_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each message costs a call and a wait; what comes besides chunks is of no length."""
+    monkeypatch.setattr(member_module, "PIECE_BYTES", 8 << 10)
+    (_, few), (code, many) = messages_of_encode(32 << 10), messages_of_encode(128 << 10)
+    pieces = len(list(code.pieces()))
+    assert pieces > 4 and (many[Kind.SOURCE], many[Kind.RESULT]) == (2 * pieces, pieces)
+    assert all(few[kind] == many[kind] for kind in (Kind.LENGTH, Kind.BODY, Kind.DIGEST))
 
 
 def test_members_need_not_keep_step(monkeypatch: pytest.MonkeyPatch) -> None:
