@@ -8,9 +8,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.memory import capturing, tensors
 from benchmarks.peers.catalogue import WAYS
-from benchmarks.peers.comparison import FLUSH, KEPT, LOST, SPEED, limits, measured, table
+from benchmarks.peers.comparison import (
+    BLOCKED,
+    FLUSH,
+    KEPT,
+    LOAD,
+    LOST,
+    SAFE,
+    SPEED,
+    limits,
+    measured,
+    table,
+)
 from benchmarks.peers.cycles import cycles
 from benchmarks.peers.environment import fingerprint, steps
 from benchmarks.peers.jobs import Found, reason
@@ -24,8 +37,10 @@ def test_a_limit_is_kept_by_the_median() -> None:
     kept = Row("a", (0.5, 1.0, 9.0), "x", 1.0)
     missed = Row("b", (0.5, 1.0, 9.0), "x", 1.1)
     below = Row("c", (1.0, 2.0), "%", 1.5, more=False)
-    reported = Row("d", (1.0,))
-    assert [row.met for row in (kept, missed, below, reported)] == [True, False, True, None]
+    above = Row("d", (0.5, 2.0, 9.0), "%", 1.5, more=False)
+    reported = Row("e", (1.0,))
+    rows = (kept, missed, below, above, reported)
+    assert [row.met for row in rows] == [True, False, True, False, None]
     assert "| b | 1 x | 0.5 to 9 | 3 | ≥ 1.1 x | **no** |  |" in markdown([kept, missed])
     assert [row["met"] for row in json.loads(as_json([kept, reported], "here"))["rows"]] == [
         True,
@@ -64,11 +79,24 @@ def test_a_capture_takes_no_memory_beside_its_arena() -> None:
     assert more < 2 * MEBI, f"a capture of 64 MiB took {more} bytes more for a while"
 
 
-def found(way: str, speed: float, blocked: float, **more: Any) -> Found:
-    """A job with copies of one second and two saves in each phase."""
-    pairs = tuple({"off": 10.0, "on": 10.0 / speed, "saved": 2.0} for _ in range(3))
-    singles = ({"copy": 1.0, "blocked": blocked, "safe": blocked + 2},) * 3
-    return Found(way, pairs, singles, ({"copy": 1.0, "load": 1.2, "right": True},), **more)
+COPY = 2.0
+
+
+def found(
+    way: str,
+    speed: float,
+    blocked: float,
+    saved: float = 2.0,
+    safe: float | None = None,
+    load: float = 1.2,
+    **more: Any,
+) -> Found:
+    """A job with copies of two seconds, in which times are told, and two saves in each phase."""
+    pairs = tuple({"off": 20.0, "on": 20.0 / speed, "saved": saved} for _ in range(3))
+    times = {"blocked": blocked, "safe": blocked + 2 if safe is None else safe}
+    single = {"copy": COPY, **{figure: COPY * time for figure, time in times.items()}}
+    loads = ({"copy": COPY, "load": COPY * load, "right": True},)
+    return Found(way, pairs, (single,) * 3, loads, **more)
 
 
 def test_peers_that_are_ahead_stand_in_bold() -> None:
@@ -82,6 +110,20 @@ def test_peers_that_are_ahead_stand_in_bold() -> None:
     assert set(ahead.values()) == {"DLRover 0.6.1, flash checkpoint"}
 
 
+@pytest.mark.parametrize("over", [False, True])
+def test_each_limit_is_in_copies_of_the_state(over: bool) -> None:
+    more = 1.01 if over else 0.99
+    ours = found("ours", 0.9, 1.05 * more, safe=4.1 * more, load=1.5 * more, flush_seconds=over)
+    judged = {row.name: row.met for row in limits(measured([ours], 2)) if row.unit == "copies"}
+    assert judged == dict.fromkeys((BLOCKED, SAFE, LOAD, FLUSH), not over)
+
+
+def test_saves_kept_are_no_lead() -> None:
+    jobs = [found("ours", 0.9, 1.0, saved=1.0), found("torch.save", 0.8, 6.0)]
+    lines = table(measured(jobs, 2)).splitlines()
+    assert "| 50% |" in lines[2] and "| 100% |" in lines[3]
+
+
 def test_speed_with_fewer_saves_than_asked_for_is_said_to_be_such() -> None:
     jobs = [found("ours", 0.9, 1.0), found("torch.save", 0.8, 6.0)]
     notes = {row.name: row.note for row in limits(measured(jobs, 4))}
@@ -90,7 +132,7 @@ def test_speed_with_fewer_saves_than_asked_for_is_said_to_be_such() -> None:
 
 
 def test_what_must_be_flushed_counts_in_copies() -> None:
-    entry = measured([found("lm-resiliency", 0.9, 1.0, flush_seconds=31.0)], 2)[0]
+    entry = measured([found("lm-resiliency", 0.9, 1.0, flush_seconds=31 * COPY)], 2)[0]
     assert entry.median(FLUSH) == 31.0 and entry.median(KEPT) == 1.0
 
 
@@ -98,7 +140,7 @@ def test_a_peer_that_does_not_run_says_why() -> None:
     log = "[rank1]: Traceback\n[rank1]: AssertionError: no CUDA\n[rank0]: RuntimeError: peer gone\n"
     assert reason(log) == "AssertionError: no CUDA"
     assert reason("torch.nn.SomeError: x") == "torch.nn.SomeError: x"
-    assert reason("all is well: no error") == ""
+    assert reason("all is well: no error") == reason("errors: none") == ""
     entries = measured([Found("nvrx-async", why=reason(log)), found("ours", 0.9, 1.0)], 2)
     assert "| does not run here: AssertionError: no CUDA |" in table(entries)
 

@@ -8,6 +8,7 @@ import sys
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,10 @@ from megatron_ft.erasure.codec import open_codec
 from megatron_ft.erasure.member import StripeCode
 from megatron_ft.erasure.rebuild import rebuild
 from megatron_ft.erasure.transport import (
+    EXCHANGES_IN_FLIGHT,
     TURNS_EARLY,
     TURNS_LATE,
+    Ahead,
     Kind,
     Link,
     barrier,
@@ -228,11 +231,12 @@ def test_a_byte_is_copied_once_and_digested_once(
     if digest.default_algorithm() == 1:
         # Threads wait for the GIL at each: one call for the blocks of a chunk, but for the last.
         run = chunk_blocks(BLOCK)
+        assert run >= 4
         assert passes.digests <= record.digest_offset // (run * BLOCK) + run
 
 
 def test_a_capture_allocates_less_than_a_tensor(smp: FakeSmp) -> None:
-    """Neither buffers nor lists that grow with the state."""
+    """Neither buffers nor lists that grow with the state; what torch allocates is not seen here."""
     state = tensors(200)
     manager = ready(smp, state)
     tracemalloc.start()
@@ -410,7 +414,7 @@ def test_encoding_sends_whole_pieces_and_little_else(monkeypatch: pytest.MonkeyP
     """Each message costs a call and a wait; what comes besides chunks is of no length."""
     monkeypatch.setattr(member_module, "PIECE_BYTES", 8 << 10)
     (_, few), (code, many) = messages_of_encode(32 << 10), messages_of_encode(128 << 10)
-    pieces = len(list(code.pieces()))
+    pieces = -(-code.chunk_bytes // (8 << 10))
     assert pieces > 4 and (many[Kind.SOURCE], many[Kind.RESULT]) == (2 * pieces, pieces)
     assert all(few[kind] == many[kind] for kind in (Kind.LENGTH, Kind.BODY, Kind.DIGEST))
 
@@ -428,7 +432,21 @@ def test_members_need_not_keep_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(member_module, "PIECE_BYTES", 512)
     succeed(3, work)
-    assert min(offered.values()) > TURNS_EARLY + TURNS_LATE, offered
+    assert min(offered.values()) > max(TURNS_EARLY + TURNS_LATE, EXCHANGES_IN_FLIGHT), offered
+
+
+def test_sends_start_early_and_are_waited_for_late() -> None:
+    started: list[int] = []
+
+    def send(number: int) -> list[object]:
+        started.append(number)
+        return [number]
+
+    ahead = Ahead(partial(send, number) for number in range(1, 41))
+    for turn in range(1, 31):
+        assert ahead.due() == ([turn - TURNS_LATE] if turn > TURNS_LATE else ())
+        assert started == [*range(1, turn + TURNS_EARLY + 1)]
+    assert ahead.rest() == [*range(31 - TURNS_LATE, 31 + TURNS_EARLY)]
 
 
 @pytest.mark.parametrize("members", [2, 3, 8, 64])
