@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 import zmq.asyncio
 
+from megatron_ft.coordinator import coordinator as coordinator_module
 from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.cycle import Phase, SnapshotCycle
 from megatron_ft.coordinator.events import Observers
@@ -52,6 +54,42 @@ def test_permits_go_on_after_an_smp_was_replaced() -> None:
         coordinator.disconnect("n0")
         while cycle.phase != Phase.CAPTURING:
             await asyncio.sleep(0.01)
+        await coordinator.close()
+
+    asyncio.run(asyncio.wait_for(story(), 100))
+
+
+class Obedient(SmpLink):
+    """An SMP that does what it is asked, and has no heartbeat."""
+
+    async def ask(self, request: m.Message, timeout: float) -> Any:
+        if isinstance(request, m.Lease):
+            raise ControlPlaneError("no heartbeat")
+        return m.Ok()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_next_permit_waits_for_nothing_but_the_last_capture(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No look comes in time: what ends a capture that was missed must lead to the next one."""
+    monkeypatch.setattr(coordinator_module, "LOOK_SECONDS", 1000.0)
+    places = {"dp0": "n0", "dp1": "n1"}
+
+    async def story() -> None:
+        coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
+        coordinator.link_type, coordinator.incarnation = Obedient, 1
+        for node in places.values():
+            coordinator.connect(node, NOBODY)
+        cycle = SnapshotCycle(1, places, (), 1)
+        coordinator.start_snapshots(cycle)
+        for sequence in (1, 2, 3):
+            while cycle.snapshot.sequence < sequence:
+                await asyncio.sleep(0.001)
+            for shard, node in places.items():
+                coordinator._on_event(m.Event(node, 1, m.Missed(shard, cycle.snapshot)))
+                while late and shard == "dp0" and cycle.phase != Phase.IDLE:
+                    await asyncio.sleep(0.001)
         await coordinator.close()
 
     asyncio.run(asyncio.wait_for(story(), 100))

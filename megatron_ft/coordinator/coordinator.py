@@ -31,6 +31,8 @@ from megatron_ft.smp.security import JobKeys
 from megatron_ft.watch.board import PulseBoard
 
 REQUEST_TIMEOUT_SECONDS = 30.0
+LOOK_SECONDS = 0.25
+"""So often what nobody tells is looked at: whether a pause has ended, or parity takes too long."""
 HOLDER = "drain"
 """The coordinator's name as a reader; it has one drain at a time."""
 
@@ -290,7 +292,7 @@ class Coordinator:
                 self._perform(cycle, cycle.give_up(reason))
             self._kick.clear()
             try:
-                await asyncio.wait_for(self._kick.wait(), 0.25)
+                await asyncio.wait_for(self._kick.wait(), LOOK_SECONDS)
             except asyncio.TimeoutError:
                 continue
 
