@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -46,22 +47,22 @@ class StripeCode:
                 f"of whole blocks of {self.block_bytes} bytes"
             )
 
-    @property
+    @cached_property
     def members(self) -> int:
         """N."""
         return self.data_members + self.parity_members
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         """Where the chunks lie."""
         return Layout(self.data_members, self.parity_members)
 
-    @property
+    @cached_property
     def chunk_bytes(self) -> int:
         """Length of one chunk of data or parity."""
         return self.data_bytes // self.data_members
 
-    @property
+    @cached_property
     def chunk_blocks(self) -> int:
         """Digests of one chunk."""
         return self.chunk_bytes // self.block_bytes
@@ -76,7 +77,7 @@ class StripeCode:
         """Digests of one member's parity."""
         return self.parity_members * self.chunk_blocks
 
-    @property
+    @cached_property
     def piece_bytes(self) -> int:
         """Length of all pieces of a chunk but the last: whole blocks."""
         return max(1, PIECE_BYTES // self.block_bytes) * self.block_bytes
