@@ -174,9 +174,10 @@ class _RowEncoder:
             yield Exchange(partial(self._pass, j, part, output), partial(self._note, j, part))
 
     def _pass(self, j: int, part: slice, output: Bytes) -> Sequence[Pending]:
+        link, home = self._link, self._home(j, part)
         return [
-            self._link.receive(self._home(j, part), self._link.member - j, Kind.RESULT),
-            self._link.send(output, self._link.member + j, Kind.RESULT),
+            link.receive(home, link.member - j, Kind.RESULT),
+            link.send(output, link.member + j, Kind.RESULT),
         ]
 
     def _note(self, j: int, part: slice) -> None:

@@ -148,7 +148,7 @@ BUGS = (
         "blocks are not compared with their digests at encode, rebuild and scrub",
         (
             Edit(
-                "        bad = _differing(_digests(code, piece[:covered]), wanted, first)\n",
+                "        bad = _differing(found, self._table[first : first + found.size], first)\n",
                 "        bad: list[int] = []\n",
             ),
         ),
