@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.capture.columns import is_plan_of, plain_spans
+from megatron_ft.capture.columns import WholeTensors
 from megatron_ft.capture.plan import Planned
 from megatron_ft.shard import LayoutEntry, LogicalPlace, Piece, ShardLayout, layout_differences
 
@@ -72,7 +72,8 @@ def test_a_layout_that_passes_is_the_one_that_would_be_planned(
 ) -> None:
     stored = changed(data.draw, layout_of(live))
     of = planned(live)._replace(places=dict.fromkeys(live, PLACE) if known else {})
-    if is_plan_of(stored, of):
+    whole = WholeTensors.of(stored, live)
+    if whole is not None and whole.agrees(stored, of):
         assert layout_differences(stored, of.layout()) == ()
         assert stored.tensor_bytes == of.layout().tensor_bytes
 
@@ -82,8 +83,9 @@ def test_a_layout_that_passes_is_the_one_that_would_be_planned(
 def test_tensors_of_their_own_need_no_planning(forms: list[tuple[torch.dtype, list[int]]]) -> None:
     live = {f"t{n}": torch.zeros(shape, dtype=dtype) for n, (dtype, shape) in enumerate(forms)}
     layout = layout_of(live)
-    assert is_plan_of(layout, planned(live))
-    spans = plain_spans(layout, live)
+    whole = WholeTensors.of(layout, live)
+    assert whole is not None and whole.agrees(layout, planned(dict(reversed(live.items()))))
+    spans = whole.spans()
     assert spans is not None
     assert spans.targets == [live[entry.name].data_ptr() for entry in layout.entries]
     assert spans.lengths == [live[entry.name].nbytes for entry in layout.entries]
@@ -115,9 +117,56 @@ def test_what_takes_more_than_a_copy_of_bytes_is_left_to_others(make: Callable[[
     live = make()
     meta = any(tensor.is_meta for tensor in live.values())
     layout = layout_of({"a": torch.zeros(10)} if meta else live)
-    assert plain_spans(layout, live) is None
+    whole = WholeTensors.of(layout, live)
+    assert whole is None or whole.spans() is None
 
 
 def test_a_split_state_is_planned() -> None:
     live = {"a": torch.zeros(10)}
-    assert not is_plan_of(layout_of(live), planned(live)._replace(splits={"a": (0, 2)}))
+    layout = layout_of(live)
+    whole = WholeTensors.of(layout, live)
+    assert whole is not None
+    assert not whole.agrees(layout, planned(live)._replace(splits={"a": (0, 2)}))
+
+
+def replaced(live: Live) -> None:
+    live["a"] = torch.zeros(11)
+
+
+def resized(live: Live) -> None:
+    live["a"].resize_(20)
+
+
+def reshaped(live: Live) -> None:
+    live["a"].resize_(2, 5)
+
+
+def reread(live: Live) -> None:
+    live["a"].data = live["a"].view(torch.int32)
+
+
+def grown(live: Live) -> None:
+    live["c"] = torch.zeros(1)
+
+
+def laid_over(live: Live) -> None:
+    live["a"].data = live["b"].data
+
+
+@pytest.mark.parametrize("change", [replaced, resized, reshaped, reread, grown, laid_over])
+def test_what_a_load_has_changed_is_seen(change: Callable[[Live], None]) -> None:
+    live = {"a": torch.zeros(10), "b": torch.zeros(10)}
+    layout = layout_of(live)
+    whole = WholeTensors.of(layout, live)
+    assert whole is not None and whole.agrees(layout, planned(live))
+    change(live)
+    assert not whole.agrees(layout, planned(live))
+    assert layout_differences(layout, layout_of(live))
+
+
+def test_tensors_that_a_load_has_made_anew_may_fit_as_well() -> None:
+    live = {"a": torch.zeros(10), "b": torch.zeros(10)}
+    layout = layout_of(live)
+    whole = WholeTensors.of(layout, live)
+    fresh = {name: torch.zeros(10) for name in live}
+    assert whole is not None and whole.agrees(layout, planned(fresh))

@@ -7,7 +7,7 @@ be planned can be told in a tenth of that, for most states.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import attrgetter
+from operator import attrgetter, is_, lt
 from typing import NamedTuple
 
 import msgspec
@@ -48,74 +48,98 @@ class Columns(NamedTuple):
             return cls(*[()] * len(cls._fields))
         return cls._make(zip(*map(msgspec.structs.astuple, layout.entries), strict=True))
 
-    @property
-    def whole(self) -> bool:
+    def are_whole(self) -> bool:
         """Whether every tensor has bytes of its own, all of which are stored here."""
-        return not any(self.alias_of) and set(self.parts) <= {1}
+        return not any(self.alias_of) and set(self.parts) <= {1} and set(self.start) <= {0}
 
-    def tensors_of(self, live: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | None:
-        """The live tensors in this order; None unless names, dtypes and shapes are these."""
-        if live.keys() != set(self.name):
-            return None
-        tensors = [live[name] for name in self.name]
-        same = list(map(_SHAPE, tensors)) == list(self.shape)
-        names = map(dtype_name, map(_DTYPE, tensors))
-        return tensors if same and tuple(names) == self.dtype else None
+    def are_packed(self, tensor_bytes: int) -> bool:
+        """Sorted by name, one behind the other, as plan_layout puts whole tensors."""
+        sizes = np.array(self.nbytes, np.int64)
+        ends = np.cumsum(-(-sizes // ALIGNMENT) * ALIGNMENT).tolist()
+        at = [*self.offset, tensor_bytes] == [0, *ends]
+        return at and all(map(lt, self.name, self.name[1:]))
 
 
-def plain_spans(layout: ShardLayout, live: Mapping[str, torch.Tensor]) -> Spans | None:
-    """Where the bytes of every tensor go; None unless copies of bytes are all that it takes.
+class WholeTensors(NamedTuple):
+    """Live tensors that a plan would give the very bytes of a stored layout, in its order.
 
-    They are where all tensors exist, each whole, with its values in order in host memory.
+    What a plan takes from elsewhere is compared by ``agrees``.
     """
-    columns = Columns.of(layout)
-    tensors = columns.tensors_of(live) if columns.whole else None
-    if tensors is None or not _are_plain(tensors):
-        return None
-    return Spans(_addresses(tensors), list(columns.offset), list(columns.nbytes))
+
+    columns: Columns
+    tensors: list[torch.Tensor]
+    facts: tuple[list[int], list[tuple[int, ...]], list[torch.dtype]]
+
+    @classmethod
+    def of(cls, layout: ShardLayout, live: Mapping[str, torch.Tensor]) -> WholeTensors | None:
+        """None if something differs, or only planning can tell: tensors share memory, or are split.
+
+        Shared memory is the same for CUDA tensors: addresses are unique over all devices.
+        """
+        columns = Columns.of(layout)
+        same_names = live.keys() == set(columns.name)
+        if not (same_names and columns.are_whole() and columns.are_packed(layout.tensor_bytes)):
+            return None
+        found = cls._asked(columns, [live[name] for name in columns.name])
+        return found if found is not None and found._fit() else None
+
+    @classmethod
+    def _asked(cls, columns: Columns, tensors: list[torch.Tensor]) -> WholeTensors | None:
+        """None if one of them has no address."""
+        return cls(columns, tensors, _facts(tensors)) if _are_dense(tensors) else None
+
+    def _fit(self) -> bool:
+        addresses, shapes, dtypes = self.facts
+        columns, sizes = self.columns, tuple(map(_NBYTES, self.tensors))
+        elements = tuple(map(torch.Tensor.numel, self.tensors))
+        same = (tuple(map(dtype_name, dtypes)), sizes, elements)
+        return (
+            shapes == list(columns.shape)
+            and same == (columns.dtype, columns.nbytes, columns.stop)
+            and _lie_apart(np.array(addresses, np.int64), np.array(sizes, np.int64))
+        )
+
+    def spans(self) -> Spans | None:
+        """Where their bytes go, if copies of bytes are all that it takes."""
+        if not _are_plain(self.tensors):
+            return None
+        return Spans(self.facts[0], list(self.columns.offset), list(self.columns.nbytes))
+
+    def agrees(self, layout: ShardLayout, planned: Planned) -> bool:
+        """Whether ``planned.layout()`` would be interchangeable with ``layout``, by now."""
+        now = self if self._stayed(planned.live) else WholeTensors.of(layout, planned.live)
+        boundary = tuple(name in planned.boundary for name in self.columns.name)
+        return (
+            now is not None
+            and not planned.splits
+            and boundary == self.columns.boundary
+            and _are_at(self.columns, planned.places)
+        )
+
+    def _stayed(self, live: Mapping[str, torch.Tensor]) -> bool:
+        """Whether these very tensors are all there are, where they were and as they were."""
+        same = len(live) == len(self.tensors)
+        same = same and all(map(is_, map(live.get, self.columns.name), self.tensors))
+        return same and _facts(self.tensors) == self.facts
+
+
+def _facts(
+    tensors: list[torch.Tensor],
+) -> tuple[list[int], list[tuple[int, ...]], list[torch.dtype]]:
+    place = torch.Tensor.data_ptr
+    return list(map(place, tensors)), list(map(_SHAPE, tensors)), list(map(_DTYPE, tensors))
 
 
 def _are_plain(tensors: list[torch.Tensor]) -> bool:
-    every, plain = torch.Tensor, _are_dense(tensors) and all(map(_IS_CPU, tensors))
+    every, here = torch.Tensor, all(map(_IS_CPU, tensors))
     lazy_bits = any(map(every.is_conj, tensors)) or any(map(every.is_neg, tensors))
-    return plain and all(map(every.is_contiguous, tensors)) and not lazy_bits
+    return here and all(map(every.is_contiguous, tensors)) and not lazy_bits
 
 
 def _are_dense(tensors: list[torch.Tensor]) -> bool:
     """Whether a plan refuses none of them for its kind."""
     kinds = {*map(type, tensors)} <= _DENSE and {*map(_LAYOUT, tensors)} <= {torch.strided}
     return kinds and not any(map(_IS_META, tensors)) and not any(map(_IS_QUANTIZED, tensors))
-
-
-def _addresses(tensors: list[torch.Tensor]) -> list[int]:
-    return list(map(torch.Tensor.data_ptr, tensors))
-
-
-def is_plan_of(layout: ShardLayout, planned: Planned) -> bool:
-    """Whether ``planned.layout()`` would be interchangeable with ``layout``.
-
-    False also where only planning can tell: where tensors are split, or share memory.
-    """
-    columns = Columns.of(layout)
-    tensors = columns.tensors_of(planned.live) if columns.whole and not planned.splits else None
-    if tensors is None or not _are_dense(tensors):
-        return False
-    numbers, sizes = map(torch.Tensor.numel, tensors), tuple(map(_NBYTES, tensors))
-    return (
-        (set(columns.start) <= {0}, columns.stop, columns.nbytes) == (True, tuple(numbers), sizes)
-        and list(columns.name) == sorted(columns.name)
-        and _are_packed(columns, layout.tensor_bytes)
-        and columns.boundary == tuple(name in planned.boundary for name in columns.name)
-        and _lie_apart(np.array(_addresses(tensors), np.int64), np.array(sizes, np.int64))
-        and _are_at(columns, planned.places)
-    )
-
-
-def _are_packed(columns: Columns, tensor_bytes: int) -> bool:
-    """One behind the other, at the next aligned offset, as plan_layout puts them."""
-    sizes = np.array(columns.nbytes, np.int64)
-    ends = np.cumsum(-(-sizes // ALIGNMENT) * ALIGNMENT).tolist()
-    return [*columns.offset, tensor_bytes] == [0, *ends]
 
 
 def _lie_apart(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> bool:
@@ -127,7 +151,7 @@ def _lie_apart(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> bool:
 def _are_at(columns: Columns, places: Mapping[str, LogicalPlace]) -> bool:
     """Whether no tensor has another place in the unsharded model, where both sides know it."""
     live = map(places.get, columns.name)
-    return all(
+    return not places or all(
         stored == here or stored is None or here is None
         for stored, here in zip(columns.logical, live, strict=True)
     )

@@ -11,7 +11,7 @@ from megatron_ft.arena import digest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import BlockCheck
 from megatron_ft.capture.binding import region_tensor, stored_view
-from megatron_ft.capture.columns import is_plan_of, plain_spans
+from megatron_ft.capture.columns import WholeTensors
 from megatron_ft.capture.copier import CopyItem
 from megatron_ft.capture.cpu import is_plain_memory
 from megatron_ft.capture.exchange import SplitTensor, check_group, exchange, exchange_device
@@ -86,10 +86,10 @@ def restore_shard(shard: SealedShard, state: TrainingState, split_bytes: int) ->
     meta = shard.meta()
     reach("restore.verified")
     layout = ShardLayout.from_bytes(meta.layout)
-    _fill(layout, shard, state)
+    whole = _fill(layout, shard, state)
     state.load(decode(meta.objects))
     planned = Planned.of(state, split_bytes)
-    if not is_plan_of(layout, planned):
+    if whole is None or not whole.agrees(layout, planned):
         compare(layout, planned.layout())
     reach("restore.done")
     return layout
@@ -113,14 +113,19 @@ def compare(stored: ShardLayout, live: ShardLayout) -> None:
         )
 
 
-def _fill(layout: ShardLayout, shard: SealedShard, state: TrainingState) -> None:
-    """Give every stored tensor its bytes: live ones in place, others through adopt()."""
+def _fill(layout: ShardLayout, shard: SealedShard, state: TrainingState) -> WholeTensors | None:
+    """Give every stored tensor its bytes: live ones in place, others through adopt().
+
+    What is returned makes the comparison with the state cheaper afterwards.
+    """
     live = live_tensors(state)
-    spans = plain_spans(layout, live)
+    whole = WholeTensors.of(layout, live)
+    spans = None if whole is None else whole.spans()
     if spans is None:
         _fill_one_by_one(layout, shard, state, live)
     else:
         _copy(Copies(spans, []), shard)
+    return whole
 
 
 def _fill_one_by_one(
@@ -169,7 +174,8 @@ def _copy(copies: Copies, shard: SealedShard) -> None:
     bad = copying.run(chunks[:half])
     reach("restore.half")
     shard.require_none(bad + copying.run(chunks[half:]))
-    copy_in_threads(copies.items)
+    if copies.items:
+        copy_in_threads(copies.items)
 
 
 def _check_fits(layout: ShardLayout, live: dict[str, torch.Tensor], state: TrainingState) -> None:
