@@ -18,7 +18,12 @@ from test_capture_support import BLOCK, WAIT, FakeSmp, GatedCopier, bits, make_m
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import first_meta_block
 from megatron_ft.capture.cpu import CpuCopier
-from megatron_ft.errors import CorruptBlockError, LayoutMismatchError, UnencodableError
+from megatron_ft.errors import (
+    ArenaCorruptError,
+    CorruptBlockError,
+    LayoutMismatchError,
+    UnencodableError,
+)
 
 
 @pytest.fixture
@@ -318,8 +323,11 @@ def test_a_revoked_permit_ends_a_running_capture(smp: FakeSmp) -> None:
     manager.close()
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("where", ["first byte", "middle", "objects", "digest table"])
-def test_one_flipped_bit_is_found_and_no_object_is_loaded(smp: FakeSmp, where: str) -> None:
+def test_one_flipped_bit_is_found_and_no_object_is_loaded(
+    smp: FakeSmp, where: str, ahead: bool
+) -> None:
     state = make_training()
     advance(state, 1)
     manager = make_manager(smp)
@@ -337,11 +345,53 @@ def test_one_flipped_bit_is_found_and_no_object_is_loaded(smp: FakeSmp, where: s
     smp.offer_last()
     fresh = make_training(seed=5)
     before = fingerprint(fresh)
+    second = make_manager(smp)
+    if ahead:
+        second.expect_load()
     with pytest.raises(CorruptBlockError, match="blocks of 4096 bytes"):
-        make_manager(smp).load(into=fresh)
+        second.load(into=fresh)
     assert smp.corrupt_calls[0][0] == ticket.snapshot and smp.corrupt_calls[0][1] >= 1
     if where in ("objects", "digest table"):
         assert fingerprint(fresh) == before
+
+
+def test_an_expected_load_checks_what_lies_there_when_it_loads(smp: FakeSmp) -> None:
+    state = {"w": torch.rand(20_000)}
+    manager = make_manager(smp)
+    manager.expect_load()
+    assert manager.load(into=state) == 0
+    capture(smp, manager, state)
+    manager.close()
+    smp.offer_last()
+    fresh, wrong = {"w": torch.zeros(20_000)}, make_manager(smp)
+    second = make_manager(smp)
+    second.expect_load()
+    assert second.load(into=fresh) == 1 and torch.equal(fresh["w"], state["w"])
+    wrong.expect_load()
+    assert smp.arena is not None
+    smp.arena.data(0, writable=True)[3] ^= 1
+    with pytest.raises(CorruptBlockError):
+        wrong.load(into=fresh)
+
+
+def test_an_expected_load_of_a_damaged_arena_says_so(
+    smp: FakeSmp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the thread meets is raised by the load, not lost with the thread."""
+    state = {"w": torch.rand(20_000)}
+    manager = make_manager(smp)
+    capture(smp, manager, state)
+    manager.close()
+    smp.offer_last()
+    second = make_manager(smp)
+    monkeypatch.setattr(Arena, "header", property(_damaged))
+    second.expect_load()
+    with pytest.raises(ArenaCorruptError, match="both copies"):
+        second.load(into=state)
+
+
+def _damaged(arena: Arena) -> None:
+    raise ArenaCorruptError(f"both copies of the arena header of {arena.path} are damaged")
 
 
 def test_nobody_trains_on_a_part_of_a_snapshot(smp: FakeSmp) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
 from megatron_ft.arena.arena import Arena
+from megatron_ft.arena.digest import Bytes
 from megatron_ft.arena.mapping import populate_read
 from megatron_ft.capture.client_protocol import RestoreOffer, SnapshotClient
 from megatron_ft.capture.restore import SealedShard, compare, read_objects, restore_shard
@@ -38,6 +40,7 @@ class OfferedSnapshot:
         self._offer: RestoreOffer | None = None
         self._greeted = False
         self._arena: Arena | None = None
+        self._expected: Future[SealedShard] | None = None
 
     def get(self) -> RestoreOffer | None:
         """The offer, None if there is none or it was declined."""
@@ -60,7 +63,7 @@ class OfferedSnapshot:
         self._offer = None
 
     def expect(self) -> None:
-        """Map the arena that ``load`` will read, in a thread: that takes as long as copying it.
+        """Do in a thread what ``load`` would begin with: open the digest table, map the arena.
 
         For who knows that there is something else to do before, such as to build a model.
         """
@@ -69,17 +72,31 @@ class OfferedSnapshot:
             return
         with self.telling():
             self._arena = arena = Arena.open(offer.arena_path)
-        view = arena.data(offer.slot)[: offer.record.used_bytes]
+        view, self._expected = arena.data(offer.slot)[: offer.record.used_bytes], Future()
         threading.Thread(
-            target=populate_read, args=[view], name="megatron-ft-map", daemon=True
+            target=self._get_ready,
+            args=[arena, offer, view, self._expected],
+            name="megatron-ft-map",
+            daemon=True,
         ).start()
+
+    def _get_ready(
+        self, arena: Arena, offer: RestoreOffer, view: Bytes, expected: Future[SealedShard]
+    ) -> None:
+        try:
+            expected.set_result(self._shard(arena, offer))
+        except Exception as error:
+            # Raised where it can be told of, and ends the load.
+            return expected.set_exception(error)
+        populate_read(view)
 
     def load(self, offer: RestoreOffer, into: TrainingState, split_bytes: int) -> None:
         """Restore in place, every block verified before it; errors as of SnapshotManager.load."""
         with self.telling():
             arena, self._arena = self._arena or Arena.open(offer.arena_path), None
+            expected, self._expected = self._expected, None
             try:
-                shard = self._shard(arena, offer)
+                shard = expected.result() if expected else self._shard(arena, offer)
                 self.restored = restore_shard(shard, into, split_bytes)
             except CorruptBlockError as error:
                 self.broken_off = error
