@@ -9,14 +9,14 @@ import functools
 import os
 from collections.abc import Collection, Sequence
 from random import Random
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
 from megatron_ft.errors import ControlPlaneError
 from megatron_ft.smp import messages as m
 
-TYPES: tuple[type[m.Message], ...] = get_args(m.AnyMessage)
+TYPES = m.MESSAGES
 SHARDS = ("dp0", "dp1", "nobody")
 
 _NUMBERS = (-(1 << 63), -1, 0, 1, 7, 1 << 31, 1 << 62, (1 << 63) - 1, (1 << 64) - 1)

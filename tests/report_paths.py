@@ -59,9 +59,9 @@ SCRIPTS = {
 
 
 def introduced() -> Inbox:
-    """One that has heard of the first stream, as after a rank has registered."""
+    """One that a heartbeat has told of the first stream."""
     inbox = Inbox()
-    inbox.stream = 1
+    inbox.begin(1)
     return inbox
 
 

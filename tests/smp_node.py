@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
+import zmq
 import zmq.asyncio
 
+from megatron_ft.arena.arena import Arena
+from megatron_ft.arena.digest import seal
 from megatron_ft.coordinator.link import SmpLink
 from megatron_ft.environment import READY_NAME, ProcessEnvironment
 from megatron_ft.identity import Ancestor, SnapshotId
@@ -104,3 +108,36 @@ def snapshot(sequence: int, incarnation: int = 1) -> SnapshotId:
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(asyncio.wait_for(work, 120))
+
+
+def capture(node: SmpNode, shard_id: str = "dp0") -> m.Sealed:
+    """What a trainer does with a granted slot."""
+    with Arena.open(node.environment.node_dir / f"{shard_id}.arena") as arena:
+        permit = arena.permit()
+        assert permit is not None
+        data = arena.data(permit.slot, writable=True)
+        data[:1000] = np.full(1000, permit.snapshot.sequence, np.uint8)
+        record = seal(
+            data,
+            shard_id=shard_id,
+            snapshot=permit.snapshot,
+            iteration=permit.iteration,
+            tensor_bytes=1000,
+            meta=b"meta",
+            layout_hash=bytes(32),
+            block_bytes=65536,
+            algorithm=arena.header.digest_algorithm,
+        )
+        del data
+    return m.Sealed(record)
+
+
+def say(node: SmpNode, message: m.Message) -> None:
+    """Send one frame to the Unix socket without waiting for an answer."""
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 5000
+    socket.connect(f"ipc://{node.environment.socket}")
+    socket.send(m.encode(message))
+    socket.close()
+    context.term()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from smp_node import SECRET, SmpNode, create, run
+from smp_node import SECRET, SmpNode, capture, create, run, say
 
 from megatron_ft.arena.format import SlotState
 from megatron_ft.coordinator.coordinator import Coordinator
@@ -83,9 +83,17 @@ def test_answers_come_back_from_whom_they_are(silent: set[str], refusing: set[st
 
 
 class Counting(SmpLink):
-    """A link that notes what is asked directly."""
+    """A link that notes what is asked directly, and over which connection words came."""
 
     asked: Counter[tuple[str, str]] = Counter()
+    came: list[tuple[str, str, tuple[str, ...]]] = []
+
+    def _hear(self, report: m.Event | m.Gathered) -> None:
+        direct = isinstance(report, m.Event)
+        frames = () if isinstance(report, m.Event) else report.frames
+        of = (self.node,) if direct else tuple(sorted(m.decode(f).node for f in frames))
+        self.came.append((self.node, type(report).__name__, of))
+        super()._hear(report)
 
     async def ask(self, request: m.Message, timeout: float) -> Any:
         self.asked[self.node, type(request).__name__] += 1
@@ -107,14 +115,21 @@ def smps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SmpNode]]:
 class Chain:
     """A coordinator above SMPs that each pass on to the next one."""
 
-    def __init__(self, incarnation: int) -> None:
+    def __init__(self, incarnation: int, heartbeat: float = 0.2) -> None:
         self.incarnation = incarnation
-        timing = Timing(heartbeat=0.2, lease=1.0, node_timeout=90.0)
+        timing = Timing(heartbeat=heartbeat, lease=5 * heartbeat, node_timeout=90.0)
         self.of = Coordinator(JobKeys.derive(SECRET), Observers(), lambda world: None, timing)
         self.of.link_type = Counting
         self.of.relays.fan_out, self.of.relays.patience = 1, 1.0
         self.cycle = SnapshotCycle(incarnation, {f"dp{n}": n for n in NAMES}, (), 1)
         Counting.asked.clear()
+        Counting.came.clear()
+        self.sealed: list[str] = []
+        self.of.listeners.append(self._note)
+
+    def _note(self, event: m.Event) -> None:
+        if isinstance(event.body, m.Sealed):
+            self.sealed.append(event.node)
 
     async def begin(self, smps: list[SmpNode]) -> None:
         for name, node in zip(NAMES, smps, strict=True):
@@ -124,6 +139,7 @@ class Chain:
         await self.of.ask_all({n: m.Adopt(self.incarnation, (), None) for n in NAMES})
         await self.of.ask_all(requests)
         self.of.cycle = self.cycle
+        await self.of.refresh()
 
     def permit(self) -> None:
         self.of._perform(self.cycle, self.cycle.propose(1, ""))
@@ -139,6 +155,12 @@ async def until(condition: Callable[[], bool], what: str) -> None:
             return
         await asyncio.sleep(0.02)
     raise AssertionError(f"no {what} in 30 s")
+
+
+async def seal_on(smps: list[SmpNode]) -> None:
+    """What a trainer of each does with the slot that it was granted."""
+    for node in smps:
+        await asyncio.to_thread(say, node, capture(node, f"dp{node.environment.node}"))
 
 
 def states(node: SmpNode) -> list[SlotState]:
@@ -200,9 +222,57 @@ def test_below_a_relay_that_hangs_all_are_asked_directly(smps: list[SmpNode]) ->
     run(story())
 
 
+def test_reports_of_all_come_as_one_message(smps: list[SmpNode]) -> None:
+    async def story() -> None:
+        chain = Chain(3, heartbeat=5.0)  # so that nothing is sent directly because it is late
+        await chain.begin(smps)
+        chain.permit()
+        await until_all(smps, SlotState.CAPTURING)
+        Counting.came.clear()
+        await seal_on(smps)
+        await until(lambda: len(chain.sealed) == len(NAMES), "report of everybody")
+        assert {(node, kind) for node, kind, _ in Counting.came} == {("n0", "Gathered")}
+        assert sorted(node for _, _, of in Counting.came for node in of) == list(NAMES)
+        await until(lambda: chain.cycle.phase == Phase.IDLE, "commit")
+        assert [link.inbox.number for link in chain.of.links.values()] == [1] * 4
+        await chain.of.close()
+
+    run(story())
+
+
+def test_reports_that_hang_in_a_relay_come_directly_and_once(smps: list[SmpNode]) -> None:
+    """It brings them as well once it wakes up."""
+
+    async def story() -> None:
+        chain = Chain(4)
+        await chain.begin(smps)
+        chain.permit()
+        await until_all(smps, SlotState.CAPTURING)
+        relay = smps[1].process
+        assert relay is not None
+        os.kill(relay.pid, signal.SIGSTOP)
+        try:
+            Counting.came.clear()
+            await seal_on([smps[0], smps[2], smps[3]])
+            await until(lambda: len(chain.sealed) == 3, "report past the relay")
+            assert {("n2", "Event", ("n2",)), ("n3", "Event", ("n3",))} <= set(Counting.came)
+            assert ("n0", "Gathered", ("n0",)) in Counting.came
+        finally:
+            os.kill(relay.pid, signal.SIGCONT)
+        late = lambda: any({"n2", "n3"} & set(of) for _, k, of in Counting.came if k != "Event")  # noqa: E731
+        await until(late, "report through the relay that woke up")
+        assert sorted(chain.sealed) == ["n0", "n2", "n3"]
+        await seal_on([smps[1]])
+        await until(lambda: chain.cycle.phase == Phase.IDLE, "commit")
+        assert sorted(chain.sealed) == list(NAMES)
+        await chain.of.close()
+
+    run(story())
+
+
 def test_a_relay_passes_on_nothing_else(smps: list[SmpNode]) -> None:
     async def story() -> None:
-        chain = Chain(3)
+        chain = Chain(5)
         await chain.begin(smps)
         link = chain.of.links["n0"]
 
@@ -212,11 +282,11 @@ def test_a_relay_passes_on_nothing_else(smps: list[SmpNode]) -> None:
             assert isinstance(answer, m.Refused), answer
             return f"{answer.error}: {answer.reason}"
 
-        abort = m.Abort(3, chain.cycle.snapshot, "")
-        assert "this is n0, not n1" in await passed("n1", 3, abort)
+        abort = m.Abort(5, chain.cycle.snapshot, "")
+        assert "this is n0, not n1" in await passed("n1", 5, abort)
         assert "StaleIncarnationError" in await passed("n0", 2, abort)
-        assert "Retire is not passed on" in await passed("n0", 3, m.Retire(3, True))
-        assert "Lease is not passed on" in await passed("n0", 3, m.Lease(3, 60.0))
+        assert "Retire is not passed on" in await passed("n0", 5, m.Retire(5, True))
+        assert "Lease is not passed on" in await passed("n0", 5, m.Lease(5, 60.0))
         await chain.of.close()
 
     run(story())

@@ -15,13 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 import zmq
 import zmq.asyncio
 
 from megatron_ft.arena.arena import Arena
-from megatron_ft.arena.digest import seal
 from megatron_ft.arena.format import SlotState
 from megatron_ft.coordinator.link import SmpLink
 from megatron_ft.errors import ControlPlaneError, LayoutMismatchError, StaleIncarnationError
@@ -29,7 +27,7 @@ from megatron_ft.identity import Ancestor
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.local_query import ask
 from megatron_ft.smp.security import JobKeys
-from tests.smp_node import SECRET, SmpNode, create, run, snapshot
+from tests.smp_node import SECRET, SmpNode, capture, create, run, say, snapshot
 
 TRAINER = """
 import sys, os
@@ -122,45 +120,12 @@ async def lease(link: SmpLink, seconds: float, incarnation: int = 1) -> m.LeaseA
     return answer
 
 
-def capture(node: SmpNode, sequence: int, slot: int) -> m.Sealed:
-    """What a trainer does with a granted slot."""
-    with Arena.open(node.environment.node_dir / "dp0.arena") as arena:
-        permit = arena.permit()
-        assert permit is not None and permit.slot == slot
-        data = arena.data(slot, writable=True)
-        data[:1000] = np.full(1000, sequence, np.uint8)
-        record = seal(
-            data,
-            shard_id="dp0",
-            snapshot=permit.snapshot,
-            iteration=permit.iteration,
-            tensor_bytes=1000,
-            meta=b"meta",
-            layout_hash=bytes(32),
-            block_bytes=65536,
-            algorithm=arena.header.digest_algorithm,
-        )
-        del data
-    return m.Sealed(record)
-
-
-def say(node: SmpNode, message: m.Message) -> None:
-    """Send one frame to the Unix socket without waiting for an answer."""
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.linger = 5000
-    socket.connect(f"ipc://{node.environment.socket}")
-    socket.send(m.encode(message))
-    socket.close()
-    context.term()
-
-
 def test_a_killed_smp_leaves_arenas_that_the_next_one_adopts(node: SmpNode) -> None:
     async def story() -> None:
         link = await led(node)
         await link.demand(create(), 30)
         await link.demand(m.Grant(1, snapshot(1), 2), 30)
-        say(node, capture(node, 1, 0))
+        say(node, capture(node))
         assert (await node.event(m.Sealed)).record.snapshot == snapshot(1)
         await link.demand(m.Commit(1, snapshot(1), "local"), 30)
         link.close()
@@ -588,7 +553,7 @@ async def with_two_commits(node: SmpNode) -> SmpLink:
     await link.demand(create(), 30)
     for sequence in (1, 2):
         await link.demand(m.Grant(1, snapshot(sequence), 2 * sequence), 30)
-        say(node, capture(node, sequence, sequence - 1))
+        say(node, capture(node))
         await node.event(m.Sealed)
         await link.demand(m.Commit(1, snapshot(sequence), "local"), 30)
     return link

@@ -12,39 +12,29 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import zmq.asyncio
-
-from megatron_ft.coordinator.awake import Awake
+from megatron_ft.coordinator.connections import REQUEST_TIMEOUT_SECONDS, Connections
 from megatron_ft.coordinator.cycle import Ended, KillWorld, Phase, Send, SnapshotCycle
 from megatron_ft.coordinator.events import Observers
-from megatron_ft.coordinator.link import SmpLink
 from megatron_ft.coordinator.relays import Relays
 from megatron_ft.coordinator.repairs import Repairs
 from megatron_ft.coordinator.skips import Skips
 from megatron_ft.coordinator.summary import SummaryParts
 from megatron_ft.coordinator.timing import Timing
 from megatron_ft.coordinator.tree import Branch
-from megatron_ft.errors import ControlPlaneError, StaleIncarnationError
+from megatron_ft.errors import ControlPlaneError
 from megatron_ft.identity import SnapshotId
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.security import JobKeys
-from megatron_ft.watch.board import PulseBoard
 
-REQUEST_TIMEOUT_SECONDS = 30.0
-LOOK_SECONDS = 0.25
-"""So often what nobody tells is looked at: whether a pause has ended, or parity takes too long."""
 HOLDER = "drain"
 """The coordinator's name as a reader; it has one drain at a time."""
 
 
-class Coordinator:
+class Coordinator(Connections):
     """Control-plane state of one job over all its incarnations.
 
     ``kill_world`` ends the encoder world; ``observers`` are told what happens.
     """
-
-    link_type: type[SmpLink] = SmpLink
-    """What connects to an SMP; whoever counts messages puts one that does in its place."""
 
     def __init__(
         self,
@@ -53,165 +43,40 @@ class Coordinator:
         kill_world: Callable[[str], None],
         timing: Timing,
     ) -> None:
-        self.links: dict[str, SmpLink] = {}
+        super().__init__(keys, observers, timing)
         self.relays = Relays(self.links)
-        self.incarnation = 0
-        self.timing = timing
-        self.observers = observers
+        self._summary = SummaryParts(self, timing.heartbeat / 2)
         self.cycle: SnapshotCycle | None = None
         self.committed: tuple[SnapshotId, int, str] | None = None
         self.protected: tuple[SnapshotId, int] | None = None
         self.durable: tuple[SnapshotId, int] | None = None
         self.drain_failures = (0, "")
         self.restoring: SnapshotId | None = None
-        self.progress: dict[str, int] = {}
-        self.pulses = PulseBoard()
         self.watched: dict[str, Any] = {}
         self.skips = Skips()
         self.repairs = Repairs(self)
-        self.scrub_percent = 0.0
         self.gated = 0
-        self._paused_on: set[str] = set()
-        self._pinned_on: set[str] = set()
         self.world = ""
         self.world_nodes: tuple[str, ...] = ()
-        self.silent = asyncio.Event()
-        self.failure: BaseException | None = None
-        self.rewind_asked = asyncio.Event()
-        self.rewind_before = 0
         self.listeners: list[Callable[[m.Event], None]] = []
-        self._keys, self._kill_world = keys, kill_world
-        self._context = zmq.asyncio.Context()
+        self._kill_world = kill_world
         self._encoders_up: set[str] = set()
         self._world_up = asyncio.Event()
         self._kick = asyncio.Event()
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._encoding_since = 0.0
-        self._awake = Awake(timing.heartbeat)
-        self._superseded = ""
-        self._summary = SummaryParts(self, timing.heartbeat / 2)
-
-    @property
-    def paused(self) -> bool:
-        """Whether some node was told to stop snapshots; one is enough for the whole job."""
-        return bool(self._paused_on & self.links.keys())
-
-    @property
-    def pinned(self) -> bool:
-        """Whether some node has no slot for a snapshot but those that readers hold."""
-        return bool(self._pinned_on & self.links.keys())
 
     def connect(self, node: str, endpoint: str) -> None:
         """Use ``endpoint`` for ``node`` from now on."""
-        self.disconnect(node)
-        link = self.link_type(self._context, node, endpoint, self._keys, self._on_event, self.links)
-        self.links[node] = link
+        super().connect(node, endpoint)
         self.relays.trust(node)
-        if not self._tasks:
-            self._keep(self._awake.watch())
-        self._keep(self._heartbeat(link))
-
-    def disconnect(self, node: str) -> None:
-        """Forget a node that is lost or whose SMP is being replaced."""
-        link = self.links.pop(node, None)
-        if link is not None:
-            link.close()
 
     async def close(self) -> None:
         """End all tasks and connections; the SMPs stay."""
         self.stop_snapshots()
-        for task in list(self._tasks):
-            task.cancel()
-        for node in list(self.links):
-            self.disconnect(node)
-        self._context.term()
+        await super().close()
 
-    async def refresh(self) -> None:
-        """One round of heartbeats to all nodes at once; updates progress."""
-        await asyncio.gather(*(self._beat(link) for link in list(self.links.values())))
-
-    async def _heartbeat(self, link: SmpLink) -> None:
-        """Renew one node's lease as long as its link is in use.
-
-        Every node has a task of its own, so that one which does not answer never
-        delays the leases of the others.
-        """
-        while self.links.get(link.node) is link and not self._superseded:
-            await self._beat(link)
-            if link.node in self.silent_nodes([link.node]):
-                self.silent.set()
-            await asyncio.sleep(self.timing.heartbeat)
-
-    async def _beat(self, link: SmpLink) -> None:
-        seconds = self.timing.lease
-        news = self._summary.unknown_to(link.summary)
-        lease = m.Lease(
-            self.incarnation, seconds, link.clock, news, self.scrub_percent,
-            link.inbox.stream, link.inbox.number,
-        )  # fmt: skip
-        try:
-            answer = await link.ask(lease, 4 * self.timing.heartbeat)
-        except ControlPlaneError:
-            return
-        if lease.incarnation != self.incarnation:
-            return
-        if isinstance(answer, m.LeaseAnswer):
-            link.clock, link.summary = max(link.clock, answer.clock), answer.summary
-            self.progress.update(answer.progress)
-            self.pulses.note(answer.node, answer.pulses)
-            self._heard(answer)
-        elif link.clock and answer.error == StaleIncarnationError.__name__:
-            self._superseded = answer.reason
-            self.silent.set()
-
-    def _heard(self, answer: m.LeaseAnswer) -> None:
-        if answer.rewind is not None:
-            self.rewind_before = answer.rewind
-            self.rewind_asked.set()
-        before = self.paused
-        for nodes, stated in ((self._paused_on, answer.paused), (self._pinned_on, answer.pinned)):
-            nodes.discard(answer.node)
-            nodes |= {answer.node} if stated else set()
-        if self.paused != before:
-            word = "paused" if self.paused else "resumed"
-            self.observers.tell(word, f"snapshots {word} by request")
-
-    def require_lead(self) -> None:
-        """StaleIncarnationError when a node that obeyed this coordinator obeys a later life."""
-        if self._superseded:
-            raise StaleIncarnationError(
-                f"another supervisor leads this job now: {self._superseded}. This one was "
-                "suspended or cut off and ends; the job is the other's"
-            )
-
-    def silent_nodes(self, nodes: Iterable[str]) -> list[str]:
-        """Those of ``nodes`` that have not been heard of for ``node_timeout``.
-
-        Time in which this process was suspended does not count.
-        """
-        now = time.monotonic()
-        heard = {node: self.links[node].last_heard for node in nodes if node in self.links}
-        quiet = {node: self._awake.seconds(since, now) for node, since in heard.items()}
-        return [node for node, seconds in quiet.items() if seconds > self.timing.node_timeout]
-
-    async def some_quiet(self) -> bool:
-        """Whether a node does not answer just now; it may be lost, which takes longer to know.
-
-        Ranks elsewhere fail within moments of a node's loss, before anybody else knows of it.
-        """
-        before = time.monotonic()
-        await self.refresh()
-        return any(link.last_heard < before for link in self.links.values())
-
-    async def ask_all(self, requests: Mapping[str, m.Message]) -> dict[str, Any]:
-        """Send each node its request; the answers.  A refusal or silence is raised."""
-        answers = await asyncio.gather(
-            *(
-                self.links[node].demand(request, REQUEST_TIMEOUT_SECONDS)
-                for node, request in requests.items()
-            )
-        )
-        return dict(zip(requests, answers, strict=True))
+    def _unknown(self, held: Mapping[str, bytes]) -> dict[str, bytes]:
+        return self._summary.unknown_to(held)
 
     async def hold(self, snapshot: SnapshotId, nodes: Sequence[str]) -> None:
         """Pin a snapshot on these nodes for a drain; ControlPlaneError if one refuses."""
@@ -389,11 +254,6 @@ class Coordinator:
         except Exception as error:  # the link must go on reading: its node is not silent
             self._fail(error)
 
-    def _fail(self, error: BaseException) -> None:
-        """A mistake of ours: what is under way may never end, so this life must."""
-        self.failure = self.failure or error
-        self.silent.set()
-
     def _take(self, event: m.Event) -> None:
         if event.incarnation != self.incarnation:
             return
@@ -411,13 +271,3 @@ class Coordinator:
             self._perform(self.cycle, self.cycle.handle(event.node, body))
         for listener in list(self.listeners):
             listener(event)
-
-    def _keep(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Future[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)

@@ -13,13 +13,17 @@ class Inbox:
         self.stream = self.number = 0
 
     def direct(self, event: m.Event) -> list[m.Event]:
-        """What is new in a message of the node's own connection, which also begins streams.
+        """What is new in a message of the node's own connection.
 
         It brings along whatever a relay has not: a gap before it was lost with a connection.
         """
-        if event.stream != self.stream:
-            self.stream, self.number = event.stream, 0
+        self.begin(event.stream)
         return self._new(event)
+
+    def begin(self, stream: int) -> None:
+        """The node itself has said which stream its events are of."""
+        if stream != self.stream:
+            self.stream, self.number = stream, 0
 
     def relayed(self, event: m.Event) -> list[m.Event]:
         """What is new in a message that relays have brought; nothing if one before it has not come.

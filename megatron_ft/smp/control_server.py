@@ -187,6 +187,7 @@ class ControlServer:
             rewind=host.rewind,
             pulses=host.watch.reports(),
             summary=digests(host.summary),
+            stream=host.upward.stream,
         )
 
     def _refuse_lease(self, request: m.Lease) -> m.Message:

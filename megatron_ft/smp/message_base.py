@@ -20,6 +20,10 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 """What a peer calls itself, or the world that it is of."""
 
 
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+"""How long something lasts."""
+
+
 class Message(msgspec.Struct, frozen=True, tag=True):
     """Base of all messages."""
 

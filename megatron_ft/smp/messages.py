@@ -7,46 +7,14 @@ Lengths are bytes.  Nothing here moves tensor bytes.
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import msgspec
 
 from megatron_ft.decoding import UNREADABLE
 from megatron_ft.errors import ControlPlaneError
-from megatron_ft.smp.coordinator_messages import (
-    Abort,
-    Admit,
-    Adopt,
-    ArenaReport,
-    ArenasReady,
-    BadBlocks,
-    Commit,
-    CreateArena,
-    Discard,
-    Encode,
-    Event,
-    Grant,
-    Hold,
-    Inventory,
-    Lease,
-    LeaseAnswer,
-    Load,
-    NodeReport,
-    Pause,
-    Rebuild,
-    Repair,
-    Repaired,
-    RestoreReady,
-    Retire,
-    Rewind,
-    ScrubCounts,
-    SlotFreed,
-    SlotReport,
-    Status,
-    StatusRequest,
-    Unhold,
-    WriterGone,
-)
 from megatron_ft.smp.encoder_messages import (
     Encoded,
     EncodeOrder,
@@ -62,13 +30,44 @@ from megatron_ft.smp.encoder_messages import (
     StripeOrder,
     VerifyOrder,
 )
+from megatron_ft.smp.event_messages import (
+    BadBlocks,
+    Event,
+    NodeReport,
+    Repaired,
+    SlotFreed,
+    WriterGone,
+)
+from megatron_ft.smp.lease_messages import Lease, LeaseAnswer
 from megatron_ft.smp.message_base import (
     Message,
     Ok,
     Refused,
 )
 from megatron_ft.smp.reader_messages import Errand, Pin, Unpin
+from megatron_ft.smp.recovery_messages import (
+    Admit,
+    Adopt,
+    ArenaReport,
+    ArenasReady,
+    CreateArena,
+    Inventory,
+    Load,
+    Rebuild,
+    RestoreReady,
+    Retire,
+    SlotReport,
+)
 from megatron_ft.smp.relay_messages import Gathered, Onward, Passed, PassOn
+from megatron_ft.smp.snapshot_messages import Abort, Commit, Encode, Grant, Hold, Repair, Unhold
+from megatron_ft.smp.status_messages import (
+    Discard,
+    Pause,
+    Rewind,
+    ScrubCounts,
+    Status,
+    StatusRequest,
+)
 from megatron_ft.smp.trainer_messages import (
     Abandoned,
     CaptureCost,
@@ -158,75 +157,22 @@ __all__ = [
     "VerifyOrder",
     "Welcome",
     "WriterGone",
-    "AnyMessage",
+    "MESSAGES",
     "decode",
     "encode",
 ]
 
-AnyMessage = (
-    Ok
-    | Refused
-    | Hello
-    | Welcome
-    | Prepare
-    | Prepared
-    | Sealed
-    | Judged
-    | Missed
-    | Abandoned
-    | Restored
-    | CorruptShard
-    | Unfit
-    | CaptureCost
-    | Outcome
-    | EncoderHello
-    | EncoderWelcome
-    | EncodeOrder
-    | RebuildOrder
-    | VerifyOrder
-    | RepairOrder
-    | Recomputed
-    | Encoded
-    | Rebuilt
-    | Loaded
-    | OrderDone
-    | OrderFailed
-    | Lease
-    | LeaseAnswer
-    | Admit
-    | Inventory
-    | Adopt
-    | CreateArena
-    | Grant
-    | Encode
-    | Rebuild
-    | Load
-    | Repair
-    | Commit
-    | Abort
-    | RestoreReady
-    | ArenasReady
-    | Retire
-    | Hold
-    | Unhold
-    | Event
-    | PassOn
-    | Passed
-    | Gathered
-    | Pause
-    | Rewind
-    | Discard
-    | Pin
-    | Errand
-    | Unpin
-    | StatusRequest
-    | Status
-    | StacksRequest
-    | Stacks
+MESSAGES: tuple[type[Message], ...] = tuple(
+    found
+    for name in __all__
+    if isinstance(found := globals().get(name), type)
+    and issubclass(found, Message)
+    and found is not Message
 )
+"""Types that a frame may hold: all of the names above that are messages."""
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyMessage)
+_DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(reduce(or_, MESSAGES))
 
 
 def encode(message: Message) -> bytes:

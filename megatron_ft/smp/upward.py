@@ -36,6 +36,11 @@ class Upward:
         self._gathering = Gathering()
         self._holding = False
 
+    @property
+    def stream(self) -> int:
+        """Of the events that are told in this life of the job."""
+        return self._outbox.stream
+
     async def tell(self, body: Any) -> None:
         """Let the coordinator know, if one has been here: at once, or with the node's others."""
         if self.coordinator:

@@ -1,0 +1,100 @@
+"""What an SMP tells the coordinator unasked."""
+
+from __future__ import annotations
+
+from megatron_ft.identity import Count, SnapshotId
+from megatron_ft.smp.encoder_messages import Encoded, EncoderHello, OrderDone, OrderFailed, Rebuilt
+from megatron_ft.smp.message_base import Message
+from megatron_ft.smp.trainer_messages import (
+    Abandoned,
+    CaptureCost,
+    CorruptShard,
+    Hello,
+    Judged,
+    Missed,
+    Prepare,
+    Restored,
+    Sealed,
+    Unfit,
+)
+
+
+class BadBlocks(Message, frozen=True):
+    """The scrub found blocks of a committed snapshot that fail their digests.
+
+    Numbers count blocks of the slot's data and parity region; ``more`` were not listed.
+    """
+
+    shard_id: str
+    snapshot: SnapshotId
+    data_blocks: tuple[int, ...]
+    parity_blocks: tuple[int, ...]
+    more: int = 0
+
+
+class Repaired(Message, frozen=True):
+    """So many blocks were recomputed, proved and written back; ``left`` could not be."""
+
+    shard_id: str
+    snapshot: SnapshotId
+    blocks: int
+    left: int
+
+
+class WriterGone(Message, frozen=True):
+    """A registered trainer or encoder has died; ``who`` is its shard id or world."""
+
+    role: str
+    who: str
+    pid: int
+
+
+class SlotFreed(Message, frozen=True):
+    """An aborted slot is free: its writer has stopped."""
+
+    shard_id: str
+    snapshot: SnapshotId
+
+
+Told = (
+    Hello
+    | Prepare
+    | Sealed
+    | Judged
+    | Missed
+    | Abandoned
+    | Restored
+    | CorruptShard
+    | Unfit
+    | CaptureCost
+    | EncoderHello
+    | Encoded
+    | Rebuilt
+    | OrderDone
+    | OrderFailed
+    | WriterGone
+    | SlotFreed
+    | BadBlocks
+    | Repaired
+)
+"""What an SMP tells the coordinator unasked."""
+
+
+class NodeReport(Message, frozen=True):
+    """Several things that happened on one node, in this order."""
+
+    bodies: tuple[Told, ...]
+
+
+class Event(Message, frozen=True):
+    """Something happened on ``node``; ``body`` is one of the messages of this module.
+
+    ``first`` is its number, or that of the first thing of a report, in the SMP's ``stream`` of
+    events (outbox.py).
+    """
+
+    node: str
+    incarnation: int
+    body: Told | NodeReport
+    stream: Count = 0
+    first: Count = 1
