@@ -28,15 +28,21 @@ STRIKES = (
 
 
 class Passing(SmpLink):
-    """A link that notes which relays have answered."""
+    """A link that notes which relays have answered, and which have brought reports."""
 
     relays: set[str] = set()  # noqa: RUF012
+    brought: set[str] = set()  # noqa: RUF012
 
     async def ask(self, request: m.Message, timeout: float) -> Any:
         answer = await super().ask(request, timeout)
         if isinstance(answer, m.Passed):
             self.relays.add(self.node)
         return answer
+
+    def _hear(self, report: m.Event | m.Gathered) -> None:
+        if isinstance(report, m.Gathered):
+            self.brought.add(self.node)
+        super()._hear(report)
 
 
 async def wait_for(condition: Callable[[], bool], run: asyncio.Task[Any], what: str) -> None:
@@ -78,7 +84,7 @@ async def story(
         return sum(e.fields.get("level") == "protected" for e in events)
 
     await wait_for(lambda: protected() >= 1, run, "snapshot before the faults")
-    assert Passing.relays == {"n0", "n3"}
+    assert Passing.relays == Passing.brought == {"n0", "n3"}
     (folder / ARMED_NAME).touch()
     for strike in STRIKES:
         fired = folder / f"fired-{strike.name}"
@@ -86,4 +92,6 @@ async def story(
         before = protected()
         await wait_for(lambda least=before + 2: protected() >= least, run, "snapshot after it")  # type: ignore[misc]
     Passing.relays.clear()
-    await wait_for(lambda: Passing.relays == {"n0", "n3"}, run, "relay after all")
+    Passing.brought.clear()
+    for seen, what in ((Passing.relays, "answers"), (Passing.brought, "reports")):
+        await wait_for(lambda seen=seen: seen == {"n0", "n3"}, run, f"{what} of relays after all")  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,54 @@ from megatron_ft.smp.outbox import MOST_UNHEARD, Outbox, report, reported
 ONE, TWO = SnapshotId(1, 1), SnapshotId(1, 2)
 
 
+def overtaking(self: Outbox, node: str, incarnation: int, bodies: list[Any]) -> m.Event:
+    """What goes directly leaves behind what relays were given."""
+    if not bodies:
+        return DIRECT(self, node, incarnation, bodies)
+    kept, self.unheard = self.unheard, []
+    event = DIRECT(self, node, incarnation, bodies)
+    self.unheard = kept
+    return event
+
+
+def forgotten(self: Outbox, node: str, incarnation: int, bodies: list[Any]) -> m.Event:
+    """What relays were given is kept nowhere."""
+    event = RELAYED(self, node, incarnation, bodies)
+    self.unheard = []
+    return event
+
+
+def confirmed_by_any(self: Outbox, stream: int, number: int) -> None:
+    """A heartbeat to the SMP before this one counts."""
+    HEARD(self, self.stream, number)
+
+
+def taken_with_gaps(self: Inbox, event: m.Event) -> list[m.Event]:
+    """What came before it may come later."""
+    return self._new(event) if event.stream == self.stream else []
+
+
+def taken_from_any(self: Inbox, event: m.Event) -> list[m.Event]:
+    """Words of an SMP that was replaced are taken for those of its successor."""
+    return self._new(event) if event.first <= self.number + 1 else []
+
+
+def taken_again(self: Inbox, event: m.Event) -> list[m.Event]:
+    """What has come is taken again."""
+    return reported(event)
+
+
+DIRECT, RELAYED, HEARD = Outbox.direct, Outbox.relayed, Outbox.heard
+MISTAKES: list[tuple[type, str, Callable[..., Any]]] = [
+    (Outbox, "direct", overtaking),
+    (Outbox, "relayed", forgotten),
+    (Outbox, "heard", confirmed_by_any),
+    (Inbox, "relayed", taken_with_gaps),
+    (Inbox, "relayed", taken_from_any),
+    (Inbox, "_new", taken_again),
+]
+
+
 def gathered(node: str, frame: str, snapshot: SnapshotId = ONE, whole: bool = True) -> m.Gathered:
     return m.Gathered(1, node, snapshot, whole, (frame.encode(),))
 
@@ -23,6 +72,16 @@ def gathered(node: str, frame: str, snapshot: SnapshotId = ONE, whole: bool = Tr
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_order_of_steps_brings_everything_once_and_in_its_order(name: str) -> None:
     assert explore(SCRIPTS[name]) > 10000
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake[2].__name__)
+def test_each_mistake_is_found(
+    mistake: tuple[type, str, Callable[..., Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*mistake)
+    with pytest.raises(AssertionError, match="was heard as|came"):
+        for script in SCRIPTS.values():
+            explore(script)
 
 
 def test_a_branch_is_one_message() -> None:

@@ -120,6 +120,28 @@ async def lease(link: SmpLink, seconds: float, incarnation: int = 1) -> m.LeaseA
     return answer
 
 
+def test_who_registers_before_the_coordinator_is_here_is_told_of(node: SmpNode) -> None:
+    async def story() -> None:
+        link = await led(node)
+        await link.demand(create(), 30)
+        link.close()
+        node.kill()
+        node.start()
+        first = encoder(node, "w1", 7)
+        assert first.stdout is not None
+        try:
+            assert "EncoderWelcome" in await asyncio.to_thread(first.stdout.readline)
+            link = await node.link(zmq.asyncio.Context.instance())
+            await lease(link, 60.0)
+            assert (await node.event(m.EncoderHello)).world == "w1"
+        finally:
+            first.kill()
+            first.wait(30)
+        link.close()
+
+    run(story())
+
+
 def test_a_killed_smp_leaves_arenas_that_the_next_one_adopts(node: SmpNode) -> None:
     async def story() -> None:
         link = await led(node)

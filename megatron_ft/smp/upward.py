@@ -35,6 +35,7 @@ class Upward:
         self._reports, self._outbox = Reports(), Outbox(1 + secrets.randbits(31))
         self._gathering = Gathering()
         self._holding = False
+        self._early: list[Any] = []
 
     @property
     def stream(self) -> int:
@@ -42,13 +43,14 @@ class Upward:
         return self._outbox.stream
 
     async def tell(self, body: Any) -> None:
-        """Let the coordinator know, if one has been here: at once, or with the node's others."""
-        if self.coordinator:
-            await self._leave(self._reports.tell(body, self._machine.shards))
+        """Let the coordinator know: at once, or with the node's others, or once it is here."""
+        await self._leave(self._reports.tell(body, self._machine.shards))
 
     async def look(self, lease: m.Lease) -> None:
         """A heartbeat, which says what has arrived: send what has waited or is missing."""
         self._outbox.heard(lease.stream, lease.told)
+        early, self._early = self._early, []
+        await self._leave(early)
         await self._leave(self._reports.look())
         if self._outbox.overdue():
             await self._directly([])
@@ -90,7 +92,10 @@ class Upward:
     async def _leave(self, bodies: list[Any]) -> None:
         """These leave now, as one message; nothing if there are none."""
         snapshot = snapshot_of(bodies)
-        if not bodies:
+        if not self.coordinator:
+            # An encoder may find a restarted SMP before the coordinator does.
+            self._early += bodies
+        if not bodies or not self.coordinator:
             return
         if not self._gathering.takes(snapshot):
             await self._directly(bodies)
