@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from erasure_samples import ThreadTransport, ThreadWorld, make_code, make_member
 
 from benchmarks.scale.__main__ import shape_of
 from benchmarks.scale.counted import Count, count_all
@@ -18,6 +19,8 @@ from benchmarks.scale.model import (
     relay_messages,
 )
 from megatron_ft.coordinator.plan import Sizes, orders_by_node, stripe_orders
+from megatron_ft.erasure.encode import encode
+from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.recovery.decide import StripeState
 
 COUNTED = Path(__file__).parents[1] / "benchmarks" / "scale" / "counted.json"
@@ -39,6 +42,23 @@ def test_the_model_agrees_with_what_was_counted() -> None:
     assert jobs == [(2, 32), (4, 32), (8, 32), (16, 32), (8, 4), (16, 4), (4, 2), (8, 2), (16, 2)]
     for counted in counts:
         require_model_of(counted)
+
+
+@pytest.mark.parametrize("protect", ["xor:2", "rs:2+2", "rs:3+1", "replica:3"])
+def test_the_model_knows_what_a_member_sends(protect: str) -> None:
+    """Of a stripe with so small blocks that digests count, which those of the jobs do not."""
+    scheme, size = Scheme.parse(protect), 300_000
+    kind, k, m = scheme.kind, scheme.data_members, scheme.parity_members
+    code = make_code(kind, k, m, [size] * (k + m), 512)
+    members = [make_member(code, number, size) for number in range(k + m)]
+
+    def sent(number: int, transport: ThreadTransport) -> int:
+        encode(code, members[number], transport, range(k + m))
+        return transport.bytes_sent
+
+    shape = Shape(k + m, 1, protect, code.data_bytes, code.block_bytes)
+    for found in ThreadWorld(k + m).run(sent):
+        assert isinstance(found, int) and abs(found - encoder_bytes(shape)) < 0.01 * found
 
 
 @pytest.mark.all_layouts

@@ -113,4 +113,5 @@ def test_a_world_of_the_benchmark_measures(transport: str) -> None:
     assert all(sum(done.to_peers) == length for done in found.one("transfer"))
     assert [sum(d.to_peers) for d in found.one("into:0")][0] == 0
     assert sum(sum(d.to_peers) for d in found.one("into:0")) == length * 3 // 2
+    assert all(sum(done.to_peers) for done in found.one("into:0")[1:]), "one gives it all"
     assert all(seconds > 0 for work in works for seconds in found.seconds(work))
