@@ -122,6 +122,16 @@ def test_a_life_begins_with_what_an_earlier_one_has_learned() -> None:
     assert cycle.interval == 200
 
 
+def test_a_snapshot_costs_its_stall_and_its_shadow() -> None:
+    pacing = Pacing(BUDGET, MTBF, Observers(), lambda: 0.0)
+    cycle = SnapshotCycle(1, {"dp0": "n0"}, (), 1, fixed=False)
+    pacing.begin(cycle)
+    for number in range(1, 6):
+        cost = m.CaptureCost("dp0", SnapshotId(1, number), 0.5, 9.0, 1, 1.0, 1.5)
+        pacing.hear(m.Event("n0", 1, cost))
+    assert cycle.interval == best_seconds(0.5 + 1.5, BUDGET, MTBF)
+
+
 def iterate(times: IterationTimes, seconds: float, busy: bool, stall: float = 0.0) -> None:
     """One iteration that starts at 0, held for ``stall`` in it."""
     times.begin(0.0, 1.0, busy)
