@@ -22,7 +22,7 @@ WORLD = "w7"
 class Driver:
     """A cycle with the messages of its nodes spelled out."""
 
-    def __init__(self, interval: int = 1, *, parity: bool = True) -> None:
+    def __init__(self, interval: int = 2, *, parity: bool = True) -> None:
         self.cycle = SnapshotCycle(7, PLACES, ORDERS if parity else (), interval)
 
     def propose(self, progress: int = 10, world: str = WORLD) -> list[Action]:
@@ -155,6 +155,20 @@ def test_the_lead_is_bounded_and_shrinks_after_calm() -> None:
         d.propose()
         d.confirm(d.seal())
     assert d.cycle.lead == SnapshotCycle.MOST_LEAD - 1
+
+
+def test_where_every_iteration_is_wanted_the_one_under_way_is_permitted() -> None:
+    d = Driver(parity=False)
+    d.cycle = SnapshotCycle(7, PLACES, (), interval=1)
+    d.propose(progress=4)
+    assert d.cycle.iteration == 5
+    d.confirm(d.cycle.handle("n1", m.Missed("dp1", d.cycle.snapshot)))
+    for _ in range(SnapshotCycle.calm):
+        d.propose(progress=8)
+        assert d.cycle.iteration == 10, "it came too late once"
+        d.confirm(d.seal())
+    d.propose(progress=8)
+    assert d.cycle.iteration == 9
 
 
 def test_an_abandoned_capture_aborts_but_says_nothing_of_the_lead() -> None:

@@ -70,7 +70,8 @@ class SnapshotCycle:
     ``first`` is the iteration that training starts from, 0 or the restored one.  All
     arithmetic is on iterations: ``lead`` is how many iterations ahead of the fastest known
     trainer a permit is given; it grows when a permit came too late and shrinks again after
-    ``calm`` commits in a row.
+    ``calm`` commits in a row.  Where every iteration is wanted it may be 0: the permit is then for
+    the iteration under way, which is in time where iterations are longer than its journey.
     """
 
     MOST_LEAD = 64
@@ -98,7 +99,7 @@ class SnapshotCycle:
         self.snapshot = SnapshotId(incarnation, 0)
         self.iteration = -1
         self.level = ""
-        self.lead = 1
+        self.lead = self._least_lead()
         self._commits_in_a_row = 0
         self._waiting: set[str] = set()
         self._permitted: set[str] = set()
@@ -350,11 +351,14 @@ class SnapshotCycle:
         if self.level != "aborted":
             self._commits_in_a_row += 1
             if self._commits_in_a_row % self.calm == 0:
-                self.lead = max(1, self.lead - 1)
+                self.lead = max(self._least_lead(), self.lead - 1)
         ended = Ended(
             self.snapshot, self.iteration, self.level, self._broken, self._last, self._gated
         )
         return [ended]
+
+    def _least_lead(self) -> int:
+        return 0 if self.interval == 1 else 1
 
     def _to_all(self, message: m.Message) -> list[Action]:
         return [Send(node, message) for node in self.nodes]
