@@ -15,6 +15,10 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from megatron_ft import SnapshotConfig, SnapshotManager
 from megatron_ft.capture.ticket import Ticket
+from megatron_ft.coordinator.timing import Timing
+from megatron_ft.environment import ProcessEnvironment
+from megatron_ft.smp import messages as m
+from megatron_ft.smp.local_query import ask
 
 WAIT_SECONDS = 120.0
 
@@ -25,8 +29,19 @@ class Method(Protocol):
     """``save`` at an iteration's end, ``fence`` before the state changes, ``settle`` until what
     was saved last outlives the trainers, and as many nodes as the method promises.
 
-    ``save`` returns whether it saved.
+    ``save`` returns whether it saved.  One that ``decides`` is asked after every iteration, and
+    told by ``pause`` when it shall not.
     """
+
+    decides: bool
+
+    def pause(self, paused: bool) -> None:
+        """Take no snapshots from now on, or take them again."""
+        ...
+
+    def idle(self) -> None:
+        """Return when nothing is under way any more, whatever has become of it."""
+        ...
 
     def save(self, iteration: int, state: State) -> bool:
         """Begin to save."""
@@ -45,8 +60,22 @@ class Method(Protocol):
         ...
 
 
+class Asked:
+    """Saves when it is asked to, and only then."""
+
+    decides = False
+
+    def pause(self, paused: bool) -> None:
+        """It is not asked meanwhile."""
+
+    def idle(self) -> None:
+        """What it does after a phase is its own affair."""
+
+
 class InMemory:
     """megatron-ft."""
+
+    decides = True
 
     def __init__(self, folder: Path) -> None:
         self._manager = SnapshotManager(SnapshotConfig.from_env())
@@ -62,6 +91,16 @@ class InMemory:
         ticket = self._manager.save(iteration, state)
         self._ticket = self._ticket if ticket.skipped else ticket
         return not ticket.skipped
+
+    def pause(self, paused: bool) -> None:
+        """As `megatron-ft pause` and `resume`; returns when the job has heard of it."""
+        ask(ProcessEnvironment.from_env().socket, m.Pause(paused))
+        time.sleep(2 * Timing().heartbeat)
+
+    def idle(self) -> None:
+        """Wait for the last snapshot, which may have been given up."""
+        self.fence()
+        self.committed()
 
     def load(self, state: State) -> None:
         """What a trainer's life begins with: the newest snapshot, in place, if there is one."""
@@ -86,7 +125,7 @@ class InMemory:
         self._manager.close()
 
 
-class TorchSave:
+class TorchSave(Asked):
     """torch.save to a memory file system, then a rename: the trainer waits for all of it."""
 
     def __init__(self, folder: Path) -> None:
@@ -109,7 +148,7 @@ class TorchSave:
         """Nothing is held."""
 
 
-class DcpAsync:
+class DcpAsync(Asked):
     """torch.distributed.checkpoint.async_save in a thread, to a memory file system."""
 
     def __init__(self, folder: Path) -> None:

@@ -20,6 +20,9 @@ from benchmarks.methods import METHODS, Method, State, saved_at_last
 from benchmarks.rounds import seconds
 
 WARM_UP = 3
+TURNING = 4
+"""Iterations between phases; permits are given for fewer ahead."""
+
 MOST = 500
 """Iterations of a phase in which the method saves too seldom to be measured."""
 
@@ -101,7 +104,7 @@ class Training:
         self.update()
         saved = False
         save_started, processor_started = time.perf_counter(), time.thread_time()
-        if saves:
+        if saves or self.method.decides:
             saved = self.method.save(self.iteration, self.state)
         save_processor = time.thread_time() - processor_started
         save = time.perf_counter() - save_started
@@ -116,10 +119,25 @@ class Training:
 
     def phase(self, iterations: int, saves: bool) -> list[dict[str, float]]:
         """So many iterations, more if that is not enough for two saves with a fence after them."""
+        self.turn(saves)
         done: list[dict[str, float]] = []
         while len(done) < iterations or (saves and len(done) < MOST and _saved(done) < 2):
             done.append(self.iterate(saves))
         return done
+
+    def turn(self, saves: bool) -> None:
+        """Go over to a phase with saves or without, beside what is measured.
+
+        A method that decides has agreed to its next saves by then: they are made, and are no
+        part of a phase without any.
+        """
+        if not self.method.decides:
+            return
+        self.method.pause(not saves)
+        for _ in range(TURNING):
+            self.iterate(saves)
+        if not saves:
+            self.method.idle()
 
     def single(self) -> dict[str, float]:
         """One save with nothing to hide behind: seconds of a copy, held, and until safe.

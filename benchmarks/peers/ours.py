@@ -38,6 +38,14 @@ class MegatronFt(Peer):
             raise RuntimeError("the snapshot was given up")
         self._required = False
 
+    def pause(self, paused: bool) -> None:
+        """As `megatron-ft pause` and `resume`."""
+        self._method.pause(paused)
+
+    def idle(self) -> None:
+        """Wait for the last snapshot."""
+        self._method.idle()
+
     def load(self, state: State) -> None:
         """Restore in place."""
         self._method.load(state)

@@ -14,7 +14,7 @@ class Peer:
     """One rank's side of a way of saving; the defaults are those of one that just returns."""
 
     decides = False
-    """Whether it chooses itself which of the offered iterations it saves."""
+    """Whether it chooses itself which of the offered iterations it saves; it is offered all."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -28,6 +28,12 @@ class Peer:
 
     def settle(self) -> None:
         """Return when what was saved last outlives a node, as far as it ever will."""
+
+    def pause(self, paused: bool) -> None:
+        """Whoever decides is told by this when a phase without saves begins and ends."""
+
+    def idle(self) -> None:
+        """Return when nothing is under way any more, whatever has become of it."""
 
     def close(self) -> None:
         """Let go of everything."""

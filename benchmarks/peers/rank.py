@@ -81,6 +81,7 @@ class Rank:
 
     def _phase(self, saves: bool) -> tuple[float, float]:
         training, every = self.training, self.plan.every
+        training.turn(saves)
         dist.barrier()
         started, saved = time.perf_counter(), 0.0
         for number in range(self.plan.iterations):
