@@ -119,6 +119,7 @@ def test_what_takes_more_than_a_copy_of_bytes_is_left_to_others(make: Callable[[
     layout = layout_of({"a": torch.zeros(10)} if meta else live)
     whole = WholeTensors.of(layout, live)
     assert whole is None or whole.spans() is None
+    assert not (meta and whole)
 
 
 def test_a_split_state_is_planned() -> None:
@@ -127,6 +128,26 @@ def test_a_split_state_is_planned() -> None:
     whole = WholeTensors.of(layout, live)
     assert whole is not None
     assert not whole.agrees(layout, planned(live)._replace(splits={"a": (0, 2)}))
+
+
+def test_another_place_in_the_model_is_seen_where_both_sides_know_it() -> None:
+    live = {"a": torch.zeros(4)}
+    of = planned(live)._replace(places={"a": PLACE})
+    elsewhere = of._replace(places={"a": msgspec.structs.replace(PLACE, start=4)})
+    whole = WholeTensors.of(of.layout(), live)
+    assert whole is not None and whole.agrees(of.layout(), of)
+    assert whole.agrees(of.layout(), planned(live))
+    assert not whole.agrees(of.layout(), elsewhere)
+
+
+def test_an_order_that_no_plan_has_is_seen() -> None:
+    live = {"a": torch.zeros(16), "b": torch.zeros(16)}
+    layout = layout_of(live)
+    swapped = [
+        msgspec.structs.replace(entry, name=name)
+        for entry, name in zip(layout.entries, ("b", "a"), strict=True)
+    ]
+    assert WholeTensors.of(msgspec.structs.replace(layout, entries=tuple(swapped)), live) is None
 
 
 def replaced(live: Live) -> None:
