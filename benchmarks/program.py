@@ -20,8 +20,8 @@ from benchmarks.methods import METHODS, Method, State, saved_at_last
 from benchmarks.rounds import seconds
 
 WARM_UP = 3
-TURNING = 4
-"""Iterations between phases; permits are given for fewer ahead."""
+TURNING = 6
+"""Iterations between phases; permits are given for fewer ahead, as long as none was missed."""
 
 MOST = 500
 """Iterations of a phase in which the method saves too seldom to be measured."""

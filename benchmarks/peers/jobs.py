@@ -48,7 +48,7 @@ def run(way: str, python: Path, **sizes: Any) -> Found:
         log = folder / "log"
         try:
             program = [str(python), "-m", "benchmarks.peers.rank", plan]
-            _launched(WAYS[way].launcher, program, folder, log)
+            _launched(WAYS[way].launcher, program, folder, log, sizes["every"])
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             said = reason(log.read_text(errors="replace")) if log.exists() else ""
             return Found(way, why=said or str(error))
@@ -74,9 +74,9 @@ def reason(log: str) -> str:
     return found[0].strip()[:200] if found else ""
 
 
-def _launched(launcher: str, program: list[str], folder: Path, log: Path) -> None:
+def _launched(launcher: str, program: list[str], folder: Path, log: Path, every: int) -> None:
     if launcher == SUPERVISED:
-        _supervised(program, folder, log)
+        _supervised(program, folder, log, every)
     elif launcher == DLROVER:
         _under_dlrover(program, folder, log)
     else:
@@ -127,12 +127,12 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def _supervised(program: list[str], folder: Path, log: Path) -> None:
+def _supervised(program: list[str], folder: Path, log: Path, every: int) -> None:
     command = [sys.executable, "-m", "megatron_ft.cli.main", "run"]
     command += ["--job", f"peers-{uuid.uuid4().hex[:8]}", "--nodes", str(RANKS)]
     command += ["--protect", f"xor:{RANKS}", "--from-scratch", "--quarantine-iterations", "0"]
     command += ["--state-dir", str(folder / "state"), "--arena-dir", str(folder / "arenas")]
-    environment = {**_environment(), "MEGATRON_FT_SNAPSHOT_INTERVAL": "1"}
+    environment = {**_environment(), "MEGATRON_FT_SNAPSHOT_INTERVAL": str(every)}
     _one([*command, "--log-dir", str(folder / "logs"), "--", *program], environment, log)
 
 
