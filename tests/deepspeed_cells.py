@@ -94,7 +94,11 @@ MATRIX = [
 ]
 
 CELLS = [
-    *(cell for cell in MATRIX if not cell.skips or cell.name == "zero2-fp16"),
+    *(
+        cell
+        for cell in MATRIX
+        if cell.name == "zero2-fp16" or not (cell.skips or cell.name == "zero1-fp32")
+    ),
     Cell(
         "zero1-bf16-fp32-gradients",
         2,

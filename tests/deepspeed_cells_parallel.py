@@ -41,9 +41,7 @@ OVERFLOWS = {"fp16": {**PRECISION["fp16"]["fp16"], "initial_scale_power": 22}}
 
 PARALLEL_CELLS = [
     Cell("zero3-bf16", 4, zero3("bf16"), scheme="rs:3+1"),
-    Cell("zero3-fp32", 2, zero3("fp32")),
     Cell("zero3-offload", 2, zero3("bf16", offload_optimizer=ON_HOST, offload_param=ON_HOST)),
-    piped("pipeline-fp32", 2, {**zero(0, "fp32"), **RECOMPUTED}),
     piped("pipeline-zero1-bf16", 4, zero(1, "bf16"), scheme="xor:2"),
     sharded("tensor-zero1-bf16", zero(1, "bf16"), scheme="xor:2"),
     experts("experts-zero2-bf16", [4, 2], zero(2, "bf16"), scheme="rs:3+1"),
@@ -51,6 +49,8 @@ PARALLEL_CELLS = [
 """Every kind of parallelism at least once."""
 
 MORE_PARALLEL_CELLS = [
+    Cell("zero3-fp32", 2, zero3("fp32")),
+    piped("pipeline-fp32", 2, {**zero(0, "fp32"), **RECOMPUTED}),
     Cell("zero3-fp16", 2, zero3("fp16"), skips=True),
     experts("experts-bf16", [2], zero(0, "bf16")),
     Cell("zero3-autocast", 2, {**zero3("fp32", **NONE_PERSISTS), **AUTOCAST}),
@@ -63,10 +63,5 @@ MORE_PARALLEL_CELLS = [
 ]
 """Other ways to the same; with --all-layouts."""
 
-UNIVERSAL_CELLS = [
-    Cell("zero3-bf16", 2, zero3("bf16")),
-]
-"""Trained on from universal checkpoints."""
-
-MORE_UNIVERSAL_CELLS = [Cell("zero1-bf16", 2, zero(1, "bf16"))]
-"""The same; with --all-layouts."""
+UNIVERSAL_CELLS = [Cell("zero3-bf16", 2, zero3("bf16")), Cell("zero1-bf16", 2, zero(1, "bf16"))]
+"""Trained on from universal checkpoints; with --all-layouts."""

@@ -52,6 +52,7 @@ def test_a_pipelines_loader_goes_on_where_it_was(
         require_same(notes)
 
 
+@pytest.mark.all_layouts
 def test_a_curriculum_goes_on_where_it_was(deepspeed_server: ForkServer, tmp_path: Path) -> None:
     for notes in notes_of(deepspeed_server, tmp_path, "curriculum", 2, PROGRAM):
         different = [name for name, n in notes.items() if n["interrupted"] != n["whole"]]

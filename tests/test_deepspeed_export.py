@@ -95,6 +95,7 @@ def go_on(runs: Runs, cell: Cell, name: str, folder: str) -> None:
     assert list(runs.lines(name, 0)) == list(range(SNAPSHOT_AT + 1, ITERATIONS + 1))
 
 
+@pytest.mark.all_layouts
 def test_deepspeed_goes_on_from_an_export_as_from_its_own(deepspeed_runs: Runs) -> None:
     runs = deepspeed_runs
     paths = save_both(runs, ZERO2, **{SEEDED: 1})

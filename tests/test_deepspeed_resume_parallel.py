@@ -16,7 +16,6 @@ from arena_folder import ArenaFolder  # noqa: E402
 from deepspeed_cells import Cell  # noqa: E402
 from deepspeed_cells_parallel import (  # noqa: E402
     MORE_PARALLEL_CELLS,
-    MORE_UNIVERSAL_CELLS,
     PARALLEL_CELLS,
     UNIVERSAL_CELLS,
 )
@@ -40,14 +39,8 @@ def test_so_is_every_other_one(cell: Cell, deepspeed_runs: Runs) -> None:
     check_resume(deepspeed_runs, cell, crash=True)
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [
-        *UNIVERSAL_CELLS,
-        *(pytest.param(cell, marks=pytest.mark.all_layouts) for cell in MORE_UNIVERSAL_CELLS),
-    ],
-    ids=lambda cell: cell.name,
-)
+@pytest.mark.all_layouts
+@pytest.mark.parametrize("cell", UNIVERSAL_CELLS, ids=lambda cell: cell.name)
 def test_a_job_from_a_universal_checkpoint_resumes(cell: Cell, deepspeed_runs: Runs) -> None:
     """Under ZeRO-3 DeepSpeed's load makes sub-groups share their step, which has to stay so."""
     runs, folder = deepspeed_runs, deepspeed_runs.folder / "checkpoint"

@@ -64,6 +64,7 @@ def test_snapshots_do_not_change_training(runs: Runs) -> None:
     runs.require_same(layout, "plain", "with")
 
 
+@pytest.mark.all_layouts
 def test_a_rank_of_a_launcher_trains_the_same(runs: Runs) -> None:
     """What the forked ranks of the other tests show holds for torchrun's processes."""
     layout = Layout("dp2", 2, DISTRIBUTED)

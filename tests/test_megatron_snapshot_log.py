@@ -131,6 +131,7 @@ def training_command(corpus: Path, folder: Path) -> tuple[str, ...]:
 @pytest.mark.mpi
 @pytest.mark.megatron
 @pytest.mark.slow
+@pytest.mark.all_layouts
 @pytest.mark.skipif(
     find_spec("megatron") is None or find_spec("megatron.training") is None,
     reason="needs megatron-core with megatron.training",

@@ -30,11 +30,12 @@ KNOWN = {
     "ShardSlots": "shard_id slots changes pins",
     "SnapshotCycle": "incarnation places nodes stripes _orders interval first phase snapshot "
     "iteration level lead _commits_in_a_row _waiting _encoders _world _broken _corrupt _gated "
-    "_unjudged _judged _last fixed _before _spent",
+    "_unjudged _judged _last fixed _before _spent _permitted",
 }
 """What is described below, or decides nothing within the bounds of an exploration.
 
-The last two count only where the interval is not fixed; in the model it is.
+_before and _spent count only where the interval is not fixed, and in the model it is; _permitted
+says when it is worth while to ask for a permit, and the model asks at any time.
 """
 
 
