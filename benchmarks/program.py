@@ -125,6 +125,10 @@ class Training:
             done.append(self.iterate(saves))
         return done
 
+    def _together(self) -> None:
+        if dist.is_initialized():
+            dist.barrier()
+
     def turn(self, saves: bool) -> None:
         """Go over to a phase with saves or without, beside what is measured.
 
@@ -142,11 +146,11 @@ class Training:
     def single(self) -> dict[str, float]:
         """One save with nothing to hide behind: seconds of a copy, held, and until safe.
 
-        Ranks begin it together, as they end an iteration of a training.
+        Ranks copy together and begin to save together, as they end an iteration of a training.
         """
+        self._together()
         copy = self.copied()
-        if dist.is_initialized():
-            dist.barrier()
+        self._together()
         self.iteration, started = saved_at_last(self.method, self.iteration + 1, self.state)
         self.method.fence()
         blocked = time.perf_counter() - started
