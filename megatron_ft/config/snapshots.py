@@ -57,7 +57,7 @@ class SnapshotSettings:
         job=True,
     )
     arena_dir: Path | None = folder(
-        "Folder of the arenas, on a tmpfs, with huge pages if it is mounted with huge=always. "
+        "Folder of the arenas, on a tmpfs; before Linux 6.1, mount it with huge=always. "
         "None: one in /dev/shm."
     )
     checkpoint_dir: Path | None = folder(

@@ -26,6 +26,8 @@ from megatron_ft.identity import SnapshotId
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.security import JobKeys
 
+LOOK_SECONDS = 0.25
+"""So often what nobody tells is looked at: whether a pause has ended, or parity takes too long."""
 HOLDER = "drain"
 """The coordinator's name as a reader; it has one drain at a time."""
 
