@@ -64,6 +64,7 @@ class Asked:
     """Saves when it is asked to, and only then."""
 
     decides = False
+    """Whether it chooses itself which of the offered iterations it saves; it is offered all."""
 
     def pause(self, paused: bool) -> None:
         """It is not asked meanwhile."""

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.peers.peer import Peer, State, copy_into
+from benchmarks.methods import State
+from benchmarks.peers.peer import Peer, copy_into
 
 WAIT_SECONDS = 60.0
 

@@ -7,7 +7,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.peer import Peer, State, copy_into
+from benchmarks.methods import State
+from benchmarks.peers.peer import Peer, copy_into
 
 
 class InMemoryPartner(Peer):

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.peers.peer import Peer, State, copy_into
+from benchmarks.methods import State
+from benchmarks.peers.peer import Peer, copy_into
 
 LOCAL = "nvidia_resiliency_ext.checkpointing.local"
 QUEUE = "nvidia_resiliency_ext.checkpointing.async_ckpt.core"

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.peers.peer import State
+from benchmarks.methods import State
 
 _Base: Any = import_module(
     "nvidia_resiliency_ext.checkpointing.local.base_state_dict"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.methods import InMemory, saved_at_last
-from benchmarks.peers.peer import Peer, State
+from benchmarks.methods import InMemory, State, saved_at_last
+from benchmarks.peers.peer import Peer
 
 
 class MegatronFt(Peer):

@@ -5,16 +5,11 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import torch
-
-State = dict[str, torch.Tensor]
+from benchmarks.methods import Asked, State
 
 
-class Peer:
+class Peer(Asked):
     """One rank's side of a way of saving; the defaults are those of one that just returns."""
-
-    decides = False
-    """Whether it chooses itself which of the offered iterations it saves; it is offered all."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -28,12 +23,6 @@ class Peer:
 
     def settle(self) -> None:
         """Return when what was saved last outlives a node, as far as it ever will."""
-
-    def pause(self, paused: bool) -> None:
-        """Whoever decides is told by this when a phase without saves begins and ends."""
-
-    def idle(self) -> None:
-        """Return when nothing is under way any more, whatever has become of it."""
 
     def close(self) -> None:
         """Let go of everything."""

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import program
+from benchmarks.methods import State
 from benchmarks.peers.catalogue import WAYS
-from benchmarks.peers.peer import Peer, State
+from benchmarks.peers.peer import Peer
 from benchmarks.rounds import seconds
 
 SAVED, LOADS, FLUSHED = "saved.json", "loads.jsonl", "flushed.json"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.peers.peer import State
+from benchmarks.methods import State
 from benchmarks.peers.torch_own import InFolders
 
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
-from benchmarks.peers.peer import Peer, State, copy_into
+from benchmarks.methods import State
+from benchmarks.peers.peer import Peer, copy_into
 
 
 class Nothing(Peer):

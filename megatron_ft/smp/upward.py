@@ -91,12 +91,13 @@ class Upward:
 
     async def _leave(self, bodies: list[Any]) -> None:
         """These leave now, as one message; nothing if there are none."""
-        snapshot = snapshot_of(bodies)
         if not self.coordinator:
             # An encoder may find a restarted SMP before the coordinator does.
             self._early += bodies
-        if not bodies or not self.coordinator:
             return
+        if not bodies:
+            return
+        snapshot = snapshot_of(bodies)
         if not self._gathering.takes(snapshot):
             await self._directly(bodies)
             return
