@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from megatron_ft.capture.copier import (
     batches,
     move,
 )
+from megatron_ft.capture.plain_copy import PlainCopy
 
 SERIAL_ELEMENTS = 32768
 """torch copies tensors of fewer elements in the calling thread (at::internal::GRAIN_SIZE)."""
@@ -27,7 +27,7 @@ class CpuCopier:
     More threads were not used on purpose: intra-op threads that compete with training
     made copies two to five times slower, and one thread reaches memory speed.  Nor is
     torch.set_num_threads: it moves process-wide defaults, and with them the last bits of
-    training's sums.  Large contiguous tensors go by memmove instead.
+    training's sums.  Large contiguous tensors are copied as bytes instead.
     """
 
     def __init__(self, piece_bytes: int) -> None:
@@ -72,13 +72,9 @@ class CpuCopier:
 
 
 class SerialBatch(NamedTuple):
-    """Copies that one thread makes without intra-op threads, strided large tensors excepted.
+    """Copies that one thread makes without intra-op threads, strided large tensors excepted."""
 
-    ``plain`` has (address of the target, source, bytes): where a source lies is asked when it is
-    copied, so that memory that it has given back is not read.
-    """
-
-    plain: list[tuple[int, torch.Tensor, int]]
+    plain: list[PlainCopy]
     others: list[CopyItem]
 
     @classmethod
@@ -88,16 +84,15 @@ class SerialBatch(NamedTuple):
         for item in batch:
             source, target = item
             if source.numel() >= SERIAL_ELEMENTS and all(map(is_plain_memory, item)):
-                plain.append((target.data_ptr(), source, source.nbytes))
+                plain.append(PlainCopy(target, source))
             else:
                 others.append(item)
         return cls(plain, others)
 
     def move(self) -> None:
         """Copy; the targets must be alive."""
-        copy, place = ctypes.memmove, torch.Tensor.data_ptr
-        for target, source, length in self.plain:
-            copy(target, place(source), length)
+        for copy in self.plain:
+            copy()
         if self.others:
             move(self.others)
 
