@@ -37,4 +37,4 @@ class PlainCopy:
 
 def bytes_at(address: int, length: int) -> Bytes:
     """Memory as an array, which does not keep it alive."""
-    return np.frombuffer((ctypes.c_uint8 * length).from_address(address), np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address))
