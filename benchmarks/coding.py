@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.rounds import ratios, seconds
 from benchmarks.table import Row
 from megatron_ft.erasure.codec import open_codec
-from megatron_ft.erasure.member import buffers_apart
+from megatron_ft.erasure.pieces import buffers_apart
 from megatron_ft.isal import Bytes
 
 PIECE = 1 << 20

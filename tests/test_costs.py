@@ -27,7 +27,7 @@ from megatron_ft.capture.fill import chunk_blocks
 from megatron_ft.capture.manager import SnapshotManager
 from megatron_ft.capture.quiet import QuietWindows
 from megatron_ft.coordinator.cycle import Ended, Send, SnapshotCycle
-from megatron_ft.erasure import checks
+from megatron_ft.erasure import checks, row_encoder
 from megatron_ft.erasure import encode as encoding
 from megatron_ft.erasure import member as member_module
 from megatron_ft.erasure.codec import open_codec
@@ -352,7 +352,7 @@ def test_encoding_reads_each_byte_as_often_as_it_must(
     members = [make_member(code, n, size) for n in range(k + parities)]
     passes = Passes(monkeypatch)
     coded = 0
-    plain_kernel = encoding.encode_kernel
+    plain_kernel = row_encoder.encode_kernel
 
     def counted(codec: Any) -> Any:
         kernel = plain_kernel(codec)
@@ -364,7 +364,7 @@ def test_encoding_reads_each_byte_as_often_as_it_must(
 
         return run
 
-    monkeypatch.setattr(encoding, "encode_kernel", counted)
+    monkeypatch.setattr(row_encoder, "encode_kernel", counted)
     peers = range(k + parities)
     succeed(k + parities, lambda n, t: encoding.encode(code, members[n], t, peers))
     chunks, copies = (k + parities) * code.chunk_bytes, k == 1

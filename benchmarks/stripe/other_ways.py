@@ -11,23 +11,28 @@ from functools import partial
 
 import numpy as np
 
-from megatron_ft.erasure.encode import encode_kernel, open_row_codec
 from megatron_ft.erasure.gather import gather_rows
-from megatron_ft.erasure.member import MemberView, StripeCode, chunk_of, spare_pieces
+from megatron_ft.erasure.member import MemberView, StripeCode, chunk_of
+from megatron_ft.erasure.pieces import SparePieces
+from megatron_ft.erasure.row_encoder import copies_only, encode_kernel, open_row_codec
 from megatron_ft.erasure.transport import Exchange, Kind, Link, Pending, Window, buffer_sets
 from megatron_ft.isal import Bytes
 
 
-def gathered(link: Link, code: StripeCode, member: MemberView) -> None:
+def gathered(link: Link, code: StripeCode, member: MemberView, spare: SparePieces) -> None:
     """Each row comes together at one member, which codes all m parities and passes m-1 on."""
     kernel = encode_kernel(open_row_codec(code))
-    spare = [spare_pieces(code, code.parity_members - 1) for _ in range(2)]
+    into = chunk_of(code, member.parity, 0) if copies_only(code) else None
+    results = spare.sets(2, code.parity_members - 1)
 
     def outputs(number: int, part: slice) -> list[Bytes]:
-        return [piece[: part.stop - part.start] for piece in spare[number % 2]]
+        if into is not None:
+            return [into[part]] * (code.parity_members - 1)
+        return [piece[: part.stop - part.start] for piece in results[number % 2]]
 
     def on_row(number: int, part: slice, columns: Sequence[Bytes]) -> None:
-        kernel(columns, [chunk_of(code, member.parity, 0)[part], *outputs(number, part)])
+        if into is None:
+            kernel(columns, [chunk_of(code, member.parity, 0)[part], *outputs(number, part)])
 
     def swap(j: int, part: slice, output: Bytes) -> Sequence[Pending]:
         home = chunk_of(code, member.parity, j)[part]
@@ -40,19 +45,19 @@ def gathered(link: Link, code: StripeCode, member: MemberView) -> None:
         for j, output in enumerate(outputs(number, part), 1):
             yield Exchange(partial(swap, j, part, output))
 
-    gather_rows(link, code, member.data, lambda *_: None, on_row, passes)
+    gather_rows(link, code, member.data, lambda *_: None, on_row, passes, spare, into)
 
 
-def direct(link: Link, code: StripeCode, member: MemberView) -> None:
+def direct(link: Link, code: StripeCode, member: MemberView, spare: SparePieces) -> None:
     """Every chunk goes to all m holders of its row's parity, each of which codes its own."""
     k, layout = code.data_members, code.layout
     codec = open_row_codec(code)
     kernels = [codec.kernel([k + j], range(k)) for j in range(code.parity_members)]
-    spare = [spare_pieces(code, k) for _ in range(buffer_sets(k))]
+    pieces = spare.sets(buffer_sets(k), k)
     window, number = Window(link), 0
     for part in code.pieces():
         for j, kernel in enumerate(kernels):
-            columns = [piece[: part.stop - part.start] for piece in spare[number % len(spare)]]
+            columns = [piece[: part.stop - part.start] for piece in pieces[number % len(pieces)]]
             number += 1
             for column in range(k):
                 row = layout.data_row(link.member, column)
@@ -73,11 +78,11 @@ def _swap_source(
     return [link.receive(buffer, source, Kind.SOURCE), link.send(mine, target, Kind.SOURCE)]
 
 
-def ring(link: Link, code: StripeCode, member: MemberView) -> None:
+def ring(link: Link, code: StripeCode, member: MemberView, spare: SparePieces) -> None:
     """m = 1 and XOR: a row's partial sum walks from member to member, each adds its chunk."""
     assert code.kind == "xor", "only a XOR can be summed on the way"
     window, k = Window(link), code.data_members
-    partial_sum, arrived = spare_pieces(code, 2)
+    ((partial_sum, arrived),) = spare.sets(1, 2)
     for part in code.pieces():
         length = part.stop - part.start
         for step in range(k):

@@ -13,10 +13,12 @@ import numpy as np
 from benchmarks.stripe.counting import CountingTransport
 from benchmarks.stripe.other_ways import WAYS
 from megatron_ft.arena.digest import required_bytes, seal
-from megatron_ft.erasure.encode import EncodeResult, encode, encode_kernel, open_row_codec
-from megatron_ft.erasure.member import MemberView, StripeCode, chunk_of, spare_pieces
+from megatron_ft.erasure.encode import EncodeResult, encode
+from megatron_ft.erasure.member import MemberView, StripeCode, chunk_of
 from megatron_ft.erasure.paced import PacedTransport
+from megatron_ft.erasure.pieces import SparePieces, held_bytes
 from megatron_ft.erasure.rebuild import rebuild
+from megatron_ft.erasure.row_encoder import encode_kernel, open_row_codec
 from megatron_ft.erasure.stripes import padded_bytes
 from megatron_ft.erasure.transport import (
     EXCHANGES_IN_FLIGHT,
@@ -87,17 +89,18 @@ class Works:
         """Do it once."""
         verb, _, argument = name.partition(":")
         if verb in WAYS:
-            WAYS[verb](self._link(transport), self.code, self.member)
+            with SparePieces(self.code) as spare:
+                WAYS[verb](self._link(transport), self.code, self.member, spare)
         else:
             numbers = [int(number) for number in argument.split(",") if number]
             self._verbs[verb](transport, *numbers)
 
     def memory(self, transport: CountingTransport) -> int:
-        """Most bytes that Python and numpy hold beside the member during one encode."""
+        """Most bytes that are held beside the member during one encode, kept buffers included."""
         tracemalloc.start()
         try:
             self._encode(transport)
-            return tracemalloc.get_traced_memory()[1]
+            return tracemalloc.get_traced_memory()[1] + held_bytes()
         finally:
             tracemalloc.stop()
 
@@ -151,8 +154,12 @@ class Works:
 
     def _transfer(self, transport: CountingTransport) -> None:
         """Transport alone, as the product uses it: an encode's least bytes, to all others alike."""
+        with SparePieces(self.code) as spare:
+            self._exchange_all(transport, *spare.sets(1, EXCHANGES_IN_FLIGHT))
+
+    def _exchange_all(self, transport: CountingTransport, spare: list[Bytes]) -> None:
         link, code = self._link(transport), self.code
-        window, spare = Window(link), spare_pieces(code, EXCHANGES_IN_FLIGHT)
+        window = Window(link)
         turns = list(product(code.pieces(), range(1, code.members)))
         given = Ahead(partial(self._send_step, link, *turn) for turn in turns)
         for number, (part, step) in enumerate(turns):

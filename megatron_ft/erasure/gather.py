@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import product
 
-from megatron_ft.erasure.member import StripeCode, chunk_of, spare_pieces
+from megatron_ft.erasure.member import StripeCode, chunk_of
+from megatron_ft.erasure.pieces import SparePieces
 from megatron_ft.erasure.transport import (
     EXCHANGES_IN_FLIGHT,
     Ahead,
@@ -41,17 +42,19 @@ def gather_rows(
     on_column: OnColumn,
     on_row: OnRow,
     passes: Passes,
+    spare: SparePieces,
     into: Bytes | None = None,
 ) -> None:
     """Gather this member's row and give its own chunks to the other rows.
 
-    The only column of a row may be received ``into`` a place of its own, a chunk long.
+    Columns are received into ``spare`` pieces; the only column of a row may be received ``into``
+    a place of its own, a chunk long.
 
     The results of a piece are passed on after some of the next piece's columns were
     started, so that transfers are always under way while a piece is coded.
     """
     assert into is None or code.data_members == 1
-    gathering = _Gathering(link, code, data, on_column, on_row, into)
+    gathering = _Gathering(link, code, data, on_column, on_row, spare, into)
     first = min(EXCHANGES_IN_FLIGHT - 1, code.data_members)
     results: list[Exchange] = []
     for number, part in enumerate(code.pieces()):
@@ -73,21 +76,22 @@ class _Gathering:
         data: Bytes,
         on_column: OnColumn,
         on_row: OnRow,
+        spare: SparePieces,
         into: Bytes | None,
     ) -> None:
         self._window = Window(link)
         self._link, self._code, self._data = link, code, data
         self._on_column, self._on_row = on_column, on_row
         self._into = into
-        spare = code.data_members if into is None else 0
-        self._spare = [spare_pieces(code, spare) for _ in range(buffer_sets(code.data_members))]
+        columns = code.data_members if into is None else 0
+        self._spare = spare.sets(buffer_sets(code.data_members), columns)
         turns = product(code.pieces(), range(code.data_members))
         self._given = Ahead(partial(self._give, *turn) for turn in turns)
 
     def post(self, number: int, part: slice, column: int) -> None:
         """Exchange one column's piece: ours goes to its row, another's comes to ours."""
         link, layout = self._link, self._code.layout
-        buffer = self._columns(number, part)[column]
+        buffer = self._column(number, part, column)
         source = layout.holder(link.member, column)
         self._window.post(
             lambda: [link.receive(buffer, source, Kind.SOURCE), *self._given.due()],
@@ -113,12 +117,12 @@ class _Gathering:
         return [self._link.send(mine, target, Kind.SOURCE)]
 
     def _arrived(self, number: int, part: slice, column: int) -> None:
-        columns = self._columns(number, part)
-        self._on_column(column, part, columns[column])
+        self._on_column(column, part, self._column(number, part, column))
         if column == self._code.data_members - 1:
-            self._on_row(number, part, columns)
+            columns = range(self._code.data_members)
+            self._on_row(number, part, [self._column(number, part, c) for c in columns])
 
-    def _columns(self, number: int, part: slice) -> list[Bytes]:
+    def _column(self, number: int, part: slice, column: int) -> Bytes:
         if self._into is not None:
-            return [self._into[part]]
-        return [piece[: part.stop - part.start] for piece in self._spare[number % len(self._spare)]]
+            return self._into[part]
+        return self._spare[number % len(self._spare)][column][: part.stop - part.start]

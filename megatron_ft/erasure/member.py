@@ -18,10 +18,6 @@ Digests = npt.NDArray[np.uint64]
 PIECE_BYTES = 1 << 20
 """Chunks travel and are coded in pieces of about this size, so that a piece stays in cache."""
 
-_LINE_BYTES = 64
-_STAGGER_BYTES = 5 * _LINE_BYTES
-"""An odd number of lines: all 64 places in a page are taken before one is taken twice."""
-
 
 @dataclass(frozen=True)
 class StripeCode:
@@ -130,21 +126,3 @@ class MemberView:
 def chunk_of(code: StripeCode, region: Bytes, chunk: int) -> Bytes:
     """One chunk of a member's data or parity."""
     return region[chunk * code.chunk_bytes : (chunk + 1) * code.chunk_bytes]
-
-
-def spare_pieces(code: StripeCode, count: int, length: int = 0) -> list[Bytes]:
-    """Buffers for pieces: all the memory a coder needs, whatever the length of the data."""
-    return buffers_apart(count, min(length or code.piece_bytes, code.chunk_bytes))
-
-
-def buffers_apart(count: int, length: int) -> list[Bytes]:
-    """Buffers that a kernel reads side by side, placed so that they do not push each other out.
-
-    Each begins on a cache line, and at another line of its page than those beside it: a cache
-    has room for few lines of one place in the page, 8 in most first-level caches.
-    """
-    stride = length + _STAGGER_BYTES
-    region = np.empty(count * stride + _LINE_BYTES, np.uint8)
-    first = -region.ctypes.data % _LINE_BYTES
-    starts = range(first, first + count * stride, stride)
-    return [region[start : start + length] for start in starts]

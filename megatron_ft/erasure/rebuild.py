@@ -24,14 +24,14 @@ from megatron_ft.erasure.checks import (
     parity_root,
 )
 from megatron_ft.erasure.codec import Codec, Kernel
-from megatron_ft.erasure.encode import open_row_codec
 from megatron_ft.erasure.introduce import agreed_table, introduce
 from megatron_ft.erasure.member import (
     MemberView,
     StripeCode,
     chunk_of,
-    spare_pieces,
 )
+from megatron_ft.erasure.pieces import SparePieces
+from megatron_ft.erasure.row_encoder import open_row_codec
 from megatron_ft.erasure.transport import (
     EXCHANGES_IN_FLIGHT,
     Ahead,
@@ -91,7 +91,8 @@ def rebuild(
         _Receiver(link, task, member, arriving).run()
         arriving.require(table[link.member])
     else:
-        _Survivor(link, task, member, checks, codec or open_row_codec(code)).run()
+        with SparePieces(code, code.small_piece_bytes) as spare:
+            _Survivor(link, task, member, checks, codec or open_row_codec(code), spare).run()
     barrier(link)
     return RebuildResult(table[link.member], parity_root(member.parity_digests), table)
 
@@ -162,18 +163,17 @@ class _Survivor:
         member: MemberView,
         checks: Mapping[int, _Checks],
         codec: Codec,
+        spare: SparePieces,
     ) -> None:
         self._link, self._task, self._member, self._codec = link, task, member, codec
         self._code, self._window = task.code, Window(link)
         self._own_place = task.survivors.index(link.member)
         self._last_step = max(1, self._code.data_members - 1)
         self._checks = checks
-        self._gathered = [
-            self._spare_pieces(codec.data_members) for _ in range(buffer_sets(self._last_step))
-        ]
+        self._gathered = spare.sets(buffer_sets(self._last_step), codec.data_members)
         turns = product(range(task.rounds), range(1, self._last_step + 1))
         self._given = Ahead(partial(self._give, *turn) for turn in turns)
-        self._solved = [self._spare_pieces(len(task.lost)) for _ in range(2)]
+        self._solved = spare.sets(2, len(task.lost))
         self._kernels: dict[tuple[tuple[int, ...], tuple[int, ...]], Kernel] = {}
 
     def run(self) -> None:
@@ -216,9 +216,6 @@ class _Survivor:
         symbol = self._code.layout.symbol(other.row, self._link.member)
         piece = _place(self._code, self._member, symbol, other.part)
         return [self._link.send(piece, other.sources[0], Kind.SOURCE)]
-
-    def _spare_pieces(self, count: int) -> list[Bytes]:
-        return spare_pieces(self._code, count, self._code.small_piece_bytes)
 
     def _set(self, number: int) -> list[Bytes]:
         return self._gathered[number % len(self._gathered)]

@@ -19,10 +19,12 @@ from megatron_ft.erasure.checks import (
     parity_root,
 )
 from megatron_ft.erasure.codec import Codec
-from megatron_ft.erasure.encode import encode_kernel, open_row_codec, swap_digests
+from megatron_ft.erasure.encode import swap_digests
 from megatron_ft.erasure.gather import gather_rows
 from megatron_ft.erasure.introduce import Introduction, agreed_records, introduce
-from megatron_ft.erasure.member import Digests, MemberView, StripeCode, spare_pieces
+from megatron_ft.erasure.member import Digests, MemberView, StripeCode
+from megatron_ft.erasure.pieces import SparePieces
+from megatron_ft.erasure.row_encoder import encode_kernel, open_row_codec
 from megatron_ft.erasure.transport import Exchange, Link, Transport, exchange
 from megatron_ft.isal import Bytes
 
@@ -58,8 +60,9 @@ def verify(
     link = Link(transport, peers, index)
     introductions = introduce(link, member)
     shards = [record.shard_id for record in agreed_records(introductions)]
-    row = _RowVerifier(link, code, introductions, codec or open_row_codec(code))
-    gather_rows(link, code, member.data, row.check, row.code_piece, _nothing_to_pass)
+    with SparePieces(code) as spare:
+        row = _RowVerifier(link, code, introductions, codec or open_row_codec(code), spare)
+        gather_rows(link, code, member.data, row.check, row.code_piece, _nothing_to_pass, spare)
     computed = swap_digests(link, code, row.digests)
     known = swap_digests(link, code, row.known).astype(bool)
     parity_bad = _parity_differs(code, member, np.where(known, computed, member.parity_digests))
@@ -88,10 +91,11 @@ class _RowVerifier:
         code: StripeCode,
         introductions: Mapping[int, Introduction],
         codec: Codec,
+        spare: SparePieces,
     ) -> None:
         self._link, self._code = link, code
         self._kernel = encode_kernel(codec)
-        self._scratch = spare_pieces(code, code.parity_members)
+        (self._scratch,) = spare.sets(1, code.parity_members)
         self.digests = np.zeros((code.parity_members, code.chunk_blocks), np.uint64)
         self.known = np.ones_like(self.digests)
         self.corrupt: set[int] = set()
