@@ -15,6 +15,7 @@ from benchmarks.stripe.world import measure
 from megatron_ft.erasure import member as member_module
 from megatron_ft.erasure.encode import encode
 from megatron_ft.erasure.member import StripeCode
+from megatron_ft.erasure.pieces import SparePieces
 from megatron_ft.erasure.rebuild import rebuild
 from megatron_ft.erasure.transport import Link
 from megatron_ft.erasure.world import MPI, TCP
@@ -94,7 +95,8 @@ def test_other_ways_make_the_same_parity_and_send_no_less(shape: tuple[str, int,
 
         def work(number: int, transport: object, way=way) -> int:  # type: ignore[no-untyped-def]
             counting = CountingTransport(transport)  # type: ignore[arg-type]
-            way(Link(counting, range(members), None), code, views[number])
+            with SparePieces(code) as spare:
+                way(Link(counting, range(members), None), code, views[number], spare)
             return counting.payload
 
         sent = set(ThreadWorld(members).run(work))
