@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from erasure_samples import ThreadWorld, make_code, make_lost, make_member, protected
 
-from benchmarks.stripe.counting import CountingTransport
+from benchmarks.stripe.counting import PAYLOAD, CountingTransport
+from benchmarks.stripe.messages import EncodeMessages
 from benchmarks.stripe.other_ways import WAYS
 from benchmarks.stripe.rank import Plan
 from benchmarks.stripe.world import measure
@@ -17,7 +18,7 @@ from megatron_ft.erasure.encode import encode
 from megatron_ft.erasure.member import StripeCode
 from megatron_ft.erasure.pieces import SparePieces
 from megatron_ft.erasure.rebuild import rebuild
-from megatron_ft.erasure.transport import Link
+from megatron_ft.erasure.transport import Kind, Link, Transport
 from megatron_ft.erasure.world import MPI, TCP
 
 PIECE = 1024
@@ -105,14 +106,53 @@ def test_other_ways_make_the_same_parity_and_send_no_less(shape: tuple[str, int,
         assert all(np.array_equal(v.parity, p) for v, p in zip(views, parities, strict=True)), name
 
 
+MOVED = [("xor", 1, 1), ("xor", 3, 1), ("rs", 2, 2), ("replica", 1, 2)]
+
+
+@pytest.mark.parametrize("shape", MOVED)
+def test_the_transfer_alone_moves_what_an_encode_moves(shape: tuple[str, int, int]) -> None:
+    """The same bytes to the same members; a copy lies where an encode leaves it."""
+    kind, k, m = shape
+    members = k + m
+    code = make_code(kind, k, m, [LENGTH] * members)
+    views = [make_member(code, n, LENGTH) for n in range(members)]
+
+    def chunks(counting: CountingTransport) -> dict[tuple[int, Kind], int]:
+        return {key: size for key, size in counting.sent.items() if key[1] in PAYLOAD}
+
+    def encoded(number: int, transport: Transport) -> dict[tuple[int, Kind], int]:
+        counting = CountingTransport(transport)
+        encode(code, views[number], counting, range(members))
+        return chunks(counting)
+
+    def moved(number: int, transport: Transport) -> dict[tuple[int, Kind], int]:
+        counting = CountingTransport(transport)
+        with SparePieces(code) as spare:
+            link = Link(counting, range(members), None)
+            messages = EncodeMessages(link, code, views[number], spare)
+            messages.exchange(messages.give, messages.take)
+        return chunks(counting)
+
+    wanted = ThreadWorld(members).run(encoded)
+    firsts = [view.parity[: code.chunk_bytes].copy() for view in views]
+    for view in views:
+        view.parity[:] = 0
+    assert ThreadWorld(members).run(moved) == wanted
+    if k == 1:
+        parities = zip(views, firsts, strict=True)
+        assert all(np.array_equal(v.parity[: code.chunk_bytes], p) for v, p in parities)
+
+
 @pytest.mark.parametrize("transport", [pytest.param(MPI, marks=pytest.mark.mpi), TCP])
 def test_a_world_of_the_benchmark_measures(transport: str) -> None:
     """Three members over the real transport; times mean nothing on so little."""
-    works = ("encode", "kernel", "transfer", "shards:2", "gather", "rebuild:0", "into:0")
+    works = ("encode", "kernel", "transfer", "transfer-cached", "shards:2", "gather")
+    works += ("rebuild:0", "into:0")
     found = measure(Plan("xor", 2, 1, 300_000, works, 1, True), transport)
     length = found.memory[0].data_bytes
     assert all(sum(done.to_peers) == length for done in found.one("encode"))
-    assert all(sum(done.to_peers) == length for done in found.one("transfer"))
+    for work in ("transfer", "transfer-cached"):
+        assert all(sum(done.to_peers) == length for done in found.one(work))
     assert [sum(d.to_peers) for d in found.one("into:0")][0] == 0
     assert sum(sum(d.to_peers) for d in found.one("into:0")) == length * 3 // 2
     assert all(sum(done.to_peers) for done in found.one("into:0")[1:]), "one gives it all"

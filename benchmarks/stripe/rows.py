@@ -42,8 +42,8 @@ def _over(transport: str, kind: str, k: int, m: int, mib: int, rounds: int) -> I
     ways = ["gather", "direct", *(["ring"] if kind == "xor" else [])]
     lost = [",".join(map(str, range(n + 1))) for n in range(m)]
     rebuilds = [f"{verb}:{those}" for those in lost for verb in ("rebuild", "into")]
-    works = ["encode", "kernel", "transfer", f"shards:{SHARDS}", *ways, *rebuilds]
-    works += [paced if kind == "xor" else "pyeclib"]
+    works = ["encode", "kernel", "transfer", "transfer-cached", f"shards:{SHARDS}", *ways]
+    works += [*rebuilds, paced if kind == "xor" else "pyeclib"]
     found = measure(Plan(kind, k, m, mib * MEBI, tuple(works), rounds), transport)
     name = f"{kind}:{k}+{m} over {transport}"
     yield from _encode_rows(name, found, least)
@@ -60,6 +60,10 @@ def _encode_rows(name: str, found: Measured, least: int) -> Iterator[Row]:
     share = _ratio(slower, found.seconds("encode"))
     note = "slower of kernel alone and the same bytes alone; checks included"
     yield Row(f"encode {name}", share, "x yardstick", 0.8, note=note)
+    cached = zip(found.seconds("kernel"), found.seconds("transfer-cached"), strict=True)
+    share = _ratio([max(both) for both in cached], found.seconds("encode"))
+    note = "as many bytes alone, from one chunk into pieces that stay in a cache"
+    yield Row(f"the same, transfer in a cache, {name}", share, "x yardstick", note=note)
     bare = _ratio(slower, found.seconds("gather"))
     yield Row(f"the same without digests, {name}", bare, "x yardstick")
     yield _processor_row(name, found)

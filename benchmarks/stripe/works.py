@@ -6,11 +6,11 @@ import dataclasses
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 
 import numpy as np
 
 from benchmarks.stripe.counting import CountingTransport
+from benchmarks.stripe.messages import EncodeMessages
 from benchmarks.stripe.other_ways import WAYS
 from megatron_ft.arena.digest import required_bytes, seal
 from megatron_ft.erasure.encode import EncodeResult, encode
@@ -21,8 +21,6 @@ from megatron_ft.erasure.rebuild import rebuild
 from megatron_ft.erasure.row_encoder import encode_kernel, open_row_codec
 from megatron_ft.erasure.stripes import padded_bytes
 from megatron_ft.erasure.transport import (
-    EXCHANGES_IN_FLIGHT,
-    Ahead,
     Kind,
     Link,
     Pending,
@@ -58,10 +56,11 @@ def sealed_member(code: StripeCode, number: int, size: int) -> MemberView:
 class Works:
     """One member's end of every work; all members do the same work at the same time.
 
-    Names: ``kernel``, ``transfer``, ``encode``, ``shards:N`` (as many bytes in N stripes, one
-    after the other), ``paced:BYTES_A_SECOND``, ``pyeclib``, the WAYS, ``rebuild:M,M`` and
-    ``into:M,M`` (the bytes that those lost members need, sent to them by the others in even
-    shares).  ``rebuild`` needs an ``encode`` before it.
+    Names: ``kernel``, ``transfer`` (an encode's messages), ``transfer-cached`` (as many bytes from
+    a cache into a cache), ``encode``, ``shards:N`` (as many bytes in N stripes, one after the
+    other), ``paced:BYTES_A_SECOND``, ``pyeclib``, the WAYS, ``rebuild:M,M`` and ``into:M,M`` (the
+    bytes that those lost members need, sent to them by the others in even shares).  ``rebuild``
+    needs an ``encode`` before it.
     """
 
     def __init__(self, kind: str, k: int, m: int, size: int, transport: Transport) -> None:
@@ -77,6 +76,7 @@ class Works:
         self._verbs: dict[str, Callable[..., None]] = {
             "kernel": self._kernel,
             "transfer": self._transfer,
+            "transfer-cached": self._transfer_cached,
             "encode": self._encode,
             "shards": self._shards_each,
             "paced": self._paced,
@@ -153,24 +153,16 @@ class Works:
             kernel(data, out)
 
     def _transfer(self, transport: CountingTransport) -> None:
-        """Transport alone, as the product uses it: an encode's least bytes, to all others alike."""
+        """Transport alone, as the product uses it: an encode's bytes, from and to its places."""
         with SparePieces(self.code) as spare:
-            self._exchange_all(transport, *spare.sets(1, EXCHANGES_IN_FLIGHT))
+            moved = EncodeMessages(self._link(transport), self.code, self.member, spare)
+            moved.exchange(moved.give, moved.take)
 
-    def _exchange_all(self, transport: CountingTransport, spare: list[Bytes]) -> None:
-        link, code = self._link(transport), self.code
-        window = Window(link)
-        turns = list(product(code.pieces(), range(1, code.members)))
-        given = Ahead(partial(self._send_step, link, *turn) for turn in turns)
-        for number, (part, step) in enumerate(turns):
-            buffer = spare[number % len(spare)][: part.stop - part.start]
-            window.post(partial(_swap, link, buffer, step, given))
-        window.drain()
-        link.wait(given.rest())
-
-    def _send_step(self, link: Link, part: slice, step: int) -> list[Pending]:
-        mine = chunk_of(self.code, self.member.data, 0)[part]
-        return [link.send(mine, link.member + step, Kind.SOURCE)]
+    def _transfer_cached(self, transport: CountingTransport) -> None:
+        """As many bytes, of one chunk only and into pieces that stay in a cache."""
+        with SparePieces(self.code) as spare:
+            moved = EncodeMessages(self._link(transport), self.code, self.member, spare)
+            moved.exchange(moved.give_first_chunk, moved.take_spare)
 
     def _into(self, transport: CountingTransport, *lost: int) -> None:
         """Transport alone: N chunks for each lost member, in turn from the others."""
@@ -219,10 +211,6 @@ def _empty(code: StripeCode) -> MemberView:
     lengths = (code.data_bytes, code.parity_bytes)
     data, parity = (np.full(length, 0xA5, np.uint8) for length in lengths)
     return MemberView(data, parity, np.zeros(code.parity_blocks, np.uint64), None)
-
-
-def _swap(link: Link, buffer: Bytes, step: int, given: Ahead) -> list[Pending]:
-    return [link.receive(buffer, link.member - step, Kind.SOURCE), *given.due()]
 
 
 def _take(link: Link, buffer: Bytes, giver: int) -> list[Pending]:
