@@ -27,7 +27,7 @@ from megatron_ft.capture.fill import chunk_blocks
 from megatron_ft.capture.manager import SnapshotManager
 from megatron_ft.capture.quiet import QuietWindows
 from megatron_ft.coordinator.cycle import Ended, Send, SnapshotCycle
-from megatron_ft.erasure import checks, row_encoder
+from megatron_ft.erasure import checks, row_encoder, run_check
 from megatron_ft.erasure import encode as encoding
 from megatron_ft.erasure import member as member_module
 from megatron_ft.erasure.codec import open_codec
@@ -204,7 +204,12 @@ class Passes:
 
             return counted
 
+        def of_run(piece: Bytes, algorithm: int) -> int:
+            self.digested += piece.nbytes
+            return digest.digest_block(piece, algorithm)
+
         monkeypatch.setattr(ctypes, "memmove", copy)
+        monkeypatch.setattr(run_check, "digest_block", of_run)
         monkeypatch.setattr(digest, "block_digests", by_number)
         monkeypatch.setattr(digest, "digest_blocks", digested)
         monkeypatch.setattr(checks, "digest_blocks", digested)

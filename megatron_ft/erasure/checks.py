@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron_ft.arena.digest import digest_blocks, digest_root
 from megatron_ft.erasure.member import Digests, MemberView, StripeCode
+from megatron_ft.erasure.run_check import RunCheck
 from megatron_ft.errors import CorruptBlockError
 from megatron_ft.identity import SealedRecord
 from megatron_ft.isal import Bytes
@@ -61,6 +62,7 @@ class DataCheck:
         self._table = table.view("<u8")
         if digest_root(self._table, record) != record.digest_root:
             raise CorruptMemberError(record.shard_id, "its digest table does not match its root")
+        self._runs = RunCheck(code, self._table[: record.digest_offset // code.block_bytes])
 
     def bad_blocks(self, offset: int, piece: Bytes) -> list[int]:
         """See Check."""
@@ -73,9 +75,13 @@ class DataCheck:
     def required_digests(self, offset: int, piece: Bytes) -> Digests:
         """As ``require``, and the digests of all of the piece's blocks, each whole.
 
+        Where all is right, one CRC says so for most pieces, and the digests are the table's.
         What the check itself has digested is not read again: only the block that the data shares
         with the table, and those behind it.
         """
+        if self._runs.is_right(offset, piece):
+            first = offset // self._code.block_bytes
+            return self._table[first : first + _blocks(self._code, piece.nbytes)]
         found = self._found(offset, piece)
         self._refuse(self._bad(offset, piece, found))
         whole = self._covered(offset, piece) // self._code.block_bytes
