@@ -30,7 +30,7 @@ from megatron_ft.coordinator.cycle import Ended, Send, SnapshotCycle
 from megatron_ft.erasure import checks, row_encoder, run_check
 from megatron_ft.erasure import encode as encoding
 from megatron_ft.erasure import member as member_module
-from megatron_ft.erasure.codec import open_codec
+from megatron_ft.erasure.codec import IsalCodec, open_codec
 from megatron_ft.erasure.member import StripeCode
 from megatron_ft.erasure.rebuild import rebuild
 from megatron_ft.erasure.transport import (
@@ -398,6 +398,23 @@ def test_rebuilding_reads_each_byte_as_often_as_it_must(monkeypatch: pytest.Monk
     most = (sources + solved_parity + rebuilt) * code.chunk_bytes
     # Beyond the digest tables sources are compared with zero or the table, and not digested.
     assert most - 4 * k * code.block_bytes <= passes.digested <= most
+
+
+@pytest.mark.parametrize("shape", [("xor", 1, 1), ("replica", 1, 2)])
+def test_rebuilding_copies_computes_nothing(
+    shape: tuple[str, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A survivor's piece is what was lost: it is checked where it lies, and sent from there."""
+    kind, k, parities = shape
+    peers, size = range(k + parities), 64 << 10
+    monkeypatch.setattr(member_module, "PIECE_BYTES", 8 << 10)
+    code = make_code(kind, k, parities, [size] * len(peers), 512)
+    members = [make_member(code, n, size) for n in peers]
+    results = succeed(len(peers), lambda n, t: encoding.encode(code, members[n], t, peers))
+    views = [make_lost(code), *map(protected, members[1:], results[1:])]
+    monkeypatch.setattr(IsalCodec, "kernel", None)
+    succeed(len(peers), lambda n, t: rebuild(code, views[n], t, peers, {0}))
+    assert np.array_equal(views[0].data, members[0].data)
 
 
 def messages_of_encode(size: int) -> tuple[StripeCode, Counter[Kind]]:

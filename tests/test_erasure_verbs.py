@@ -377,7 +377,7 @@ def test_memory_does_not_grow_with_the_data(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(member_module, "PIECE_BYTES", 16384)
 
     def peak(length: int) -> int:
-        code = make_code("rs", 2, 2, [length] * 4, 8192)
+        code = make_code("rs", 2, 2, [length] * 4, 16384)
         members = encoded(code, [length] * 4)
         views = [make_lost(code), *members[1:]]
         tracemalloc.start()
@@ -388,7 +388,7 @@ def test_memory_does_not_grow_with_the_data(monkeypatch: pytest.MonkeyPatch) -> 
         return used
 
     peak(200_000)  # first use of everything
-    # What grows are digest tables: 8 bytes for each 8192, held by everyone of everyone.
+    # What grows are digest tables: 8 bytes for each 16384, held by everyone of everyone.
     assert peak(1_600_000) - peak(200_000) < 0.1 * 1_400_000
 
 

@@ -31,7 +31,7 @@ from megatron_ft.erasure.member import (
     chunk_of,
 )
 from megatron_ft.erasure.pieces import SparePieces
-from megatron_ft.erasure.row_encoder import open_row_codec
+from megatron_ft.erasure.row_encoder import copies_only, open_row_codec
 from megatron_ft.erasure.transport import (
     EXCHANGES_IN_FLIGHT,
     Ahead,
@@ -173,7 +173,7 @@ class _Survivor:
         self._gathered = spare.sets(buffer_sets(self._last_step), codec.data_members)
         turns = product(range(task.rounds), range(1, self._last_step + 1))
         self._given = Ahead(partial(self._give, *turn) for turn in turns)
-        self._solved = spare.sets(2, len(task.lost))
+        self._solved = spare.sets(2, 0 if copies_only(self._code) else len(task.lost))
         self._kernels: dict[tuple[tuple[int, ...], tuple[int, ...]], Kernel] = {}
 
     def run(self) -> None:
@@ -234,9 +234,16 @@ class _Survivor:
         pieces = [own, *(_cut(buffer, unit.part) for buffer in others)]
         for source, symbol, piece in zip(unit.sources, symbols, pieces, strict=True):
             self._check(source, symbol, unit.part, piece)
-        wanted = tuple(self._code.layout.symbol(unit.row, n) for n in self._task.lost)
-        outputs = [_cut(buffer, unit.part) for buffer in self._solved[number % 2]]
-        self._kernel(wanted, tuple(symbols))(pieces, outputs)
+        if not copies_only(self._code):
+            wanted = tuple(self._code.layout.symbol(unit.row, n) for n in self._task.lost)
+            self._kernel(wanted, tuple(symbols))(pieces, self._outputs(number, unit))
+
+    def _outputs(self, number: int, unit: _Unit) -> list[Bytes]:
+        """What a unit is solved into, for each lost member; a copy is our own piece."""
+        if copies_only(self._code):
+            symbol = self._code.layout.symbol(unit.row, self._link.member)
+            return [_place(self._code, self._member, symbol, unit.part)] * len(self._task.lost)
+        return [_cut(buffer, unit.part) for buffer in self._solved[number % 2]]
 
     def _check(self, source: int, symbol: int, part: slice, piece: Bytes) -> None:
         layout = self._code.layout
@@ -254,11 +261,10 @@ class _Survivor:
         unit = self._task.unit(number, self._own_place)
         if unit is None:
             return
-        for place, target in enumerate(self._task.lost):
-            self._window.post(partial(self._send_result, number, unit, place, target))
+        for output, target in zip(self._outputs(number, unit), self._task.lost, strict=True):
+            self._window.post(partial(self._send_result, unit, output, target))
 
-    def _send_result(self, number: int, unit: _Unit, place: int, target: int) -> list[Pending]:
-        output = _cut(self._solved[number % 2][place], unit.part)
+    def _send_result(self, unit: _Unit, output: Bytes, target: int) -> list[Pending]:
         started = [self._link.send(output, target, Kind.RESULT)]
         if self._code.layout.is_parity(self._code.layout.symbol(unit.row, target)):
             digests = parity_digests_of(self._code, output).view(np.uint8)
