@@ -113,14 +113,14 @@ def smps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SmpNode]]:
 
 
 class Chain:
-    """A coordinator above SMPs that each pass on to the next one."""
+    """A coordinator above SMPs of which each ``fan_out``-th passes on to those behind it."""
 
-    def __init__(self, incarnation: int, heartbeat: float = 0.2) -> None:
+    def __init__(self, incarnation: int, heartbeat: float = 0.2, fan_out: int = 1) -> None:
         self.incarnation = incarnation
         timing = Timing(heartbeat=heartbeat, lease=5 * heartbeat, node_timeout=90.0)
         self.of = Coordinator(JobKeys.derive(SECRET), Observers(), lambda world: None, timing)
         self.of.link_type = Counting
-        self.of.relays.fan_out, self.of.relays.patience = 1, 1.0
+        self.of.relays.fan_out, self.of.relays.patience = fan_out, 1.0
         self.cycle = SnapshotCycle(incarnation, {f"dp{n}": n for n in NAMES}, (), 1)
         Counting.asked.clear()
         Counting.came.clear()
@@ -140,6 +140,16 @@ class Chain:
         await self.of.ask_all(requests)
         self.of.cycle = self.cycle
         await self.of.refresh()
+
+    async def close(self) -> None:
+        """The next coordinator waits for the leases of this one, unless they end now."""
+        ends = (link.ask(m.Lease(self.incarnation, 0.0, link.clock), 30) for link in self.links)
+        await asyncio.gather(*ends)
+        await self.of.close()
+
+    @property
+    def links(self) -> list[SmpLink]:
+        return list(self.of.links.values())
 
     def permit(self) -> None:
         self.of._perform(self.cycle, self.cycle.propose(1, ""))
@@ -189,7 +199,7 @@ def test_one_request_reaches_all(smps: list[SmpNode]) -> None:
         direct = {what for what in Counting.asked if what[1] != "Lease"}
         assert direct == {("n0", "PassOn")} and Counting.asked["n0", "PassOn"] == 2
         assert all(set(states(node)) == {SlotState.FREE} for node in smps)
-        await chain.of.close()
+        await chain.close()
 
     run(story())
 
@@ -217,7 +227,7 @@ def test_below_a_relay_that_hangs_all_are_asked_directly(smps: list[SmpNode]) ->
         chain.permit()
         await until_all(smps, SlotState.CAPTURING)
         await chain.give_up()
-        await chain.of.close()
+        await chain.close()
 
     run(story())
 
@@ -234,8 +244,8 @@ def test_reports_of_all_come_as_one_message(smps: list[SmpNode]) -> None:
         assert {(node, kind) for node, kind, _ in Counting.came} == {("n0", "Gathered")}
         assert sorted(node for _, _, of in Counting.came for node in of) == list(NAMES)
         await until(lambda: chain.cycle.phase == Phase.IDLE, "commit")
-        assert [link.inbox.number for link in chain.of.links.values()] == [1] * 4
-        await chain.of.close()
+        assert [link.inbox.number for link in chain.links] == [1] * 4
+        await chain.close()
 
     run(story())
 
@@ -265,14 +275,14 @@ def test_reports_that_hang_in_a_relay_come_directly_and_once(smps: list[SmpNode]
         await seal_on([smps[1]])
         await until(lambda: chain.cycle.phase == Phase.IDLE, "commit")
         assert sorted(chain.sealed) == list(NAMES)
-        await chain.of.close()
+        await chain.close()
 
     run(story())
 
 
 def test_a_relay_passes_on_nothing_else(smps: list[SmpNode]) -> None:
     async def story() -> None:
-        chain = Chain(5)
+        chain = Chain(6)
         await chain.begin(smps)
         link = chain.of.links["n0"]
 
@@ -282,11 +292,11 @@ def test_a_relay_passes_on_nothing_else(smps: list[SmpNode]) -> None:
             assert isinstance(answer, m.Refused), answer
             return f"{answer.error}: {answer.reason}"
 
-        abort = m.Abort(5, chain.cycle.snapshot, "")
-        assert "this is n0, not n1" in await passed("n1", 5, abort)
+        abort = m.Abort(6, chain.cycle.snapshot, "")
+        assert "this is n0, not n1" in await passed("n1", 6, abort)
         assert "StaleIncarnationError" in await passed("n0", 2, abort)
-        assert "Retire is not passed on" in await passed("n0", 5, m.Retire(5, True))
-        assert "Lease is not passed on" in await passed("n0", 5, m.Lease(5, 60.0))
-        await chain.of.close()
+        assert "Retire is not passed on" in await passed("n0", 6, m.Retire(6, True))
+        assert "Lease is not passed on" in await passed("n0", 6, m.Lease(6, 60.0))
+        await chain.close()
 
     run(story())
