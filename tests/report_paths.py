@@ -22,18 +22,22 @@ from megatron_ft.smp.reports import snapshot_of
 ONE, TWO = SnapshotId(1, 1), SnapshotId(1, 2)
 Step = tuple[str, ...]
 NAMES = ("r", "b")
-FAULTS = {"cut", "die"}
+FAULTS = {"cut", "die", "reset"}
 
 
 @dataclass(frozen=True)
 class Script:
-    """What r and b tell, in how many rounds, who has heartbeats, and what strikes once."""
+    """What r and b tell, in how many rounds, who has heartbeats, and what strikes once.
+
+    So often something is told again that is on its way, or has arrived, directly.
+    """
 
     r: tuple[Any, ...]
     b: tuple[Any, ...]
     rounds: int
     beats: str
     fault: str
+    needless: int = 0
 
     def of(self, name: str) -> tuple[Any, ...]:
         """The words of one of them."""
@@ -55,6 +59,22 @@ SCRIPTS = {
         beats="b",
         fault="cut",
     ),
+    "an SMP that was replaced": Script(
+        (m.OrderDone(ONE, "r1"), m.OrderDone(ONE, "r2")),
+        (),
+        rounds=1,
+        beats="r",
+        fault="die",
+        needless=1,
+    ),
+    "words of a connection that is made anew": Script(
+        (),
+        (m.WriterGone("trainer", "b", 1), m.OrderDone(ONE, "b2"), m.WriterGone("trainer", "b", 3)),
+        rounds=1,
+        beats="b",
+        fault="reset",
+        needless=1,
+    ),
 }
 
 
@@ -73,6 +93,7 @@ class Paths:
 
     script: Script
     faults: int = 1
+    needless: int = 0
     told: dict[str, int] = field(default_factory=lambda: dict.fromkeys(NAMES, 0))
     outboxes: dict[str, Outbox] = field(default_factory=lambda: {n: Outbox(1) for n in NAMES})
     inboxes: dict[str, Inbox] = field(default_factory=lambda: {n: introduced() for n in NAMES})
@@ -87,14 +108,16 @@ class Paths:
 
     def key(self) -> Any:
         """The same for the same states."""
-        outboxes = tuple((o.stream, o._next, len(o.unheard)) for o in self.outboxes.values())
+        outboxes = tuple(
+            (o.stream, o._next, len(o.unheard), o._behind) for o in self.outboxes.values()
+        )
         inboxes = tuple((i.stream, i.number) for i in self.inboxes.values())
         g = self.gathering
         gathered = (g.snapshot, frozenset(g.missing), tuple(g.frames))
         queues = (self.up, *self.direct.values())
         told = (*self.told.values(), *map(len, self.heard.values()))
         beats = (tuple(sorted(self.beats.items())), tuple(self.beaten.values()))
-        rest = (self.rounds, self.faults, self.died, beats)
+        rest = (self.rounds, self.faults, self.needless, self.died, beats)
         return told, outboxes, inboxes, gathered, queues, rest
 
     def clone(self) -> Paths:
@@ -116,7 +139,7 @@ class Paths:
         for name in NAMES:
             if self.told[name] < len(self.script.of(name)):
                 yield "tell", name
-            if self.outboxes[name].unheard:
+            if self._may_resend(name):
                 yield "resend", name
             if self._may_beat(name):
                 yield "beat", name
@@ -130,6 +153,12 @@ class Paths:
             yield ("hold",)
         if self.faults:
             yield (self.script.fault,)
+
+    def _may_resend(self, name: str) -> bool:
+        """What is under way is told again once at most; what is lost, always."""
+        outbox = self.outboxes[name]
+        lost = self.inboxes[name].number < outbox._next - 1
+        return bool(outbox.unheard and (lost and not self.direct[name] or self.needless))
 
     def _may_beat(self, name: str) -> bool:
         new = self.beaten[name] != self._arrived(name)
@@ -175,7 +204,9 @@ class Paths:
         self._gather(report)
 
     def _resend(self, name: str) -> None:
-        self.direct[name] += (self.outboxes[name].direct(name, 1, []),)
+        if self.inboxes[name].number == self.outboxes[name]._next - 1 or self.direct[name]:
+            self.needless -= 1
+        self.direct[name] += (self.outboxes[name].again(name, 1),)
 
     def _acknowledge(self, name: str) -> None:
         self.outboxes[name].heard(*self.beats.pop(name))
@@ -210,6 +241,11 @@ class Paths:
         self.faults -= 1
         self.up = ()
 
+    def _reset(self) -> None:
+        """The connection of b to the coordinator is made anew."""
+        self.faults -= 1
+        self.direct["b"] = ()
+
     def _die(self) -> None:
         """The relay's SMP dies with all that it has, and another one begins."""
         self.faults -= 1
@@ -228,7 +264,7 @@ class Paths:
 
 def explore(script: Script) -> int:
     """Take every step from every state; how many there are."""
-    first = Paths(script)
+    first = Paths(script, needless=script.needless)
     seen, waiting = {first.key()}, [first]
     while waiting:
         paths = waiting.pop()

@@ -280,6 +280,27 @@ def test_reports_that_hang_in_a_relay_come_directly_and_once(smps: list[SmpNode]
     run(story())
 
 
+def test_what_a_connection_that_broke_has_lost_is_told_again(smps: list[SmpNode]) -> None:
+    """Nobody else would say it: the snapshot would never end, and no other would begin."""
+
+    async def story() -> None:
+        chain = Chain(5, fan_out=len(NAMES))
+        await chain.begin(smps)
+        chain.permit()
+        await until_all(smps, SlotState.CAPTURING)
+        link = chain.of.links["n1"]
+        link._socket.disconnect(link.endpoint)
+        await seal_on(smps)
+        await until_all(smps, SlotState.SEALED)
+        assert "n1" not in chain.sealed
+        link._socket.connect(link.endpoint)
+        await until(lambda: chain.cycle.phase == Phase.IDLE, "commit")
+        assert sorted(chain.sealed) == list(NAMES)
+        await chain.close()
+
+    run(story())
+
+
 def test_a_relay_passes_on_nothing_else(smps: list[SmpNode]) -> None:
     async def story() -> None:
         chain = Chain(6)

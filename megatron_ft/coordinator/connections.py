@@ -12,6 +12,7 @@ import zmq.asyncio
 
 from megatron_ft.coordinator.awake import Awake
 from megatron_ft.coordinator.events import Observers
+from megatron_ft.coordinator.inbox import Inbox
 from megatron_ft.coordinator.link import SmpLink
 from megatron_ft.coordinator.timing import Timing
 from megatron_ft.errors import ControlPlaneError, StaleIncarnationError
@@ -49,6 +50,7 @@ class Connections(ABC):
         self._keys = keys
         self._context = zmq.asyncio.Context()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._inboxes: dict[str, Inbox] = {}
         self._awake = Awake(timing.heartbeat)
         self._superseded = ""
 
@@ -73,7 +75,10 @@ class Connections(ABC):
     def connect(self, node: str, endpoint: str) -> None:
         """Use ``endpoint`` for ``node`` from now on."""
         self.disconnect(node)
-        link = self.link_type(self._context, node, endpoint, self._keys, self._on_event, self.links)
+        inbox = self._inboxes.setdefault(node, Inbox())
+        link = self.link_type(
+            self._context, node, endpoint, self._keys, self._on_event, self.links, inbox
+        )
         self.links[node] = link
         if not self._tasks:
             self._keep(self._awake.watch())

@@ -15,7 +15,7 @@ class Inbox:
     def direct(self, event: m.Event) -> list[m.Event]:
         """What is new in a message of the node's own connection.
 
-        It brings along whatever a relay has not: a gap before it was lost with a connection.
+        It brings along whatever a relay has not; what a connection has lost comes again.
         """
         self.begin(event.stream)
         return self._new(event)
@@ -26,15 +26,15 @@ class Inbox:
             self.stream, self.number = stream, 0
 
     def relayed(self, event: m.Event) -> list[m.Event]:
-        """What is new in a message that relays have brought; nothing if one before it has not come.
-
-        So late words of an SMP that was replaced are dropped too.
+        """What is new in a message that relays have brought; late words of an SMP that was
+        replaced are not.
         """
-        if event.stream != self.stream or event.first > self.number + 1:
-            return []
-        return self._new(event)
+        return self._new(event) if event.stream == self.stream else []
 
     def _new(self, event: m.Event) -> list[m.Event]:
+        """Nothing if one before it has not come."""
+        if event.first > self.number + 1:
+            return []
         new = [one for one in reported(event) if one.first > self.number]
         if new:
             self.number = new[-1].first

@@ -27,6 +27,7 @@ class SmpLink(RequestLink):
     ``clock`` is the newest time of the node's own clock that a heartbeat has brought, 0 before
     the first, ``summary`` the digests of the parts of the job's summary that the node has.
     ``peers`` are the connections to all nodes by name, since a relay brings reports of others.
+    ``inbox`` is that of an earlier connection to the node, since its SMP may be the same.
     """
 
     def __init__(
@@ -37,11 +38,12 @@ class SmpLink(RequestLink):
         keys: JobKeys,
         on_event: EventCallback,
         peers: Mapping[str, SmpLink] | None = None,
+        inbox: Inbox | None = None,
     ) -> None:
         super().__init__(context, node, endpoint, keys)
         self.clock = 0.0
         self.summary: dict[str, bytes] = {}
-        self.inbox = Inbox()
+        self.inbox = inbox or Inbox()
         self._on_event, self._peers = on_event, {} if peers is None else peers
 
     async def make_arena(self, request: m.CreateArena) -> None:

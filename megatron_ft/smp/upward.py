@@ -53,7 +53,9 @@ class Upward:
         await self._leave(early)
         await self._leave(self._reports.look())
         if self._outbox.overdue():
-            await self._directly([])
+            machine = self._machine
+            event = self._outbox.again(machine.node, machine.highest_incarnation)
+            await self.send(self.coordinator, event)
 
     def asked(self, request: Any) -> None:
         """The coordinator itself has sent a request: it gets the report on it directly."""

@@ -290,9 +290,9 @@ class SmpSteps:
         self._report(node, node.highest, node.reports.take())
 
     def _do_unheard(self, name: str) -> None:
-        """What relays should have brought by now is sent directly."""
+        """What should have arrived by now is sent directly, once more."""
         node = self.nodes[name]
-        node.events.append(("report", node.outbox.direct(name, node.highest, [])))
+        node.events.append(("report", node.outbox.again(name, node.highest)))
 
     def _do_heard(self, name: str) -> None:
         """A heartbeat says what has arrived."""
