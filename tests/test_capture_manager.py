@@ -20,6 +20,7 @@ from megatron_ft.arena.digest import first_meta_block
 from megatron_ft.capture.cpu import CpuCopier
 from megatron_ft.errors import (
     ArenaCorruptError,
+    ConfigError,
     CorruptBlockError,
     LayoutMismatchError,
     UnencodableError,
@@ -191,6 +192,44 @@ def test_tied_weights_and_views_are_stored_once(smp: FakeSmp) -> None:
     )
     with pytest.raises(LayoutMismatchError, match=r"model/head\.weight"):
         make_manager(smp).load(into={**state, "model": untied})
+
+
+def turned(apart: bool) -> dict[str, torch.Tensor]:
+    """Of other strides than the planner compares, two tensors or twice the same one."""
+    one, two = torch.ones(8, 4).t(), torch.zeros(8, 4).t()
+    return {"one": one, "two": two if apart else one}
+
+
+def overlapping(apart: bool) -> dict[str, torch.Tensor]:
+    """Neither lies within the other, but some elements are of both."""
+    memory = torch.cat([torch.ones(64), torch.zeros(64)])
+    return {"one": memory[:64], "two": memory[64:] if apart else memory[32:96]}
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=pytest.fail.Exception,
+    reason="each is filled, and the last one's bytes are in both",
+)
+@pytest.mark.parametrize("make", [turned, overlapping])
+def test_tensors_that_share_memory_only_where_they_are_loaded_are_refused(
+    smp: FakeSmp, make: Callable[[bool], dict[str, torch.Tensor]]
+) -> None:
+    manager = make_manager(smp)
+    capture(smp, manager, make(True))
+    manager.close()
+    smp.offer_last()
+    with pytest.raises(LayoutMismatchError, match="share memory"):
+        make_manager(smp).load(into=make(False))
+
+
+def test_a_tensor_of_fewer_elements_than_it_shows_is_refused_at_the_start(smp: FakeSmp) -> None:
+    """It could be captured, and not be filled again."""
+    state = {"mask": torch.ones(8, 1).expand(8, 4), "row": torch.ones(3).expand(1, 3)}
+    with pytest.raises(ConfigError, match=r"'mask' is expanded.*\.clone\(\)"):
+        make_manager(smp).prepare(state)
+    state["mask"] = state["mask"].clone()
+    make_manager(smp).prepare(state)
 
 
 @pytest.mark.parametrize("use_fence", [True, False])

@@ -143,14 +143,25 @@ def _spec(
 
 
 def _check_kind(name: str, tensor: torch.Tensor) -> None:
-    """Refuse what has no plain memory of its own."""
+    """Refuse what has no plain memory of its own, for each element."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         kind = f"{tensor.layout}, {tensor.device}, {tensor.dtype}"
     elif hasattr(tensor, "__tensor_flatten__"):
         kind = f"a {type(tensor).__name__}"
     else:
-        return
+        return _check_expanded(name, tensor)
     raise ConfigError(
         f"tensor {name!r} is {kind}: only dense tensors and DTensors can be captured; "
         "give its inner tensors under names of their own"
     )
+
+
+def _check_expanded(name: str, tensor: torch.Tensor) -> None:
+    """Refuse what could be captured, but not filled again in place."""
+    repeated = zip(tensor.shape, tensor.stride(), strict=True)
+    if not tensor.is_contiguous() and any(size > 1 and step == 0 for size, step in repeated):
+        raise ConfigError(
+            f"tensor {name!r} is expanded: elements of its shape {list(tensor.shape)} share "
+            "memory, so that a snapshot could not be loaded into it; give each its own with "
+            ".clone()"
+        )
