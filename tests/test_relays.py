@@ -22,6 +22,7 @@ from megatron_ft.coordinator.link import SmpLink
 from megatron_ft.coordinator.recovery import admit
 from megatron_ft.coordinator.timing import Timing
 from megatron_ft.coordinator.tree import Branch, answers, branches, unreached, wrapped
+from megatron_ft.identity import SnapshotId
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.local_query import ask
 from megatron_ft.smp.relay import joined
@@ -301,9 +302,28 @@ def test_what_a_connection_that_broke_has_lost_is_told_again(smps: list[SmpNode]
     run(story())
 
 
+def test_words_of_an_smp_that_is_connected_anew_are_those_that_follow(smps: list[SmpNode]) -> None:
+    """Somebody took it for dead."""
+
+    async def story() -> None:
+        chain = Chain(7, fan_out=len(NAMES))
+        await chain.begin(smps)
+        for node in ("n0", "n1"):
+            chain.permit()
+            await until_all(smps, SlotState.CAPTURING)
+            await seal_on(smps)
+            await until(lambda: chain.cycle.phase == Phase.IDLE, "commit")
+            await chain.of.refresh()  # so that it keeps nothing of what it has told
+            chain.of.connect(node, chain.of.links[node].endpoint)
+        assert chain.of.committed == (SnapshotId(7, 2), 2, "local")
+        await chain.close()
+
+    run(story())
+
+
 def test_a_relay_passes_on_nothing_else(smps: list[SmpNode]) -> None:
     async def story() -> None:
-        chain = Chain(6)
+        chain = Chain(8)
         await chain.begin(smps)
         link = chain.of.links["n0"]
 
@@ -313,11 +333,11 @@ def test_a_relay_passes_on_nothing_else(smps: list[SmpNode]) -> None:
             assert isinstance(answer, m.Refused), answer
             return f"{answer.error}: {answer.reason}"
 
-        abort = m.Abort(6, chain.cycle.snapshot, "")
-        assert "this is n0, not n1" in await passed("n1", 6, abort)
+        abort = m.Abort(8, chain.cycle.snapshot, "")
+        assert "this is n0, not n1" in await passed("n1", 8, abort)
         assert "StaleIncarnationError" in await passed("n0", 2, abort)
-        assert "Retire is not passed on" in await passed("n0", 6, m.Retire(6, True))
-        assert "Lease is not passed on" in await passed("n0", 6, m.Lease(6, 60.0))
+        assert "Retire is not passed on" in await passed("n0", 8, m.Retire(8, True))
+        assert "Lease is not passed on" in await passed("n0", 8, m.Lease(8, 60.0))
         await chain.close()
 
     run(story())
