@@ -109,7 +109,7 @@ class Paths:
     def key(self) -> Any:
         """The same for the same states."""
         outboxes = tuple(
-            (o.stream, o._next, len(o.unheard), o._behind) for o in self.outboxes.values()
+            (o.stream, o._next, len(o.unheard), o.behind) for o in self.outboxes.values()
         )
         inboxes = tuple((i.stream, i.number) for i in self.inboxes.values())
         g = self.gathering

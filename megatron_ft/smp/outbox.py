@@ -23,32 +23,33 @@ The first may have left before it, and relays hold it for some time: with the us
 class Outbox:
     """Numbers count from 1 in each ``stream``, which no other outbox of the node has.
 
-    ``unheard`` are the newest events, of which no heartbeat has said that they have arrived.
+    ``unheard`` are the newest events, of which no heartbeat has said that they have arrived;
+    so many of them as ``behind`` says, the newest, only relays were given.
     """
 
     def __init__(self, stream: int = 0) -> None:
         self.stream = stream
         self.unheard: list[Any] = []
         self._next = 1
-        self._behind = 0  # so many of the unheard, the newest, only relays were given
+        self.behind = 0
         self._looks = 0
 
     def direct(self, node: str, incarnation: int, bodies: list[Any]) -> m.Event:
         """An event for the coordinator's own connection, behind all that relays may not bring."""
-        older = self.unheard[len(self.unheard) - self._behind :]
-        first, self._behind = self._next - len(older), 0
+        older = self.unheard[len(self.unheard) - self.behind :]
+        first, self.behind = self._next - len(older), 0
         self._keep(bodies)
         return m.Event(node, incarnation, report([*older, *bodies]), self.stream, first)
 
     def relayed(self, node: str, incarnation: int, bodies: list[Any]) -> m.Event:
         """An event that a relay brings."""
-        first, self._behind = self._next, self._behind + len(bodies)
+        first, self.behind = self._next, self.behind + len(bodies)
         self._keep(bodies)
         return m.Event(node, incarnation, report(bodies), self.stream, first)
 
     def again(self, node: str, incarnation: int) -> m.Event:
         """All that may have been lost, for the coordinator's own connection."""
-        self._behind, self._looks = len(self.unheard), 0
+        self.behind, self._looks = len(self.unheard), 0
         return self.direct(node, incarnation, [])
 
     def heard(self, stream: int, number: int) -> None:
@@ -56,7 +57,7 @@ class Outbox:
         left = self._next - 1 - number
         if stream == self.stream and left < len(self.unheard):
             self.unheard = self.unheard[len(self.unheard) - max(left, 0) :]
-            self._behind, self._looks = min(self._behind, len(self.unheard)), 0
+            self.behind, self._looks = min(self.behind, len(self.unheard)), 0
 
     def overdue(self) -> bool:
         """A heartbeat: whether something has been under way for too long."""
