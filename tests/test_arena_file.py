@@ -533,6 +533,14 @@ def test_mappings_lie_where_huge_pages_fit(folder: Path, offset: int) -> None:
         assert view[-1] == 9, "a view keeps its memory"
 
 
+def test_a_file_that_was_cut_while_it_was_opened_is_not_mapped(folder: Path) -> None:
+    """Behind its end every access would be a bus error."""
+    with (folder / "file").open("w+b") as file:
+        file.truncate(8192)
+        with pytest.raises(ArenaTruncatedError, match="file became shorter"):
+            Mapping(file.fileno(), 4096, 4097, writable=False, name="file")
+
+
 def rooms() -> int:
     """Mappings of this process that only keep others away."""
     return sum(" ---p " in line for line in Path("/proc/self/maps").read_text().splitlines())

@@ -20,7 +20,7 @@ ONE, TWO = SnapshotId(1, 1), SnapshotId(1, 2)
 def forgotten(self: Outbox, node: str, incarnation: int, bodies: list[Any]) -> m.Event:
     """What relays were given is kept nowhere."""
     event = RELAYED(self, node, incarnation, bodies)
-    self.unheard, self._behind = [], 0
+    self.unheard, self.behind = [], 0
     return event
 
 
@@ -92,6 +92,9 @@ def test_a_branch_is_one_message() -> None:
     assert gathering.add(gathered("c", "3"))
     assert gathering.take("r", 1) == m.Gathered(1, "r", ONE, True, (b"1", b"2", b"3"))
     assert gathering.take("r", 1) is None
+    gathering.begin(ONE, b"above", ("r", "b"))
+    assert not gathering.add(gathered("r", "4")), "the next round on the same snapshot"
+    assert gathering.add(gathered("b", "5"))
 
 
 def test_what_is_missing_comes_after_the_rest_and_says_so() -> None:
