@@ -246,6 +246,15 @@ def test_corrupt_bytes_abort_when_the_encoders_are_dead() -> None:
     assert to_all(d.encoders_die(), m.Abort)
 
 
+@pytest.mark.parametrize("corrupt", [("dp1", ""), ("", "dp1")])
+def test_others_that_fail_as_well_make_corrupt_bytes_no_better(corrupt: tuple[str, str]) -> None:
+    """All members of a stripe end when one does; the bytes must not be committed without parity."""
+    d = Driver().encoding()
+    for node, shard in zip(("n1", "n2"), corrupt, strict=True):
+        d.cycle.handle(node, m.OrderFailed(FIRST, WORLD, "a member has left", shard))
+    assert to_all(d.encoders_die(), m.Abort)
+
+
 def test_another_failure_of_the_order_keeps_the_data() -> None:
     d = Driver().encoding()
     d.cycle.handle("n1", m.OrderFailed(FIRST, WORLD, "mpi", ""))
