@@ -113,7 +113,7 @@ def test_peers_that_are_ahead_stand_in_bold() -> None:
 @pytest.mark.parametrize("over", [False, True])
 def test_each_limit_is_in_copies_of_the_state(over: bool) -> None:
     more = 1.01 if over else 0.99
-    ours = found("ours", 0.9, 1.05 * more, safe=4.1 * more, load=1.5 * more, flush_seconds=over)
+    ours = found("ours", 0.9, 1.05 * more, safe=4.1 * more, load=1.5 * more, flushes=(float(over),))
     judged = {row.name: row.met for row in limits(measured([ours], 2)) if row.unit == "copies"}
     assert judged == dict.fromkeys((BLOCKED, SAFE, LOAD, FLUSH), not over)
 
@@ -132,8 +132,19 @@ def test_speed_with_fewer_saves_than_asked_for_is_said_to_be_such() -> None:
 
 
 def test_what_must_be_flushed_counts_in_copies() -> None:
-    entry = measured([found("lm-resiliency", 0.9, 1.0, flush_seconds=31 * COPY)], 2)[0]
+    entry = measured([found("lm-resiliency", 0.9, 1.0, flushes=(31 * COPY,))], 2)[0]
     assert entry.median(FLUSH) == 31.0 and entry.median(KEPT) == 1.0
+
+
+def test_ours_without_protection_is_no_peer_of_ours() -> None:
+    """It is there to compare with those that do as little; the limits are for what protects."""
+    jobs = [found("ours", 0.9, 1.0), found("ours-none", 0.99, 0.9, load=1.0), found("none", 1, 0)]
+    entries = measured(jobs, 2)
+    assert "**" not in table(entries).splitlines()[3].replace("**megatron-ft**", "")
+    assert {row.met for row in limits(entries)} == {True}
+    assert [row.samples for row in limits(entries)] == [
+        row.samples for row in limits(measured(jobs[:1], 2))
+    ]
 
 
 def test_a_peer_that_does_not_run_says_why() -> None:

@@ -24,6 +24,10 @@ class Way:
     launcher: str = ALONE
     installed: bool = False
     """Whether it needs the peers' own environment."""
+    protect: str = ""
+    """What `megatron-ft run` protects with."""
+    peer: bool = True
+    """Whether it is another project's, which we compare ourselves with."""
     note: str = ""
 
     @property
@@ -35,8 +39,23 @@ class Way:
 
 
 WAYS = {
-    "none": Way("no saves", "torch_own:Nothing", note="two equal phases: the noise"),
-    "ours": Way("**megatron-ft**, xor:2", "ours:MegatronFt", SUPERVISED, note="digests on"),
+    "none": Way("no saves", "torch_own:Nothing", peer=False, note="two equal phases: the noise"),
+    "ours": Way(
+        "**megatron-ft**, xor:2",
+        "ours:MegatronFt",
+        SUPERVISED,
+        protect="xor:2",
+        peer=False,
+        note="digests on",
+    ),
+    "ours-none": Way(
+        "**megatron-ft**, none",
+        "ours:MegatronFt",
+        SUPERVISED,
+        protect="none",
+        peer=False,
+        note="to its node's memory only, digests on; safe: from the loss of trainers",
+    ),
     "torch.save": Way("torch.save", "torch_own:TorchSave", note=STORAGE),
     "dcp": Way("DCP save", "torch_own:DcpSave", note=STORAGE),
     "dcp-thread": Way("DCP async_save, thread", "torch_own:DcpThread", note=STORAGE),

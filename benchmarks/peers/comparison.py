@@ -64,7 +64,7 @@ def _figures(job: Found, wanted: int) -> dict[str, list[float]]:
     figures[BLOCKED] = [one["blocked"] / one["copy"] for one in job.singles]
     figures[SAFE] = [one["safe"] / one["copy"] for one in job.singles]
     figures[LOAD] = [one["load"] / one["copy"] for one in job.loads]
-    figures[FLUSH] = [(job.flush_seconds or 0.0) / copy]
+    figures[FLUSH] = [flush / copy for flush in job.flushes or (0.0,)]
     return figures
 
 
@@ -105,7 +105,7 @@ def _leads(entry: Measured, column: str, ours: Measured) -> bool:
     How often saves were kept is no merit of its own: it qualifies the speed.
     """
     theirs, own = entry.median(column), ours.median(column)
-    if entry.way in (OURS, "none") or column == KEPT or theirs is None or own is None:
+    if not WAYS[entry.way].peer or column == KEPT or theirs is None or own is None:
         return False
     return ahead(column, theirs, own)
 

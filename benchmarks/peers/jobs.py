@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -18,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.peers.catalogue import DLROVER, SUPERVISED, WAYS
-from benchmarks.peers.rank import FLUSHED, LOADS, SAVED, Plan
+from benchmarks.peers.catalogue import DLROVER, SUPERVISED, WAYS, Way
+from benchmarks.peers.rank import FLUSHES, LOADS, SAVED, Plan, lines
 from megatron_ft.launch.ports import free_port
 
 RANKS = 2
@@ -36,7 +35,8 @@ class Found:
     pairs: tuple[dict[str, float], ...] = ()
     singles: tuple[dict[str, float], ...] = ()
     loads: tuple[dict[str, Any], ...] = ()
-    flush_seconds: float | None = None
+    flushes: tuple[float, ...] = ()
+    """Seconds that survivors took before anybody could load, once for each failure."""
     why: str = ""
 
 
@@ -48,7 +48,7 @@ def run(way: str, python: Path, **sizes: Any) -> Found:
         log = folder / "log"
         try:
             program = [str(python), "-m", "benchmarks.peers.rank", plan]
-            _launched(WAYS[way].launcher, program, folder, log, sizes["every"])
+            _launched(WAYS[way], program, folder, log, sizes["every"])
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             said = reason(log.read_text(errors="replace")) if log.exists() else ""
             return Found(way, why=said or str(error))
@@ -57,14 +57,13 @@ def run(way: str, python: Path, **sizes: Any) -> Found:
 
 def read(way: str, folder: Path) -> Found:
     """What the ranks have written."""
-    saved = json.loads((folder / SAVED).read_text())
-    loads, flushed = folder / LOADS, folder / FLUSHED
+    (saved,) = lines(folder / SAVED)
     return Found(
         way,
         tuple(saved["pairs"]),
         tuple(saved["singles"]),
-        tuple(map(json.loads, loads.read_text().splitlines())) if loads.exists() else (),
-        json.loads(flushed.read_text())["seconds"] if flushed.exists() else None,
+        tuple(lines(folder / LOADS)),
+        tuple(one["seconds"] for one in lines(folder / FLUSHES)),
     )
 
 
@@ -74,10 +73,10 @@ def reason(log: str) -> str:
     return found[0].strip()[:200] if found else ""
 
 
-def _launched(launcher: str, program: list[str], folder: Path, log: Path, every: int) -> None:
-    if launcher == SUPERVISED:
-        _supervised(program, folder, log, every)
-    elif launcher == DLROVER:
+def _launched(way: Way, program: list[str], folder: Path, log: Path, every: int) -> None:
+    if way.launcher == SUPERVISED:
+        _supervised(way.protect, program, folder, log, every)
+    elif way.launcher == DLROVER:
         _under_dlrover(program, folder, log)
     else:
         while _killed(program, log):
@@ -127,10 +126,10 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def _supervised(program: list[str], folder: Path, log: Path, every: int) -> None:
+def _supervised(protect: str, program: list[str], folder: Path, log: Path, every: int) -> None:
     command = [sys.executable, "-m", "megatron_ft.cli.main", "run"]
     command += ["--job", f"peers-{uuid.uuid4().hex[:8]}", "--nodes", str(RANKS)]
-    command += ["--protect", f"xor:{RANKS}", "--from-scratch", "--quarantine-iterations", "0"]
+    command += ["--protect", protect, "--from-scratch", "--quarantine-iterations", "0"]
     command += ["--state-dir", str(folder / "state"), "--arena-dir", str(folder / "arenas")]
     environment = {**_environment(), "MEGATRON_FT_SNAPSHOT_INTERVAL": str(every)}
     _one([*command, "--log-dir", str(folder / "logs"), "--", *program], environment, log)

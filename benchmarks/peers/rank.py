@@ -1,4 +1,5 @@
-"""One rank under one way of saving.  Its first life trains, saves and is killed; later ones load.
+"""One rank under one way of saving.  Its first life trains, saves and is killed; each later one
+loads what the last has saved, saves anew and is killed as well.
 
 python -m benchmarks.peers.rank PLAN      PLAN: the fields of Plan as JSON
 """
@@ -11,20 +12,20 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
 from benchmarks import program
-from benchmarks.methods import State
 from benchmarks.peers.catalogue import WAYS
 from benchmarks.peers.peer import Peer
+from benchmarks.peers.stamps import stamp, stamped
 from benchmarks.rounds import seconds
 
-SAVED, LOADS, FLUSHED = "saved.json", "loads.jsonl", "flushed.json"
+SAVED, LOADS, FLUSHES = "saved.json", "loads.jsonl", "flushes.jsonl"
 COPIES = 5
 
 
@@ -64,11 +65,9 @@ class Rank:
         pairs = [self.pair(number) for number in range(self.plan.rounds + 1)][1:]
         singles = [self.single() for _ in range(self.plan.rounds)] if saves else []
         if saves:
-            stamp(self.training.state)
-            self.single()
-        if dist.get_rank() == 0:
-            self._write(SAVED, {"pairs": pairs, "singles": singles})
-        dist.barrier()
+            self._save_stamped(0)
+        found = {"pairs": pairs, "singles": singles, "iteration": self.training.iteration}
+        self._add(SAVED, found, by=0)
         if saves:
             self._fail()
 
@@ -111,50 +110,51 @@ class Rank:
         peer.tidy()
         return {"copy": slowest(copy), "blocked": slowest(blocked), "safe": slowest(safe)}
 
+    def _save_stamped(self, life: int) -> None:
+        """A save of values that no other life has."""
+        stamp(self.training.state.values(), dist.get_rank(), life)
+        self.single()
+
+    def load(self, before: int) -> None:
+        """Load into tensors that were used before; whether every value is right is kept too.
+
+        ``before``: lives that have loaded.  All but the last then save other values, so that each
+        loads what was saved in other processes, and the job has made progress when it fails.
+        """
+        training, rank = self.training, dist.get_rank()
+        dist.barrier()  # ranks copy together, as they load
+        copy = slowest(statistics.median(training.copied() for _ in range(COPIES)))
+        dist.barrier()
+        took = slowest(seconds(lambda: self.peer.load(training.state)))
+        wrong = slowest(0.0 if stamped(training.state.values(), rank, before) else 1.0)
+        training.iteration = lines(self.folder / (LOADS if before else SAVED))[-1]["iteration"]
+        last = before + 1 >= self.plan.lives
+        if not last:
+            self._save_stamped(before + 1)
+        found = {"copy": copy, "load": took, "right": not wrong, "iteration": training.iteration}
+        self._add(LOADS, found, by=0)
+        if not last:
+            self._fail()
+
     def _fail(self) -> None:
         """Rank 0 is lost; others do what that asks of them, then are killed as well."""
-        if dist.get_rank() != 0:
+        dist.barrier()
+        if (rank := dist.get_rank()) != 0:
             started = time.perf_counter()
             if self.peer.flush():
-                self._write(FLUSHED, {"seconds": time.perf_counter() - started})
+                self._add(FLUSHES, {"seconds": time.perf_counter() - started}, by=rank)
         die()
 
-    def load(self) -> None:
-        """Load into tensors that were used before; whether every value is right is kept too."""
-        copy = slowest(statistics.median(self.training.copied() for _ in range(COPIES)))
-        dist.barrier()
-        took = slowest(seconds(lambda: self.peer.load(self.training.state)))
-        wrong = slowest(0.0 if stamped(self.training.state) else 1.0)
-        if dist.get_rank() == 0:
-            line = json.dumps({"copy": copy, "load": took, "right": wrong == 0.0})
-            with (self.folder / LOADS).open("a") as file:
-                file.write(line + "\n")
-        dist.barrier()
-        if len((self.folder / LOADS).read_text().splitlines()) < self.plan.lives:
-            dist.barrier()
-            die()
-
-    def _write(self, name: str, found: object) -> None:
-        temporary = self.folder / f"{name}.tmp"
-        temporary.write_text(json.dumps(found))
-        temporary.rename(self.folder / name)
+    def _add(self, name: str, found: object, by: int) -> None:
+        """One more line of one rank's findings."""
+        if dist.get_rank() == by:
+            with (self.folder / name).open("a") as file:
+                file.write(json.dumps(found) + "\n")
 
 
-def stamp(state: State) -> None:
-    """Values that tell rank and tensor apart."""
-    _each(state, lambda tensor, value: tensor.fill_(value))
-
-
-def stamped(state: State) -> bool:
-    """Whether every value is what ``stamp`` has written."""
-    right: list[bool] = []
-    _each(state, lambda tensor, value: right.append(bool((tensor == value).all())))
-    return all(right)
-
-
-def _each(state: State, do: Callable[[torch.Tensor, float], object]) -> None:
-    for number, tensor in enumerate(state.values()):
-        do(tensor, float(1000 * (dist.get_rank() + 1) + number))
+def lines(path: Path) -> list[dict[str, Any]]:
+    """What ranks have found, a line each; none if nobody has come so far."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def slowest(value: float) -> float:
@@ -175,8 +175,9 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     first = not (Path(plan.folder) / SAVED).exists()
+    before = len(lines(Path(plan.folder) / LOADS))
     rank = Rank(plan)
-    rank.train() if first else rank.load()
+    rank.train() if first else rank.load(before)
     rank.peer.close()
     dist.destroy_process_group()
 

@@ -1,0 +1,51 @@
+"""Lives of a job that is compared with its peers: each loads what the one before has saved."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from fork_server import ForkServer, Request
+
+from benchmarks.peers.jobs import Found, read
+from benchmarks.peers.rank import Plan
+
+WAY, RANKS, LIVES = "torch.save", 2, 3
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = ForkServer("peers_program", {"OMP_NUM_THREADS": "1"})
+    yield server
+    server.close()
+
+
+def life(server: ForkServer, folder: Path) -> Found:
+    """One life of all ranks; what the job has found so far."""
+    plan = Plan(
+        way=WAY, folder=str(folder), tensors=2, mib=1, work=1.0, every=1, iterations=1, rounds=1,
+        lives=LIVES,
+    )  # fmt: skip
+    arguments = [msgspec.json.encode(plan).decode()]
+    ended = server.run(Request("peers_program:main", arguments, RANKS, str(folder / "logs"), 30.0))
+    last = len(read(WAY, folder).loads) == LIVES
+    assert ended.codes == [0 if last else -signal.SIGKILL] * RANKS, ended.story()
+    return read(WAY, folder)
+
+
+def test_each_life_loads_what_the_last_has_saved(server: ForkServer, tmp_path: Path) -> None:
+    """A save of two lives ago has the right names and shapes, but not the values."""
+    assert life(server, tmp_path).loads == ()
+    older = shutil.copytree(tmp_path, tmp_path / "older")
+    assert life(server, tmp_path).loads[-1]["right"]
+    for file in older.glob("*.pt"):
+        shutil.copy(file, tmp_path)
+    assert not life(server, tmp_path).loads[-1]["right"]
+    loads = life(server, tmp_path).loads
+    assert [load["right"] for load in loads] == [True, False, True]
+    iterations = [load["iteration"] for load in loads]
+    assert iterations[0] < iterations[1] == iterations[2], "the last life saves no more"
