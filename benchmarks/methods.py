@@ -193,14 +193,18 @@ METHODS: dict[str, Callable[[Path], Method]] = {
 }
 
 
-def saved_at_last(method: Method, iteration: int, state: State) -> tuple[int, float]:
-    """Save as soon as the method does so; the iteration, and when that call began."""
+def saved_at_last(
+    method: Method, iteration: int, state: State, compute: Callable[[], object]
+) -> tuple[int, float]:
+    """Save as soon as the method does so; the iteration, and when that call began.
+
+    ``compute`` is what comes before the end of each iteration.
+    """
     deadline = time.monotonic() + WAIT_SECONDS
     while time.monotonic() < deadline:
+        compute()
         started = time.perf_counter()
         if method.save(iteration, state):
             return iteration, started
         iteration += 1
-        # Permits look ahead of the iterations that trainers have told of.
-        time.sleep(0.02)
     raise TimeoutError(f"no permit for a snapshot in {WAIT_SECONDS:.0f} s")

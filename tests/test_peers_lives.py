@@ -11,7 +11,9 @@ import msgspec
 import pytest
 from fork_server import ForkServer, Request
 
+from benchmarks.methods import State, saved_at_last
 from benchmarks.peers.jobs import Found, read
+from benchmarks.peers.peer import Peer
 from benchmarks.peers.rank import Plan
 
 WAY, RANKS, LIVES = "torch.save", 2, 3
@@ -49,3 +51,28 @@ def test_each_life_loads_what_the_last_has_saved(server: ForkServer, tmp_path: P
     assert [load["right"] for load in loads] == [True, False, True]
     iterations = [load["iteration"] for load in loads]
     assert iterations[0] < iterations[1] == iterations[2], "the last life saves no more"
+
+
+class Third(Peer):
+    """Saves when it is asked for the third time; ``told`` is what happened, in order."""
+
+    def __init__(self) -> None:
+        super().__init__(Path())
+        self.told: list[str] = []
+
+    def save(self, iteration: int, state: State) -> bool:
+        self.told.append(f"save {iteration}")
+        return self.told.count("compute") == 3
+
+    def compute(self) -> None:
+        self.told.append("compute")
+
+
+def test_a_rank_computes_until_it_may_save() -> None:
+    """Sleeping instead would leave it with cold cores; peers compute once before theirs."""
+    third = Third()
+    assert saved_at_last(third, 7, {}, third.compute)[0] == 9
+    assert third.told == [word for i in (7, 8, 9) for word in ("compute", f"save {i}")]
+    asked = Third()
+    asked.save_alone(7, {}, asked.compute)
+    assert asked.told == ["compute", "save 7"]

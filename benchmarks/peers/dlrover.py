@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,11 @@ class FlashCheckpoint(Peer):
         self._save(iteration, state, self._storage.MEMORY)
         return True
 
-    def save_alone(self, iteration: int, state: State) -> tuple[int, float]:
+    def save_alone(
+        self, iteration: int, state: State, compute: Callable[[], object]
+    ) -> tuple[int, float]:
         """Copy to shared memory, and have the agent write files from there."""
+        compute()
         started = time.perf_counter()
         self._save(iteration, state, self._storage.DISK)
         self._awaited = iteration

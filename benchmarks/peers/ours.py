@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.methods import InMemory, State, saved_at_last
@@ -22,10 +23,12 @@ class MegatronFt(Peer):
         """Capture where the job has agreed to."""
         return self._method.save(iteration, state)
 
-    def save_alone(self, iteration: int, state: State) -> tuple[int, float]:
+    def save_alone(
+        self, iteration: int, state: State, compute: Callable[[], object]
+    ) -> tuple[int, float]:
         """Capture as soon as the job agrees to."""
         self._required = True
-        return saved_at_last(self._method, iteration, state)
+        return saved_at_last(self._method, iteration, state, compute)
 
     def fence(self) -> None:
         """Wait for the copy."""

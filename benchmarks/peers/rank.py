@@ -99,9 +99,12 @@ class Rank:
         """One save with nothing to hide behind: a copy, held, until safe; of the slowest rank."""
         training, peer = self.training, self.peer
         dist.barrier()
+        training.compute()
         copy = training.copied()
         dist.barrier()
-        training.iteration, began = peer.save_alone(training.iteration + 1, training.state)
+        training.iteration, began = peer.save_alone(
+            training.iteration + 1, training.state, training.compute
+        )
         peer.fence()
         blocked = time.perf_counter() - began
         peer.settle()
