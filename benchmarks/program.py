@@ -61,8 +61,9 @@ class Training:
         self._left = torch.rand(width, width, device=plan.device)
         self._buffer = torch.zeros(plan.mib << 18, pin_memory=plan.device != "cpu")
         self.copy_seconds = statistics.median(self.copied() for _ in range(WARM_UP + 4))
-        self._products = self._calibrated(plan.work * self.copy_seconds)
-        self._moment = self._calibrated(MOMENT_SECONDS)
+        one = self._calibrated()
+        self._products = max(1, round(plan.work * self.copy_seconds / one))
+        self._moment = max(1, round(MOMENT_SECONDS / one))
 
     def copied(self) -> float:
         """Seconds of one plain copy of the state into warm host memory."""
@@ -75,10 +76,10 @@ class Training:
 
         return seconds(copy)
 
-    def _calibrated(self, wanted: float) -> int:
+    def _calibrated(self) -> float:
+        """Seconds of one product."""
         self._multiply(16)
-        one = min(seconds(lambda: self._multiply(64)) for _ in range(5)) / 64
-        return max(1, round(wanted / one))
+        return min(seconds(lambda: self._multiply(64)) for _ in range(5)) / 64
 
     def _multiply(self, times: int) -> None:
         for _ in range(times):
