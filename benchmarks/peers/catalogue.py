@@ -57,9 +57,9 @@ WAYS = {
         note="to its node's memory only, digests on; safe: from the loss of trainers",
     ),
     "torch.save": Way("torch.save", "torch_own:TorchSave", note=STORAGE),
-    "dcp": Way("DCP save", "torch_own:DcpSave", note=STORAGE),
-    "dcp-thread": Way("DCP async_save, thread", "torch_own:DcpThread", note=STORAGE),
-    "dcp-process": Way("DCP async_save, process", "torch_own:DcpProcess", note=STORAGE),
+    "dcp": Way("DCP save", "dcp:DcpSave", note=STORAGE),
+    "dcp-thread": Way("DCP async_save, thread", "dcp:DcpThread", note=STORAGE),
+    "dcp-process": Way("DCP async_save, process", "dcp:DcpProcess", note=STORAGE),
     "torch_checkpointing": Way(
         "torch_checkpointing 0.1.1, async",
         "torch_checkpointing:TorchCheckpointing",
