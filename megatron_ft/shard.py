@@ -142,7 +142,7 @@ class ShardLayout(msgspec.Struct, frozen=True, array_like=True):
                 f"the stored layout has version {layout.version}, this release reads "
                 f"{LAYOUT_VERSION}; restore with the release that wrote it"
             )
-        outside = [entry.name for entry in layout.entries if not layout._holds(entry)]
+        outside = layout._outside()
         if outside:
             raise LayoutMismatchError(
                 f"the stored layout is damaged: {', '.join(outside[:8])} would lie outside its "
@@ -150,9 +150,18 @@ class ShardLayout(msgspec.Struct, frozen=True, array_like=True):
             )
         return layout
 
-    def _holds(self, entry: LayoutEntry) -> bool:
-        ordered = 0 <= entry.start <= entry.stop and entry.nbytes >= 0
-        return ordered and 0 <= entry.offset <= self.tensor_bytes - entry.nbytes
+    def _outside(self) -> list[str]:
+        """Names of entries that say of themselves what cannot be."""
+        size = self.tensor_bytes
+        return [
+            entry.name
+            for entry in self.entries
+            if not (
+                0 <= entry.start <= entry.stop
+                and 0 <= entry.nbytes
+                and 0 <= entry.offset <= size - entry.nbytes
+            )
+        ]
 
     def hash(self) -> bytes:
         """blake2b-32 of ``to_bytes()``."""

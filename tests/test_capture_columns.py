@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.capture.columns import WholeTensors
+from megatron_ft.capture.columns import WholeLayout, WholeTensors
 from megatron_ft.capture.plan import Planned
 from megatron_ft.shard import LayoutEntry, LogicalPlace, Piece, ShardLayout, layout_differences
 
@@ -26,6 +26,12 @@ def planned(live: Live, boundary: frozenset[str] = frozenset()) -> Planned:
 
 def layout_of(live: Live) -> ShardLayout:
     return planned(live).layout()
+
+
+def compared(stored: ShardLayout, live: Live) -> WholeTensors | None:
+    """As a restore compares them."""
+    whole = WholeLayout.of(stored)
+    return None if whole is None else WholeTensors.of(whole, live)
 
 
 @st.composite
@@ -72,8 +78,8 @@ def test_a_layout_that_passes_is_the_one_that_would_be_planned(
 ) -> None:
     stored = changed(data.draw, layout_of(live))
     of = planned(live)._replace(places=dict.fromkeys(live, PLACE) if known else {})
-    whole = WholeTensors.of(stored, live)
-    if whole is not None and whole.agrees(stored, of):
+    whole = compared(stored, live)
+    if whole is not None and whole.agrees(of):
         assert layout_differences(stored, of.layout()) == ()
         assert stored.tensor_bytes == of.layout().tensor_bytes
 
@@ -83,12 +89,11 @@ def test_a_layout_that_passes_is_the_one_that_would_be_planned(
 def test_tensors_of_their_own_need_no_planning(forms: list[tuple[torch.dtype, list[int]]]) -> None:
     live = {f"t{n}": torch.zeros(shape, dtype=dtype) for n, (dtype, shape) in enumerate(forms)}
     layout = layout_of(live)
-    whole = WholeTensors.of(layout, live)
-    assert whole is not None and whole.agrees(layout, planned(dict(reversed(live.items()))))
-    spans = whole.spans()
-    assert spans is not None
-    assert spans.targets == [live[entry.name].data_ptr() for entry in layout.entries]
-    assert spans.lengths == [live[entry.name].nbytes for entry in layout.entries]
+    whole = compared(layout, live)
+    assert whole is not None and whole.agrees(planned(dict(reversed(live.items()))))
+    assert whole.are_plain()
+    assert whole.addresses == [live[entry.name].data_ptr() for entry in layout.entries]
+    assert whole.stored.lengths == [live[entry.name].nbytes for entry in layout.entries]
 
 
 def shared() -> Live:
@@ -117,27 +122,27 @@ def test_what_takes_more_than_a_copy_of_bytes_is_left_to_others(make: Callable[[
     live = make()
     meta = any(tensor.is_meta for tensor in live.values())
     layout = layout_of({"a": torch.zeros(10)} if meta else live)
-    whole = WholeTensors.of(layout, live)
-    assert whole is None or whole.spans() is None
+    whole = compared(layout, live)
+    assert whole is None or not whole.are_plain()
     assert not (meta and whole)
 
 
 def test_a_split_state_is_planned() -> None:
     live = {"a": torch.zeros(10)}
     layout = layout_of(live)
-    whole = WholeTensors.of(layout, live)
+    whole = compared(layout, live)
     assert whole is not None
-    assert not whole.agrees(layout, planned(live)._replace(splits={"a": (0, 2)}))
+    assert not whole.agrees(planned(live)._replace(splits={"a": (0, 2)}))
 
 
 def test_another_place_in_the_model_is_seen_where_both_sides_know_it() -> None:
     live = {"a": torch.zeros(4)}
     of = planned(live)._replace(places={"a": PLACE})
     elsewhere = of._replace(places={"a": msgspec.structs.replace(PLACE, start=4)})
-    whole = WholeTensors.of(of.layout(), live)
-    assert whole is not None and whole.agrees(of.layout(), of)
-    assert whole.agrees(of.layout(), planned(live))
-    assert not whole.agrees(of.layout(), elsewhere)
+    whole = compared(of.layout(), live)
+    assert whole is not None and whole.agrees(of)
+    assert whole.agrees(planned(live))
+    assert not whole.agrees(elsewhere)
 
 
 def test_an_order_that_no_plan_has_is_seen() -> None:
@@ -147,7 +152,7 @@ def test_an_order_that_no_plan_has_is_seen() -> None:
         msgspec.structs.replace(entry, name=name)
         for entry, name in zip(layout.entries, ("b", "a"), strict=True)
     ]
-    assert WholeTensors.of(msgspec.structs.replace(layout, entries=tuple(swapped)), live) is None
+    assert compared(msgspec.structs.replace(layout, entries=tuple(swapped)), live) is None
 
 
 def replaced(live: Live) -> None:
@@ -178,16 +183,16 @@ def laid_over(live: Live) -> None:
 def test_what_a_load_has_changed_is_seen(change: Callable[[Live], None]) -> None:
     live = {"a": torch.zeros(10), "b": torch.zeros(10)}
     layout = layout_of(live)
-    whole = WholeTensors.of(layout, live)
-    assert whole is not None and whole.agrees(layout, planned(live))
+    whole = compared(layout, live)
+    assert whole is not None and whole.agrees(planned(live))
     change(live)
-    assert not whole.agrees(layout, planned(live))
+    assert not whole.agrees(planned(live))
     assert layout_differences(layout, layout_of(live))
 
 
 def test_tensors_that_a_load_has_made_anew_may_fit_as_well() -> None:
     live = {"a": torch.zeros(10), "b": torch.zeros(10)}
     layout = layout_of(live)
-    whole = WholeTensors.of(layout, live)
+    whole = compared(layout, live)
     fresh = {name: torch.zeros(10) for name in live}
-    assert whole is not None and whole.agrees(layout, planned(fresh))
+    assert whole is not None and whole.agrees(planned(fresh))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import _pickle
 import itertools
 import pickle
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,9 @@ from test_capture_support import BLOCK, WAIT, FakeSmp, GatedCopier, bits, make_m
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import first_meta_block
+from megatron_ft.arena.mapping import populate_read
 from megatron_ft.capture.cpu import CpuCopier
+from megatron_ft.capture.restore import SealedShard
 from megatron_ft.errors import (
     ArenaCorruptError,
     ConfigError,
@@ -394,12 +398,13 @@ def test_one_flipped_bit_is_found_and_no_object_is_loaded(
         assert fingerprint(fresh) == before
 
 
-def test_an_expected_load_checks_what_lies_there_when_it_loads(smp: FakeSmp) -> None:
+@pytest.mark.parametrize("where", ["first byte", "last byte, in a block with objects"])
+def test_an_expected_load_checks_what_lies_there_when_it_loads(smp: FakeSmp, where: str) -> None:
     state = {"w": torch.rand(20_000)}
     manager = make_manager(smp)
     manager.expect_load()
     assert manager.load(into=state) == 0
-    capture(smp, manager, state)
+    record = smp.sealed_records[capture(smp, manager, state).snapshot]
     manager.close()
     smp.offer_last()
     fresh, wrong = {"w": torch.zeros(20_000)}, make_manager(smp)
@@ -407,10 +412,90 @@ def test_an_expected_load_checks_what_lies_there_when_it_loads(smp: FakeSmp) -> 
     second.expect_load()
     assert second.load(into=fresh) == 1 and torch.equal(fresh["w"], state["w"])
     wrong.expect_load()
-    assert smp.arena is not None
-    smp.arena.data(0, writable=True)[3] ^= 1
-    with pytest.raises(CorruptBlockError):
+    join_mapping()
+    assert smp.arena is not None and record.tensor_bytes % BLOCK
+    at = 3 if where == "first byte" else record.tensor_bytes - 1
+    smp.arena.data(0, writable=True)[at] ^= 1
+    fresh["w"].zero_()
+    with pytest.raises(CorruptBlockError, match=rf"\({at // BLOCK}\)"):
         wrong.load(into=fresh)
+    assert not fresh["w"].view(torch.uint8)[at]
+
+
+def test_an_expected_load_has_read_and_mapped_all_but_tensors_before(
+    smp: FakeSmp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": torch.rand(200_000), "step": {"n": 7}}
+    manager = make_manager(smp)
+    used = smp.sealed_records[capture(smp, manager, state).snapshot].used_bytes
+    manager.close()
+    smp.offer_last()
+    fresh, restarted = {"w": torch.zeros(200_000), "step": {"n": 0}}, make_manager(smp)
+    before = mapped_bytes(smp.path)
+    restarted.expect_load()
+    join_mapping()
+    new = [count for at, count in mapped_bytes(smp.path).items() if at not in before]
+    assert smp.arena is not None
+    if populate_read(smp.arena.data(0)):
+        assert max(new) >= used, "the pages that a load will read are not mapped yet"
+    monkeypatch.setattr(SealedShard, "_read_contents", _not_again)
+    assert restarted.load(into=fresh) == 1
+    assert torch.equal(fresh["w"], state["w"]) and fresh["step"] == {"n": 7}
+
+
+def mapped_bytes(path: Path) -> dict[str, int]:
+    """How much of a file is in this process's page tables, by the mapping's address."""
+    found, at = {}, ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        fields = line.split()
+        if not fields[0].endswith(":"):
+            at = fields[0] if fields[-1] == str(path) else ""
+        elif at and fields[0] == "Rss:":
+            found[at] = int(fields[1]) << 10
+    return found
+
+
+def join_mapping() -> None:
+    """Wait until what was expected is ready."""
+    for thread in threading.enumerate():
+        if thread.name == "megatron-ft-map":
+            thread.join(WAIT)
+            assert not thread.is_alive(), f"the arena was not read and mapped within {WAIT} s"
+
+
+def _not_again(shard: SealedShard) -> None:
+    raise AssertionError("the layout was read before")
+
+
+@pytest.mark.parametrize("expected", [False, True])
+def test_a_load_lets_go_of_the_arena_before_it_returns(
+    smp: FakeSmp, monkeypatch: pytest.MonkeyPatch, expected: bool
+) -> None:
+    """So that its memory is unmapped in a thread, and not when the load's last variable ends."""
+    state = {"w": torch.rand(20_000)}
+    manager = make_manager(smp)
+    capture(smp, manager, state)
+    manager.close()
+    smp.offer_last()
+    shards, let_go = list[weakref.ref[SealedShard]](), list[bool]()
+    contents, close_beside = SealedShard.contents, Arena.close_beside
+
+    def seen(shard: SealedShard) -> Any:
+        shards.append(weakref.ref(shard))
+        return contents(shard)
+
+    def closing(arena: Arena) -> threading.Thread:
+        let_go.append(all(shard() is None for shard in shards))
+        return close_beside(arena)
+
+    monkeypatch.setattr(SealedShard, "contents", seen)
+    monkeypatch.setattr(Arena, "close_beside", closing)
+    restarted = make_manager(smp)
+    if expected:
+        restarted.expect_load()
+        join_mapping()
+    assert restarted.load(into={"w": torch.zeros(20_000)}) == 1
+    assert shards and let_go == [True]
 
 
 def test_an_expected_load_of_a_damaged_arena_says_so(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_ft.arena import digest
 from megatron_ft.capture import fill
 from megatron_ft.capture.copier import Bytes, CopyItem
-from megatron_ft.capture.fill import Spans, VerifiedCopy, chunk_blocks, chunks_of, copy_in_threads
+from megatron_ft.capture.fill import Cuts, VerifiedCopy, chunk_blocks, copy_in_threads
 from megatron_ft.capture.threads import MOST, spare_threads
 from megatron_ft.identity import SealedRecord, SnapshotId
 
@@ -50,24 +50,24 @@ def test_what_is_copied_was_verified_and_all_else_is_named(
 ) -> None:
     contents = [bytes([1 + n % 100]) * length for n, length in enumerate(cut)]
     region, record, starts = sealed(contents, padding)
-    verified_from = digest.first_meta_block(record, BLOCK)
-    places = st.integers(0, verified_from * BLOCK - 1)
-    flipped = data.draw(st.sets(places, max_size=3)) if verified_from else set()
+    blocks = digest.table_entries(record.tensor_bytes, BLOCK)
+    places = st.integers(0, max(0, min(blocks * BLOCK, record.digest_offset) - 1))
+    flipped = data.draw(st.sets(places, max_size=3)) if blocks else set()
     for at in flipped:
         region[at] ^= 128
     targets = [np.zeros(length, np.uint8) for length in cut]
-    spans = Spans([t.ctypes.data for t in targets], starts, cut)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fill, "CHUNK_BYTES", chunk)
         patch.setattr(fill, "spare_threads", lambda: threads)
-        algorithm = digest.default_algorithm()
-        check = digest.BlockCheck(region, record, BLOCK, algorithm, chunk_blocks(BLOCK))
-        chunks = chunks_of(spans, check.blocks, BLOCK)
-        bad = VerifiedCopy(region, check, verified_from).run(chunks)
+        algorithm, step = digest.default_algorithm(), chunk_blocks(BLOCK)
+        check = digest.BlockCheck(region, record, BLOCK, algorithm, step)
+        cuts = Cuts.of(starts, cut, blocks, BLOCK)
+        copying = VerifiedCopy(region, check, cuts, [t.ctypes.data for t in targets])
+        bad = copying.run(cuts.chunks)
     assert bad == sorted({at // BLOCK for at in flipped})
-    spoilt = {
-        n for one in chunks for n in range(one.first, one.stop) if {*bad} & {*range(*one[:2])}
-    }
+    looked_at = [cuts.blocks_of(chunk) for chunk in cuts.chunks]
+    assert [*chain(*looked_at)] == [*range(blocks)]
+    spoilt = {*chain(*(some for some in looked_at if {*bad} & {*some}))}
     for content, target, start in zip(contents, targets, starts, strict=True):
         for at in range(len(content)):
             left_out = (start + at) // BLOCK in spoilt

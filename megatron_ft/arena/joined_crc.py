@@ -34,9 +34,11 @@ def joined_crcs(crcs: Table, block_bytes: int, run: int) -> Table:
 
 
 def _moved_on(crcs: Table, block_bytes: int) -> Table:
-    moved = np.zeros_like(crcs)
+    # Lowest byte first, as in the table.
+    bytes_of = np.ascontiguousarray(crcs, "<u8").view(np.uint8).reshape(-1, 8)
+    moved = np.zeros(crcs.shape, np.uint64)
     for at, images in enumerate(_images(block_bytes)):
-        moved ^= images[(crcs >> np.uint64(8 * at)).astype(np.uint8)]
+        moved ^= images.take(bytes_of[:, at])
     return moved
 
 

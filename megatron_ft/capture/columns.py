@@ -7,57 +7,61 @@ be planned can be told in a tenth of that, for most states.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import attrgetter, is_, lt
+from math import prod
+from operator import attrgetter, is_, lt, methodcaller
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from megatron_ft.capture.fill import Spans
-from megatron_ft.capture.plan import Planned, dtype_name
-from megatron_ft.shard import ALIGNMENT, LogicalPlace, ShardLayout
+from megatron_ft.capture.plan import Planned, dtype_name, known_dtype
+from megatron_ft.shard import ALIGNMENT, LayoutEntry, LogicalPlace, ShardLayout
 
-_SHAPE, _DTYPE, _LAYOUT = attrgetter("shape"), attrgetter("dtype"), attrgetter("layout")
+_LAYOUT, _DTYPE = attrgetter("layout"), attrgetter("dtype")
 _IS_CPU, _IS_META = attrgetter("is_cpu"), attrgetter("is_meta")
-_IS_QUANTIZED, _NBYTES = attrgetter("is_quantized"), attrgetter("nbytes")
+_QUANTIZED = methodcaller("startswith", "q")
 _DENSE = {torch.Tensor, torch.nn.Parameter}
 """Of these torch.strided says that they have plain memory; their subclasses may do otherwise."""
 
 
-class Columns(NamedTuple):
-    """The fields of all entries of a layout, one tuple a field, in the order of LayoutEntry."""
+class WholeLayout(NamedTuple):
+    """The fields of a layout of tensors that have bytes of their own, all of which are stored here.
 
-    name: tuple[str, ...]
-    dtype: tuple[str, ...]
-    shape: tuple[tuple[int, ...], ...]
-    offset: tuple[int, ...]
-    nbytes: tuple[int, ...]
-    start: tuple[int, ...]
-    stop: tuple[int, ...]
-    boundary: tuple[bool, ...]
-    alias_of: tuple[str, ...]
-    parts: tuple[int, ...]
-    logical: tuple[LogicalPlace | None, ...]
+    One behind the other, sorted by name, as a plan puts them; in the order of the entries.
+    """
+
+    names: tuple[str, ...]
+    shapes: list[tuple[int, ...]]
+    dtypes: list[torch.dtype]
+    offsets: list[int]
+    lengths: list[int]
+    boundary: frozenset[str]
+    logical: list[LogicalPlace | None]
 
     @classmethod
-    def of(cls, layout: ShardLayout) -> Columns:
-        """Those of one layout."""
-        if not layout.entries:
-            return cls(*[()] * len(cls._fields))
-        return cls._make(zip(*map(msgspec.structs.astuple, layout.entries), strict=True))
+    def of(cls, layout: ShardLayout) -> WholeLayout | None:
+        """None if it is of another kind, or of dtypes that this torch lacks."""
+        entries = layout.entries
+        dtypes = _dtypes({entry.dtype for entry in entries})
+        if dtypes is None or not _are_whole(entries, dtypes):
+            return None
+        whole = cls(
+            tuple([entry.name for entry in entries]),
+            [entry.shape for entry in entries],
+            [dtypes[entry.dtype] for entry in entries],
+            [entry.offset for entry in entries],
+            [entry.nbytes for entry in entries],
+            frozenset([entry.name for entry in entries if entry.boundary]),
+            [entry.logical for entry in entries],
+        )
+        return whole if whole._is_packed(layout.tensor_bytes) else None
 
-    def are_whole(self) -> bool:
-        """Whether every tensor has bytes of its own, all of which are stored here."""
-        return not any(self.alias_of) and set(self.parts) <= {1} and set(self.start) <= {0}
-
-    def are_packed(self, tensor_bytes: int) -> bool:
-        """Sorted by name, one behind the other, as plan_layout puts whole tensors."""
-        sizes = np.array(self.nbytes, np.int64)
+    def _is_packed(self, tensor_bytes: int) -> bool:
+        """Sorted by name, one behind the other, as plan_layout puts them."""
+        sizes = np.array(self.lengths, np.int64)
         ends = np.cumsum(-(-sizes // ALIGNMENT) * ALIGNMENT).tolist()
-        at = [*self.offset, tensor_bytes] == [0, *ends]
-        return at and all(map(lt, self.name, self.name[1:]))
+        at = [*self.offsets, tensor_bytes] == [0, *ends]
+        return at and all(map(lt, self.names, self.names[1:]))
 
 
 class WholeTensors(NamedTuple):
@@ -66,92 +70,93 @@ class WholeTensors(NamedTuple):
     What a plan takes from elsewhere is compared by ``agrees``.
     """
 
-    columns: Columns
+    stored: WholeLayout
     tensors: list[torch.Tensor]
-    facts: tuple[list[int], list[tuple[int, ...]], list[torch.dtype]]
+    addresses: list[int]
+    on_cpu: bool
 
     @classmethod
-    def of(cls, layout: ShardLayout, live: Mapping[str, torch.Tensor]) -> WholeTensors | None:
-        """None if something differs, or only planning can tell: tensors share memory, or are split.
+    def of(cls, stored: WholeLayout, live: Mapping[str, torch.Tensor]) -> WholeTensors | None:
+        """None if something differs, or only planning can tell: tensors that share memory.
 
         Shared memory is the same for CUDA tensors: addresses are unique over all devices.
         """
-        columns = Columns.of(layout)
-        same_names = live.keys() == set(columns.name)
-        if not (same_names and columns.are_whole() and columns.are_packed(layout.tensor_bytes)):
+        if len(live) != len(stored.names) or not all(map(live.__contains__, stored.names)):
             return None
-        found = cls._asked(columns, [live[name] for name in columns.name])
-        return found if found is not None and found._fit() else None
+        tensors = list(map(live.__getitem__, stored.names))
+        on_cpu = all(map(_IS_CPU, tensors))
+        if not (_are_dense(tensors, on_cpu) and _have_form(tensors, stored)):
+            return None
+        found = cls(stored, tensors, list(map(torch.Tensor.data_ptr, tensors)), on_cpu)
+        return found if _lie_apart(found.addresses, stored.lengths) else None
 
-    @classmethod
-    def _asked(cls, columns: Columns, tensors: list[torch.Tensor]) -> WholeTensors | None:
-        """None if one of them has no address."""
-        return cls(columns, tensors, _facts(tensors)) if _are_dense(tensors) else None
-
-    def _fit(self) -> bool:
-        addresses, shapes, dtypes = self.facts
-        columns, sizes = self.columns, tuple(map(_NBYTES, self.tensors))
-        elements = tuple(map(torch.Tensor.numel, self.tensors))
-        same = (tuple(map(dtype_name, dtypes)), sizes, elements)
+    def are_plain(self) -> bool:
+        """Whether copies of bytes are all that it takes to fill them."""
+        every, tensors = torch.Tensor, self.tensors
         return (
-            shapes == list(columns.shape)
-            and same == (columns.dtype, columns.nbytes, columns.stop)
-            and _lie_apart(np.array(addresses, np.int64), np.array(sizes, np.int64))
+            self.on_cpu
+            and all(map(every.is_contiguous, tensors))
+            and not any(map(every.is_neg, tensors))
+            and not any(map(every.is_conj, tensors))
         )
 
-    def spans(self) -> Spans | None:
-        """Where their bytes go, if copies of bytes are all that it takes."""
-        if not _are_plain(self.tensors):
-            return None
-        return Spans(self.facts[0], list(self.columns.offset), list(self.columns.nbytes))
-
-    def agrees(self, layout: ShardLayout, planned: Planned) -> bool:
-        """Whether ``planned.layout()`` would be interchangeable with ``layout``, by now."""
-        now = self if self._stayed(planned.live) else WholeTensors.of(layout, planned.live)
-        boundary = tuple(name in planned.boundary for name in self.columns.name)
-        return (
-            now is not None
-            and not planned.splits
-            and boundary == self.columns.boundary
-            and _are_at(self.columns, planned.places)
-        )
+    def agrees(self, planned: Planned) -> bool:
+        """Whether ``planned.layout()`` would be interchangeable with the stored one, by now."""
+        stored = self.stored
+        fits = self._stayed(planned.live) or WholeTensors.of(stored, planned.live) is not None
+        same = planned.boundary == stored.boundary and not planned.splits
+        return fits and same and _are_at(stored, planned.places)
 
     def _stayed(self, live: Mapping[str, torch.Tensor]) -> bool:
         """Whether these very tensors are all there are, where they were and as they were."""
-        same = len(live) == len(self.tensors)
-        same = same and all(map(is_, map(live.get, self.columns.name), self.tensors))
-        return same and _facts(self.tensors) == self.facts
+        names, tensors = self.stored.names, self.tensors
+        return (
+            len(live) == len(tensors)
+            and all(map(is_, map(live.get, names), tensors))
+            and list(map(torch.Tensor.data_ptr, tensors)) == self.addresses
+            and _have_form(tensors, self.stored)
+        )
 
 
-def _facts(
-    tensors: list[torch.Tensor],
-) -> tuple[list[int], list[tuple[int, ...]], list[torch.dtype]]:
-    place = torch.Tensor.data_ptr
-    return list(map(place, tensors)), list(map(_SHAPE, tensors)), list(map(_DTYPE, tensors))
+def _dtypes(names: set[str]) -> dict[str, torch.dtype] | None:
+    """By name; None if there is one that this torch lacks, or whose tensors a plan refuses."""
+    found = {dtype_name(dtype): dtype for dtype in map(known_dtype, names) if dtype is not None}
+    return found if found.keys() == names and not any(map(_QUANTIZED, names)) else None
 
 
-def _are_plain(tensors: list[torch.Tensor]) -> bool:
-    every, here = torch.Tensor, all(map(_IS_CPU, tensors))
-    lazy_bits = any(map(every.is_conj, tensors)) or any(map(every.is_neg, tensors))
-    return here and all(map(every.is_contiguous, tensors)) and not lazy_bits
+def _are_whole(entries: tuple[LayoutEntry, ...], dtypes: dict[str, torch.dtype]) -> bool:
+    """Whether each has bytes of its own, as many as its shape and dtype have elements."""
+    if any([entry.alias_of or entry.start or entry.parts != 1 for entry in entries]):
+        return False
+    widths = {name: dtype.itemsize for name, dtype in dtypes.items()}
+    counted = [entry.stop for entry in entries] == [prod(entry.shape) for entry in entries]
+    sizes = [entry.stop * widths[entry.dtype] for entry in entries]
+    return counted and [entry.nbytes for entry in entries] == sizes
 
 
-def _are_dense(tensors: list[torch.Tensor]) -> bool:
-    """Whether a plan refuses none of them for its kind."""
+def _have_form(tensors: list[torch.Tensor], stored: WholeLayout) -> bool:
+    """Whether each has the shape and the dtype, and so the length, that is stored."""
+    shapes: list[tuple[int, ...]] = list(map(torch.Tensor.size, tensors))
+    return shapes == stored.shapes and list(map(_DTYPE, tensors)) == stored.dtypes
+
+
+def _are_dense(tensors: list[torch.Tensor], on_cpu: bool) -> bool:
+    """Whether a plan refuses none of them for its kind, quantized ones excepted."""
     kinds = {*map(type, tensors)} <= _DENSE and {*map(_LAYOUT, tensors)} <= {torch.strided}
-    return kinds and not any(map(_IS_META, tensors)) and not any(map(_IS_QUANTIZED, tensors))
+    return kinds and (on_cpu or not any(map(_IS_META, tensors)))
 
 
-def _lie_apart(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> bool:
+def _lie_apart(addresses: list[int], lengths: list[int]) -> bool:
+    starts, sizes = np.array(addresses, np.int64), np.array(lengths, np.int64)
     order = np.argsort(starts)
     ends = (starts + sizes)[order]
     return bool((ends[:-1] <= starts[order][1:]).all())
 
 
-def _are_at(columns: Columns, places: Mapping[str, LogicalPlace]) -> bool:
+def _are_at(stored: WholeLayout, places: Mapping[str, LogicalPlace]) -> bool:
     """Whether no tensor has another place in the unsharded model, where both sides know it."""
-    live = map(places.get, columns.name)
+    live = map(places.get, stored.names)
     return not places or all(
-        stored == here or stored is None or here is None
-        for stored, here in zip(columns.logical, live, strict=True)
+        there == here or there is None or here is None
+        for there, here in zip(stored.logical, live, strict=True)
     )

@@ -18,6 +18,9 @@ COUNTER_BYTES = 4096
 """Plain tensors up to this size are secured at the boundary: likely counters."""
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 @dataclass
 class Enumeration:
     """One pass over a state mapping.
@@ -44,7 +47,7 @@ class Enumeration:
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The shard of a DTensor that lies on this rank; any other tensor as it is."""
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+    if type(tensor) in _PLAIN:
         return tensor
     local = getattr(tensor, "_local_tensor", tensor)
     return local if isinstance(local, torch.Tensor) else tensor

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -36,91 +37,95 @@ class Spans(NamedTuple):
             column.append(number)
 
 
-class Copies(NamedTuple):
-    """What a restore copies: plain bytes, and tensors that need more than that.
-
-    The spans' targets must stay where they are until all was copied.
-    """
-
-    spans: Spans
-    items: list[CopyItem]
-
-
-class Chunk(NamedTuple):
-    """Blocks from ``first`` to before ``stop``, and what of the spans lies in them, as tuples."""
-
-    first: int
-    stop: int
-    pieces: list[tuple[int, int, int]]
-
-
 def chunk_blocks(block_bytes: int) -> int:
     """How many blocks a chunk has."""
     return max(1, CHUNK_BYTES // block_bytes)
 
 
-def chunks_of(spans: Spans, blocks: int, block_bytes: int) -> list[Chunk]:
-    """All blocks, in order, with the spans cut to where they lie."""
-    step = chunk_blocks(block_bytes)
-    numbers, pieces = _cut(spans, step * block_bytes)
-    firsts = range(0, blocks, step)
-    ends = np.searchsorted(numbers, np.arange(len(firsts) + 1)).tolist()
-    return [
-        Chunk(at, min(at + step, blocks), pieces[first:stop])
-        for at, first, stop in zip(firsts, ends, ends[1:], strict=False)
-    ]
+class Cuts(NamedTuple):
+    """Spans of a region, cut where chunks of its blocks end, chunk by chunk.
 
-
-def _cut(spans: Spans, size: int) -> tuple[NDArray[np.int64], list[tuple[int, int, int]]]:
-    """Spans cut at multiples of ``size``, in the order of the numbers of these, which come first.
-
-    Computed for all at once: a loop over thousands of tensors takes milliseconds.
+    Made of the region alone: where the bytes of each span go to is said later.
     """
-    targets, offsets, lengths = (np.array(column, np.int64) for column in spans)
-    first, end = offsets // size, offsets + lengths
-    counts = np.where(lengths > 0, (end - 1) // size - first + 1, 0)
-    of = np.repeat(np.arange(counts.size), counts)
-    numbers = first[of] + np.arange(of.size) - np.repeat(np.cumsum(counts) - counts, counts)
-    start = np.maximum(offsets[of], numbers * size)
-    stop = np.minimum(end[of], (numbers + 1) * size)
-    order = np.argsort(numbers, kind="stable")
-    columns = (targets[of] + start - offsets[of], start, stop - start)
-    return numbers[order], list(zip(*(one[order].tolist() for one in columns), strict=True))
+
+    blocks: int
+    step: int
+    ends: list[int]
+    spans: NDArray[np.int64]
+    skipped: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    lengths: list[int]
+
+    @classmethod
+    def of(cls, offsets: list[int], lengths: list[int], blocks: int, block_bytes: int) -> Cuts:
+        """Computed for all at once: a loop over thousands of tensors takes milliseconds."""
+        step = chunk_blocks(block_bytes)
+        width, at = step * block_bytes, np.array(offsets, np.int64)
+        end, first = at + np.array(lengths, np.int64), at // width
+        counts = np.where(end > at, (end - 1) // width - first + 1, 0)
+        spans = np.repeat(np.arange(counts.size), counts)
+        before = np.repeat(np.cumsum(counts) - counts, counts)
+        chunks = first[spans] + np.arange(spans.size) - before
+        order = np.argsort(chunks, kind="stable")
+        spans, chunks = spans[order], chunks[order]
+        start = np.maximum(at[spans], chunks * width)
+        stop = np.minimum(end[spans], (chunks + 1) * width)
+        ends = np.searchsorted(chunks, np.arange(-(-blocks // step) + 1)).tolist()
+        lengths = (stop - start).tolist()
+        return cls(blocks, step, ends, spans, start - at[spans], start, lengths)
+
+    @property
+    def chunks(self) -> range:
+        """Numbers of the chunks, which together have all blocks."""
+        return range(len(self.ends) - 1)
+
+    def blocks_of(self, chunk: int) -> range:
+        """Numbers of the blocks of one chunk."""
+        first = chunk * self.step
+        return range(first, min(first + self.step, self.blocks))
+
+    def to(self, targets: list[int]) -> list[int]:
+        """Where the pieces go to if the spans go to these addresses."""
+        if not targets:
+            return []
+        moved: list[int] = (np.array(targets, np.int64)[self.spans] + self.skipped).tolist()
+        return moved
 
 
 class VerifiedCopy:
     """Copies chunks of one region, none of them before its digests were found right."""
 
-    def __init__(self, region: Bytes, check: BlockCheck, verified_from: int) -> None:
-        """Blocks from ``verified_from`` on were compared with their digests already."""
-        self._check, self._verified_from = check, verified_from
-        self._region, self._start = region, region.ctypes.data
+    def __init__(self, region: Bytes, check: BlockCheck, cuts: Cuts, targets: list[int]) -> None:
+        """``targets``: the addresses of the spans that ``cuts`` were made of."""
+        self._check, self._cuts = check, cuts
+        self._targets = cuts.to(targets)
+        self._sources: list[int] = (cuts.offsets + region.ctypes.data).tolist()
+        # Sources are addresses in it.
+        self._kept = region
 
-    def run(self, chunks: Sequence[Chunk]) -> list[int]:
+    def run(self, chunks: Iterable[int]) -> list[int]:
         """The blocks that are not as they were sealed; nothing is copied out of their chunks.
 
         All chunks are looked at, with this rank's share of the cores.
         """
-        left, bad = iter(chunks), list[int]()
+        left, bad, cuts = iter(chunks), list[int](), self._cuts
 
         def work() -> None:
             for chunk in left:
-                found = self._bad(chunk)
-                bad.extend(found)
-                if not found:
-                    self._copy(chunk.pieces)
+                blocks = cuts.blocks_of(chunk)
+                found = self._check.bad(blocks.start, blocks.stop)
+                if found:
+                    bad.extend(found)
+                else:
+                    self._copy(cuts.ends[chunk], cuts.ends[chunk + 1])
 
         _in_threads(work)
         return sorted(bad)
 
-    def _bad(self, chunk: Chunk) -> list[int]:
-        stop = min(chunk.stop, self._verified_from)
-        return self._check.bad(chunk.first, stop) if chunk.first < stop else []
-
-    def _copy(self, pieces: Iterable[tuple[int, int, int]]) -> None:
-        start, copy = self._start, ctypes.memmove
-        for target, offset, length in pieces:
-            copy(target, start + offset, length)
+    def _copy(self, first: int, stop: int) -> None:
+        columns = self._targets, self._sources, self._cuts.lengths
+        # No bytecode between the calls: other threads wait while this one holds the GIL.
+        deque(map(ctypes.memmove, *(column[first:stop] for column in columns)), 0)
 
 
 def copy_in_threads(items: Iterable[CopyItem]) -> None:

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_ft.arena.arena import Arena
-from megatron_ft.arena.digest import Bytes
-from megatron_ft.arena.mapping import populate_read
 from megatron_ft.capture.client_protocol import RestoreOffer, SnapshotClient
 from megatron_ft.capture.restore import SealedShard, compare, read_objects, restore_shard
 from megatron_ft.capture.state import TrainingState
@@ -63,7 +61,7 @@ class OfferedSnapshot:
         self._offer = None
 
     def expect(self) -> None:
-        """Do in a thread what ``load`` would begin with: open the digest table, map the arena.
+        """Do in a thread what ``load`` would begin with: read all but tensors, map the arena.
 
         For who knows that there is something else to do before, such as to build a model.
         """
@@ -72,37 +70,40 @@ class OfferedSnapshot:
             return
         with self.telling():
             self._arena = arena = Arena.open(offer.arena_path)
-        view, self._expected = arena.data(offer.slot)[: offer.record.used_bytes], Future()
+        self._expected = Future()
         threading.Thread(
             target=self._get_ready,
-            args=[arena, offer, view, self._expected],
+            args=[arena, offer, self._expected],
             name="megatron-ft-map",
             daemon=True,
         ).start()
 
-    def _get_ready(
-        self, arena: Arena, offer: RestoreOffer, view: Bytes, expected: Future[SealedShard]
-    ) -> None:
+    def _get_ready(self, arena: Arena, offer: RestoreOffer, expected: Future[SealedShard]) -> None:
         try:
-            expected.set_result(self._shard(arena, offer))
+            shard = self._shard(arena, offer)
+            shard.prepare()
         except Exception as error:
             # Raised where it can be told of, and ends the load.
             return expected.set_exception(error)
-        populate_read(view)
+        expected.set_result(shard)
+        shard.map_pages()
 
     def load(self, offer: RestoreOffer, into: TrainingState, split_bytes: int) -> None:
         """Restore in place, every block verified before it; errors as of SnapshotManager.load."""
         with self.telling():
             arena, self._arena = self._arena or Arena.open(offer.arena_path), None
-            expected, self._expected = self._expected, None
             try:
-                shard = expected.result() if expected else self._shard(arena, offer)
-                self.restored = restore_shard(shard, into, split_bytes)
+                # The call alone holds the shard, whose memory is unmapped beside what follows.
+                self.restored = restore_shard(self._awaited(arena, offer), into, split_bytes)
             except CorruptBlockError as error:
                 self.broken_off = error
                 raise
             finally:
                 arena.close_beside()
+
+    def _awaited(self, arena: Arena, offer: RestoreOffer) -> SealedShard:
+        expected, self._expected = self._expected, None
+        return expected.result() if expected else self._shard(arena, offer)
 
     def _shard(self, arena: Arena, offer: RestoreOffer) -> SealedShard:
         return SealedShard(arena, offer.slot, offer.record, self._report_corrupt)

@@ -22,10 +22,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_from_name(name: str) -> torch.dtype:
-    """The inverse of dtype_name; ConfigError for a dtype that this torch lacks."""
+def known_dtype(name: str) -> torch.dtype | None:
+    """The inverse of dtype_name; None for a dtype that this torch lacks."""
     dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """As known_dtype, but ConfigError for a dtype that this torch lacks."""
+    dtype = known_dtype(name)
+    if dtype is None:
         raise ConfigError(f"dtype {name!r} is unknown to torch {torch.__version__}; upgrade torch")
     return dtype
 

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_ft.arena import digest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import BlockCheck
+from megatron_ft.arena.mapping import populate_read
 from megatron_ft.capture.binding import region_tensor, stored_view
-from megatron_ft.capture.columns import WholeTensors
+from megatron_ft.capture.columns import WholeLayout, WholeTensors
 from megatron_ft.capture.copier import CopyItem
 from megatron_ft.capture.cpu import is_plain_memory
 from megatron_ft.capture.exchange import SplitTensor, check_group, exchange, exchange_device
-from megatron_ft.capture.fill import (
-    Copies,
-    Spans,
-    VerifiedCopy,
-    chunk_blocks,
-    chunks_of,
-    copy_in_threads,
-)
+from megatron_ft.capture.fill import Cuts, Spans, VerifiedCopy, chunk_blocks, copy_in_threads
 from megatron_ft.capture.plan import Planned, dtype_from_name, dtype_name
 from megatron_ft.capture.state import AdoptsTensors, TrainingState, live_tensors
 from megatron_ft.errors import CorruptBlockError, LayoutMismatchError
@@ -33,6 +27,18 @@ from megatron_ft.shard import LayoutEntry, ShardLayout, layout_differences
 from megatron_ft.shard_meta import Meta, unpack_meta
 
 Report = Callable[[int], None]
+
+
+class Contents(NamedTuple):
+    """What a sealed shard says of itself, and what follows from it for any state.
+
+    ``whole`` is None if only planning can tell whether a state fits.
+    """
+
+    layout: ShardLayout
+    objects: bytes
+    whole: WholeLayout | None
+    cuts: Cuts | None
 
 
 class SealedShard:
@@ -53,15 +59,42 @@ class SealedShard:
             header.digest_algorithm,
             run=chunk_blocks(self.block_bytes),
         )
-        self.first_meta = digest.first_meta_block(record, self.block_bytes)
+        self._contents: Contents | None = None
         self._report = report
         self._name = f"shard {record.shard_id}, snapshot {record.snapshot}, slot {slot} of"
         self._name += f" {arena.path}"
 
+    def prepare(self) -> None:
+        """Keep the contents for when they are asked for, unless blocks of theirs are bad."""
+        if not self._bad_meta():
+            self._contents = self._read_contents()
+
+    def map_pages(self) -> None:
+        """Let who reads it next take no page faults."""
+        populate_read(self.region[: self.record.used_bytes])
+
+    def contents(self) -> Contents:
+        """The layout and the small objects, their digests compared; tensors are not read.
+
+        CorruptBlockError, and LayoutMismatchError if they were written by another release.
+        """
+        if self._contents is None:
+            self.require_none(self._bad_meta())
+            self._contents = self._read_contents()
+        return self._contents
+
     def meta(self) -> Meta:
-        """The layout and the small objects, their digests compared; tensors are not read."""
-        self.require_none(self.check.bad(self.first_meta, self.check.blocks))
-        return unpack_meta(digest.read_meta(self.region, self.record))
+        """As contents, not decoded."""
+        self.require_none(self._bad_meta())
+        return self._read_meta()
+
+    def cut(self, offsets: list[int], lengths: list[int]) -> Cuts:
+        """Spans of tensors, cut for VerifiedCopy, which looks at all blocks that hold tensors.
+
+        So a block that holds both tensors and small objects is verified for each of them.
+        """
+        blocks = digest.table_entries(self.record.tensor_bytes, self.block_bytes)
+        return Cuts.of(offsets, lengths, blocks, self.block_bytes)
 
     def require_none(self, bad: list[int]) -> None:
         """CorruptBlockError if there are bad blocks."""
@@ -74,6 +107,25 @@ class SealedShard:
             "shard from its stripe"
         )
 
+    def _bad_meta(self) -> list[int]:
+        first = digest.first_meta_block(self.record, self.block_bytes)
+        return self.check.bad(first, self.check.blocks)
+
+    def _read_meta(self) -> Meta:
+        return unpack_meta(digest.read_meta(self.region, self.record))
+
+    def _read_contents(self) -> Contents:
+        meta = self._read_meta()
+        layout = ShardLayout.from_bytes(meta.layout)
+        if layout.tensor_bytes != self.record.tensor_bytes:
+            raise LayoutMismatchError(
+                f"{self._name}: the stored layout is of {layout.tensor_bytes} bytes of tensors and "
+                f"its record of {self.record.tensor_bytes}; restore another snapshot"
+            )
+        whole = WholeLayout.of(layout)
+        cuts = None if whole is None else self.cut(whole.offsets, whole.lengths)
+        return Contents(layout, meta.objects, whole, cuts)
+
 
 def restore_shard(shard: SealedShard, state: TrainingState, split_bytes: int) -> ShardLayout:
     """Load a shard into ``state``, each block verified just before it is copied; its layout.
@@ -83,16 +135,15 @@ def restore_shard(shard: SealedShard, state: TrainingState, split_bytes: int) ->
     Raises LayoutMismatchError naming the tensors that differ, UndecodableError for small
     objects that cannot be read here.
     """
-    meta = shard.meta()
+    contents = shard.contents()
     reach("restore.verified")
-    layout = ShardLayout.from_bytes(meta.layout)
-    whole = _fill(layout, shard, state)
-    state.load(decode(meta.objects))
+    whole = _fill(contents, shard, state)
+    state.load(decode(contents.objects))
     planned = Planned.of(state, split_bytes)
-    if whole is None or not whole.agrees(layout, planned):
-        compare(layout, planned.layout())
+    if whole is None or not whole.agrees(planned):
+        compare(contents.layout, planned.layout())
     reach("restore.done")
-    return layout
+    return contents.layout
 
 
 def read_objects(shard: SealedShard) -> dict[str, Any]:
@@ -113,18 +164,17 @@ def compare(stored: ShardLayout, live: ShardLayout) -> None:
         )
 
 
-def _fill(layout: ShardLayout, shard: SealedShard, state: TrainingState) -> WholeTensors | None:
+def _fill(contents: Contents, shard: SealedShard, state: TrainingState) -> WholeTensors | None:
     """Give every stored tensor its bytes: live ones in place, others through adopt().
 
     What is returned makes the comparison with the state cheaper afterwards.
     """
     live = live_tensors(state)
-    whole = WholeTensors.of(layout, live)
-    spans = None if whole is None else whole.spans()
-    if spans is None:
-        _fill_one_by_one(layout, shard, state, live)
+    whole = None if contents.whole is None else WholeTensors.of(contents.whole, live)
+    if whole is not None and whole.are_plain() and contents.cuts is not None:
+        _copy(contents.cuts, whole.addresses, shard)
     else:
-        _copy(Copies(spans, []), shard)
+        _fill_one_by_one(contents.layout, shard, state, live)
     return whole
 
 
@@ -142,7 +192,7 @@ def _fill_one_by_one(
     entries = layout.by_name()
     adopted: dict[str, torch.Tensor] = {}
     split: list[SplitTensor] = []
-    copies = Copies(Spans([], [], []), [])
+    spans, items = Spans([], [], []), list[CopyItem]()
     for entry in sorted(layout.entries, key=lambda e: bool(e.alias_of)):
         if entry.alias_of in live:
             if entry.name not in live:
@@ -158,24 +208,29 @@ def _fill_one_by_one(
         target = live.get(entry.name)
         if target is None:
             target = adopted[entry.name] = _new_tensor(entry, group)
-        _add_copy(copies, target, region, entry)
+        if is_plain_memory(target):
+            # Bytes as they are: making views of thousands of tensors takes longer.
+            start = entry.start * target.element_size() if entry.is_split else 0
+            spans.add(target.data_ptr() + start, entry.offset, entry.nbytes)
+        else:
+            items.append(CopyItem(stored_view(region, entry), target.detach()))
         if entry.is_split:
             split.append(SplitTensor(entry, target, group))
-    _copy(copies, shard)
+    _copy(shard.cut(spans.offsets, spans.lengths), spans.targets, shard)
+    if items:
+        copy_in_threads(items)
     exchange(split)
     if adopter is not None and adopted:
         adopter.adopt(adopted)
 
 
-def _copy(copies: Copies, shard: SealedShard) -> None:
-    """Verify all blocks; copy plain bytes out of each when it is, and the rest after all are."""
-    chunks = chunks_of(copies.spans, shard.check.blocks, shard.block_bytes)
-    half, copying = len(chunks) // 2, VerifiedCopy(shard.region, shard.check, shard.first_meta)
-    bad = copying.run(chunks[:half])
+def _copy(cuts: Cuts, targets: list[int], shard: SealedShard) -> None:
+    """Verify all blocks of tensors; what of the spans is in one is copied when it is."""
+    copying = VerifiedCopy(shard.region, shard.check, cuts, targets)
+    half = len(cuts.chunks) // 2
+    bad = copying.run(cuts.chunks[:half])
     reach("restore.half")
-    shard.require_none(bad + copying.run(chunks[half:]))
-    if copies.items:
-        copy_in_threads(copies.items)
+    shard.require_none(bad + copying.run(cuts.chunks[half:]))
 
 
 def _check_fits(layout: ShardLayout, live: dict[str, torch.Tensor], state: TrainingState) -> None:
@@ -199,17 +254,6 @@ def _check_fits(layout: ShardLayout, live: dict[str, torch.Tensor], state: Train
 def _new_tensor(entry: LayoutEntry, group: Any) -> torch.Tensor:
     device = exchange_device(group) if entry.is_split else torch.device("cpu")
     return torch.empty(entry.shape, dtype=dtype_from_name(entry.dtype), device=device)
-
-
-def _add_copy(
-    copies: Copies, target: torch.Tensor, region: torch.Tensor, entry: LayoutEntry
-) -> None:
-    """Bytes as they are where that will do: making views of thousands of tensors takes longer."""
-    if is_plain_memory(target):
-        start = entry.start * target.element_size() if entry.is_split else 0
-        copies.spans.add(target.data_ptr() + start, entry.offset, entry.nbytes)
-    else:
-        copies.items.append(CopyItem(stored_view(region, entry), target.detach()))
 
 
 def _alias_view(
