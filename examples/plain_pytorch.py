@@ -99,11 +99,13 @@ def main() -> None:
     """Train, and write losses and the final hash."""
     options = arguments()
     device = join_job()
-    state = build(options.width, device)
     first, snapshots = 0, None
     if "MEGATRON_FT_JOB" in os.environ:
         replicated = {"model": dist.group.WORLD, "optimizer": dist.group.WORLD}
         snapshots = SnapshotManager(SnapshotConfig.from_env(), replicated=replicated)
+        snapshots.expect_load()
+    state = build(options.width, device)
+    if snapshots is not None:
         first = snapshots.load(into=state)
         snapshots.register_fence(state["optimizer"])
     with open(options.losses if dist.get_rank() == 0 else os.devnull, "a") as losses:

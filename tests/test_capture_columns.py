@@ -24,8 +24,8 @@ def planned(live: Live, boundary: frozenset[str] = frozenset()) -> Planned:
     return Planned(live, boundary, {}, {})
 
 
-def layout_of(live: Live) -> ShardLayout:
-    return planned(live).layout()
+def layout_of(live: Live, boundary: frozenset[str] = frozenset()) -> ShardLayout:
+    return planned(live, boundary).layout()
 
 
 def compared(stored: ShardLayout, live: Live) -> WholeTensors | None:
@@ -42,11 +42,12 @@ def tensors(draw: st.DrawFn) -> Live:
     for number in range(draw(st.integers(0, 4))):
         dtype = draw(st.sampled_from(DTYPES))
         shape = draw(st.lists(st.integers(0, 3), max_size=3))
-        start, length = draw(st.integers(0, 30)), draw(st.integers(0, 10))
+        start, length = draw(st.integers(0, 4)) * 5, draw(st.integers(0, 4)) * 5
         made: dict[str, Callable[[], torch.Tensor]] = {
             "own": lambda dtype=dtype, shape=shape: torch.zeros(shape, dtype=dtype),
             "view": lambda start=start, length=length: buffer[start : start + length],
             "strided": lambda: torch.zeros(3, 4).t(),
+            "strided view": lambda: buffer[:9].view(3, 3).t(),
             "parameter": lambda: torch.nn.Parameter(torch.zeros(5)),
         }
         found[f"t{number}"] = made[draw(st.sampled_from([*made]))]()
@@ -76,8 +77,12 @@ def changed(draw: st.DrawFn, layout: ShardLayout) -> ShardLayout:
 def test_a_layout_that_passes_is_the_one_that_would_be_planned(
     live: Live, known: bool, data: st.DataObject
 ) -> None:
-    stored = changed(data.draw, layout_of(live))
-    of = planned(live)._replace(places=dict.fromkeys(live, PLACE) if known else {})
+    names = st.frozensets(st.sampled_from([*live])) if live else st.just(frozenset[str]())
+    boundary = data.draw(names)
+    stored = changed(
+        data.draw, layout_of(live, data.draw(st.sampled_from([boundary, frozenset()])))
+    )
+    of = planned(live, boundary)._replace(places=dict.fromkeys(live, PLACE) if known else {})
     whole = compared(stored, live)
     if whole is not None and whole.agrees(of):
         assert layout_differences(stored, of.layout()) == ()
@@ -96,11 +101,6 @@ def test_tensors_of_their_own_need_no_planning(forms: list[tuple[torch.dtype, li
     assert whole.stored.lengths == [live[entry.name].nbytes for entry in layout.entries]
 
 
-def shared() -> Live:
-    tensor = torch.zeros(100)
-    return {"a": tensor, "b": tensor[:50]}
-
-
 def negated() -> Live:
     return {"a": torch.zeros(10, dtype=torch.complex64).conj().imag}
 
@@ -117,7 +117,7 @@ def on_no_device() -> Live:
     return {"a": torch.zeros(10, device="meta")}
 
 
-@pytest.mark.parametrize("make", [shared, negated, conjugated, transposed, on_no_device])
+@pytest.mark.parametrize("make", [negated, conjugated, transposed, on_no_device])
 def test_what_takes_more_than_a_copy_of_bytes_is_left_to_others(make: Callable[[], Live]) -> None:
     live = make()
     meta = any(tensor.is_meta for tensor in live.values())
@@ -125,6 +125,36 @@ def test_what_takes_more_than_a_copy_of_bytes_is_left_to_others(make: Callable[[
     whole = compared(layout, live)
     assert whole is None or not whole.are_plain()
     assert not (meta and whole)
+
+
+def test_tensors_in_the_memory_of_others_need_no_planning_either() -> None:
+    flat, tied = torch.zeros(100), torch.nn.Parameter(torch.zeros(5, 5))
+    live = {"part": flat[10:30].view(4, 5), "whole": flat, "zz": tied, "tied": tied}
+    live["bits"] = tied.detach().view(torch.int32)
+    for boundary in (frozenset[str](), frozenset({"zz", "tied", "bits"}), frozenset({"whole"})):
+        layout = layout_of(live, boundary)
+        whole = compared(layout, live)
+        assert whole is not None and whole.are_plain()
+        assert sum(whole.stored.lengths) == flat.nbytes + tied.nbytes
+        assert whole.agrees(planned(live, boundary))
+        assert not whole.agrees(planned(live, frozenset({"part"})))
+
+
+@pytest.mark.parametrize("name", ["part", "whole", "tied", "zz"])
+def test_memory_that_is_no_longer_shared_is_seen(name: str) -> None:
+    def made() -> Live:
+        flat, tied = torch.zeros(100), torch.zeros(5, 5)
+        return {"part": flat[10:30], "whole": flat, "zz": tied.view(5, 5), "tied": tied}
+
+    live = made()
+    layout = layout_of(live)
+    whole = compared(layout, live)
+    assert whole is not None and compared(layout, made()) is not None
+    live[name].data = live[name].clone()
+    assert compared(layout, live) is None and not whole.agrees(planned(live))
+    turned = made()
+    turned["tied"].t_()
+    assert compared(layout, turned) is None
 
 
 def test_a_split_state_is_planned() -> None:

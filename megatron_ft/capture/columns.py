@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from megatron_ft.capture.aliases import Alias
 from megatron_ft.capture.plan import Planned, dtype_name, known_dtype
 from megatron_ft.shard import ALIGNMENT, LayoutEntry, LogicalPlace, ShardLayout
 
@@ -25,34 +26,40 @@ _DENSE = {torch.Tensor, torch.nn.Parameter}
 
 
 class WholeLayout(NamedTuple):
-    """The fields of a layout of tensors that have bytes of their own, all of which are stored here.
+    """The fields of a layout of tensors all of whose bytes are stored here.
 
-    One behind the other, sorted by name, as a plan puts them; in the order of the entries.
+    Those that own bytes come first: sorted by name, one behind the other, as a plan puts them.
     """
 
-    names: tuple[str, ...]
+    names: list[str]
     shapes: list[tuple[int, ...]]
     dtypes: list[torch.dtype]
+    logical: list[LogicalPlace | None]
     offsets: list[int]
     lengths: list[int]
     boundary: frozenset[str]
-    logical: list[LogicalPlace | None]
+    aliases: list[Alias]
 
     @classmethod
     def of(cls, layout: ShardLayout) -> WholeLayout | None:
         """None if it is of another kind, or of dtypes that this torch lacks."""
         entries = layout.entries
+        shared = [entry for entry in entries if entry.alias_of]
+        owned = tuple([entry for entry in entries if not entry.alias_of]) if shared else entries
+        aliases = Alias.all_of(shared, owned) if shared else []
         dtypes = _dtypes({entry.dtype for entry in entries})
-        if dtypes is None or not _are_whole(entries, dtypes):
+        if aliases is None or dtypes is None or not _are_whole(entries, dtypes):
             return None
+        entries = (*owned, *shared)
         whole = cls(
-            tuple([entry.name for entry in entries]),
+            [entry.name for entry in entries],
             [entry.shape for entry in entries],
             [dtypes[entry.dtype] for entry in entries],
-            [entry.offset for entry in entries],
-            [entry.nbytes for entry in entries],
-            frozenset([entry.name for entry in entries if entry.boundary]),
             [entry.logical for entry in entries],
+            [entry.offset for entry in owned],
+            [entry.nbytes for entry in owned],
+            frozenset([entry.name for entry in owned if entry.boundary]),
+            aliases,
         )
         return whole if whole._is_packed(layout.tensor_bytes) else None
 
@@ -61,7 +68,9 @@ class WholeLayout(NamedTuple):
         sizes = np.array(self.lengths, np.int64)
         ends = np.cumsum(-(-sizes // ALIGNMENT) * ALIGNMENT).tolist()
         at = [*self.offsets, tensor_bytes] == [0, *ends]
-        return at and all(map(lt, self.names, self.names[1:]))
+        owners = self.names[: len(self.offsets)]
+        alone = not self.aliases or len({*self.names}) == len(self.names)
+        return at and alone and all(map(lt, owners, owners[1:]))
 
 
 class WholeTensors(NamedTuple):
@@ -77,7 +86,7 @@ class WholeTensors(NamedTuple):
 
     @classmethod
     def of(cls, stored: WholeLayout, live: Mapping[str, torch.Tensor]) -> WholeTensors | None:
-        """None if something differs, or only planning can tell: tensors that share memory.
+        """None if something differs, or only planning can tell: other tensors share memory.
 
         Shared memory is the same for CUDA tensors: addresses are unique over all devices.
         """
@@ -88,7 +97,8 @@ class WholeTensors(NamedTuple):
         if not (_are_dense(tensors, on_cpu) and _have_form(tensors, stored)):
             return None
         found = cls(stored, tensors, list(map(torch.Tensor.data_ptr, tensors)), on_cpu)
-        return found if _lie_apart(found.addresses, stored.lengths) else None
+        apart = _lie_apart(found.addresses[: len(stored.lengths)], stored.lengths)
+        return found if apart and found._share() else None
 
     def are_plain(self) -> bool:
         """Whether copies of bytes are all that it takes to fill them."""
@@ -104,8 +114,20 @@ class WholeTensors(NamedTuple):
         """Whether ``planned.layout()`` would be interchangeable with the stored one, by now."""
         stored = self.stored
         fits = self._stayed(planned.live) or WholeTensors.of(stored, planned.live) is not None
-        same = planned.boundary == stored.boundary and not planned.splits
+        left = all(alias.is_left_to_owner(planned.boundary) for alias in stored.aliases)
+        boundary = {*planned.boundary} - {alias.entry.name for alias in stored.aliases}
+        same = boundary == stored.boundary and left and not planned.splits
         return fits and same and _are_at(stored, planned.places)
+
+    def _share(self) -> bool:
+        """Whether each alias is where it was in its owner; a plan looks at contiguous ones."""
+        aliases, addresses = self.stored.aliases, self.addresses
+        own = len(self.stored.lengths)
+        owners = [self.tensors[alias.number] for alias in aliases]
+        return all(map(torch.Tensor.is_contiguous, [*owners, *self.tensors[own:]])) and all(
+            alias.lies_there(addresses, address)
+            for alias, address in zip(aliases, addresses[own:], strict=True)
+        )
 
     def _stayed(self, live: Mapping[str, torch.Tensor]) -> bool:
         """Whether these very tensors are all there are, where they were and as they were."""
@@ -115,6 +137,7 @@ class WholeTensors(NamedTuple):
             and all(map(is_, map(live.get, names), tensors))
             and list(map(torch.Tensor.data_ptr, tensors)) == self.addresses
             and _have_form(tensors, self.stored)
+            and self._share()
         )
 
 
@@ -125,8 +148,8 @@ def _dtypes(names: set[str]) -> dict[str, torch.dtype] | None:
 
 
 def _are_whole(entries: tuple[LayoutEntry, ...], dtypes: dict[str, torch.dtype]) -> bool:
-    """Whether each has bytes of its own, as many as its shape and dtype have elements."""
-    if any([entry.alias_of or entry.start or entry.parts != 1 for entry in entries]):
+    """Whether each has as many bytes here as its shape and dtype have elements."""
+    if any([entry.start or entry.parts != 1 for entry in entries]):
         return False
     widths = {name: dtype.itemsize for name, dtype in dtypes.items()}
     counted = [entry.stop for entry in entries] == [prod(entry.shape) for entry in entries]
