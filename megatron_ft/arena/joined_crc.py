@@ -15,44 +15,49 @@ from numpy.typing import NDArray
 from megatron_ft import isal
 
 Table = NDArray[np.uint64]
-_BYTES = np.arange(256)
 
 
 def joined_crcs(crcs: Table, block_bytes: int, run: int) -> Table:
-    """CRC-64/XZ of each whole run of ``run`` neighbours, all of whose blocks have one length.
-
-    Pairs are joined as long as they come out even, which is the fewest steps.
-    """
-    runs = crcs[: crcs.size // run * run].reshape(-1, run)
-    while run % 2 == 0:
-        runs = _moved_on(runs[:, ::2], block_bytes) ^ runs[:, 1::2]
-        run, block_bytes = run // 2, block_bytes * 2
-    joined: Table = runs[:, 0].copy()
-    for number in range(1, run):
-        joined = _moved_on(joined, block_bytes) ^ runs[:, number]
-    return joined
+    """CRC-64/XZ of each whole run of ``run`` neighbours, all of whose blocks have one length."""
+    return _joined(crcs[: crcs.size // run * run].reshape(-1, run), block_bytes, 1)
 
 
-def _moved_on(crcs: Table, block_bytes: int) -> Table:
+def _joined(runs: Table, block_bytes: int, blocks: int) -> Table:
+    """Of each row, whose CRCs are of ``blocks`` blocks each: by pairs, then by pairs of these."""
+    if runs.shape[1] == 1:
+        alone: Table = runs[:, 0].copy()
+        return alone
+    if runs.shape[1] % 2:
+        before = _joined(runs[:, :-1], block_bytes, blocks)
+        return _moved_on(before, block_bytes, blocks) ^ runs[:, -1]
+    pairs = _moved_on(runs[:, ::2], block_bytes, blocks) ^ runs[:, 1::2]
+    return _joined(pairs, block_bytes, 2 * blocks)
+
+
+def _moved_on(crcs: Table, block_bytes: int, blocks: int) -> Table:
+    """What they become when so many blocks of zeros follow; ``blocks`` is a power of two."""
     # Lowest byte first, as in the table.
-    bytes_of = np.ascontiguousarray(crcs, "<u8").view(np.uint8).reshape(-1, 8)
+    bytes_of = np.ascontiguousarray(crcs, "<u8").view(np.uint8).reshape(*crcs.shape, 8)
     moved = np.zeros(crcs.shape, np.uint64)
-    for at, images in enumerate(_images(block_bytes)):
-        moved ^= images.take(bytes_of[:, at])
+    for at, images in enumerate(_images(block_bytes, blocks)):
+        moved ^= images.take(bytes_of[..., at])
     return moved
 
 
-@lru_cache(maxsize=16)
-def _images(block_bytes: int) -> list[Table]:
+@lru_cache(maxsize=32)
+def _images(block_bytes: int, blocks: int) -> Table:
     """For each of a CRC's bytes, lowest first, what each of its values becomes."""
+    bits, images = _bits(block_bytes, blocks).reshape(8, 8), np.zeros((8, 1), np.uint64)
+    for number in range(8):
+        images = np.concatenate([images, images ^ bits[:, number : number + 1]], axis=1)
+    return images
+
+
+@lru_cache(maxsize=32)
+def _bits(block_bytes: int, blocks: int) -> Table:
+    """What each single bit of a CRC becomes."""
+    if blocks > 1:
+        return _moved_on(_bits(block_bytes, blocks // 2), block_bytes, blocks // 2)
     zeros, library = np.zeros(block_bytes, np.uint8), isal.load()
     nothing = library.crc64(zeros)
-    bits = [np.uint64(library.crc64(zeros, 1 << bit) ^ nothing) for bit in range(64)]
-    return [_of_byte(bits[at : at + 8]) for at in range(0, 64, 8)]
-
-
-def _of_byte(bits: list[np.uint64]) -> Table:
-    images = np.zeros(256, np.uint64)
-    for number, image in enumerate(bits):
-        images ^= np.where(_BYTES >> number & 1, image, np.uint64(0))
-    return images
+    return np.array([library.crc64(zeros, 1 << bit) ^ nothing for bit in range(64)], np.uint64)
