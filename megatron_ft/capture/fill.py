@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -13,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_ft.arena.digest import BlockCheck, Bytes
+from megatron_ft.arena.pieces import Pieces
 from megatron_ft.capture.copier import CopyItem, batches
 from megatron_ft.capture.cpu import move_serially
 from megatron_ft.capture.threads import spare_threads
@@ -20,8 +19,8 @@ from megatron_ft.capture.threads import spare_threads
 PIECE_BYTES = 16 << 20
 """What one thread copies at a time of what needs more than a copy of bytes."""
 
-CHUNK_BYTES = 512 << 10
-"""What is verified and then copied, at least one block: a core's cache keeps it meanwhile."""
+CHUNK_BYTES = 2 << 20
+"""What is verified and then copied, at least one block: caches keep it meanwhile."""
 
 
 class Spans(NamedTuple):
@@ -54,7 +53,7 @@ class Cuts(NamedTuple):
     spans: NDArray[np.int64]
     skipped: NDArray[np.int64]
     offsets: NDArray[np.int64]
-    lengths: list[int]
+    lengths: NDArray[np.int64]
 
     @classmethod
     def of(cls, offsets: list[int], lengths: list[int], blocks: int, block_bytes: int) -> Cuts:
@@ -71,8 +70,7 @@ class Cuts(NamedTuple):
         start = np.maximum(at[spans], chunks * width)
         stop = np.minimum(end[spans], (chunks + 1) * width)
         ends = np.searchsorted(chunks, np.arange(-(-blocks // step) + 1)).tolist()
-        lengths = (stop - start).tolist()
-        return cls(blocks, step, ends, spans, start - at[spans], start, lengths)
+        return cls(blocks, step, ends, spans, start - at[spans], start, stop - start)
 
     @property
     def chunks(self) -> range:
@@ -84,12 +82,9 @@ class Cuts(NamedTuple):
         first = chunk * self.step
         return range(first, min(first + self.step, self.blocks))
 
-    def to(self, targets: list[int]) -> list[int]:
+    def to(self, targets: list[int]) -> NDArray[np.int64]:
         """Where the pieces go to if the spans go to these addresses."""
-        if not targets:
-            return []
-        moved: list[int] = (np.array(targets, np.int64)[self.spans] + self.skipped).tolist()
-        return moved
+        return np.array(targets, np.int64)[self.spans] + self.skipped
 
 
 class VerifiedCopy:
@@ -98,8 +93,8 @@ class VerifiedCopy:
     def __init__(self, region: Bytes, check: BlockCheck, cuts: Cuts, targets: list[int]) -> None:
         """``targets``: the addresses of the spans that ``cuts`` were made of."""
         self._check, self._cuts = check, cuts
-        self._targets = cuts.to(targets)
-        self._sources: list[int] = (cuts.offsets + region.ctypes.data).tolist()
+        sources = cuts.offsets + region.ctypes.data
+        self._pieces = Pieces(cuts.to(targets), sources, cuts.lengths)
         # Sources are addresses in it.
         self._kept = region
 
@@ -117,15 +112,10 @@ class VerifiedCopy:
                 if found:
                     bad.extend(found)
                 else:
-                    self._copy(cuts.ends[chunk], cuts.ends[chunk + 1])
+                    self._pieces.copy(cuts.ends[chunk], cuts.ends[chunk + 1])
 
         _in_threads(work)
         return sorted(bad)
-
-    def _copy(self, first: int, stop: int) -> None:
-        columns = self._targets, self._sources, self._cuts.lengths
-        # No bytecode between the calls: other threads wait while this one holds the GIL.
-        deque(map(ctypes.memmove, *(column[first:stop] for column in columns)), 0)
 
 
 def copy_in_threads(items: Iterable[CopyItem]) -> None:
