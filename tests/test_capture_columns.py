@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from megatron_ft.capture.columns import WholeLayout, WholeTensors
 from megatron_ft.capture.plan import Planned
-from megatron_ft.shard import LayoutEntry, LogicalPlace, Piece, ShardLayout, layout_differences
+from megatron_ft.shard import (
+    LAYOUT_VERSION,
+    LayoutEntry,
+    LogicalPlace,
+    Piece,
+    ShardLayout,
+    layout_differences,
+)
 
 Live = dict[str, torch.Tensor]
 
@@ -153,8 +160,28 @@ def test_memory_that_is_no_longer_shared_is_seen(name: str) -> None:
     live[name].data = live[name].clone()
     assert compared(layout, live) is None and not whole.agrees(planned(live))
     turned = made()
+    whole = compared(layout, turned)
+    assert whole is not None and whole.agrees(planned(turned))
     turned["tied"].t_()
-    assert compared(layout, turned) is None
+    assert compared(layout, turned) is None and not whole.agrees(planned(turned))
+
+
+def test_an_alias_that_no_plan_makes_is_seen() -> None:
+    tied = torch.zeros(5, 5)
+    live = {"a": tied, "b": tied}
+    owner, alias = layout_of(live).entries
+    replace = msgspec.structs.replace
+
+    def agrees(*entries: LayoutEntry) -> bool:
+        whole = compared(ShardLayout(LAYOUT_VERSION, 128, entries), live)
+        return whole is not None and whole.agrees(planned(live))
+
+    assert agrees(owner, alias)
+    assert not agrees(replace(owner, name="b"), replace(alias, name="a", alias_of="b"))
+    assert not agrees(owner, replace(alias, boundary=True))
+    assert not agrees(owner, replace(alias, alias_of="c"))
+    assert not agrees(owner, replace(alias, offset=64))
+    assert not agrees(owner, alias, alias)
 
 
 def test_a_split_state_is_planned() -> None:

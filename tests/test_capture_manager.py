@@ -21,6 +21,7 @@ from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import first_meta_block
 from megatron_ft.arena.mapping import populate_read
 from megatron_ft.capture.cpu import CpuCopier
+from megatron_ft.capture.fill import CHUNK_BYTES
 from megatron_ft.capture.restore import SealedShard
 from megatron_ft.errors import (
     ArenaCorruptError,
@@ -520,17 +521,18 @@ def _damaged(arena: Arena) -> None:
 
 def test_nobody_trains_on_a_part_of_a_snapshot(smp: FakeSmp) -> None:
     """The last block of the tensors is bad: what precedes it was loaded when that is found."""
-    manager, state = make_manager(smp), {"w": torch.rand(200_000), "step": {"n": 7}}
+    manager, state = make_manager(smp), {"w": torch.rand(1_200_000), "step": {"n": 7}}
     ticket = capture(smp, manager, state)
     manager.close()
     bad = first_meta_block(smp.sealed_records[ticket.snapshot], BLOCK) - 1
     assert smp.arena is not None
     smp.arena.data(0, writable=True)[bad * BLOCK + 1] ^= 1
     smp.offer_last()
-    live, restarted = {"w": torch.zeros(200_000), "step": {"n": 0}}, make_manager(smp)
+    live, restarted = {"w": torch.zeros(1_200_000), "step": {"n": 0}}, make_manager(smp)
     with pytest.raises(CorruptBlockError, match=rf"1 of its blocks .* \({bad}\)"):
         restarted.load(into=live)
     assert live["step"] == {"n": 0}
+    assert live["w"].nbytes >= 2 * CHUNK_BYTES
     loaded = live["w"].view(torch.uint8)
     assert not loaded[bad * BLOCK : (bad + 1) * BLOCK].any() and loaded[: 16 * BLOCK].any()
     optimizer = torch.optim.SGD([torch.nn.Parameter(live["w"])])

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.arena import digest, libc
+from megatron_ft.arena import digest, libc, pieces
 from megatron_ft.capture import fill
 from megatron_ft.capture.copier import Bytes, CopyItem
 from megatron_ft.capture.fill import Cuts, VerifiedCopy, chunk_blocks, copy_in_threads
@@ -87,10 +87,12 @@ def test_what_is_copied_was_verified_and_all_else_is_named(
         patch.setattr(fill, "spare_threads", lambda: threads)
         patch.setattr(libc, "copy_pieces", kernel)
         patch.setattr(libc, "MOST_PIECES", data.draw(st.integers(1, 4)))
+        patch.setattr(pieces, "FEW", data.draw(st.integers(0, 2)))
         algorithm, step = digest.default_algorithm(), chunk_blocks(BLOCK)
         check = digest.BlockCheck(region, record, BLOCK, algorithm, step)
-        cuts = Cuts.of(starts, cut, blocks, BLOCK)
-        copying = VerifiedCopy(region, check, cuts, [t.ctypes.data for t in targets])
+        order = data.draw(st.permutations(range(len(cut))))
+        cuts = Cuts.of([starts[n] for n in order], [cut[n] for n in order], blocks, BLOCK)
+        copying = VerifiedCopy(region, check, cuts, [targets[n].ctypes.data for n in order])
         bad = copying.run(cuts.chunks)
     assert bad == sorted({at // BLOCK for at in flipped})
     looked_at = [cuts.blocks_of(chunk) for chunk in cuts.chunks]

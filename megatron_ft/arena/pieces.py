@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 
 from megatron_ft.arena import libc
 
+FEW = 4
+"""So many pieces at a time are copied one by one: the kernel's copy is slower on pages of 4 KiB."""
+
 Numbers = NDArray[np.int64]
 
 
@@ -23,7 +26,7 @@ class Pieces:
         self._into = np.stack([targets, lengths], axis=1)
         self._out_of = np.stack([sources, lengths], axis=1)
         self._tables = self._into.ctypes.data, self._out_of.ctypes.data
-        self._ends = [0, *np.cumsum(lengths).tolist()]
+        self._ends: list[int] = [0, *np.cumsum(lengths).tolist()]
 
     def copy(self, first: int, stop: int) -> None:
         """Copy the pieces from ``first`` to before ``stop``."""
@@ -31,12 +34,15 @@ class Pieces:
             self._copy(at, min(at + libc.MOST_PIECES, stop))
 
     def _copy(self, first: int, stop: int) -> None:
+        if stop - first <= FEW or not self._copy_at_once(first, stop):
+            self._copy_one_by_one(first, stop)
+
+    def _copy_at_once(self, first: int, stop: int) -> bool:
+        """False where the kernel denies it, as in some containers, or has broken it off."""
         into, out_of = self._tables
         at = first * libc.PIECE_BYTES
         copied = libc.copy_pieces(into + at, out_of + at, stop - first)
-        if copied != self._ends[stop] - self._ends[first]:
-            # Forbidden, as in some containers, or broken off.
-            self._copy_one_by_one(first, stop)
+        return copied == self._ends[stop] - self._ends[first]
 
     def _copy_one_by_one(self, first: int, stop: int) -> None:
         lengths = self._into[first:stop, 1].tolist()
