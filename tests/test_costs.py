@@ -20,7 +20,7 @@ from test_capture_support import WAIT, FakeSmp, make_manager
 from test_erasure_verbs import succeed
 
 from megatron_ft import isal
-from megatron_ft.arena import digest, libc
+from megatron_ft.arena import digest
 from megatron_ft.capture.client_protocol import SnapshotClient
 from megatron_ft.capture.cpu import CpuCopier
 from megatron_ft.capture.fill import chunk_blocks
@@ -184,17 +184,11 @@ class Passes:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.copied = self.digested = self.digests = 0
         memmove, digest_blocks = ctypes.memmove, digest.digest_blocks
-        copy_pieces = libc.copy_pieces
         block_digests = digest.block_digests
 
         def copy(target: int, source: int, length: int) -> int:
             self.copied += length
             return memmove(target, source, length)
-
-        def vector(targets: int, sources: int, count: int) -> int:
-            copied = copy_pieces(targets, sources, count)
-            self.copied += max(0, copied)
-            return copied
 
         def digested(buffer: Bytes, *others: Any) -> None:
             self.digested += buffer.nbytes
@@ -215,7 +209,6 @@ class Passes:
             return digest.digest_block(piece, algorithm)
 
         monkeypatch.setattr(ctypes, "memmove", copy)
-        monkeypatch.setattr(libc, "copy_pieces", vector)
         monkeypatch.setattr(digest, "block_digests", by_number)
         monkeypatch.setattr(digest, "digest_blocks", digested)
         monkeypatch.setattr(checks, "digest_blocks", digested)

@@ -16,9 +16,6 @@ _MAP_FIXED = 0x10
 _FAILED = ctypes.c_void_p(-1).value
 _PROT_NONE = 0
 
-MOST_PIECES, PIECE_BYTES = 1024, 16
-"""In one call of the kernel (IOV_MAX); of one in its table (struct iovec)."""
-
 MappedBytes = ctypes.Array[ctypes.c_ubyte]
 
 
@@ -53,16 +50,6 @@ def madvise(address: int, length: int, advice: int) -> None:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def copy_pieces(targets: int, sources: int, count: int) -> int:
-    """Copy within this process, without the GIL, from the addresses of one table to another's.
-
-    Tables are of ``count`` iovecs (an address and a length, 64 bits each), at most MOST_PIECES.
-    Returns how many bytes were copied, in order; -1 where the kernel does not let us.
-    """
-    copied: int = _libc().process_vm_readv(os.getpid(), targets, count, sources, count, 0)
-    return copied
-
-
 def _room(offset: int, length: int, unit: int) -> int | None:
     """An address for a mapping, of which the kernel holds just the room; None: any will do."""
     if length < unit:
@@ -94,6 +81,4 @@ def _libc() -> ctypes.CDLL:
     library.mmap.argtypes = [pointer, size, number, number, number, ctypes.c_int64]
     library.munmap.argtypes = [pointer, size]
     library.madvise.argtypes = [pointer, size, number]
-    library.process_vm_readv.restype = ctypes.c_ssize_t
-    library.process_vm_readv.argtypes = [number, pointer, size, pointer, size, size]
     return library

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -11,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_ft.arena.digest import BlockCheck, Bytes
-from megatron_ft.arena.pieces import Pieces
 from megatron_ft.capture.copier import CopyItem, batches
 from megatron_ft.capture.cpu import move_serially
 from megatron_ft.capture.threads import spare_threads
@@ -94,7 +95,7 @@ class VerifiedCopy:
         """``targets``: the addresses of the spans that ``cuts`` were made of."""
         self._check, self._cuts = check, cuts
         sources = cuts.offsets + region.ctypes.data
-        self._pieces = Pieces(cuts.to(targets), sources, cuts.lengths)
+        self._pieces = [one.tolist() for one in (cuts.to(targets), sources, cuts.lengths)]
         # Sources are addresses in it.
         self._kept = region
 
@@ -112,10 +113,15 @@ class VerifiedCopy:
                 if found:
                     bad.extend(found)
                 else:
-                    self._pieces.copy(cuts.ends[chunk], cuts.ends[chunk + 1])
+                    self._copy(cuts.ends[chunk], cuts.ends[chunk + 1])
 
         _in_threads(work)
         return sorted(bad)
+
+    def _copy(self, first: int, stop: int) -> None:
+        columns = [column[first:stop] for column in self._pieces]
+        # No bytecode between the calls: other threads wait while this one holds the GIL.
+        deque(map(ctypes.memmove, *columns), 0)
 
 
 def copy_in_threads(items: Iterable[CopyItem]) -> None:
