@@ -60,7 +60,7 @@ class Third(Peer):
 
     def save(self, iteration: int, state: State) -> bool:
         self.told.append(f"save {iteration}")
-        return self.told.count("compute") == 3
+        return sum(word != "compute" for word in self.told) == 3
 
     def compute(self) -> None:
         self.told.append("compute")
