@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from small_training import advance, fingerprint, make_training
 from test_capture_support import BLOCK, WAIT, FakeSmp, GatedCopier, bits, make_manager
 
@@ -22,6 +24,7 @@ from megatron_ft.arena.digest import first_meta_block
 from megatron_ft.arena.mapping import populate_read
 from megatron_ft.capture.cpu import CpuCopier
 from megatron_ft.capture.fill import CHUNK_BYTES
+from megatron_ft.capture.overlaps import that_touch
 from megatron_ft.capture.restore import SealedShard
 from megatron_ft.errors import (
     ArenaCorruptError,
@@ -211,11 +214,6 @@ def overlapping(apart: bool) -> dict[str, torch.Tensor]:
     return {"one": memory[:64], "two": memory[64:] if apart else memory[32:96]}
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=pytest.fail.Exception,
-    reason="each is filled, and the last one's bytes are in both",
-)
 @pytest.mark.parametrize("make", [turned, overlapping])
 def test_tensors_that_share_memory_only_where_they_are_loaded_are_refused(
     smp: FakeSmp, make: Callable[[bool], dict[str, torch.Tensor]]
@@ -226,6 +224,32 @@ def test_tensors_that_share_memory_only_where_they_are_loaded_are_refused(
     smp.offer_last()
     with pytest.raises(LayoutMismatchError, match="share memory"):
         make_manager(smp).load(into=make(False))
+
+
+@pytest.mark.parametrize("make", [turned, overlapping])
+def test_tensors_that_shared_memory_when_they_were_saved_may_share_it(
+    smp: FakeSmp, make: Callable[[bool], dict[str, torch.Tensor]]
+) -> None:
+    manager, state = make_manager(smp), make(False)
+    state["two"] += torch.rand(state["two"].shape)
+    capture(smp, manager, state)
+    manager.close()
+    smp.offer_last()
+    fresh = make(False)
+    assert make_manager(smp).load(into=fresh) == 1
+    assert all(torch.equal(fresh[name], state[name]) for name in state)
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), max_size=12))
+def test_places_that_touch_others_are_all_found(places: list[tuple[int, int]]) -> None:
+    bytes_of = [set(range(start, start + length)) for start, length in places]
+    touching = {
+        n
+        for n, one in enumerate(bytes_of)
+        for m, two in enumerate(bytes_of)
+        if n != m and one & two
+    }
+    assert set(that_touch(places)) == touching
 
 
 def test_a_tensor_of_fewer_elements_than_it_shows_is_refused_at_the_start(smp: FakeSmp) -> None:

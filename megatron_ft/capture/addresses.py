@@ -42,7 +42,7 @@ class AddressBook:
 
         None if there is none, or if it has another dtype.
         """
-        first, last = view.data_ptr(), view.data_ptr() + _reach(view)
+        first, last = view.data_ptr(), view.data_ptr() + reach_bytes(view)
         for index in reversed(range(bisect_right(self._starts, first))):
             if self._highest[index] < last:
                 break
@@ -53,7 +53,7 @@ class AddressBook:
         return None
 
 
-def _reach(view: torch.Tensor) -> int:
+def reach_bytes(view: torch.Tensor) -> int:
     """Bytes from the first to behind the last element of a view."""
     steps = ((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
     return (sum(steps) + 1) * view.element_size() if view.numel() else 0

@@ -17,6 +17,7 @@ from megatron_ft.capture.copier import CopyItem
 from megatron_ft.capture.cpu import is_plain_memory
 from megatron_ft.capture.exchange import SplitTensor, check_group, exchange, exchange_device
 from megatron_ft.capture.fill import Cuts, Spans, VerifiedCopy, chunk_blocks, copy_in_threads
+from megatron_ft.capture.overlaps import Filled, require_all_held
 from megatron_ft.capture.plan import Planned, dtype_from_name, dtype_name
 from megatron_ft.capture.state import AdoptsTensors, TrainingState, live_tensors
 from megatron_ft.errors import CorruptBlockError, LayoutMismatchError
@@ -193,6 +194,7 @@ def _fill_one_by_one(
     adopted: dict[str, torch.Tensor] = {}
     split: list[SplitTensor] = []
     spans, items = Spans([], [], []), list[CopyItem]()
+    filled: list[Filled] = []
     for entry in sorted(layout.entries, key=lambda e: bool(e.alias_of)):
         if entry.alias_of in live:
             if entry.name not in live:
@@ -208,6 +210,7 @@ def _fill_one_by_one(
         target = live.get(entry.name)
         if target is None:
             target = adopted[entry.name] = _new_tensor(entry, group)
+        filled.append(Filled(entry, target))
         if is_plain_memory(target):
             # Bytes as they are: making views of thousands of tensors takes longer.
             start = entry.start * target.element_size() if entry.is_split else 0
@@ -219,6 +222,7 @@ def _fill_one_by_one(
     _copy(shard.cut(spans.offsets, spans.lengths), spans.targets, shard)
     if items:
         copy_in_threads(items)
+    require_all_held(filled, region)
     exchange(split)
     if adopter is not None and adopted:
         adopter.adopt(adopted)
