@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from megatron_ft.arena.digest import BlockCheck, Bytes
 from megatron_ft.capture.copier import CopyItem, batches
 from megatron_ft.capture.cpu import move_serially
+from megatron_ft.capture.plain_copy import copy_large
 from megatron_ft.capture.threads import spare_threads
 
 PIECE_BYTES = 16 << 20
@@ -22,6 +23,10 @@ PIECE_BYTES = 16 << 20
 
 CHUNK_BYTES = 2 << 20
 """What is verified and then copied, at least one block: caches keep it meanwhile."""
+
+
+LARGE_BYTES = 1 << 20
+"""From this length on a faster copy is worth the 14 us that it takes to begin."""
 
 
 class Spans(NamedTuple):
@@ -121,7 +126,8 @@ class VerifiedCopy:
     def _copy(self, first: int, stop: int) -> None:
         columns = [column[first:stop] for column in self._pieces]
         # No bytecode between the calls: other threads wait while this one holds the GIL.
-        deque(map(ctypes.memmove, *columns), 0)
+        large = min(columns[2], default=0) >= LARGE_BYTES
+        deque(map(copy_large if large else ctypes.memmove, *columns), 0)
 
 
 def copy_in_threads(items: Iterable[CopyItem]) -> None:

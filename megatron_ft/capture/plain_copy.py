@@ -35,6 +35,11 @@ class PlainCopy:
         np.positive(self._bytes, out=self._target)
 
 
+def copy_large(target: int, source: int, length: int) -> None:
+    """As PlainCopy, once, from address to address."""
+    np.positive(bytes_at(source, length), out=bytes_at(target, length))
+
+
 def bytes_at(address: int, length: int) -> Bytes:
     """Memory as an array, which does not keep it alive."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address))
