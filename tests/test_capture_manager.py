@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from small_training import advance, fingerprint, make_training
 from test_capture_support import BLOCK, WAIT, FakeSmp, GatedCopier, bits, make_manager
 
+from megatron_ft.arena import digest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import first_meta_block
 from megatron_ft.arena.mapping import populate_read
@@ -238,6 +239,24 @@ def test_tensors_that_shared_memory_when_they_were_saved_may_share_it(
     fresh = make(False)
     assert make_manager(smp).load(into=fresh) == 1
     assert all(torch.equal(fresh[name], state[name]) for name in state)
+
+
+def test_a_record_that_is_not_of_its_layout_is_refused(
+    smp: FakeSmp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seal = digest.seal
+
+    def other(data: Any, tensor_bytes: int, **more: Any) -> Any:
+        return seal(data, tensor_bytes=tensor_bytes + 64, **more)
+
+    state, manager = {"weights": torch.ones(1000)}, make_manager(smp)
+    with monkeypatch.context() as patch:
+        patch.setattr(digest, "seal", other)
+        capture(smp, manager, state)
+        manager.close()
+    smp.offer_last()
+    with pytest.raises(LayoutMismatchError, match=r"4032 bytes.*4096.*restore another snapshot"):
+        make_manager(smp).load(into=state)
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), max_size=12))
