@@ -155,7 +155,8 @@ def test_a_copy_asks_each_tensor_once_where_it_is(smp: FakeSmp) -> None:
     copier = CpuCopier(PIECE)
     found = calls_of(lambda: copier.copy(later, None, lambda: False))
     assert found["c_call"] <= 300 + 20, found
-    assert found["call"] <= 300, found
+    # One a tensor, and few a piece.
+    assert found["call"] <= 450, found
     manager.close()
 
 
@@ -183,7 +184,7 @@ class Passes:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.copied = self.digested = self.digests = 0
-        memmove, digest_blocks = ctypes.memmove, digest.digest_blocks
+        memmove, positive, digest_blocks = ctypes.memmove, np.positive, digest.digest_blocks
         block_digests = digest.block_digests
 
         def copy(target: int, source: int, length: int) -> int:
@@ -208,7 +209,13 @@ class Passes:
             self.digested += piece.nbytes
             return digest.digest_block(piece, algorithm)
 
+        def by_loop(source: Bytes, out: Bytes) -> Bytes:
+            self.copied += source.nbytes
+            return positive(source, out=out)
+
         monkeypatch.setattr(ctypes, "memmove", copy)
+        monkeypatch.setattr(np, "positive", by_loop)
+        monkeypatch.setattr(run_check, "digest_block", of_run)
         monkeypatch.setattr(digest, "block_digests", by_number)
         monkeypatch.setattr(digest, "digest_blocks", digested)
         monkeypatch.setattr(checks, "digest_blocks", digested)
