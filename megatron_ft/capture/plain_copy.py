@@ -42,4 +42,4 @@ def copy_large(target: int, source: int, length: int) -> None:
 
 def bytes_at(address: int, length: int) -> Bytes:
     """Memory as an array, which does not keep it alive."""
-    return np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address))
+    return np.frombuffer(memoryview((ctypes.c_uint8 * length).from_address(address)), np.uint8)
