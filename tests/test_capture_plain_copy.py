@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.capture.plain_copy import PlainCopy
+from megatron_ft.capture.plain_copy import PlainCopy, copy_all
 
 NUMBERS = torch.arange(5000, dtype=torch.int32).view(torch.uint8)
 
@@ -15,7 +15,7 @@ NUMBERS = torch.arange(5000, dtype=torch.int32).view(torch.uint8)
 def test_every_byte_arrives_and_no_other_is_touched(length: int, skip: int, start: int) -> None:
     source = NUMBERS[skip : skip + length]
     memory = torch.full((length + 200,), 7, dtype=torch.uint8)
-    PlainCopy(memory[start : start + length], source)()
+    copy_all([PlainCopy(memory[start : start + length], source)])
     expected = torch.full((length + 200,), 7, dtype=torch.uint8)
     expected[start : start + length] = source
     assert torch.equal(memory, expected)
@@ -25,17 +25,17 @@ def test_bits_are_not_read_as_numbers() -> None:
     """Such as the payload of a signalling NaN, or the sign of a zero."""
     source = torch.tensor([0x7FA12345, -0x80000000, 0x7F800001], dtype=torch.int32)
     target = torch.zeros(3)
-    PlainCopy(target, source.view(torch.float32))()
+    copy_all([PlainCopy(target, source.view(torch.float32))])
     assert torch.equal(target.view(torch.int32), source)
 
 
 def test_a_tensor_that_has_other_memory_is_read_there() -> None:
     source, target = torch.ones(70_000), torch.zeros(70_000)
     copy = PlainCopy(target, source)
-    copy()
+    copy_all([copy])
     source.data = torch.full((70_000,), 2.0)
-    copy()
+    copy_all([copy])
     assert torch.equal(target, torch.full((70_000,), 2.0))
     source.fill_(3.0)
-    copy()
+    copy_all([copy])
     assert torch.equal(target, torch.full((70_000,), 3.0))

@@ -15,14 +15,13 @@ import numpy as np
 import torch
 
 from megatron_ft.capture.aliases import Alias
+from megatron_ft.capture.enumeration import DENSE
 from megatron_ft.capture.plan import Planned, dtype_name, known_dtype
 from megatron_ft.shard import ALIGNMENT, LayoutEntry, LogicalPlace, ShardLayout
 
 _LAYOUT, _DTYPE = attrgetter("layout"), attrgetter("dtype")
 _IS_CPU, _IS_META = attrgetter("is_cpu"), attrgetter("is_meta")
 _QUANTIZED = methodcaller("startswith", "q")
-_DENSE = {torch.Tensor, torch.nn.Parameter}
-"""Of these torch.strided says that they have plain memory; their subclasses may do otherwise."""
 
 
 class WholeLayout(NamedTuple):
@@ -165,7 +164,7 @@ def _have_form(tensors: list[torch.Tensor], stored: WholeLayout) -> bool:
 
 def _are_dense(tensors: list[torch.Tensor], on_cpu: bool) -> bool:
     """Whether a plan refuses none of them for its kind, quantized ones excepted."""
-    kinds = {*map(type, tensors)} <= _DENSE and {*map(_LAYOUT, tensors)} <= {torch.strided}
+    kinds = {*map(type, tensors)} <= DENSE and {*map(_LAYOUT, tensors)} <= {torch.strided}
     return kinds and (on_cpu or not any(map(_IS_META, tensors)))
 
 

@@ -15,7 +15,7 @@ from megatron_ft.capture.copier import (
     batches,
     move,
 )
-from megatron_ft.capture.plain_copy import PlainCopy
+from megatron_ft.capture.plain_copy import PlainCopy, copy_all
 
 SERIAL_ELEMENTS = 32768
 """torch copies tensors of fewer elements in the calling thread (at::internal::GRAIN_SIZE)."""
@@ -91,8 +91,7 @@ class SerialBatch(NamedTuple):
 
     def move(self) -> None:
         """Copy; the targets must be alive."""
-        for copy in self.plain:
-            copy()
+        copy_all(self.plain)
         if self.others:
             move(self.others)
 

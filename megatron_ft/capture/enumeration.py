@@ -17,8 +17,8 @@ data loader's may change their shape, which no planned layout could hold."""
 COUNTER_BYTES = 4096
 """Plain tensors up to this size are secured at the boundary: likely counters."""
 
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+DENSE = {torch.Tensor, torch.nn.Parameter}
+"""Of these torch.strided says that they have plain memory; their subclasses may do otherwise."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Enumeration:
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The shard of a DTensor that lies on this rank; any other tensor as it is."""
-    if type(tensor) in _PLAIN:
+    if type(tensor) in DENSE:
         return tensor
     local = getattr(tensor, "_local_tensor", tensor)
     return local if isinstance(local, torch.Tensor) else tensor

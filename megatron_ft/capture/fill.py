@@ -24,7 +24,6 @@ PIECE_BYTES = 16 << 20
 CHUNK_BYTES = 2 << 20
 """What is verified and then copied, at least one block: caches keep it meanwhile."""
 
-
 LARGE_BYTES = 1 << 20
 """From this length on a faster copy is worth the 14 us that it takes to begin."""
 

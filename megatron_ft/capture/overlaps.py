@@ -45,7 +45,7 @@ def require_all_held(filled: Sequence[Filled], region: torch.Tensor) -> None:
 
 
 def that_touch(places: Sequence[tuple[int, int]]) -> list[int]:
-    """Numbers of the (address, length) that overlap another, or are linked to one by others."""
+    """Numbers of the (address, length) that overlap another."""
     order = sorted((n for n, (_, length) in enumerate(places) if length), key=places.__getitem__)
     linked: list[list[int]] = []
     end = -1
