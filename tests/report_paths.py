@@ -58,6 +58,7 @@ SCRIPTS = {
         rounds=1,
         beats="b",
         fault="cut",
+        needless=1,
     ),
     "an SMP that was replaced": Script(
         (m.OrderDone(ONE, "r1"), m.OrderDone(ONE, "r2")),

@@ -388,8 +388,10 @@ def test_memory_does_not_grow_with_the_data(monkeypatch: pytest.MonkeyPatch) -> 
         return used
 
     peak(200_000)  # first use of everything
+    buffers = held_bytes()
     # What grows are digest tables: 8 bytes for each 16384, held by everyone of everyone.
     assert peak(1_600_000) - peak(200_000) < 0.1 * 1_400_000
+    assert held_bytes() == buffers
 
 
 def test_the_portable_codec_gives_the_same_parity() -> None:
