@@ -26,7 +26,9 @@ from megatron_ft.capture.cpu import CpuCopier
 from megatron_ft.capture.fill import chunk_blocks
 from megatron_ft.capture.manager import SnapshotManager
 from megatron_ft.capture.quiet import QuietWindows
-from megatron_ft.coordinator.cycle import Ended, Send, SnapshotCycle
+from megatron_ft.coordinator.actions import Ended, Send
+from megatron_ft.coordinator.cycle import SnapshotCycle
+from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.erasure import checks, row_encoder, run_check
 from megatron_ft.erasure import encode as encoding
 from megatron_ft.erasure import member as member_module
@@ -285,7 +287,7 @@ def test_a_snapshot_takes_three_requests_to_a_node(nodes: int) -> None:
     """Permit, encode, commit: one each, however many shards the node has."""
     shards = {f"pp0-tp{t}-dp{n}-ep0": f"n{n}" for n in range(nodes) for t in range(4)}
     stripes = tuple(_stripe(first, t) for first in range(0, nodes, 2) for t in range(4))
-    cycle = SnapshotCycle(1, shards, stripes, 1)
+    cycle = SnapshotCycle(1, shards, stripes, Schedule(1))
     sent: Counter[str] = Counter()
 
     def note(actions: list[Any]) -> list[Any]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from protocol_model.memory import record_of
 
-from megatron_ft.coordinator.cycle import Action, Ended, KillWorld, Phase, Send, SnapshotCycle
+from megatron_ft.coordinator.actions import Action, Ended, KillWorld, Send
+from megatron_ft.coordinator.cycle import Phase, SnapshotCycle
 from megatron_ft.coordinator.plan import Sizes, stripe_orders
+from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.identity import SnapshotId
 from megatron_ft.recovery.decide import StripeState
 from megatron_ft.smp import messages as m
@@ -23,7 +25,7 @@ class Driver:
     """A cycle with the messages of its nodes spelled out."""
 
     def __init__(self, interval: int = 2, *, parity: bool = True) -> None:
-        self.cycle = SnapshotCycle(7, PLACES, ORDERS if parity else (), interval)
+        self.cycle = SnapshotCycle(7, PLACES, ORDERS if parity else (), Schedule(interval))
 
     def propose(self, progress: int = 10, world: str = WORLD) -> list[Action]:
         return self.cycle.propose(progress, world)
@@ -102,12 +104,12 @@ def test_the_iteration_is_a_multiple_of_the_interval_ahead(progress: int, iterat
 
 def test_permits_follow_trainers_even_below_the_restored_iteration() -> None:
     d = Driver()
-    d.cycle.first = 150
+    d.cycle.schedule.first = 150
     d.propose(progress=-1)
     assert d.cycle.iteration == 152
     d.confirm(d.cycle.give_up("the trainers start from an older checkpoint"))
     d.propose(progress=100)
-    assert d.cycle.iteration == 101 + d.cycle.lead
+    assert d.cycle.iteration == 101 + d.cycle.schedule.lead
 
 
 @pytest.mark.parametrize("d", [Driver(), Driver(parity=False)], ids=["no world", "no parity"])
@@ -121,7 +123,7 @@ def test_a_miss_aborts_everywhere_and_lengthens_the_lead() -> None:
     d.propose()
     d.seal("dp0")
     aborts = d.cycle.handle("n1", m.Missed("dp1", FIRST))
-    assert to_all(aborts, m.Abort) and d.cycle.lead == 2
+    assert to_all(aborts, m.Abort) and d.cycle.schedule.lead == 2
     assert d.seal("dp2") == []
     (ended,) = d.confirm(aborts)
     assert isinstance(ended, Ended) and ended.level == "aborted" and "dp1" in ended.reason
@@ -147,23 +149,23 @@ def test_it_is_ready_when_no_trainer_may_still_write() -> None:
 
 def test_the_lead_is_bounded_and_shrinks_after_calm() -> None:
     d = Driver(parity=False)
-    for _ in range(SnapshotCycle.MOST_LEAD + 3):
+    for _ in range(Schedule.MOST_LEAD + 3):
         d.propose()
         d.confirm(d.cycle.handle("n1", m.Missed("dp1", d.cycle.snapshot)))
-    assert d.cycle.lead == SnapshotCycle.MOST_LEAD
-    for _ in range(SnapshotCycle.calm):
+    assert d.cycle.schedule.lead == Schedule.MOST_LEAD
+    for _ in range(Schedule.CALM):
         d.propose()
         d.confirm(d.seal())
-    assert d.cycle.lead == SnapshotCycle.MOST_LEAD - 1
+    assert d.cycle.schedule.lead == Schedule.MOST_LEAD - 1
 
 
 def test_where_every_iteration_is_wanted_the_one_under_way_is_permitted() -> None:
     d = Driver(parity=False)
-    d.cycle = SnapshotCycle(7, PLACES, (), interval=1)
+    d.cycle = SnapshotCycle(7, PLACES, (), Schedule(1))
     d.propose(progress=4)
     assert d.cycle.iteration == 5
     d.confirm(d.cycle.handle("n1", m.Missed("dp1", d.cycle.snapshot)))
-    for _ in range(SnapshotCycle.calm):
+    for _ in range(Schedule.CALM):
         d.propose(progress=8)
         assert d.cycle.iteration == 10, "it came too late once"
         d.confirm(d.seal())
@@ -175,7 +177,7 @@ def test_an_abandoned_capture_aborts_but_says_nothing_of_the_lead() -> None:
     d = Driver()
     d.propose()
     assert to_all(d.cycle.handle("n1", m.Abandoned("dp1", FIRST, "slow")), m.Abort)
-    assert d.cycle.lead == 1
+    assert d.cycle.schedule.lead == 1
 
 
 def test_reports_on_another_snapshot_change_nothing() -> None:

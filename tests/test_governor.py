@@ -21,6 +21,7 @@ from megatron_ft.coordinator.governor import (
     best_seconds,
     mean_time_between_failures,
 )
+from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.identity import SnapshotId
 from megatron_ft.launch.pacing import Pacing
 from megatron_ft.smp import messages as m
@@ -101,35 +102,36 @@ def test_failures_shorten_what_is_expected_between_them() -> None:
 
 
 def test_a_cycle_counts_from_its_last_snapshot() -> None:
-    cycle = SnapshotCycle(1, {"dp0": "n0"}, (), 7, 100, fixed=False)
-    assert cycle.next_iteration(100) == 107
-    assert cycle.next_iteration(120) == 122, "never where trainers have been"
+    schedule = Schedule(7, 100, fixed=False)
+    cycle = SnapshotCycle(1, {"dp0": "n0"}, (), schedule)
+    assert schedule.next_iteration(100) == 107
+    assert schedule.next_iteration(120) == 122, "never where trainers have been"
     cycle.propose(100, "")
-    assert cycle.next_iteration(107) == 114
+    assert schedule.next_iteration(107) == 114
     cycle.handle("n0", m.Missed("dp0", cycle.snapshot))
-    assert cycle.next_iteration(107) == 110, "nothing was taken, so nothing must be waited for"
+    assert schedule.next_iteration(107) == 110, "nothing was taken, so nothing must be waited for"
 
 
 def test_a_life_begins_with_what_an_earlier_one_has_learned() -> None:
     pacing = Pacing(BUDGET, MTBF, Observers(), lambda: 0.0)
     for incarnation in (1, 2):
-        cycle = SnapshotCycle(incarnation, {"dp0": "n0"}, (), 1, fixed=False)
-        pacing.begin(cycle)
-        assert cycle.interval == (2 if incarnation == 1 else 20)
+        schedule = Schedule(1, fixed=False)
+        pacing.begin(schedule)
+        assert schedule.interval == (2 if incarnation == 1 else 20)
         cost = m.CaptureCost("dp0", SnapshotId(incarnation, 1), 1.0, 1.0, 1, 0.1, 0.5)
         pacing.hear(m.Event("n0", incarnation, cost))
         pacing.failed()
-    assert cycle.interval == 200
+    assert schedule.interval == 200
 
 
 def test_a_snapshot_costs_its_stall_and_its_shadow() -> None:
     pacing = Pacing(BUDGET, MTBF, Observers(), lambda: 0.0)
-    cycle = SnapshotCycle(1, {"dp0": "n0"}, (), 1, fixed=False)
-    pacing.begin(cycle)
+    schedule = Schedule(1, fixed=False)
+    pacing.begin(schedule)
     for number in range(1, 6):
         cost = m.CaptureCost("dp0", SnapshotId(1, number), 0.5, 9.0, 1, 1.0, 1.5)
         pacing.hear(m.Event("n0", 1, cost))
-    assert cycle.interval == best_seconds(0.5 + 1.5, BUDGET, MTBF)
+    assert schedule.interval == best_seconds(0.5 + 1.5, BUDGET, MTBF)
 
 
 def iterate(times: IterationTimes, seconds: float, busy: bool, stall: float = 0.0) -> None:

@@ -13,6 +13,7 @@ from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.cycle import Phase, SnapshotCycle
 from megatron_ft.coordinator.events import Observers
 from megatron_ft.coordinator.link import SmpLink
+from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.coordinator.timing import Timing
 from megatron_ft.errors import ControlPlaneError
 from megatron_ft.identity import SnapshotId
@@ -47,7 +48,7 @@ def test_permits_go_on_after_an_smp_was_replaced() -> None:
     async def story() -> None:
         coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
         coordinator.connect("n0", NOBODY)
-        cycle = SnapshotCycle(1, {"dp0": "n0"}, (), 1)
+        cycle = SnapshotCycle(1, {"dp0": "n0"}, (), Schedule(1))
         coordinator.start_snapshots(cycle)
         link = coordinator.links["n0"]
         while len(link._pending) < 2:  # a heartbeat, and the one before a permit
@@ -82,7 +83,7 @@ def test_the_next_permit_waits_for_nothing_but_the_last_capture(
         coordinator.link_type, coordinator.incarnation = Obedient, 1
         for node in places.values():
             coordinator.connect(node, NOBODY)
-        cycle = SnapshotCycle(1, places, (), 1)
+        cycle = SnapshotCycle(1, places, (), Schedule(1))
         coordinator.start_snapshots(cycle)
         for sequence in (1, 2, 3):
             while cycle.snapshot.sequence < sequence:

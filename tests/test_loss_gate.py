@@ -17,7 +17,8 @@ from test_cycle import PLACES, Driver, to_all
 
 from megatron_ft.capture.loss_gate import HISTORY, LEAST_HISTORY, LossGate
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.coordinator.cycle import Ended, Phase
+from megatron_ft.coordinator.actions import Ended
+from megatron_ft.coordinator.cycle import Phase
 from megatron_ft.errors import ConfigError
 from megatron_ft.smp import messages as m
 

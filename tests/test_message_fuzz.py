@@ -14,6 +14,7 @@ from megatron_ft.arena.format import SlotHeader
 from megatron_ft.coordinator.cycle import SnapshotCycle
 from megatron_ft.coordinator.registration import Roll
 from megatron_ft.coordinator.repairs import Repairs
+from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.errors import ControlPlaneError
 from megatron_ft.smp import messages as m
 from megatron_ft.smp import node as smp_node
@@ -121,7 +122,7 @@ class Control:
 @quick
 @given(seed=seeds)
 def test_the_coordinator_hears_any_events_in_any_order(seed: int) -> None:
-    cycle, maker = SnapshotCycle(1, {"dp0": "n0", "dp1": "n1"}, (), 1), Maker(seed, PIDS)
+    cycle, maker = SnapshotCycle(1, {"dp0": "n0", "dp1": "n1"}, (), Schedule(1)), Maker(seed, PIDS)
     roll, repairs = Roll(2), Repairs(Control())  # type: ignore[arg-type]
     for _ in range(50):
         cycle.propose(cycle.iteration, maker.random.choice(["w1", ""]))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import pytest
 from explore_protocol import Row, explore, row
@@ -18,7 +19,9 @@ from protocol_model.shape import Bounds
 from protocol_model.world import World
 from slot_transitions import figure
 
+from megatron_ft.coordinator.capture_round import CaptureRound
 from megatron_ft.coordinator.cycle import SnapshotCycle
+from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.slots import ShardSlots
 
@@ -56,25 +59,35 @@ def test_without_a_rule_an_exploration_finds_it(
     assert "run at once" in result.problem
 
 
-def test_a_clone_goes_its_own_way() -> None:
+@pytest.mark.parametrize("walk", range(8))
+def test_a_clone_goes_its_own_way(walk: int) -> None:
     """A step on the copy changes neither the world nor what comes of the same step there."""
-    world = World(row(2, 1, 0).shape, Bounds(1))
-    for _ in range(25):
+    world, choose = World(row(2, 1, 0).shape, Bounds(1)), Random(walk).choice
+    for _ in range(60):
         steps = [step for _, step in enabled(world) if not is_fault(step)]
+        if not steps:
+            break
+        step = choose(steps) if walk else steps[0]
         before = key(world)
         after = []
         for _ in range(2):
             copy = clone(world)
-            copy.perform(steps[0])
+            copy.perform(step)
             after.append(key(copy))
         assert key(world) == before and after[0] == after[1]
-        world.perform(steps[0])
+        world.perform(step)
         assert key(world) == after[0]
 
 
 @pytest.mark.parametrize(
     "machine",
-    [NodeMachine("n0"), ShardSlots("dp0", []), SnapshotCycle(1, {}, (), 1)],
+    [
+        NodeMachine("n0"),
+        ShardSlots("dp0", []),
+        SnapshotCycle(1, {}, (), Schedule(1)),
+        Schedule(1),
+        CaptureRound(()),
+    ],
     ids=lambda machine: type(machine).__name__,
 )
 def test_no_field_of_the_machines_is_forgotten_in_the_key(machine: object) -> None:

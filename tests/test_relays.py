@@ -20,6 +20,7 @@ from megatron_ft.coordinator.cycle import Phase, SnapshotCycle
 from megatron_ft.coordinator.events import Observers
 from megatron_ft.coordinator.link import SmpLink
 from megatron_ft.coordinator.recovery import admit
+from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.coordinator.timing import Timing
 from megatron_ft.coordinator.tree import Branch, answers, branches, unreached, wrapped
 from megatron_ft.identity import SnapshotId
@@ -122,7 +123,7 @@ class Chain:
         self.of = Coordinator(JobKeys.derive(SECRET), Observers(), lambda world: None, timing)
         self.of.link_type = Counting
         self.of.relays.fan_out, self.of.relays.patience = fan_out, 1.0
-        self.cycle = SnapshotCycle(incarnation, {f"dp{n}": n for n in NAMES}, (), 1)
+        self.cycle = SnapshotCycle(incarnation, {f"dp{n}": n for n in NAMES}, (), Schedule(1))
         Counting.asked.clear()
         Counting.came.clear()
         self.sealed: list[str] = []

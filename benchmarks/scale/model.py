@@ -10,9 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.scale.tally import Tally, kind_of, told
-from megatron_ft.coordinator.cycle import Action, Ended, Send, SnapshotCycle
+from megatron_ft.coordinator.actions import Action, Ended, Send
+from megatron_ft.coordinator.cycle import SnapshotCycle
 from megatron_ft.coordinator.plan import Sizes, stripe_orders
 from megatron_ft.coordinator.relays import FAN_OUT, PATIENCE_SECONDS
+from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.coordinator.tree import Branch, answers, branches, wrapped
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.erasure.stripes import RankPlace, plan_stripes
@@ -61,7 +63,7 @@ def control_messages(shape: Shape) -> Tally:
     places, stripes = _stripes(shape)
     nodes = sorted(set(places.values()))
     orders = stripe_orders(stripes, places, nodes, Sizes(shape.block_bytes, slot_count=2))
-    cycle, tally = SnapshotCycle(1, places, orders, 1), Tally()
+    cycle, tally = SnapshotCycle(1, places, orders, Schedule(1)), Tally()
     tables = {s: tuple(map(_record, st.members)) for st in stripes for s in st.members}
     waiting: list[Action] = list(cycle.propose(10, WORLD))
     while waiting:

@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from megatron_ft.coordinator.actions import Action, Ended, KillWorld, Send
 from megatron_ft.coordinator.connections import REQUEST_TIMEOUT_SECONDS, Connections
-from megatron_ft.coordinator.cycle import Ended, KillWorld, Phase, Send, SnapshotCycle
+from megatron_ft.coordinator.cycle import Phase, SnapshotCycle
 from megatron_ft.coordinator.events import Observers
 from megatron_ft.coordinator.relays import Relays
 from megatron_ft.coordinator.repairs import Repairs
@@ -170,7 +171,7 @@ class Coordinator(Connections):
                 self.observers.tell("held", "a reader holds a snapshot: captures are skipped")
             return False
         assert self.cycle is not None
-        skipped = self.skips.end(fastest, self.cycle.interval)
+        skipped = self.skips.end(fastest, self.cycle.schedule.interval)
         if skipped is not None:
             text = f"the reader is done: captures go on, {skipped} were skipped"
             self.observers.tell("released", text, skipped=skipped)
@@ -179,7 +180,7 @@ class Coordinator(Connections):
     def _encoding_too_long(self) -> bool:
         return time.monotonic() - self._encoding_since > self.timing.encode_timeout
 
-    def _perform(self, cycle: SnapshotCycle, actions: Iterable[Any]) -> None:
+    def _perform(self, cycle: SnapshotCycle, actions: Iterable[Action]) -> None:
         sends = {action.node: action for action in actions if isinstance(action, Send)}
         if any(isinstance(action.message, m.Encode) for action in sends.values()):
             self._encoding_since = time.monotonic()

@@ -7,49 +7,17 @@ does the same with random interleavings.  There is at most one snapshot under wa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from megatron_ft.coordinator.actions import Action, Ended, KillWorld, Send
+from megatron_ft.coordinator.capture_round import CaptureRound
 from megatron_ft.coordinator.plan import orders_by_node
+from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.fault_points import reach
 from megatron_ft.identity import SnapshotId
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.slots import WorldGoneError
-
-
-@dataclass(frozen=True)
-class Send:
-    """Send a request to a node's SMP and report its answer to ``answered``."""
-
-    node: str
-    message: m.Message
-
-
-@dataclass(frozen=True)
-class KillWorld:
-    """End an encoder world; its encoders' deaths arrive as WriterGone events."""
-
-    world: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A snapshot is over: ``level`` is protected, local or aborted; ``last`` if training is too.
-
-    ``gated`` says that it was given up because of the loss.
-    """
-
-    snapshot: SnapshotId
-    iteration: int
-    level: str
-    reason: str = ""
-    last: bool = False
-    gated: bool = False
-
-
-Action = Send | KillWorld | Ended
 
 
 class Phase(Enum):
@@ -65,51 +33,34 @@ class Phase(Enum):
 class SnapshotCycle:
     """Permits snapshots one after the other and takes each to commit or abort.
 
-    ``places`` maps each shard to its node.  ``interval`` may be changed at any time.  Snapshots
-    are of its multiples; if it is not ``fixed``, of so many iterations after the last.
-    ``first`` is the iteration that training starts from, 0 or the restored one.  All
-    arithmetic is on iterations: ``lead`` is how many iterations ahead of the fastest known
-    trainer a permit is given; it grows when a permit came too late and shrinks again after
-    ``calm`` commits in a row.  Where every iteration is wanted it may be 0: the permit is then for
-    the iteration under way, which is in time where iterations are longer than its journey.
+    ``places`` maps each shard to its node, ``schedule`` chooses the iterations.
     """
-
-    MOST_LEAD = 64
-    calm = 16
 
     def __init__(
         self,
         incarnation: int,
         places: Mapping[str, str],
         stripes: tuple[m.StripeOrder, ...],
-        interval: int,
-        first: int = 0,
-        *,
-        fixed: bool = True,
+        schedule: Schedule,
     ) -> None:
         self.incarnation = incarnation
         self.places = dict(places)
         self.nodes = sorted(set(places.values()))
         self.stripes = stripes
+        self.schedule = schedule
         self._orders = orders_by_node(stripes, places)
-        self.interval, self.fixed = interval, fixed
-        self.first = first
-        self._before = self._spent = first
         self.phase = Phase.IDLE
         self.snapshot = SnapshotId(incarnation, 0)
         self.iteration = -1
         self.level = ""
-        self.lead = self._least_lead()
-        self._commits_in_a_row = 0
+        self._capture = CaptureRound(())
+        # Shards without parity while they are encoded, then nodes that have not confirmed.
         self._waiting: set[str] = set()
-        self._permitted: set[str] = set()
         self._encoders: set[str] = set()
         self._world = ""
         self._broken = ""
         self._corrupt = False
         self._gated = False
-        self._unjudged: set[str] = set()
-        self._judged: set[str] = set()
         self._last = False
 
     @property
@@ -118,7 +69,7 @@ class SnapshotCycle:
 
         Before that a permit may be asked for, and nodes on which one has not said so refuse it.
         """
-        return self.phase == Phase.IDLE and not self._permitted
+        return self.phase == Phase.IDLE and not self._capture.writing
 
     def propose(self, progress: int, world: str) -> list[Action]:
         """Permit the next snapshot, if none is under way.
@@ -129,23 +80,14 @@ class SnapshotCycle:
         if self.phase != Phase.IDLE or self._last:
             return []
         self.snapshot = SnapshotId(self.incarnation, self.snapshot.sequence + 1)
-        self.iteration = self.next_iteration(self.first if progress < 0 else progress)
-        self._before, self._spent = self._spent, self.iteration
+        self.iteration = self.schedule.next_iteration(progress)
+        self.schedule.permitted(self.iteration)
         self.phase = Phase.CAPTURING
         self._world = world
         self._broken, self._corrupt, self._gated = "", False, False
-        self._unjudged, self._judged = set(), set()
-        self._waiting = set(self.places)
-        self._permitted = set(self.places)
+        self._capture = CaptureRound(self.places)
         grant = m.Grant(self.incarnation, self.snapshot, self.iteration)
         return self._to_all(grant)
-
-    def next_iteration(self, progress: int) -> int:
-        """When the next snapshot is due; it lies more than ``lead`` ahead."""
-        soonest = progress + self.lead + 1
-        if not self.fixed:
-            return max(soonest, self._spent + self.interval)
-        return -(-soonest // self.interval) * self.interval
 
     def world_changed(self, world: str) -> None:
         """A world came up while nothing was being encoded: use it for the snapshot under way."""
@@ -172,10 +114,10 @@ class SnapshotCycle:
     def _note_end(self, body: Any) -> None:
         """A trainer writes to its slot no more, whatever has become of the snapshot meanwhile."""
         if isinstance(body, m.Sealed) and body.record.snapshot == self.snapshot:
-            self._permitted.discard(body.record.shard_id)
+            self._capture.stopped(body.record.shard_id)
         ended = isinstance(body, m.Missed | m.Abandoned | m.SlotFreed)
         if ended and body.snapshot == self.snapshot:
-            self._permitted.discard(body.shard_id)
+            self._capture.stopped(body.shard_id)
 
     def answered(self, node: str, request: m.Message, answer: m.Message) -> list[Action]:
         """React to a node's answer to one of our requests."""
@@ -233,25 +175,20 @@ class SnapshotCycle:
     def _sealed(self, body: m.Sealed) -> list[Action]:
         if self.phase != Phase.CAPTURING or body.record.snapshot != self.snapshot:
             return []
-        shard_id = body.record.shard_id
-        self._waiting.discard(shard_id)
-        if body.judged_later and shard_id not in self._judged:
-            self._unjudged.add(shard_id)
+        self._capture.sealed(body.record.shard_id, judged_later=body.judged_later)
         return self._encode_if_complete()
 
     def _verdict(self, body: m.Judged) -> list[Action]:
-        """A loss has been seen: it may come before its rank's Sealed."""
         if self.phase != Phase.CAPTURING or body.snapshot != self.snapshot:
             return []
         if body.problem:
             self._gated = True
             return self._abort(f"the loss gate of {body.shard_id}: {body.problem}")
-        self._judged.add(body.shard_id)
-        self._unjudged.discard(body.shard_id)
+        self._capture.passed(body.shard_id)
         return self._encode_if_complete()
 
     def _encode_if_complete(self) -> list[Action]:
-        if not self.all_sealed(self._waiting) or self._unjudged:
+        if not self._capture.complete:
             return []
         if not self._world or not self.stripes:
             return self._commit("local")
@@ -264,10 +201,6 @@ class SnapshotCycle:
         part = self._orders.get(node, ())
         return m.Encode(self.incarnation, self.snapshot, self._world, part)
 
-    def all_sealed(self, waiting: set[str]) -> bool:
-        """Whether encoding may start: only when no shard is still being captured."""
-        return not waiting
-
     def _encoded(self, body: m.Encoded) -> list[Action]:
         if self.phase != Phase.ENCODING or body.snapshot != self.snapshot or self._broken:
             return []
@@ -278,10 +211,7 @@ class SnapshotCycle:
         if body.snapshot != self.snapshot or self.phase != Phase.CAPTURING:
             return []
         if isinstance(body, m.Missed):
-            self.lead = min(self.lead + 1, self.MOST_LEAD)
-            self._commits_in_a_row = 0
-            # Tried again soon: a snapshot that some rank has missed costs the others little.
-            self._spent = self._before
+            self.schedule.missed()
             return self._abort(f"{body.shard_id} had already passed iteration {self.iteration}")
         return self._abort(f"{body.shard_id}: {body.reason}")
 
@@ -349,16 +279,11 @@ class SnapshotCycle:
     def _over(self) -> list[Action]:
         self.phase = Phase.IDLE
         if self.level != "aborted":
-            self._commits_in_a_row += 1
-            if self._commits_in_a_row % self.calm == 0:
-                self.lead = max(self._least_lead(), self.lead - 1)
+            self.schedule.committed()
         ended = Ended(
             self.snapshot, self.iteration, self.level, self._broken, self._last, self._gated
         )
         return [ended]
-
-    def _least_lead(self) -> int:
-        return 0 if self.interval == 1 else 1
 
     def _to_all(self, message: m.Message) -> list[Action]:
         return [Send(node, message) for node in self.nodes]

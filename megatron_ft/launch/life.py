@@ -16,6 +16,7 @@ from megatron_ft.coordinator.registration import (
     settle_stripes,
     wait_for_all,
 )
+from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.environment import RESTORE
 from megatron_ft.errors import ConfigError
 from megatron_ft.fewer_ranks import SHRINK, RankRule
@@ -88,13 +89,10 @@ class Life:
         job.state.update(shards=roll.seats(), rank_rule=rule)
         orders = stripe_orders(stripes, places, plan.active, sizes)
         first = max(0, plan.decision.iteration)
-        interval = roll.interval
-        cycle = SnapshotCycle(
-            plan.incarnation, places, orders, interval or 1, first, fixed=interval > 0
-        )
-        job.pacing.begin(cycle)
+        schedule = Schedule(roll.interval or 1, first, fixed=roll.interval > 0)
+        job.pacing.begin(schedule)
         job.observers.tell("training", "training")
-        job.coordinator.start_snapshots(cycle)
+        job.coordinator.start_snapshots(SnapshotCycle(plan.incarnation, places, orders, schedule))
         job.drains.begin(places, roll.seats(), plan.lineage, first)
         # Now, when the nodes that train have done with imports of their own.
         job.warm_spares.begin(n for n in job.launcher.nodes() if n not in plan.active)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from megatron_ft.coordinator.cycle import SnapshotCycle
 from megatron_ft.coordinator.events import Observers
 from megatron_ft.coordinator.governor import IntervalGovernor, mean_time_between_failures
+from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.smp import messages as m
 
 WORTH_SAYING = 1.25
@@ -15,7 +15,7 @@ WORTH_SAYING = 1.25
 
 
 class Pacing:
-    """One governor for all lives of a job; it governs cycles whose interval is not fixed."""
+    """One governor for all lives of a job; it governs schedules whose interval is not fixed."""
 
     def __init__(
         self,
@@ -30,14 +30,14 @@ class Pacing:
         self._observers, self._clock = observers, clock
         self._since = clock()
         self._failures = 0
-        self._cycle: SnapshotCycle | None = None
+        self._schedule: Schedule | None = None
         self._told = 0
 
-    def begin(self, cycle: SnapshotCycle) -> None:
-        """A life begins: its cycle starts with what is known from earlier ones."""
-        self._cycle = cycle
-        if not cycle.fixed:
-            cycle.interval = self._governor.iterations
+    def begin(self, schedule: Schedule) -> None:
+        """A life begins: its schedule starts with what is known from earlier ones."""
+        self._schedule = schedule
+        if not schedule.fixed:
+            schedule.interval = self._governor.iterations
 
     def failed(self) -> None:
         """The job has failed and starts again."""
@@ -45,14 +45,14 @@ class Pacing:
 
     def hear(self, event: m.Event) -> None:
         """A listener of the coordinator: takes what captures have cost."""
-        body, cycle = event.body, self._cycle
-        if cycle is None or cycle.fixed or not isinstance(body, m.CaptureCost):
+        body, schedule = event.body, self._schedule
+        if schedule is None or schedule.fixed or not isinstance(body, m.CaptureCost):
             return
         cost = body.stall_seconds + body.shadow_seconds
         running = self._clock() - self._since
         mtbf = mean_time_between_failures(self._expected_mtbf, running, self._failures)
         self._governor.hear(body.snapshot, cost, body.iteration_seconds, mtbf)
-        cycle.interval = self._governor.iterations
+        schedule.interval = self._governor.iterations
         self._tell(mtbf)
 
     def _tell(self, mtbf: float) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from megatron_ft.coordinator.cycle import Phase
 from megatron_ft.identity import SnapshotId
 from megatron_ft.smp import messages as m
 from protocol_model.encoder import Encoder
@@ -28,13 +29,14 @@ View = tuple[Any, ...]
 KNOWN = {
     "NodeMachine": "node highest_incarnation shards paths trainers world newest effects _said",
     "ShardSlots": "shard_id slots changes pins",
-    "SnapshotCycle": "incarnation places nodes stripes _orders interval first phase snapshot "
-    "iteration level lead _commits_in_a_row _waiting _encoders _world _broken _corrupt _gated "
-    "_unjudged _judged _last fixed _before _spent _permitted",
+    "SnapshotCycle": "incarnation places nodes stripes schedule _orders phase snapshot iteration "
+    "level _capture _waiting _encoders _world _broken _corrupt _gated _last",
+    "Schedule": "interval fixed first lead _before _spent _commits_in_a_row",
+    "CaptureRound": "unsealed writing _unjudged _judged",
 }
 """What is described below, or decides nothing within the bounds of an exploration.
 
-_before and _spent count only where the interval is not fixed, and in the model it is; _permitted
+_before and _spent count only where the interval is not fixed, and in the model it is; writing
 says when it is worth while to ask for a permit, and the model asks at any time.
 """
 
@@ -335,7 +337,8 @@ class _Describer:
         )
         names: View = ()
         if cycle is not None:
-            waiting = cycle._waiting
+            capturing = cycle.phase == Phase.CAPTURING
+            waiting = cycle._capture.unsealed if capturing else cycle._waiting
             names = (
                 node.name in waiting,
                 tuple(shard in waiting for shard in own),
@@ -406,7 +409,7 @@ class _Describer:
                 cycle.snapshot,
                 self._ahead(cycle.iteration),
                 cycle.level,
-                cycle.lead,
+                cycle.schedule.lead,
                 self.worlds.get(cycle._world, 0),
                 bool(cycle._broken),
                 cycle._corrupt,

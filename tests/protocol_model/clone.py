@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from megatron_ft.coordinator.capture_round import CaptureRound
 from megatron_ft.coordinator.cycle import SnapshotCycle
 from megatron_ft.coordinator.inbox import Inbox
+from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.outbox import Outbox
 from megatron_ft.smp.reports import Reports
@@ -42,6 +44,8 @@ CHANGING = (
     Life,
     Question,
     SnapshotCycle,
+    Schedule,
+    CaptureRound,
     Drain,
     Judge,
 )

@@ -10,7 +10,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_ft.arena.format import SlotHeader, SlotState
-from megatron_ft.coordinator.cycle import Action, Phase, SnapshotCycle
+from megatron_ft.coordinator.actions import Action
+from megatron_ft.coordinator.capture_round import CaptureRound
+from megatron_ft.coordinator.cycle import Phase, SnapshotCycle
 from megatron_ft.disk import drained, retention
 from megatron_ft.identity import SealedRecord, SnapshotId
 from megatron_ft.recovery import decide
@@ -136,7 +138,7 @@ def no_wait_for_writers(patch: pytest.MonkeyPatch) -> None:
 
 def encode_early(patch: pytest.MonkeyPatch) -> None:
     """Encoding starts when the first rank has sealed."""
-    patch.setattr(SnapshotCycle, "all_sealed", lambda self, waiting: True)
+    patch.setattr(CaptureRound, "all_sealed", lambda self: True)
 
 
 def digests_at_home(patch: pytest.MonkeyPatch) -> None:

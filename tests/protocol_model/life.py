@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megatron_ft.coordinator import cycle as c
+from megatron_ft.coordinator.actions import Action, KillWorld, Send
 from megatron_ft.coordinator.cycle import Phase, SnapshotCycle
 from megatron_ft.coordinator.plan import create_requests, stripe_orders
 from megatron_ft.coordinator.repairs import MOST_ATTEMPTS
+from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.identity import SnapshotId
 from megatron_ft.recovery.decide import Decision
 from megatron_ft.recovery.lineage import extend
@@ -247,8 +248,8 @@ class Life:
         world.map_arenas(self)
         world.judge.registered = True
         orders = stripe_orders(world.stripes, self.places, world.active, world.sizes)
-        self.cycle = SnapshotCycle(self.incarnation, self.places, orders, 1)
-        self.cycle.lead = world.lead
+        self.cycle = SnapshotCycle(self.incarnation, self.places, orders, Schedule(1))
+        self.cycle.schedule.lead = world.lead
 
     # Events.
 
@@ -294,12 +295,12 @@ class Life:
         elif number == REPAIR and isinstance(answer, m.Refused) and request == self.repair:
             self._end_repair(world)
 
-    def carry_out(self, world: World, actions: list[c.Action]) -> None:
+    def carry_out(self, world: World, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, c.Send):
+            if isinstance(action, Send):
                 world.note_request(action.message)
                 world.send(self, action.node, action.message, CYCLE)
-            elif isinstance(action, c.KillWorld):
+            elif isinstance(action, KillWorld):
                 self.up = set()
                 world.end_world(action.world)
             else:

@@ -1,0 +1,88 @@
+"""When the next snapshot is due, after whatever has become of those before."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ft.coordinator.schedule import Schedule
+
+INTERVALS = st.integers(1, 50)
+ITERATIONS = st.integers(0, 10_000)
+END = st.sampled_from(["missed", "committed", "aborted"])
+ENDS = st.lists(st.tuples(END, st.integers(1, 80)), max_size=6).map(
+    lambda runs: [end for end, times in runs for _ in range(times)]
+)
+"""Long runs of each: the lead changes after many commits, and has an end after many misses."""
+MANY = settings(max_examples=300, derandomize=True, deadline=None)
+
+
+def take(schedule: Schedule, progress: int, end: str) -> int:
+    """Permit a snapshot that ends so; its iteration."""
+    iteration = schedule.next_iteration(progress)
+    schedule.permitted(iteration)
+    if end == "missed":
+        schedule.missed()
+    elif end == "committed":
+        schedule.committed()
+    return iteration
+
+
+@given(INTERVALS, ITERATIONS, ENDS)
+@MANY
+def test_a_fixed_one_is_the_first_multiple_beyond_the_lead(
+    interval: int, progress: int, ends: list[str]
+) -> None:
+    schedule = Schedule(interval)
+    for end in ends:
+        lead = schedule.lead
+        iteration = take(schedule, progress, end)
+        assert iteration % interval == 0
+        assert progress + lead < iteration <= progress + lead + interval
+        progress = iteration
+
+
+@given(INTERVALS, ITERATIONS, st.lists(st.tuples(st.integers(0, 90), st.booleans()), max_size=30))
+@MANY
+def test_another_one_is_an_interval_after_the_last_that_was_taken(
+    interval: int, first: int, story: list[tuple[int, bool]]
+) -> None:
+    schedule, taken, progress = Schedule(interval, first, fixed=False), first, first
+    for steps, missed in story:
+        progress += steps
+        earliest = max(progress + schedule.lead + 1, taken + interval)
+        assert take(schedule, progress, "missed" if missed else "aborted") == earliest
+        taken = taken if missed else earliest
+
+
+@given(INTERVALS, ITERATIONS, st.booleans())
+@MANY
+def test_before_any_progress_it_counts_from_where_training_starts(
+    interval: int, first: int, fixed: bool
+) -> None:
+    schedule = Schedule(interval, first, fixed=fixed)
+    assert schedule.next_iteration(-1) == schedule.next_iteration(first)
+
+
+@given(INTERVALS, ENDS)
+@MANY
+def test_the_lead_grows_with_each_miss_and_shrinks_with_calm(
+    interval: int, ends: list[str]
+) -> None:
+    schedule, least, calm = Schedule(interval), int(interval > 1), 0
+    expected = least
+    for end in ends:
+        take(schedule, 0, end)
+        if end == "missed":
+            expected, calm = min(expected + 1, Schedule.MOST_LEAD), 0
+        elif end == "committed":
+            calm += 1
+            expected = max(expected - (calm % Schedule.CALM == 0), least)
+        assert schedule.lead == expected
+
+
+def test_an_interval_that_changes_counts_from_now_on() -> None:
+    schedule = Schedule(5, fixed=False)
+    assert take(schedule, 3, "committed") == 5
+    schedule.interval = 50
+    assert schedule.next_iteration(6) == 55
