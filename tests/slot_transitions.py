@@ -9,7 +9,10 @@ from protocol_model.memory import record_of
 
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.identity import SnapshotId
-from megatron_ft.smp.slots import EMPTY_SLOT, ShardSlots, TransitionRefusedError
+from megatron_ft.smp import slot_recovery
+from megatron_ft.smp.refusals import TransitionRefusedError
+from megatron_ft.smp.slot_table import EMPTY_SLOT
+from megatron_ft.smp.slots import ShardSlots
 
 OLD, NEW, NEXT = SnapshotId(1, 1), SnapshotId(1, 2), SnapshotId(1, 3)
 RECORD = record_of(OLD, "dp0", 1)
@@ -27,10 +30,10 @@ ASK: dict[str, Callable[[ShardSlots], object]] = {
     "commit": lambda slots: slots.commit(OLD, local_only=False),
     "commit local": lambda slots: slots.commit(OLD, local_only=True),
     "abort": lambda slots: slots.abort(OLD, trainer_alive=False, encoder_alive=False),
-    "begin_rebuild": lambda slots: slots.begin_rebuild(OLD, 1),
-    "rebuilt": lambda slots: slots.rebuilt(RECORD, bytes(32), (RECORD,)),
-    "loaded": lambda slots: slots.loaded(RECORD),
-    "forget": lambda slots: slots.forget(lambda snapshot: snapshot == OLD),
+    "begin_rebuild": lambda slots: slot_recovery.begin_rebuild(slots, OLD, 1),
+    "rebuilt": lambda slots: slot_recovery.rebuilt(slots, RECORD, bytes(32), (RECORD,)),
+    "loaded": lambda slots: slot_recovery.loaded(slots, RECORD),
+    "forget": lambda slots: slot_recovery.forget(slots, lambda snapshot: snapshot == OLD),
 }
 
 

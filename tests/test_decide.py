@@ -15,7 +15,7 @@ from megatron_ft.identity import Ancestor, SealedRecord, SnapshotId
 from megatron_ft.recovery.decide import Decision, StripeState, decide
 from megatron_ft.recovery.lineage import on_lineage
 from megatron_ft.smp import messages as m
-from megatron_ft.smp.slots import EMPTY_SLOT
+from megatron_ft.smp.slot_table import EMPTY_SLOT
 
 OLD, NEW, ROLLED_BACK = SnapshotId(1, 4), SnapshotId(2, 1), SnapshotId(1, 5)
 LINEAGE = (Ancestor(1, None), Ancestor(2, OLD))

@@ -19,7 +19,9 @@ from megatron_ft.smp.effects import (
     ToTrainer,
 )
 from megatron_ft.smp.node import NodeMachine
-from megatron_ft.smp.slots import EMPTY_SLOT, ShardSlots
+from megatron_ft.smp.slot_recovery import forget
+from megatron_ft.smp.slot_table import EMPTY_SLOT
+from megatron_ft.smp.slots import ShardSlots
 
 HERE, LIFE, WORLD = "dp0", 3, "w3"
 ONE, TWO = SnapshotId(LIFE, 1), SnapshotId(LIFE, 2)
@@ -291,7 +293,7 @@ def test_a_pinned_snapshot_keeps_its_slot(pin: m.Message, unpin: m.Message | Non
 
 def test_a_pin_is_all_or_nothing_on_a_node() -> None:
     node = held("dp0", "dp3")
-    node.shards["dp3"].forget(lambda snapshot: snapshot == ONE)
+    forget(node.shards["dp3"], lambda snapshot: snapshot == ONE)
     node.take_effects()
     answer = node.handle(m.Pin("r", ONE, 1))
     assert isinstance(answer, m.Refused) and "dp3" in answer.reason

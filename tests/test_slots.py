@@ -12,7 +12,11 @@ from protocol_model.memory import record_of
 
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.identity import SnapshotId
-from megatron_ft.smp.slots import EMPTY_SLOT, PinnedError, ShardSlots, TransitionRefusedError
+from megatron_ft.smp.refusals import PinnedError, TransitionRefusedError
+from megatron_ft.smp.slot_recovery import begin_rebuild, forget, rebuilt
+from megatron_ft.smp.slot_rules import ending
+from megatron_ft.smp.slot_table import EMPTY_SLOT
+from megatron_ft.smp.slots import ShardSlots
 
 SHARD = "dp0"
 ONE, TWO, THREE = (SnapshotId(1, number) for number in (1, 2, 3))
@@ -56,11 +60,11 @@ REQUESTS: dict[str, Callable[[ShardSlots], object]] = {
     "commit": lambda s: s.commit(TWO, local_only=False),
     "commit local": lambda s: s.commit(TWO, local_only=True),
     "abort": lambda s: s.abort(TWO, trainer_alive=False, encoder_alive=False),
-    "begin_rebuild": lambda s: s.begin_rebuild(TWO, 20),
-    "rebuilt": lambda s: s.rebuilt(TABLE[0], ROOT, TABLE),
+    "begin_rebuild": lambda s: begin_rebuild(s, TWO, 20),
+    "rebuilt": lambda s: rebuilt(s, TABLE[0], ROOT, TABLE),
     "capture_ended": lambda s: s.capture_ended(TWO),
     "encoder_gone": lambda s: s.encoder_gone(),
-    "forget": lambda s: s.forget(lambda snapshot: snapshot == TWO),
+    "forget": lambda s: forget(s, lambda snapshot: snapshot == TWO),
 }
 TARGETS: dict[str, dict[SlotState, SlotState]] = {
     "seal": {CAPTURING: SEALED},
@@ -233,9 +237,9 @@ def test_a_reader_is_not_blamed_for_what_waits_anyway() -> None:
 def test_rebuild_and_rollback_wait_for_no_reader() -> None:
     machine = slots(header(COMMITTED, ONE), header(COMMITTED, TWO))
     machine.pin("r", ONE)
-    assert machine.begin_rebuild(THREE, 30) == 0
+    assert begin_rebuild(machine, THREE, 30) == 0
     machine.pin("r", TWO)
-    machine.forget(lambda snapshot: snapshot == TWO)
+    forget(machine, lambda snapshot: snapshot == TWO)
     assert states(machine) == [REBUILDING, FREE]
 
 
@@ -277,7 +281,7 @@ def test_abort_frees_a_slot_only_when_nobody_writes(
     machine = slots(header(state))
     assert machine.abort(TWO, trainer_alive=trainer, encoder_alive=encoder) == freed
     assert (machine.slots[0].state == FREE) == freed
-    assert machine.ending(0) != freed
+    assert ending(machine.slots[0]) != freed
 
 
 @pytest.mark.parametrize("restart", [False, True])
@@ -315,11 +319,11 @@ def test_abort_is_refused_after_commit_and_nothing_without_a_slot() -> None:
 
 def test_rebuild_takes_the_slot_of_the_same_snapshot_first() -> None:
     machine = slots(header(FREE), header(COMMITTED, TWO))
-    assert machine.begin_rebuild(TWO, 20) == 1
+    assert begin_rebuild(machine, TWO, 20) == 1
     assert machine.slots[1].record is None, "a target counts as lost until its digests match"
 
 
 def test_rebuild_is_refused_where_nothing_may_go() -> None:
     machine = slots(header(COMMITTED, ONE), header(SEALED, THREE))
     with pytest.raises(TransitionRefusedError, match="no slot to rebuild"):
-        machine.begin_rebuild(TWO, 20)
+        begin_rebuild(machine, TWO, 20)

@@ -17,7 +17,7 @@ from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.fault_points import reach
 from megatron_ft.identity import SnapshotId
 from megatron_ft.smp import messages as m
-from megatron_ft.smp.slots import WorldGoneError
+from megatron_ft.smp.refusals import WorldGoneError
 
 
 class Phase(Enum):

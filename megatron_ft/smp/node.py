@@ -17,7 +17,8 @@ from megatron_ft.smp import messages as m
 from megatron_ft.smp.effects import StorePermit
 from megatron_ft.smp.node_shards import NodeShards
 from megatron_ft.smp.reactions import encoders, orders, readers, trainers
-from megatron_ft.smp.slots import TransitionRefusedError
+from megatron_ft.smp.refusals import TransitionRefusedError
+from megatron_ft.smp.slot_recovery import forget
 
 _REACTIONS: dict[type[m.Message], Callable[[NodeShards, Any], m.Message]] = {
     **trainers.REACTIONS,
@@ -124,7 +125,7 @@ class NodeMachine(NodeShards):
 
     def _adopt(self, message: m.Adopt) -> m.Message:
         for slots in self.shards.values():
-            slots.forget(lambda snapshot: self.rolled_back(snapshot, message.lineage))
+            forget(slots, lambda snapshot: self.rolled_back(snapshot, message.lineage))
         return m.Ok()
 
     def inventory_slots(self, shard_id: str) -> tuple[m.SlotReport, ...]:

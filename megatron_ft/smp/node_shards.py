@@ -10,7 +10,8 @@ from megatron_ft.errors import StaleIncarnationError
 from megatron_ft.identity import SnapshotId
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.effects import Effect, StoreSlot, ToCoordinator
-from megatron_ft.smp.slots import ShardSlots, TransitionRefusedError, WorldGoneError
+from megatron_ft.smp.refusals import TransitionRefusedError, WorldGoneError
+from megatron_ft.smp.slots import ShardSlots
 
 
 class NodeShards:

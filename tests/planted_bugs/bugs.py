@@ -96,8 +96,8 @@ BUGS = (
         "the last protected snapshot makes room before a newer one is protected everywhere",
         (
             Edit(
-                "        return any(not o.local_only and _newer(o, slot) for o in others)\n",
-                "        return True\n",
+                "    return any(not o.local_only and _newer(o, slot) for o in others)\n",
+                "    return True\n",
             ),
         ),
         "model walk",
@@ -175,7 +175,7 @@ BUGS = (
         "captures always take slot 0, the last snapshot or not",
         (
             Edit(
-                "        return self._oldest_reusable(spared=self.pins.values())\n",
+                "        return oldest_reusable(self.slots, spared=self.pins.values())\n",
                 "        ready = self.slots[0].state in (SlotState.FREE, SlotState.COMMITTED)\n"
                 "        return 0 if ready else None\n",
             ),

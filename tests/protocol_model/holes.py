@@ -5,6 +5,7 @@ Each function patches the real machines, or what the model does in place of a se
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,8 +19,10 @@ from megatron_ft.identity import SealedRecord, SnapshotId
 from megatron_ft.recovery import decide
 from megatron_ft.recovery.decide import Holding, usable
 from megatron_ft.smp import messages as m
-from megatron_ft.smp import node
+from megatron_ft.smp import node, slot_rules, slots
 from megatron_ft.smp.effects import StoreSlot
+from megatron_ft.smp.reactions import orders
+from megatron_ft.smp.slot_table import SlotTable
 from megatron_ft.smp.slots import ShardSlots
 from protocol_model import memory
 from protocol_model.disk import DiskSteps
@@ -34,13 +37,13 @@ from protocol_model.world import World
 
 def no_doubt(patch: pytest.MonkeyPatch) -> None:
     """A slot in doubt may be reused, and the next permit does not wait for all commits."""
-    keep = ShardSlots.may_reuse
+    keep = slot_rules.may_reuse
 
-    def may_reuse(self: ShardSlots, index: int) -> bool:
+    def may_reuse(headers: Sequence[SlotHeader], index: int) -> bool:
         in_doubt = (SlotState.SEALED, SlotState.PROTECTED)
-        return self.slots[index].state in in_doubt or keep(self, index)
+        return headers[index].state in in_doubt or keep(headers, index)
 
-    patch.setattr(ShardSlots, "may_reuse", may_reuse)
+    patch.setattr(slot_rules, "may_reuse", may_reuse)
     hasten(patch)
 
 
@@ -60,11 +63,11 @@ def hasten(patch: pytest.MonkeyPatch) -> None:
 
 def local_is_enough(patch: pytest.MonkeyPatch) -> None:
     """The last protected snapshot may be given up for a newer one that is only local."""
-    patch.setattr(ShardSlots, "may_reuse", _committed_or_free)
+    patch.setattr(slot_rules, "may_reuse", _committed_or_free)
 
 
-def _committed_or_free(self: ShardSlots, index: int) -> bool:
-    return self.slots[index].state in (SlotState.FREE, SlotState.COMMITTED)
+def _committed_or_free(headers: Sequence[SlotHeader], index: int) -> bool:
+    return headers[index].state in (SlotState.FREE, SlotState.COMMITTED)
 
 
 def per_rank_skip(patch: pytest.MonkeyPatch) -> None:
@@ -126,7 +129,7 @@ def no_wait_for_writers(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(World, "evict", evict)
     patch.setattr(World, "may_start_world", lambda self, life: not life.usable_world(self))
-    patch.setattr(ShardSlots, "still_written", lambda self, state, trainer, encoder: False)
+    patch.setattr(slots, "still_written", lambda state, trainer, encoder: False)
     keep = SnapshotCycle._break
 
     def at_once(self: SnapshotCycle, reason: str) -> list[Action]:
@@ -160,7 +163,7 @@ def parity_stays_valid(patch: pytest.MonkeyPatch) -> None:
     def begin_encode(self: ShardSlots, snapshot: SnapshotId) -> int:
         index = keep(self, snapshot)
         table = tuple(record_of(snapshot, f"dp{i}", self.slots[index].iteration) for i in range(6))
-        self._put(index, replace(self.slots[index], parity_valid=True, stripe_table=table))
+        self.put(index, replace(self.slots[index], parity_valid=True, stripe_table=table))
         return index
 
     def without_parity(self: ShardSlots, index: int, state: SlotState) -> SlotHeader:
@@ -173,21 +176,21 @@ def parity_stays_valid(patch: pytest.MonkeyPatch) -> None:
 def target_counts_as_whole(patch: pytest.MonkeyPatch) -> None:
     """A rebuild target counts before its digests have matched."""
 
-    def begin_rebuild(self: ShardSlots, snapshot: SnapshotId, iteration: int) -> int:
-        index = keep(self, snapshot, iteration)
-        record = record_of(snapshot, self.shard_id, iteration)
-        target = replace(self.slots[index], state=SlotState.REBUILDING, record=record)
-        self._put(index, target)
+    def begin_rebuild(table: SlotTable, snapshot: SnapshotId, iteration: int) -> int:
+        index = keep(table, snapshot, iteration)
+        record = record_of(snapshot, table.shard_id, iteration)
+        target = replace(table.slots[index], state=SlotState.REBUILDING, record=record)
+        table.put(index, target)
         return index
 
-    keep = ShardSlots.begin_rebuild
-    patch.setattr(ShardSlots, "begin_rebuild", begin_rebuild)
+    keep = orders.begin_rebuild
+    patch.setattr(orders, "begin_rebuild", begin_rebuild)
     keep_gone = ShardSlots.encoder_gone
 
     def encoder_gone(self: ShardSlots) -> list[SnapshotId]:
         for index, slot in enumerate(self.slots):
             if slot.state == SlotState.REBUILDING:
-                self._put(index, replace(slot, state=SlotState.SEALED))
+                self.put(index, replace(slot, state=SlotState.SEALED))
         return keep_gone(self)
 
     patch.setattr(ShardSlots, "encoder_gone", encoder_gone)

@@ -17,7 +17,8 @@ from megatron_ft.identity import Ancestor, SealedRecord, SnapshotId
 from megatron_ft.recovery.decide import StripeState
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.node import NodeMachine
-from megatron_ft.smp.slots import EMPTY_SLOT, ShardSlots
+from megatron_ft.smp.slot_table import EMPTY_SLOT
+from megatron_ft.smp.slots import ShardSlots
 
 Tag = tuple[SnapshotId, str]
 DAMAGED: Tag = (SnapshotId(0, 0), "damaged")

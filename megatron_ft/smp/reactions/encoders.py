@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_ft.smp import messages as m
+from megatron_ft.smp import slot_recovery
 from megatron_ft.smp.effects import MendSlot, ToTrainer
 from megatron_ft.smp.node_shards import NodeShards
 
@@ -23,7 +24,7 @@ def rebuilt(node: NodeShards, message: m.Rebuilt) -> m.Message:
     """A lost member is here again, its digests proven."""
     node.check_world(message.world)
     slots = node.slots_of(message.shard_id)
-    slots.rebuilt(message.record, message.parity_root, message.stripe_table)
+    slot_recovery.rebuilt(slots, message.record, message.parity_root, message.stripe_table)
     node.tell(message)
     return m.Ok()
 
@@ -31,7 +32,7 @@ def rebuilt(node: NodeShards, message: m.Rebuilt) -> m.Message:
 def loaded(node: NodeShards, message: m.Loaded) -> m.Message:
     """A shard was read from a drained checkpoint, its digests proven."""
     node.check_world(message.world)
-    node.slots_of(message.record.shard_id).loaded(message.record)
+    slot_recovery.loaded(node.slots_of(message.record.shard_id), message.record)
     return m.Ok()
 
 
@@ -39,7 +40,7 @@ def recomputed(node: NodeShards, message: m.Recomputed) -> m.Message:
     """Bad blocks were solved from parity; whether they are right is proven before they are kept."""
     node.check_world(message.world)
     slots = node.slots_of(message.shard_id)
-    index = slots.repairable(message.snapshot)
+    index = slot_recovery.repairable(slots, message.snapshot)
     node.say(MendSlot(message.shard_id, index, slots.slots[index], message))
     return m.Ok()
 

@@ -10,7 +10,9 @@ from megatron_ft.smp import messages as m
 from megatron_ft.smp.effects import StorePermit, ToEncoder, ToTrainer
 from megatron_ft.smp.node_shards import NodeShards
 from megatron_ft.smp.reactions.readers import held_back, readers
-from megatron_ft.smp.slots import PinnedError, TransitionRefusedError
+from megatron_ft.smp.refusals import PinnedError, TransitionRefusedError
+from megatron_ft.smp.slot_recovery import begin_rebuild, repairable
+from megatron_ft.smp.slot_rules import ending
 
 
 def grant(node: NodeShards, message: m.Grant) -> m.Message:
@@ -37,7 +39,7 @@ def _granted_before(node: NodeShards, snapshot: SnapshotId) -> m.Message:
     """Ok if the permit still stands, which changes nothing."""
     for slots in node.shards.values():
         index = slots.find(snapshot)
-        if snapshot != node.newest or index is None or slots.ending(index):
+        if snapshot != node.newest or index is None or ending(slots.slots[index]):
             raise TransitionRefusedError(f"{slots.shard_id} is past snapshot {snapshot}")
     return m.Ok()
 
@@ -65,7 +67,7 @@ def rebuild(node: NodeShards, message: m.Rebuild) -> m.Message:
     for stripe in message.stripes:
         for shard_id in stripe.lost:
             if shard_id in node.shards:
-                node.shards[shard_id].begin_rebuild(message.snapshot, message.iteration)
+                begin_rebuild(node.shards[shard_id], message.snapshot, message.iteration)
     stripes = node.fill_in(message.stripes, message.snapshot)
     if stripes:
         node.say(ToEncoder(m.RebuildOrder(message.snapshot, message.world, stripes)))
@@ -75,7 +77,7 @@ def rebuild(node: NodeShards, message: m.Rebuild) -> m.Message:
 def load(node: NodeShards, message: m.Load) -> m.Message:
     """Give shards that come from disk a slot."""
     for shard_id in message.shards:
-        node.slots_of(shard_id).begin_rebuild(message.snapshot, message.iteration)
+        begin_rebuild(node.slots_of(shard_id), message.snapshot, message.iteration)
     return m.Ok()
 
 
@@ -83,7 +85,7 @@ def repair(node: NodeShards, message: m.Repair) -> m.Message:
     """Have bad blocks of a committed slot solved."""
     node.check_world(message.world)
     for shard_id in node.local_members(message.stripes):
-        node.slots_of(shard_id).repairable(message.snapshot)
+        repairable(node.slots_of(shard_id), message.snapshot)
     stripes = node.fill_in(message.stripes, message.snapshot)
     if stripes:
         order = m.RepairOrder(
