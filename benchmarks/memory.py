@@ -27,9 +27,9 @@ from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import ArenaHeader, Geometry, Permit
 from megatron_ft.capture.cuda import CudaCopier
 from megatron_ft.capture.engine import CaptureEngine
-from megatron_ft.capture.manager import PLANNING_BLOCK_BYTES, choose_copier
 from megatron_ft.capture.mapping import MappingState
 from megatron_ft.capture.plan import plan_state
+from megatron_ft.capture.preparation import PLANNING_BLOCK_BYTES, choose_copier
 from megatron_ft.capture.restore import SealedShard, restore_shard
 from megatron_ft.capture.run import CaptureRun
 from megatron_ft.capture.state import live_tensors

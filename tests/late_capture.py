@@ -115,6 +115,8 @@ class ArenaManager(SnapshotManager):
     ) -> None:
         self._arenas, self._late, self._of = ArenaClient(place), LateCopier(), weights
         super().__init__(config, client=self._arenas, copier=self._late, **place)
+        self._hold_without_fence = self._boundary.hold_without_fence
+        self._boundary.hold_without_fence = self._let_copy_and_hold
 
     def load(self, into: Any) -> int:
         if self.offered_iteration >= 0:
@@ -144,10 +146,10 @@ class ArenaManager(SnapshotManager):
         if self._captures.run is not None:
             self._late.fence_reached.set()
 
-    def _hold_without_fence(self, run: Any) -> None:
+    def _let_copy_and_hold(self, run: Any) -> None:
         # Every step before the snapshot was skipped, so no fence has been seen.
         self._late.fence_reached.set()
-        super()._hold_without_fence(run)
+        self._hold_without_fence(run)
 
     def close(self) -> None:
         self._late.fence_reached.set()

@@ -62,6 +62,10 @@ class Captures:
         self._stats.missed += 1
         self._client.missed(snapshot)
 
+    def repeat(self, snapshot: SnapshotId) -> None:
+        """Say once more that nothing is written for a snapshot that this rank answered for."""
+        self._client.missed(snapshot)
+
     def refuse(self, snapshot: SnapshotId, problem: str) -> None:
         """The state is not worth a snapshot: the loss that led here was bad."""
         self.last = snapshot

@@ -3,48 +3,33 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from megatron_ft.arena import digest
-from megatron_ft.arena.format import Permit
+from megatron_ft.capture import supervised
+from megatron_ft.capture.adapter import State, StateAdapter
+from megatron_ft.capture.boundary import Boundary
 from megatron_ft.capture.captures import Captures
-from megatron_ft.capture.client_protocol import RestoreOffer, SnapshotClient
+from megatron_ft.capture.client_protocol import SnapshotClient
 from megatron_ft.capture.copier import Copier
-from megatron_ft.capture.cpu import CpuCopier
 from megatron_ft.capture.engine import CaptureEngine
 from megatron_ft.capture.fence import Fence
-from megatron_ft.capture.mapping import MappingState
 from megatron_ft.capture.offered import OfferedSnapshot
 from megatron_ft.capture.plan import check_replicas, plan_state
+from megatron_ft.capture.preparation import choose_copier, required_bytes
 from megatron_ft.capture.quiet import windows
-from megatron_ft.capture.run import CaptureRun
-from megatron_ft.capture.state import HasCheckpointForm, TrainingState, live_tensors
+from megatron_ft.capture.state import HasCheckpointForm
 from megatron_ft.capture.stats import CaptureStats
 from megatron_ft.capture.ticket import Ticket
-from megatron_ft.capture.turn import Turn, turn
 from megatron_ft.capture.warner import Warner
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.environment import ProcessEnvironment
 from megatron_ft.fewer_ranks import RankRule
 from megatron_ft.identity import shard_id as make_shard_id
-from megatron_ft.shard_meta import pack_meta
-from megatron_ft.smp.client import TrainerClient
 from megatron_ft.watch.trainer import TrainerWatch
 
 logger = logging.getLogger(__name__)
-
-META_SPARE_BYTES = 65536
-"""Room for small objects to grow beyond twice their first size."""
-
-PLANNING_BLOCK_BYTES = 65536
-"""The digest table is planned for blocks of this size; larger ones need less."""
-
-State = Mapping[str, Any] | TrainingState
 
 
 class Hookable(Protocol):
@@ -92,19 +77,29 @@ class SnapshotManager:
         Raises NotUnderSupervisorError outside ``megatron-ft run`` unless ``client`` is given.
         """
         self.config = config or SnapshotConfig.from_env()
-        self.rank = _from_env("RANK", 0) if rank is None else rank
-        self.world_size = _from_env("WORLD_SIZE", 1) if world_size is None else world_size
+        self.rank = supervised.number("RANK", 0) if rank is None else rank
+        self.world_size = supervised.number("WORLD_SIZE", 1) if world_size is None else world_size
         self.shard_id = shard_id or make_shard_id(dp=self.rank)
         self.stats = CaptureStats()
-        self.watch = TrainerWatch(None, self.rank) if client else _watch(self)
-        self._client = client or _connect(self.rank)
-        self._copier = copier
-        self._replicated, self._rank_rule = replicated, rank_rule
+        gradients = self.config.straggler_percent > 0
+        self.watch = (
+            TrainerWatch(None, self.rank) if client else supervised.watch(self.rank, gradients)
+        )
+        self._client = client or supervised.connect(self.rank)
+        self._copier, self._rank_rule = copier, rank_rule
+        self._adapt = StateAdapter(replicated)
         self._warn = Warner(logger)
         self._fence = Fence(self.config.fence_timeout_seconds, self.stats)
         self._offered = OfferedSnapshot(self._client, self.shard_id, coordinates, self.world_size)
         self._captures = Captures(self._client, self.stats, self.config.loss_gate, self._warn)
-        self._adapted: MappingState | None = None
+        self._boundary = Boundary(
+            self._captures,
+            self._fence,
+            self._adapt,
+            self.stats,
+            self._warn,
+            self.config.fixed_interval,
+        )
         self._hooks: list[Any] = []
 
     @property
@@ -147,11 +142,11 @@ class SnapshotManager:
             logger.info("rank %d (%s): no snapshot to load", self.rank, self.shard_id)
             return 0
         started = time.monotonic()
-        self._offered.load(offer, self._as_state(into), self.config.replicated_split_bytes)
+        self._offered.load(offer, self._adapt(into), self.config.replicated_split_bytes)
         self.stats.committed(offer.record.iteration, protected=False)
         seconds = time.monotonic() - started
         self.watch.restored(seconds)
-        self._say_restored(offer, seconds)
+        self._offered.say_restored(offer, seconds, aloud=self.rank == 0)
         return offer.record.iteration
 
     def prepare(self, state: State) -> None:
@@ -165,17 +160,15 @@ class SnapshotManager:
         assert captures.engine is None, "prepare was called twice"
         self._offered.require_whole()
         self._offered.get()
-        adapted = self._as_state(state)
+        adapted = self._adapt(state)
         layout = plan_state(adapted, self.config.replicated_split_bytes)
         check_replicas(adapted, layout)
         self._offered.check(layout)
         form = adapted.checkpoint_form() if isinstance(adapted, HasCheckpointForm) else b""
         captures.form = form
-        meta = pack_meta(layout.to_bytes(), adapted.objects(), form)
-        capacity = 2 * len(meta) + META_SPARE_BYTES
         path = self._client.prepare(
             layout.hash(),
-            digest.required_bytes(layout.tensor_bytes, capacity, PLANNING_BLOCK_BYTES),
+            required_bytes(layout, adapted.objects(), form),
             self.config.fixed_interval,
             timeout=self.config.register_timeout_seconds,
             rank_rule=self._rank_rule,
@@ -198,13 +191,13 @@ class SnapshotManager:
             self.watch.iteration_ended(iteration)
             windows().check()
             captures.times.end(time.monotonic(), self.stats.stall_seconds)
-            ticket = self._save(iteration, state)
+            ticket = self._boundary.take(iteration, state, declined=self._offered.declined)
             captures.times.begin(time.monotonic(), self.stats.stall_seconds, captures.under_way)
             return ticket
         except Exception as error:
             # Snapshots are a service to training and must never end it.
             self._warn("save", "save(%d) failed: %r; training goes on", iteration, error)
-            return self._skip(iteration)
+            return self._boundary.skip(iteration)
 
     def report_loss(self, loss: float) -> None:
         """Tell the loss of the iteration that is about to end; before its ``save``.
@@ -256,95 +249,3 @@ class SnapshotManager:
         self._offered.require_whole()
         self.watch.step()
         self._fence.wait(self._captures.run)
-
-    def _save(self, iteration: int, state: State) -> Ticket:
-        captures = self._captures
-        assert captures.engine is not None
-        captures.engine.arena.write_progress(iteration)
-        for snapshot in captures.verdicts.overdue(iteration):
-            captures.judge(snapshot, "")
-        permit = captures.engine.arena.permit()
-        due = turn(
-            permit,
-            iteration,
-            captures.last,
-            busy=captures.running,
-            declined=self._offered.declined,
-        )
-        if permit is None or due is Turn.WAIT:
-            return self._skip(iteration)
-        if due is Turn.CAPTURE and not captures.verdicts.problem:
-            return self._capture(permit, state)
-        if due is Turn.CAPTURE:
-            captures.refuse(permit.snapshot, captures.verdicts.problem)
-        elif due is Turn.MISS:
-            captures.miss(permit.snapshot)
-        elif not captures.running:
-            self._client.missed(permit.snapshot)
-        return self._skip(iteration)
-
-    def _skip(self, iteration: int) -> Ticket:
-        self.stats.skipped += 1
-        interval = self.config.fixed_interval
-        self.stats.due_skipped += interval > 0 and iteration % interval == 0
-        return Ticket(iteration)
-
-    def _capture(self, permit: Permit, state: State) -> Ticket:
-        before = self._captures.run
-        ticket = self._captures.begin(permit, lambda: self._as_state(state))
-        run = self._captures.run
-        if run is not None and run is not before and not self._fence.seen:
-            self._hold_without_fence(run)
-        return ticket
-
-    def _hold_without_fence(self, run: CaptureRun) -> None:
-        """Wait for the copy here, as nothing says that anybody will before tensors change."""
-        self._fence.wait(run)
-        self._fence.seen = False
-        if self.stats.skipped:
-            self._warn(
-                "fence",
-                "no fence was seen before iteration %d: save() waits for its copies. Call "
-                "register_fence(optimizer), or step inside `with snapshots.fence():`",
-                run.permit.iteration,
-            )
-
-    def _as_state(self, state: State) -> TrainingState:
-        if not isinstance(state, Mapping):
-            return state
-        if self._adapted is None or not self._adapted.adapts(state):
-            self._adapted = MappingState(state, replicated=self._replicated)
-        return self._adapted
-
-    def _say_restored(self, offer: RestoreOffer, seconds: float) -> None:
-        record = offer.record
-        text = (
-            f"megatron-ft: {self.shard_id} restored iteration {record.iteration} "
-            f"(snapshot {record.snapshot}) from {offer.source} in {seconds:.3f} s"
-        )
-        logger.info(text)
-        if self.rank == 0:
-            print(text, file=sys.stderr, flush=True)
-        self._client.restored(record.snapshot, seconds, offer.source)
-
-
-def _watch(manager: SnapshotManager) -> TrainerWatch:
-    gradients = manager.config.straggler_percent > 0
-    return TrainerWatch.begin(ProcessEnvironment.from_env(), manager.rank, gradients)
-
-
-def _connect(rank: int) -> SnapshotClient:
-    return TrainerClient(ProcessEnvironment.from_env(), rank, _from_env("LOCAL_RANK", 0))
-
-
-def _from_env(name: str, default: int) -> int:
-    return int(os.environ.get(name, default))
-
-
-def choose_copier(state: TrainingState, piece_bytes: int) -> Copier:
-    """The copier for where most tensors are; a CUDA one also takes host tensors."""
-    if any(tensor.is_cuda for tensor in live_tensors(state).values()):
-        from megatron_ft.capture.cuda import CudaCopier
-
-        return CudaCopier(piece_bytes)
-    return CpuCopier(piece_bytes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -14,6 +16,8 @@ from megatron_ft.capture.restore import SealedShard, compare, read_objects, rest
 from megatron_ft.capture.state import TrainingState
 from megatron_ft.errors import CorruptBlockError, LayoutMismatchError
 from megatron_ft.shard import ShardLayout
+
+logger = logging.getLogger(__name__)
 
 
 class OfferedSnapshot:
@@ -107,6 +111,18 @@ class OfferedSnapshot:
 
     def _shard(self, arena: Arena, offer: RestoreOffer) -> SealedShard:
         return SealedShard(arena, offer.slot, offer.record, self._report_corrupt)
+
+    def say_restored(self, offer: RestoreOffer, seconds: float, *, aloud: bool) -> None:
+        """Tell the job that its shard was loaded in so many seconds; ``aloud`` the user as well."""
+        record = offer.record
+        text = (
+            f"megatron-ft: {self._shard_id} restored iteration {record.iteration} "
+            f"(snapshot {record.snapshot}) from {offer.source} in {seconds:.3f} s"
+        )
+        logger.info(text)
+        if aloud:
+            print(text, file=sys.stderr, flush=True)
+        self._client.restored(record.snapshot, seconds, offer.source)
 
     def require_whole(self) -> None:
         """CorruptBlockError, again, if what was loaded is only a part of the snapshot."""

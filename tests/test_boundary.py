@@ -1,0 +1,117 @@
+"""The end of an iteration: what is counted, said and waited for; and the state that it is given."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_capture_support import WAIT, FakeSmp, GatedCopier, make_manager
+
+from megatron_ft.capture.adapter import StateAdapter
+from megatron_ft.capture.boundary import Boundary
+from megatron_ft.capture.captures import Captures
+from megatron_ft.capture.fence import Fence
+from megatron_ft.capture.manager import SnapshotManager
+from megatron_ft.capture.mapping import MappingState
+from megatron_ft.capture.stats import CaptureStats
+from megatron_ft.capture.warner import Warner
+
+WARN = Warner(logging.getLogger(__name__))
+
+
+@pytest.fixture
+def smp(tmp_path: Path) -> Iterator[FakeSmp]:
+    fake = FakeSmp(tmp_path)
+    yield fake
+    if fake.arena is not None:
+        fake.arena.close()
+
+
+def new_state() -> dict[str, Any]:
+    return {"weight": torch.arange(1000.0)}
+
+
+def boundary_of(manager: SnapshotManager) -> tuple[Boundary, Fence, CaptureStats]:
+    """A boundary on the arena and the copy thread of a prepared manager."""
+    fence, stats = Fence(WAIT, manager.stats), manager.stats
+    boundary = Boundary(manager._captures, fence, StateAdapter(), stats, WARN, 2)
+    return boundary, fence, stats
+
+
+def no_captures(stats: CaptureStats) -> Captures:
+    return Captures(FakeSmp(Path("/nowhere")), stats, 0.0, WARN)
+
+
+@given(st.integers(0, 9), st.lists(st.integers(0, 1000), max_size=50))
+def test_skips_are_counted_and_those_at_a_multiple_apart(
+    interval: int, iterations: list[int]
+) -> None:
+    stats = CaptureStats()
+    fence = Fence(WAIT, stats)
+    boundary = Boundary(no_captures(stats), fence, StateAdapter(), stats, WARN, interval)
+    tickets = [boundary.skip(iteration) for iteration in iterations]
+    assert [ticket.iteration for ticket in tickets] == iterations
+    due = [at for at in iterations if interval and at % interval == 0]
+    assert (stats.skipped, stats.due_skipped) == (len(iterations), len(due))
+
+
+def test_a_revoked_permit_is_answered_at_every_boundary_and_counted_once(smp: FakeSmp) -> None:
+    """The first word may have died with an SMP, and without it the slot is never free."""
+    manager, state = make_manager(smp), new_state()
+    manager.prepare(state)
+    boundary, _, stats = boundary_of(manager)
+    snapshot = smp.grant(3)
+    smp.revoke()
+    for iteration in (1, 2, 3):
+        boundary.take(iteration, state, declined=False)
+    assert smp.missed_ids == [snapshot] * 3
+    assert (stats.missed, stats.skipped) == (1, 3)
+    manager.close()
+
+
+def test_trainers_progress_is_written_whatever_is_permitted(smp: FakeSmp) -> None:
+    manager, state = make_manager(smp), new_state()
+    manager.prepare(state)
+    boundary, _, _ = boundary_of(manager)
+    for iteration in (1, 2, 3):
+        boundary.take(iteration, state, declined=False)
+        assert smp.arena is not None and smp.arena.progress() == iteration
+    manager.close()
+
+
+def test_it_waits_for_the_copy_only_until_a_fence_was_seen(smp: FakeSmp) -> None:
+    copier = GatedCopier()
+    manager, state = make_manager(smp, copier=copier), new_state()
+    manager.prepare(state)
+    boundary, fence, _ = boundary_of(manager)
+    copier.gate.set()
+    smp.grant(1)
+    boundary.take(1, state, declined=False)
+    run = manager._captures.run
+    assert run is not None and run.moved.is_set()
+    assert run.finished.wait(WAIT), "the copy thread did not finish"
+    fence.wait(None)
+    copier.gate.clear()
+    smp.grant(2, slot=1)
+    boundary.take(2, state, declined=False)
+    run = manager._captures.run
+    assert run is not None and not run.moved.is_set()
+    copier.gate.set()
+    smp.wait_ended()
+    assert len(smp.sealed_records) == 2
+    manager.close()
+
+
+def test_a_mapping_has_one_adapter_as_long_as_it_is_the_same_mapping() -> None:
+    adapt, one, equal = StateAdapter(), new_state(), new_state()
+    adapted = adapt(one)
+    assert adapt(one) is adapted
+    assert adapt(equal) is not adapted, "its tensors are others"
+    given_already = MappingState(one)
+    assert adapt(given_already) is given_already
