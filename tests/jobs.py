@@ -104,6 +104,7 @@ class Job:
     from_scratch: bool = False
     checkpoint_dir: Path | None = None
     slots: int = 2
+    sizes: Sizes | None = None
     drain_dir: Path | None = None
     drain_interval: int = 0
     drain_export_dir: Path | None = None
@@ -164,7 +165,7 @@ class Job:
             ranks_per_node=self.ranks_per_node,
             trainer_per_node=self.trainer_per_node,
             scheme=Scheme.parse(self.protect),
-            sizes=Sizes(block_bytes=65536, slot_count=self.slots),
+            sizes=self.sizes or Sizes(slot_count=self.slots),
             from_scratch=self.from_scratch,
             checkpoint_dir=self.checkpoint_dir,
             log_dir=self.folder / "logs",

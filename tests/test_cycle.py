@@ -7,7 +7,7 @@ from protocol_model.memory import record_of
 
 from megatron_ft.coordinator.actions import Action, Ended, KillWorld, Send
 from megatron_ft.coordinator.cycle import Phase, SnapshotCycle
-from megatron_ft.coordinator.plan import Sizes, stripe_orders
+from megatron_ft.coordinator.plan import stripe_orders
 from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.identity import SnapshotId
 from megatron_ft.recovery.decide import StripeState
@@ -15,8 +15,8 @@ from megatron_ft.smp import messages as m
 
 NODES = ("n0", "n1", "n2")
 PLACES = {f"dp{i}": node for i, node in enumerate(NODES)}
-STRIPE = StripeState("xor", 2, 1, 128, tuple(PLACES))
-ORDERS = stripe_orders([STRIPE], PLACES, NODES, Sizes(64, 2))
+STRIPE = StripeState("xor", 2, 1, 128, tuple(PLACES), 64, 1)
+ORDERS = stripe_orders([STRIPE], PLACES, NODES)
 FIRST = SnapshotId(7, 1)
 WORLD = "w7"
 

@@ -20,8 +20,8 @@ from megatron_ft.smp.slot_table import EMPTY_SLOT
 OLD, NEW, ROLLED_BACK = SnapshotId(1, 4), SnapshotId(2, 1), SnapshotId(1, 5)
 LINEAGE = (Ancestor(1, None), Ancestor(2, OLD))
 STRIPES = (
-    StripeState("xor", 2, 1, 128, ("dp0", "dp1", "dp2")),
-    StripeState("xor", 2, 1, 128, ("dp3", "dp4", "dp5")),
+    StripeState("xor", 2, 1, 128, ("dp0", "dp1", "dp2"), 64, 1),
+    StripeState("xor", 2, 1, 128, ("dp3", "dp4", "dp5"), 64, 1),
 )
 SHARDS = tuple(shard for stripe in STRIPES for shard in stripe.members)
 # The same iteration on purpose: it must not matter.

@@ -23,6 +23,7 @@ from doctor_facts import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.cli.doctor import EXIT_CODES
 from megatron_ft.doctor.examine import clock_between
 from megatron_ft.doctor.facts import Clock, DrainPlace, Facts, Leftover, MemoryLimit, Rates
@@ -160,7 +161,8 @@ def test_memory_is_never_less_than_state_slots_and_parity(
 ) -> None:
     need = node_bytes(size, ranks, slots, RS)
     assert need >= ranks * slots * size * 4 / 3
-    assert need <= ranks * (slots * (size * 4 / 3 * 1.01 + 2**20) + 2**20)
+    padded = size + RS.data_members * BLOCK_BYTES
+    assert need <= ranks * (slots * padded * 4 / 3 * 1.01 + 2**20)
 
 
 def test_stripes_shortened_by_domains_cost_more() -> None:

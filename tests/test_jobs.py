@@ -14,7 +14,8 @@ import pytest
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import first_meta_block
-from megatron_ft.arena.format import SlotState
+from megatron_ft.arena.format import DIGEST_BLAKE2B, SlotState
+from megatron_ft.coordinator.plan import Sizes
 from megatron_ft.coordinator.timing import Timing
 from megatron_ft.disk.native import TRACKER
 from megatron_ft.errors import (
@@ -194,7 +195,7 @@ def test_a_flipped_byte_is_found_and_rebuilt_from_parity(
                     del data
         os.kill(job.supervisor.trainers.pids()[0], signal.SIGKILL)
 
-    job = Job(tmp_path, nodes=2, protect="xor:2")
+    job = Job(tmp_path, nodes=2, protect="xor:2", sizes=Sizes(65536))
     made.append(job)
     job.run((10, corrupt))
     assert not difference(job.result(), two), job.story()
@@ -245,6 +246,32 @@ def test_another_shape_of_model_is_refused_and_costs_no_snapshot(
         job.run()
     job.width = 64
     job.run()
+    assert not difference(job.result(), two), job.story()
+
+
+def test_a_job_goes_on_with_the_digests_that_its_arenas_have(
+    made: list[Job], tmp_path: Path, two: Result
+) -> None:
+    """Those of an earlier release, or of a launcher that had no ISA-L."""
+    job = Job(tmp_path, nodes=2, protect="xor:2", sizes=Sizes(4096, crc=False))
+    made.append(job)
+    with pytest.raises(NoSpareError):
+        job.run((10, lose("n1")))
+    job.cluster.revive("n1")
+    job.sizes = None
+    found = []
+
+    def look(job: Job) -> None:
+        for node in ("n0", "n1"):
+            (path,) = job.cluster.node_dir(node).glob("*.arena")
+            with Arena.open(path) as arena:
+                found.append((arena.geometry.block_bytes, arena.header.digest_algorithm))
+                levels = {arena.slot(slot).local_only for slot in range(2)}
+                assert levels == {False}, "there was parity for each snapshot"
+
+    job.run((30, look))
+    assert found == [(4096, DIGEST_BLAKE2B)] * 2
+    assert [source for _, source in job.restores()] == ["parity"], job.story()
     assert not difference(job.result(), two), job.story()
 
 

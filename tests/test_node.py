@@ -6,7 +6,7 @@ import pytest
 from protocol_model.memory import record_of
 
 from megatron_ft.arena.format import Permit, SlotState
-from megatron_ft.coordinator.plan import Sizes, stripe_orders
+from megatron_ft.coordinator.plan import stripe_orders
 from megatron_ft.identity import Ancestor, SnapshotId
 from megatron_ft.recovery.decide import StripeState
 from megatron_ft.smp import messages as m
@@ -26,8 +26,8 @@ from megatron_ft.smp.slots import ShardSlots
 HERE, LIFE, WORLD = "dp0", 3, "w3"
 ONE, TWO = SnapshotId(LIFE, 1), SnapshotId(LIFE, 2)
 PLACES = {"dp0": "n0", "dp1": "n1", "dp2": "n2"}
-STRIPE = StripeState("xor", 2, 1, 128, tuple(PLACES))
-ORDERS = stripe_orders([STRIPE], PLACES, list(PLACES.values()), Sizes(64, 2))
+STRIPE = StripeState("xor", 2, 1, 128, tuple(PLACES), 64, 1)
+ORDERS = stripe_orders([STRIPE], PLACES, list(PLACES.values()))
 TABLE = tuple(record_of(ONE, shard, 10) for shard in PLACES)
 ROOT = b"r".ljust(32)
 
@@ -227,9 +227,7 @@ def test_adopt_forgets_what_is_off_the_lineage() -> None:
 
 def test_a_rebuild_target_is_protected_when_its_digests_match() -> None:
     node = machine()
-    (order,) = stripe_orders(
-        [STRIPE], PLACES, list(PLACES.values()), Sizes(64, 2), {STRIPE: (HERE,)}
-    )
+    (order,) = stripe_orders([STRIPE], PLACES, list(PLACES.values()), {STRIPE: (HERE,)})
     stored, sent = ok(node, m.Rebuild(LIFE, ONE, 10, WORLD, (order,)))
     assert isinstance(stored, StoreSlot) and stored.header.state == SlotState.REBUILDING
     assert isinstance(sent, ToEncoder) and isinstance(sent.body, m.RebuildOrder)
@@ -238,18 +236,14 @@ def test_a_rebuild_target_is_protected_when_its_digests_match() -> None:
 
 
 def test_a_survivor_without_the_snapshot_refuses_to_rebuild() -> None:
-    (order,) = stripe_orders(
-        [STRIPE], PLACES, list(PLACES.values()), Sizes(64, 2), {STRIPE: ("dp1",)}
-    )
+    (order,) = stripe_orders([STRIPE], PLACES, list(PLACES.values()), {STRIPE: ("dp1",)})
     answer = machine().handle(m.Rebuild(LIFE, ONE, 10, WORLD, (order,)))
     assert isinstance(answer, m.Refused) and HERE in answer.reason
 
 
 def test_an_interrupted_rebuild_leaves_nothing() -> None:
     node = machine()
-    (order,) = stripe_orders(
-        [STRIPE], PLACES, list(PLACES.values()), Sizes(64, 2), {STRIPE: (HERE,)}
-    )
+    (order,) = stripe_orders([STRIPE], PLACES, list(PLACES.values()), {STRIPE: (HERE,)})
     ok(node, m.Rebuild(LIFE, ONE, 10, WORLD, (order,)))
     node.encoder_gone(WORLD, 1)
     assert state(node) == SlotState.FREE

@@ -18,7 +18,7 @@ from benchmarks.scale.model import (
     encoder_bytes,
     relay_messages,
 )
-from megatron_ft.coordinator.plan import Sizes, orders_by_node, stripe_orders
+from megatron_ft.coordinator.plan import orders_by_node, stripe_orders
 from megatron_ft.erasure.encode import encode
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.recovery.decide import StripeState
@@ -91,8 +91,9 @@ def test_more_nodes_are_no_more_messages_at_the_coordinator() -> None:
 
 def test_each_node_is_sent_its_own_stripes_in_one_sequence() -> None:
     places = {"a": "n0", "b": "n1", "c": "n2", "d": "n1", "e": "n2", "f": "n2"}
-    stripes = [StripeState("xor", 1, 1, 128, pair) for pair in (("a", "b"), ("c", "d"), ("e", "f"))]
-    orders = stripe_orders(stripes, places, ("n0", "n1", "n2", "n3"), Sizes(64, 2))
+    pairs = (("a", "b"), ("c", "d"), ("e", "f"))
+    stripes = [StripeState("xor", 1, 1, 128, pair, 64, 1) for pair in pairs]
+    orders = stripe_orders(stripes, places, ("n0", "n1", "n2", "n3"))
     parts = orders_by_node(orders, places)
     assert {node: [order.index for order in part] for node, part in parts.items()} == {
         "n0": [0],

@@ -13,11 +13,12 @@ from benchmarks.scale.tally import Tally, kind_of, told
 from megatron_ft.coordinator.actions import Action, Ended, Send
 from megatron_ft.coordinator.cycle import SnapshotCycle
 from megatron_ft.coordinator.plan import Sizes, stripe_orders
+from megatron_ft.coordinator.registration import new_stripes
 from megatron_ft.coordinator.relays import FAN_OUT, PATIENCE_SECONDS
 from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.coordinator.tree import Branch, answers, branches, wrapped
 from megatron_ft.erasure.scheme import Scheme
-from megatron_ft.erasure.stripes import RankPlace, plan_stripes
+from megatron_ft.erasure.stripes import RankPlace
 from megatron_ft.identity import SealedRecord, SnapshotId
 from megatron_ft.recovery.decide import StripeState
 from megatron_ft.smp import messages as m
@@ -62,7 +63,7 @@ def control_messages(shape: Shape) -> Tally:
     """All that the coordinator sends and reads from permit to commit."""
     places, stripes = _stripes(shape)
     nodes = sorted(set(places.values()))
-    orders = stripe_orders(stripes, places, nodes, Sizes(shape.block_bytes, slot_count=2))
+    orders = stripe_orders(stripes, places, nodes)
     cycle, tally = SnapshotCycle(1, places, orders, Schedule(1)), Tally()
     tables = {s: tuple(map(_record, st.members)) for st in stripes for s in st.members}
     waiting: list[Action] = list(cycle.propose(10, WORLD))
@@ -111,13 +112,9 @@ def encoder_bytes(shape: Shape) -> int:
     return payload + (members - 1) * introduction + digests
 
 
-def _stripes(shape: Shape) -> tuple[dict[str, str], list[StripeState]]:
+def _stripes(shape: Shape) -> tuple[dict[str, str], tuple[StripeState, ...]]:
     ranks = [_place(number, shape) for number in range(shape.ranks)]
-    plans = plan_stripes(ranks, Scheme.parse(shape.protect), block_bytes=shape.block_bytes)
-    states = [
-        StripeState(p.kind, p.data_members, p.parity_members, p.data_bytes, p.members)
-        for p in plans
-    ]
+    states = new_stripes(ranks, Scheme.parse(shape.protect), Sizes(shape.block_bytes))
     return {rank.shard_id: rank.node for rank in ranks}, states
 
 

@@ -35,6 +35,10 @@ ZERO_HASH = bytes(HASH_BYTES)
 # Far above any machine, far below what would overflow an offset of type off_t.
 MAX_REGION_BYTES = 1 << 56
 
+BLOCK_BYTES = 512 << 10
+"""Under one digest, in new arenas: each costs a call, and a trainer's copy thread waits for
+Python's lock after every call."""
+
 CODECS = ("none", "xor", "rs", "replica")
 MATRIX_NONE, MATRIX_CAUCHY, MATRIX_ONES = 0, 1, 2
 DIGEST_CRC64, DIGEST_BLAKE2B = 1, 2

@@ -211,7 +211,7 @@ def spec_from(
         ranks_per_node=arguments.ranks_per_node,
         trainer_per_node=arguments.trainer_per_node,
         scheme=Scheme.parse(settings.protect),
-        sizes=Sizes(block_bytes=65536, slot_count=settings.slots, crc=isal.available()),
+        sizes=Sizes(slot_count=settings.slots, crc=isal.available()),
         checkpoint_dir=settings.checkpoint_dir or (settings.drain_export_dir if shrinks else None),
         from_scratch=arguments.from_scratch,
         restore_from=arguments.restore_from,

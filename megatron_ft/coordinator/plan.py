@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_ft.arena.format import DIGEST_BLAKE2B, DIGEST_CRC64
+from megatron_ft.arena.format import BLOCK_BYTES, DIGEST_BLAKE2B, DIGEST_CRC64
 from megatron_ft.identity import Ancestor
 from megatron_ft.recovery.decide import StripeState
 from megatron_ft.smp import messages as m
@@ -13,10 +13,10 @@ from megatron_ft.smp import messages as m
 
 @dataclass(frozen=True)
 class Sizes:
-    """Choices that all arenas of a job share."""
+    """Choices for new arenas; those of a stripe have what its first ones had."""
 
-    block_bytes: int
-    slot_count: int
+    block_bytes: int = BLOCK_BYTES
+    slot_count: int = 2
     crc: bool = True
 
     @property
@@ -29,7 +29,7 @@ def create_requests(
     stripes: Sequence[StripeState],
     incarnation: int,
     lineage: tuple[Ancestor, ...],
-    sizes: Sizes,
+    slot_count: int,
 ) -> dict[str, m.CreateArena]:
     """The request that makes each shard's arena."""
     return {
@@ -43,9 +43,9 @@ def create_requests(
             member_index=index,
             members=stripe.members,
             data_bytes=stripe.data_bytes,
-            block_bytes=sizes.block_bytes,
-            slot_count=sizes.slot_count,
-            digest_algorithm=sizes.digest_algorithm,
+            block_bytes=stripe.block_bytes,
+            slot_count=slot_count,
+            digest_algorithm=stripe.digest_algorithm,
         )
         for stripe in stripes
         for index, shard_id in enumerate(stripe.members)
@@ -56,7 +56,6 @@ def stripe_orders(
     stripes: Sequence[StripeState],
     places: Mapping[str, str],
     world: Sequence[str],
-    sizes: Sizes,
     lost: Mapping[StripeState, tuple[str, ...]] | None = None,
 ) -> tuple[m.StripeOrder, ...]:
     """Orders for all stripes that have parity, or with ``lost`` for those that lost members.
@@ -72,8 +71,8 @@ def stripe_orders(
             data_members=stripe.data_members,
             parity_members=stripe.parity_members,
             data_bytes=stripe.data_bytes,
-            block_bytes=sizes.block_bytes,
-            digest_algorithm=sizes.digest_algorithm,
+            block_bytes=stripe.block_bytes,
+            digest_algorithm=stripe.digest_algorithm,
             members=stripe.members,
             world_ranks=tuple(world.index(places[s]) for s in stripe.members),
             arenas={},

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.coordinator.coordinator import Coordinator
-from megatron_ft.coordinator.plan import Sizes, create_requests, orders_by_node, stripe_orders
+from megatron_ft.coordinator.plan import create_requests, orders_by_node, stripe_orders
 from megatron_ft.errors import ControlPlaneError, MegatronFTError
 from megatron_ft.fault_points import reach
 from megatron_ft.identity import Ancestor, SnapshotId
@@ -118,7 +118,7 @@ class Restore:
     active: tuple[str, ...]
     incarnation: int
     lineage: tuple[Ancestor, ...]
-    sizes: Sizes
+    slot_count: int
     disk: DiskSource | None = None
 
     def adoption(self, node: str) -> m.Adopt:
@@ -194,7 +194,9 @@ async def restore(
 
 async def _make_targets(coordinator: Coordinator, plan: Restore, shards: Sequence[str]) -> None:
     """Arenas for these shards, where their node has none yet; all nodes at once."""
-    requests = create_requests(plan.decision.stripes, plan.incarnation, plan.lineage, plan.sizes)
+    requests = create_requests(
+        plan.decision.stripes, plan.incarnation, plan.lineage, plan.slot_count
+    )
 
     async def make(node: str) -> None:
         for shard_id in shards:
@@ -230,9 +232,7 @@ async def _rebuild(coordinator: Coordinator, plan: Restore, snapshot: SnapshotId
             reason = f"the encoder on {event.node} died while rebuilding"
             asyncio.get_running_loop().call_later(1.0, _fail, done, reason)
 
-    orders = stripe_orders(
-        plan.decision.stripes, plan.places, plan.active, plan.sizes, plan.decision.lost
-    )
+    orders = stripe_orders(plan.decision.stripes, plan.places, plan.active, plan.decision.lost)
     parts = orders_by_node(orders, plan.places)
     iteration = plan.decision.iteration
     requests = {

@@ -134,7 +134,15 @@ def new_stripes(
 ) -> tuple[StripeState, ...]:
     """Stripes planned for ranks that have no arenas yet; ProtectionError as plan_stripes says."""
     return tuple(
-        StripeState(p.kind, p.data_members, p.parity_members, p.data_bytes, p.members)
+        StripeState(
+            p.kind,
+            p.data_members,
+            p.parity_members,
+            p.data_bytes,
+            p.members,
+            sizes.block_bytes,
+            sizes.digest_algorithm,
+        )
         for p in plan_stripes(places, scheme, block_bytes=sizes.block_bytes)
     )
 
@@ -152,7 +160,7 @@ async def make_arenas(
     stripes: Sequence[StripeState],
     places: Mapping[str, str],
     lineage: tuple[Ancestor, ...],
-    sizes: Sizes,
+    slot_count: int,
 ) -> None:
     """Have every arena made or checked, then let the waiting trainers go on.
 
@@ -160,7 +168,7 @@ async def make_arenas(
     training starts, and it is raised here as well.
     """
     incarnation = coordinator.incarnation
-    requests = create_requests(stripes, incarnation, lineage, sizes)
+    requests = create_requests(stripes, incarnation, lineage, slot_count)
     by_node: dict[str, list[m.CreateArena]] = {}
     for shard_id, request in requests.items():
         by_node.setdefault(places[shard_id], []).append(request)

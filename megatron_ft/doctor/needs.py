@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from megatron_ft.arena.format import Geometry
+from megatron_ft.arena.format import BLOCK_BYTES, Geometry
 from megatron_ft.erasure.domains import Domains, members_of, stripe_sets
 from megatron_ft.erasure.scheme import Scheme
 
 BYTES_PER_PARAMETER = 12
-BLOCK_BYTES = 65536
 _GIB = 1 << 30
 
 

@@ -12,12 +12,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.erasure.domains import check_domains, stripe_sets
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.errors import ProtectionError
-
-DEFAULT_BLOCK_BYTES = 64 << 10
-"""Bytes under one digest; chunks are whole blocks."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class _Node:
 
 
 def plan_stripes(
-    ranks: Sequence[RankPlace], scheme: Scheme, *, block_bytes: int = DEFAULT_BLOCK_BYTES
+    ranks: Sequence[RankPlace], scheme: Scheme, *, block_bytes: int = BLOCK_BYTES
 ) -> tuple[StripePlan, ...]:
     """Every shard in exactly one stripe, and at most m members of one failure domain in each.
 

@@ -79,15 +79,16 @@ class Life:
         return await choice.choose(admitted), tuple(admitted.inventories)
 
     async def _begin_snapshots(self, roll: Roll, plan: Restore) -> None:
-        job, sizes = self._job, self._job.spec.sizes
+        job = self._job
+        sizes = job.spec.sizes
         await wait_for_all(roll, job.spec.register_timeout)
         rule = await self._rank_rule(roll)
         stored = plan.decision.stripes if plan.decision.snapshot is not None else ()
         stripes = settle_stripes(roll, stored, job.spec.scheme, sizes)
         places = roll.places()
-        await make_arenas(job.coordinator, stripes, places, plan.lineage, sizes)
+        await make_arenas(job.coordinator, stripes, places, plan.lineage, sizes.slot_count)
         job.state.update(shards=roll.seats(), rank_rule=rule)
-        orders = stripe_orders(stripes, places, plan.active, sizes)
+        orders = stripe_orders(stripes, places, plan.active)
         first = max(0, plan.decision.iteration)
         schedule = Schedule(roll.interval or 1, first, fixed=roll.interval > 0)
         job.pacing.begin(schedule)

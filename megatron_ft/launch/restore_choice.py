@@ -49,7 +49,7 @@ class RestoreChoice:
             active=tuple(job.members.active),
             incarnation=job.coordinator.incarnation,
             lineage=lineage,
-            sizes=job.spec.sizes,
+            slot_count=job.spec.sizes.slot_count,
             disk=source,
         )
         self._tell(plan, memory, choice)

@@ -95,5 +95,5 @@ def _plan(parts: JobParts, choice: RestoreChoice, admitted: Admitted) -> Restore
         active=tuple(there),
         incarnation=parts.coordinator.incarnation,
         lineage=choice.lineage(memory),
-        sizes=parts.spec.sizes,
+        slot_count=parts.spec.sizes.slot_count,
     )

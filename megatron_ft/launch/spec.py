@@ -57,7 +57,7 @@ class JobSpec:
     ranks_per_node: int = 1
     trainer_per_node: bool = False
     scheme: Scheme = field(default_factory=lambda: Scheme("rs", 3, 1))
-    sizes: Sizes = field(default_factory=lambda: Sizes(block_bytes=65536, slot_count=2))
+    sizes: Sizes = field(default_factory=Sizes)
     checkpoint_dir: Path | None = None
     from_scratch: bool = False
     restore_from: Path | None = None

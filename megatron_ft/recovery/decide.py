@@ -29,6 +29,8 @@ class StripeState:
     parity_members: int
     data_bytes: int
     members: tuple[str, ...]
+    block_bytes: int
+    digest_algorithm: int
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,13 @@ def _stripes(holdings: dict[str, Holding]) -> tuple[StripeState, ...]:
             continue
         placed |= set(arena.members)
         stripes[arena.members] = StripeState(
-            arena.codec, arena.data_members, arena.parity_members, arena.data_bytes, arena.members
+            arena.codec,
+            arena.data_members,
+            arena.parity_members,
+            arena.data_bytes,
+            arena.members,
+            arena.block_bytes,
+            arena.digest_algorithm,
         )
     return tuple(sorted(stripes.values(), key=lambda s: s.members))
 

@@ -43,6 +43,8 @@ class ArenaReport(msgspec.Struct, frozen=True):
     members: tuple[str, ...]
     data_bytes: int
     file_bytes: int
+    block_bytes: int
+    digest_algorithm: int
     slots: tuple[SlotReport, ...]
 
 

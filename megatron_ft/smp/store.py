@@ -265,5 +265,7 @@ def _report(arena: Arena, slots: tuple[m.SlotReport, ...]) -> m.ArenaReport:
         members=header.members,
         data_bytes=header.geometry.data_bytes,
         file_bytes=header.geometry.file_bytes,
+        block_bytes=header.geometry.block_bytes,
+        digest_algorithm=header.digest_algorithm,
         slots=slots,
     )

@@ -171,7 +171,7 @@ class Life:
         if not self.targets:
             self._then("commit")
             return
-        wanted = create_requests(self.decision.stripes, self.incarnation, self.lineage, world.sizes)
+        wanted = create_requests(self.decision.stripes, self.incarnation, self.lineage, world.slots)
         requests = [(self.places[shard], wanted[shard]) for shard in self.targets]
         self._ask(world, requests, "load" if self.source is not None else "summon")
 
@@ -183,9 +183,7 @@ class Life:
     def _rebuild(self, world: World) -> None:
         decision = self.decision
         assert decision is not None and decision.snapshot is not None
-        orders = stripe_orders(
-            decision.stripes, self.places, world.active, world.sizes, decision.lost
-        )
+        orders = stripe_orders(decision.stripes, self.places, world.active, decision.lost)
         request = m.Rebuild(
             self.incarnation, decision.snapshot, decision.iteration, self.encoders, orders
         )
@@ -239,7 +237,7 @@ class Life:
     def _make_arenas(self, world: World) -> None:
         assert self.decision is not None
         stripes = self.decision.stripes if self.decision.snapshot is not None else world.stripes
-        wanted = create_requests(stripes, self.incarnation, self.lineage, world.sizes)
+        wanted = create_requests(stripes, self.incarnation, self.lineage, world.slots)
         requests = [(self.places[shard], request) for shard, request in wanted.items()]
         self._ask(world, requests, "begin")
 
@@ -247,7 +245,7 @@ class Life:
         self._all_agreed()
         world.map_arenas(self)
         world.judge.registered = True
-        orders = stripe_orders(world.stripes, self.places, world.active, world.sizes)
+        orders = stripe_orders(world.stripes, self.places, world.active)
         self.cycle = SnapshotCycle(self.incarnation, self.places, orders, Schedule(1))
         self.cycle.schedule.lead = world.lead
 

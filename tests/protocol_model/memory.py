@@ -70,6 +70,8 @@ class MemoryArena:
             members=self.stripe.members,
             data_bytes=self.stripe.data_bytes,
             file_bytes=0,
+            block_bytes=self.stripe.block_bytes,
+            digest_algorithm=self.stripe.digest_algorithm,
             slots=slots,
         )
 

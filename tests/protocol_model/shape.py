@@ -50,6 +50,8 @@ class Shape:
                 self.parity,
                 64 * self.data,
                 tuple(f"dp{s * count + i}" for i in range(count)),
+                64,
+                1,
             )
             for s in range(self.stripes)
         )

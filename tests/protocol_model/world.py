@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from megatron_ft.arena.format import SlotHeader
 from megatron_ft.coordinator.cycle import Phase
 from megatron_ft.coordinator.inbox import Inbox
-from megatron_ft.coordinator.plan import Sizes
 from megatron_ft.identity import SnapshotId
 from megatron_ft.recovery.decide import Decision
 from megatron_ft.smp import messages as m
@@ -28,7 +27,7 @@ class World(SmpSteps, DiskSteps):
 
     def __init__(self, shape: Shape, bounds: Bounds | None = None) -> None:
         self.shape, self.bounds, self.stripes = shape, bounds, shape.stripe_states()
-        self.sizes = Sizes(64, shape.slots)
+        self.slots = shape.slots
         self.lead = 0 if shape.coarse else 1
         self.judge = Judge(self.stripes, shape.slots)
         names = shape.nodes()

@@ -17,7 +17,6 @@ from megatron_ft.testing.demo.frameworks import Framework
 from megatron_ft.testing.demo.frameworks.megatron import MegatronCore
 
 FEWEST_ITERATIONS = 20
-_BLOCK_BYTES = 65536
 # Twelve processes on a few cores may all stand still for a while; deaths are noticed without it.
 _TIMING = Timing(lease=30.0, node_timeout=45.0)
 
@@ -131,7 +130,7 @@ def job_spec(
         spares=settings.spares,
         ranks_per_node=settings.ranks_per_node,
         scheme=settings.scheme,
-        sizes=Sizes(block_bytes=_BLOCK_BYTES, slot_count=2, crc=isal.available()),
+        sizes=Sizes(crc=isal.available()),
         timing=_TIMING,
         log_dir=folders.logs / ("run" if snapshots else "uninterrupted"),
         environment=settings.framework.environment(trace),
