@@ -51,16 +51,18 @@ class Memory:
         shards: Sequence[str] = SHARDS,
         slots: int = 2,
         width: int = 100,
+        block_bytes: int = BLOCK,
+        algorithm: int = ALGORITHM,
     ) -> None:
         self.root, self.job, self.shards = root, job, tuple(shards)
-        self.layout = layout(width)
+        self.layout, self.algorithm = layout(width), algorithm
         room = required_bytes(self.layout.tensor_bytes, 4096, BLOCK)
         self.geometry = Geometry.for_stripe(
             slot_count=slots,
             required_bytes=room,
             data_members=len(shards),
             parity_members=0,
-            block_bytes=BLOCK,
+            block_bytes=block_bytes,
         )
         for index, shard_id in enumerate(self.shards):
             Arena.create(self.path(shard_id), self._header(index)).close()
@@ -83,7 +85,7 @@ class Memory:
             parity_members=0,
             member_index=index,
             members=self.shards,
-            digest_algorithm=ALGORITHM,
+            digest_algorithm=self.algorithm,
             geometry=self.geometry,
         )
 
@@ -135,9 +137,9 @@ class Memory:
             del data
 
 
-def waiting(root: Path, sequence: int = 1, width: int = 100) -> Memory:
+def waiting(root: Path, sequence: int = 1, width: int = 100, **digests: int) -> Memory:
     """Arenas in which a slot waits for the snapshot; it holds an older, longer one's bytes."""
-    memory = Memory(root, width=width)
+    memory = Memory(root, width=width, **digests)
     for shard in SHARDS:
         with Arena.open(memory.path(shard)) as arena:
             arena.data(1, writable=True)[:] = 0xFF

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import tail_is_zero, verify_shard
-from megatron_ft.arena.format import SlotState
+from megatron_ft.arena.format import DIGEST_CRC64, SlotState
 from megatron_ft.disk.drained import Drained, Wanted, choose, find, of_one_job
 from megatron_ft.disk.durable import Disk
 from megatron_ft.disk.live import open_live
@@ -139,6 +139,11 @@ def memory(tmp_path: Path) -> Memory:
 
 @pytest.fixture
 def folder(memory: Memory, tmp_path: Path) -> Path:
+    return stored(memory, tmp_path)
+
+
+def stored(memory: Memory, tmp_path: Path) -> Path:
+    """The snapshot of iteration 10 on disk."""
     with open_newest(open_live(memory.root, memory.job)) as shards:
         folder = tmp_path / "disk" / folder_name(JOB, 10, shards.info.snapshot)
         write_shards(shards, folder, seats=SEATS)
@@ -157,6 +162,48 @@ def test_a_shard_comes_back_as_it_was(memory: Memory, folder: Path, tmp_path: Pa
             assert tail_is_zero(arena.data(1), record)
             assert np.array_equal(arena.data(1), old.data(1))
             assert arena.slot(1).state == SlotState.REBUILDING, "only the SMP writes headers"
+
+
+OTHER_DIGESTS = ((4096, ALGORITHM), (BLOCK, DIGEST_CRC64), (512, DIGEST_CRC64))
+
+
+@pytest.mark.parametrize(("block", "algorithm"), OTHER_DIGESTS)
+def test_a_shard_with_digests_of_other_blocks_gets_those_of_its_arena(
+    memory: Memory, folder: Path, tmp_path: Path, block: int, algorithm: int
+) -> None:
+    manifest = read_manifest(folder)
+    new = waiting(tmp_path / "new", block_bytes=block, algorithm=algorithm)
+    for shard in SHARDS:
+        record = fill(new.path(shard), folder, shard, manifest)
+        with Arena.open(new.path(shard)) as arena, Arena.open(memory.path(shard)) as old:
+            data = arena.data(1)
+            assert verify_shard(data, record, block, algorithm) == [] and tail_is_zero(data, record)
+            before = record.digest_offset
+            assert np.array_equal(data[:before], old.data(1)[:before])
+            data = arena.data(1, writable=True)
+            for at in range(0, before, 7):
+                data[at] ^= 1
+                assert verify_shard(data, record, block, algorithm) == [at // block]
+                data[at] ^= 1
+
+
+def test_damage_is_found_by_the_digests_in_the_file_too(folder: Path, tmp_path: Path) -> None:
+    path, manifest = folder / "dp1.safetensors", read_manifest(folder)
+    new = waiting(tmp_path / "new", block_bytes=4096)
+    raw = path.read_bytes()
+    for at in range(0, len(raw), 5):
+        path.write_bytes(raw[:at] + bytes([raw[at] ^ 8]) + raw[at + 1 :])
+        with pytest.raises(CheckpointDamagedError, match=r"dp1\.safetensors"):
+            fill(new.path("dp1"), folder, "dp1", manifest)
+
+
+def test_more_digests_than_a_slot_has_room_for_are_refused(tmp_path: Path) -> None:
+    memory = Memory(tmp_path / "shm", width=2000)
+    memory.commit(1, 10)
+    folder = stored(memory, tmp_path)
+    new = waiting(tmp_path / "new", width=2000, block_bytes=16, algorithm=DIGEST_CRC64)
+    with pytest.raises(DrainError, match=r"does not fit into .*dp0\.arena: .* every 16 bytes"):
+        fill(new.path("dp0"), folder, "dp0", read_manifest(folder))
 
 
 def test_a_slot_that_waits_for_something_else_is_not_written(folder: Path, tmp_path: Path) -> None:

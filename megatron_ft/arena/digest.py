@@ -143,9 +143,37 @@ def seal(
             "objects or tensors have grown since the layout was planned; plan it again"
         )
     _write_meta(data, record, meta)
+    return _close(
+        data, record, block_bytes, algorithm, data.size if dirty_bytes is None else dirty_bytes
+    )
+
+
+def sealed_anew(
+    data: Bytes, record: SealedRecord, block_bytes: int, algorithm: int
+) -> SealedRecord:
+    """The record of a region, filled up to ``digest_offset``, with digests of other blocks.
+
+    Writes the table and zeros after it.  ArenaCapacityError, with nothing written, if there is no
+    room for more digests.  Who calls verifies the bytes by the old digests afterwards: what
+    changes in between is then found by either.
+    """
+    used = _end_of_table(record.digest_offset, block_bytes)
+    if used > data.size:
+        raise ArenaCapacityError(
+            f"shard {record.shard_id} needs {used} bytes with a digest for every {block_bytes} "
+            f"bytes, and its arena holds {data.size}"
+        )
+    anew = msgspec.structs.replace(record, used_bytes=used)
+    return _close(data, anew, block_bytes, algorithm, data.size)
+
+
+def _close(
+    data: Bytes, record: SealedRecord, block_bytes: int, algorithm: int, dirty_bytes: int
+) -> SealedRecord:
+    """Write the digest table and zeros up to ``dirty_bytes``; the record with its root."""
     table = _table_view(data, record)
     digest_blocks(data[: record.digest_offset], block_bytes, algorithm, table)
-    data[record.used_bytes : data.size if dirty_bytes is None else dirty_bytes] = 0
+    data[record.used_bytes : dirty_bytes] = 0
     return _with_root(record, digest_root(table, record))
 
 

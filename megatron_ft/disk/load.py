@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from megatron_ft.arena.arena import Arena
+from megatron_ft.arena.digest import ArenaCapacityError, Bytes
 from megatron_ft.arena.format import SlotState
 from megatron_ft.disk.durable import Disk
 from megatron_ft.disk.manifest import Manifest
@@ -100,28 +101,28 @@ def fill(
     """Copy one shard into the slot of its arena that waits for it; the record of what is there.
 
     Every byte is checked after it was copied.  CheckpointDamagedError names what is wrong
-    with the file; DrainError if the arena is not one that can take it.
+    with the file; DrainError if the arena is not one that can take it.  Where the arena has
+    digests of other blocks, or by another algorithm, they are made anew.
     """
     with Arena.open(path) as arena, open_shard(folder, shard_id, manifest, disk) as reader:
-        _check_same_digests(arena, reader)
         data = arena.data(_waiting_slot(arena, manifest.snapshot), writable=True)
-        used = reader.record.used_bytes
-        if used > data.size:
-            raise DrainError(f"{path} has room for {data.size} bytes, {reader.path} holds {used}")
-        reader.read_into(data[:used])
-        # Parity is computed over the whole slot, and there may be an older snapshot behind it.
-        data[used:] = 0
-        return reader.record
+        here = (arena.geometry.block_bytes, arena.header.digest_algorithm)
+        if here == (reader.header.block_bytes, reader.header.digest_algorithm):
+            return _as_it_is(reader, data, path)
+        try:
+            return reader.read_sealed_anew(data, *here)
+        except ArenaCapacityError as error:
+            raise DrainError(f"{reader.path} does not fit into {path}: {error}") from error
 
 
-def _check_same_digests(arena: Arena, reader: ShardReader) -> None:
-    here = (arena.geometry.block_bytes, arena.header.digest_algorithm)
-    there = (reader.header.block_bytes, reader.header.digest_algorithm)
-    if here != there:
-        raise DrainError(
-            f"{reader.path} has digests of blocks of {there[0]} bytes by algorithm {there[1]}, "
-            f"arenas of {here[0]} bytes by {here[1]}: is ISA-L missing on one of the machines?"
-        )
+def _as_it_is(reader: ShardReader, data: Bytes, path: Path) -> SealedRecord:
+    used = reader.record.used_bytes
+    if used > data.size:
+        raise DrainError(f"{path} has room for {data.size} bytes, {reader.path} holds {used}")
+    reader.read_into(data[:used])
+    # Parity is computed over the whole slot, and there may be an older snapshot behind it.
+    data[used:] = 0
+    return reader.record
 
 
 def _waiting_slot(arena: Arena, snapshot: SnapshotId) -> int:

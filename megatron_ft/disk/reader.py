@@ -159,15 +159,37 @@ class ShardReader:
     def read_into(self, data: NDArray[np.uint8]) -> None:
         """Fill ``data``, which is as long as the region, and check all of it."""
         assert data.size == self.record.used_bytes
-        for at in range(0, data.size, PIECE_BYTES):
-            self._fill(data[at : at + PIECE_BYTES], at)
+        self._fill_all(data)
         header = self.header
         bad = digest.verify_shard(data, self.record, header.block_bytes, header.digest_algorithm)
         if bad:
             raise self._damage(bad)
 
+    def read_sealed_anew(
+        self, data: NDArray[np.uint8], block_bytes: int, algorithm: int
+    ) -> SealedRecord:
+        """Fill a whole data region whose digests are of other blocks; the record of what is there.
+
+        Every byte is checked by the digests in the file.  ArenaCapacityError if there is no room.
+        """
+        record, header, expected = self.record, self.header, self._table()
+        region = data[: record.digest_offset]
+        self._fill_all(region)
+        sealed = digest.sealed_anew(data, record, block_bytes, algorithm)
+        found = np.empty_like(expected)
+        digest.digest_blocks(region, header.block_bytes, header.digest_algorithm, found)
+        if bad := np.flatnonzero(found != expected).tolist():
+            raise self._damage(bad)
+        return sealed
+
     def verify(self) -> None:
         """Check every byte of the region; memory is one piece and the digest table."""
+        bad = list(_bad_blocks(self, self._table(), self.header))
+        if bad:
+            raise self._damage(bad)
+
+    def _table(self) -> NDArray[np.uint64]:
+        """The digests of all blocks, which match their root."""
         header, record = self.header, self.record
         table = np.empty(record.used_bytes - record.digest_offset, np.uint8)
         self._fill(table, record.digest_offset)
@@ -175,9 +197,7 @@ class ShardReader:
         entries = digest.table_entries(record.digest_offset, header.block_bytes)
         if expected.size != entries or digest.digest_root(expected, record) != record.digest_root:
             raise self._damage(list(range(max(entries, 1))))
-        bad = list(_bad_blocks(self, expected, header))
-        if bad:
-            raise self._damage(bad)
+        return expected
 
     def _damage(self, bad: list[int]) -> CheckpointDamagedError:
         record, block = self.record, self.header.block_bytes
@@ -191,6 +211,10 @@ class ShardReader:
         buffer = bytearray(length)
         self._exactly(memoryview(buffer), at)
         return bytes(buffer)
+
+    def _fill_all(self, data: NDArray[np.uint8]) -> None:
+        for at in range(0, data.size, PIECE_BYTES):
+            self._fill(data[at : at + PIECE_BYTES], at)
 
     def _fill(self, data: NDArray[np.uint8], at: int) -> None:
         """Bytes of the region from ``at`` on."""

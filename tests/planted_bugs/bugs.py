@@ -122,8 +122,8 @@ BUGS = (
         "a slot behind its shard is filled with blanks instead of zeros",
         (
             Edit(
-                "if dirty_bytes is None else dirty_bytes] = 0\n",
-                "if dirty_bytes is None else dirty_bytes] = 32\n",
+                "data[record.used_bytes : dirty_bytes] = 0\n",
+                "data[record.used_bytes : dirty_bytes] = 32\n",
             ),
         ),
         "every loss of odd lengths",
