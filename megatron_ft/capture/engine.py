@@ -134,6 +134,7 @@ class CaptureEngine:
             reason = f"the copy failed: {error!r}"
         good = run.end_copy(started, complete, reason)
         run.ticket.resolve(run.ticket.captured, good)
+        run.let_training_go()
         return good
 
     def _items(self, run: CaptureRun) -> list[CopyItem]:

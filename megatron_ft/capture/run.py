@@ -17,6 +17,9 @@ from megatron_ft.capture.ticket import Ticket
 PERMIT_CHECK_SECONDS = 0.05
 """How often a running copy looks whether its permit was revoked: a read costs microseconds."""
 
+RETURN_SECONDS = 0.02
+"""So long digests wait at most until a training thread has left its fence."""
+
 
 @dataclass
 class CaptureRun:
@@ -44,6 +47,7 @@ class CaptureRun:
     moved: Event = field(default_factory=Event)
     finished: Event = field(default_factory=Event)
     _fence_entered: float | None = None
+    _fence_left: Event = field(default_factory=Event)
     _lock: Lock = field(default_factory=Lock)
 
     def stop(self, reason: str) -> bool:
@@ -61,7 +65,18 @@ class CaptureRun:
         """Wait for the copy; the wait counts as this capture's stall."""
         with self._lock:
             self._fence_entered = time.monotonic()
-        return self.moved.wait(timeout_seconds)
+        moved = self.moved.wait(timeout_seconds)
+        self._fence_left.set()
+        return moved
+
+    def let_training_go(self) -> None:
+        """Sleep until a thread that waited for the copy runs again.
+
+        It would wait for a processor, for milliseconds, if this thread went on at once where
+        there is none to spare.
+        """
+        if self._fence_entered is not None:
+            self._fence_left.wait(RETURN_SECONDS)
 
     def end_copy(self, started: float, complete: bool, reason: str) -> bool:
         """The copy that began at ``started`` has ended; True if its bytes are good.
