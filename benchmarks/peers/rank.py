@@ -82,6 +82,8 @@ class Rank:
     def _phase(self, saves: bool) -> tuple[float, float]:
         training, every = self.training, self.plan.every
         training.turn(saves)
+        while self.peer.decides and (training.iteration + 1) % every:
+            training.iterate(False)  # so that saves fall where those of the others do
         dist.barrier()
         started, saved = time.perf_counter(), 0.0
         for number in range(self.plan.iterations):
