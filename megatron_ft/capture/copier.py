@@ -64,10 +64,10 @@ class Copier(Protocol):
 def pieces(item: CopyItem, piece_bytes: int) -> Iterator[CopyItem]:
     """Cut a copy so that it can be stopped in between.
 
-    A tensor that is not contiguous is not cut: its flattening would be a copy.
+    Nothing is cut of what is not contiguous, on either side: its flattening would be a copy.
     """
     source, target = item
-    if source.nbytes <= piece_bytes or not source.is_contiguous():
+    if source.nbytes <= piece_bytes or not (source.is_contiguous() and target.is_contiguous()):
         yield item
         return
     step = max(1, piece_bytes // source.element_size())
