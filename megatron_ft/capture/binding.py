@@ -29,6 +29,14 @@ def stored_view(region: torch.Tensor, entry: LayoutEntry) -> torch.Tensor:
     return typed if entry.is_split else typed.view(entry.shape)
 
 
+def live_part(tensor: torch.Tensor, entry: LayoutEntry) -> torch.Tensor:
+    """What of a live tensor an entry stores, in the form of ``stored_view``; no copy.
+
+    RuntimeError for a part of a tensor that is not contiguous: a plan makes none.
+    """
+    return tensor.detach().view(-1)[entry.start : entry.stop] if entry.is_split else tensor
+
+
 Items = tuple[CopyList, CopyList]
 
 _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
@@ -143,9 +151,7 @@ class LayoutBinding:
     def _items(self, live: Mapping[str, torch.Tensor], slot: int) -> Items:
         now, later = CopyList(), CopyList()
         for entry, target in zip(self._owners, self._targets[slot], strict=True):
-            source = live[entry.name]
-            if entry.is_split:
-                source = source.detach().view(-1)[entry.start : entry.stop]
+            source = live_part(live[entry.name], entry)
             (now if entry.boundary else later).append(CopyItem(source, target))
         return now, later
 

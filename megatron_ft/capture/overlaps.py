@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_ft.capture.addresses import reach_bytes
-from megatron_ft.capture.binding import stored_view
+from megatron_ft.capture.binding import live_part, stored_view
 from megatron_ft.errors import LayoutMismatchError
 from megatron_ft.shard import LayoutEntry
 
@@ -21,9 +21,7 @@ class Filled(NamedTuple):
 
     def holds(self, region: torch.Tensor) -> bool:
         """Whether it has them still."""
-        now = self.tensor.detach().resolve_conj().resolve_neg()
-        if self.entry.is_split:
-            now = now.view(-1)[self.entry.start : self.entry.stop]
+        now = live_part(self.tensor.detach().resolve_conj().resolve_neg(), self.entry)
         return torch.equal(_bytes(now.cpu()), _bytes(stored_view(region, self.entry)))
 
 

@@ -11,7 +11,7 @@ from megatron_ft.arena import digest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import BlockCheck
 from megatron_ft.arena.mapping import populate_read
-from megatron_ft.capture.binding import region_tensor, stored_view
+from megatron_ft.capture.binding import live_part, region_tensor, stored_view
 from megatron_ft.capture.columns import WholeLayout, WholeTensors
 from megatron_ft.capture.copier import CopyItem
 from megatron_ft.capture.cpu import is_plain_memory
@@ -216,7 +216,8 @@ def _fill_one_by_one(
             start = entry.start * target.element_size() if entry.is_split else 0
             spans.add(target.data_ptr() + start, entry.offset, entry.nbytes)
         else:
-            items.append(CopyItem(stored_view(region, entry), target.detach()))
+            part = live_part(target.detach(), entry)
+            items.append(CopyItem(stored_view(region, entry), part))
         if entry.is_split:
             split.append(SplitTensor(entry, target, group))
     _copy(shard.cut(spans.offsets, spans.lengths), spans.targets, shard)
