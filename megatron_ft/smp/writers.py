@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import signal
 from collections.abc import Callable
@@ -19,7 +20,9 @@ import msgspec
 
 from megatron_ft import private_files
 from megatron_ft.decoding import UNREADABLE
-from megatron_ft.errors import ControlPlaneError
+from megatron_ft.errors import ControlPlaneError, MegatronFTError
+
+log = logging.getLogger(__name__)
 
 FILE_NAME = "writers.json"
 MOST_WRITERS = 1024
@@ -93,14 +96,19 @@ class Writers:
         """Watch a process.
 
         ControlPlaneError if it is dead already, not this user's, or this one itself, which
-        would be killed by the next fence; and if there are too many.
+        would be killed by the next fence; and if there are too many.  One that cannot be written
+        down is not watched: the next SMP would not fence it.
         """
         if len(self._pidfds) >= MOST_WRITERS:
             raise ControlPlaneError(f"{len(self._pidfds)} writers are registered already")
         check_process(pid)
         writer = Writer(role, who, pid, start_time_of(pid), identity)
         self._watch(writer)
-        self._save()
+        try:
+            self._save()
+        except (OSError, MegatronFTError):
+            self._forget(writer)
+            raise
         return writer
 
     def adopt(self) -> list[Writer]:
@@ -145,12 +153,21 @@ class Writers:
         asyncio.get_running_loop().add_reader(pidfd, self._died, writer)
 
     def _died(self, writer: Writer) -> None:
+        dead = self._forget(writer)
+        try:
+            self._save()
+        except (OSError, MegatronFTError) as error:
+            # The next SMP finds it in the old list, and that it is dead.
+            log.warning("%s %s stays in %s: %s", writer.role, writer.who, self._path, error)
+        self._on_death(writer)
+        dead.set()
+
+    def _forget(self, writer: Writer) -> asyncio.Event:
+        """Watch it no more; the event that ``kill`` waits for."""
         pidfd = self._pidfds.pop(writer)
         asyncio.get_running_loop().remove_reader(pidfd)
         os.close(pidfd)
-        self._save()
-        self._on_death(writer)
-        self._dead.pop(writer).set()
+        return self._dead.pop(writer)
 
     def _stored(self) -> list[Writer]:
         try:
