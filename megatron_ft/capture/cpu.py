@@ -98,10 +98,19 @@ class SerialBatch(NamedTuple):
 
 def move_serially(batch: Iterable[CopyItem]) -> None:
     """Copy a batch once."""
-    SerialBatch.of(batch).move()
+    together, lazy = list[CopyItem](), list[CopyItem]()
+    for item in batch:
+        (lazy if _has_lazy_bits(item.target) else together).append(item)
+    SerialBatch.of(together).move()
+    # torch writes to what is negated or conjugated by a bit one by one only.
+    for source, target in lazy:
+        target.copy_(source)
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
     """Whether the tensor's bytes are its values, in order, in host memory."""
-    lazy_bits = tensor.is_conj() or tensor.is_neg()
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not lazy_bits
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not _has_lazy_bits(tensor)
+
+
+def _has_lazy_bits(tensor: torch.Tensor) -> bool:
+    return tensor.is_conj() or tensor.is_neg()
