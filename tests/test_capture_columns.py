@@ -184,6 +184,16 @@ def test_an_alias_that_no_plan_makes_is_seen() -> None:
     assert not agrees(owner, alias, alias)
 
 
+def test_an_alias_that_reaches_beyond_its_owner_is_seen() -> None:
+    """The bytes behind the owner are stored nowhere."""
+    memory = torch.zeros(12)
+    whole, reaching = {"a": memory, "b": memory[4:]}, {"a": memory[:8], "b": memory[4:]}
+    owner, alias = layout_of(whole).entries
+    assert compared(layout_of(whole), whole) is not None
+    shorter = msgspec.structs.replace(owner, shape=(8,), nbytes=32, stop=8)
+    assert compared(ShardLayout(LAYOUT_VERSION, 64, (shorter, alias)), reaching) is None
+
+
 def test_a_split_state_is_planned() -> None:
     live = {"a": torch.zeros(10)}
     layout = layout_of(live)

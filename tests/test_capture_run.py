@@ -1,4 +1,4 @@
-"""Who goes on first when a copy has ended: training, then the digests."""
+"""One capture between the training thread and the copy thread."""
 
 from __future__ import annotations
 
@@ -73,3 +73,17 @@ def test_a_training_thread_that_never_runs_again_holds_up_no_snapshot() -> None:
     run._fence_left.clear()
     run.let_training_go()
     assert not run._fence_left.is_set()
+
+
+def test_a_stop_before_the_copy_has_ended_wins() -> None:
+    run = begun()
+    assert run.stop("too slow") and run.stop("again")
+    assert not run.end_copy(0.0, True, "")
+    assert run.moved.is_set() and run.stop_reason == "too slow"
+
+
+def test_a_stop_after_the_copy_has_ended_changes_nothing() -> None:
+    run = begun()
+    assert run.end_copy(0.0, True, "")
+    assert not run.stop("too late")
+    assert run.stop_reason == ""

@@ -1,0 +1,31 @@
+"""What a mapping is taken for when only a name in it, or only a prefix, tells the difference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ft.capture.mapping import MappingState
+
+
+def test_a_tensor_that_was_given_another_name_is_found_under_it() -> None:
+    tensor = torch.ones(2000)
+    state: dict[str, Any] = {"old": tensor}
+    adapted = MappingState(state)
+    adapted.refresh()
+    assert list(adapted.tensors()) == ["old"]
+    state["new"] = state.pop("old")
+    adapted.refresh()
+    assert list(adapted.tensors()) == ["new"] and adapted.tensors()["new"] is tensor
+
+
+@pytest.mark.parametrize("prefix", ["model", "model/"])
+def test_a_prefix_ends_where_a_part_of_a_name_does(prefix: str) -> None:
+    state = {"model": torch.nn.Linear(64, 64), "model2": torch.nn.Linear(64, 64)}
+    group = object()
+    adapted = MappingState(state, replicated={prefix: group})
+    adapted.refresh()
+    assert adapted.replicas() == {"model/weight": group, "model/bias": group}
+    assert adapted.replica_group("model2/weight") is None
