@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import sys
 import threading
 import time
@@ -305,6 +306,18 @@ def test_runs_of_blocks_find_what_one_look_finds(
     starts = range(0, check.blocks, run)
     found = [number for at in starts for number in check.bad(at, min(at + run, check.blocks))]
     assert found == digest.verify_shard(region, record, BLOCK, algorithm)
+
+
+@pytest.mark.parametrize("run", [1, 2, 3, 4])
+def test_any_blocks_may_be_asked_about_not_only_a_run(run: int) -> None:
+    algorithm = digest.default_algorithm()
+    region, record = sealed(20 * BLOCK + 9, b"objects", algorithm)
+    for damaged in range(0, 20, 3):
+        region[damaged * BLOCK + 77] ^= 1
+        check = digest.BlockCheck(region, record, BLOCK, algorithm, run)
+        for first, stop in itertools.combinations(range(check.blocks + 1), 2):
+            assert check.bad(first, stop) == [damaged] * (first <= damaged < stop)
+        region[damaged * BLOCK + 77] ^= 1
 
 
 @pytest.mark.skipif(not isal.available(), reason="ISA-L is missing")

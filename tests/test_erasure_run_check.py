@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from erasure_samples import make_code, make_member
 from hypothesis import given
@@ -37,6 +39,25 @@ def test_a_run_is_right_where_its_bytes_are(run: int, data: st.DataObject) -> No
     bit = data.draw(st.integers(0, 8 * piece.nbytes - 1))
     piece[bit // 8] ^= 1 << bit % 8
     assert not check.is_right(offset, piece)
+
+
+def test_a_run_is_known_wherever_all_of_it_is() -> None:
+    """At every place, those included where the data end within a chunk."""
+    check, chunk_end = RunCheck(CODE, TABLE), CODE.chunk_bytes
+    assert chunk_end < WHOLE * BLOCK < 2 * chunk_end
+    for chunk, first, run in product((0, 1), range(CODE.chunk_blocks), range(1, 18)):
+        offset, length = chunk * chunk_end + first * BLOCK, run * BLOCK
+        if first * BLOCK + length > chunk_end:
+            continue
+        known = run in (2, 4, 8, 16) and first % run == 0 and offset + length <= WHOLE * BLOCK
+        assert check.is_right(offset, MEMBER.data[offset : offset + length]) == known
+
+
+def test_the_bytes_of_another_place_prove_nothing() -> None:
+    """Between two runs nothing is known, even of what would be right in one of them."""
+    check = RunCheck(CODE, TABLE)
+    piece = MEMBER.data[4 * BLOCK : 8 * BLOCK]
+    assert [at for at in range(12) if check.is_right(at * BLOCK, piece)] == [4]
 
 
 def test_a_right_piece_takes_one_call(monkeypatch: pytest.MonkeyPatch) -> None:

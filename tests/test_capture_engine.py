@@ -1,0 +1,69 @@
+"""What a capture leaves in its slot, and when it is not sealed though all was copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_capture_support import WAIT, FakeSmp, make_manager
+
+from megatron_ft.arena.digest import tail_is_zero
+from megatron_ft.capture.copier import CopyItem, ShouldStop
+from megatron_ft.capture.cpu import CpuCopier
+
+
+@pytest.fixture
+def smp(tmp_path: Path) -> Iterator[FakeSmp]:
+    """An SMP without an arena yet."""
+    fake = FakeSmp(tmp_path)
+    yield fake
+    if fake.arena is not None:
+        fake.arena.close()
+
+
+def test_each_slot_ends_with_zeros_whatever_earlier_lives_have_left(smp: FakeSmp) -> None:
+    """Coding takes what lies behind a shard for zeros; a slot is longer than most of them."""
+    state: dict[str, Any] = {"weights": torch.ones(3000), "objects": "a" * 5000}
+    first = make_manager(smp)
+    first.prepare(state)
+    first.close()
+    assert smp.arena is not None
+    for slot in (0, 1):
+        smp.arena.data(slot, writable=True)[:] = 255
+    manager = make_manager(smp)
+    manager.prepare(state)
+    for iteration, length in enumerate((5000, 10, 4000, 3000, 20), 1):
+        state["objects"] = "a" * length
+        slot = iteration % 2
+        snapshot = smp.grant(iteration, slot)
+        manager.save(iteration, state)
+        smp.wait_ended()
+        assert tail_is_zero(smp.arena.data(slot), smp.sealed_records[snapshot])
+    manager.close()
+
+
+class RevokedAtItsEnd(CpuCopier):
+    """Has copied everything when the permit is taken back."""
+
+    smp: FakeSmp
+
+    def copy(self, items: Sequence[CopyItem], mark: None, should_stop: ShouldStop) -> bool:
+        complete = super().copy(items, mark, should_stop)
+        self.smp.revoke()
+        return complete
+
+
+def test_a_permit_that_is_revoked_after_the_copy_seals_nothing(smp: FakeSmp) -> None:
+    copier = RevokedAtItsEnd(1 << 20)
+    copier.smp = smp
+    manager, state = make_manager(smp, copier=copier), {"weights": torch.ones(3000)}
+    manager.prepare(state)
+    snapshot = smp.grant(1)
+    ticket = manager.save(1, state)
+    smp.wait_ended()
+    assert ticket.captured.result(WAIT)
+    assert smp.sealed_records == {} and "revoked" in smp.abandoned_ids[snapshot]
+    manager.close()
