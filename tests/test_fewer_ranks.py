@@ -34,6 +34,7 @@ from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.virtual import VirtualCluster
 from megatron_ft.megatron.fewer_ranks import refusals, rule_of
 from megatron_ft.recovery.decide import Decision
+from megatron_ft.recovery.quarantine import Quarantine
 from megatron_ft.smp import messages as m
 from tests.disk_samples import JOB, SHARDS, Memory
 
@@ -216,13 +217,18 @@ class Members:
 
 
 def try_to_shrink(
-    folder: Path, exports: bool, memory: int = 10, committed: bool = True
+    folder: Path,
+    exports: bool,
+    memory: int = 10,
+    committed: bool = True,
+    quarantine: Quarantine = Quarantine(),  # noqa: B008  (a frozen value)
 ) -> tuple[bool, list[JobEvent], Any]:
     """A job of two shards whose newest drained iteration is 10; ``memory`` is what memory has."""
     spec = spec_of(folder)
     record = JobRecord(
         2, "job", JOB, 0, b"", active=("n0", "n1"), shards=SEATS, committed=committed,
         lineage=(Ancestor(1, None),), rank_rule=RankRule(1, 1, 4),
+        quarantine=quarantine,
     )  # fmt: skip
     events: list[JobEvent] = []
     observers = Observers()
@@ -280,6 +286,19 @@ def test_nodes_are_given_up_only_once_the_export_is_on_disk(tmp_path: Path) -> N
 def test_what_the_framework_saved_itself_is_as_good(tmp_path: Path) -> None:
     write_export(tmp_path / "exports", 12)
     went_on, _, _ = try_to_shrink(tmp_path, exports=False, memory=11)
+    assert went_on
+
+
+def test_what_is_newer_is_not_trusted_once_the_job_was_rolled_back(tmp_path: Path) -> None:
+    """Its number says nothing of the life that it is of."""
+    rewound = Quarantine().rewound(11).settled()
+    write_export(tmp_path / "exports", 12)
+    memory = Memory(tmp_path / "memory")
+    memory.commit(1, 10)
+    drained(memory, tmp_path / "disk")
+    went_on, events, _ = try_to_shrink(tmp_path, exports=False, quarantine=rewound)
+    assert not went_on and "12, maybe of what the job was rolled back from" in events[-1].text
+    went_on, _, _ = try_to_shrink(tmp_path, exports=True, quarantine=rewound)
     assert went_on
 
 

@@ -70,3 +70,11 @@ def point_tracker(directory: Path, iteration: int) -> None:
     if known.isdigit() and int(known) > iteration:
         return
     Disk().write_file(tracker, [str(iteration).encode()])
+
+
+def retract(directory: Path, checkpoint: Path) -> None:
+    """Have no framework load this checkpoint: what names it as the newest one is removed."""
+    if _newest_of_megatron(directory) == checkpoint:
+        Disk().remove(directory / TRACKER)
+    if latest_tag(directory) == checkpoint.name:
+        Disk().remove(directory / LATEST)

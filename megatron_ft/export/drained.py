@@ -2,7 +2,8 @@
 
 The supervisor starts this short-lived process on one node after a drain, when it was asked to.
 Exports that were made so are written down in their folder, because only they may be removed:
-the folder may hold checkpoints of the framework's own as well.
+the folder may hold checkpoints of the framework's own as well.  An export of what the job was
+rolled back from is withdrawn: it bears the number of an iteration that is to come once more.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import shutil
 import sys
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,15 +20,45 @@ import msgspec
 from megatron_ft.disk.checkpoint import open_checkpoint
 from megatron_ft.disk.drain import DrainPlan, run_step
 from megatron_ft.disk.durable import Disk
+from megatron_ft.disk.native import iteration_of, retract
 from megatron_ft.disk.source import open_newest
-from megatron_ft.export.formats import format_of, writer_of
+from megatron_ft.export.formats import Writer, format_of, writer_of
+from megatron_ft.identity import Ancestor, SnapshotId
+from megatron_ft.recovery.lineage import on_lineage
 
 log = logging.getLogger(__name__)
 
 LEDGER = ".megatron-ft-exports.json"
-"""In a folder of exports: by job, the names of those made after its drains, oldest first."""
+"""In a folder of exports: by job, those made after its drains, oldest first."""
 
-Ledger = dict[uuid.UUID, list[str]]
+
+class Exported(msgspec.Struct, frozen=True):
+    """The name of one export and what it was made of; None in ledgers of older releases."""
+
+    name: str
+    snapshot: SnapshotId | None = None
+
+
+Ledger = dict[uuid.UUID, list[Exported]]
+
+
+def given_up(
+    known: Sequence[Exported], iteration: int, lineage: Sequence[Ancestor]
+) -> list[Exported]:
+    """Those of what the job was rolled back from, from ``iteration`` on, where it is now.  Pure.
+
+    Those of earlier iterations stay even off the lineage: the job may have started from one of
+    them, as from a checkpoint of the framework's own.  What is of a later life is not known here.
+    """
+    return [
+        one
+        for one in known
+        if one.snapshot is not None
+        and lineage
+        and one.snapshot.incarnation <= lineage[-1].incarnation
+        and not on_lineage(one.snapshot, lineage)
+        and iteration_of(Path(one.name)) >= iteration
+    ]
 
 
 def superfluous(names: list[str], keep: int) -> list[str]:
@@ -44,40 +76,70 @@ def export(plan: DrainPlan) -> None:
     Disk().make_folder(directory)
     with open_newest(open_checkpoint(plan.folder)) as shards:
         writer = writer_of(format_of(shards))
+        withdraw(plan, directory, writer)
         folder = writer.folder_of(directory, plan.iteration)
         if folder.exists():
             log.info("%s is there already", folder)
-            if folder.name in _read(directory).get(plan.job, []):
+            if folder.name in [one.name for one in _read(directory).get(plan.job, [])]:
                 # One that appeared is whole, but this may have been cut off before the next line.
                 writer.announce(directory, plan.iteration)
             return
         # First, so that one that is cut off is known to be ours.
-        _note(directory, plan.job, folder.name)
+        _note(directory, plan.job, Exported(folder.name, plan.snapshot))
         writer.export(shards, folder)
         writer.announce(directory, plan.iteration)
     log.info("exported iteration %d to %s", plan.iteration, folder)
     _clean_up(directory, plan.job, plan.keep.newest)
 
 
-def _note(directory: Path, job: uuid.UUID, name: str) -> None:
+def withdraw(plan: DrainPlan, directory: Path, writer: Writer) -> None:
+    """Remove exports of what the job has given up, and announce the newest that is left."""
     ledger = _read(directory)
-    ledger[job] = [known for known in ledger.get(job, []) if known != name] + [name]
+    known = ledger.get(plan.job, [])
+    gone = given_up(known, plan.iteration, plan.lineage)
+    if not gone:
+        return
+    for one in gone:
+        log.info("%s is of what the job was rolled back from", directory / one.name)
+        retract(directory, directory / one.name)
+        _remove(directory / one.name)
+    ledger[plan.job] = [one for one in known if one not in gone]
+    _write(directory, ledger)
+    left = [one.name for one in ledger[plan.job] if (directory / one.name).is_dir()]
+    if left:
+        writer.announce(directory, iteration_of(directory / left[-1]))
+
+
+def _note(directory: Path, job: uuid.UUID, made: Exported) -> None:
+    ledger = _read(directory)
+    ledger[job] = [known for known in ledger.get(job, []) if known.name != made.name] + [made]
     _write(directory, ledger)
 
 
 def _clean_up(directory: Path, job: uuid.UUID, keep: int) -> None:
     ledger = _read(directory)
-    whole = [name for name in ledger[job] if (directory / name).is_dir()]
-    for name in superfluous(whole, keep):
-        shutil.rmtree(directory / name)
-        log.info("removed %s", directory / name)
+    whole = [one for one in ledger[job] if (directory / one.name).is_dir()]
+    for name in superfluous([one.name for one in whole], keep):
+        _remove(directory / name)
     ledger[job] = whole[-keep:]
     _write(directory, ledger)
 
 
+def _remove(folder: Path) -> None:
+    if folder.is_dir():
+        shutil.rmtree(folder)
+        log.info("removed %s", folder)
+
+
 def _read(directory: Path) -> Ledger:
     path = directory / LEDGER
-    return msgspec.json.decode(path.read_bytes(), type=Ledger) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    found = msgspec.json.decode(path.read_bytes(), type=dict[uuid.UUID, list[str | Exported]])
+    return {
+        job: [Exported(one) if isinstance(one, str) else one for one in known]
+        for job, known in found.items()
+    }
 
 
 def _write(directory: Path, ledger: Ledger) -> None:

@@ -70,7 +70,7 @@ class DiskRestores:
     def _look(self, memory: Decision, record: JobRecord) -> Choice:
         own = None if memory.snapshot else newest_checkpoint(self._spec.checkpoint_dir)
         quarantine = record.quarantine
-        if reason_against_own(quarantine, own):
+        if reason_against_own(quarantine, own) or quarantine.over_disk:
             own = None
         wanted = Wanted(
             shard_count=(len(record.active) or self._spec.nodes) * self._spec.ranks_per_node,

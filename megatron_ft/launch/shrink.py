@@ -122,7 +122,9 @@ async def _exported(parts: JobParts, choice: RestoreChoice, admitted: Admitted) 
     wanted = memory.iteration
     if taken is not None and _of_this_job(parts, taken):
         wanted = max(wanted, taken.manifest.iteration)
-        if _exported_iteration(directory) < wanted:
+        # After a rewind, what has a higher number may be of what was given up: an export of that
+        # is withdrawn by the next one.
+        if _exported_iteration(directory) < wanted or record.quarantine.over_disk:
             parts.coordinator.durable = (taken.manifest.snapshot, taken.manifest.iteration)
             await parts.drains.export_durable(next(iter(admitted.inventories)), directory)
     unwanted = reason_against_own(record.quarantine, newest_checkpoint(directory))
@@ -131,6 +133,8 @@ async def _exported(parts: JobParts, choice: RestoreChoice, admitted: Admitted) 
     if (there := _exported_iteration(directory)) < max(wanted, 0):
         holds = "no checkpoint" if there < 0 else f"iteration {there}"
         return f"{directory} should hold iteration {max(wanted, 0)} and holds {holds}"
+    if record.quarantine.over_disk and there > max(wanted, 0):
+        return f"{directory} holds iteration {there}, maybe of what the job was rolled back from"
     return ""
 
 

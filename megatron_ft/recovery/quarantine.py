@@ -27,8 +27,8 @@ class Quarantine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a job remembers of bad snapshots, over all its lives and supervisors.
 
     ``before`` is an iteration to which the user has asked to rewind and which no recovery
-    has carried out yet.  With ``over_disk`` memory goes before the training framework's own
-    checkpoints even where those are newer: they are of what was given up.
+    has carried out yet.  With ``over_disk`` memory, and what was drained of it, goes before the
+    training framework's own checkpoints even where those are newer: they are of what was given up.
     """
 
     suspects: tuple[Suspicion, ...] = ()
