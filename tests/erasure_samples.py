@@ -102,7 +102,10 @@ class ThreadWorld:
 
         def attempt(rank: int) -> None:
             try:
-                results[rank] = work(rank, ThreadTransport(self, rank))
+                transport = ThreadTransport(self, rank)
+                result = work(rank, transport)
+                assert not transport.open, "a transfer was never waited for"
+                results[rank] = result
             except BaseException as error:
                 results[rank] = error
                 with self.changed:
@@ -141,14 +144,17 @@ class _Receive:
 
 
 class ThreadTransport:
-    """One member's end of a ThreadWorld; counts bytes by kind, and messages in flight."""
+    """One member's end of a ThreadWorld; counts bytes by kind, and messages in flight.
+
+    ``open`` are transfers that were not waited for.
+    """
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self._world, self.rank, self.size = world, rank, world.size
         self.sent: dict[Kind, int] = defaultdict(int)
         self.most_taken = self.most_offered = 0
         self.on_received: Callable[[Kind, Bytes], None] = lambda kind, buffer: None
-        self._open: list[_Send | _Receive] = []
+        self.open: list[_Send | _Receive] = []
 
     @property
     def bytes_sent(self) -> int:
@@ -174,13 +180,13 @@ class ThreadTransport:
             if isinstance(send, _Send):
                 self._wait_for(lambda s=send: s.done)
                 assert zlib.crc32(send.buffer) == send.check, "a buffer changed while it was sent"
-        self._open = [p for p in self._open if not any(p is q for q in pending)]
+        self.open = [p for p in self.open if not any(p is q for q in pending)]
 
     def _opened(self, pending: _Send | _Receive) -> object:
-        self._open.append(pending)
-        taking = sum(isinstance(p, _Receive) and p.buffer.nbytes > 8 for p in self._open)
+        self.open.append(pending)
+        taking = sum(isinstance(p, _Receive) and p.buffer.nbytes > 8 for p in self.open)
         self.most_taken = max(self.most_taken, taking)
-        offered = sum(isinstance(p, _Send) and p.buffer.nbytes > 8 for p in self._open)
+        offered = sum(isinstance(p, _Send) and p.buffer.nbytes > 8 for p in self.open)
         self.most_offered = max(self.most_offered, offered)
         return pending
 

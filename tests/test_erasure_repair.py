@@ -169,6 +169,21 @@ def test_bytes_that_prove_nothing_are_not_written() -> None:
     assert mend_data(code, member, {0: right})
 
 
+def test_blocks_that_would_be_right_elsewhere_or_in_part_are_not_written() -> None:
+    """Digests and roots agree with these: only their numbers and lengths are wrong."""
+    code, members = stripe("rs", 2, 2)
+    member = members[2]
+    before, last = writable(member), code.data_bytes // code.block_bytes - 1
+    zeros = block_of(code, member.data, last)
+    assert not zeros.any(), "there is no padding"
+    assert not mend_data(code, member, {last: zeros[:-1]})
+    assert not mend_data(code, member, {last + 1: zeros})
+    assert not mend_parity(
+        code, member, {-1: block_of(code, member.parity, code.parity_blocks - 1)}
+    )
+    assert same(member, before)
+
+
 def test_a_damaged_table_is_only_written_whole() -> None:
     code, whole = stripe("xor", 2, 1)
     member = writable(whole[0])

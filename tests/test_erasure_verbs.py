@@ -255,6 +255,24 @@ def test_parity_of_other_bytes_is_never_a_source() -> None:
     assert blame(run(3, lambda n, t: rebuild(code, views[n], t, range(3), {0}))) == {"s1"}
 
 
+def test_a_rebuild_ends_for_nobody_before_all_that_was_lost_is_proved() -> None:
+    """Survivors and a whole member have nothing more to do when another one's bytes are wrong."""
+    code = make_code("rs", 2, 2, [5000] * 4, 512)
+    views = encoded(code, [5000] * 4)
+    views[0], views[1] = make_lost(code), make_lost(code)
+
+    def flip(kind: Kind, buffer: Bytes) -> None:
+        if kind is Kind.RESULT and np.shares_memory(buffer, views[1].data):
+            buffer[0] ^= 1
+
+    def work(number: int, transport: ThreadTransport) -> object:
+        if number == 1:
+            transport.on_received = flip
+        return rebuild(code, views[number], transport, range(4), {0, 1})
+
+    require_all(run(4, work), CorruptMemberError, "shard s1")
+
+
 @pytest.mark.parametrize("verb", ["encode", "rebuild"])
 @pytest.mark.parametrize("region", ["data", "parity"])
 def test_what_is_damaged_as_it_arrives_is_found(verb: str, region: str) -> None:
