@@ -145,6 +145,18 @@ def test_what_was_not_repaired_counts_as_lost_and_is_said(answer: m.Message) -> 
     assert repairs.lost == {(HERE, ONE)}
 
 
+def test_what_is_told_late_of_another_world_ends_no_repair() -> None:
+    control = Control(
+        m.WriterGone("encoder", "w1", 7),
+        m.WriterGone("trainer", WORLD, 7),
+        m.OrderFailed(ONE, "w1", "it broke"),
+        m.OrderFailed(TWO, WORLD, "it broke"),
+        m.Repaired(HERE, ONE, 2, 0),
+    )
+    repairs = work(control)
+    assert control.kinds() == ["corrupt", "repaired"] and not repairs.lost
+
+
 def test_a_refusal_ends_the_world_in_which_some_may_wait() -> None:
     control = Control(refuses=True)
     assert work(control).lost == {(HERE, ONE)}

@@ -222,13 +222,15 @@ async def _rebuild(coordinator: Coordinator, plan: Restore, snapshot: SnapshotId
 
     def listen(event: m.Event) -> None:
         body = event.body
+        # What is told late of the encoders before these says nothing of them.
+        world = coordinator.world
         if isinstance(body, m.Rebuilt) and body.snapshot == snapshot:
             missing.discard(body.shard_id)
             if not missing and not done.done():
                 done.set_result(None)
-        elif isinstance(body, m.OrderFailed) and not done.done():
+        elif isinstance(body, m.OrderFailed) and body.world == world and not done.done():
             done.set_exception(RebuildError(body.reason, body.corrupt))
-        elif isinstance(body, m.WriterGone) and body.role == "encoder" and not done.done():
+        elif isinstance(body, m.WriterGone) and (body.role, body.who) == ("encoder", world):
             reason = f"the encoder on {event.node} died while rebuilding"
             asyncio.get_running_loop().call_later(1.0, _fail, done, reason)
 

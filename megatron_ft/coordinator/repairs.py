@@ -49,7 +49,7 @@ class Repairs:
         self._control = control
         self._open: dict[Key, m.BadBlocks] = {}
         self._attempts: dict[Key, int] = {}
-        self._waiting: tuple[Key, asyncio.Future[m.Message]] | None = None
+        self._waiting: tuple[m.Repair, asyncio.Future[m.Message]] | None = None
 
     def note(self, event: m.Event) -> None:
         """Take note of damage and of what comes back from a repair."""
@@ -93,7 +93,7 @@ class Repairs:
         key = damage.shard_id, damage.snapshot
         count = len(damage.data_blocks) + len(damage.parity_blocks) + damage.more
         attempts = self._attempts.get(key, 0)
-        under_way = self._waiting is not None and self._waiting[0] == key
+        under_way = self._waiting is not None and _key(self._waiting[0]) == key
         if key in self._open or under_way or attempts >= MOST_ATTEMPTS:
             return  # the scrub says it again and again
         self.found += count
@@ -123,7 +123,7 @@ class Repairs:
             damage.parity_blocks,
         )
         answered: asyncio.Future[m.Message] = asyncio.get_running_loop().create_future()
-        self._waiting = (damage.shard_id, damage.snapshot), answered
+        self._waiting = request, answered
         try:
             await control.ask_all({places[shard]: request for shard in stripe.members})
             answer = await asyncio.wait_for(answered, REPAIR_TIMEOUT_SECONDS)
@@ -143,13 +143,19 @@ class Repairs:
             self._control.end_world(request.world, f"the repair of {request.shard_id} {how}")
 
     @staticmethod
-    def _ends(body: object, key: Key) -> bool:
-        """Whether an event is the end of the repair of ``key``, good or bad."""
+    def _ends(body: object, request: m.Repair) -> bool:
+        """Whether an event is the end of a repair, good or bad.
+
+        What is told late of a world before is not.
+        """
         if isinstance(body, m.Repaired):
-            return (body.shard_id, body.snapshot) == key
+            return (body.shard_id, body.snapshot) == _key(request)
         if isinstance(body, m.OrderFailed):
-            return body.snapshot == key[1]
-        return isinstance(body, m.WriterGone) and body.role == "encoder"
+            return (body.snapshot, body.world) == (request.snapshot, request.world)
+        return isinstance(body, m.WriterGone) and (body.role, body.who) == (
+            "encoder",
+            request.world,
+        )
 
     def _repaired(self, damage: m.BadBlocks, answer: m.Repaired) -> str:
         self.repaired += answer.blocks
@@ -173,3 +179,7 @@ class Repairs:
             "as lost, and the next recovery rebuilds it or takes an older snapshot",
             shard=damage.shard_id,
         )
+
+
+def _key(request: m.Repair) -> Key:
+    return request.shard_id, request.snapshot

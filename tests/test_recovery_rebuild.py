@@ -1,0 +1,70 @@
+"""What ends the rebuild of lost shards, among all that nodes tell meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from megatron_ft.coordinator import recovery
+from megatron_ft.coordinator.recovery import RebuildError, Restore
+from megatron_ft.identity import SealedRecord, SnapshotId
+from megatron_ft.recovery.decide import Decision, StripeState
+from megatron_ft.smp import messages as m
+
+LIFE, WORLD, SNAPSHOT = 4, "w4", SnapshotId(3, 7)
+STRIPE = StripeState("xor", 1, 1, 1 << 20, ("dp0", "dp1"), 4096, 1)
+PLAN = Restore(
+    decision=Decision(SNAPSHOT, 30, True, (STRIPE,), {STRIPE: ("dp1",)}),
+    places={"dp0": "n0", "dp1": "n1"},
+    active=("n0", "n1"),
+    incarnation=LIFE,
+    lineage=(),
+    slot_count=2,
+)
+RECORD = SealedRecord("dp1", SNAPSHOT, 30, 0, 0, 0, 0, 0, bytes(32), bytes(32))
+REBUILT = m.Rebuilt(SNAPSHOT, WORLD, "dp1", RECORD, bytes(32), (), 0, 0.0)
+
+
+class Coordinator:
+    """Answers a rebuild by these events, whoever listens."""
+
+    world = WORLD
+
+    def __init__(self, *bodies: Any) -> None:
+        self.listeners: list[Callable[[m.Event], None]] = []
+        self._bodies = bodies
+
+    async def ask_all(self, requests: Mapping[str, m.Message]) -> dict[str, object]:
+        for body in self._bodies:
+            for listener in self.listeners:
+                listener(m.Event("n0", LIFE, body))
+        return {}
+
+
+def rebuild(*bodies: Any) -> None:
+    async def story() -> None:
+        coordinator: Any = Coordinator(*bodies)
+        await asyncio.wait_for(recovery._rebuild(coordinator, PLAN, SNAPSHOT), 10)
+
+    asyncio.run(story())
+
+
+def test_what_is_told_late_of_other_encoders_ends_no_rebuild() -> None:
+    rebuild(
+        m.WriterGone("encoder", "w3", 7),
+        m.WriterGone("trainer", WORLD, 7),
+        m.OrderFailed(SNAPSHOT, "w3", "it broke", "dp0"),
+        REBUILT,
+    )
+
+
+@pytest.mark.parametrize(
+    "body", [m.OrderFailed(SNAPSHOT, WORLD, "it broke", "dp0"), m.WriterGone("encoder", WORLD, 7)]
+)
+def test_what_these_encoders_tell_ends_it(body: Any) -> None:
+    with pytest.raises(RebuildError) as error:
+        rebuild(body)
+    assert error.value.corrupt == getattr(body, "corrupt", "")
