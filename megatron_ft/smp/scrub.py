@@ -117,6 +117,8 @@ class Scrub:
         if damage:
             # Looked at once more: it may have been repaired since it was read.
             again = await self._in_thread(partial(_again, arena, slot, header, damage))
+            if self._committed(shard_id, slot) != header:
+                return False
             await self._report(shard_id, header, again)
         return True
 
