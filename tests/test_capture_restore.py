@@ -158,3 +158,25 @@ def test_an_object_that_loads_into_another_form_is_refused(smp: FakeSmp) -> None
     fresh = Made({"big": torch.zeros(10_000)}, lambda loaded: {"big": loaded["big"][:9000]})
     with pytest.raises(LayoutMismatchError, match=r"made/big is float32\[9000\], in the snapshot"):
         make_manager(smp).load(into={"made": fresh})
+
+
+def refuse(content: Any) -> Any:
+    raise RuntimeError("no such field")
+
+
+def test_nobody_trains_on_what_an_object_refused_to_load(smp: FakeSmp) -> None:
+    """Its tensors are the snapshot's by then, and the objects after it are not."""
+    saved(smp, {"weights": torch.ones(2000), "made": Made({"n": 1}), "step": {"n": 7}})
+    fresh: dict[str, Any] = {
+        "weights": torch.zeros(2000),
+        "made": Made({"n": 0}, refuse),
+        "step": {"n": 0},
+    }
+    manager = make_manager(smp)
+    with pytest.raises(RuntimeError, match="no such field"):
+        manager.load(into=fresh)
+    assert fresh["weights"].all() and fresh["step"] == {"n": 0}
+    for go_on in (lambda: manager.prepare(fresh), lambda: manager.save(1, fresh)):
+        with pytest.raises(CorruptBlockError, match="must not train on it"):
+            go_on()
+    manager.close()

@@ -24,7 +24,7 @@ class OfferedSnapshot:
     """What one rank starts from; asks the SMP when it is first needed.
 
     ``declined`` says that the rank starts without it, ``restored`` is the layout it had,
-    ``broken_off`` the error that ended a load whose first bytes were in tensors by then.
+    ``broken_off`` the error that ended a load, whose first bytes may be in tensors by then.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class OfferedSnapshot:
     ) -> None:
         self.declined = False
         self.restored: ShardLayout | None = None
-        self.broken_off: CorruptBlockError | None = None
+        self.broken_off: Exception | None = None
         self._client, self._shard_id = client, shard_id
         self._coordinates, self._world_size = coordinates, world_size
         self._offer: RestoreOffer | None = None
@@ -99,7 +99,8 @@ class OfferedSnapshot:
             try:
                 # The call alone holds the shard, whose memory is unmapped beside what follows.
                 self.restored = restore_shard(self._awaited(arena, offer), into, split_bytes)
-            except CorruptBlockError as error:
+            except Exception as error:
+                # Whatever it was, of tensors and small objects some may be the snapshot's by now.
                 self.broken_off = error
                 raise
             finally:
@@ -125,7 +126,7 @@ class OfferedSnapshot:
         self._client.restored(record.snapshot, seconds, offer.source)
 
     def require_whole(self) -> None:
-        """CorruptBlockError, again, if what was loaded is only a part of the snapshot."""
+        """CorruptBlockError if what was loaded is only a part of the snapshot, for any reason."""
         if self.broken_off is not None:
             raise CorruptBlockError(
                 "this rank has loaded a part of a snapshot and must not train on it: end the "
