@@ -24,12 +24,12 @@ from benchmarks.rounds import ratios, seconds
 from benchmarks.table import Row
 from megatron_ft.arena import digest
 from megatron_ft.arena.arena import Arena
-from megatron_ft.arena.format import ArenaHeader, Geometry, Permit
+from megatron_ft.arena.format import BLOCK_BYTES, ArenaHeader, Geometry, Permit
 from megatron_ft.capture.cuda import CudaCopier
 from megatron_ft.capture.engine import CaptureEngine
 from megatron_ft.capture.mapping import MappingState
 from megatron_ft.capture.plan import plan_state
-from megatron_ft.capture.preparation import PLANNING_BLOCK_BYTES, choose_copier
+from megatron_ft.capture.preparation import choose_copier
 from megatron_ft.capture.restore import SealedShard, restore_shard
 from megatron_ft.capture.run import CaptureRun
 from megatron_ft.capture.state import live_tensors
@@ -92,7 +92,7 @@ def capturing(state: dict[str, Any], arenas: Path = SHARED_MEMORY) -> Iterator[C
     adapted = MappingState(state)
     layout = plan_state(adapted, SPLIT_NEVER)
     meta = pack_meta(layout.to_bytes(), adapted.objects(), b"")
-    room = digest.required_bytes(layout.tensor_bytes, len(meta), PLANNING_BLOCK_BYTES)
+    room = digest.required_bytes(layout.tensor_bytes, len(meta), BLOCK_BYTES)
     with tempfile.TemporaryDirectory(dir=arenas, prefix="megatron-ft-benchmark-") as folder:
         path = Path(folder) / f"{SHARD}.arena"
         Arena.create(path, _header(room)).close()
@@ -134,7 +134,7 @@ def _header(required: int) -> ArenaHeader:
             required_bytes=required,
             data_members=1,
             parity_members=0,
-            block_bytes=PLANNING_BLOCK_BYTES,
+            block_bytes=BLOCK_BYTES,
         ),
     )
 

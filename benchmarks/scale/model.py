@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.scale.tally import Tally, kind_of, told
+from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.coordinator.actions import Action, Ended, Send
 from megatron_ft.coordinator.cycle import SnapshotCycle
 from megatron_ft.coordinator.plan import Sizes, stripe_orders
@@ -45,7 +46,7 @@ class Shape:
     ranks_per_node: int
     protect: str
     data_bytes: int
-    block_bytes: int = 65536
+    block_bytes: int = BLOCK_BYTES
     fan_out: int = FAN_OUT
 
     @property

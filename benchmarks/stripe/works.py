@@ -13,6 +13,7 @@ from benchmarks.stripe.counting import CountingTransport
 from benchmarks.stripe.messages import EncodeMessages
 from benchmarks.stripe.other_ways import WAYS
 from megatron_ft.arena.digest import required_bytes, seal
+from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.erasure.encode import EncodeResult, encode
 from megatron_ft.erasure.member import MemberView, StripeCode, chunk_of
 from megatron_ft.erasure.paced import PacedTransport
@@ -31,7 +32,6 @@ from megatron_ft.identity import SnapshotId
 from megatron_ft.isal import Bytes
 from megatron_ft.pace import Pace
 
-BLOCK_BYTES = 65536
 PYECLIB_BYTES = 8 << 20
 """What PyECLib's API is given at a time; with more it slows down."""
 
