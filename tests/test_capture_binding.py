@@ -98,8 +98,12 @@ def added(state: State) -> None:
     state["d"] = torch.rand(2000)
 
 
+def freed(state: State) -> None:
+    state["b"].untyped_storage().resize_(0)
+
+
 @pytest.mark.parametrize(
-    "change", [shrunk, reshaped, retyped, renamed, renamed_in_place, removed, added]
+    "change", [shrunk, reshaped, retyped, renamed, renamed_in_place, removed, added, freed]
 )
 def test_what_no_longer_fits_is_said_every_time(change: Callable[[State], None]) -> None:
     state = made()

@@ -11,7 +11,7 @@ import torch
 from test_capture_support import BLOCK, FakeSmp, bits, make_manager
 
 from megatron_ft.capture.fill import CHUNK_BYTES, PIECE_BYTES
-from megatron_ft.errors import CorruptBlockError, LayoutMismatchError
+from megatron_ft.errors import ConfigError, CorruptBlockError, LayoutMismatchError
 from megatron_ft.identity import SealedRecord
 
 
@@ -180,3 +180,25 @@ def test_nobody_trains_on_what_an_object_refused_to_load(smp: FakeSmp) -> None:
         with pytest.raises(CorruptBlockError, match="must not train on it"):
             go_on()
     manager.close()
+
+
+def freed(numel: int) -> torch.Tensor:
+    """As a framework leaves a tensor of which it keeps only shards."""
+    tensor = torch.ones(numel)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize("numel", [5, 100_000])
+def test_a_tensor_without_memory_is_not_written_to(smp: FakeSmp, numel: int) -> None:
+    saved(smp, {"a": torch.ones(50), "whole": torch.ones(numel)})
+    fresh = {"a": torch.zeros(50), "whole": freed(numel)}
+    with pytest.raises(LayoutMismatchError, match="whole has no memory: its storage"):
+        make_manager(smp).load(into=fresh)
+    assert not fresh["a"].any()
+
+
+@pytest.mark.parametrize("numel", [5, 100_000])
+def test_a_tensor_without_memory_is_refused_before_training(smp: FakeSmp, numel: int) -> None:
+    with pytest.raises(ConfigError, match=rf"'whole' of shape \[{numel}\] has no memory"):
+        make_manager(smp).prepare({"a": torch.ones(50), "whole": freed(numel)})

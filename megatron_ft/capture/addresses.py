@@ -1,4 +1,4 @@
-"""Which named tensor a view looks into, told by addresses."""
+"""What addresses tell: which named tensor a view looks into, and that one has no memory."""
 
 from __future__ import annotations
 
@@ -51,6 +51,14 @@ class AddressBook:
                 offset = (first - start) // view.element_size()
                 return Window(name, offset, tuple(view.shape), tuple(view.stride()))
         return None
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie anywhere: those of a storage that was resized to nothing do not.
+
+    Frameworks that shard tensors free the whole ones so.  torch reads them without looking.
+    """
+    return tensor.layout != torch.strided or not tensor.numel() or tensor.data_ptr() != 0
 
 
 def reach_bytes(view: torch.Tensor) -> int:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_ft.capture.addresses import has_memory
 from megatron_ft.capture.copier import Bytes, CopyItem, CopyList
 from megatron_ft.capture.plan import dtype_from_name
 from megatron_ft.shard import LayoutEntry, ShardLayout
@@ -100,9 +101,9 @@ class LayoutBinding:
     def mismatch(self, live: Mapping[str, torch.Tensor]) -> str:
         """Why the live tensors no longer fit the layout; empty if they do.
 
-        Compares names, dtypes and shapes, and that aliases still share memory.  The very tensors
-        of last time are left to ``settle``: to look at thousands of them one by one would hold
-        training for a millisecond.
+        Compares names, dtypes and shapes, and that tensors have memory, aliases that of their
+        owners.  The very tensors of last time are left to ``settle``: to look at thousands of them
+        one by one would hold training for a millisecond.
         """
         if self._seen is not None and self._seen.same_objects(live):
             return ""
@@ -131,6 +132,8 @@ class LayoutBinding:
                 return f"{name} has gone"
             if tensor.dtype != dtype or tensor.shape != shape:
                 return f"{name} is now {tensor.dtype} {list(tensor.shape)}"
+            if not has_memory(tensor):
+                return f"{name} has no memory any more"
         if len(live) != len(self._expected):
             known = {name for name, _, _ in self._expected}
             return f"{min(live.keys() - known)} is new"

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from megatron_ft.capture.addresses import has_memory
 from megatron_ft.capture.aliases import Alias
 from megatron_ft.capture.enumeration import DENSE
 from megatron_ft.capture.plan import Planned, dtype_name, known_dtype
@@ -96,6 +97,8 @@ class WholeTensors(NamedTuple):
         if not (_are_dense(tensors, on_cpu) and _have_form(tensors, stored)):
             return None
         found = cls(stored, tensors, list(map(torch.Tensor.data_ptr, tensors)), on_cpu)
+        if 0 in found.addresses and not all(map(has_memory, tensors)):
+            return None
         apart = _lie_apart(found.addresses[: len(stored.lengths)], stored.lengths)
         return found if apart and found._share() else None
 

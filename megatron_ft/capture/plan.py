@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ft.arena.digest import default_algorithm, digest_block
+from megatron_ft.capture.addresses import has_memory
 from megatron_ft.capture.exchange import exchange_device
 from megatron_ft.capture.state import HasLogicalMap, TrainingState, live_tensors
 from megatron_ft.errors import ConfigError
@@ -155,15 +156,20 @@ def _check_kind(name: str, tensor: torch.Tensor) -> None:
     elif hasattr(tensor, "__tensor_flatten__"):
         kind = f"a {type(tensor).__name__}"
     else:
-        return _check_expanded(name, tensor)
+        return _check_memory(name, tensor)
     raise ConfigError(
         f"tensor {name!r} is {kind}: only dense tensors and DTensors can be captured; "
         "give its inner tensors under names of their own"
     )
 
 
-def _check_expanded(name: str, tensor: torch.Tensor) -> None:
-    """Refuse what could be captured, but not filled again in place."""
+def _check_memory(name: str, tensor: torch.Tensor) -> None:
+    """Refuse what has no memory now, and what could be captured but not filled again in place."""
+    if not has_memory(tensor):
+        raise ConfigError(
+            f"tensor {name!r} of shape {list(tensor.shape)} has no memory: its storage was resized "
+            "to nothing, as frameworks do that shard it; give the shards that they keep instead"
+        )
     repeated = zip(tensor.shape, tensor.stride(), strict=True)
     if not tensor.is_contiguous() and any(size > 1 and step == 0 for size, step in repeated):
         raise ConfigError(

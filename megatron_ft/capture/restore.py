@@ -11,6 +11,7 @@ from megatron_ft.arena import digest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import BlockCheck
 from megatron_ft.arena.mapping import populate_read
+from megatron_ft.capture.addresses import has_memory
 from megatron_ft.capture.binding import live_part, region_tensor, stored_view
 from megatron_ft.capture.columns import WholeLayout, WholeTensors
 from megatron_ft.capture.copier import CopyItem
@@ -249,6 +250,8 @@ def _check_fits(layout: ShardLayout, live: dict[str, torch.Tensor], state: Train
         elif (dtype_name(tensor.dtype), tuple(tensor.shape)) != (entry.dtype, entry.shape):
             here = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
             wrong.append(f"{entry.name} is {here}, in the snapshot {entry.describe()}")
+        elif not has_memory(tensor):
+            wrong.append(f"{entry.name} has no memory: its storage was resized to nothing")
     if wrong:
         raise LayoutMismatchError(
             f"{len(wrong)} tensors do not fit the snapshot: {'; '.join(wrong[:8])}. "
