@@ -166,6 +166,17 @@ def megatron_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def smp(tmp_path: Path) -> Iterator[Any]:
+    """An SMP of one trainer in this process, without an arena yet."""
+    from test_capture_support import FakeSmp
+
+    fake = FakeSmp(tmp_path)
+    yield fake
+    if fake.arena is not None:
+        fake.arena.close()
+
+
+@pytest.fixture
 def runs(megatron_server: Any, megatron_corpus: Path, tmp_path: Path) -> Any:
     """Runs of Megatron in this test's folder; see megatron_runs.Runs."""
     from megatron_runs import Runs

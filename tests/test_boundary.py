@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,14 +21,6 @@ from megatron_ft.capture.stats import CaptureStats
 from megatron_ft.capture.warner import Warner
 
 WARN = Warner(logging.getLogger(__name__))
-
-
-@pytest.fixture
-def smp(tmp_path: Path) -> Iterator[FakeSmp]:
-    fake = FakeSmp(tmp_path)
-    yield fake
-    if fake.arena is not None:
-        fake.arena.close()
 
 
 def new_state() -> dict[str, Any]:

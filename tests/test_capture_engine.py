@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from test_capture_support import WAIT, FakeSmp, make_manager
 
 from megatron_ft.arena.digest import tail_is_zero
 from megatron_ft.capture.copier import CopyItem, ShouldStop
 from megatron_ft.capture.cpu import CpuCopier
-
-
-@pytest.fixture
-def smp(tmp_path: Path) -> Iterator[FakeSmp]:
-    """An SMP without an arena yet."""
-    fake = FakeSmp(tmp_path)
-    yield fake
-    if fake.arena is not None:
-        fake.arena.close()
 
 
 def test_each_slot_ends_with_zeros_whatever_earlier_lives_have_left(smp: FakeSmp) -> None:

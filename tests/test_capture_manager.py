@@ -8,7 +8,7 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,6 @@ from megatron_ft.errors import (
     LayoutMismatchError,
     UnencodableError,
 )
-
-
-@pytest.fixture
-def smp(tmp_path: Path) -> Iterator[FakeSmp]:
-    """An SMP without an arena yet."""
-    fake = FakeSmp(tmp_path)
-    yield fake
-    if fake.arena is not None:
-        fake.arena.close()
 
 
 def capture(smp: FakeSmp, manager: Any, state: Any, iteration: int = 1, slot: int = 0) -> Any:

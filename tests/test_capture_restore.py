@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,15 +12,6 @@ from test_capture_support import BLOCK, FakeSmp, bits, make_manager
 from megatron_ft.capture.fill import CHUNK_BYTES, PIECE_BYTES
 from megatron_ft.errors import ConfigError, CorruptBlockError, LayoutMismatchError
 from megatron_ft.identity import SealedRecord
-
-
-@pytest.fixture
-def smp(tmp_path: Path) -> Iterator[FakeSmp]:
-    """An SMP without an arena yet."""
-    fake = FakeSmp(tmp_path)
-    yield fake
-    if fake.arena is not None:
-        fake.arena.close()
 
 
 def saved(smp: FakeSmp, state: dict[str, Any]) -> SealedRecord:

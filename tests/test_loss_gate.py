@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from itertools import permutations
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -23,14 +21,6 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.smp import messages as m
 
 losses = st.floats(0.1, 1.0)
-
-
-@pytest.fixture
-def smp(tmp_path: Path) -> Iterator[FakeSmp]:
-    fake = FakeSmp(tmp_path)
-    yield fake
-    if fake.arena is not None:
-        fake.arena.close()
 
 
 # One rank's losses.
