@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from megatron_ft.arena.digest import seal
-from megatron_ft.arena.format import SlotHeader, SlotState
+from megatron_ft.arena.format import BLOCK_BYTES, SlotHeader, SlotState
 from megatron_ft.environment import ProcessEnvironment
 from megatron_ft.smp import messages as m
 from megatron_ft.smp import scrub as scrub_module
 from megatron_ft.smp.host import NodeHost
+from megatron_ft.smp.message_base import MOST_BYTES
 from megatron_ft.smp.scrub import Scrub
 from tests.smp_node import create, run, snapshot
 
@@ -111,3 +112,8 @@ def test_damage_of_a_slot_that_was_given_away_is_nobodys(tmp_path: Path, given_a
         scrub.close()
         host.store.remove()
     assert told == [m.BadBlocks("dp0", snapshot(1), (0,), ())] * (not given_away)
+
+
+def test_what_a_repair_sends_back_is_a_message() -> None:
+    """The blocks of one report in arenas as they are made, with as much room for all else."""
+    assert 2 * scrub_module.MOST_LISTED * BLOCK_BYTES <= MOST_BYTES

@@ -15,7 +15,8 @@ META_SPARE_BYTES = 65536
 """Room for small objects to grow beyond twice their first size."""
 
 PLANNING_BLOCK_BYTES = 65536
-"""The digest table is planned for blocks of this size; larger ones need less."""
+"""The digest table is planned for blocks of this size, the shortest that releases gave to arenas;
+longer ones need less."""
 
 
 def required_bytes(layout: ShardLayout, objects: dict[str, Any], form: bytes) -> int:

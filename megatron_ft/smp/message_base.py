@@ -10,7 +10,7 @@ MOST_BYTES = 64 << 20
 """Longest frame that an SMP takes: who claims more is cut off before any memory is given to it.
 
 The longest of ours hold the stripes of a whole job, some 100 bytes a rank, or the recomputed
-blocks of one report, 64 of 64 KiB.
+blocks of one report, 64 of 512 KiB.
 """
 
 Pid = Annotated[int, msgspec.Meta(ge=1, le=1 << 22)]
