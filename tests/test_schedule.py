@@ -86,3 +86,13 @@ def test_an_interval_that_changes_counts_from_now_on() -> None:
     assert take(schedule, 3, "committed") == 5
     schedule.interval = 50
     assert schedule.next_iteration(6) == 55
+
+
+def test_commits_are_counted_from_the_first_one() -> None:
+    schedule = Schedule(2)
+    schedule.interval = 1
+    leads = []
+    for _ in range(Schedule.CALM):
+        schedule.committed()
+        leads.append(schedule.lead)
+    assert leads == [1] * (Schedule.CALM - 1) + [0]
