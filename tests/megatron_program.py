@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
 import importlib
+import inspect
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -38,13 +41,25 @@ def preload() -> None:
     loader: Any = DataLoader
     loader.__iter__ = loader.__iter__.__wrapped__
     for module in (
+        "megatron.core.models.mimo",
+        "megatron.core.tokenizers.text",
         "megatron.training.training",
         "megatron.training.models",
+        "megatron.training.yaml_arguments",
         "megatron_ft.megatron",
         "megatron_ft.testing.gpt_training",
         "megatron_ft.testing.training_trace",
     ):
         importlib.import_module(module)
+    _read_help_once()
+
+
+def _read_help_once() -> None:
+    """Parsers of flags are made from the source of Megatron's classes, in every rank."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    inspect.getsource = functools.cache(inspect.getsource)
+    add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
 def train() -> None:
