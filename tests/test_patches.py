@@ -104,13 +104,15 @@ def test_another_release_is_refused_and_known_ones_are_named(fork: Path) -> None
     ("verb", "folder", "message"),
     [
         ("patch", ".", "usage"),
-        ("apply", "/nonexistent", "no folder /nonexistent"),
+        ("apply", "{empty}/gone", "no folder {empty}/gone"),
         ("apply", str(ROOT), "is no checkout of Megatron-LM"),
     ],
 )
-def test_wrong_calls_say_what_is_wrong(verb: str, folder: str, message: str) -> None:
-    code, text = patch(verb, folder)
-    assert code == WRONG and message in text
+def test_wrong_calls_say_what_is_wrong(
+    tmp_path: Path, verb: str, folder: str, message: str
+) -> None:
+    code, text = patch(verb, folder.format(empty=tmp_path))
+    assert code == WRONG and message.format(empty=tmp_path) in text
 
 
 def test_each_patch_adds_lines_to_one_file_and_takes_none_away() -> None:
