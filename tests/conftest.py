@@ -21,6 +21,8 @@ from megatron_ft.launch.virtual import default_root
 # Children inherit it, so processes of this run are told apart from those of any other.
 SESSION_VARIABLE = "MEGATRON_FT_TEST_SESSION"
 SESSION = uuid.uuid4().hex
+SHARED: list[Any] = []
+"""Servers that processes are forked from: all files share them, and they end with the run."""
 GRACE_SECONDS = 5.0
 FOLDER_SECONDS = 20.0
 """A folder may be between two processes of a job of another worker."""
@@ -94,7 +96,8 @@ def no_process_left(no_job_folder_left: None) -> Iterator[None]:
     """
     before = set(_session_processes())
     yield
-    stuck = _outliving(set(_session_processes()) - before)
+    shared = {server.pid for server in SHARED}
+    stuck = _outliving(set(_session_processes()) - before - shared)
     commands = [f"{pid}: {_command(pid)}" for pid in stuck]
     for pid in stuck:
         _kill(pid)
@@ -145,14 +148,20 @@ def _command(pid: int) -> str:
         return "gone"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def megatron_server() -> Iterator[Any]:
     """The process that Megatron's ranks are forked from; tests that use it need Megatron."""
-    from fork_server import ForkServer
-
     from megatron_ft.testing import demo_model
 
-    server = ForkServer("megatron_program", demo_model.ENVIRONMENT | {"PYTHONWARNINGS": "ignore"})
+    environment = demo_model.ENVIRONMENT | {"PYTHONWARNINGS": "ignore"}
+    yield from _shared_server("megatron_program", environment)
+
+
+def _shared_server(preload: str, environment: dict[str, str]) -> Iterator[Any]:
+    from fork_server import ForkServer
+
+    server = ForkServer(preload, environment)
+    SHARED.append(server)
     yield server
     server.close()
 
@@ -184,15 +193,24 @@ def runs(megatron_server: Any, megatron_corpus: Path, tmp_path: Path) -> Any:
     return Runs(megatron_server, tmp_path, megatron_corpus)
 
 
+@pytest.fixture(scope="session")
+def warm_python() -> Iterator[Any]:
+    """A process that has imported torch; its compiler too, which DeepSpeed's ZeRO asks for."""
+    from megatron_ft.testing.warm_python import TRAINING, WarmPython
+
+    server = WarmPython((*TRAINING, "torch._inductor.compile_fx"))
+    SHARED.append(server)
+    yield server
+    server.close()
+
+
 @pytest.fixture(scope="module")
-def warm_trainers(no_process_left: None) -> Iterator[None]:
+def warm_trainers(warm_python: Any, no_process_left: None) -> Iterator[None]:
     """Trainers of jobs in this file are forked from a process that has imported torch."""
-    from megatron_ft.testing.warm_python import WarmPython
     from tests.jobs import WarmCluster
 
-    WarmCluster.warm = WarmPython()
+    WarmCluster.warm = warm_python
     yield
-    WarmCluster.warm.close()
     WarmCluster.warm = None
 
 
@@ -207,15 +225,12 @@ def made() -> Iterator[list[Any]]:
             job.network.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def deepspeed_server() -> Iterator[Any]:
     """The process that DeepSpeed's ranks are forked from; tests that use it need DeepSpeed."""
     from deepspeed_program import ENVIRONMENT
-    from fork_server import ForkServer
 
-    server = ForkServer("deepspeed_program", ENVIRONMENT)
-    yield server
-    server.close()
+    yield from _shared_server("deepspeed_program", ENVIRONMENT)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -25,3 +26,14 @@ def wait_for_ever_on_rank_1() -> None:
     if os.environ["RANK"] == "1":
         subprocess.Popen(["sleep", "600"])
         time.sleep(600)
+
+
+def interrupt_the_test() -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(int(sys.argv[1]), signal.SIGUSR1)
+        time.sleep(600)
+
+
+def end_the_server() -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getppid(), signal.SIGKILL)

@@ -70,34 +70,59 @@ class ForkServer:
     """The tests' end: starts the server with ``preload`` imported, and asks it for runs."""
 
     def __init__(self, preload: str, environment: Mapping[str, str]) -> None:
-        command = [sys.executable, __file__, preload]
         here = Path(__file__).resolve()
         path = [str(here.parent), str(here.parents[1]), os.environ.get("PYTHONPATH", "")]
-        self._process = subprocess.Popen(
-            command,
-            env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+        joined = os.pathsep.join(filter(None, path))
+        self._preload = preload
+        self._environment = {**os.environ, **environment, "PYTHONPATH": joined}
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, __file__, self._preload],
+            env=self._environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
 
+    @property
+    def pid(self) -> int:
+        """The server's process."""
+        return self._process.pid
+
     def run(self, request: Request) -> Outcome:
-        """Run to the end; each rank has ended when this returns."""
+        """Run to the end; each rank has ended when this returns.
+
+        After anything else, as a test's time limit, the next run has a new server: this one's
+        answer would be taken for that run's.
+        """
         # Here only: the server itself may be asked to run another copy of the package.
         from megatron_ft.launch.ports import free_port
 
-        assert self._process.stdin is not None and self._process.stdout is not None
         Path(request.logs).mkdir(parents=True, exist_ok=True)
-        self._process.stdin.write(json.dumps(asdict(replace(request, port=free_port()))) + "\n")
+        try:
+            answer = self._ask(json.dumps(asdict(replace(request, port=free_port()))))
+        except BaseException:
+            self._process.kill()
+            self.close()
+            self._process = self._start()
+            raise
+        return Outcome(**json.loads(answer), logs=request.logs)
+
+    def _ask(self, request: str) -> str:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(request + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         assert answer, f"the fork server ended with status {self._process.wait(10)}"
-        return Outcome(**json.loads(answer), logs=request.logs)
+        return answer
 
     def close(self) -> None:
         """End the server; its children end with it."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.wait(20)
         self._process.stdout.close()
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fork_server import ForkServer, Outcome, Request
@@ -17,7 +20,8 @@ def server() -> Iterator[ForkServer]:
 
 
 def run(server: ForkServer, folder: Path, function: str, timeout: float = 20.0) -> Outcome:
-    return server.run(Request(f"fork_cases:{function}", ["x"], 3, str(folder), timeout))
+    argument = str(os.getpid()) if function == "interrupt_the_test" else "x"
+    return server.run(Request(f"fork_cases:{function}", [argument], 3, str(folder), timeout))
 
 
 def test_ranks_get_their_arguments_and_places(server: ForkServer, tmp_path: Path) -> None:
@@ -38,3 +42,22 @@ def test_the_rank_that_hangs_is_named_with_its_stack(server: ForkServer, tmp_pat
     outcome = run(server, tmp_path, "wait_for_ever_on_rank_1", timeout=1.0)
     assert (outcome.codes, outcome.hung) == ([0, -9, 0], [1])
     assert "wait_for_ever_on_rank_1" in outcome.output(1)
+
+
+def test_a_run_that_was_given_up_answers_for_no_other(server: ForkServer, tmp_path: Path) -> None:
+    def give_up(*_: Any) -> None:
+        raise TimeoutError("as of a test's time limit")
+
+    before = signal.signal(signal.SIGUSR1, give_up)
+    try:
+        with pytest.raises(TimeoutError):
+            run(server, tmp_path / "given up", "interrupt_the_test")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert run(server, tmp_path / "next", "fail_on_rank_1").codes == [0, 1, 0]
+
+
+def test_a_server_that_ends_costs_one_run(server: ForkServer, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="ended with status -9"):
+        run(server, tmp_path / "first", "end_the_server")
+    assert run(server, tmp_path / "next", "succeed").codes == [0, 0, 0]

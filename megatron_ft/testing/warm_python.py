@@ -52,6 +52,11 @@ class WarmPython:
         assert self._process.stdout is not None
         assert self._process.stdout.readline(), "the server ended at its start"
 
+    @property
+    def pid(self) -> int:
+        """The server's process."""
+        return self._process.pid
+
     def start(
         self, argv: Sequence[str], env: Mapping[str, str], log: Path, namespace: str = ""
     ) -> WarmChild:
