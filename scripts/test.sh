@@ -31,8 +31,9 @@ check lint ruff check .
 check format ruff format --check .
 check types mypy
 workers="$(nproc)"
+# Files in the order of tests/conftest.py, not by their number of tests.
 side_by_side=(--numprocesses=$((workers < MOST_WORKERS ? workers : MOST_WORKERS)) --dist=loadfile
-    --session-timeout="$TEST_BUDGET_SECONDS" --durations=15)
+    --no-loadscope-reorder --session-timeout="$TEST_BUDGET_SECONDS" --durations=15)
 check tests pytest "${side_by_side[@]}" "$@"
 
 [ ${#failed[@]} -eq 0 ] || fail "failed: ${failed[*]} (after $SECONDS s)"

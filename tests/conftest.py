@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -24,6 +25,10 @@ SESSION = uuid.uuid4().hex
 SHARED: list[Any] = []
 """Servers that processes are forked from: all files share them, and they end with the run."""
 GRACE_SECONDS = 5.0
+LONG = {"deepspeed", "megatron", "mpi", "slow", "slurm"}
+"""Markers of tests that start many processes, or run for ten seconds."""
+LONG_TESTS = 40
+"""How many others take as long as one of them."""
 FOLDER_SECONDS = 20.0
 """A folder may be between two processes of a job of another worker."""
 
@@ -39,13 +44,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only --all-layouts asks for."""
-    if config.getoption("--all-layouts"):
-        return
+    """Leave out what only --all-layouts asks for; long files first where files run side by side.
+
+    A worker that began a long file last would run alone at the end.
+    """
     left_out = [item for item in items if "all_layouts" in item.keywords]
-    if left_out:
+    if left_out and not config.getoption("--all-layouts"):
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+        items[:] = [item for item in items if "all_layouts" not in item.keywords]
+    if hasattr(config, "workerinput"):
+        lengths: Counter[Path] = Counter()
+        for item in items:
+            lengths[item.path] += 1 if LONG.isdisjoint(item.keywords) else LONG_TESTS
+        items.sort(key=lambda item: -lengths[item.path])
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
