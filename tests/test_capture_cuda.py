@@ -10,8 +10,38 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_ft.capture import cuda as cuda_module
 from megatron_ft.capture.copier import CopyItem
 from megatron_ft.capture.cuda import CudaCopier
+
+HERE = 2
+"""The third GPU."""
+
+
+class OnDevice(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    number = HERE
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    def get_device(self) -> int:
+        return self.number
+
+
+class Elsewhere(OnDevice):
+    """Says that it is on another."""
+
+    number = 3
+
+
+class Pinned(torch.Tensor):
+    """Host memory that a device may write to."""
+
+    def is_pinned(self, *_: Any) -> bool:
+        return True
 
 
 class RecordedEvent:
@@ -51,11 +81,8 @@ class RecordedCuda:
         self.calls: list[tuple[Any, ...]] = []
         self.events = 0
         self.register_code = register_code
+        self.last_error = 0
         self.training = RecordedStream(self, "training")
-
-    def current_device(self) -> int:
-        """The third GPU."""
-        return 2
 
     def set_device(self, device: int) -> None:
         """Note it."""
@@ -88,7 +115,14 @@ class RecordedCuda:
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
         """Note it; the code that the test wants."""
         self.calls.append(("register", address, nbytes, flags))
+        self.last_error = self.last_error or self.register_code
         return self.register_code
+
+    def _sleep(self, cycles: int) -> None:
+        """A kernel, after which torch raises the last error of any call, as after all of them."""
+        error, self.last_error = self.last_error, 0
+        if error:
+            raise RuntimeError(f"CUDA error {error}")
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
         """Note it."""
@@ -103,7 +137,7 @@ def items(count: int) -> list[CopyItem]:
 
 def test_copies_follow_the_training_stream_and_are_bounded() -> None:
     cuda = RecordedCuda()
-    copier = CudaCopier(4000, cuda)
+    copier = CudaCopier(4000, HERE, cuda)
     wanted = items(5)
     mark = copier.mark()
     assert copier.copy(wanted, mark, lambda: False)
@@ -123,7 +157,7 @@ def test_copies_follow_the_training_stream_and_are_bounded() -> None:
 
 def test_a_stop_leaves_nothing_in_flight() -> None:
     cuda = RecordedCuda()
-    copier = CudaCopier(4000, cuda)
+    copier = CudaCopier(4000, HERE, cuda)
     answers = iter([False, False, True])
     wanted = items(5)
     assert not copier.copy(wanted, copier.mark(), lambda: next(answers))
@@ -133,7 +167,7 @@ def test_a_stop_leaves_nothing_in_flight() -> None:
 
 def test_an_error_leaves_nothing_in_flight() -> None:
     cuda = RecordedCuda()
-    copier = CudaCopier(4000, cuda)
+    copier = CudaCopier(4000, HERE, cuda)
 
     def fail() -> bool:
         raise RuntimeError("injected")
@@ -145,7 +179,7 @@ def test_an_error_leaves_nothing_in_flight() -> None:
 
 def test_regions_are_registered_once_and_unregistered() -> None:
     cuda = RecordedCuda()
-    copier = CudaCopier(4000, cuda)
+    copier = CudaCopier(4000, HERE, cuda)
     regions = [np.zeros(8192, np.uint8), np.zeros(4096, np.uint8)]
     copier.attach(regions)
     addresses = [region.ctypes.data for region in regions]
@@ -159,15 +193,16 @@ def test_regions_are_registered_once_and_unregistered() -> None:
 
 def test_a_failed_registration_warns_and_is_not_undone(caplog: pytest.LogCaptureFixture) -> None:
     cuda = RecordedCuda(register_code=2)
-    copier = CudaCopier(4000, cuda)
+    copier = CudaCopier(4000, HERE, cuda)
     copier.attach([np.zeros(8192, np.uint8)])
     assert "error 2" in caplog.text
+    cuda._sleep(1)  # training's next kernel
     copier.detach()
     assert not any(call[0] == "unregister" for call in cuda.calls)
 
 
 def test_host_tensors_are_secured_at_once() -> None:
-    copier = CudaCopier(4000, RecordedCuda())
+    copier = CudaCopier(4000, HERE, RecordedCuda())
     wanted = items(2)
     assert copier.stage(wanted) == []
     assert torch.equal(wanted[1].source, wanted[1].target)
@@ -175,9 +210,53 @@ def test_host_tensors_are_secured_at_once() -> None:
 
 def test_large_tensors_are_cut_in_pieces() -> None:
     cuda = RecordedCuda()
-    copier = CudaCopier(1024, cuda)
+    copier = CudaCopier(1024, HERE, cuda)
     source = torch.randn(3, 1001)
     target = torch.zeros(3, 1001)
     assert copier.copy([CopyItem(source, target)], copier.mark(), lambda: False)
     assert torch.equal(source, target)
     assert sum(call[0] == "record" for call in cuda.calls) == 1 + -(-source.nbytes // 1024)
+
+
+def one(kind: type[torch.Tensor]) -> list[CopyItem]:
+    return [CopyItem(torch.ones(10).as_subclass(kind), torch.zeros(10))]
+
+
+def test_a_tensor_of_another_device_is_refused() -> None:
+    """Its copy would run on that device's own stream, for which nobody waits."""
+    copier = CudaCopier(4000, HERE, RecordedCuda())
+    for begin in (copier.stage, lambda items: copier.copy(items, copier.mark(), lambda: False)):
+        begin(one(OnDevice))
+        wanted = one(Elsewhere)
+        with pytest.raises(ValueError, match="is on cuda:3 now, not cuda:2"):
+            begin(wanted)
+        assert not wanted[0].target.any()
+
+
+def test_host_tensors_that_the_device_may_write_to_are_awaited() -> None:
+    cuda = RecordedCuda()
+    copier = CudaCopier(4000, HERE, cuda)
+    copier.stage(one(Pinned))
+    assert cuda.calls == [("drain", "training")]
+    mark = copier.mark()
+    copier.copy(one(Pinned), mark, lambda: False)
+    assert cuda.calls[2] == ("wait", mark.number)
+    for kind in (torch.Tensor, OnDevice):
+        cuda.calls.clear()
+        copier.stage(one(kind))
+        assert not cuda.calls
+        copier.copy(one(kind), mark, lambda: False)
+        assert ("wait", mark.number) not in cuda.calls
+
+
+@pytest.mark.parametrize("name", ["conj", "_neg_view"])
+def test_lazy_signs_are_settled_on_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would settle them in the target, before the bytes have arrived there."""
+    moved: list[CopyItem] = []
+    monkeypatch.setattr(cuda_module, "move", lambda batch, non_blocking: moved.extend(batch))
+    lazy = getattr(torch.randn(9, dtype=torch.complex64), name)()
+    copier = CudaCopier(4000, HERE, RecordedCuda())
+    copier.copy([CopyItem(lazy, torch.zeros_like(lazy))], copier.mark(), lambda: False)
+    (item,) = moved
+    assert torch.equal(item.source, lazy)
+    assert not item.source.is_conj() and not item.source.is_neg()

@@ -8,10 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_ft import environment
 from megatron_ft.arena import digest
-from megatron_ft.capture import supervised
+from megatron_ft.capture import cuda, supervised
 from megatron_ft.capture.cpu import CpuCopier
 from megatron_ft.capture.mapping import MappingState
 from megatron_ft.capture.plan import plan_state
@@ -21,7 +22,7 @@ from megatron_ft.capture.preparation import (
     choose_copier,
     required_bytes,
 )
-from megatron_ft.errors import NotUnderSupervisorError
+from megatron_ft.errors import ConfigError, NotUnderSupervisorError
 from megatron_ft.shard_meta import pack_meta
 
 
@@ -43,6 +44,19 @@ def test_objects_may_double_and_grow_by_the_spare_in_blocks_of_any_size(
 def test_what_lies_in_host_memory_is_copied_without_a_device() -> None:
     state = MappingState({"weight": torch.zeros(3)})
     assert type(choose_copier(state, 1 << 20)) is CpuCopier
+
+
+def test_tensors_of_a_device_are_copied_from_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the current device is: a program may name its device at each call."""
+    made: list[tuple[int, int]] = []
+    monkeypatch.setattr(cuda, "CudaCopier", lambda *words: made.append(words))
+    with FakeTensorMode():
+        one, two = (torch.zeros(3, device=f"cuda:{number}") for number in (1, 2))
+        host = torch.zeros(5)
+    choose_copier(MappingState({"host": host, "one": one}), 1 << 20)
+    assert made == [(1 << 20, 1)]
+    with pytest.raises(ConfigError, match="2 devices .one on cuda:1, two on cuda:2.*one rank for"):
+        choose_copier(MappingState({"one": one, "two": two}), 1 << 20)
 
 
 def test_a_rank_takes_its_number_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

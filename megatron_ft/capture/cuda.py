@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -19,9 +21,11 @@ PORTABLE = 1
 PIECES_IN_FLIGHT = 2
 """One piece is copied while the next is queued; more would only delay a stop."""
 
+_DEVICE, _HOST = methodcaller("get_device"), -1
+
 
 class CudaCopier:
-    """Asynchronous device-to-host copies into pinned arena memory.
+    """Asynchronous device-to-host copies into pinned arena memory, from one device.
 
     The arena's data regions are page-locked once.  Each copy runs on a side stream
     that first waits for an event of the training stream, so it sees the state as of
@@ -29,11 +33,11 @@ class CudaCopier:
     Never fork a process that has pinned memory; start children with exec.
     """
 
-    def __init__(self, piece_bytes: int, cuda: Any = None) -> None:
-        """Copies are cut in pieces of ``piece_bytes`` bytes; uses the current device."""
+    def __init__(self, piece_bytes: int, device: int, cuda: Any = None) -> None:
+        """Copies are cut in pieces of ``piece_bytes`` bytes; ``device`` is its number."""
         self._cuda = torch.cuda if cuda is None else cuda
         self._piece_bytes = piece_bytes
-        self._device = self._cuda.current_device()
+        self._device = device
         self._stream = self._cuda.Stream(device=self._device)
         self._pinned: list[int] = []
 
@@ -54,12 +58,19 @@ class CudaCopier:
                     region.nbytes,
                     code,
                 )
+                self._forget_error()
+
+    def _forget_error(self) -> None:
+        """Take back the error of a call that failed: torch raises it after its next kernel."""
+        with suppress(RuntimeError):
+            self._cuda._sleep(1)
 
     def stage(self, items: Sequence[CopyItem]) -> list[CopyItem]:
         """Clone on the device, in order with training's own work; host tensors are copied now.
 
         A clone costs device memory for a moment but no wait: the copy out of it is lazy.
         """
+        self._prepare(items, self._cuda.current_stream(self._device).synchronize)
         left: list[CopyItem] = []
         with torch.no_grad():
             for source, target in items:
@@ -77,6 +88,7 @@ class CudaCopier:
 
     def copy(self, items: Sequence[CopyItem], mark: Any, should_stop: ShouldStop) -> bool:
         """Copy piece by piece on the side stream; see Copier."""
+        self._prepare(items, mark.synchronize)
         in_flight: deque[Any] = deque()
         try:
             with torch.no_grad(), self._cuda.stream(self._stream):
@@ -92,8 +104,21 @@ class CudaCopier:
             # Queued copies write to the slot whatever happens here: wait for all of them.
             self._stream.synchronize()
 
+    def _prepare(self, items: Sequence[CopyItem], wait: Callable[[], None]) -> None:
+        """``wait`` for what the device may still write to pinned host tensors, if there are any.
+
+        ValueError for a tensor of another device: its copies would run on no stream of ours.
+        """
+        devices = {*map(_DEVICE, sources := [source for source, _ in items])}
+        if elsewhere := devices - {_HOST, self._device}:
+            raise ValueError(f"a tensor is on cuda:{min(elsewhere)} now, not cuda:{self._device}")
+        if _HOST in devices and any(s.is_pinned() for s in sources if not s.is_cuda):
+            wait()
+
     def _start(self, batch: Sequence[CopyItem]) -> Any:
-        move(batch, non_blocking=True)
+        # torch negates what a lazy bit says on the host at once, before the bytes are there.
+        plain = [CopyItem(s.resolve_conj().resolve_neg(), target) for s, target in batch]
+        move(plain, non_blocking=True)
         done = self._cuda.Event(blocking=True)
         done.record(self._stream)
         return done

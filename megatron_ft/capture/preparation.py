@@ -8,6 +8,7 @@ from megatron_ft.arena import digest
 from megatron_ft.capture.copier import Copier
 from megatron_ft.capture.cpu import CpuCopier
 from megatron_ft.capture.state import TrainingState, live_tensors
+from megatron_ft.errors import ConfigError
 from megatron_ft.shard import ShardLayout
 from megatron_ft.shard_meta import pack_meta
 
@@ -30,9 +31,20 @@ def required_bytes(layout: ShardLayout, objects: dict[str, Any], form: bytes) ->
 
 
 def choose_copier(state: TrainingState, piece_bytes: int) -> Copier:
-    """The copier for where most tensors are; a CUDA one also takes host tensors."""
-    if any(tensor.is_cuda for tensor in live_tensors(state).values()):
-        from megatron_ft.capture.cuda import CudaCopier
+    """The copier for where the tensors are; a CUDA one also takes host tensors.
 
-        return CudaCopier(piece_bytes)
-    return CpuCopier(piece_bytes)
+    ConfigError if they are on several devices: copies wait for one of them alone.
+    """
+    live = live_tensors(state)
+    devices = {tensor.get_device(): name for name, tensor in live.items() if tensor.is_cuda}
+    if not devices:
+        return CpuCopier(piece_bytes)
+    if len(devices) > 1:
+        places = ", ".join(f"{name} on cuda:{device}" for device, name in sorted(devices.items()))
+        raise ConfigError(
+            f"the tensors of one rank are on {len(devices)} devices ({places}): snapshots are "
+            "taken of one device a rank; start one rank for each"
+        )
+    from megatron_ft.capture.cuda import CudaCopier
+
+    return CudaCopier(piece_bytes, *devices)
