@@ -98,6 +98,33 @@ def test_strided_and_tracked_targets_are_filled_too() -> None:
     assert torch.equal(weight, stored) and torch.equal(strided, stored)
 
 
+class OnDevice(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda:3")
+
+
+def test_what_a_device_still_does_is_finished_before_its_tensors_are_filled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Copies run in threads, whose streams do not wait for that of their caller."""
+    plain, target = torch.zeros(9), torch.zeros(9).as_subclass(OnDevice)
+
+    def late(device: torch.device) -> None:
+        assert device.index == 3
+        target.fill_(7.0)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", late)
+    copy_in_threads([CopyItem(torch.ones(9), plain), CopyItem(torch.ones(9), target)])
+    assert plain.all() and bool((target == 1.0).all())
+
+
 def test_a_copy_that_fails_is_an_error() -> None:
     with pytest.raises(RuntimeError):
         copy_in_threads([CopyItem(torch.zeros(3), torch.zeros(4))])

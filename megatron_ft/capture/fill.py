@@ -130,8 +130,13 @@ class VerifiedCopy:
 
 
 def copy_in_threads(items: Iterable[CopyItem]) -> None:
-    """Copy what needs more than a copy of bytes; its bytes must have been verified."""
-    left: Iterator[list[CopyItem]] = iter(list(batches(items, PIECE_BYTES)))
+    """Copy what needs more than a copy of bytes; its bytes must have been verified.
+
+    All that was begun on the targets' devices is finished before.
+    """
+    planned = list(batches(items, PIECE_BYTES))
+    _await_devices(target for batch in planned for _, target in batch)
+    left: Iterator[list[CopyItem]] = iter(planned)
 
     def work() -> None:
         # In each thread: the mode belongs to the thread.
@@ -140,6 +145,12 @@ def copy_in_threads(items: Iterable[CopyItem]) -> None:
                 move_serially(batch)
 
     _in_threads(work)
+
+
+def _await_devices(targets: Iterable[torch.Tensor]) -> None:
+    """Wait for all streams: a thread has others than its caller, on which first values may come."""
+    for device in {target.device for target in targets if target.is_cuda}:
+        torch.cuda.synchronize(device)
 
 
 def _in_threads(work: Callable[[], None]) -> None:
