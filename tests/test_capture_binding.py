@@ -113,6 +113,15 @@ def test_what_no_longer_fits_is_said_every_time(change: Callable[[State], None])
         assert mismatch(binding, live_tensors(adapted))
 
 
+def test_a_freed_tensor_is_not_left_to_the_copy_thread_if_it_is_read_before() -> None:
+    """At the boundary: reading it would be the end of the trainer."""
+    state = made()
+    adapted, binding = bound(state)
+    assert list(adapted.boundary_tensors()) == ["c"]
+    state["c"].untyped_storage().resize_(0)
+    assert binding.mismatch(live_tensors(adapted)) == "c has no memory any more"
+
+
 def test_the_training_thread_leaves_known_tensors_to_the_copy_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,8 +11,13 @@ import torch
 
 from megatron_ft.capture.addresses import has_memory
 from megatron_ft.capture.copier import Bytes, CopyItem, CopyList
-from megatron_ft.capture.plan import dtype_from_name
+from megatron_ft.capture.plan import dtype_from_name, known_dtype
 from megatron_ft.shard import LayoutEntry, ShardLayout
+
+_NEVER_COPIED = {
+    known_dtype(f"{sign}{bits}") for sign in ("int", "uint") for bits in range(1, 8)
+} - {None}
+"""Dtypes that torch has, a byte for each element, and that its copy_ refuses."""
 
 
 def region_tensor(region: Bytes) -> torch.Tensor:
@@ -24,9 +29,12 @@ def region_tensor(region: Bytes) -> torch.Tensor:
 
 
 def stored_view(region: torch.Tensor, entry: LayoutEntry) -> torch.Tensor:
-    """The stored bytes of one entry, typed; flat if only a part of the tensor is stored."""
+    """The stored bytes of one entry, typed; flat if only a part of the tensor is stored.
+
+    Of a dtype that torch cannot copy they are bytes, here and in ``live_part``.
+    """
     raw = region[entry.offset : entry.offset + entry.nbytes]
-    typed = raw.view(dtype_from_name(entry.dtype))
+    typed = _copyable(raw.view(dtype_from_name(entry.dtype)))
     return typed if entry.is_split else typed.view(entry.shape)
 
 
@@ -35,7 +43,12 @@ def live_part(tensor: torch.Tensor, entry: LayoutEntry) -> torch.Tensor:
 
     RuntimeError for a part of a tensor that is not contiguous: a plan makes none.
     """
-    return tensor.detach().view(-1)[entry.start : entry.stop] if entry.is_split else tensor
+    whole = _copyable(tensor)
+    return whole.detach().view(-1)[entry.start : entry.stop] if entry.is_split else whole
+
+
+def _copyable(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype in _NEVER_COPIED else tensor
 
 
 Items = tuple[CopyList, CopyList]
@@ -81,6 +94,7 @@ class LayoutBinding:
         self.layout_bytes = layout.to_bytes()
         self.layout_hash = layout.hash()
         self._owners = [entry for entry in layout.entries if not entry.alias_of]
+        self._read_at_once = [entry.name for entry in self._owners if entry.boundary]
         self._expected = [
             (entry.name, dtype_from_name(entry.dtype), entry.shape) for entry in layout.entries
         ]
@@ -103,11 +117,12 @@ class LayoutBinding:
 
         Compares names, dtypes and shapes, and that tensors have memory, aliases that of their
         owners.  The very tensors of last time are left to ``settle``: to look at thousands of them
-        one by one would hold training for a millisecond.
+        one by one would hold training for a millisecond.  Only what is read before ``settle``
+        must have memory: torch would end the process.
         """
-        if self._seen is not None and self._seen.same_objects(live):
-            return ""
-        return self._look(live)
+        known = self._seen is not None and self._seen.same_objects(live)
+        readable = known and all(has_memory(live[name]) for name in self._read_at_once)
+        return "" if readable else self._look(live)
 
     def settle(self, live: Mapping[str, torch.Tensor]) -> str:
         """As ``mismatch``, of tensors that may have been given other memory or another form.
