@@ -134,10 +134,26 @@ def test_a_declined_snapshot_is_not_loaded_and_its_permit_is_missed(smp: FakeSmp
     second.close()
 
 
+def tensors_of_all_dtypes() -> dict[str, torch.Tensor]:
+    """Each of torch's dense dtypes, as a vector and in another order."""
+    named = [getattr(torch, name) for name in dir(torch)]
+    made = {}
+    for dtype in sorted({one for one in named if isinstance(one, torch.dtype)}, key=str):
+        if str(dtype).startswith("torch.q"):
+            continue  # quantized: more than a dtype
+        # Any bits will do, but for bool.
+        raw = torch.randint(0, 2 if dtype is torch.bool else 256, (2, 36 * dtype.itemsize))
+        for name, row in zip(("", "turned "), raw.to(torch.uint8), strict=True):
+            made[f"{name}{dtype}"] = row.clone().view(dtype)
+        made[f"turned {dtype}"] = made[f"turned {dtype}"].view(4, 9).t()
+    return made
+
+
 def tensors_of_all_kinds() -> dict[str, torch.Tensor]:
     """Every dtype and odd shape that a state may hold."""
     torch.manual_seed(3)
     return {
+        **tensors_of_all_dtypes(),
         "fp32": torch.randn(100, 37),
         "bf16": torch.randn(1001).bfloat16(),
         "fp16": torch.randn(5, 5).half(),
@@ -154,19 +170,64 @@ def tensors_of_all_kinds() -> dict[str, torch.Tensor]:
     }
 
 
+def memory(tensor: torch.Tensor) -> bytes:
+    """All bytes of a tensor of any dtype, in the order of its memory."""
+    return bytes(tensor.untyped_storage())
+
+
+def like(tensor: torch.Tensor) -> torch.Tensor:
+    """Of the same form, with other bits."""
+    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+    made.untyped_storage().fill_(1)
+    return made
+
+
 @pytest.mark.parametrize("slot", [0, 1])
 def test_round_trip_of_every_kind_of_tensor(smp: FakeSmp, slot: int) -> None:
     state = tensors_of_all_kinds()
-    wanted = {name: bits(tensor) for name, tensor in state.items()}
+    wanted = {name: memory(tensor) for name, tensor in state.items()}
     manager = make_manager(smp)
-    capture(smp, manager, state, slot=slot)
+    assert capture(smp, manager, state, slot=slot).captured.result(WAIT)
     manager.close()
     smp.offer_last()
-    fresh = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    fresh = {name: like(tensor) for name, tensor in state.items()}
     identity = dict(fresh)
     make_manager(smp).load(into=fresh)
-    assert {name: bits(tensor) for name, tensor in fresh.items()} == wanted
+    assert {name: memory(tensor) for name, tensor in fresh.items()} == wanted
     assert all(fresh[name] is identity[name] for name in fresh)
+
+
+@pytest.mark.parametrize("place", ["plain", "inside", "counted"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.Tensor.to_sparse,
+        torch.Tensor.to_sparse_csr,
+        lambda tensor: tensor.to("meta"),
+        lambda tensor: torch.nested.nested_tensor([tensor, tensor]),
+    ],
+)
+def test_what_is_not_dense_is_refused_at_the_start(
+    smp: FakeSmp, make: Callable[[torch.Tensor], torch.Tensor], place: str
+) -> None:
+    odd = make(torch.ones(200, 200))
+    sampler = Sampler(odd)
+    states = {"plain": {"odd": odd}, "inside": {"all": {"odd": odd}}, "counted": {"it": sampler}}
+    with pytest.raises(ConfigError, match=r"tensor '.*' is .*: only dense tensors"):
+        make_manager(smp).prepare(states[place])
+
+
+class Sampler:
+    """Something of the user's that has a state."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, content: dict[str, Any]) -> None:
+        self.value = content["value"]
 
 
 def test_tied_weights_and_views_are_stored_once(smp: FakeSmp) -> None:

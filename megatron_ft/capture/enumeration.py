@@ -89,7 +89,12 @@ def enumerate_state(
 
 
 def _plain_is_lazy(tensor: torch.Tensor) -> bool:
-    return tensor.nbytes > COUNTER_BYTES
+    return _is_longer(tensor, COUNTER_BYTES)
+
+
+def _is_longer(tensor: torch.Tensor, length: int) -> bool:
+    """Whether it has more bytes; of what is not dense, which a plan refuses, nobody can say."""
+    return tensor.layout != torch.strided or tensor.is_nested or tensor.nbytes > length
 
 
 def _module(found: Enumeration, name: str, module: torch.nn.Module, force: bool | None) -> None:
@@ -115,7 +120,7 @@ def _structure(
     while pending:
         path, item = pending.pop()
         if isinstance(item, torch.Tensor):
-            if item.nbytes > inline:
+            if _is_longer(item, inline):
                 found.put(path, item, _plain_is_lazy(item) if lazy is None else lazy)
         elif isinstance(item, Mapping):
             pending += [(f"{path}/{key}", inner) for key, inner in item.items()]

@@ -151,8 +151,10 @@ def _spec(
 
 def _check_kind(name: str, tensor: torch.Tensor) -> None:
     """Refuse what has no plain memory of its own, for each element."""
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        kind = f"{tensor.layout}, {tensor.device}, {tensor.dtype}"
+    dense = tensor.layout == torch.strided and not tensor.is_nested
+    if not dense or tensor.is_quantized or tensor.device.type == "meta":
+        layout = "nested" if tensor.is_nested else tensor.layout
+        kind = f"{layout}, {tensor.device}, {tensor.dtype}"
     elif hasattr(tensor, "__tensor_flatten__"):
         kind = f"a {type(tensor).__name__}"
     else:
