@@ -115,13 +115,16 @@ def test_what_a_device_still_does_is_finished_before_its_tensors_are_filled(
 ) -> None:
     """Copies run in threads, whose streams do not wait for that of their caller."""
     plain, target = torch.zeros(9), torch.zeros(9).as_subclass(OnDevice)
+    awaited: list[int | None] = []
 
-    def late(device: torch.device) -> None:
-        assert device.index == 3
+    def finish(device: torch.device) -> None:
+        """What had been begun there: first values."""
+        awaited.append(device.index)
         target.fill_(7.0)
 
-    monkeypatch.setattr(torch.cuda, "synchronize", late)
+    monkeypatch.setattr(torch.cuda, "synchronize", finish)
     copy_in_threads([CopyItem(torch.ones(9), plain), CopyItem(torch.ones(9), target)])
+    assert awaited == [3]
     assert plain.all() and bool((target == 1.0).all())
 
 
