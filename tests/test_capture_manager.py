@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from small_training import advance, fingerprint, make_training
-from test_capture_support import BLOCK, WAIT, FakeSmp, GatedCopier, bits, make_manager
+from test_capture_support import BLOCK, WAIT, FakeSmp, GatedCopier, bits, gated, make_manager, saved
 
 from megatron_ft.arena import digest
 from megatron_ft.arena.arena import Arena
@@ -186,10 +186,7 @@ def like(tensor: torch.Tensor) -> torch.Tensor:
 def test_round_trip_of_every_kind_of_tensor(smp: FakeSmp, slot: int) -> None:
     state = tensors_of_all_kinds()
     wanted = {name: memory(tensor) for name, tensor in state.items()}
-    manager = make_manager(smp)
-    assert capture(smp, manager, state, slot=slot).captured.result(WAIT)
-    manager.close()
-    smp.offer_last()
+    saved(smp, state, slot)
     fresh = {name: like(tensor) for name, tensor in state.items()}
     identity = dict(fresh)
     make_manager(smp).load(into=fresh)
@@ -271,10 +268,7 @@ def overlapping(apart: bool) -> dict[str, torch.Tensor]:
 def test_tensors_that_share_memory_only_where_they_are_loaded_are_refused(
     smp: FakeSmp, make: Callable[[bool], dict[str, torch.Tensor]]
 ) -> None:
-    manager = make_manager(smp)
-    capture(smp, manager, make(True))
-    manager.close()
-    smp.offer_last()
+    saved(smp, make(True))
     with pytest.raises(LayoutMismatchError, match="share memory"):
         make_manager(smp).load(into=make(False))
 
@@ -283,11 +277,9 @@ def test_tensors_that_share_memory_only_where_they_are_loaded_are_refused(
 def test_tensors_that_shared_memory_when_they_were_saved_may_share_it(
     smp: FakeSmp, make: Callable[[bool], dict[str, torch.Tensor]]
 ) -> None:
-    manager, state = make_manager(smp), make(False)
+    state = make(False)
     state["two"] += torch.rand(state["two"].shape)
-    capture(smp, manager, state)
-    manager.close()
-    smp.offer_last()
+    saved(smp, state)
     fresh = make(False)
     assert make_manager(smp).load(into=fresh) == 1
     assert all(torch.equal(fresh[name], state[name]) for name in state)
@@ -301,12 +293,10 @@ def test_a_record_that_is_not_of_its_layout_is_refused(
     def other(data: Any, tensor_bytes: int, **more: Any) -> Any:
         return seal(data, tensor_bytes=tensor_bytes + 64, **more)
 
-    state, manager = {"weights": torch.ones(1000)}, make_manager(smp)
+    state = {"weights": torch.ones(1000)}
     with monkeypatch.context() as patch:
         patch.setattr(digest, "seal", other)
-        capture(smp, manager, state)
-        manager.close()
-    smp.offer_last()
+        saved(smp, state)
     with pytest.raises(LayoutMismatchError, match=r"4032 bytes.*4096.*restore another snapshot"):
         make_manager(smp).load(into=state)
 
@@ -335,11 +325,7 @@ def test_a_tensor_of_fewer_elements_than_it_shows_is_refused_at_the_start(smp: F
 @pytest.mark.parametrize("use_fence", [True, False])
 def test_the_fence_prevents_torn_captures(smp: FakeSmp, use_fence: bool) -> None:
     state = {"weights": torch.zeros(200_000)}
-    copier = GatedCopier()
-    manager = make_manager(smp, copier=copier)
-    with manager.fence():
-        pass
-    manager.prepare(state)
+    manager, copier = gated(smp, state)
     snapshot = smp.grant(1)
     manager.save(1, state)
     assert copier.started.wait(WAIT)
@@ -380,11 +366,7 @@ def test_without_any_fence_save_waits_for_its_copy(smp: FakeSmp) -> None:
 
 def test_a_fence_that_times_out_abandons_the_capture(smp: FakeSmp) -> None:
     state = {"weights": torch.zeros(200_000)}
-    copier = GatedCopier()
-    manager = make_manager(smp, copier=copier, settings={"fence_timeout_seconds": 0.05})
-    with manager.fence():
-        pass
-    manager.prepare(state)
+    manager, copier = gated(smp, state, fence_timeout_seconds=0.05)
     snapshot = smp.grant(1)
     ticket = manager.save(1, state)
     with manager.fence():
@@ -428,11 +410,7 @@ def test_missed_skipped_and_captured_are_told_apart(smp: FakeSmp) -> None:
 
 def test_a_permit_that_comes_during_a_capture_is_missed(smp: FakeSmp) -> None:
     state = {"weights": torch.zeros(200_000)}
-    copier = GatedCopier()
-    manager = make_manager(smp, copier=copier)
-    with manager.fence():
-        pass
-    manager.prepare(state)
+    manager, copier = gated(smp, state)
     first = smp.grant(1)
     manager.save(1, state)
     second = smp.grant(2)
@@ -446,11 +424,7 @@ def test_a_permit_that_comes_during_a_capture_is_missed(smp: FakeSmp) -> None:
 
 def test_a_revoked_permit_ends_a_running_capture(smp: FakeSmp) -> None:
     state = {"weights": torch.zeros(200_000)}
-    copier = GatedCopier()
-    manager = make_manager(smp, copier=copier)
-    with manager.fence():
-        pass
-    manager.prepare(state)
+    manager, copier = gated(smp, state)
     snapshot = smp.grant(1)
     ticket = manager.save(1, state)
     assert copier.started.wait(WAIT)
@@ -469,10 +443,7 @@ def test_one_flipped_bit_is_found_and_no_object_is_loaded(
 ) -> None:
     state = make_training()
     advance(state, 1)
-    manager = make_manager(smp)
-    ticket = capture(smp, manager, state)
-    manager.close()
-    record = smp.sealed_records[ticket.snapshot]
+    record = saved(smp, state)
     offset = {
         "first byte": 0,
         "middle": record.tensor_bytes // 2,
@@ -481,7 +452,6 @@ def test_one_flipped_bit_is_found_and_no_object_is_loaded(
     }[where]
     with Arena.open(smp.path) as arena:
         arena.data(0, writable=True)[offset] ^= 1
-    smp.offer_last()
     fresh = make_training(seed=5)
     before = fingerprint(fresh)
     second = make_manager(smp)
@@ -489,7 +459,7 @@ def test_one_flipped_bit_is_found_and_no_object_is_loaded(
         second.expect_load()
     with pytest.raises(CorruptBlockError, match="blocks of 4096 bytes"):
         second.load(into=fresh)
-    assert smp.corrupt_calls[0][0] == ticket.snapshot and smp.corrupt_calls[0][1] >= 1
+    assert smp.corrupt_calls[0][0] == record.snapshot and smp.corrupt_calls[0][1] >= 1
     if where in ("objects", "digest table"):
         assert fingerprint(fresh) == before
 
@@ -522,10 +492,7 @@ def test_an_expected_load_has_read_and_mapped_all_but_tensors_before(
     smp: FakeSmp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {"w": torch.rand(200_000), "step": {"n": 7}}
-    manager = make_manager(smp)
-    used = smp.sealed_records[capture(smp, manager, state).snapshot].used_bytes
-    manager.close()
-    smp.offer_last()
+    used = saved(smp, state).used_bytes
     fresh, restarted = {"w": torch.zeros(200_000), "step": {"n": 0}}, make_manager(smp)
     before = mapped_bytes(smp.path)
     restarted.expect_load()
@@ -569,10 +536,7 @@ def test_a_load_lets_go_of_the_arena_before_it_returns(
 ) -> None:
     """So that its memory is unmapped in a thread, and not when the load's last variable ends."""
     state = {"w": torch.rand(20_000)}
-    manager = make_manager(smp)
-    capture(smp, manager, state)
-    manager.close()
-    smp.offer_last()
+    saved(smp, state)
     shards, let_go = list[weakref.ref[SealedShard]](), list[bool]()
     contents, close_beside = SealedShard.contents, Arena.close_beside
 
@@ -599,10 +563,7 @@ def test_an_expected_load_of_a_damaged_arena_says_so(
 ) -> None:
     """What the thread meets is raised by the load, not lost with the thread."""
     state = {"w": torch.rand(20_000)}
-    manager = make_manager(smp)
-    capture(smp, manager, state)
-    manager.close()
-    smp.offer_last()
+    saved(smp, state)
     second = make_manager(smp)
     monkeypatch.setattr(Arena, "header", property(_damaged))
     second.expect_load()
@@ -616,13 +577,10 @@ def _damaged(arena: Arena) -> None:
 
 def test_nobody_trains_on_a_part_of_a_snapshot(smp: FakeSmp) -> None:
     """The last block of the tensors is bad: what precedes it was loaded when that is found."""
-    manager, state = make_manager(smp), {"w": torch.rand(1_200_000), "step": {"n": 7}}
-    ticket = capture(smp, manager, state)
-    manager.close()
-    bad = first_meta_block(smp.sealed_records[ticket.snapshot], BLOCK) - 1
+    state = {"w": torch.rand(1_200_000), "step": {"n": 7}}
+    bad = first_meta_block(saved(smp, state), BLOCK) - 1
     assert smp.arena is not None
     smp.arena.data(0, writable=True)[bad * BLOCK + 1] ^= 1
-    smp.offer_last()
     live, restarted = {"w": torch.zeros(1_200_000), "step": {"n": 0}}, make_manager(smp)
     with pytest.raises(CorruptBlockError, match=rf"1 of its blocks .* \({bad}\)"):
         restarted.load(into=live)
@@ -644,10 +602,7 @@ def test_nobody_trains_on_a_part_of_a_snapshot(smp: FakeSmp) -> None:
 def test_a_restore_that_was_expected_is_the_same(smp: FakeSmp) -> None:
     state = make_training()
     advance(state, 1)
-    manager = make_manager(smp)
-    capture(smp, manager, state)
-    manager.close()
-    smp.offer_last()
+    saved(smp, state)
     fresh, restarted = make_training(seed=5), make_manager(smp)
     restarted.expect_load()
     restarted.expect_load()
@@ -744,10 +699,7 @@ def test_a_tensor_that_takes_another_form_is_never_sealed(
 def test_a_different_model_is_refused_by_name(smp: FakeSmp) -> None:
     state = make_training()
     advance(state, 1)
-    manager = make_manager(smp)
-    capture(smp, manager, state)
-    manager.close()
-    smp.offer_last()
+    saved(smp, state)
     other = make_training()
     other["model"][0] = torch.nn.Linear(8, 32, bias=False)
     with pytest.raises(LayoutMismatchError, match=r"model/0\.bias"):
@@ -827,11 +779,7 @@ def test_registered_fence_runs_before_every_step(smp: FakeSmp) -> None:
 def test_buffers_are_secured_at_the_boundary(smp: FakeSmp) -> None:
     norm = torch.nn.BatchNorm1d(4096)
     state = {"norm": norm}
-    copier = GatedCopier()
-    manager = make_manager(smp, copier=copier)
-    with manager.fence():
-        pass
-    manager.prepare(state)
+    manager, copier = gated(smp, state)
     snapshot = smp.grant(1)
     manager.save(1, state)
     wanted = bits(norm.get_buffer("running_mean"))

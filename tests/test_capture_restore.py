@@ -7,23 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_capture_support import BLOCK, FakeSmp, bits, make_manager
+from test_capture_support import BLOCK, FakeSmp, bits, make_manager, saved
 
 from megatron_ft.capture.fill import CHUNK_BYTES, PIECE_BYTES
 from megatron_ft.errors import ConfigError, CorruptBlockError, LayoutMismatchError
-from megatron_ft.identity import SealedRecord
-
-
-def saved(smp: FakeSmp, state: dict[str, Any]) -> SealedRecord:
-    """What a state was sealed as."""
-    manager = make_manager(smp)
-    manager.prepare(state)
-    snapshot = smp.grant(1)
-    manager.save(1, state)
-    smp.wait_ended()
-    manager.close()
-    smp.offer_last()
-    return smp.sealed_records[snapshot]
 
 
 def flip(smp: FakeSmp, at: int) -> None:

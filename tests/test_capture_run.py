@@ -71,7 +71,10 @@ def test_a_training_thread_that_never_runs_again_holds_up_no_snapshot() -> None:
     run.moved.set()
     run.wait_moved(WAIT)
     run._fence_left.clear()
-    run.let_training_go()
+    digesting = Thread(target=run.let_training_go, daemon=True)
+    digesting.start()
+    digesting.join(WAIT)
+    assert not digesting.is_alive(), "digests wait for a fence that nobody leaves"
     assert not run._fence_left.is_set()
 
 

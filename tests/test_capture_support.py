@@ -208,6 +208,28 @@ def make_manager(smp: FakeSmp, **options: object) -> SnapshotManager:
     )
 
 
+def saved(smp: FakeSmp, state: object, slot: int = 0) -> SealedRecord:
+    """What a state was sealed as by a trainer that has ended; the next one is offered it."""
+    manager = make_manager(smp)
+    manager.prepare(state)
+    snapshot = smp.grant(1, slot)
+    manager.save(1, state)
+    smp.wait_ended()
+    manager.close()
+    smp.offer_last()
+    return smp.sealed_records[snapshot]
+
+
+def gated(smp: FakeSmp, state: object, **settings: object) -> tuple[SnapshotManager, GatedCopier]:
+    """A prepared trainer that has been through its fence, and whose copies wait at a gate."""
+    copier = GatedCopier()
+    manager = make_manager(smp, copier=copier, settings=settings)
+    with manager.fence():
+        pass
+    manager.prepare(state)
+    return manager, copier
+
+
 def bits(tensor: torch.Tensor) -> bytes:
     """The exact bytes of a tensor."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
