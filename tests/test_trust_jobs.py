@@ -18,6 +18,7 @@ from megatron_ft.cli import status
 from megatron_ft.cli.main import main
 from megatron_ft.launch.job_state import read_record
 from megatron_ft.smp import messages as m
+from megatron_ft.smp import scrub as scrub_module
 from megatron_ft.smp.local_query import ask
 from tests.jobs import POISONED, WAIT_SECONDS, Job, Result, difference, oracle
 
@@ -161,6 +162,40 @@ def test_damage_in_memory_is_repaired_from_parity_while_training_goes_on(
     assert counts["bad_blocks"] == 2 and counts["repaired_blocks"] == 2, counts
     assert counts["records"] == 1 and counts["passes"] > 0, counts
     assert "2 repaired, 1 headers rewritten; 0 shards count as lost" in status.render("job", view)
+
+
+def test_more_blocks_than_one_report_lists_are_repaired_one_report_after_the_other(
+    tmp_path: Path,
+) -> None:
+    """With blocks as long as arenas have them: what a repair sends back is 32 MiB long."""
+    job = Job(tmp_path, nodes=2, iterations=40, scrub_percent=100.0, width=2432)
+    most = scrub_module.MOST_LISTED
+
+    def damage(job: Job) -> None:
+        pause(job, True)
+        with Arena.open(job.cluster.node_dir("n1") / f"{shard(1)}.arena") as arena:
+            slot, size = newest(arena), arena.geometry.block_bytes
+            record = arena.slot(slot).record
+            assert record is not None and record.tensor_bytes > (most + 3) * size
+            data, parity = arena.data(slot, writable=True), arena.parity(slot, writable=True)
+            before = data.copy(), parity.copy()
+            data[: (most + 3) * size : size] ^= 1
+            parity[-size:] ^= 1
+            wait_until(lambda: np.array_equal(data, before[0]), job)
+            wait_until(lambda: np.array_equal(parity, before[1]), job)
+        shown(job, lambda view: view["summary"]["blocks"]["damaged_shards"] == 0)
+        os.kill(job.supervisor.trainers.pids()[1], signal.SIGKILL)
+        pause(job, False)
+
+    try:
+        job.run((5, damage))
+    finally:
+        job.cluster.destroy()
+    first = next(event.text for event in job.events if event.kind == "not_repaired")
+    assert f"{most} blocks were repaired, and 4 are left to be listed" in first, job.story()
+    (last,) = (event.fields["blocks"] for event in job.events if event.kind == "repaired")
+    assert last == 4, job.story()
+    assert [source for _, source in job.restores()] == ["own memory"], job.story()
 
 
 def test_more_damage_than_parity_counts_as_lost_and_is_not_restored(

@@ -159,9 +159,10 @@ class Repairs:
 
     def _repaired(self, damage: m.BadBlocks, answer: m.Repaired) -> str:
         self.repaired += answer.blocks
-        left = answer.left + damage.more
-        if left:
-            return f"{left} blocks could not be recomputed from the rest of the stripe"
+        if answer.left:
+            return f"{answer.left} blocks could not be recomputed from the rest of the stripe"
+        if damage.more:
+            return f"{answer.blocks} blocks were repaired, and {damage.more} are left to be listed"
         self.lost.discard((damage.shard_id, damage.snapshot))
         self._control.observers.tell(
             "repaired",
