@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import lzma
 import threading
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,6 +49,76 @@ def test_crc64_of_the_check_string() -> None:
 @given(st.binary(max_size=200))
 def test_crc64_equals_the_bitwise_definition(data: bytes) -> None:
     assert isal.crc64(np.frombuffer(data, np.uint8)) == crc_by_hand(data)
+
+
+def crc_by_lzma(data: bytes) -> int:
+    """What an .xz file holds of its content: the last 8 bytes before its index and footer."""
+    file = lzma.compress(data, check=lzma.CHECK_CRC64)
+    index_bytes = 4 * (1 + int.from_bytes(file[-8:-4], "little"))
+    end = len(file) - 12 - index_bytes
+    return int.from_bytes(file[end - 8 : end], "little")
+
+
+@pytest.mark.parametrize("length", [1, 255, 256, 4097, 100_003, (1 << 20) + 17])
+def test_crc64_of_long_buffers_is_that_of_another_program(length: int) -> None:
+    data = np.random.default_rng(length).integers(0, 256, length + 3, dtype=np.uint8)[3:]
+    assert isal.crc64(data) == crc_by_lzma(data.tobytes())
+
+
+def own_function(name: str, needs: str) -> Any:
+    """One of the library's, for processors that have ``needs``; skips where there is none."""
+    functions = ctypes.CDLL(isal.load().path)
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    if not hasattr(functions, name) or not set(needs.split()) <= flags:
+        pytest.skip(f"no {name} here")
+    return getattr(functions, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [("base", ""), ("by8", "pclmulqdq"), ("by16_10", "vpclmulqdq avx512vl avx512bw")],
+)
+def test_digests_are_the_same_on_all_processors(name: str, needs: str) -> None:
+    crc64 = own_function(f"crc64_ecma_refl_{name}", needs)
+    crc64.restype, crc64.argtypes = ctypes.c_uint64, [ctypes.c_uint64, ctypes.c_void_p]
+    data = np.random.default_rng(1).integers(0, 256, 100_000, dtype=np.uint8)
+    for start, stop in ((0, 100_000), (1, 3), (5, 260), (64, 64 + 65536), (7, 33_333)):
+        part = data[start:stop]
+        found = crc64(0, part.ctypes.data, ctypes.c_uint64(part.nbytes))
+        assert found == isal.crc64(part), (start, stop)
+
+
+@pytest.mark.parametrize(
+    ("tables", "name", "needs"),
+    [
+        ("base", "base", ""),
+        ("base", "sse", "sse4_1"),
+        ("base", "avx", "avx"),
+        ("base", "avx2", "avx2"),
+        ("base", "avx512", "avx512f avx512bw avx512vl"),
+        ("gfni", "avx2_gfni", "avx2 gfni"),
+        ("gfni", "avx512_gfni", "avx512f avx512bw avx512vl gfni"),
+    ],
+)
+@pytest.mark.parametrize("parities", [1, 2, 3])
+def test_parity_is_the_same_on_all_processors(
+    tables: str, name: str, needs: str, parities: int
+) -> None:
+    """Those of one stripe may differ."""
+    begin, encode = (
+        own_function(f"ec_init_tables_{tables}", needs),
+        own_function(f"ec_encode_data_{name}", needs),
+    )
+    library, (k, length) = isal.load(), (5, 70_003)
+    rows = library.cauchy_matrix(k + parities, k)[k:].copy()
+    data = np.random.default_rng(parities).integers(0, 256, (k, length), dtype=np.uint8)
+    wanted, found = np.zeros((2, parities, length), np.uint8)
+    library.encode(library.tables(rows), list(data), list(wanted))
+    kept = np.zeros(32 * k * parities, np.uint8)
+    begin(k, parities, ctypes.c_void_p(rows.ctypes.data), ctypes.c_void_p(kept.ctypes.data))
+    pointers = [(ctypes.c_void_p * len(r))(*(one.ctypes.data for one in r)) for r in (data, found)]
+    encode(length, k, parities, ctypes.c_void_p(kept.ctypes.data), *pointers)
+    assert np.array_equal(found, wanted)
 
 
 @given(bytes_of_field, bytes_of_field)
