@@ -32,24 +32,26 @@ PARTS = ("capture", "coding", "stripes", "training")
 
 
 def main() -> int:
-    """Measure and print; 1 if a limit is missed."""
+    """Measure and print; 1 if a limit is missed.  Who is ended early prints what there is."""
     options = _arguments().parse_args()
+    # So that a job that runs is ended with us.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if options.peers:
         return _peers(options)
     wanted = options.parts or PARTS
     found: list[Row] = []
-    for row in _rows(wanted, options):
-        found.append(row)
-        print("  ".join(cell for cell in row.cells() if cell), file=sys.stderr, flush=True)
-    place = _place(options.device)
-    _keep(options, f"{place}\n\n{markdown(found)}\n", as_json(found, place))
+    try:
+        for row in _rows(wanted, options):
+            found.append(row)
+            print("  ".join(cell for cell in row.cells() if cell), file=sys.stderr, flush=True)
+    finally:
+        place = _place(options.device)
+        _keep(options, f"{place}\n\n{markdown(found)}\n", as_json(found, place))
     return int(any(row.met is False for row in found))
 
 
 def _peers(options: argparse.Namespace) -> int:
     """The comparison with other projects; 1 if a limit is missed or one of them is ahead."""
-    # So that a job that runs is ended with us.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sizes = cycles.Sizes(mib=options.mib // 2)
     count, found = cycles.run(sizes, options.minutes, options.only or list(WAYS))
     _keep(options, *cycles.report(sizes, count, found, _place("cpu")))

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from benchmarks.table import Row
 from megatron_ft.launch.ports import free_port
 
 LIMIT_SECONDS = 900.0
+END_SECONDS = 60.0
 SPARE_CORES = 4
 """With so many cores two ranks leave some for copies and parity, and the shadow has a limit."""
 
@@ -146,11 +148,9 @@ def _supervised(program: list[str], ranks: int, folder: Path) -> None:
     environment = {**_environment(), "MEGATRON_FT_SNAPSHOT_INTERVAL": "1"}
     log = folder / "supervisor.log"
     with log.open("w") as to:
-        ended = subprocess.run(
-            command, env=environment, stdout=to, stderr=to, timeout=LIMIT_SECONDS, check=False
-        )
-    if ended.returncode:
-        raise RuntimeError(f"the job failed ({ended.returncode}): {log.read_text()[-3000:]}")
+        (code,) = _ended([subprocess.Popen(command, env=environment, stdout=to, stderr=to)])
+    if code:
+        raise RuntimeError(f"the job failed ({code}): {log.read_text()[-3000:]}")
 
 
 def _alone(program: list[str], ranks: int, folder: Path) -> None:
@@ -159,6 +159,20 @@ def _alone(program: list[str], ranks: int, folder: Path) -> None:
     for rank in range(ranks):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
         children.append(subprocess.Popen(program, env=common | place))
-    codes = [child.wait(timeout=LIMIT_SECONDS) for child in children]
+    codes = _ended(children)
     if any(codes):
         raise RuntimeError(f"the ranks ended with {codes}")
+
+
+def _ended(children: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+    """Exit codes; none outlives this call, and a supervisor has time to end its own processes."""
+    try:
+        return [child.wait(timeout=LIMIT_SECONDS) for child in children]
+    finally:
+        for child in children:
+            child.terminate()
+        for child in children:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=END_SECONDS)
+            child.kill()
+            child.wait()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,24 @@ def resident(field: str) -> int:
     """Bytes of this process's memory by proc(5), status."""
     text = Path("/proc/self/status").read_text()
     return int(text.partition(f"{field}:")[2].split()[0]) << 10
+
+
+def test_who_is_ended_early_gets_the_rows_that_there_are(tmp_path: Path) -> None:
+    """A machine with a GPU is lent for minutes."""
+    rows = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "benchmarks", "capture", "--mib", "32", "--rounds", "3"]
+    command += ["--json", str(rows)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE) as own:
+        watch = threading.Timer(120, own.kill)
+        watch.start()
+        assert own.stderr is not None and own.stderr.readline(), "no row within 120 s"
+        own.terminate()
+        own.communicate()
+        watch.cancel()
+    assert own.returncode == 128 + signal.SIGTERM
+    assert [row["name"] for row in json.loads(rows.read_text())["rows"]][:1] == [
+        "capture, 16 tensors, 32 MiB"
+    ]
 
 
 def test_a_capture_takes_no_memory_beside_its_arena() -> None:
