@@ -6,19 +6,23 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_capture_support import WAIT, FakeSmp, GatedCopier, make_manager
+from test_capture_support import WAIT, FakeSmp, GatedCopier, gated, make_manager
 
 from megatron_ft.capture.adapter import StateAdapter
 from megatron_ft.capture.boundary import Boundary
 from megatron_ft.capture.captures import Captures
+from megatron_ft.capture.engine import CaptureEngine
 from megatron_ft.capture.fence import Fence
 from megatron_ft.capture.manager import SnapshotManager
 from megatron_ft.capture.mapping import MappingState
+from megatron_ft.capture.run import CaptureRun
 from megatron_ft.capture.stats import CaptureStats
 from megatron_ft.capture.warner import Warner
+from megatron_ft.identity import SealedRecord, SnapshotId
 
 WARN = Warner(logging.getLogger(__name__))
 
@@ -95,6 +99,51 @@ def test_it_waits_for_the_copy_only_until_a_fence_was_seen(smp: FakeSmp) -> None
     copier.gate.set()
     smp.wait_ended()
     assert len(smp.sealed_records) == 2
+    manager.close()
+
+
+def test_nobody_says_that_nothing_is_written_while_it_is(smp: FakeSmp) -> None:
+    """The SMP would take the slot for free."""
+    manager, copier = gated(smp, state := new_state())
+    boundary, _, _ = boundary_of(manager)
+    boundary.hold_without_fence = lambda run: None  # type: ignore[method-assign]
+    snapshot = smp.grant(1)
+    boundary.take(1, state, declined=False)
+    smp.revoke()
+    boundary.take(2, state, declined=False)
+    assert manager._captures.running and not smp.missed_ids
+    copier.gate.set()
+    smp.wait_ended()
+    run = manager._captures.run
+    assert run is not None and run.finished.wait(WAIT), "the copy thread did not finish"
+    boundary.take(3, state, declined=False)
+    assert smp.missed_ids == [snapshot] and snapshot in smp.abandoned_ids
+    manager.close()
+
+
+def test_an_outcome_that_comes_before_save_returns_is_not_lost(
+    smp: FakeSmp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ticket would stay open, and the snapshot be under way for ever."""
+    begin, sealed = CaptureEngine.begin, smp.sealed
+
+    def slow(engine: CaptureEngine, *words: Any) -> CaptureRun:
+        run = begin(engine, *words)
+        assert run.finished.wait(WAIT), "the copy thread did not finish"
+        return run
+
+    def prompt(snapshot: SnapshotId, record: SealedRecord) -> None:
+        sealed(snapshot, record)
+        assert smp.on_outcome is not None
+        smp.on_outcome(snapshot, "committed")
+
+    monkeypatch.setattr(CaptureEngine, "begin", slow)
+    monkeypatch.setattr(smp, "sealed", prompt)
+    manager, state = make_manager(smp), new_state()
+    manager.prepare(state)
+    smp.grant(1)
+    ticket = manager.save(1, state)
+    assert ticket.committed.result(timeout=0) and not manager._captures.under_way
     manager.close()
 
 

@@ -215,12 +215,33 @@ def test_one_loss_too_many_is_refused_at_once() -> None:
     assert (lost.data == lost.data[0]).all()
 
 
-def test_members_of_different_snapshots_are_refused() -> None:
+@pytest.mark.parametrize("other", [{"snapshot": SnapshotId(3, 99)}, {"iteration": 16}])
+def test_members_of_different_snapshots_are_refused(other: dict[str, Any]) -> None:
     code = make_code("xor", 2, 1, [100] * 3)
     members = [make_member(code, n, 100) for n in range(2)]
-    members.append(make_member(code, 2, 100, snapshot=SnapshotId(3, 99)))
+    members.append(make_member(code, 2, 100, **other))
     results = run(3, lambda n, t: encode(code, members[n], t, range(3)))
     require_all(results, ValueError, "different snapshots")
+
+
+@pytest.mark.parametrize("other", [{"block_bytes": 512}, {"digest_algorithm": 2}])
+def test_members_that_digest_otherwise_never_protect_each_other(other: dict[str, int]) -> None:
+    code = make_code("rs", 2, 1, [5000] * 3, 1024)
+    codes = [code, code, dataclasses.replace(code, **other)]
+    members = [make_member(codes[n], n, 5000) for n in range(3)]
+    results = run(3, lambda n, t: encode(codes[n], members[n], t, range(3)))
+    assert all(isinstance(result, BaseException) for result in results)
+    assert blame(results)
+
+
+def test_a_table_without_all_members_is_refused() -> None:
+    code = make_code("rs", 2, 1, [100] * 3)
+    members = encoded(code, [100] * 3)
+    short = members[0].stripe_table[:2]
+    members = [dataclasses.replace(member, stripe_table=short) for member in members]
+    members[2] = make_lost(code)
+    results = run(3, lambda n, t: rebuild(code, members[n], t, range(3), {2}))
+    require_all(results, CorruptBlockError, "2 of 3 members")
 
 
 def test_survivors_with_different_tables_are_refused() -> None:
