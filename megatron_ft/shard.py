@@ -62,8 +62,9 @@ class TensorSpec(msgspec.Struct, frozen=True, gc=False):
     """One live tensor as the planner sees it.
 
     ``address`` is where its bytes are, 0 when unknown; it may be an alias of another
-    tensor only if ``contiguous``.  ``split`` is (part, parts) for a replicated tensor
-    of which this rank captures one part, (0, 1) for any other.
+    tensor only if ``contiguous``: its values are those bytes, one behind the other.
+    ``split`` is (part, parts) for a replicated tensor of which this rank captures one
+    part, (0, 1) for any other.
     """
 
     name: str

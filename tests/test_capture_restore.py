@@ -9,7 +9,10 @@ import pytest
 import torch
 from test_capture_support import BLOCK, FakeSmp, bits, make_manager, saved
 
+from megatron_ft.capture.binding import region_tensor, stored_view
 from megatron_ft.capture.fill import CHUNK_BYTES, PIECE_BYTES
+from megatron_ft.capture.mapping import MappingState
+from megatron_ft.capture.plan import plan_state
 from megatron_ft.errors import ConfigError, CorruptBlockError, LayoutMismatchError
 
 
@@ -67,6 +70,33 @@ def test_lazy_signs_do_not_hide_what_shares_memory(smp: FakeSmp, apart: bool) ->
     else:
         assert make_manager(smp).load(into=fresh) == 1
         assert all(torch.equal(fresh[name], state[name]) for name in state)
+
+
+def half_negated() -> tuple[torch.Tensor, torch.Tensor]:
+    memory = torch.randn(700)
+    return memory, memory._neg_view()[100:400]
+
+
+def half_conjugated() -> tuple[torch.Tensor, torch.Tensor]:
+    memory = torch.randn(700, dtype=torch.complex64)
+    return memory, memory.conj()
+
+
+@pytest.mark.parametrize("names", [("base", "view"), ("view", "base")])
+@pytest.mark.parametrize("make", [half_negated, half_conjugated])
+def test_a_view_with_a_lazy_sign_is_stored_beside_its_base(
+    smp: FakeSmp, make: Callable[[], tuple[torch.Tensor, torch.Tensor]], names: tuple[str, str]
+) -> None:
+    """Who reads the bytes knows of no sign: an export, a checkpoint on disk."""
+    state = dict(zip(names, make(), strict=True))
+    saved(smp, state)
+    assert smp.arena is not None
+    region = region_tensor(smp.arena.data(0))
+    for entry in plan_state(MappingState(state), split_bytes=1 << 30).entries:
+        assert torch.equal(stored_view(region, entry), state[entry.name].resolve_conj())
+    fresh = dict(zip(names, make(), strict=True))
+    assert make_manager(smp).load(into=fresh) == 1
+    assert all(torch.equal(fresh[name], state[name]) for name in state)
 
 
 CHUNKS = 5

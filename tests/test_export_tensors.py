@@ -141,6 +141,12 @@ def test_an_address_book_finds_what_a_view_looks_into() -> None:
     assert AddressBook({}).find(first) is None
 
 
+def test_an_address_book_knows_no_view_whose_values_are_not_its_bytes() -> None:
+    plain = torch.zeros(4, dtype=torch.complex64)
+    assert AddressBook({"plain": plain}).find(plain.conj()) is None
+    assert AddressBook({"lazy": plain.conj()}).find(plain) is None
+
+
 def test_a_form_that_is_none_is_refused() -> None:
     form = CheckpointForm(framework="megatron-core", release="0.19.2", rank=3, state=b"state")
     assert CheckpointForm.from_bytes(form.to_bytes()) == form

@@ -26,11 +26,11 @@ class AddressBook:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Tensors without elements or with gaps in memory are left out."""
+        """Tensors without elements, with gaps in memory or a lazy sign are left out."""
         spans = (
             (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name, tensor.dtype)
             for name, tensor in tensors.items()
-            if tensor.numel() and tensor.is_contiguous()
+            if tensor.numel() and tensor.is_contiguous() and not has_lazy_sign(tensor)
         )
         self._spans = sorted(spans, key=lambda span: (span[0], -span[1], span[2]))
         self._starts = [span[0] for span in self._spans]
@@ -40,8 +40,10 @@ class AddressBook:
     def find(self, view: torch.Tensor) -> Window | None:
         """The tensor that holds all of ``view``; of several the smallest, then the last by name.
 
-        None if there is none, or if it has another dtype.
+        None if there is none, or if it has another dtype, or the view a lazy sign.
         """
+        if has_lazy_sign(view):
+            return None
         first, last = view.data_ptr(), view.data_ptr() + reach_bytes(view)
         for index in reversed(range(bisect_right(self._starts, first))):
             if self._highest[index] < last:
@@ -59,6 +61,14 @@ def has_memory(tensor: torch.Tensor) -> bool:
     Frameworks that shard tensors free the whole ones so.  torch reads them without looking.
     """
     return tensor.layout != torch.strided or not tensor.numel() or tensor.data_ptr() != 0
+
+
+def has_lazy_sign(tensor: torch.Tensor) -> bool:
+    """Whether the bytes are not the values: torch conjugates or negates them when they are read.
+
+    Such a view and its base have one memory and different values.
+    """
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def reach_bytes(view: torch.Tensor) -> int:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_ft.capture.addresses import has_lazy_sign
 from megatron_ft.capture.copier import (
     Bytes,
     CopyItem,
@@ -100,7 +101,7 @@ def move_serially(batch: Iterable[CopyItem]) -> None:
     """Copy a batch once."""
     together, lazy = list[CopyItem](), list[CopyItem]()
     for item in batch:
-        (lazy if _has_lazy_bits(item.target) else together).append(item)
+        (lazy if has_lazy_sign(item.target) else together).append(item)
     SerialBatch.of(together).move()
     # torch writes to what is negated or conjugated by a bit one by one only.
     for source, target in lazy:
@@ -109,8 +110,4 @@ def move_serially(batch: Iterable[CopyItem]) -> None:
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
     """Whether the tensor's bytes are its values, in order, in host memory."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not _has_lazy_bits(tensor)
-
-
-def _has_lazy_bits(tensor: torch.Tensor) -> bool:
-    return tensor.is_conj() or tensor.is_neg()
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not has_lazy_sign(tensor)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ft.arena.digest import default_algorithm, digest_block
-from megatron_ft.capture.addresses import has_memory
+from megatron_ft.capture.addresses import has_lazy_sign, has_memory
 from megatron_ft.capture.exchange import exchange_device
 from megatron_ft.capture.state import HasLogicalMap, TrainingState, live_tensors
 from megatron_ft.errors import ConfigError
@@ -142,7 +142,7 @@ def _spec(
         item_bytes=tensor.element_size(),
         shape=tuple(tensor.shape),
         address=tensor.data_ptr(),
-        contiguous=tensor.is_contiguous(),
+        contiguous=tensor.is_contiguous() and not has_lazy_sign(tensor),
         boundary=boundary,
         split=split,
         logical=logical,
