@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import safetensors
@@ -26,7 +27,7 @@ from megatron_ft.disk.drain import DrainPlan, finish, tidy
 from megatron_ft.disk.live import open_live
 from megatron_ft.disk.manifest import folder_name
 from megatron_ft.disk.reader import read_manifest
-from megatron_ft.disk.retention import Keep, superfluous
+from megatron_ft.disk.retention import Keep, clean_up, clear_unfinished, superfluous
 from megatron_ft.disk.source import open_newest
 from megatron_ft.disk.write import publish, write_shards
 from megatron_ft.errors import (
@@ -207,6 +208,11 @@ def test_a_manifest_of_a_later_release_is_said_to_be_one(memory: Memory, tmp_pat
     path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 2, "new": 1}))
     with pytest.raises(CheckpointDamagedError, match="format version 2"):
         read_manifest(folder)
+    drain(memory, tmp_path / "disk", 10)
+    manifest = read_manifest(tmp_path / "disk" / folder_name(JOB, 10, SnapshotId(1, 1)))
+    path.write_bytes(msgspec.structs.replace(manifest, format_version=2).to_json())
+    with pytest.raises(CheckpointDamagedError, match="format version 2"):
+        read_manifest(folder)
 
 
 def test_what_others_may_write_is_not_trusted(memory: Memory, tmp_path: Path) -> None:
@@ -327,6 +333,26 @@ def test_older_and_unfinished_ones_go_and_what_is_not_ours_stays(
     assert sorted(disk.iterdir()) == sorted([*kept[1:], foreign, notes])
 
 
+def test_what_cannot_be_removed_keeps_nothing_else(memory: Memory, tmp_path: Path) -> None:
+    """Somebody has put a folder into two of them: all else is gone, and it is said."""
+    disk = tmp_path / "disk"
+    older = [drain(memory, disk, 10), drain(memory, disk, 20)]
+    memory.commit(3, 30)
+    newest = drain(memory, disk, 30, keep=3)
+    unfinished = [disk / folder_name(JOB, 5, SnapshotId(1, number)) for number in (4, 5)]
+    for folder in unfinished:
+        folder.mkdir()
+        (folder / "dp0.safetensors").touch()
+    stuck = [older[0], unfinished[0]]
+    for folder in stuck:
+        (folder / "another").mkdir()
+    for remove in (partial(clean_up, disk, JOB, Keep(1)), partial(clear_unfinished, disk, JOB)):
+        with pytest.raises(IsADirectoryError, match="another"):
+            remove()
+    assert sorted(disk.iterdir()) == sorted([*stuck, newest])
+    assert [[path.name for path in folder.iterdir()] for folder in stuck] == [["another"]] * 2
+
+
 # Crashes.
 
 
@@ -353,16 +379,23 @@ def test_a_kill_at_any_step_leaves_the_last_checkpoint(memory: Memory, tmp_path:
     assert seen == {10, 20}
 
 
+class PowerOffError(Exception):
+    """No system call is made any more."""
+
+
 class PowerLoss(Recorder):
-    """Keeps a second folder as a power loss would leave it: only what was synced is there."""
+    """Keeps a second folder as a power loss would leave it: only what was synced is there.
+
+    What was synced in a folder whose own name was not is in a third one until it is.
+    """
 
     def __init__(self, root: Path, shadow: Path, at: int) -> None:
         super().__init__(at, self._off)
-        self.root, self.shadow = root, shadow
+        self.root, self.shadow, self.nameless = root, shadow, shadow.with_suffix(".nameless")
         self._content: dict[int, bytes] = {}
 
     def _off(self) -> None:
-        raise InterruptedError("power")
+        raise PowerOffError
 
     def sync(self, descriptor: int) -> None:
         super().sync(descriptor)
@@ -380,19 +413,28 @@ class PowerLoss(Recorder):
         """Names become durable; a file behind one has what was synced of it, else nothing."""
         super().sync_folder(folder)
         there = self.shadow / folder.relative_to(self.root)
+        if not there.exists():
+            there = self.nameless / folder.name
+            there.mkdir(parents=True, exist_ok=True)
         names = {path.name: path for path in folder.iterdir()}
         for old in list(there.iterdir()):
             if old.name not in names:
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
         for name, path in names.items():
-            if path.is_dir():
+            if (self.nameless / name).exists():
+                (self.nameless / name).rename(there / name)
+            elif path.is_dir():
                 (there / name).mkdir(exist_ok=True)
             else:
                 known = (there / name).read_bytes() if (there / name).exists() else b""
                 (there / name).write_bytes(self._content.get(path.stat().st_ino, known))
 
 
-def test_a_power_loss_at_any_step_leaves_a_checkpoint(memory: Memory, tmp_path: Path) -> None:
+@pytest.mark.parametrize("made", [False, True])
+def test_a_power_loss_at_any_step_leaves_a_checkpoint(
+    memory: Memory, tmp_path: Path, made: bool
+) -> None:
+    """``made``: a drain that was killed made the folder, and its name is not durable."""
     before = tmp_path / "before"
     drain(memory, before, 10)
     seen = []
@@ -402,10 +444,12 @@ def test_a_power_loss_at_any_step_leaves_a_checkpoint(memory: Memory, tmp_path: 
         root, shadow = tmp_path / f"r{at}", tmp_path / f"s{at}"
         shutil.copytree(before, root)
         shutil.copytree(before, shadow)
+        if made:
+            (root / folder_name(JOB, 20, SnapshotId(1, 2))).mkdir()
         try:
             drain(memory, root, 20, PowerLoss(root, shadow, at), keep=1)
             finished = True
-        except InterruptedError:
+        except PowerOffError:
             pass
         seen.append(newest_of(memory, shadow))
         at += 1

@@ -12,7 +12,6 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,8 +111,10 @@ def _check_mounted(plan: DrainPlan) -> None:
 def clear(plan: DrainPlan) -> None:
     """Remove what earlier drains of the job did not finish; what cannot be stays."""
     if plan.directory.exists():
-        with suppress(OSError):
+        try:
             clear_unfinished(plan.directory, plan.job)
+        except OSError as error:
+            log.warning("what an earlier drain has left stays: %s", error)
 
 
 def write(plan: DrainPlan) -> None:

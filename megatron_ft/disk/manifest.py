@@ -65,15 +65,15 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def from_json(cls, raw: bytes, where: str) -> Manifest:
         """The manifest in a file's content; CheckpointDamagedError if it is no whole one."""
+        version = _version(raw)
+        if version not in (None, FORMAT_VERSION):
+            raise CheckpointDamagedError(
+                f"{where} has format version {version}, this release reads {FORMAT_VERSION}"
+            )
         try:
             manifest = msgspec.json.decode(raw, type=cls)
         except UNREADABLE as error:
-            version = _version(raw)
-            if version not in (None, FORMAT_VERSION):
-                reason = f"has format version {version}, this release reads {FORMAT_VERSION}"
-            else:
-                reason = f"is damaged: {error}"
-            raise CheckpointDamagedError(f"{where} {reason}") from error
+            raise CheckpointDamagedError(f"{where} is damaged: {error}") from error
         if manifest.digest != manifest._digest():
             raise CheckpointDamagedError(
                 f"{where} does not match its own digest: it was changed after it was written"

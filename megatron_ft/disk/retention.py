@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,7 +56,8 @@ def _later(snapshot: SnapshotId, lineage: Sequence[Ancestor]) -> bool:
 def clean_up(directory: Path, job: uuid.UUID, keep: Keep, disk: Disk | None = None) -> list[Path]:
     """Remove the job's superfluous checkpoints; what was removed.
 
-    Other jobs' folders, and whatever has no manifest that can be read, are left alone.
+    Other jobs' folders, and whatever has no manifest that can be read, are left alone.  OSError
+    if one cannot be removed, after the others were.
     """
     disk = disk or Disk()
     complete: dict[str, tuple[SnapshotId, int]] = {}
@@ -68,29 +69,45 @@ def clean_up(directory: Path, job: uuid.UUID, keep: Keep, disk: Disk | None = No
         if found.job == job:
             complete[folder.name] = (found.snapshot, found.iteration)
     removed = [directory / name for name in superfluous(complete, keep)]
-    for folder in removed:
-        remove_checkpoint(folder, disk)
+    _each(removed, lambda folder: remove_checkpoint(folder, disk))
     return removed
 
 
 def clear_unfinished(directory: Path, job: uuid.UUID, disk: Disk | None = None) -> list[Path]:
-    """Remove the job's folders without a manifest; call it when no drain of the job writes."""
+    """Remove the job's folders without a manifest; call it when no drain of the job writes.
+
+    OSError if one cannot be removed, after the others were.
+    """
     removed = [f for f in _folders_of(directory, job) if not mf.is_complete(f)]
-    for folder in removed:
-        remove_checkpoint(folder, disk)
+    _each(removed, lambda folder: remove_checkpoint(folder, disk))
     return removed
 
 
 def remove_checkpoint(folder: Path, disk: Disk | None = None) -> None:
-    """Remove one, the manifest first: half a removal leaves no checkpoint that lacks bytes."""
+    """Remove one, the manifest first: half a removal leaves no checkpoint that lacks bytes.
+
+    OSError if something in it cannot be removed, after all that can was.
+    """
     disk = disk or Disk()
     if mf.is_complete(folder):
         disk.remove(folder / mf.NAME)
         disk.sync_folder(folder)
-    for path in sorted(folder.iterdir()):
-        disk.remove(path)
+    _each(sorted(folder.iterdir()), disk.remove)
     disk.remove_folder(folder)
     disk.sync_folder(folder.parent)
+
+
+def _each(paths: Iterable[Path], remove: Callable[[Path], None]) -> None:
+    """Remove them all, then raise what the first one met: one that stays must not keep the rest,
+    whose space the next drain needs."""
+    errors = []
+    for path in paths:
+        try:
+            remove(path)
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _folders_of(directory: Path, job: uuid.UUID) -> Iterable[Path]:

@@ -121,7 +121,10 @@ def publish(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         shards=files,
     )
-    (disk or Disk()).write_file(folder / mf.NAME, _reaching(manifest.to_json()))
+    disk = disk or Disk()
+    # Whoever made the folder may have been killed before its name was durable.
+    disk.sync_folder(folder.parent)
+    disk.write_file(folder / mf.NAME, _reaching(manifest.to_json()))
     return manifest
 
 
