@@ -20,7 +20,17 @@ from megatron_ft.disk.native import (
     newest_checkpoint,
     point_tracker,
 )
-from megatron_ft.export.drained import LEDGER, Exported, given_up, superfluous, withdraw
+from megatron_ft.errors import ExportError
+from megatron_ft.export.drained import (
+    LEDGER,
+    Exported,
+    given_up,
+    is_ours,
+    superfluous,
+    tidy,
+    withdraw,
+)
+from megatron_ft.export.publish import partial_of
 from megatron_ft.identity import Ancestor, SnapshotId
 
 
@@ -104,3 +114,47 @@ def test_what_is_on_the_lineage_stays_as_it_is(tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     withdraw(plan_of(tmp_path, 70), tmp_path, WRITER)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+
+
+def test_an_export_of_another_job_is_none_of_this_one(tmp_path: Path) -> None:
+    one = exported(60, SnapshotId(1, 6))
+    have_exports(tmp_path, one)
+    assert is_ours(tmp_path / one.name, JOB)
+    assert not is_ours(tmp_path / "iter_0000070", JOB), "the framework's own"
+    with pytest.raises(ExportError, match=f"exported by another job .{JOB}.*--drain-export-dir"):
+        is_ours(tmp_path / one.name, uuid.UUID(int=8))
+
+
+@pytest.mark.parametrize("name", ["..", "", "../other", "/etc"])
+def test_nothing_outside_of_its_folder_is_removed(tmp_path: Path, name: str) -> None:
+    """Whoever may write to the folder may write the list of what is to be removed."""
+    folder = tmp_path / "exports"
+    for made in (folder, tmp_path / "other"):
+        made.mkdir()
+    (folder / LEDGER).write_bytes(
+        msgspec.json.encode({JOB: [name, exported(100, SnapshotId(2, 3))]})
+    )
+    for remove in (
+        lambda: withdraw(plan_of(folder, 70), folder, WRITER),
+        lambda: tidy(folder, JOB, 1),
+    ):
+        with pytest.raises(ExportError, match="is no export in"):
+            remove()
+    assert {path.name for path in tmp_path.iterdir()} == {"exports", "other"}
+
+
+def test_a_damaged_list_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / LEDGER).write_text("{")
+    with pytest.raises(ExportError, match="is damaged .*remove it"):
+        is_ours(tmp_path / "iter_0000070", JOB)
+
+
+def test_what_a_killed_export_wrote_does_not_stay(tmp_path: Path) -> None:
+    have_exports(tmp_path, *(exported(n, SnapshotId(1, n)) for n in (1, 2, 3)))
+    killed, others = tmp_path / exported(2, None).name, uuid.UUID(int=1 << 120)
+    killed.rename(partial_of(killed, JOB))
+    partial_of(killed, others).mkdir()
+    tidy(tmp_path, JOB, 1)
+    left = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert left == {exported(3, None).name, partial_of(killed, others).name}
+    tidy(tmp_path, others, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from pathlib import Path
@@ -42,7 +41,7 @@ def export(shards: OpenSnapshot, folder: Path) -> None:
         for shard_id, shard in shards.items()
     }
     tensors = CapturedTensors(shards)
-    with whole_folder(folder, shards.check) as partial:
+    with whole_folder(folder, shards) as partial:
         for shard_id, found in forms.items():
             objects = decode(shards[shard_id].objects)
             for name, recorded in files_of(found.state).items():
@@ -85,8 +84,6 @@ def _write(path: Path, tree: Any, objects: dict[str, Any]) -> None:
     fill(tree, objects)
     with path.open("xb") as stream:
         torch.save(tree, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def _plain(name: str) -> str:

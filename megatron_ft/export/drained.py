@@ -17,12 +17,15 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_ft.decoding import UNREADABLE
 from megatron_ft.disk.checkpoint import open_checkpoint
 from megatron_ft.disk.drain import DrainPlan, run_step
 from megatron_ft.disk.durable import Disk
 from megatron_ft.disk.native import iteration_of, retract
 from megatron_ft.disk.source import open_newest
+from megatron_ft.errors import ExportError
 from megatron_ft.export.formats import Writer, format_of, writer_of
+from megatron_ft.export.publish import partial_of
 from megatron_ft.identity import Ancestor, SnapshotId
 from megatron_ft.recovery.lineage import on_lineage
 
@@ -69,7 +72,7 @@ def superfluous(names: list[str], keep: int) -> list[str]:
 def export(plan: DrainPlan) -> None:
     """Export the drained checkpoint of the plan, then remove older exports of the job.
 
-    A folder that is there already is left as it is.
+    A folder that is there already is left as it is; ExportError if another job exported it.
     """
     directory = plan.export_dir
     assert directory is not None
@@ -80,7 +83,7 @@ def export(plan: DrainPlan) -> None:
         folder = writer.folder_of(directory, plan.iteration)
         if folder.exists():
             log.info("%s is there already", folder)
-            if folder.name in [one.name for one in _read(directory).get(plan.job, [])]:
+            if is_ours(folder, plan.job):
                 # One that appeared is whole, but this may have been cut off before the next line.
                 writer.announce(directory, plan.iteration)
             return
@@ -89,7 +92,21 @@ def export(plan: DrainPlan) -> None:
         writer.export(shards, folder)
         writer.announce(directory, plan.iteration)
     log.info("exported iteration %d to %s", plan.iteration, folder)
-    _clean_up(directory, plan.job, plan.keep.newest)
+    tidy(directory, plan.job, plan.keep.newest)
+
+
+def is_ours(folder: Path, job: uuid.UUID) -> bool:
+    """Whether this job exported what is there; ExportError if another one did.
+
+    What nobody exported the framework itself has saved.
+    """
+    makers = [job for job, known in _read(folder.parent).items() if folder.name in _names(known)]
+    if makers and job not in makers:
+        raise ExportError(
+            f"{folder} is there already, exported by another job ({makers[0]}): remove what that "
+            "job exported, or give this one a --drain-export-dir of its own"
+        )
+    return job in makers
 
 
 def withdraw(plan: DrainPlan, directory: Path, writer: Writer) -> None:
@@ -102,7 +119,7 @@ def withdraw(plan: DrainPlan, directory: Path, writer: Writer) -> None:
     for one in gone:
         log.info("%s is of what the job was rolled back from", directory / one.name)
         retract(directory, directory / one.name)
-        _remove(directory / one.name)
+        _remove(directory / one.name, plan.job)
     ledger[plan.job] = [one for one in known if one not in gone]
     _write(directory, ledger)
     left = [one.name for one in ledger[plan.job] if (directory / one.name).is_dir()]
@@ -116,30 +133,53 @@ def _note(directory: Path, job: uuid.UUID, made: Exported) -> None:
     _write(directory, ledger)
 
 
-def _clean_up(directory: Path, job: uuid.UUID, keep: int) -> None:
+def tidy(directory: Path, job: uuid.UUID, keep: int) -> None:
+    """Remove a job's exports beyond the newest ``keep``, and parts of those that were killed."""
     ledger = _read(directory)
-    whole = [one for one in ledger[job] if (directory / one.name).is_dir()]
-    for name in superfluous([one.name for one in whole], keep):
-        _remove(directory / name)
+    known = ledger.get(job, [])
+    whole = [one for one in known if (directory / one.name).is_dir()]
+    # Of one that was killed there may be a part, which nobody goes on with.
+    unfinished = [one.name for one in known if one not in whole]
+    for name in unfinished + superfluous(_names(whole), keep):
+        _remove(directory / name, job)
     ledger[job] = whole[-keep:]
     _write(directory, ledger)
 
 
-def _remove(folder: Path) -> None:
-    if folder.is_dir():
-        shutil.rmtree(folder)
-        log.info("removed %s", folder)
+def _remove(folder: Path, job: uuid.UUID) -> None:
+    for one in (folder, partial_of(folder, job)):
+        if one.is_dir():
+            shutil.rmtree(one)
+            log.info("removed %s", one)
+
+
+def _names(known: Sequence[Exported]) -> list[str]:
+    return [one.name for one in known]
 
 
 def _read(directory: Path) -> Ledger:
     path = directory / LEDGER
     if not path.is_file():
         return {}
-    found = msgspec.json.decode(path.read_bytes(), type=dict[uuid.UUID, list[str | Exported]])
-    return {
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=dict[uuid.UUID, list[str | Exported]])
+    except UNREADABLE as error:
+        raise ExportError(
+            f"{path} is damaged ({error}): remove it, and the exports that shall not stay"
+        ) from error
+    ledger = {
         job: [Exported(one) if isinstance(one, str) else one for one in known]
         for job, known in found.items()
     }
+    # Others may write there, and what it names is removed with all that is in it.
+    outside = [n for known in ledger.values() for n in _names(known) if not _is_name(n)]
+    if outside:
+        raise ExportError(f"{path} names {outside[0]!r}, which is no export in {directory}")
+    return ledger
+
+
+def _is_name(name: str) -> bool:
+    return Path(name).name == name and name not in ("", "..")
 
 
 def _write(directory: Path, ledger: Ledger) -> None:

@@ -59,7 +59,7 @@ def export(shards: OpenSnapshot, folder: Path) -> None:
     one.
     """
     tree, metadata = combined(shards)
-    with whole_folder(folder, shards.check) as partial:
+    with whole_folder(folder, shards) as partial:
         _save(tree, metadata, partial)
 
 
