@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import socket
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from megatron_ft import __version__, private_files
 from megatron_ft.cli import main as cli
 from megatron_ft.environment import JOB, NODE_DIR
 from megatron_ft.errors import ConfigError, ControlPlaneError
+from megatron_ft.launch.virtual import VirtualCluster
 from megatron_ft.objects import decode, encode
 from megatron_ft.smp.local_query import ask
 from megatron_ft.smp.messages import StatusRequest
@@ -124,6 +127,34 @@ def test_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
     errors = process.stderr.read()
     process.stderr.close()
     assert (process.wait(timeout=60), errors) == (141, b"")
+
+
+def test_what_the_encoding_lacks_is_shown_as_an_escape(tmp_path: Path) -> None:
+    root = tmp_path / os.fsdecode("模".encode() + b"\xff")
+    command = [sys.executable, "-m", "megatron_ft.cli.main", "clean", "--all", "--arena-dir", root]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    said = f"nothing to clean under {tmp_path}/\\u6a21\\udcff\n"
+    assert (done.returncode, done.stdout) == (0, said), done.stderr
+
+
+@pytest.mark.parametrize("output", ["> /dev/full", "| true", ">&-"])
+def test_a_job_whose_output_nobody_takes_goes_on(tmp_path: Path, output: str) -> None:
+    """The disk of its log is full, the reader of a pipe is gone, there is no output at all."""
+    job, training = f"test-{uuid.uuid4().hex[:8]}", tmp_path / "trained"
+    run = [sys.executable, "-m", "megatron_ft.cli.main", "run", "--job", job, "--nodes", "1"]
+    run += ["--protect", "none", "--state-dir", str(tmp_path / "state")]
+    run += ["--", "sh", "-c", f"echo done > {shlex.quote(str(training))}"]
+    shell = f"set -o pipefail; {shlex.join(run)} {output}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            ["bash", "-c", shell], env=environment, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert training.read_text() == "done\n"
+    finally:
+        VirtualCluster(job, ["node0"]).destroy()
 
 
 def test_clean_removes_only_the_named_job(tmp_path: Path) -> None:

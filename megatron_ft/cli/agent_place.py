@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ft import private_files
+from megatron_ft.cli.say import say
 from megatron_ft.errors import ConfigError
 from megatron_ft.launch.agents.front import Front
 from megatron_ft.launch.agents.hostfile import read_hostfile
@@ -198,4 +199,4 @@ def _check_seats(hub: AgentHub, hosts: list[str], size: int, wanted: int) -> Non
             f"--state-dir, and reach {hub.meeting.host}?"
         )
     if said:
-        print(f"megatron-ft: {said}; going on without", flush=True)
+        say(f"megatron-ft: {said}; going on without")

@@ -8,7 +8,6 @@ Its docstring is its description; an optional ``EXIT_CODES`` mapping adds to the
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -16,6 +15,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from megatron_ft import __version__
+from megatron_ft.cli.say import discard_output, flush_output, show_any_text
 from megatron_ft.errors import MegatronFTError, MissingEnvironmentError
 
 
@@ -64,9 +64,10 @@ _HOW_TO_GET = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``megatron-ft`` with ``argv`` (default: the process's) and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    show_any_text()
     try:
         code = _dispatch(arguments)
-        sys.stdout.flush()
+        flush_output()
         return code
     except MegatronFTError as error:
         print(f"megatron-ft: error: {error}", file=sys.stderr)
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         # The reader of our output is gone; the interpreter must not fail on its last flush too.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
         return 128 + 13
 
 

@@ -26,6 +26,7 @@ from megatron_ft import isal
 from megatron_ft.cli import agent_place, run_place
 from megatron_ft.cli.run_place import RunPlace
 from megatron_ft.cli.run_summary import RunSummary
+from megatron_ft.cli.say import say
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.coordinator.plan import Sizes
@@ -164,17 +165,15 @@ def _supervise(
         supervisor.observers.add(end := RunSummary())
         if spec.domains:
             active = supervisor.members.active
-            print(
-                describe_domains(active, place.launcher.nodes(), spec.domains, spec.scheme),
-                flush=True,
-            )
+            say(describe_domains(active, place.launcher.nodes(), spec.domains, spec.scheme))
         code = asyncio.run(_run(supervisor))
-        print("".join(f"{line}\n" for line in end.lines()), end="", flush=True)
+        for line in end.lines():
+            say(line)
         if code == 0:
             state.remove()
             place.clean()
         else:
-            print(place.hint, flush=True)
+            say(place.hint)
     return code
 
 
@@ -266,10 +265,10 @@ async def _run(supervisor: Supervisor) -> int:
     try:
         await task
     except asyncio.CancelledError:
-        print(f"{EXIT_CODES[stop.code]}; trainers are stopped", flush=True)
+        say(f"{EXIT_CODES[stop.code]}; trainers are stopped")
         return stop.code
     except (UnrecoverableError, NoSpareError, RestartBudgetError) as error:
-        print(f"megatron-ft: stopped: {error}", flush=True)
+        say(f"megatron-ft: stopped: {error}")
         return {UnrecoverableError: 10, NoSpareError: 11, RestartBudgetError: 12}[type(error)]
     return 0
 
@@ -290,4 +289,4 @@ class Printer:
                 return
         if event.kind == "dropped":
             return
-        print(f"[{event.monotonic - self._start:7.1f} s] {event.text}", flush=True)
+        say(f"[{event.monotonic - self._start:7.1f} s] {event.text}")

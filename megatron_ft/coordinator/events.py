@@ -25,7 +25,7 @@ Observer = Callable[[JobEvent], None]
 
 
 class Observers:
-    """Those who are told; one that fails is not asked again and stops nobody."""
+    """Those who are told.  They must not fail: what one raises comes to who tells."""
 
     def __init__(self) -> None:
         self._observers: list[Observer] = []
