@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import shlex
@@ -21,6 +22,7 @@ from megatron_ft.launch.virtual import VirtualCluster
 from megatron_ft.objects import decode, encode
 from megatron_ft.smp.local_query import ask
 from megatron_ft.smp.messages import StatusRequest
+from tests.smp_node import SmpNode
 
 
 def make_job(root: Path, job: str) -> Path:
@@ -255,3 +257,39 @@ def test_foreign_root_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(ConfigError, match="belongs to user"):
         find_jobs(tmp_path)
+
+
+def test_pause_is_told_to_one_job_and_to_all_of_its_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One of them is dead; an empty name, as of a variable that is not set, is none."""
+    dead, alive = SmpNode(tmp_path / "job1", "n0"), SmpNode(tmp_path / "job1", "n1")
+    other = SmpNode(tmp_path / "job2", "n0")
+    nodes = (dead, alive, other)
+    try:
+        for node in nodes:
+            node.log.parent.mkdir(exist_ok=True)
+            node.start()
+        for node in nodes:
+            asyncio.run(node.endpoint())
+        dead.kill()
+        for name in ("", "*", "job?"):
+            assert pause(tmp_path, "pause", name) == 2, capsys.readouterr()
+        assert [is_paused(node) for node in (alive, other)] == [False, False]
+        assert pause(tmp_path, "pause", "job1") == 0
+        assert "paused on 1 nodes\nn0 was not told: no SMP listens" in capsys.readouterr().out
+        assert [is_paused(node) for node in (alive, other)] == [True, False]
+        assert pause(tmp_path, "resume", "job1") == 0
+        assert not is_paused(alive)
+    finally:
+        for node in nodes:
+            node.kill()
+
+
+def pause(root: Path, command: str, job: str) -> int:
+    return cli.main([command, "--arena-dir", str(root), "--job", job])
+
+
+def is_paused(node: SmpNode) -> bool:
+    paused: bool = ask(node.environment.socket, StatusRequest()).paused
+    return paused

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_ft.errors import ControlPlaneError
+from megatron_ft.errors import ControlPlaneError, UntrustedFileError
 from megatron_ft.launch.virtual import default_root
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.local_query import ask, sockets
@@ -23,11 +23,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Tell every SMP of the job that can be reached from here."""
     pause = arguments.command == "pause"
-    told = 0
+    told, unreached = 0, []
     for path in sockets(arguments.arena_dir or default_root(), arguments.job):
-        ask(path, m.Pause(pause))
-        told += 1
+        try:
+            ask(path, m.Pause(pause))
+            told += 1
+        except (ControlPlaneError, UntrustedFileError) as error:
+            unreached.append(f"{path.parent.name} was not told: {error}")
     if not told:
-        raise ControlPlaneError(f"no SMP of job {arguments.job!r} runs here")
-    print(f"snapshots {'paused' if pause else 'resumed'} on {told} nodes")
+        reasons = "".join(f"; {reason}" for reason in unreached)
+        raise ControlPlaneError(f"no SMP of job {arguments.job!r} runs here{reasons}")
+    print(f"snapshots {'paused' if pause else 'resumed'} on {told} nodes", *unreached, sep="\n")
     return 0

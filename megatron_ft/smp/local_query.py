@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import socket as unix
 import struct
@@ -19,8 +20,9 @@ from megatron_ft.smp import messages as m
 
 
 def sockets(root: Path, job: str | None) -> Iterator[Path]:
-    """Sockets of SMPs under ``root``, of one job or of all."""
-    yield from sorted(root.glob(f"{job or '*'}/*/{SOCKET_NAME}"))
+    """Sockets of SMPs under ``root``, of the job of exactly this name, or of all jobs: None."""
+    jobs = "*" if job is None else glob.escape(job)
+    yield from sorted(root.glob(f"{jobs}/*/{SOCKET_NAME}") if jobs else ())
 
 
 def _has_listener(path: Path) -> bool:
