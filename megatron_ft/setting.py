@@ -52,7 +52,21 @@ def _number(value: Any) -> float:
 
 def _folder(value: Any) -> Path:
     # Absolute, since the supervisor and its trainers may have different working directories.
-    return Path(value).expanduser().absolute()
+    try:
+        folder = Path(value).expanduser().absolute()
+    except RuntimeError as error:
+        raise ConfigError(f"there is no user whose home that could be ({error})") from error
+    # It travels in messages and notes.
+    if not _is_text(str(folder)):
+        raise ConfigError("a folder's name must be UTF-8, without NUL; rename it, or link to it")
+    return folder
+
+
+def _is_text(name: str) -> bool:
+    try:
+        return b"\0" not in name.encode()
+    except UnicodeEncodeError:
+        return False
 
 
 WHOLE = Kind("a whole number", _whole, ("integer",))

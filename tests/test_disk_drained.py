@@ -328,3 +328,12 @@ def test_a_newer_checkpoint_of_the_framework_wins(folder: Path, tmp_path: Path) 
         choice = asyncio.run(restores(tmp_path, own).look(NOTHING, RECORD))
         assert (choice.taken is not None) == taken, choice
     assert "older than the framework's own checkpoint of 11" in choice.reasons[0]
+
+
+def test_a_folder_of_the_framework_that_cannot_be_read_costs_nothing_that_was_drained(
+    folder: Path, tmp_path: Path
+) -> None:
+    disk = restores(tmp_path, tmp_path / ("x" * 300))
+    choice = asyncio.run(disk.look(NOTHING, RECORD))
+    assert choice.taken is not None and choice.taken.folder == folder
+    assert "xxx cannot be read: File name too long" in choice.reasons[-1]

@@ -41,6 +41,20 @@ def test_a_tracker_that_names_nothing_complete_finds_nothing(tmp_path: Path, tra
     assert newest_checkpoint(tmp_path) is None
 
 
+TORN = [b"\xff\xfe120", b"\0" * 4, "\u00b2".encode()]
+
+
+@pytest.mark.parametrize("name", [TRACKER, LATEST])
+@pytest.mark.parametrize("torn", TORN)
+def test_what_a_power_loss_made_of_a_name_finds_nothing(
+    tmp_path: Path, name: str, torn: bytes
+) -> None:
+    (tmp_path / name).write_bytes(torn)
+    assert newest_checkpoint(tmp_path) is None
+    point_tracker(tmp_path, 120)
+    assert (tmp_path / TRACKER).read_text() == "120"
+
+
 def test_no_directory_and_no_tracker_find_nothing(tmp_path: Path) -> None:
     assert newest_checkpoint(None) is None
     assert newest_checkpoint(tmp_path) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from deepspeed_ext.description import FRAMEWORK, deepspeed_version
 from deepspeed_ext.export.tensors import CapturedTensors
 from deepspeed_ext.export.values import fill
 from megatron_ft.disk.durable import Disk
+from megatron_ft.disk.native import LATEST, latest_tag, step_of_tag
 from megatron_ft.disk.source import OpenSnapshot
 from megatron_ft.errors import ExportError
 from megatron_ft.export import form
@@ -19,8 +19,6 @@ from megatron_ft.export.form import CheckpointForm, Wanted
 from megatron_ft.export.publish import whole_folder
 from megatron_ft.objects import decode
 
-LATEST = "latest"
-_TAG = re.compile(r"global_step(\d+)")
 _RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 
 
@@ -55,10 +53,9 @@ def announce(directory: Path, iteration: int) -> None:
     """
     if any(folder_of(directory, iteration).glob("*zero_pp_rank_*_optim_states.pt")):
         _copy_recovery_scripts(directory)
-    latest = directory / LATEST
-    known = _TAG.fullmatch(latest.read_text().strip()) if latest.is_file() else None
-    if known is None or int(known.group(1)) <= iteration:
-        Disk().write_file(latest, [folder_of(directory, iteration).name.encode()])
+    known = step_of_tag(latest_tag(directory))
+    if known is None or known <= iteration:
+        Disk().write_file(directory / LATEST, [folder_of(directory, iteration).name.encode()])
 
 
 def advice(directory: Path) -> str:

@@ -50,6 +50,7 @@ from megatron_ft.launch.stop import EXIT_DRAINED, EXIT_INTERRUPTED, EXIT_NOT_DRA
 from megatron_ft.launch.supervisor import Supervisor
 from megatron_ft.launch.topology import read_domains
 from megatron_ft.launch.warm_spares import modules_of
+from megatron_ft.setting import FOLDER
 from megatron_ft.watch.timeout import HangSettings
 
 EXIT_CODES: Mapping[int, str] = {
@@ -115,12 +116,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument(
         "--restore-from",
-        type=Path,
+        type=_folder,
         metavar="DIR",
         help="a drained checkpoint, of any job of the same shape, to start from when the job has "
         "nothing newer of its own",
     )
     parser.add_argument("training_command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
+
+
+def _folder(text: str) -> Path:
+    try:
+        return Path(FOLDER.convert(text))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -31,17 +31,24 @@ def newest_checkpoint(directory: Path | None) -> Path | None:
 
 
 def _newest_of_megatron(directory: Path) -> Path | None:
-    tracker = directory / TRACKER
-    word = tracker.read_text().strip() if tracker.is_file() else ""
+    word = _word(directory / TRACKER)
     if word == "release":
         return directory / word
-    return checkpoint_folder(directory, int(word)) if word.isdigit() else None
+    return checkpoint_folder(directory, int(word)) if _is_iteration(word) else None
+
+
+def _word(path: Path) -> str:
+    """What a small file says, '' if there is none; after a power loss it may hold anything."""
+    return path.read_text(errors="replace").strip() if path.is_file() else ""
+
+
+def _is_iteration(word: str) -> bool:
+    return re.fullmatch(r"[0-9]{1,18}", word) is not None
 
 
 def latest_tag(directory: Path) -> str:
     """The tag that DeepSpeed's ``latest`` names, '' if it names none that is a name of a folder."""
-    latest = directory / LATEST
-    tag = latest.read_text().strip() if latest.is_file() else ""
+    tag = _word(directory / LATEST)
     parts = Path(tag).parts
     return tag if parts and not Path(tag).is_absolute() and ".." not in parts else ""
 
@@ -65,11 +72,10 @@ def checkpoint_folder(directory: Path, iteration: int) -> Path:
 
 def point_tracker(directory: Path, iteration: int) -> None:
     """Have Megatron-LM load this iteration, unless the folder holds a newer one already."""
-    tracker = directory / TRACKER
-    known = tracker.read_text().strip() if tracker.is_file() else ""
-    if known.isdigit() and int(known) > iteration:
+    known = _word(directory / TRACKER)
+    if _is_iteration(known) and int(known) > iteration:
         return
-    Disk().write_file(tracker, [str(iteration).encode()])
+    Disk().write_file(directory / TRACKER, [str(iteration).encode()])
 
 
 def retract(directory: Path, checkpoint: Path) -> None:

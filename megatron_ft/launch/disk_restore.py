@@ -68,7 +68,12 @@ class DiskRestores:
         return Choice(None, (reason,))
 
     def _look(self, memory: Decision, record: JobRecord) -> Choice:
-        own = None if memory.snapshot else newest_checkpoint(self._spec.checkpoint_dir)
+        own, reasons = None, tuple[str, ...]()
+        try:
+            own = None if memory.snapshot else newest_checkpoint(self._spec.checkpoint_dir)
+        except OSError as error:
+            # Another disk than that of the drained ones, perhaps.
+            reasons = (f"{self._spec.checkpoint_dir} cannot be read: {error.strerror}",)
         quarantine = record.quarantine
         if reason_against_own(quarantine, own) or quarantine.over_disk:
             own = None
@@ -80,11 +85,10 @@ class DiskRestores:
             refused=frozenset(self._refused),
             reason_against=quarantine.reason_against,
         )
-        reasons: tuple[str, ...] = ()
         if self._spec.drain_dir is not None:
             found, problems = find(self._spec.drain_dir, record.job)
             choice = choose(found, wanted)
-            reasons = (*choice.reasons, *problems)
+            reasons = (*choice.reasons, *problems, *reasons)
             if choice.taken is not None:
                 return Choice(choice.taken, reasons)
         if self._spec.restore_from is None or memory.snapshot is not None:
