@@ -38,6 +38,7 @@ def wishes(**changes: Any) -> Wishes:
         shard_bytes=10 * GIB,
         shard_source="--shard-gib",
         drain_dir="/drain",
+        drain_keep=2,
         megatron=True,
     )
     return msgspec.structs.replace(good, **changes)

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from megatron_ft.cli import main as cli
 from megatron_ft.doctor import as_trainer, machine
 from megatron_ft.doctor.answer import MARK, answers, last_words
 from megatron_ft.doctor.facts import NodeFacts, ProbeRequest, TrainerFacts
@@ -146,6 +147,7 @@ def test_doctor_takes_runs_flags_and_names_each_cause(small_tmpfs: Path, tmp_pat
         "--failure-domains", str(tmp_path / "racks"), "--state-dir", str(tmp_path / "state"),
         "--", sys.executable, "train.py", "--inmem-snapshot", "--inmem-protect", "xor:2",
         "--inmem-drain-dir", str(drain), "--inmem-drain-interval", "5",
+        "--inmem-drain-export-dir", str(tmp_path / "made" / "exports"),
     ]  # fmt: skip
     done = subprocess.run(
         command, stdout=subprocess.PIPE, preexec_fn=lower_limits, timeout=200, check=False
@@ -165,3 +167,25 @@ def test_doctor_takes_runs_flags_and_names_each_cause(small_tmpfs: Path, tmp_pat
     assert found["mpi"]["verdict"] == "ok" and "MPI" in found["mpi"]["text"]
     assert "all 3 pairs" in found["pairs"]["text"] or found["pairs"]["verdict"] == "warning"
     assert os.listdir(small_tmpfs) == [] == os.listdir(tmp_path / "state")
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [("--nodes 0", "--nodes is 0; give a number >= 1"),
+     ("--nodes 1 --spares -1", "--spares is -1; give a number >= 0"),
+     ("--nodes 1 --ranks-per-node 0", "--ranks-per-node is 0; give a number >= 1"),
+     ("--nodes 1 --restore-from /absent", "/absent holds no whole checkpoint"),
+     ("--nodes 1 --drain-dir {0}/d --drain-interval 5 --drain-export-dir /proc/x",
+      "--drain-export-dir /proc/x cannot be made")],
+)  # fmt: skip
+def test_what_run_refuses_the_doctor_refuses_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, said: str
+) -> None:
+    places = ["--arena-dir", str(tmp_path / "arenas"), "--state-dir", str(tmp_path / "state")]
+    for command in ("doctor", "run"):
+        words = [command, "--protect", "none", *flags.format(tmp_path).split(), *places]
+        assert cli.main([*words, "--", "true"]) == 2
+        assert said in capsys.readouterr().err
+        if command == "doctor":
+            assert not (tmp_path / "d").exists()

@@ -96,6 +96,8 @@ CASES: list[tuple[Facts, str, str, str, str]] = [
      "another folder", "n2"),
     (with_node("n2", drain=DrainPlace(1e9, ".token", GIB)), "drain folder", "refused",
      "only 1.00 GiB are free", ""),
+    (with_node("n2", drain=DrainPlace(1e9, ".token", 959 * GIB)), "drain folder", "warning",
+     "only 959.00 GiB are free", ""),
     (with_node("n2", drain=DrainPlace(1e8, ".token", 1 << 50)), "drain folder", "warning",
      "10% of the typical", "n2"),
 ]  # fmt: skip

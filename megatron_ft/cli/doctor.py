@@ -15,19 +15,22 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 from megatron_ft import json_section
 from megatron_ft.cli import agent_place, run, run_place
 from megatron_ft.cli.run_place import RunPlace
 from megatron_ft.config import SnapshotConfig
+from megatron_ft.disk.drained import of_one_job
 from megatron_ft.doctor.examine import Examination
 from megatron_ft.doctor.facts import Facts, ProbeRequest, Wishes
 from megatron_ft.doctor.finding import Verdict, as_json, render, worst
 from megatron_ft.doctor.judge import judge
 from megatron_ft.doctor.needs import shard_size
 from megatron_ft.erasure.scheme import Scheme
-from megatron_ft.errors import ConfigError
+from megatron_ft.errors import ConfigError, ProtectionError
 from megatron_ft.flags import read_command
 from megatron_ft.launch import job_settings, torchrun
 from megatron_ft.launch.container import python_of, runtime_of
@@ -105,12 +108,44 @@ async def examine(
         rate_bytes=arguments.rate_mib << 20,
     )
     try:
-        wishes = wishes_of(arguments, settings, command, place)
-        return await Examination(place.launcher, wishes, command, logs, request).run()
+        with _unmade(settings):
+            _refuse_what_run_refuses(arguments, settings, command, place)
+            wishes = wishes_of(arguments, settings, command, place)
+            return await Examination(place.launcher, wishes, command, logs, request).run()
     finally:
         place.destroy()
         place.leave(0)
         shutil.rmtree(logs, ignore_errors=True)
+
+
+@contextmanager
+def _unmade(settings: SnapshotConfig) -> Iterator[None]:
+    """Remove the folders that are made meanwhile, if nobody has put anything into them."""
+    folders = (settings.drain_dir, settings.drain_export_dir, settings.export_on_failure)
+    ways = [one for folder in folders if folder for one in (folder, *folder.parents)]
+    missing = {one for one in ways if not os.path.exists(one)}
+    try:
+        yield
+    finally:
+        for one in sorted(missing, reverse=True):
+            with suppress(OSError):
+                one.rmdir()
+
+
+def _refuse_what_run_refuses(
+    arguments: argparse.Namespace,
+    settings: SnapshotConfig,
+    command: Sequence[str],
+    place: RunPlace,
+) -> None:
+    """ConfigError as of ``megatron-ft run``, whose command may be missing here."""
+    if arguments.restore_from is not None:
+        of_one_job(arguments.restore_from)
+    # Stripes that cannot be made are a finding of their own, and so is the drain folder, which
+    # each node tries.
+    with suppress(ProtectionError):
+        spec = run.spec_from(arguments, command or ("python",), settings, place)
+        run.make_folders(replace(spec, drain_dir=None, drain_interval=0))
 
 
 def wishes_of(
@@ -139,6 +174,7 @@ def wishes_of(
         shard_bytes=shard.size,
         shard_source=shard.source,
         drain_dir=str(settings.drain_dir or ""),
+        drain_keep=settings.drain_keep,
         transport=settings.transport,
         megatron=read_command(command).enabled,
         deepspeed=section is not None and section.enabled,

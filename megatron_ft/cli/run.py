@@ -158,13 +158,12 @@ def _supervise(
     notes = state_folder(arguments.job, arguments.state_dir)
     try:
         spec = spec_from(arguments, command, settings, place)
-        _check_folder("--drain-dir", spec.drain_dir)
-        _check_folder("--drain-export-dir", spec.drain_export_dir)
-        _check_folder("--export-on-failure", spec.export_on_failure)
+        make_folders(spec)
     except MegatronFTError:
         # A job that was refused leaves nothing; a folder in use is not empty.
-        with suppress(OSError):
-            place.launcher.node_dir(place.launcher.nodes()[0]).parent.rmdir()
+        for node in place.launcher.nodes()[:1]:
+            with suppress(OSError):
+                place.launcher.node_dir(node).parent.rmdir()
         raise
     with JobState(notes, spec.name) as state:
         supervisor = Supervisor(spec, place.launcher, state)
@@ -256,13 +255,19 @@ def spec_from(
     )
 
 
-def _check_folder(flag: str, folder: Path | None) -> None:
-    """Make it now, so that a wrong path is found before training."""
-    if folder is not None:
-        try:
-            Disk().make_folder(folder.absolute())
-        except OSError as error:
-            raise ConfigError(f"{flag} {folder} cannot be made: {error.strerror}") from error
+def make_folders(spec: JobSpec) -> None:
+    """Make what the job writes to now, so that a wrong path is found before training.
+
+    ConfigError names the flag.
+    """
+    for name in ("drain_dir", "drain_export_dir", "export_on_failure"):
+        folder: Path | None = getattr(spec, name)
+        if folder is not None:
+            try:
+                Disk().make_folder(folder.absolute())
+            except OSError as error:
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} {folder} cannot be made: {error.strerror}") from error
 
 
 async def _run(supervisor: Supervisor) -> int:

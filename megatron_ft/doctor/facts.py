@@ -165,6 +165,7 @@ class Wishes(msgspec.Struct, frozen=True):
     shard_bytes: int | None = None
     shard_source: str = ""
     drain_dir: str = ""
+    drain_keep: int = 1
     transport: str = "auto"
     megatron: bool = False
     deepspeed: bool = False

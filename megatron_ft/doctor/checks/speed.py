@@ -123,10 +123,18 @@ def _drain_rates(facts: Facts, folder: str) -> list[Finding]:
     need = (wishes.shard_bytes or 0) * wishes.ranks_per_node
     if need:
         text += f": a snapshot takes {need / least:.0f} s"
-    if free < 2 * need * len(wishes.active):
+    snapshot, kept = need * len(wishes.active), wishes.drain_keep + 1
+    if free < kept * snapshot:
         text += f", but only {format_bytes(free)} are free"
-        advice = "make room for two snapshots: the new one is written before the old one goes"
-        return [Finding("drain folder", Verdict.REFUSED, text, advice)]
+        if free < 2 * snapshot:
+            advice = "make room for two snapshots: the new one is written before the old one goes"
+            return [Finding("drain folder", Verdict.REFUSED, text, advice)]
+        advice = (
+            f"--drain-keep {wishes.drain_keep} needs {format_bytes(kept * snapshot)}: one more is "
+            "written before the oldest goes, and with less no drain after it succeeds; what an "
+            "earlier run of the job has left there counts"
+        )
+        return [Finding("drain folder", Verdict.WARNING, text, advice)]
     slow = slow_nodes({n: place.rate for n, place in places.items()}, facts.one_machine)
     return [Finding("drain folder", Verdict.OK, text)] + [
         Finding(
