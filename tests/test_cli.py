@@ -119,6 +119,21 @@ def test_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert clean(tmp_path, "--all") == 130
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["verify {0}", "status --arena-dir {0}", "drain --to /tmp --arena-dir {0}", "clean --all {1}",
+     "export --to /tmp --from {0}"],
+)  # fmt: skip
+def test_what_cannot_be_read_is_one_line_without_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    folder = tmp_path / ("x" * 300)
+    assert cli.main(words.format(folder, f"--arena-dir {folder}").split()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"megatron-ft: error: {folder}") and "File name too long" in said
+    assert said.count("\n") == 1
+
+
 def test_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megatron_ft.cli.main", "clean", "--all", "--dry-run"]
     process = subprocess.Popen(

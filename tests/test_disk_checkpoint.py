@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ft import private_files
 from megatron_ft.cli import main as cli
 from megatron_ft.disk import manifest as mf
 from megatron_ft.disk.checkpoint import open_checkpoint
@@ -276,6 +278,28 @@ def test_verify_tells_by_its_exit_code(
 
 
 # Retention.
+
+
+def test_a_checkpoint_that_cannot_be_read_hides_no_other(
+    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system may have lost one of its folders."""
+    disk = tmp_path / "disk"
+    older, newer = drain(memory, disk, 10), drain(memory, disk, 20)
+    checked = private_files.check_folder
+
+    def stale(folder: Path, forbidden: int) -> None:
+        if folder == newer:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        checked(folder, forbidden)
+
+    monkeypatch.setattr(private_files, "check_folder", stale)
+    assert cli.main(["verify", str(disk)]) == 3
+    with open_newest(open_checkpoint(disk)) as shards:
+        assert shards.info.iteration == 10
+    memory.commit(3, 30)
+    newest = drain(memory, disk, 30, keep=1)
+    assert sorted(disk.iterdir()) == [newer, newest] and not older.exists()
 
 
 def test_the_newest_by_snapshot_stay_not_by_iteration() -> None:

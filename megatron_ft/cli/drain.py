@@ -70,6 +70,7 @@ def _write(shards: OpenSnapshot, folder: Path, pace: Pace, seats: Mapping[str, S
 def _discard(folder: Path) -> None:
     """Give back the space; on a disk that fails, what is left has no manifest at least."""
     try:
-        remove_checkpoint(folder)
+        if folder.is_dir():
+            remove_checkpoint(folder)
     except OSError as error:
         print(f"{folder} is unfinished and could not be removed: {error}")

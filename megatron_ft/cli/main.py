@@ -78,6 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output is gone; the interpreter must not fail on its last flush too.
         discard_output()
         return 128 + 13
+    except OSError as error:
+        # Of a file or folder that the user named; of anything else it is a mistake of ours.
+        if error.filename is None:
+            raise
+        print(f"megatron-ft: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
 
 
 def _dispatch(argv: list[str]) -> int:

@@ -68,9 +68,9 @@ def open_trusted(path: Path, disk: Disk) -> int:
 
 def read_manifest(folder: Path, disk: Disk | None = None) -> Manifest:
     """The manifest of a checkpoint that only we can have written; CheckpointDamagedError."""
-    check_folder(folder)
     path = folder / NAME
     try:
+        check_folder(folder)
         with open(open_trusted(path, disk or Disk()), "rb") as file:
             raw = file.read(MOST_MANIFEST_BYTES + 1)
     except FileNotFoundError as error:
