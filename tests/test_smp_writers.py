@@ -66,3 +66,21 @@ def test_who_cannot_be_written_down_is_not_watched(
         return writers.all()
 
     assert asyncio.run(add()) == []
+
+
+def test_who_has_died_unnoticed_is_killed_like_any_other(
+    tmp_path: Path, process: subprocess.Popen[bytes]
+) -> None:
+    """It is dead and reaped, and the event loop has not had its turn since."""
+    died: list[Writer] = []
+
+    async def watch() -> list[Writer]:
+        writers = Writers(tmp_path, died.append)
+        writers.add("encoder", "world-1", process.pid, b"one")
+        process.kill()
+        process.wait(WAIT)
+        await writers.kill(writers.all(), WAIT)
+        return writers.all()
+
+    assert asyncio.run(watch()) == []
+    assert [writer.pid for writer in died] == [process.pid]

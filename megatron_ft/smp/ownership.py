@@ -21,7 +21,7 @@ import msgspec
 from megatron_ft import private_files
 from megatron_ft.decoding import UNREADABLE
 from megatron_ft.errors import ControlPlaneError
-from megatron_ft.smp.writers import open_pidfd, start_time_of
+from megatron_ft.smp.writers import open_started, start_time_of
 
 LOCK_NAME = "smp.lock"
 PID_NAME = "smp.pid"
@@ -111,13 +111,10 @@ def _signature(lock: BinaryIO) -> Owner | None:
 def _ended(owner: Owner) -> bool:
     """Whether this SMP was there, was killed and is gone."""
     try:
-        pidfd = open_pidfd(owner.pid)
+        pidfd = open_started(owner.pid, owner.start_time)
     except ProcessLookupError:
         return False
     try:
-        # Asked after the pidfd is held: a number that was given out again is another process.
-        if start_time_of(owner.pid) != owner.start_time:
-            return False
         log.warning("SMP %d of this job, of which no supervisor knows, is ended", owner.pid)
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         return bool(select.select([pidfd], [], [], GIVE_WAY_SECONDS)[0])

@@ -75,6 +75,19 @@ def start_time_of(pid: int) -> int:
     return int(text.rsplit(")", 1)[1].split()[19])
 
 
+def open_started(pid: int, start_time: int) -> int:
+    """A pidfd of the process that started then; ProcessLookupError if that one is gone."""
+    pidfd = open_pidfd(pid)
+    try:
+        # Asked after the pidfd is held: a number that was given out again is another process.
+        if start_time_of(pid) != start_time:
+            raise ProcessLookupError(pid)
+    except ProcessLookupError:
+        os.close(pidfd)
+        raise
+    return pidfd
+
+
 class Writers:
     """Registry of live writers.  ``on_death`` is called once for each, from the event loop."""
 
@@ -116,8 +129,6 @@ class Writers:
         gone = []
         for writer in self._stored():
             try:
-                if start_time_of(writer.pid) != writer.start_time:
-                    raise ProcessLookupError(writer.pid)
                 self._watch(writer)
             except ProcessLookupError:
                 gone.append(writer)
@@ -131,7 +142,7 @@ class Writers:
         """
         waits = [(w, self._dead[w]) for w in victims if w in self._pidfds]
         for writer, _ in waits:
-            signal.pidfd_send_signal(self._pidfds[writer], signal.SIGKILL)
+            self.signal(writer, signal.SIGKILL)
         try:
             await asyncio.wait_for(asyncio.gather(*(e.wait() for _, e in waits)), timeout)
         except asyncio.TimeoutError as error:
@@ -147,7 +158,7 @@ class Writers:
                 signal.pidfd_send_signal(self._pidfds[writer], number)
 
     def _watch(self, writer: Writer) -> None:
-        pidfd = open_pidfd(writer.pid)
+        pidfd = open_started(writer.pid, writer.start_time)
         self._pidfds[writer] = pidfd
         self._dead[writer] = asyncio.Event()
         asyncio.get_running_loop().add_reader(pidfd, self._died, writer)
