@@ -141,6 +141,7 @@ class Job:
         self.supervisor: Supervisor
         self.stop: Stop
         self.lives = 0
+        self.failed_fault: Exception | None = None
 
     @property
     def losses(self) -> Path:
@@ -208,6 +209,8 @@ class Job:
             except asyncio.CancelledError:
                 for task in filter(_failed, tasks):
                     task.result()
+                if self.failed_fault is not None:
+                    raise self.failed_fault from None
                 raise
             finally:
                 for task in tasks:
@@ -225,7 +228,12 @@ class Job:
 
     def _notice(self, event: JobEvent) -> None:
         self.events.append(event)
-        self.at_event.pop(event.kind, lambda job: None)(self)
+        try:
+            self.at_event.pop(event.kind, lambda job: None)(self)
+        except Exception as error:
+            # A fault that could not strike: the job goes on, and its test must not.
+            self.failed_fault = error
+            self.interrupt()
 
     async def _begin(self) -> None:
         """Let trainers begin once encoders are up, as imports give them the time elsewhere."""

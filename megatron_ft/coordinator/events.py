@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ Observer = Callable[[JobEvent], None]
 
 
 class Observers:
-    """Those who are told.  They must not fail: what one raises comes to who tells."""
+    """Those who are told; one that fails stops nobody and is told the next event, too."""
 
     def __init__(self) -> None:
         self._observers: list[Observer] = []
@@ -38,4 +41,7 @@ class Observers:
         """Pass one event on."""
         event = JobEvent(kind, text, fields)
         for observer in list(self._observers):
-            observer(event)
+            try:
+                observer(event)
+            except Exception as error:
+                log.error("%r was not told of %r: %r", observer, kind, error)

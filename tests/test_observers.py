@@ -1,0 +1,35 @@
+"""Those who are told of a job's events, and whose failures are their own."""
+
+from __future__ import annotations
+
+from contextlib import redirect_stdout, suppress
+
+from megatron_ft.cli.run import Printer
+from megatron_ft.coordinator.events import JobEvent, Observers
+
+
+def test_a_log_on_a_full_disk_stops_nobody() -> None:
+    heard: list[JobEvent] = []
+    observers = Observers()
+    observers.add(Printer())
+    observers.add(heard.append)
+    # What is written to this device meets a disk without space (full(4)), also when it is closed.
+    with suppress(OSError), open("/dev/full", "w") as full, redirect_stdout(full):
+        observers.tell("committed", "snapshot of iteration 4 committed", level="local")
+        observers.tell("training", "training")
+    assert [event.kind for event in heard] == ["committed", "training"]
+
+
+def test_who_failed_once_is_told_the_next_event() -> None:
+    heard: list[str] = []
+
+    def fails_first(event: JobEvent) -> None:
+        heard.append(event.kind)
+        if len(heard) == 1:
+            raise OSError("no space left on device")
+
+    observers = Observers()
+    observers.add(fails_first)
+    observers.tell("training", "training")
+    observers.tell("finished", "finished")
+    assert heard == ["training", "finished"]
