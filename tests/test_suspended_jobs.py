@@ -15,7 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft.arena.arena import Arena
+from megatron_ft.arena.format import SlotState
 from megatron_ft.coordinator.timing import Timing
+from megatron_ft.smp import messages as m
 from tests.fates import Deaths, of_node, when
 from tests.jobs import ROOT, Fault, Job, Result, difference, oracle
 
@@ -96,6 +99,41 @@ def test_a_suspended_smp_wakes_up_to_nothing_of_its_own(
     assert max(deaths.all()) < when(job, "trainers_started", 1), job.story()
     assert job.supervisor.members.active == ["n1" if needed else "n0", "n2"], job.story()
     assert not difference(job.result(), two), job.story()
+
+
+def test_a_spare_that_falls_silent_while_it_receives_is_replaced_by_the_next(
+    new: Callable[..., Job], two: Result
+) -> None:
+    """Its encoder stands still, and nobody but its SMP could tell."""
+    job = new(spares=2)
+
+    def encoder_comes(event: m.Event) -> None:
+        if isinstance(event.body, m.EncoderHello) and event.node == "n2":
+            os.kill(event.body.pid, signal.SIGSTOP)
+
+    def lose_another_within(job: Job) -> None:
+        job.supervisor.coordinator.listeners.append(encoder_comes)
+        job.cluster.kill_node("n1")
+        while not _is_rebuilt(job, "n2"):
+            assert "interrupted" not in job.kinds(), job.story()
+            time.sleep(0.02)
+        for pid in of_node(job, "n2", "megatron_ft.smp"):
+            os.kill(pid, signal.SIGSTOP)
+
+    job.run((8, lose_another_within))
+    reasons = [event.text for event in job.events if event.kind == "interrupted"]
+    assert reasons == ["no heartbeat from n2 during the recovery"], job.story()
+    assert job.supervisor.members.active == ["n0", "n3"], job.story()
+    assert not difference(job.result(), two), job.story()
+
+
+def _is_rebuilt(job: Job, node: str) -> bool:
+    """Whether a slot there waits for encoders to fill it."""
+    for path in job.cluster.node_dir(node).glob("*.arena"):
+        with Arena.open(path) as arena:
+            states = [arena.slot(i).state for i in range(arena.geometry.slot_count)]
+            return SlotState.REBUILDING in states
+    return False
 
 
 @pytest.mark.all_layouts

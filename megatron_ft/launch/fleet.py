@@ -40,6 +40,19 @@ SMP_START_SECONDS = 60.0
 Result = TypeVar("Result")
 
 
+async def unless(work: Coroutine[Any, Any, Result], trouble: Coroutine[Any, Any, str]) -> Result:
+    """The result of ``work``; ControlPlaneError as soon as ``trouble`` ends and says why."""
+    task, reason = asyncio.create_task(work), asyncio.create_task(trouble)
+    try:
+        await asyncio.wait({task, reason}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ControlPlaneError(reason.result())
+        return task.result()
+    finally:
+        task.cancel()
+        reason.cancel()
+
+
 class SmpFleet:
     """One SMP on every node of the job, spares included; they outlive the supervisor."""
 
@@ -83,16 +96,10 @@ class SmpFleet:
 
         Its answer would be awaited to the end of the timeout.
         """
-        task = asyncio.create_task(work)
-        smp = asyncio.create_task(self.first_exit())
-        try:
-            await asyncio.wait({task, smp}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise ControlPlaneError(f"the SMP of {smp.result()} ended during the recovery")
-            return task.result()
-        finally:
-            task.cancel()
-            smp.cancel()
+        return await unless(work, self._some_end())
+
+    async def _some_end(self) -> str:
+        return f"the SMP of {await self.first_exit()} ended during the recovery"
 
     def forget(self, node: str) -> None:
         """The node is lost, and its SMP with it."""

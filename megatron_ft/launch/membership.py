@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 import msgspec
 
@@ -18,7 +19,7 @@ from megatron_ft.errors import (
     NoRoomError,
     StaleIncarnationError,
 )
-from megatron_ft.launch.fleet import SmpFleet
+from megatron_ft.launch.fleet import Result, SmpFleet, unless
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.launcher import Launcher, NodeUnreachable
 from megatron_ft.launch.leases import OutstandingLeases
@@ -224,6 +225,27 @@ class Membership:
             self._give_up(node)
             self._tell("spare_lost", f"spare {node} is lost; training goes on", node)
         return True
+
+    async def while_all_answer(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of ``work``, which asks SMPs; ControlPlaneError as soon as it is in vain.
+
+        So when an SMP has ended, when a node that trains is silent, when the coordinator has
+        failed.  Of a node that is only cut off, nobody else would say so before the end of timeouts
+        that are meant for a rebuild.  StaleIncarnationError when somebody else leads the job.
+        """
+        return await unless(self.smps.while_all_run(work), self._silence())
+
+    async def _silence(self) -> str:
+        coordinator = self._coordinator
+        while True:
+            await coordinator.silent.wait()
+            if coordinator.failure is not None:
+                return f"the coordinator failed: {coordinator.failure!r}"
+            coordinator.require_lead()
+            coordinator.silent.clear()
+            lost = coordinator.silent_nodes(list(coordinator.links))
+            if lost and not self.without(lost):
+                return f"no heartbeat from {', '.join(lost)} during the recovery"
 
     async def _reachable(self) -> list[str]:
         """Nodes whose SMP runs, started where it does not; their links are connected."""

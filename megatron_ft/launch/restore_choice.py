@@ -148,4 +148,4 @@ async def carry_out(parts: JobParts, plan: Restore, admitted: tuple[str, ...]) -
         lambda: parts.world.start(plan.active),
         lambda disk: parts.disk.load(disk, plan),
     )
-    await parts.members.smps.while_all_run(work)
+    await parts.members.while_all_answer(work)
