@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -142,3 +143,34 @@ def test_a_heartbeat_of_the_last_life_says_nothing_of_this_one() -> None:
             await coordinator.close()
 
     asyncio.run(asyncio.wait_for(story(), 100))
+
+
+class Losing(Obedient):
+    """A connection that loses the first words that end a hold."""
+
+    told: Counter[str] = Counter()
+
+    async def ask(self, request: m.Message, timeout: float) -> Any:
+        if isinstance(request, m.Unhold):
+            self.told[self.node] += 1
+            if self.node == "n1" and self.told[self.node] < 3:
+                raise ControlPlaneError("no answer")
+        return await super().ask(request, timeout)
+
+
+def test_a_hold_ends_though_the_word_is_lost() -> None:
+    """A slot that stays held has no room for the snapshot after which the next drain would come."""
+
+    async def story() -> None:
+        Losing.told.clear()
+        coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
+        coordinator.link_type, coordinator.incarnation = Losing, 1
+        for node in ("n0", "n1"):
+            coordinator.connect(node, NOBODY)
+        try:
+            await coordinator.release(["n0", "n1", "n2"])
+        finally:
+            await coordinator.close()
+
+    asyncio.run(asyncio.wait_for(story(), 100))
+    assert Losing.told == {"n0": 1, "n1": 3}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from megatron_ft.coordinator.actions import Action, Ended, KillWorld, Send
@@ -89,13 +90,19 @@ class Coordinator(Connections):
         await self.ask_all({n: m.Hold(self.incarnation, HOLDER, snapshot) for n in nodes})
 
     async def release(self, nodes: Sequence[str]) -> None:
-        """End ``hold``; a node that cannot be told forgets it with the next incarnation."""
-        requests = [
-            self.links[n].ask(m.Unhold(self.incarnation, HOLDER), REQUEST_TIMEOUT_SECONDS)
-            for n in nodes
-            if n in self.links
-        ]
-        await asyncio.gather(*requests, return_exceptions=True)
+        """End ``hold``: each node has been told, or is given up, or this life is over.
+
+        A word that is lost comes again: until the next drain, which may wait for a snapshot
+        that has no slot, nothing else would end it.
+        """
+        await asyncio.gather(*(self._unhold(node, self.incarnation) for node in nodes))
+
+    async def _unhold(self, node: str, incarnation: int) -> None:
+        while node in self.links and self.incarnation == incarnation:
+            with suppress(ControlPlaneError):
+                request = m.Unhold(incarnation, HOLDER)
+                await self.links[node].ask(request, REQUEST_TIMEOUT_SECONDS)
+                return
 
     def expect_world(self, world: str, nodes: tuple[str, ...]) -> None:
         """A world with these nodes as ranks 0, 1, ... is being started."""
