@@ -118,6 +118,15 @@ def test_a_program_that_does_not_exist_is_named(
         spawn(started, tmp_path, ["no-such-program"])
 
 
+def test_a_log_that_cannot_be_written_is_no_fault_of_the_program(
+    tmp_path: Path, started: list[LocalProcess]
+) -> None:
+    """Whoever starts processes again and again, as worlds of encoders, tries it once more."""
+    (tmp_path / "logs" / "log").mkdir(parents=True)
+    with pytest.raises(ControlPlaneError, match="'sleep' on node 'n0' just now.*logs/log: Is a"):
+        spawn(started, tmp_path, SLEEP)
+
+
 def test_kill_reaches_the_whole_session_also_after_its_leader(
     tmp_path: Path, started: list[LocalProcess]
 ) -> None:

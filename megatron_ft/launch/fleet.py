@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import uuid
 from collections.abc import Coroutine, Mapping, Sequence
@@ -36,6 +37,8 @@ from megatron_ft.smp.__main__ import Ready
 from megatron_ft.smp.daemon import Credentials
 
 SMP_START_SECONDS = 60.0
+END_BYTES = 1 << 16
+"""Read of a log for an error message: ranks may have written to it for weeks."""
 
 Result = TypeVar("Result")
 
@@ -121,6 +124,11 @@ class SmpFleet:
         self._handles[node] = handle
         try:
             endpoint = await self._serving(node, handle, ready)
+        except BaseException:
+            # Alive, it would pass for the SMP before it, with that one's endpoint.
+            handle.kill()
+            self.forget(node)
+            raise
         finally:
             ready.unlink(missing_ok=True)
         place = SmpPlace(handle.pid, handle.start_time, endpoint)
@@ -286,7 +294,11 @@ class TrainerFleet:
 
 
 def last_lines(path: Path, count: int = 15) -> str:
-    """The end of a log, for an error message."""
-    if not path.exists():
+    """The end of a log, for an error message; of a long one only the end is read."""
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - END_BYTES))
+            text = log.read(END_BYTES).decode(errors="replace")
+    except OSError:
         return f"(no log at {path})"
-    return "\n".join(path.read_text(errors="replace").splitlines()[-count:])
+    return "\n".join(text.splitlines()[-count:])

@@ -138,8 +138,8 @@ class Launcher(Protocol):
         and the node's folder.  Both output streams are appended to ``log_path``.  It
         reads ``stdin`` (at most 4096 bytes) from a pipe and then end of file; this is how
         a secret travels, because argv and environment of a process can be read by
-        others.  Raises NodeUnreachable, or MissingEnvironmentError when the program
-        cannot be started.
+        others.  Raises NodeUnreachable, MissingEnvironmentError when the program cannot be
+        run, or ControlPlaneError when nothing can be started there just now.
         """
 
     def attach(self, node: str, pid: int, start_time: int | None = None) -> ProcessHandle:

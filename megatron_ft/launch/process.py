@@ -61,7 +61,7 @@ class LocalProcess:
         log_path: Path,
         stdin: bytes | None = None,
     ) -> LocalProcess:
-        """Start a process in a session of its own; MissingEnvironmentError if it cannot be."""
+        """Start a process in a session of its own; errors as of ``open_session``."""
         child = open_session(node, argv, env, log_path, stdin)
         return cls(node, child.pid, child, env.get(TREE, ""))
 
@@ -176,30 +176,43 @@ def open_session(
     """Start a program in a new session, output appended to ``log_path`` (made with mode 0600).
 
     No parent-death signal and no terminal: it outlives whoever starts it.
+    MissingEnvironmentError if the program cannot be run, ControlPlaneError if the machine lacks
+    what it takes just now: room for a log, descriptors, processes.
     """
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-    log = os.open(log_path, flags, 0o600)
     try:
-        source = _filled_pipe(stdin)
+        log = _opened_log(log_path)
         try:
-            return subprocess.Popen(
-                list(argv),
-                env=dict(env),
-                stdin=source,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            return _popen(argv, env, log, stdin)
         finally:
-            os.close(source)
+            os.close(log)
     except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
         raise MissingEnvironmentError(
             f"cannot start {argv[0]!r} on node {node!r}: {error.strerror}; "
             "give a program that exists there and may be run"
         ) from error
+    except OSError as error:
+        raise ControlPlaneError(
+            f"cannot start {argv[0]!r} on node {node!r} just now, output to {log_path}: "
+            f"{error.strerror}"
+        ) from error
+
+
+def _opened_log(path: Path) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, flags, 0o600)
+
+
+def _popen(
+    argv: Sequence[str], env: Mapping[str, str], log: int, stdin: bytes | None
+) -> subprocess.Popen[bytes]:
+    source = _filled_pipe(stdin)
+    try:
+        return subprocess.Popen(
+            list(argv), env=dict(env), stdin=source, stdout=log, stderr=log, start_new_session=True
+        )
     finally:
-        os.close(log)
+        os.close(source)
 
 
 def _finish(done: asyncio.Future[None]) -> None:

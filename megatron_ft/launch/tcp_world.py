@@ -137,7 +137,8 @@ class TcpWorldProcess:
         send_table(self._tickets[0].keys(), ordered, LINGER_SECONDS)
 
     def _note(self, text: str) -> None:
-        with self._log_of(0).open("a") as log:
+        # What a disk without room for it does not take is not worth a world that goes on.
+        with suppress(OSError), self._log_of(0).open("a") as log:
             log.write(f"world {self._tickets[0].world}: {text}\n")
 
     def _log_of(self, rank: int) -> Path:
@@ -147,11 +148,12 @@ class TcpWorldProcess:
         self._over.set()
         for ticket in self._tickets:
             Path(ticket.ready).unlink(missing_ok=True)
-            with suppress(FileNotFoundError):
+            # What a full disk has no room for stays where it is: a log stops no recovery.
+            with suppress(OSError):
                 said = self._log_of(ticket.rank).read_bytes()
-                self._log_of(ticket.rank).unlink()
                 with open(self._log, "ab", opener=_private) as log:
                     log.write(said)
+                self._log_of(ticket.rank).unlink()
 
 
 def world_status(statuses: Sequence[int]) -> int:

@@ -1,0 +1,53 @@
+"""The SMPs that a supervisor keeps, and what it says of the logs of its processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.errors import ControlPlaneError
+from megatron_ft.launch import fleet
+from megatron_ft.launch.fleet import SmpFleet, last_lines
+from megatron_ft.launch.job_state import JobState
+from tests.jobs import Job
+
+WAIT_SECONDS = 100.0
+
+
+def test_an_smp_that_was_too_slow_does_not_pass_for_the_one_before(
+    made: list[Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(tmp_path, nodes=1, protect="none")
+    made.append(job)
+
+    async def story(state: JobState) -> None:
+        smps = SmpFleet(job.cluster, state, job.spec())
+        await smps.ensure("n0")
+        first = state.record.smps["n0"]
+        os.kill(first.pid, signal.SIGKILL)
+        assert await smps.first_exit() == "n0"
+        with monkeypatch.context() as patched:
+            patched.setattr(fleet, "SMP_START_SECONDS", 0.05)
+            with pytest.raises(ControlPlaneError, match="did not serve"):
+                await smps.ensure("n0")
+        endpoint = await smps.ensure("n0")
+        assert state.record.smps["n0"] != first and smps.alive("n0")
+        assert state.record.smps["n0"].endpoint == endpoint
+
+    with JobState(tmp_path / "state", job.name) as state:
+        asyncio.run(asyncio.wait_for(story(state), WAIT_SECONDS))
+
+
+def test_of_a_long_log_only_the_end_is_read(tmp_path: Path) -> None:
+    """All of it would not fit into the memory of any machine."""
+    log = tmp_path / "rank0.log"
+    log.touch()
+    os.truncate(log, 1 << 42)
+    with log.open("a") as end:
+        end.write("\nfirst\nsecond\nthird\n")
+    assert last_lines(log, 2) == "second\nthird"
+    assert last_lines(tmp_path / "none") == f"(no log at {tmp_path / 'none'})"
