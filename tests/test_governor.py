@@ -115,9 +115,9 @@ def test_a_cycle_counts_from_its_last_snapshot() -> None:
 def test_a_life_begins_with_what_an_earlier_one_has_learned() -> None:
     pacing = Pacing(BUDGET, MTBF, Observers(), lambda: 0.0)
     for incarnation in (1, 2):
-        schedule = Schedule(1, fixed=False)
-        pacing.begin(schedule)
+        schedule = pacing.begin(0, 0)
         assert schedule.interval == (2 if incarnation == 1 else 20)
+        assert schedule.next_iteration(10) > 11, "the permit must not come during the last one"
         cost = m.CaptureCost("dp0", SnapshotId(incarnation, 1), 1.0, 1.0, 1, 0.1, 0.5)
         pacing.hear(m.Event("n0", incarnation, cost))
         pacing.failed()
@@ -126,8 +126,7 @@ def test_a_life_begins_with_what_an_earlier_one_has_learned() -> None:
 
 def test_a_snapshot_costs_its_stall_and_its_shadow() -> None:
     pacing = Pacing(BUDGET, MTBF, Observers(), lambda: 0.0)
-    schedule = Schedule(1, fixed=False)
-    pacing.begin(schedule)
+    schedule = pacing.begin(0, 0)
     for number in range(1, 6):
         cost = m.CaptureCost("dp0", SnapshotId(1, number), 0.5, 9.0, 1, 1.0, 1.5)
         pacing.hear(m.Event("n0", 1, cost))

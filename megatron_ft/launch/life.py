@@ -16,7 +16,6 @@ from megatron_ft.coordinator.registration import (
     settle_stripes,
     wait_for_all,
 )
-from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.environment import RESTORE
 from megatron_ft.errors import ConfigError
 from megatron_ft.fewer_ranks import SHRINK, RankRule
@@ -90,8 +89,7 @@ class Life:
         job.state.update(shards=roll.seats(), rank_rule=rule)
         orders = stripe_orders(stripes, places, plan.active)
         first = max(0, plan.decision.iteration)
-        schedule = Schedule(roll.interval or 1, first, fixed=roll.interval > 0)
-        job.pacing.begin(schedule)
+        schedule = job.pacing.begin(roll.interval, first)
         job.observers.tell("training", "training")
         job.coordinator.start_snapshots(SnapshotCycle(plan.incarnation, places, orders, schedule))
         job.drains.begin(places, roll.seats(), plan.lineage, first)

@@ -33,11 +33,14 @@ class Pacing:
         self._schedule: Schedule | None = None
         self._told = 0
 
-    def begin(self, schedule: Schedule) -> None:
-        """A life begins: its schedule starts with what is known from earlier ones."""
-        self._schedule = schedule
-        if not schedule.fixed:
-            schedule.interval = self._governor.iterations
+    def begin(self, interval: int, first: int) -> Schedule:
+        """The schedule of a life that starts from iteration ``first``.
+
+        Without an ``interval`` (0) it has what is known from earlier lives.
+        """
+        governed = interval or self._governor.iterations
+        self._schedule = Schedule(governed, first, fixed=interval > 0)
+        return self._schedule
 
     def failed(self) -> None:
         """The job has failed and starts again."""
