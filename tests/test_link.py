@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from typing import Any
 
@@ -13,7 +14,8 @@ from megatron_ft.coordinator import coordinator as coordinator_module
 from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.cycle import Phase, SnapshotCycle
 from megatron_ft.coordinator.events import Observers
-from megatron_ft.coordinator.link import SmpLink
+from megatron_ft.coordinator.link import ARENA_TIMEOUT_SECONDS, SmpLink
+from megatron_ft.coordinator.recovery import admit
 from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.coordinator.timing import Timing
 from megatron_ft.errors import ControlPlaneError
@@ -174,3 +176,28 @@ def test_a_hold_ends_though_the_word_is_lost() -> None:
 
     asyncio.run(asyncio.wait_for(story(), 100))
     assert Losing.told == {"n0": 1, "n1": 3}
+
+
+class Busy(SmpLink):
+    """An SMP that makes a large arena for the life before, and answers heartbeats meanwhile."""
+
+    async def ask(self, request: m.Message, timeout: float) -> Any:
+        self.last_heard = time.monotonic()
+        if isinstance(request, m.Admit) and timeout <= ARENA_TIMEOUT_SECONDS:
+            raise ControlPlaneError(f"no answer in {timeout} s")
+        if isinstance(request, m.Admit):
+            return m.Inventory(self.node, 0, ())
+        raise ControlPlaneError("this one is lost")
+
+
+def test_a_node_that_makes_an_arena_is_not_lost() -> None:
+    async def story() -> None:
+        coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
+        coordinator.link_type = Busy
+        coordinator.connect("n0", NOBODY)
+        try:
+            assert not (await admit(coordinator, 1, ["n0"])).lost
+        finally:
+            await coordinator.close()
+
+    asyncio.run(asyncio.wait_for(story(), 100))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.coordinator.coordinator import Coordinator
+from megatron_ft.coordinator.link import ARENA_TIMEOUT_SECONDS
 from megatron_ft.coordinator.plan import create_requests, orders_by_node, stripe_orders
 from megatron_ft.errors import ControlPlaneError, MegatronFTError
 from megatron_ft.fault_points import reach
@@ -20,7 +21,9 @@ from megatron_ft.identity import Ancestor, SnapshotId
 from megatron_ft.recovery.decide import Decision
 from megatron_ft.smp import messages as m
 
-ADMIT_TIMEOUT_SECONDS = 30.0
+ADMIT_TIMEOUT_SECONDS = ARENA_TIMEOUT_SECONDS + 30.0
+"""For fencing a node that goes on answering heartbeats: what it was asked for before comes first,
+and that may be an arena whose pages are all touched."""
 REBUILD_TIMEOUT_SECONDS = 1800.0
 
 
