@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -43,6 +44,21 @@ def test_state_is_private_and_survives_being_reopened(tmp_path: Path) -> None:
         assert again.record.job == first.job
         assert again.record.smps["n0"].endpoint == "tcp://10.0.0.1:5"
         assert again.record.active == ("n0", "n1")
+
+
+def test_what_a_full_disk_does_not_take_is_refused_and_not_believed(tmp_path: Path) -> None:
+    """A job goes on from memory and tries again: that is no end of it."""
+    with JobState(tmp_path / "llm", "llm") as state:
+        before = state.record
+        # A new record is first written beside the old one, where this lies now.
+        in_the_way = tmp_path / "llm" / ".job.json.tmp"
+        in_the_way.mkdir()
+        with pytest.raises(ControlPlaneError, match="notes of job 'llm' cannot be written to"):
+            state.update(committed=True)
+        assert state.record == before
+        in_the_way.rmdir()
+        assert state.update(committed=True).committed
+    assert read_record(tmp_path / "llm", "llm") == state.record
 
 
 def test_a_second_supervisor_is_refused_by_name_until_the_first_is_dead(tmp_path: Path) -> None:
@@ -115,10 +131,10 @@ def test_a_write_that_is_cut_short_leaves_the_old_record(
         state.update(scheme="xor:4")
 
         def full(_: int) -> None:
-            raise OSError("no space left")
+            raise OSError(errno.ENOSPC, "no space left")
 
         monkeypatch.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match="no space"):
+        with pytest.raises(ControlPlaneError, match="no space"):
             state.update(scheme="rs:3+1")
     record = read_record(tmp_path, "llm")
     assert record is not None and record.scheme == "xor:4"

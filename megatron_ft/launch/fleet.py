@@ -124,6 +124,8 @@ class SmpFleet:
         self._handles[node] = handle
         try:
             endpoint = await self._serving(node, handle, ready)
+            place = SmpPlace(handle.pid, handle.start_time, endpoint)
+            self._state.update(smps={**self._state.record.smps, node: place})
         except BaseException:
             # Alive, it would pass for the SMP before it, with that one's endpoint.
             handle.kill()
@@ -131,8 +133,6 @@ class SmpFleet:
             raise
         finally:
             ready.unlink(missing_ok=True)
-        place = SmpPlace(handle.pid, handle.start_time, endpoint)
-        self._state.update(smps={**record.smps, **self._state.record.smps, node: place})
         return endpoint
 
     async def _serving(self, node: str, handle: ProcessHandle, ready: Path) -> str:

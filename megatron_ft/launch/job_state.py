@@ -106,11 +106,21 @@ class JobState:
         return self._record
 
     def update(self, **changes: Any) -> JobRecord:
-        """Write a record with these fields changed; on return it is on stable storage."""
+        """Write a record with these fields changed; on return it is on stable storage.
+
+        ControlPlaneError if the disk does not take it: the record is what it was.
+        """
         assert self._lock is not None, "the state was closed"
-        self._record = msgspec.structs.replace(self._record, **changes)
-        write_record(self.folder, self._record)
-        return self._record
+        record = msgspec.structs.replace(self._record, **changes)
+        try:
+            write_record(self.folder, record)
+        except OSError as error:
+            raise ControlPlaneError(
+                f"the notes of job {record.name!r} cannot be written to {self.folder} "
+                f"({error.strerror}): make room there, or mend it"
+            ) from error
+        self._record = record
+        return record
 
     def remove(self) -> None:
         """Forget the job: remove our files, the folder if then empty, and give back the lock."""
