@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from megatron_ft.coordinator.coordinator import Coordinator
@@ -59,7 +60,11 @@ class WorldKeeper:
     async def _keep(self, nodes: Sequence[str]) -> None:
         delay = FIRST_DELAY_SECONDS
         while True:
+            begun = time.monotonic()
             await self.encoders.ended()
+            if time.monotonic() - begun > LONGEST_DELAY_SECONDS:
+                # It did its work: that an earlier one broke days ago says nothing of the next.
+                delay = FIRST_DELAY_SECONDS
             self._coordinator.world_lost()
             self._tell("world_ended", "the encoder world ended; a new one is started")
             started = False
