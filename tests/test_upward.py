@@ -121,6 +121,15 @@ def test_a_branch_is_waited_for_and_not_for_long() -> None:
     assert smp.heard() == [(RELAY, ["n2"])]
 
 
+def test_a_branch_is_whole_only_with_its_relay() -> None:
+    smp = Smp()
+    smp.upward.asked_through(ENCODE, RELAY, ("n2",))
+    smp.gather("n2")
+    assert smp.heard() == []
+    smp.tell(done("w"))
+    assert smp.heard() == [(RELAY, ["n2", "n1"])]
+
+
 def test_a_new_life_passes_on_nothing_of_the_last() -> None:
     smp = Smp()
     smp.upward.asked_through(ENCODE, RELAY, ("n2", "n3"))
@@ -145,6 +154,9 @@ def test_what_was_told_before_the_coordinator_came_leaves_with_its_heartbeat() -
     smp.upward.coordinator = COORDINATOR
     smp.look()
     assert smp.heard() == [(COORDINATOR, ["WriterGone", "OrderDone"])]
+    # Once more, an encoder that has died since would have a world begin that is none.
+    smp.look(told=2)
+    assert not smp.sent
 
 
 def test_what_no_heartbeat_has_named_is_told_again() -> None:
