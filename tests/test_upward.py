@@ -128,6 +128,8 @@ def test_a_branch_is_whole_only_with_its_relay() -> None:
     assert smp.heard() == []
     smp.tell(done("w"))
     assert smp.heard() == [(RELAY, ["n2", "n1"])]
+    smp.time_passes()
+    assert not smp.sent
 
 
 def test_a_new_life_passes_on_nothing_of_the_last() -> None:
