@@ -112,6 +112,66 @@ def test_a_permit_is_all_or_nothing_on_a_node() -> None:
     assert node.take_effects() == []
 
 
+def test_a_permit_that_comes_again_while_it_stands_changes_nothing() -> None:
+    node = machine("dp0", "dp3")
+    ok(node, GRANT)
+    assert ok(node, GRANT) == []
+
+
+@pytest.mark.parametrize(
+    "ended",
+    [
+        [GRANT, m.Missed(HERE, ONE)],
+        [GRANT, m.Missed(HERE, ONE), ABORT],
+        [ABORT],
+        [GRANT, SEALED, ENCODE, ENCODED, COMMIT, m.Grant(LIFE, TWO, 12), m.Missed(HERE, TWO)],
+    ],
+    ids=["missed", "aborted", "aborted before it came", "committed"],
+)
+def test_a_permit_that_comes_after_its_snapshot_was_decided_is_refused(
+    ended: list[m.Message],
+) -> None:
+    """A relay was slow: the slot would wait for a capture that nobody makes."""
+    node = machine()
+    ok(node, *ended)
+    before = list(node.shards[HERE].slots)
+    assert isinstance(node.handle(GRANT), m.Refused)
+    assert node.take_effects() == [] and node.shards[HERE].slots == before
+
+
+def test_a_permit_from_before_an_smp_was_restarted_is_refused() -> None:
+    """What was decided is known from the headers that it adopts."""
+    node, older = machine(), machine()
+    ok(older, m.Grant(LIFE, TWO, 12), m.Sealed(record_of(TWO, HERE, 12)))
+    node.shards = older.shards
+    node.adopted()
+    assert isinstance(node.handle(GRANT), m.Refused)
+
+
+def test_an_order_to_encode_that_comes_again_changes_nothing() -> None:
+    node = machine()
+    for message in (ENCODE, ENCODED):
+        ok(node, *([GRANT, SEALED] if message is ENCODE else []), message)
+        assert ok(node, ENCODE) == []
+    assert node.shards[HERE].slots[0].parity_valid
+
+
+def test_a_part_that_was_not_encoded_is_no_order_that_comes_again() -> None:
+    """One of two ranks went back, as its encoder had died: both get their parity."""
+    node = machine("dp0", "dp3")
+    places = {"dp0": "n0", "dp3": "n0", "dp2": "n2"}
+    stripe = StripeState("xor", 2, 1, 128, tuple(places), 64, 1)
+    order = m.Encode(LIFE, ONE, WORLD, stripe_orders([stripe], places, ["n0", "n2"]))
+    ok(node, GRANT, SEALED, m.Sealed(record_of(ONE, "dp3", 10)))
+    node.shards["dp0"].begin_encode(ONE)
+    node.shards["dp0"].protect(ONE, ROOT, TABLE)
+    node.take_effects()
+    sent = [e for e in ok(node, order) if isinstance(e, ToEncoder)]
+    assert len(sent) == 1
+    states = [node.shards[shard].slots[0].state for shard in ("dp0", "dp3")]
+    assert states == [SlotState.ENCODING, SlotState.ENCODING]
+
+
 @pytest.mark.parametrize("message", [GRANT, ENCODE, COMMIT, ABORT, m.Adopt(LIFE, (), None)])
 @pytest.mark.parametrize("life", [LIFE - 1, LIFE + 1])
 def test_another_incarnation_is_not_obeyed(message: m.Message, life: int) -> None:
@@ -195,6 +255,39 @@ def test_an_encoder_of_another_world_moves_nothing() -> None:
         answer = node.handle(message)
         assert isinstance(answer, m.Refused) and answer.error == "WorldGoneError"
     assert state(node) == SlotState.SEALED
+
+
+def test_no_order_and_no_result_of_another_world_is_taken() -> None:
+    node = machine()
+    (lost,) = stripe_orders([STRIPE], PLACES, list(PLACES.values()), {STRIPE: (HERE,)})
+    ok(node, GRANT, SEALED, ENCODE, ENCODED, COMMIT)
+    ok(node, m.Rebuild(LIFE, TWO, 12, WORLD, (lost,)))
+    before = list(node.shards[HERE].slots)
+    two = record_of(TWO, HERE, 12)
+    for message in (
+        m.Rebuild(LIFE, ONE, 10, "w2", (lost,)),
+        m.Rebuilt(TWO, "w2", HERE, two, ROOT, TABLE, 0, 0.0),
+        m.Loaded("w2", two),
+        m.Repair(LIFE, ONE, "w2", ORDERS, HERE, (0,), ()),
+        m.Recomputed(ONE, "w2", HERE, {0: bytes(64)}, {}, 0),
+    ):
+        answer = node.handle(message)
+        assert isinstance(answer, m.Refused) and answer.error == "WorldGoneError", message
+        assert node.take_effects() == [] and node.shards[HERE].slots == before
+
+
+@pytest.mark.parametrize("state", ["uncommitted", "without parity"])
+def test_only_a_committed_slot_with_parity_is_mended(state: str) -> None:
+    """Another one may be written to, or given away, meanwhile."""
+    node = machine()
+    ok(node, GRANT, SEALED)
+    ok(node, ENCODE, ENCODED) if state == "uncommitted" else ok(node, m.Commit(LIFE, ONE, "local"))
+    for message in (
+        m.Repair(LIFE, ONE, WORLD, ORDERS, HERE, (0,), ()),
+        m.Recomputed(ONE, WORLD, HERE, {0: bytes(64)}, {}, 0),
+    ):
+        assert isinstance(node.handle(message), m.Refused)
+        assert node.take_effects() == []
 
 
 def test_encoding_is_refused_while_a_shard_is_captured() -> None:
