@@ -5,6 +5,7 @@ Slurm's commands only write down here that they were called; the real ones: test
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -32,6 +33,9 @@ echo "begun $*" >>"$CALLS"
 while [ "$(grep -c ^sent "$CALLS")" -lt "$SIGNALS" ]; do /bin/sleep 0.05; done
 exit "$CODE"
 """
+
+
+FREED = "--output=none bash -c for folder in"
 
 
 class Batch:
@@ -63,18 +67,52 @@ class Batch:
         path.write_text(text)
         path.chmod(0o700)
 
-    def start(self) -> subprocess.Popen[str]:
-        command = ["bash", "-c", f"source {SUPERVISE}; supervise true"]
+    def start(self, before: str = "") -> subprocess.Popen[str]:
+        command = ["bash", "-c", f"source {SUPERVISE}; {before} supervise true"]
         return subprocess.Popen(command, env=self.environment, stdout=subprocess.PIPE, text=True)
 
     def did(self, words: str) -> bool:
         return words in self.calls.read_text()
 
 
-@pytest.mark.parametrize("name", ["AFTER_TERM", "ON_NO_SPARE"])
+@pytest.mark.parametrize("name", ["AFTER_TERM", "ON_NO_SPARE", "MAX_REQUEUES"])
 def test_a_policy_that_does_not_exist_is_refused(tmp_path: Path, name: str) -> None:
     batch = Batch(tmp_path, 0, **{name: "grow"})
     assert batch.start().wait(60) == 2
+    assert not batch.did("begun")
+
+
+def test_an_environment_without_the_program_is_refused(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, 0, VENV="/nowhere")
+    (tmp_path / "megatron-ft").unlink()
+    batch.environment["PATH"] = f"{tmp_path}:/usr/bin:/bin"
+    process = subprocess.run(
+        ["bash", "-c", f"source {SUPERVISE}; supervise true"],
+        env=batch.environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert process.returncode == 2 and not batch.calls.read_text()
+    assert "no command megatron-ft in '/nowhere/bin'" in process.stderr, process.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("MEGATRON_FT_HOME", "export MEGATRON_FT_HOME"), ("TRAIN", "flags.txt")],
+)
+def test_a_script_without_its_files_trains_nothing(tmp_path: Path, name: str, said: str) -> None:
+    given = {"MEGATRON_FT_HOME": str(ROOT), "TRAIN": "true", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    batch = Batch(tmp_path, 0, **{key: value for key, value in given.items() if key != name})
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "slurm" / "pretrain_gpt_inmem.sbatch")],
+        env=batch.environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and said in done.stderr, done
     assert not batch.did("begun")
 
 
@@ -123,7 +161,7 @@ def test_what_follows_from_an_exit_code(
     batch = Batch(tmp_path, code, **settings)
     assert batch.start().wait(60) == code
     assert batch.did("scontrol requeue 9") == requeued
-    assert batch.did("rm -rf") == (code != 0), "memory of a job that ends is freed"
+    assert batch.did(FREED) == (code != 0), "memory of a job that ends is freed"
     policy = settings.get("ON_NO_SPARE", "")
     assert batch.did(f"--on-no-spare {policy if policy in ('hold', 'shrink') else 'stop'} ")
     assert batch.did("scancel --me --name=megatron-ft-host-of-9")
@@ -144,8 +182,67 @@ def test_what_follows_from_a_task_of_an_array(
     assert batch.did("--job job-7 ") and batch.did("squeue --noheader --jobs 7_2 ") == (
         code not in (0, 14)
     )
-    assert batch.did("rm -rf") == (code not in (0, 14)), "what is not on disk stays"
+    assert batch.did(FREED) == (code not in (0, 14)), "what is not on disk stays"
     assert not batch.did("requeue")
+
+
+@pytest.mark.parametrize("array", [{}, ARRAY])
+def test_a_second_script_of_one_job_leaves_all_to_the_first(
+    tmp_path: Path, array: dict[str, str]
+) -> None:
+    """As when a job was submitted twice, and shares nodes with itself."""
+    batch = Batch(tmp_path, 2, JOB="twice", **array)
+    lock = tmp_path / "state" / "twice" / "lock"
+    lock.parent.mkdir(parents=True)
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert batch.start().wait(60) == 2
+    assert batch.did("begun") and not batch.did("srun") and not batch.did("scancel")
+    assert batch.start().wait(60) == 2
+    assert batch.did(FREED), "nobody holds it any more"
+
+
+def test_only_what_this_slurm_job_has_made_is_freed(tmp_path: Path) -> None:
+    job = tmp_path / "arenas" / "a job"
+    for node, number in (("n0", "9"), ("n1", "8"), (".worlds", "9")):
+        (job / node).mkdir(parents=True)
+        (job / node / "slurm-job").write_text(number)
+    free = f'source {SUPERVISE}; bash -c "$FREE" "$ARENA_DIR/$JOB" "$SLURM_JOB_ID"'
+    batch = Batch(tmp_path, 0, ARENA_DIR=str(job.parent), JOB=job.name)
+    subprocess.run(["bash", "-c", free], env=batch.environment, check=True, timeout=60)
+    assert [node.name for node in job.iterdir()] == ["n1"]
+    batch.environment["SLURM_JOB_ID"] = "8"
+    subprocess.run(["bash", "-c", free], env=batch.environment, check=True, timeout=60)
+    assert not job.exists() and job.parent.exists()
+
+
+@pytest.mark.parametrize("code", [1, 129, 134, 135, 137, 139])
+def test_a_supervisor_that_crashed_is_started_again(tmp_path: Path, code: int) -> None:
+    """By an error of its own or whatever signal, its nodes' memory is as it was."""
+    batch = Batch(tmp_path, code)
+    assert batch.start().wait(60) == code
+    assert batch.calls.read_text().count("begun") == 3
+
+
+@pytest.mark.parametrize("code", [0, 2, 10, 12, 13, 130])
+def test_a_supervisor_that_ended_is_not_started_again(tmp_path: Path, code: int) -> None:
+    batch = Batch(tmp_path, code)
+    assert batch.start().wait(60) == code
+    assert batch.calls.read_text().count("begun") == 1
+
+
+def test_a_supervisor_told_to_stop_while_it_starts_is_one_that_did_not_drain(
+    tmp_path: Path,
+) -> None:
+    batch = Batch(tmp_path, 143)
+    assert batch.start().wait(60) == 14
+    assert batch.calls.read_text().count("begun") == 1 and batch.did("scontrol requeue 9")
+
+
+def test_a_script_told_to_stop_before_its_supervisor_starts_none(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, 0)
+    assert batch.start("kill -TERM $$;").wait(60) == 14
+    assert not batch.did("begun") and batch.did("scontrol requeue 9")
 
 
 @pytest.mark.parametrize(("name", "requeued"), [("TERM", True), ("USR1", False)])

@@ -32,6 +32,15 @@ one_of() {
 }
 one_of AFTER_TERM "$AFTER_TERM" requeue stop
 one_of ON_NO_SPARE "$ON_NO_SPARE" requeue stop hold shrink
+if ! [[ "$MAX_REQUEUES" =~ ^[0-9]+$ ]]; then
+    echo "megatron-ft: MAX_REQUEUES is '$MAX_REQUEUES'; give a whole number >= 0" >&2
+    exit 2
+fi
+if ! command -v megatron-ft >/dev/null; then
+    echo "megatron-ft: there is no command megatron-ft in '${VENV:-}/bin', nor elsewhere on PATH:" \
+        "export VENV, the Python environment that has it on all nodes" >&2
+    exit 2
+fi
 
 # How Slurm calls this one job: one task of an array has the array's own number.
 THIS="$SLURM_JOB_ID"
@@ -47,9 +56,9 @@ child=""
 # Slurm sends SIGTERM some minutes before the time limit (see --signal in the batch scripts).
 # A second one would cut the drain short, and scancel repeats what it sends to a task of an array.
 on_term() {
-    [ -n "$child" ] && [ "$told" != "$child" ] || return 0
-    told="$child"
-    kill -TERM "$child" 2>/dev/null
+    [ "$told" != "${child:-early}" ] || return 0
+    told="${child:-early}"
+    [ -z "$child" ] || kill -TERM "$child" 2>/dev/null
 }
 # scancel --batch --signal=USR1 JOB: drain, and do not requeue.
 on_usr1() {
@@ -78,6 +87,8 @@ run_once() {
     wait "$child" 2>/dev/null
     local again=$?
     [ "$again" -eq 127 ] || code=$again
+    # SIGTERM while Python was starting: nothing was drained.
+    [ "$code" -ne 143 ] || code=14
     child=""
 }
 
@@ -99,14 +110,28 @@ start_deputies() {
         bash "${BASH_SOURCE[0]%/*}/deputy.sh" "$SLURMD_NODENAME" 2>>"$STATE_DIR/deputies.log" &
 }
 
-# A supervisor that was killed left its SMPs and arenas; the next one takes them over.
+# crashed: the supervisor came to an end of which it knew nothing, by a signal or its own error.
+crashed() {
+    [ "$code" -eq 1 ] || { [ "$code" -gt 128 ] && [ "$code" -ne 130 ]; }
+}
+
+# A supervisor that crashed left its SMPs and arenas; the next one takes them over.
 run_job() {
     local start
     for start in $(seq "$SUPERVISOR_STARTS"); do
+        code=14
+        [ "$told" != early ] || return 0
         run_once "$@"
-        [ "$code" -eq 137 ] || return 0
-        echo "megatron-ft: the supervisor was killed; start $start of $SUPERVISOR_STARTS is over"
+        crashed || return 0
+        echo "megatron-ft: the supervisor was killed ($code);" \
+            "start $start of $SUPERVISOR_STARTS is over"
     done
+}
+
+# led_by_another: a supervisor of another script has the job; ours, if any, has given back its lock.
+led_by_another() {
+    local lock="$STATE_DIR/$JOB/lock"
+    [ -e "$lock" ] && ! flock --nonblock "$lock" true
 }
 
 # requeue REASON: the job runs again; returns where Slurm does not let it.
@@ -124,12 +149,21 @@ requeue() {
     echo "megatron-ft: the job could not be requeued" >&2
 }
 
-# free_memory: remove this job's arenas from the nodes that are left.
+# What free_memory does on a node, in folder $0 for Slurm job $1.
+# shellcheck disable=SC2016
+FREE='for folder in "$0"/*; do
+    [ "$(cat "$folder/slurm-job" 2>/dev/null)" != "$1" ] || rm -rf "$folder"
+done
+rm -rf "$0/.worlds"
+rmdir --ignore-fail-on-non-empty "$0" 2>/dev/null || true'
+
+# free_memory: remove this Slurm job's arenas from the nodes that are left.  What an earlier one
+# left there, and this one has not taken over, may be all that the next one can go on from.
 free_memory() {
     local nodes
     nodes="$(squeue --noheader --jobs "$THIS" --format=%N)"
     srun_here "$(scontrol show hostnames "$nodes" | wc -l)" "$nodes" \
-        rm -rf "${ARENA_DIR:?}/${JOB:?}"
+        bash -c "$FREE" "${ARENA_DIR:?}/${JOB:?}" "$SLURM_JOB_ID"
 }
 
 # go_on REASON: the job runs again, or the next task of its array does.  Without a reason neither.
@@ -150,6 +184,8 @@ supervise() {
     start_deputies
     run_job "$@"
     echo "megatron-ft: the supervisor ended with $code"
+    # Memory, tasks and hosts are the other one's.
+    ! led_by_another || exit "$code"
     # Replacement hosts are jobs of their own, which end by themselves only after a while.
     scancel --me --name="megatron-ft-host-of-$SLURM_JOB_ID"
     case "$code" in
