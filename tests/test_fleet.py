@@ -1,4 +1,4 @@
-"""The SMPs that a supervisor keeps, and what it says of the logs of its processes."""
+"""The SMPs that a supervisor keeps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ft.errors import ControlPlaneError
 from megatron_ft.launch import fleet
-from megatron_ft.launch.fleet import SmpFleet, last_lines
+from megatron_ft.launch.fleet import SmpFleet
 from megatron_ft.launch.job_state import JobState
 from tests.jobs import Job
 
@@ -40,14 +40,3 @@ def test_an_smp_that_was_too_slow_does_not_pass_for_the_one_before(
 
     with JobState(tmp_path / "state", job.name) as state:
         asyncio.run(asyncio.wait_for(story(state), WAIT_SECONDS))
-
-
-def test_of_a_long_log_only_the_end_is_read(tmp_path: Path) -> None:
-    """All of it would not fit into the memory of any machine."""
-    log = tmp_path / "rank0.log"
-    log.touch()
-    os.truncate(log, 1 << 42)
-    with log.open("a") as end:
-        end.write("\nfirst\nsecond\nthird\n")
-    assert last_lines(log, 2) == "second\nthird"
-    assert last_lines(tmp_path / "none") == f"(no log at {tmp_path / 'none'})"

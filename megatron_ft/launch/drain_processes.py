@@ -10,8 +10,8 @@ from typing import Protocol
 
 from megatron_ft.environment import INCARNATION
 from megatron_ft.errors import DrainError
-from megatron_ft.launch.fleet import last_lines
 from megatron_ft.launch.launcher import Launcher, ProcessHandle
+from megatron_ft.launch.log_end import last_word
 from megatron_ft.launch.outer_launcher import base_environment
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.priority import started_low
@@ -86,7 +86,7 @@ class DrainProcesses:
     async def _end(self, step: str, handle: ProcessHandle) -> None:
         status = await handle.wait()
         if status:
-            said = last_lines(self._log_of(handle.node), 1) if status > 0 else "it was killed"
+            said = last_word(self._log_of(handle.node)) if status > 0 else "it was killed"
             reason = f"{step} on {handle.node} ended with {status}: {said}"
             raise StepFailedError(reason, status)
 

@@ -9,9 +9,10 @@ from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.errors import error_class
 from megatron_ft.identity import SnapshotId
-from megatron_ft.launch.fleet import TrainerExit, TrainerFleet, last_lines
+from megatron_ft.launch.fleet import TrainerExit, TrainerFleet
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.launcher import Launcher
+from megatron_ft.launch.log_end import last_lines
 from megatron_ft.smp import messages as m
 
 

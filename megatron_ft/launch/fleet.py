@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import uuid
 from collections.abc import Coroutine, Mapping, Sequence
@@ -27,6 +26,7 @@ from megatron_ft.launch.launcher import (
     ProcessGoneError,
     ProcessHandle,
 )
+from megatron_ft.launch.log_end import last_word
 from megatron_ft.launch.outer_launcher import base_environment
 from megatron_ft.launch.ports import free_port
 from megatron_ft.launch.spec import JobSpec
@@ -37,8 +37,6 @@ from megatron_ft.smp.__main__ import Ready
 from megatron_ft.smp.daemon import Credentials
 
 SMP_START_SECONDS = 60.0
-END_BYTES = 1 << 16
-"""Read of a log for an error message: ranks may have written to it for weeks."""
 
 Result = TypeVar("Result")
 
@@ -148,7 +146,7 @@ class SmpFleet:
                 if not self._launcher.reachable(node):
                     raise NodeUnreachable(f"node {node} was lost while its SMP started")
                 raise ControlPlaneError(
-                    f"the SMP of node {node} ended at its start; {log} says: {last_lines(log, 1)}"
+                    f"the SMP of node {node} ended at its start; {log} says: {last_word(log)}"
                 )
             await asyncio.sleep(0.05)
         raise ControlPlaneError(
@@ -291,14 +289,3 @@ class TrainerFleet:
         for handle in self._handles:
             handle.kill()
         await asyncio.gather(*(handle.wait() for handle in self._handles))
-
-
-def last_lines(path: Path, count: int = 15) -> str:
-    """The end of a log, for an error message; of a long one only the end is read."""
-    try:
-        with path.open("rb") as log:
-            log.seek(max(0, os.fstat(log.fileno()).st_size - END_BYTES))
-            text = log.read(END_BYTES).decode(errors="replace")
-    except OSError:
-        return f"(no log at {path})"
-    return "\n".join(text.splitlines()[-count:])

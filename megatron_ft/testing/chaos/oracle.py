@@ -11,7 +11,8 @@ from pathlib import Path
 import msgspec
 
 from megatron_ft.errors import MegatronFTError
-from megatron_ft.launch.fleet import TrainerFleet, last_lines
+from megatron_ft.launch.fleet import TrainerFleet
+from megatron_ft.launch.log_end import last_lines
 from megatron_ft.launch.process import LocalProcess
 from megatron_ft.testing.chaos import trace
 from megatron_ft.testing.chaos.cases import Case

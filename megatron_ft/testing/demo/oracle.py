@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_ft.errors import MegatronFTError
-from megatron_ft.launch.fleet import TrainerFleet, last_lines
+from megatron_ft.launch.fleet import TrainerFleet
+from megatron_ft.launch.log_end import last_lines
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.virtual import VirtualCluster
 from megatron_ft.testing.demo.inject import POLL_SECONDS
