@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft import private_files
 from megatron_ft.errors import ConfigError, ControlPlaneError
 from megatron_ft.launch.job_state import (
     JobState,
@@ -156,3 +157,16 @@ def test_folder_and_digest_of_a_command(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         state_folder("../x")
     assert command_digest(["a", "b c"]) != command_digest(["a b", "c"])
+
+
+def test_notes_that_cannot_be_written_are_refused_and_the_lock_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(private_files, "replace_file", full)
+    with pytest.raises(ControlPlaneError, match="No space left.*another --state-dir"):
+        JobState(tmp_path / "job", "job")
+    monkeypatch.undo()
+    JobState(tmp_path / "job", "job").close()

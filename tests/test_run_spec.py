@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pwd
 import tempfile
 from dataclasses import fields
 from pathlib import Path
@@ -83,3 +84,39 @@ def test_a_job_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
         words += ["--state-dir", str(tmp_path), "--", "python", "train.py"]
         assert cli.main(["run", *words]) == 2
         assert os.listdir(root) == []
+
+
+# Not even root makes folders there.
+NOWHERE = "/proc/nowhere"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--nodes", "0"], "--nodes is 0"),
+        (["--state-dir", NOWHERE], "give a --state-dir"),
+        (["--log-dir", NOWHERE], f"--log-dir {NOWHERE} cannot be made"),
+        (["--drain-dir", NOWHERE, "--drain-interval", "1"], "--drain-dir"),
+        (["--log-dir", "/dev/null"], "is no folder"),
+    ],
+)
+def test_a_folder_that_cannot_serve_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], said: str
+) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        words = ["--nodes", "1", "--protect", "none", "--arena-dir", root]
+        words += ["--state-dir", str(tmp_path), *given, "--", "true"]
+        assert cli.main(["run", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("megatron-ft: error: ") and said in error
+    assert error.count("\n") == 1
+
+
+def test_a_user_without_a_home_folder_is_told_of_state_dir(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one of a container whose number nobody has in a password file."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    assert cli.main(["run", "--", "true"]) == 2
+    assert "no home folder for the job's notes: give --state-dir" in capsys.readouterr().err

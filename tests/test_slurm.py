@@ -185,6 +185,19 @@ def test_flags_for_srun_need_slurm(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--on-no-spare hold needs --launcher slurm" in capsys.readouterr().err
 
 
+def test_a_job_name_too_long_for_a_socket_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm takes long names, and the batch script's job is called as Slurm's is."""
+    there = Allocation("7", ["n0", "n1"], {})
+    monkeypatch.setattr(Allocation, "from_environment", lambda: there)
+    words = ["--launcher", "slurm", "--protect", "none", "--state-dir", str(tmp_path)]
+    assert cli.main(["run", *words, "--job", "long-" * 20, "--", "true"]) == 2
+    said = capsys.readouterr().err
+    assert "too long for a Unix socket" in said and "JOB in the batch scripts" in said
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", SITE)
 def test_batch_scripts_ask_for_what_recovery_needs(name: str) -> None:
     text = (ROOT / "scripts" / "slurm" / name).read_text()

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ft import private_files
 from megatron_ft.cli.say import say
 from megatron_ft.errors import ConfigError
 from megatron_ft.launch.agents.front import Front
@@ -22,7 +21,7 @@ from megatron_ft.launch.agents.hub import AgentHub
 from megatron_ft.launch.agents.launcher import AgentLauncher
 from megatron_ft.launch.agents.meeting import FILE_NAME, AgentOrders, address_towards
 from megatron_ft.launch.agents.node_rank import NodeRank, node_rank
-from megatron_ft.launch.job_state import state_folder
+from megatron_ft.launch.job_state import make_notes_folder, state_folder
 from megatron_ft.launch.node_names import check_names
 
 NODES, HOSTFILE = "nodes", "hostfile"
@@ -103,7 +102,7 @@ def gather(arguments: argparse.Namespace, root: Path, folder: Path) -> AgentPlac
 
     ConfigError if too few come, or two with the same name.
     """
-    private_files.make_folder(folder)
+    make_notes_folder(folder, close=False)
     file = folder / FILE_NAME
     hosts = read_hostfile(arguments.hostfile) if arguments.launcher == HOSTFILE else []
     size = len(hosts) or _rank(arguments).size

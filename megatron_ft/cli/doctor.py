@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from megatron_ft import json_section
 from megatron_ft.cli import agent_place, run, run_place
+from megatron_ft.cli.run_folders import make_folders
 from megatron_ft.cli.run_place import RunPlace
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.disk.drained import of_one_job
@@ -145,7 +146,7 @@ def _refuse_what_run_refuses(
     # each node tries.
     with suppress(ProtectionError):
         spec = run.spec_from(arguments, command or ("python",), settings, place)
-        run.make_folders(replace(spec, drain_dir=None, drain_interval=0))
+        make_folders(replace(spec, drain_dir=None, drain_interval=0))
 
 
 def wishes_of(

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from megatron_ft import isal
 from megatron_ft.cli import agent_place, run_place
+from megatron_ft.cli.run_folders import make_folder, make_folders
 from megatron_ft.cli.run_place import RunPlace
 from megatron_ft.cli.run_summary import RunSummary
 from megatron_ft.cli.say import say
@@ -158,6 +159,7 @@ def _supervise(
     notes = state_folder(arguments.job, arguments.state_dir)
     try:
         spec = spec_from(arguments, command, settings, place)
+        make_folder("--log-dir", arguments.log_dir)
         make_folders(spec)
     except MegatronFTError:
         # A job that was refused leaves nothing; a folder in use is not empty.
@@ -253,21 +255,6 @@ def spec_from(
         if arguments.launcher == run_place.VIRTUAL
         else modules_of(settings.spare_imports, command),
     )
-
-
-def make_folders(spec: JobSpec) -> None:
-    """Make what the job writes to now, so that a wrong path is found before training.
-
-    ConfigError names the flag.
-    """
-    for name in ("drain_dir", "drain_export_dir", "export_on_failure"):
-        folder: Path | None = getattr(spec, name)
-        if folder is not None:
-            try:
-                Disk().make_folder(folder.absolute())
-            except OSError as error:
-                flag = f"--{name.replace('_', '-')}"
-                raise ConfigError(f"{flag} {folder} cannot be made: {error.strerror}") from error
 
 
 async def _run(supervisor: Supervisor) -> int:

@@ -12,7 +12,9 @@ from megatron_ft.cli import agent_place
 from megatron_ft.cli.agent_place import HOSTFILE, NODES
 from megatron_ft.errors import ConfigError
 from megatron_ft.fewer_ranks import HOLD, STOP
+from megatron_ft.launch.job_state import make_notes_folder
 from megatron_ft.launch.launcher import HostSource, Launcher
+from megatron_ft.launch.node_names import check_sockets
 from megatron_ft.launch.slurm.allocation import Allocation
 from megatron_ft.launch.slurm.launcher import SlurmLauncher
 from megatron_ft.launch.slurm.replacement import ReplacementHosts
@@ -132,7 +134,8 @@ def _slurm(arguments: argparse.Namespace, root: Path, state_folder: Path, hold: 
         )
     flags = shlex.split(arguments.srun_flags)
     notes = state_folder.with_name(f"{state_folder.name}.nodes")
-    notes.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_sockets(root, arguments.job, allocation.names)
+    make_notes_folder(notes)
     launcher = SlurmLauncher(arguments.job, allocation, root, notes, flags)
     hint = "snapshots stay in memory until this Slurm job ends or runs the same command again"
     hosts = ReplacementHosts(

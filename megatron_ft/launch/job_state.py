@@ -91,11 +91,17 @@ class JobState:
         file is unreadable or of another job, user or release.
         """
         self.folder = folder
-        _make_private(folder)
+        make_notes_folder(folder)
         self._lock: int | None = _take_lock(folder, name)
         try:
             self._record = read_record(folder, name) or self._create(name)
             reach("restart.state_read")
+        except OSError as error:
+            self.close()
+            raise ControlPlaneError(
+                f"{folder / _FILE} cannot be written ({error.strerror}): make room there, or give "
+                "another --state-dir"
+            ) from error
         except BaseException:
             self.close()
             raise
@@ -162,7 +168,16 @@ def state_folder(name: str, state_dir: Path | None = None) -> Path:
     """Where a job's state is kept: <state_dir>/<name>, by default in ~/.cache/megatron-ft."""
     if not name or "/" in name or name.startswith("."):
         raise ConfigError(f"{name!r} cannot name a job: no slash, no dot in front, not empty")
-    return (state_dir or Path.home() / ".cache" / "megatron-ft") / name
+    return (state_dir or _home() / ".cache" / "megatron-ft") / name
+
+
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"user {os.geteuid()} has no home folder for the job's notes: give --state-dir"
+        ) from error
 
 
 def known_shards(name: str, state_dir: Path | None = None) -> dict[str, Seat]:
@@ -226,11 +241,20 @@ def _refusal(path: Path, name: str, reason: str) -> ControlPlaneError:
     )
 
 
-def _make_private(folder: Path) -> None:
+def make_notes_folder(folder: Path, *, close: bool = True) -> None:
+    """Have a folder of a job's notes; with ``close`` one that was open to others is closed.
+
+    ControlPlaneError if it is somebody else's, or cannot be made.
+    """
     try:
-        private_files.make_folder(folder, close=True)
+        private_files.make_folder(folder, close=close)
     except UntrustedFileError as error:
         raise ControlPlaneError(f"{error}; or choose another --state-dir") from error
+    except OSError as error:
+        raise ControlPlaneError(
+            f"{folder} cannot be made ({error.strerror}): give a --state-dir that this user may "
+            "write to and all nodes see"
+        ) from error
 
 
 def _take_lock(folder: Path, name: str) -> int:
@@ -238,6 +262,11 @@ def _take_lock(folder: Path, name: str) -> int:
         lock = private_files.open_file(folder / _LOCK, os.O_RDWR | os.O_CREAT)
     except UntrustedFileError as error:
         raise ControlPlaneError(str(error)) from error
+    except OSError as error:
+        raise ControlPlaneError(
+            f"{folder / _LOCK} cannot be made ({error.strerror}): give a --state-dir that this "
+            "user may write to"
+        ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
