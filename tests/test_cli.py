@@ -16,6 +16,7 @@ import pytest
 
 from megatron_ft import __version__, private_files
 from megatron_ft.cli import main as cli
+from megatron_ft.cli.clean import JobFolder
 from megatron_ft.environment import JOB, NODE_DIR
 from megatron_ft.errors import ConfigError, ControlPlaneError
 from megatron_ft.launch.virtual import VirtualCluster
@@ -308,3 +309,14 @@ def pause(root: Path, command: str, job: str) -> int:
 def is_paused(node: SmpNode) -> bool:
     paused: bool = ask(node.environment.socket, StatusRequest()).paused
     return paused
+
+
+def test_files_that_a_running_job_replaces_are_counted_around(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder was listed, then the file's writer renamed it."""
+    make_job(tmp_path, "job")
+    walked = list(os.walk(tmp_path / "job"))
+    (tmp_path / "job" / "node-0" / "smp.lock").unlink()
+    monkeypatch.setattr("megatron_ft.cli.clean.os.walk", lambda path: walked)
+    assert JobFolder(tmp_path / "job").allocated_bytes() == 8192

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -21,6 +22,7 @@ import zmq.asyncio
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotState
+from megatron_ft.cli.main import main
 from megatron_ft.coordinator.link import SmpLink
 from megatron_ft.errors import ControlPlaneError, LayoutMismatchError, StaleIncarnationError
 from megatron_ft.identity import Ancestor
@@ -541,6 +543,29 @@ def test_discard_frees_memory_only_when_nobody_leads(node: SmpNode) -> None:
 
     run(story())
     assert not (node.environment.node_dir / "dp0.arena").exists()
+
+
+def test_clean_says_how_long_to_wait_and_then_what_it_freed(
+    node: SmpNode, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = node.environment.node_dir.parent
+    words = ["clean", "--job", job.name, "--arena-dir", str(job.parent)]
+    words += ["--state-dir", str(job / "notes")]
+
+    async def story() -> None:
+        link = await led(node, seconds=60.0)
+        await link.demand(create(), 30)
+        assert await asyncio.to_thread(main, words) == 1
+        said = capsys.readouterr().err
+        assert re.search(r"node node0: .* end it, and wait (5\d|60) s", said), said
+        await lease(link, 0.0)
+        link.close()
+
+    run(story())
+    size = (node.environment.node_dir / "dp0.arena").stat().st_size
+    assert main(words) == 0
+    freed = re.search(r"removed (\S+) MiB", capsys.readouterr().out)
+    assert freed and float(freed[1]) >= round(size / (1 << 20), 1) > 0
 
 
 READER = """

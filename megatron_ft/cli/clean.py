@@ -14,7 +14,7 @@ import select
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from megatron_ft.errors import ConfigError, ControlPlaneError, UntrustedFileErro
 from megatron_ft.launch.job_state import JobState, state_folder
 from megatron_ft.launch.virtual import default_root
 from megatron_ft.smp.local_query import ask
-from megatron_ft.smp.messages import Discard, Ok
+from megatron_ft.smp.messages import Discard, Ok, Refused
 from megatron_ft.smp.ownership import LOCK_NAME, PID_NAME
 
 EXIT_CODES = {1: "the job given with --job still runs and was left alone"}
@@ -50,7 +50,7 @@ class JobFolder:
     def allocated_bytes(self) -> int:
         """Bytes of memory (or disk) that the folder's files occupy."""
         files = (Path(base, f) for base, _, names in os.walk(self.path) for f in names)
-        return sum(f.lstat().st_blocks * 512 for f in files)
+        return sum(map(_allocated, files))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,9 +78,11 @@ def main(arguments: argparse.Namespace) -> int:
         folders = [f for f in folders if f.job == arguments.job]
         if not folders:
             raise ConfigError(f"no job {arguments.job!r} under {root}; see `--all --dry-run`")
-        if not arguments.dry_run:
-            end_idle_smps(folders[0])
-    running = [f for f in folders if not _clean_one(f, arguments)]
+    # SMPs take their arenas with them.
+    sizes = {folder: folder.allocated_bytes() for folder in folders}
+    if arguments.job is not None and not arguments.dry_run:
+        end_idle_smps(folders[0])
+    running = [f for f, size in sizes.items() if not _clean_one(f, size, arguments)]
     if not folders:
         print(f"nothing to clean under {root}")
     return 1 if running and arguments.job is not None else 0
@@ -104,7 +106,7 @@ def find_jobs(root: Path) -> list[JobFolder]:
 def end_idle_smps(folder: JobFolder) -> None:
     """End the SMPs of a job that nobody supervises any more, and wait until they are gone.
 
-    One that has a supervisor refuses, and then counts as a living process of the job.
+    One that has a supervisor says so, and then counts as a living process of the job.
     """
     for node in folder.nodes():
         try:
@@ -112,12 +114,22 @@ def end_idle_smps(folder: JobFolder) -> None:
         except (OSError, ValueError, OverflowError):
             continue
         try:
-            if isinstance(ask(node / SOCKET_NAME, Discard()), Ok):
+            answer = ask(node / SOCKET_NAME, Discard())
+            if isinstance(answer, Ok):
                 select.select([pidfd], [], [], SMP_END_SECONDS)
+            elif isinstance(answer, Refused):
+                print(f"{folder.job}: node {node.name}: {answer.reason}", file=sys.stderr)
         except (ControlPlaneError, UntrustedFileError) as error:
             print(f"{folder.job}: {error}", file=sys.stderr)
         finally:
             os.close(pidfd)
+
+
+def _allocated(file: Path) -> int:
+    # A job that runs replaces files while they are counted.
+    with suppress(FileNotFoundError):
+        return file.lstat().st_blocks * 512
+    return 0
 
 
 def _subfolders(folder: Path) -> list[Path]:
@@ -129,9 +141,9 @@ def _subfolders(folder: Path) -> list[Path]:
     return sorted(Path(e.path) for e in entries if e.is_dir(follow_symlinks=False))
 
 
-def _clean_one(folder: JobFolder, arguments: argparse.Namespace) -> bool:
-    """Remove one job unless it runs; True if it is gone (or would be)."""
-    mebibytes = folder.allocated_bytes() / (1 << 20)
+def _clean_one(folder: JobFolder, size: int, arguments: argparse.Namespace) -> bool:
+    """Remove one job of ``size`` bytes unless it runs; True if it is gone (or would be)."""
+    mebibytes = size / (1 << 20)
     with locked(folder) as free:
         reason = "an SMP or supervisor holds its lock" if not free else living_process(folder)
         if reason:

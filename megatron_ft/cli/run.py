@@ -32,7 +32,6 @@ from megatron_ft.config import SnapshotConfig
 from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.coordinator.plan import Sizes
 from megatron_ft.coordinator.timing import Timing
-from megatron_ft.disk.durable import Disk
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.errors import (
     ConfigError,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from typing import Any
@@ -130,8 +131,13 @@ class LocalServer:
         return m.Ok()
 
     async def _discard(self) -> m.Message:
-        if time.monotonic() < self._host.lease_until:
-            return m.Refused("ControlPlaneError", "a supervisor leads this job; end it first")
+        left = self._host.lease_until - time.monotonic()
+        if left > 0:
+            reason = (
+                "a supervisor leads this job, or did until just now: end it, and wait "
+                f"{math.ceil(left)} s until its lease has run out"
+            )
+            return m.Refused("ControlPlaneError", reason)
         await self._host.retire(remove_arenas=True)
         return m.Ok()
 
