@@ -13,9 +13,10 @@ import pytest
 
 pytest.importorskip("torch")
 
+from megatron_ft import environment  # noqa: E402
 from megatron_ft.config import SETTINGS, SnapshotConfig  # noqa: E402
 from megatron_ft.errors import ConfigError  # noqa: E402
-from megatron_ft.megatron import arguments  # noqa: E402
+from megatron_ft.megatron import arguments, hooks  # noqa: E402
 
 
 def parse(*flags: str) -> argparse.Namespace:
@@ -148,6 +149,23 @@ def test_flags_beside_a_yaml_file_are_not_silently_lost() -> None:
 def test_parsed_values_are_plain_types_that_a_checkpoint_can_hold() -> None:
     args = parse("--inmem-drain-dir", "/x", "--inmem-protect=xor:4", "--inmem-slots=3")
     assert {type(value) for value in vars(args).values()} <= {str, int, float, bool, type(None)}
+
+
+def test_training_without_snapshots_under_a_supervisor_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would be ended after minutes, because none of its ranks registers."""
+    begun: list[object] = []
+    train = hooks._with_end(lambda train_data_iterator: begun.append(train_data_iterator))
+    monkeypatch.setenv(environment.RESTORE, "memory")
+    with pytest.raises(ConfigError, match="add --inmem-snapshot to its flags"):
+        train(1)
+    assert not begun
+    # As an uninterrupted run of the same command, which nobody supervises.
+    monkeypatch.delenv(environment.RESTORE)
+    monkeypatch.setenv(environment.JOB, "oracle")
+    train(2)
+    assert begun == [2]
 
 
 _PROGRAM = """

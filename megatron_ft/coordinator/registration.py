@@ -97,10 +97,21 @@ async def wait_for_all(roll: Roll, timeout: float) -> None:
     try:
         await asyncio.wait_for(roll.complete.wait(), timeout)
     except asyncio.TimeoutError as error:
-        raise ControlPlaneError(
-            f"ranks {roll.missing_ranks()} have not registered within {timeout:.0f} s; "
-            "see their logs"
-        ) from error
+        raise ControlPlaneError(_describe_missing(roll, timeout)) from error
+
+
+def _describe_missing(roll: Roll, timeout: float) -> str:
+    if roll.hellos:
+        return (
+            f"ranks {roll.missing_ranks()} have not registered within {timeout:.0f} s; see their "
+            "logs. If they only need longer to start, give --register-timeout-seconds"
+        )
+    return (
+        f"no rank has registered within {timeout:.0f} s; does the command take snapshots? Megatron "
+        'does with --inmem-snapshot, DeepSpeed with "inmem_snapshot" in its JSON, a loop of your '
+        "own with a SnapshotManager. If the ranks only need longer to start, give "
+        "--register-timeout-seconds"
+    )
 
 
 def settle_stripes(

@@ -71,7 +71,7 @@ class RestartBudget:
 def _explain(failure: str, count: int, highest: int) -> str:
     reached = f"iteration {highest} is the newest commit" if highest >= 0 else "nothing committed"
     return (
-        f"stopped: the same failure {count} times without progress ({reached}): {failure}; "
+        f"the same failure {count} times without progress ({reached}): {failure}; "
         "another start would meet it again: see that rank's log, fix the cause, then run the "
         "same command, which goes on from the newest snapshot"
     )

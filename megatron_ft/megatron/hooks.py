@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 from megatron_ft.capture.manager_protocol import Manager
-from megatron_ft.config import SnapshotConfig
+from megatron_ft.config import SWITCH, SnapshotConfig
+from megatron_ft.environment import RESTORE
+from megatron_ft.errors import ConfigError
 from megatron_ft.fewer_ranks import SHRINK
 from megatron_ft.megatron import arguments
 from megatron_ft.megatron.manager import make_manager
@@ -106,6 +109,7 @@ def _with_end(original: Function) -> Function:
 
     def train(*args: Any, **kwargs: Any) -> Any:
         if _current is None:
+            _refuse_to_train_unprotected()
             return original(*args, **kwargs)
         _current.begin_training(signature.bind(*args, **kwargs).arguments["train_data_iterator"])
         try:
@@ -114,6 +118,17 @@ def _with_end(original: Function) -> Function:
             _replace_current(None)
 
     return train
+
+
+def _refuse_to_train_unprotected() -> None:
+    """Else the supervisor would end this training, as ranks do not register, after minutes."""
+    # Said to the trainers of every life, and to no others of the same fleet.
+    if RESTORE in os.environ:
+        raise ConfigError(
+            f"this training was started by `megatron-ft run`, but takes no snapshots: add "
+            f"{SWITCH} to its flags (beside --yaml-cfg: `inmem_snapshot: true` to that file), or "
+            "start it without `megatron-ft run`"
+        )
 
 
 def _with_loss(original: Function) -> Function:
