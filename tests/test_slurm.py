@@ -203,6 +203,9 @@ def test_batch_scripts_ask_for_what_recovery_needs(name: str) -> None:
     text = (ROOT / "scripts" / "slurm" / name).read_text()
     for option in ("--no-kill", "--requeue", "--signal=B:TERM@300", "--open-mode=append"):
         assert f"\n#SBATCH {option}\n" in text
+    assert ': "${DRAIN_STOP_SECONDS:=${MEGATRON_FT_DRAIN_STOP_SECONDS:-240}}" ' in text, (
+        "less than --signal leaves, by a minute"
+    )
     subprocess.run(["bash", "-n", ROOT / "scripts" / "slurm" / name], check=True)
 
 

@@ -21,6 +21,7 @@ CALLED = """\
 echo "${0##*/} $*" >>"$CALLS"
 case "${0##*/} $*" in
     *--format=%T) echo RUNNING ;;
+    *--format=%L) echo "$LEFT" ;;
     "squeue "* | *hostnames*) echo n0 ;;
     *requeue*) exit "$REQUEUE" ;;
 esac
@@ -54,6 +55,7 @@ class Batch:
             "CODE": str(code),
             "SIGNALS": "",
             "REQUEUE": "1",
+            "LEFT": "1-02:00:00",
             "SLURM_JOB_ID": "9",
             "SLURM_JOB_NAME": "job",
             "SLURM_JOB_NODELIST": "n0",
@@ -134,6 +136,25 @@ def test_flags_for_srun_stay_one_word(tmp_path: Path) -> None:
     without = Batch(tmp_path, 0)
     without.calls.write_text("")
     assert without.start().wait(60) == 0 and not without.did("--srun-flags")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, "240"),
+        ({"DRAIN_STOP_SECONDS": "900"}, "900"),
+        ({"MEGATRON_FT_DRAIN_STOP_SECONDS": "800"}, "800"),
+    ],
+)
+def test_a_last_drain_may_take_what_the_warning_leaves(
+    tmp_path: Path, given: dict[str, str], told: str
+) -> None:
+    """Not the 25 seconds of a launcher that kills after 30."""
+    batch = Batch(tmp_path, 0, **given)
+    show = '#!/bin/sh\necho "may drain for $MEGATRON_FT_DRAIN_STOP_SECONDS s" >>"$CALLS"\n'
+    batch._write(tmp_path / "megatron-ft", show)
+    assert batch.start().wait(60) == 0
+    assert batch.did(f"may drain for {told} s")
 
 
 ARRAY = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
@@ -243,6 +264,22 @@ def test_a_script_told_to_stop_before_its_supervisor_starts_none(tmp_path: Path)
     batch = Batch(tmp_path, 0)
     assert batch.start("kill -TERM $$;").wait(60) == 14
     assert not batch.did("begun") and batch.did("scontrol requeue 9")
+
+
+@pytest.mark.parametrize(
+    ("left", "requeued"), [("4:59", False), ("0:30", False), ("1:00:00", True), ("", True)]
+)
+def test_a_time_limit_within_its_own_warning_requeues_nothing(
+    tmp_path: Path, left: str, requeued: bool
+) -> None:
+    """Slurm gives that warning at once: a hundred lives would train nothing."""
+    batch = Batch(tmp_path, 0, LEFT=left)
+    assert batch.start("kill -TERM $$;").wait(60) == 14
+    assert batch.did("scontrol requeue 9") == requeued
+    drained = Batch(tmp_path, 13, LEFT=left)
+    drained.calls.write_text("")
+    assert drained.start().wait(60) == 13
+    assert drained.did("scontrol requeue 9"), "it trained"
 
 
 @pytest.mark.parametrize(("name", "requeued"), [("TERM", True), ("USR1", False)])

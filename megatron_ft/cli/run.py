@@ -58,7 +58,8 @@ EXIT_CODES: Mapping[int, str] = {
     11: "stopped: a node is lost and no spare is left",
     12: "stopped: the same failure three times without progress",
     EXIT_DRAINED: "stopped by SIGTERM: the newest committed snapshot is in --drain-dir",
-    EXIT_NOT_DRAINED: "stopped by SIGTERM: it could not be drained within --drain-stop-seconds",
+    EXIT_NOT_DRAINED: "stopped by SIGTERM: no snapshot was drained, for want of one, or of time "
+    "(--drain-stop-seconds)",
     EXIT_INTERRUPTED: "interrupted, or stopped by SIGTERM without --drain-dir",
 }
 

@@ -9,6 +9,7 @@
 : "${STATE_DIR:=$PWD/megatron-ft-state}"
 : "${DRAIN_DIR:=$PWD/megatron-ft-checkpoints}"
 : "${DRAIN_INTERVAL:=500}"
+: "${DRAIN_STOP_SECONDS:=${MEGATRON_FT_DRAIN_STOP_SECONDS:-240}}"
 : "${SPARES:=1}"
 : "${RANKS_PER_NODE:=1}"
 : "${PROTECT:=rs:3+1}"
@@ -21,6 +22,9 @@
 : "${ARENA_DIR:=/dev/shm/megatron-ft-$(id -u)}"
 
 SUPERVISOR_STARTS=3
+
+# Not a flag: the training command may have one of its own.
+export MEGATRON_FT_DRAIN_STOP_SECONDS="$DRAIN_STOP_SECONDS"
 
 # one_of NAME VALUE ALLOWED...: ends with 2 if a site variable has none of the values it may have.
 one_of() {
@@ -51,11 +55,13 @@ case "$ON_NO_SPARE" in
 esac
 stop_for_good=""
 told=""
+told_after=""
 child=""
 
 # Slurm sends SIGTERM some minutes before the time limit (see --signal in the batch scripts).
 # A second one would cut the drain short, and scancel repeats what it sends to a task of an array.
 on_term() {
+    : "${told_after:=$SECONDS}"
     [ "$told" != "${child:-early}" ] || return 0
     told="${child:-early}"
     [ -z "$child" ] || kill -TERM "$child" 2>/dev/null
@@ -166,6 +172,16 @@ free_memory() {
         bash -c "$FREE" "${ARENA_DIR:?}/${JOB:?}" "$SLURM_JOB_ID"
 }
 
+# too_short: Slurm warned of the time limit as soon as the job began, and will do so each time.
+too_short() {
+    local left
+    [ "$code" -eq 14 ] && [ -n "$told_after" ] && [ "$told_after" -lt 60 ] || return 1
+    left="$(squeue --noheader --jobs "$THIS" --format=%L)"
+    [[ "$left" =~ ^[0-9]{1,2}:[0-9]{2}$ ]] || return 1
+    echo "megatron-ft: told to stop after $told_after s, with $left left: --time must be longer than" \
+        "what --signal leaves before its end; not requeued"
+}
+
 # go_on REASON: the job runs again, or the next task of its array does.  Without a reason neither.
 go_on() {
     if [ -z "${SLURM_ARRAY_JOB_ID:-}" ]; then
@@ -192,7 +208,7 @@ supervise() {
         13 | 14) [ "$AFTER_TERM" != requeue ] || reason="told to stop" ;;
         11) [ "$ON_NO_SPARE" = stop ] || reason="no spare is left" ;;
     esac
-    [ -z "$stop_for_good" ] || reason=""
+    [ -z "$stop_for_good" ] && ! too_short || reason=""
     go_on "$reason"
     [ "$code" -eq 0 ] || free_memory
     exit "$code"
