@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ft.erasure.domains import check_domains
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.erasure.stripes import RankPlace, StripePlan, padded_bytes, plan_stripes
 from megatron_ft.errors import ProtectionError
@@ -158,6 +159,39 @@ def test_a_rack_that_is_too_large_is_named() -> None:
         plan_stripes(cluster([1, 3, 1]), Scheme.parse("rs:3+1"), block_bytes=BLOCK)
     with pytest.raises(ProtectionError, match="No scheme survives the loss of d0"):
         plan_stripes(cluster([4]), Scheme.parse("rs:3+1"), block_bytes=BLOCK)
+
+
+@given(
+    count=st.integers(1, 60),
+    data=st.integers(1, 8),
+    parity=st.integers(1, 4),
+    replica=st.booleans(),
+)
+def test_nodes_that_no_stripes_can_be_made_of_are_refused_with_ways_out(
+    count: int, data: int, parity: int, replica: bool
+) -> None:
+    """No failure domain is to blame, so none is named; what is proposed can be had."""
+    kind = "replica" if replica else "xor" if parity == 1 else "rs"
+    scheme = Scheme(kind, 1 if replica else data, parity)
+    names = [f"n{i}" for i in range(count)]
+    try:
+        check_domains(names, {}, scheme)
+    except ProtectionError as error:
+        said = str(error)
+    else:
+        return
+    if count < scheme.members:
+        assert f"needs {scheme.members} nodes" in said
+        return
+    assert "failure domain" not in said
+    found = re.search(r"train on (\d+), .* or on (\d+), or take (\S+)$", said)
+    assert found, said
+    fewer, more, other = int(found[1]), int(found[2]), Scheme.parse(found[3])
+    assert fewer < count < more
+    for number in (fewer, more):
+        check_domains([f"n{i}" for i in range(number)], {}, scheme)
+    check_domains(names, {}, other)
+    assert other.parity_members == scheme.parity_members
 
 
 @pytest.mark.parametrize(

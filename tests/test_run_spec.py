@@ -98,6 +98,7 @@ NOWHERE = "/proc/nowhere"
         (["--log-dir", NOWHERE], f"--log-dir {NOWHERE} cannot be made"),
         (["--drain-dir", NOWHERE, "--drain-interval", "1"], "--drain-dir"),
         (["--log-dir", "/dev/null"], "is no folder"),
+        (["--arena-dir", NOWHERE], "give an --arena-dir"),
     ],
 )
 def test_a_folder_that_cannot_serve_is_refused_in_one_line(

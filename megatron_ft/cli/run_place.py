@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from megatron_ft.cli import agent_place
 from megatron_ft.cli.agent_place import HOSTFILE, NODES
+from megatron_ft.cli.say import say
 from megatron_ft.errors import ConfigError
 from megatron_ft.fewer_ranks import HOLD, STOP
 from megatron_ft.launch.job_state import make_notes_folder
@@ -126,6 +128,11 @@ def _with_agents(arguments: argparse.Namespace, root: Path, meeting_folder: Path
 def _slurm(arguments: argparse.Namespace, root: Path, state_folder: Path, hold: bool) -> RunPlace:
     allocation = Allocation.from_environment()
     there = len(allocation.names)
+    if int(os.environ.get("SLURM_HET_SIZE", "1")) > 1:
+        say(
+            f"megatron-ft: job {allocation.job_id} is heterogeneous; only the nodes of this "
+            f"component are used: {', '.join(allocation.names)}"
+        )
     nodes: int = there - arguments.spares if arguments.nodes is None else arguments.nodes
     if nodes < 1 or nodes + arguments.spares > there:
         raise ConfigError(

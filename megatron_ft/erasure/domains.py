@@ -90,7 +90,27 @@ def possible_scheme(node_count: int, largest_domain: int, wanted: Scheme) -> Sch
     return None
 
 
+def _indivisible(count: int, scheme: Scheme) -> str:
+    """What to do where stripes leave nodes over although each is a domain of its own."""
+    fewest, most = scheme.parity_members + 1, scheme.members
+    sizes = f"{most}" if fewest == most else f"{fewest} to {most}"
+    fitting = [n for n in range(most, 2 * count + most) if stripe_sets(n, 1, scheme) is not None]
+    numbers = [max(n for n in fitting if n < count), min(n for n in fitting if n > count)]
+    # Longer stripes survive as many losses, and cost less memory than more parity.
+    kind = "xor" if scheme.kind == "xor" else "rs"
+    longer = (
+        Scheme(kind, data, scheme.parity_members) for data in range(scheme.data_members + 1, count)
+    )
+    other = next(found for found in longer if stripe_sets(count, 1, found) is not None)
+    return (
+        f"{count} nodes cannot be divided into stripes of {scheme}, which have {sizes} nodes: "
+        f"train on {numbers[0]}, with the others as spares, or on {numbers[1]}, or take {other}"
+    )
+
+
 def _refusal(nodes: Sequence[str], name: str, largest: Sequence[str], scheme: Scheme) -> str:
+    if len(largest) == 1:
+        return _indivisible(len(nodes), scheme)
     parity = scheme.parity_members
     needed = max(-(-len(largest) // parity), -(-len(nodes) // scheme.members))
     text = (

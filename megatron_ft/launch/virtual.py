@@ -268,3 +268,8 @@ def _make_private(folder: Path, forbidden: int = private_files.OTHERS) -> None:
         private_files.make_folder(folder, forbidden)
     except UntrustedFileError as error:
         raise MissingEnvironmentError(f"{error}; or choose another root folder") from error
+    except OSError as error:
+        raise MissingEnvironmentError(
+            f"{folder} cannot be made ({error.strerror}): give an --arena-dir on a tmpfs that this "
+            "user may write to"
+        ) from error
