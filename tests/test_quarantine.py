@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,8 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_decide import NEW, OLD, decided, everywhere
 
+from megatron_ft.coordinator.events import Observers
+from megatron_ft.disk.native import TRACKER, checkpoint_folder, naming
 from megatron_ft.identity import SnapshotId
-from megatron_ft.launch.distrust import reason_against_own
+from megatron_ft.launch.distrust import Distrust, reason_against_own
+from megatron_ft.launch.job_state import JobState
+from megatron_ft.recovery.decide import Decision
 from megatron_ft.recovery.quarantine import FAILURE_LIMIT, MOST_REJECTED, Quarantine
 from megatron_ft.recovery.start import Disk, View, decide
 
@@ -105,6 +111,64 @@ def test_a_frameworks_own_checkpoint_of_what_was_rewound_is_not_loaded(
     rewound = Quarantine().rewound(50)
     assert bool(reason_against_own(rewound, Path("/checkpoints") / name)) is out
     assert reason_against_own(rewound, None) == ""
+
+
+def saved(directory: Path, iteration: int) -> Path:
+    folder = checkpoint_folder(directory, iteration)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "data").touch()
+    (directory / TRACKER).write_text(str(iteration))
+    return folder
+
+
+def test_a_frameworks_own_checkpoint_that_was_given_up_is_not_loaded_until_it_is_saved_again(
+    tmp_path: Path,
+) -> None:
+    folder = saved(tmp_path, 60)
+    given_up = Quarantine().giving_up(naming(tmp_path)).giving_up("")
+    assert "rolled back from" in reason_against_own(given_up, folder)
+    assert not reason_against_own(Quarantine(), folder)
+    assert not reason_against_own(given_up, saved(tmp_path, 58))
+    assert not reason_against_own(given_up, saved(tmp_path, 60))
+
+
+class Told:
+    """As much of a coordinator as Distrust has to do with; every rank is at iteration 52."""
+
+    def __init__(self) -> None:
+        self.listeners: list[Any] = []
+        self.progress, self.durable, self.observers = {"n0": 52}, None, Observers()
+
+    async def refresh(self) -> None:
+        """Nothing is new."""
+
+
+@pytest.mark.parametrize(
+    ("saved_at", "rejected", "rewound"),
+    [(49, False, False), (50, False, True), (51, True, True), (None, False, False)],
+)
+def test_what_was_saved_after_a_bad_snapshot_or_what_was_rewound_is_given_up(
+    tmp_path: Path, saved_at: int | None, rejected: bool, rewound: bool
+) -> None:
+    """A snapshot of iteration 50 fails twice; or the job is rewound to before 50."""
+    if saved_at is not None:
+        saved(tmp_path, saved_at)
+    start, told = Decision(NEW, 50, False, (), {}), Told()
+    with JobState(tmp_path / "failed", "job") as state:
+        distrust = Distrust(state, told, NEAR, tmp_path)  # type: ignore[arg-type]
+
+        async def fail_twice() -> list[bool]:
+            await distrust.begin(start, (), 0)
+            return [await distrust.training_failed() for _ in range(FAILURE_LIMIT)]
+
+        assert asyncio.run(fail_twice()) == [False, True]
+        assert bool(distrust.quarantine.own) is rejected
+    with JobState(tmp_path / "rewound", "job") as state:
+        state.update(quarantine=Quarantine().rewound(50))
+        distrust = Distrust(state, told, NEAR, tmp_path)  # type: ignore[arg-type]
+        asyncio.run(distrust.begin(start, (), 0))
+        assert bool(distrust.quarantine.own) is rewound
+        assert distrust.quarantine.before is None
 
 
 def test_recovery_rewinds_to_the_newest_before_the_iteration() -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from megatron_ft.cli import status
 from megatron_ft.cli.main import main
+from megatron_ft.disk.native import TRACKER, checkpoint_folder, iteration_of
+from megatron_ft.errors import UnrecoverableError
 from megatron_ft.launch.job_state import read_record
 from tests.disk_jobs import of_kind, signal_trainers, stop_until_drained, wait_until
 from tests.jobs import Job, difference, oracle
@@ -70,3 +72,37 @@ def test_a_stopped_job_goes_on_from_before_what_was_given_up_in_memory_and_on_di
     assert str(older.fields["folder"]) in from_disk.text, job.story()
     assert f"{Path(newer.fields['folder']).name} is off the job's lineage" in from_disk.text
     assert not difference(job.result(), oracle(tmp_path, 2)), job.story()
+
+
+def test_what_the_framework_saved_and_the_job_gave_up_is_no_last_resort(
+    made: list[Job], tmp_path: Path
+) -> None:
+    """Until somebody names it anew: that says that it is wanted."""
+    own = tmp_path / "own"
+    job = Job(tmp_path, nodes=2, spares=2, slots=3, checkpoint_dir=own)
+    made.append(job)
+
+    def save_and_stop(job: Job) -> None:
+        signal_trainers(job, signal.SIGSTOP)
+        folder = checkpoint_folder(own, of_kind(job, "committed")[-1].fields["iteration"])
+        folder.mkdir(parents=True)
+        (folder / "data").touch()
+        (own / TRACKER).write_text(str(iteration_of(folder)))
+        job.interrupt()
+
+    with pytest.raises(asyncio.CancelledError):
+        job.run((8, save_and_stop))
+    (folder,) = own.glob("iter_*")
+    assert rewind(job, iteration_of(folder)) == 0
+
+    def lose_memory(job: Job) -> None:
+        for node in ("n0", "n1"):
+            job.cluster.kill_node(node)
+
+    job.at_event["training"] = lose_memory
+    with pytest.raises(UnrecoverableError, match=f"{folder}.* of what the job was rolled back"):
+        job.run()
+    assert of_kind(job, "restoring")[-1].fields["iteration"] < iteration_of(folder), job.story()
+    (own / TRACKER).write_text(str(iteration_of(folder)))
+    job.run()
+    assert str(folder) in of_kind(job, "from_disk")[-1].text, job.story()

@@ -46,6 +46,19 @@ def _is_iteration(word: str) -> bool:
     return re.fullmatch(r"[0-9]{1,18}", word) is not None
 
 
+def naming(directory: Path) -> str:
+    """What tells one naming of a newest checkpoint from all others; '' if none is named.
+
+    A checkpoint that is saved anew in the place of another is named anew, too.
+    """
+    found = []
+    for file in (directory / TRACKER, directory / LATEST):
+        if file.is_file():
+            about = file.stat()
+            found.append(f"{file.read_text().strip()} {about.st_mtime_ns} {about.st_ino}")
+    return ", ".join(found)
+
+
 def latest_tag(directory: Path) -> str:
     """The tag that DeepSpeed's ``latest`` names, '' if it names none that is a name of a folder."""
     tag = _word(directory / LATEST)

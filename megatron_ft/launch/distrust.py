@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 from megatron_ft.coordinator.coordinator import Coordinator
-from megatron_ft.disk.native import iteration_of
+from megatron_ft.disk.native import iteration_of, naming, newest_checkpoint
 from megatron_ft.identity import Ancestor
+from megatron_ft.launch.in_thread import in_thread
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.recovery.decide import Decision
 from megatron_ft.recovery.lineage import on_lineage
 from megatron_ft.recovery.quarantine import Quarantine
 from megatron_ft.smp import messages as m
 
+LOOK_TIMEOUT_SECONDS = 10.0
+"""Longest that a recovery waits for the folder of the framework's own checkpoints."""
+
 
 class Distrust:
     """The quarantine in the job's notes, so that a later supervisor knows it, too.
 
-    ``near`` is the number of iterations after a restore within which a failure counts.
+    ``near`` is the number of iterations after a restore within which a failure counts.  In
+    ``directory`` are the framework's own checkpoints, if that is known.
     """
 
-    def __init__(self, state: JobState, coordinator: Coordinator, near: int) -> None:
+    def __init__(
+        self, state: JobState, coordinator: Coordinator, near: int, directory: Path | None = None
+    ) -> None:
         self._state, self._coordinator = state, coordinator
-        self._ranks, self._near = 0, near
+        self._ranks, self._near, self._directory = 0, near, directory
         self._start: Decision | None = None
         self._restored: set[str] = set()
         coordinator.listeners.append(self._note_restored)
@@ -38,10 +46,13 @@ class Distrust:
         self._coordinator.progress.clear()
         self._restored.clear()
 
-    def begin(self, decision: Decision, lineage: tuple[Ancestor, ...], ranks: int) -> None:
+    async def begin(self, decision: Decision, lineage: tuple[Ancestor, ...], ranks: int) -> None:
         """A life of so many ranks starts from a decision, and every arena's lineage says so."""
         self._start, self._ranks = decision, ranks
-        self._state.update(quarantine=self.quarantine.settled())
+        quarantine = self.quarantine
+        if quarantine.before is not None:
+            quarantine = quarantine.giving_up(await self._own_since(quarantine.before))
+        self._state.update(quarantine=quarantine.settled())
         durable = self._coordinator.durable
         if durable is not None and not on_lineage(durable[0], lineage):
             # On disk there is only what was given up.
@@ -67,6 +78,8 @@ class Distrust:
         reached = max(self._coordinator.progress.values(), default=-1)
         gained, before = max(0, reached - iteration), self.quarantine
         after = before.after_failure(snapshot, gained, self._near)
+        if after.rejected != before.rejected:
+            after = after.giving_up(await self._own_since(iteration + 1))
         if after != before:
             self._state.update(quarantine=after)
         if after.rejected == before.rejected:
@@ -79,6 +92,21 @@ class Distrust:
             snapshot=str(snapshot),
         )
         return True
+
+    async def _own_since(self, iteration: int) -> str:
+        """How the framework names its newest checkpoint if that is of ``iteration`` or later."""
+        directory = self._directory
+        if directory is None:
+            return ""
+
+        def look() -> str:
+            newest = newest_checkpoint(directory)
+            return naming(directory) if newest and iteration_of(newest) >= iteration else ""
+
+        try:
+            return await in_thread(look, LOOK_TIMEOUT_SECONDS)
+        except (asyncio.TimeoutError, OSError):
+            return ""
 
     def _note_restored(self, event: m.Event) -> None:
         if isinstance(event.body, m.Restored):
@@ -95,5 +123,8 @@ class Distrust:
 
 def reason_against_own(quarantine: Quarantine, checkpoint: Path | None) -> str:
     """Why the framework's own checkpoint must not be loaded, or nothing."""
-    known = -1 if checkpoint is None else iteration_of(checkpoint)
-    return quarantine.reason_against_iteration(known)
+    if checkpoint is None:
+        return ""
+    if quarantine.own and naming(checkpoint.parent) == quarantine.own:
+        return "it is of what the job was rolled back from"
+    return quarantine.reason_against_iteration(iteration_of(checkpoint))

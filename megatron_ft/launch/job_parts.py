@@ -44,7 +44,9 @@ class JobParts:
             spec, launcher, state.record.job, self.coordinator, self.members.spares_gone
         )
         self.disk = DiskRestores(spec, launcher)
-        self.distrust = Distrust(state, self.coordinator, spec.quarantine_iterations)
+        self.distrust = Distrust(
+            state, self.coordinator, spec.quarantine_iterations, spec.checkpoint_dir
+        )
         self.pacing = Pacing(
             spec.overhead_percent / 100, 3600 * spec.expected_mtbf_hours, self.observers
         )

@@ -45,7 +45,7 @@ class Life:
         plan, admitted = begun
         await carry_out(job, plan, admitted)
         ranks = job.members.ranks
-        job.distrust.begin(plan.decision, plan.lineage, ranks)
+        await job.distrust.begin(plan.decision, plan.lineage, ranks)
         roll = Roll(ranks, job.spec.domains)
         job.coordinator.listeners.append(roll.hear)
         try:

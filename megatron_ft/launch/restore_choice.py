@@ -10,7 +10,7 @@ from megatron_ft.coordinator.recovery import (
     restore,
 )
 from megatron_ft.disk.drained import Choice
-from megatron_ft.disk.native import newest_checkpoint
+from megatron_ft.disk.native import LATEST, TRACKER, newest_checkpoint
 from megatron_ft.errors import UnrecoverableError
 from megatron_ft.identity import Ancestor
 from megatron_ft.launch.disk_restore import lineage_before
@@ -100,7 +100,12 @@ class RestoreChoice:
         checkpoint = newest_checkpoint(job.spec.checkpoint_dir)
         unwanted = reason_against_own(job.distrust.quarantine, checkpoint)
         if unwanted:
-            reason, checkpoint = f"{reason}; {checkpoint}: {unwanted}", None
+            # Not from scratch either: what the folder names is what the framework would load.
+            raise UnrecoverableError(
+                f"no snapshot can be served: {reason}. {checkpoint} cannot either: {unwanted}. "
+                f"Name what is to be loaded, that one or an older one, in {TRACKER} (DeepSpeed: "
+                f"{LATEST}) of its folder anew"
+            )
         if checkpoint is not None:
             # Without shards the ranks are others than those that memory was of (shrink.py).
             known = job.state.record.shards

@@ -29,12 +29,14 @@ class Quarantine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``before`` is an iteration to which the user has asked to rewind and which no recovery
     has carried out yet.  With ``over_disk`` memory, and what was drained of it, goes before the
     training framework's own checkpoints even where those are newer: they are of what was given up.
+    ``own`` is how one of those was named (disk.native.naming) that is not used, come what may.
     """
 
     suspects: tuple[Suspicion, ...] = ()
     rejected: tuple[SnapshotId, ...] = ()
     before: int | None = None
     over_disk: bool = False
+    own: str = ""
 
     def after_failure(self, started_from: SnapshotId, gained: int, near: int) -> Quarantine:
         """Training that had started from a snapshot has failed after ``gained`` iterations.
@@ -60,6 +62,10 @@ class Quarantine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The user wants nothing of iteration ``before`` or later; an earlier wish still holds."""
         least = before if self.before is None else min(before, self.before)
         return msgspec.structs.replace(self, before=least, over_disk=True)
+
+    def giving_up(self, own: str) -> Quarantine:
+        """The framework's own checkpoint that is named so is given up; '' for none."""
+        return msgspec.structs.replace(self, own=own or self.own)
 
     def settled(self) -> Quarantine:
         """A recovery has carried the rewind out: its lineage leaves out what is to be left out."""
