@@ -74,6 +74,8 @@ def test_a_value_out_of_range_is_refused() -> None:
         ({"fp4_param_gather": True}, "--fp4-param-gather"),
         ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload"),
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
+        ({"gtp_weight_remat_size": 2}, "--tensor-parallel-num-weight-shards"),
+        ({"expert_gtp_weight_remat_size": 2}, "--expert-tensor-parallel-num-weight-shards"),
         ({"skip_train": True}, "--skip-train"),
         ({"inprocess_restart": True}, "--inprocess-restart"),
     ],
@@ -93,6 +95,7 @@ def test_all_conflicts_are_listed_at_once() -> None:
 
 def test_ordinary_settings_are_accepted() -> None:
     ordinary = SimpleNamespace(optimizer="sgd", dataloader_type="external", fp8_recipe="delayed")
+    ordinary.gtp_weight_remat_size = ordinary.expert_gtp_weight_remat_size = 1
     assert arguments.validate(ordinary) == SnapshotConfig()
 
 

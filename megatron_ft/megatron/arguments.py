@@ -51,6 +51,10 @@ def config_from_args(args: Any) -> SnapshotConfig:
     return resolve(flag_source(args), environment_source())
 
 
+_WEIGHT_SHARDS = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+"""What Megatron makes of its flags for the number of shards of each weight; 1 for none."""
+
+
 def _is_set(name: str) -> Callable[[Any], bool]:
     return lambda args: bool(getattr(args, name, False))
 
@@ -85,6 +89,11 @@ _CONFLICTS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "--use-megatron-fsdp or --use-torch-fsdp2",
         lambda args: _is_set("use_megatron_fsdp")(args) or _is_set("use_torch_fsdp2")(args),
         "their buffers are laid out differently",
+    ),
+    (
+        "--tensor-parallel-num-weight-shards or --expert-tensor-parallel-num-weight-shards",
+        lambda args: any(getattr(args, name, None) not in (None, 1) for name in _WEIGHT_SHARDS),
+        "which ranks then hold the same weights is not known here",
     ),
     (
         "--use-layer-wise-distributed-optimizer",
