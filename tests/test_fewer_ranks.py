@@ -138,6 +138,8 @@ def test_megatrons_arguments_say_with_how_many_ranks(
         ({"no_load_optim": True}, "--no-load-optim"),
         ({"no_save_rng": True}, "--no-save-rng"),
         ({"ckpt_step": 5}, "--ckpt-step"),
+        ({"override_ckpt_iteration": 5}, "--override-ckpt-iteration"),
+        ({"override_ckpt_iteration": 0}, "--override-ckpt-iteration"),
         ({"ckpt_format": "torch"}, "exports are torch_dist"),
         ({"_is_global_batch_size_explicitly_specified": False}, "without --global-batch-size"),
         ({"data_parallel_size": 64, "overlap_grad_reduce": True}, "fully-reshardable"),

@@ -26,6 +26,7 @@ _WITHOUT = (
     ("no_load_rng", "--no-load-rng", "random states would begin anew"),
     ("no_save_rng", "--no-save-rng", "the export would have no random states"),
     ("ckpt_step", "--ckpt-step", "it would load that checkpoint and not the export"),
+    ("override_ckpt_iteration", "--override-ckpt-iteration", "the export has its own iteration"),
     ("pretrained_checkpoint", "--pretrained-checkpoint", "it makes a missing export a fine-tuning"),
     ("step_batch_size_schedule", "--step-batch-size-schedule", "its batches are not known here"),
 )
@@ -65,7 +66,7 @@ def refusals(args: Any, export_dir: Path | None) -> list[str]:
     ``export_dir`` is where exports come to lie.
     """
     label = "--inmem-on-no-spare shrink with"
-    found = [f"{label} {flag}: {why}" for name, flag, why in _WITHOUT if getattr(args, name, None)]
+    found = [f"{label} {flag}: {why}" for name, flag, why in _WITHOUT if _given(args, name)]
     load = getattr(args, "load", None)
     if not load or export_dir is None or Path(load).resolve() != export_dir.resolve():
         found.append(
@@ -85,6 +86,12 @@ def refusals(args: Any, export_dir: Path | None) -> list[str]:
             "--dist-ckpt-optim-fully-reshardable, or --ddp-bucket-size"
         )
     return found
+
+
+def _given(args: Any, name: str) -> bool:
+    # Not its truth: 0 is an iteration, too.
+    value = getattr(args, name, None)
+    return value is not None and value is not False
 
 
 def require_export(form: bytes) -> None:

@@ -3,38 +3,57 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_ft.disk.native import TRACKER
 from megatron_ft.recovery.start import Disk
 
 
-class Wish(NamedTuple):
-    """What the user asks Megatron to load; kept in each snapshot, so that a change shows."""
+def wish_of(args: Any) -> tuple[int | None, ...]:
+    """What the user asks Megatron to load; kept in each snapshot, so that a change shows.
 
-    checkpoint_step: int | None
+    The checkpoint's iteration, and the one that training is to go on with if that is given.
+    """
+    step, going_on = getattr(args, "ckpt_step", None), _override(args)
+    return (step,) if going_on is None else (step, going_on)
 
 
-def wish_of(args: Any) -> Wish:
-    """The wish in these arguments."""
-    return Wish(getattr(args, "ckpt_step", None))
+def _override(args: Any) -> int | None:
+    found: int | None = getattr(args, "override_ckpt_iteration", None)
+    return found
 
 
 def disk_of(args: Any) -> Disk:
     """What Megatron would load.
 
     With ``--finetune``, a release, or ``--pretrained-checkpoint`` it starts at iteration 0,
-    whatever the number of the checkpoint that it reads.
+    and with ``--override-ckpt-iteration`` at that one, whatever the number of the checkpoint
+    that it reads.
     """
     directory = getattr(args, "load", None)
     if not directory:
         return Disk(0 if getattr(args, "pretrained_checkpoint", None) else -1)
     if getattr(args, "finetune", False):
         return Disk(0)
-    if getattr(args, "ckpt_step", None):
-        return Disk(args.ckpt_step, asked=f"--ckpt-step {args.ckpt_step}")
-    try:
-        word = Path(directory, TRACKER).read_text().strip()
-    except OSError:
+    found = getattr(args, "ckpt_step", None) or tracked_iteration(Path(directory, TRACKER))
+    override = _override(args)
+    if found < 0:
         return Disk(-1)
-    return Disk(int(word) if word.isdigit() else 0)
+    return Disk(found if override is None else override, _asked(args))
+
+
+def tracked_iteration(tracker: Path) -> int:
+    """The iteration that a tracker file names, 0 for a release, -1 if there is no such file."""
+    try:
+        word = tracker.read_text().strip()
+    except OSError:
+        return -1
+    return int(word) if word.isdigit() else 0
+
+
+def _asked(args: Any) -> str:
+    flags = {
+        "--ckpt-step": getattr(args, "ckpt_step", None) or None,
+        "--override-ckpt-iteration": _override(args),
+    }
+    return " ".join(f"{flag} {value}" for flag, value in flags.items() if value is not None)
