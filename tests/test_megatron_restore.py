@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,7 +51,9 @@ from fork_server import ForkServer, Outcome  # noqa: E402
 from late_capture import LOAD_FROM, SAVE_AT  # noqa: E402
 from megatron_layouts import Layout, words  # noqa: E402
 from megatron_programs import EXTERNAL, program  # noqa: E402
-from megatron_runs import SNAPSHOT_AT, SNAPSHOTS, Runs  # noqa: E402
+from megatron_runs import ITERATIONS, SNAPSHOT_AT, SNAPSHOTS, Runs  # noqa: E402
+
+from megatron_ft.disk.native import TRACKER, checkpoint_folder  # noqa: E402
 
 # Megatron's own resume is exact only if data loaders leave the generator of dropout alone.
 DP2 = program("dp2", plugin="quiet_data_loaders")
@@ -151,6 +154,38 @@ def test_the_schedule_is_overridden_as_megatron_does(job: Runs, flag: str) -> No
     resume(job, "whole", memory, *load, *changed)
     assert starts_at(job, memory) == starts_at(job, disk) == SNAPSHOT_AT
     job.require_same(DP2, disk, memory, after=SNAPSHOT_AT, but=GROUPS)
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
+def test_a_checkpoint_whose_saving_was_broken_off_is_saved(job: Runs) -> None:
+    """Of the last iteration too: nothing else would ever save it."""
+    job.train(DP2, "ended", SNAPSHOTS, **{SAVE_AT: ITERATIONS})
+    for earlier, at in (("whole", SNAPSHOT_AT), ("ended", ITERATIONS)):
+        disk = job.folder / f"broken{at}"
+        for iteration in range(2, at, 2):
+            shutil.copytree(
+                checkpoint_folder(job.folder / "disk", iteration),
+                checkpoint_folder(disk, iteration),
+            )
+        (disk / TRACKER).write_text(str(at - 2))
+        saving = ("--save", str(disk), *CHECKPOINTS)
+        after = resume(job, earlier, f"after{at}", *saving)
+        assert f"the checkpoint of iteration {at} was not finished" in after.output(0)
+        loading = ("--load", str(disk), "--ckpt-step", str(at))
+        job.train(DP2, f"loaded{at}", *loading)
+        found = job.differences(DP2, "whole", f"loaded{at}", at, ITERATIONS)
+        # A run with nothing left to do has seen no iteration.
+        assert not [d for d in found if GROUPS not in d and not d.endswith("/iteration")]
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
+def test_a_checkpoint_that_is_complete_is_not_saved_again(job: Runs) -> None:
+    saving = ("--save", set_tracker(job, SNAPSHOT_AT), *CHECKPOINTS)
+    after = resume(job, "whole", "complete", *saving)
+    assert starts_at(job, "complete") == SNAPSHOT_AT
+    assert "was not finished" not in after.output(0)
 
 
 @pytest.mark.megatron

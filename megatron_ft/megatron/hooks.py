@@ -111,7 +111,7 @@ def _with_end(original: Function) -> Function:
         if _current is None:
             _refuse_to_train_unprotected()
             return original(*args, **kwargs)
-        _current.begin_training(signature.bind(*args, **kwargs).arguments["train_data_iterator"])
+        _current.begin_training(signature.bind(*args, **kwargs).arguments)
         try:
             return original(*args, **kwargs)
         finally:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from megatron_ft.capture.manager_protocol import Manager
-from megatron_ft.megatron import fewer_ranks, start
+from megatron_ft.megatron import fewer_ranks, missed_save, start
 from megatron_ft.megatron.optimizer import optimizer_parts
 from megatron_ft.megatron.snapshot_log import SnapshotLog
 from megatron_ft.megatron.state import MegatronState
@@ -61,7 +61,7 @@ class SnapshotRun:
         offered, disk = self._manager.offered_iteration, start.disk_of(self._args)
         changed = False
         if offered >= 0 and disk.asked:
-            wish = tuple(start.wish_of(self._args))
+            wish = start.wish_of(self._args)
             changed = self._manager.offered_objects().get(WISH) != wish
         view = View(offered, disk, supervisor_chose_disk(), changed)
         decision = agree(view, self._manager)
@@ -98,13 +98,17 @@ class SnapshotRun:
             # The inner one: it steps last, and not at all in an fp16 iteration that is skipped.
             self._manager.register_fence(part.optimizer)
 
-    def begin_training(self, data_iterator: Any) -> None:
-        """Megatron has built its data iterators and enters its loop.
+    def begin_training(self, training: Mapping[str, Any]) -> None:
+        """Megatron has built its data iterators and enters its loop with these arguments.
 
         ConfigError if a loader of the user's own cannot say where it stands.
         """
         assert self._state is not None, "attach comes first"
-        self._state.begin(data_iterator)
+        self._state.begin(training["train_data_iterator"])
+        if self._from_memory and missed_save.is_missed(self._args):
+            _print_rank_0(f" the checkpoint of iteration {self._args.iteration} was not finished")
+            with self.pause():
+                missed_save.save(self._args, training)
 
     def report_loss(self, losses: Mapping[str, Any]) -> None:
         """Megatron's losses of the iteration that ends; empty on ranks that compute none.

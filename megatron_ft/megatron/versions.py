@@ -14,7 +14,17 @@ OLDEST, WORKING = MEGATRON.oldest, MEGATRON.working
 WRAPPED = (
     Required("megatron.training.arguments", "add_megatron_arguments", ("parser",)),
     Required("megatron.training.training", "setup_model_and_optimizer"),
-    Required("megatron.training.training", "train", ("train_data_iterator",)),
+    Required(
+        "megatron.training.training",
+        "train",
+        (
+            "model",
+            "optimizer",
+            "opt_param_scheduler",
+            "train_data_iterator",
+            "checkpointing_context",
+        ),
+    ),
     Required("megatron.training.training", "training_log", ("loss_dict",)),
     Required(
         "megatron.training.training",
@@ -48,6 +58,12 @@ CALLED = (
     Required("megatron.core.rerun_state_machine", "get_rerun_state_machine"),
     Required("megatron.core.rerun_state_machine.RerunStateMachine", "state_dict"),
     Required("megatron.core.rerun_state_machine.RerunStateMachine", "load_state_dict"),
+    Required(
+        "megatron.training.training",
+        "save_checkpoint",
+        ("checkpointing_context", "train_data_iterator", "preprocess_common_state_dict_fn"),
+    ),
+    Required("megatron.training.training", "preprocess_common_state_dict"),
     Required("megatron.training", "get_args"),
     Required("megatron.training.utils", "print_rank_0", ("message",)),
 )
