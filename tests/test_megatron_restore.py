@@ -158,6 +158,27 @@ def test_the_schedule_is_overridden_as_megatron_does(job: Runs, flag: str) -> No
 
 @pytest.mark.megatron
 @pytest.mark.slow
+def test_another_rate_is_taken_if_the_schedule_is_overridden(job: Runs) -> None:
+    """Parameter groups have rates of their own; Megatron 0.19 cannot load them changed."""
+    changed = words("--override-opt_param-scheduler --lr 5e-4 --min-lr 1e-4 --weight-decay 0.2")
+    job.train(DP2, "rates", *changed)
+    resume(job, "whole", "other-rates", *changed)
+    assert starts_at(job, "other-rates") == SNAPSHOT_AT
+    expected, found = (job.final(name, 0)["optimizers"] for name in ("rates", "other-rates"))
+    assert [part["groups"] for part in found] == [part["groups"] for part in expected]
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
+def test_another_rate_is_refused_if_it_is_not(job: Runs) -> None:
+    arenas = {LOAD_FROM: job.folder / "whole" / "arenas"}
+    outcome = job.train(DP2, "rate", SNAPSHOTS, "--lr", "5e-4", succeed=False, **arenas)
+    assert all(outcome.codes) and not outcome.hung and not job.lines("rate", 0)
+    assert "for learning rate do not match" in outcome.output(0)
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
 def test_a_checkpoint_whose_saving_was_broken_off_is_saved(job: Runs) -> None:
     """Of the last iteration too: nothing else would ever save it."""
     job.train(DP2, "ended", SNAPSHOTS, **{SAVE_AT: ITERATIONS})
@@ -186,6 +207,26 @@ def test_a_checkpoint_that_is_complete_is_not_saved_again(job: Runs) -> None:
     after = resume(job, "whole", "complete", *saving)
     assert starts_at(job, "complete") == SNAPSHOT_AT
     assert "was not finished" not in after.output(0)
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["memory", "disk"])
+def test_another_model_of_the_same_shapes_is_refused_as_megatron_does(
+    job: Runs, source: str
+) -> None:
+    name, changed = f"heads-{source}", words("--num-attention-heads 2")
+    load = ("--load", set_tracker(job, SNAPSHOT_AT))
+    if source == "disk":
+        outcome = job.train(DP2, name, *load, *changed, succeed=False)
+    else:
+        arenas = job.folder / "whole" / "arenas"
+        outcome = job.train(
+            DP2, name, SNAPSHOTS, *load, *changed, succeed=False, **{LOAD_FROM: arenas}
+        )
+    assert all(outcome.codes) and not outcome.hung and not job.lines(name, 0)
+    said = "num_attention_heads value" if source == "disk" else "--num-attention-heads was 4"
+    assert said in outcome.output(0)
 
 
 @pytest.mark.megatron

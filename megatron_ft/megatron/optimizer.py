@@ -6,7 +6,7 @@ them; what is inside these is the matter of :mod:`megatron_ft.capture.inner_opti
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,9 @@ MAIN = ".main"
 
 FUSED = "FusedAdam"
 """The class of Transformer Engine, and of Apex, whose state Megatron knows how to create."""
+
+SCHEDULED = ("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult")
+"""What Megatron's schedule reads of a parameter group, in the place of its own values."""
 
 WEIGHT = ".weight_copy"
 """Ends the names of low-precision weights that are captured beside their masters."""
@@ -132,10 +135,13 @@ def group_scalars(optimizer: Any) -> list[list[dict[str, Any]]]:
     return [inner_optimizer.group_scalars(part.optimizer) for part in optimizer_parts(optimizer)]
 
 
-def load_group_scalars(optimizer: Any, scalars: Sequence[Sequence[dict[str, Any]]]) -> None:
-    """Set what :func:`group_scalars` gave; tensors among them are filled in place."""
+def load_group_scalars(
+    optimizer: Any, scalars: Sequence[Sequence[dict[str, Any]]], *, own: Collection[str] = ()
+) -> None:
+    """Set what :func:`group_scalars` gave but the names in ``own``; tensors are filled in place."""
     for part, groups in zip(optimizer_parts(optimizer), scalars, strict=True):
-        inner_optimizer.load_group_scalars(part.optimizer, list(groups))
+        taken = [{n: v for n, v in group.items() if n not in own} for group in groups]
+        inner_optimizer.load_group_scalars(part.optimizer, taken)
 
 
 def state_numbers(optimizer: Any) -> list[dict[int, dict[str, Any]]]:

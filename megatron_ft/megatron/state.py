@@ -18,7 +18,7 @@ from megatron_ft.capture import inner_optimizer
 from megatron_ft.capture.extra_state import extra_states, load_extra_states
 from megatron_ft.capture.values import host_copy
 from megatron_ft.errors import LayoutMismatchError
-from megatron_ft.megatron import counters, data_position
+from megatron_ft.megatron import counters, data_position, fixed_arguments
 from megatron_ft.megatron import optimizer as optimizers
 from megatron_ft.megatron.checkpoint_form import RankTensors
 from megatron_ft.megatron.description import Description
@@ -161,7 +161,8 @@ class MegatronState:
             "modules": host_copy(extra_states(named_modules(self._model))),
             "rerun_machine": host_copy(counters.capture_rerun_machine(self._data_iterator)),
             "random": capture_random_states(),
-            WISH: tuple(wish_of(self._args)),
+            WISH: wish_of(self._args),
+            "fixed_arguments": fixed_arguments.capture(self._args),
             "arguments": self._description.changed_arguments(),
         }
 
@@ -183,6 +184,8 @@ class MegatronState:
                 f"the snapshot's objects have version {objects.get('version')}, this release "
                 f"reads {OBJECTS_VERSION}; restore with the release that took it"
             )
+        # Snapshots of earlier releases do not say.
+        fixed_arguments.check(self._args, objects.get("fixed_arguments", {}))
         with torch.no_grad():
             stored = {name: weight.clone() for name, weight in self._weights.items()}
             gathers = optimizers.derive_weights(self._optimizer)
@@ -198,7 +201,9 @@ class MegatronState:
         self._args.num_floating_point_operations_so_far = self._operations
         counters.restore_samples(self._args, objects["samples"])
         # Groups before the schedule, which computes rates from what they hold.
-        optimizers.load_group_scalars(self._optimizer, objects["groups"])
+        overriding = getattr(self._args, "override_opt_param_scheduler", False)
+        own = optimizers.SCHEDULED if overriding else ()
+        optimizers.load_group_scalars(self._optimizer, objects["groups"], own=own)
         optimizers.load_state_numbers(self._optimizer, objects["numbers"])
         optimizers.load_scaler_states(self._optimizer, objects["scalers"])
         counters.restore_schedule(self._scheduler, objects["schedule"])
