@@ -16,6 +16,9 @@ from megatron_ft.config import SnapshotConfig
 from megatron_ft.coordinator.events import JobEvent, Observers
 from megatron_ft.coordinator.recovery import Admitted
 from megatron_ft.coordinator.registration import Roll
+from megatron_ft.coordinator.timing import Timing
+from megatron_ft.disk.arenas import scan
+from megatron_ft.disk.drained import find
 from megatron_ft.disk.live import open_live
 from megatron_ft.disk.manifest import folder_name
 from megatron_ft.disk.native import TRACKER, checkpoint_folder
@@ -28,7 +31,8 @@ from megatron_ft.fewer_ranks import RankRule
 from megatron_ft.identity import Ancestor, Seat
 from megatron_ft.launch import torchrun
 from megatron_ft.launch.disk_restore import DiskRestores
-from megatron_ft.launch.job_state import JobRecord
+from megatron_ft.launch.job_state import JobRecord, JobState
+from megatron_ft.launch.membership import Membership
 from megatron_ft.launch.shrink import fewer_nodes, go_on_with_fewer
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.virtual import VirtualCluster
@@ -143,6 +147,10 @@ def test_megatrons_arguments_say_with_how_many_ranks(
         ({"ckpt_format": "torch"}, "exports are torch_dist"),
         ({"_is_global_batch_size_explicitly_specified": False}, "without --global-batch-size"),
         ({"data_parallel_size": 64, "overlap_grad_reduce": True}, "fully-reshardable"),
+        (
+            {"data_parallel_size": 32, "context_parallel_size": 2, "overlap_grad_reduce": True},
+            "fully-reshardable",
+        ),
         ({"data_parallel_size": 64}, ""),
         ({"data_parallel_size": 64, "overlap_grad_reduce": True, "ddp_bucket_size": 9}, ""),
         (
@@ -306,3 +314,30 @@ def test_what_is_newer_is_not_trusted_once_the_job_was_rolled_back(tmp_path: Pat
 
 def test_a_job_that_never_committed_has_nothing_to_lose(tmp_path: Path) -> None:
     assert try_to_shrink(tmp_path, exports=False, memory=-1, committed=False)[0]
+
+
+def test_shards_of_the_older_shape_are_forgotten_with_its_nodes(tmp_path: Path) -> None:
+    """A shard in memory belongs to the job only as long as its notes say where it is."""
+    cluster = VirtualCluster("job", ["n0", "n1"], tmp_path / "root")
+    with JobState(tmp_path / "state", "job") as state:
+        state.update(active=("n0", "n1"), shards=SEATS)
+        coordinator: Any = SimpleNamespace(timing=Timing())
+        members = Membership(spec_of(tmp_path), cluster, state, coordinator)
+        assert members.places() == dict(zip(SHARDS, ("n0", "n1"), strict=True))
+        members.shrink_to(["n1"])
+        assert (state.record.active, members.places(), members.ranks) == (("n1",), {}, 1)
+
+
+def test_a_shard_that_is_damaged_in_memory_is_loaded_from_disk(tmp_path: Path) -> None:
+    """Its header still says what the checkpoint says of it."""
+    memory = Memory(tmp_path / "memory")
+    memory.commit(1, 10)
+    drained(memory, tmp_path / "disk")
+    ((one, *_), _) = find(tmp_path / "disk", JOB)
+    restores = DiskRestores(spec_of(tmp_path), VirtualCluster("job", ["n0", "n1"], tmp_path))
+    snapshot = one.manifest.snapshot
+    with scan([memory.folder(shard) for shard in SHARDS]) as found:
+        held = Decision(snapshot, 10, False, (), dict(found.holdings))
+        for corrupt in ((), ((SHARDS[0], snapshot),)):
+            _, source = restores.decision(one, held, ["n0", "n1"], corrupt)
+            assert source.shards == tuple(shard for shard, _ in corrupt)

@@ -14,12 +14,13 @@ from test_decide import NEW, OLD, decided, everywhere
 
 from megatron_ft.coordinator.events import Observers
 from megatron_ft.disk.native import TRACKER, checkpoint_folder, naming
-from megatron_ft.identity import SnapshotId
+from megatron_ft.identity import Ancestor, SnapshotId
 from megatron_ft.launch.distrust import Distrust, reason_against_own
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.recovery.decide import Decision
 from megatron_ft.recovery.quarantine import FAILURE_LIMIT, MOST_REJECTED, Quarantine
 from megatron_ft.recovery.start import Disk, View, decide
+from megatron_ft.smp import messages as m
 
 NEAR = 10
 snapshots = st.builds(SnapshotId, st.integers(1, 3), st.integers(1, 3))
@@ -137,10 +138,12 @@ class Told:
 
     def __init__(self) -> None:
         self.listeners: list[Any] = []
-        self.progress, self.durable, self.observers = {"n0": 52}, None, Observers()
+        self.progress, self.observers = {"n0": 52}, Observers()
+        self.durable: tuple[SnapshotId, int] | None = None
+        self.rewind_asked = asyncio.Event()
 
     async def refresh(self) -> None:
-        """Nothing is new."""
+        self.progress["n0"] = 52
 
 
 @pytest.mark.parametrize(
@@ -169,6 +172,44 @@ def test_what_was_saved_after_a_bad_snapshot_or_what_was_rewound_is_given_up(
         asyncio.run(distrust.begin(start, (), 0))
         assert bool(distrust.quarantine.own) is rewound
         assert distrust.quarantine.before is None
+
+
+def say_restored(told: Told, rank: int) -> None:
+    body = m.Restored(f"pp0-tp0-dp{rank}-ep0", NEW, 0.1, "own memory")
+    for listener in told.listeners:
+        listener(m.Event("n0", 3, body))
+
+
+def test_a_failure_counts_only_if_all_ranks_of_that_life_had_loaded_the_snapshot(
+    tmp_path: Path,
+) -> None:
+    start, told = Decision(NEW, 50, False, (), {}), Told()
+    with JobState(tmp_path, "job") as state:
+        distrust = Distrust(state, told, NEAR)  # type: ignore[arg-type]
+
+        async def fail(*restored: int) -> int:
+            distrust.admitted()
+            await distrust.begin(start, (), 2)
+            for rank in restored:
+                say_restored(told, rank)
+            await distrust.training_failed()
+            return distrust.quarantine.failures(NEW)
+
+        async def fail_often() -> list[int]:
+            return [await fail(0), await fail(1), await fail(0, 1)]
+
+        assert asyncio.run(fail_often()) == [0, 0, 1]
+
+
+def test_a_drain_of_what_was_given_up_is_not_on_disk_for_the_next_life(tmp_path: Path) -> None:
+    start, told = Decision(OLD, 46, False, (), {}), Told()
+    lineage = (Ancestor(1, None), Ancestor(3, OLD))
+    with JobState(tmp_path, "job") as state:
+        distrust = Distrust(state, told, NEAR)  # type: ignore[arg-type]
+        for snapshot, kept in ((OLD, True), (NEW, False)):
+            told.durable = (snapshot, 50)
+            asyncio.run(distrust.begin(start, lineage, 1))
+            assert (told.durable is not None) is kept
 
 
 def test_recovery_rewinds_to_the_newest_before_the_iteration() -> None:
