@@ -144,11 +144,18 @@ def test_a_named_checkpoint_is_loaded_once(job: Runs) -> None:
 @pytest.mark.megatron
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "flag", ["--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler"]
+    "flags",
+    [
+        "--override-opt_param-scheduler --lr-decay-iters 20 --lr-warmup-iters 5",
+        "--use-checkpoint-opt_param-scheduler --lr-decay-iters 20 --lr-warmup-iters 5",
+        "--override-opt_param-scheduler --global-batch-size 4 --train-iters 10 --seed 7",
+    ],
+    ids=lambda flags: "-".join(words(flags)[:2]),
 )
-def test_the_schedule_is_overridden_as_megatron_does(job: Runs, flag: str) -> None:
-    changed = (flag, *words("--lr-decay-iters 20 --lr-warmup-iters 5"))
+def test_changed_flags_are_taken_as_megatron_does(job: Runs, flags: str) -> None:
+    changed = words(flags)
     load = ("--load", set_tracker(job, SNAPSHOT_AT))
+    flag = "-".join(changed[:2])
     disk, memory = f"disk{flag}", f"memory{flag}"
     job.train(DP2, disk, *load, *changed)
     resume(job, "whole", memory, *load, *changed)
