@@ -18,9 +18,10 @@ import pytest
 from megatron_ft.coordinator.timing import Timing
 from megatron_ft.disk.drained import find
 from megatron_ft.launch.membership import NoSpareError
+from tests.disk_jobs import stop_until_drained
 from tests.jobs import Fault, Job
 from tests.megatron_jobs import Program, check_fewer_ranks, needs_megatron, packaged
-from tests.megatron_layouts import PP2, TP2
+from tests.megatron_layouts import EP2, PP2, TP2
 
 pytestmark = [
     pytest.mark.mpi,
@@ -40,7 +41,16 @@ def program() -> Program:
     return replace(packaged(megatron), iterations=ITERATIONS)
 
 
-def shrinking_job(folder: Path, corpus: Path, flags: Sequence[str], *, drain_interval: int) -> Job:
+def shrinking_job(
+    folder: Path,
+    corpus: Path,
+    flags: Sequence[str],
+    *,
+    drain_interval: int,
+    nodes: int = 4,
+    ranks_per_node: int = 1,
+    protect: str = "xor:2",
+) -> Job:
     exports, drains, trace = folder / "exports", folder / "drains", folder / "trace"
     ours = {
         "snapshot-interval": 2,
@@ -54,7 +64,9 @@ def shrinking_job(folder: Path, corpus: Path, flags: Sequence[str], *, drain_int
     exports.mkdir()
     return Job(
         folder,
-        nodes=4,
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        protect=protect,
         command=(sys.executable, *training, "--inmem-snapshot", *words),
         environment=program().environment(trace),
         drain_dir=drains,
@@ -85,6 +97,7 @@ def told(job: Job, kind: str) -> list[str]:
         pytest.param(RESHARDABLE, id="full"),
         pytest.param(TP2, id="tp2"),
         pytest.param(PP2, id="pp2"),
+        pytest.param(EP2, id="ep2"),
     ],
 )
 def test_two_of_four_nodes_go_on_as_megatron_alone_would(
@@ -100,6 +113,32 @@ def test_two_of_four_nodes_go_on_as_megatron_alone_would(
     assert [source for _, source in job.restores()] == ["parity"], job.story()
     last = next(e.fields["iteration"] for e in job.events if e.kind == "exported")
     check_fewer_ranks(program(), megatron_corpus, tmp_path, last, *flags)
+
+
+def test_a_node_of_two_ranks_goes_on_from_what_was_drained(
+    made: list[Job], tmp_path: Path, megatron_corpus: Path
+) -> None:
+    """Without parity the other node's shards are lost: what is on disk serves."""
+    job = shrinking_job(
+        tmp_path,
+        megatron_corpus,
+        TP2,
+        drain_interval=10,
+        nodes=2,
+        ranks_per_node=2,
+        protect="none",
+    )
+    made.append(job)
+
+    def lose_once_drained(job: Job) -> None:
+        stop_until_drained(job, 1)
+        job.cluster.kill_node("n1")
+
+    job.run((10, lose_once_drained))
+    (line,) = told(job, "shrunk")
+    assert "1 nodes instead of 2, 2 ranks: n0" in line, job.story()
+    last = int(told(job, "from_disk")[0].rsplit("_", 1)[1])
+    check_fewer_ranks(program(), megatron_corpus, tmp_path, last, *TP2)
 
 
 def test_a_supervisor_that_dies_meanwhile_is_followed_by_one_that_goes_on(

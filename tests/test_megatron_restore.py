@@ -44,6 +44,14 @@ def test_what_megatron_would_load(
     assert start.disk_of(SimpleNamespace(**({"load": str(tmp_path)} | settings))) == expected
 
 
+def test_a_wish_without_another_iteration_is_that_of_earlier_releases() -> None:
+    """Else the next release would load the named checkpoint again, and lose what came after."""
+    assert start.wish_of(SimpleNamespace()) == (None,)
+    assert start.wish_of(SimpleNamespace(ckpt_step=5, override_ckpt_iteration=None)) == (5,)
+    overriding = SimpleNamespace(ckpt_step=None, override_ckpt_iteration=0)
+    assert start.wish_of(overriding) == (None, 0)
+
+
 if find_spec("megatron") is None or find_spec("megatron.training") is None:
     pytest.skip("needs megatron-core with megatron.training", allow_module_level=True)
 
