@@ -63,7 +63,7 @@ class EngineState:
         assert not OWN & self._parts.keys(), f"parts must not be called {sorted(OWN)}"
         self._view = view_of(engine)
         self._masters: list[Master] = []
-        self._weights: dict[str, Weight] = {}
+        self._unlike_masters: set[str] = set()
         self._description: Description | None = None
         self._shared: dict[str, str] = {}
         self.rescan()
@@ -75,13 +75,13 @@ class EngineState:
         for master in self._masters:
             materialise(master)
         self._shared = shared_states(self._masters)
-        self._weights = {w.name: w for w in self._view.weights() if not _follows(w)}
-        if self._weights:
+        self._unlike_masters = {w.name for w in self._view.weights() if not _follows(w)}
+        if self._unlike_masters:
             logger.warning(
                 "%d groups of low-precision weights are not their fp32 masters rounded, so "
                 "snapshots of this job hold them too, at 2 bytes a parameter; %s is one",
-                len(self._weights),
-                min(self._weights),
+                len(self._unlike_masters),
+                min(self._unlike_masters),
             )
 
     def inner_optimizers(self) -> list[Any]:
@@ -91,7 +91,7 @@ class EngineState:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Masters, moments, steps, frozen parameters: changed by the optimizer alone."""
         found = frozen_parameters(self._engine.module, self._view.owned())
-        found |= {name: weight.tensor for name, weight in self._weights.items()}
+        found |= {weight.name: weight.tensor for weight in self._captured_weights()}
         for master in self._masters:
             found |= _tensors_of(master)
         return found
@@ -102,7 +102,7 @@ class EngineState:
 
     def replicas(self) -> dict[str, Any]:
         """Tensors of optimizers that several ranks keep equal, with the group of these ranks."""
-        found = {name: weight.replicas for name, weight in self._weights.items()}
+        found = {weight.name: weight.replicas for weight in self._captured_weights()}
         for master in self._masters:
             found |= dict.fromkeys(_tensors_of(master), master.replicas)
         return {name: group for name, group in found.items() if group is not None}
@@ -123,7 +123,13 @@ class EngineState:
                     "the run that saved it"
                 )
             weight.tensor.copy_(stored)
-            self._weights[name] = weight
+            self._unlike_masters.add(name)
+
+    def _captured_weights(self) -> list[Weight]:
+        """Those that are captured beside their masters, in the memory that they have now."""
+        # Views of weights are made for each, so nobody is asked in the ordinary case of none.
+        names = self._unlike_masters
+        return [w for w in self._view.weights() if w.name in names] if names else []
 
     def logical_map(self) -> dict[str, LogicalPlace]:
         """Places in the unsharded model, of all tensors of which they are known."""
@@ -166,7 +172,7 @@ class EngineState:
         share_states(self._masters, objects["shared"])
         self._shared = dict(objects["shared"])
         with torch.no_grad():
-            kept = {name: weight.tensor.clone() for name, weight in self._weights.items()}
+            kept = {weight.name: weight.tensor.clone() for weight in self._captured_weights()}
             self._view.publish(kept)
         counters.restore(self._engine, objects["training"])
         self._load_optimizer(objects)

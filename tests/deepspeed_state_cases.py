@@ -51,6 +51,22 @@ def reloading_is_followed() -> None:
     engine.destroy()
 
 
+def moved_states_are_followed() -> None:
+    """DeepSpeed's offload_states gives masters other memory; what is trained on is captured."""
+    engine = engine_of(2, "bf16")
+    train_step(engine)
+    state = EngineState(engine)
+    before = [master.data_ptr() for master in engine.optimizer.single_partition_of_fp32_groups]
+    engine.offload_states()
+    engine.reload_states()
+    train_step(engine)
+    masters = engine.optimizer.single_partition_of_fp32_groups
+    assert before != [master.data_ptr() for master in masters], "nothing was moved"
+    captured = {tensor.data_ptr() for tensor in state.tensors().values()}
+    assert {master.data_ptr() for master in masters} <= captured
+    engine.destroy()
+
+
 def foreign_objects_are_refused() -> None:
     """Nothing is set from objects of another version, or for an optimizer that is not known."""
     engine = engine_of(2, "bf16")

@@ -34,7 +34,7 @@ class Partitions:
         return self.parameters
 
     def masters(self) -> list[Master]:
-        return [Master("optimizer/0", self.master, None, {}, self.master)]
+        return [Master("optimizer/0", None, {}, self.master)]
 
     def weights(self) -> list[Weight]:
         return [Weight("weight/0", self.part, self.master)]

@@ -21,6 +21,7 @@ from megatron_ft.errors import ConfigError  # noqa: E402
 CASES = {
     "replicas_are_shared_out": 2,
     "reloading_is_followed": 1,
+    "moved_states_are_followed": 1,
     "foreign_objects_are_refused": 1,
     "generators_come_last": 1,
 }
@@ -56,13 +57,13 @@ def test_state_begins_as_the_optimizer_itself_would_begin_it() -> None:
     parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     inner = FusedAdam([parameter])
     inner.param_groups[0]["step"] = 5
-    materialise(Master("m", parameter, inner, inner.param_groups[0], parameter))
+    materialise(Master("m", inner, inner.param_groups[0], parameter))
     state = inner.state[parameter]
     assert type(state["step"]) is int and state["step"] == 5
     assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
     assert all(not state[name].any() and not state[name].requires_grad for name in ("exp_avg",))
     state["exp_avg"].fill_(1)
-    materialise(Master("m", parameter, inner, inner.param_groups[0], parameter))
+    materialise(Master("m", inner, inner.param_groups[0], parameter))
     assert state["exp_avg"].all(), "state that is there must stay"
 
 

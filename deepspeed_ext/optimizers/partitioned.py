@@ -46,10 +46,7 @@ class PartitionedView:
         """One a parameter group: this rank's partition, padding included."""
         inner = self._wrapper.optimizer
         found = zip(self._names(), self._masters, inner.param_groups, strict=True)
-        return [
-            Master(f"optimizer/{name}", master.detach(), inner, group, master)
-            for name, master, group in found
-        ]
+        return [Master(f"optimizer/{name}", inner, group, master) for name, master, group in found]
 
     def _names(self) -> list[str]:
         return group_names(self._wrapper.optimizer.param_groups)

@@ -42,7 +42,7 @@ class PlainView:
     ) -> Master:
         name = f"optimizer/{self._names[id(parameter)]}"
         replicas = replica_group(self._engine, parameter)
-        return Master(name, master.detach(), self._inner, group, master, replicas)
+        return Master(name, self._inner, group, master, replicas)
 
     def weights(self) -> Sequence[Weight]:
         """None."""
@@ -124,7 +124,7 @@ class FusedView(_WrapperView):
         """One a parameter group."""
         groups, flats = self._inner.param_groups, self._wrapper.fp32_groups_flat
         return [
-            Master(f"optimizer/{name}", flat.detach(), self._inner, group, flat, replicas)
+            Master(f"optimizer/{name}", self._inner, group, flat, replicas)
             for name, flat, group, replicas in zip(
                 group_names(groups), flats, groups, self._replicas(), strict=True
             )

@@ -17,11 +17,15 @@ class Master(NamedTuple):
     """
 
     name: str
-    tensor: torch.Tensor
     inner: Any
     group: dict[str, Any]
     parameter: torch.Tensor
     replicas: Any = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The master in the memory that it has now: DeepSpeed's offload_states gives it other."""
+        return self.parameter.detach()
 
 
 class Weight(NamedTuple):

@@ -31,7 +31,7 @@ class Zero3View:
         inner, group_of = self._wrapper.optimizer, self._wrapper.sub_group_to_group_id
         groups = inner.param_groups
         return [
-            Master(f"optimizer/{n}", master.detach(), inner, groups[group_of[n]], master)
+            Master(f"optimizer/{n}", inner, groups[group_of[n]], master)
             for n, master in enumerate(self._wrapper.fp32_partitioned_groups_flat)
         ]
 
