@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from deepspeed_ext.place import place_of
 from megatron_ft.capture.manager import SnapshotManager
 from megatron_ft.capture.manager_protocol import Manager
 from megatron_ft.config import SnapshotConfig
+from megatron_ft.errors import ConfigError
+
+_owner: list[weakref.ref[Any]] = []
+
+
+def claim(engine: Any) -> None:
+    """Have the snapshots of this process be those of ``engine``; ConfigError if they are another's.
+
+    Also of one that is gone: the shards of both would have one name, and the next life would
+    restore the one from the other's.
+    """
+    _owner[:] = _owner or [weakref.ref(engine)]
+    if _owner[0]() is not engine:
+        raise ConfigError(
+            "this process has taken snapshots of another engine, and a job can have those of one "
+            'only: leave "inmem_snapshot" out of the config of every engine but one'
+        )
 
 
 def make_manager(config: SnapshotConfig, engine: Any) -> Manager:

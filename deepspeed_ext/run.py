@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from deepspeed_ext import client_state, data_position, saving
@@ -13,6 +15,7 @@ from deepspeed_ext.client_state import ClientState
 from deepspeed_ext.data_position import DataPosition
 from deepspeed_ext.disk import disk_of
 from deepspeed_ext.losses import LossReport
+from deepspeed_ext.manager import claim
 from deepspeed_ext.random_states import RandomStates
 from deepspeed_ext.snapshot_log import SnapshotLog
 from deepspeed_ext.state import EngineState, Stateful
@@ -65,6 +68,8 @@ class SnapshotRun:
         self._data = DataPosition(engine)
         self._client_state = ClientState(engine, section.client_state)
         self._decided = self._began = False
+        self._restored = ""
+        self._failure: Exception | None = None
         self._hook: Any = None
         self._log: SnapshotLog
 
@@ -76,21 +81,55 @@ class SnapshotRun:
         """``load_checkpoint``: from memory if that is newer, else DeepSpeed's own.
 
         A load of weights alone is no resumption and goes to DeepSpeed; so does every load
-        after training has begun.
+        after training has begun.  Until then a life that was restored from memory stays so: a
+        script that loads twice has trained on what it loaded since.
         """
         given = _arguments(original, load_dir, args, kwargs)
         whole = given.get("load_optimizer_states", True) and not given.get("load_module_only")
-        if whole and not self._decided:
-            tag = given.get("tag")
-            self._wish.tag = None if tag is None else str(tag)
-            if self._starts_from_memory(lambda found: disk_of(self._engine, load_dir, tag, found)):
-                return self._restore(), self._client_state.result()
-        result = original(load_dir, *args, **kwargs)
+        if whole and not self._began and self._serves(load_dir, given.get("tag")):
+            return self._restored, self._client_state.result()
+        with self._at_rest():
+            result = original(load_dir, *args, **kwargs)
         if result[0] is not None:
             client_state.loaded(self._engine, result[1])
         if self._state is not None:
             self._state.rescan()
         return result
+
+    def _serves(self, load_dir: str, tag: str | None) -> bool:
+        """Whether memory serves in the place of this load; restores at the first that it does."""
+        with self._lasting_failure():
+            if not self._decided:
+                self._wish.tag = None if tag is None else str(tag)
+                find_disk = partial(disk_of, self._engine, load_dir, tag)
+                if self._starts_from_memory(find_disk):
+                    self._restored = self._restore()
+            elif self._restored:
+                self._print(f"not loading {load_dir}: the {self._restored} was restored")
+        return bool(self._restored)
+
+    @contextmanager
+    def _at_rest(self) -> Iterator[None]:
+        """Around what replaces all tensors: no capture reads them, no hang is seen meanwhile."""
+        if self._manager is None:
+            yield
+            return
+        with self._manager.fence(), self._manager.watch.pause():
+            yield
+
+    @contextmanager
+    def _lasting_failure(self) -> Iterator[None]:
+        """What fails here fails at every later attempt, also in a script that goes on after it.
+
+        It would train unprotected, or on a part of a snapshot.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            yield
+        except Exception as error:
+            self._failure = error
+            raise
 
     def begin(self) -> None:
         """Training begins: get an arena, and have optimizers fenced.  Collective.
@@ -100,9 +139,13 @@ class SnapshotRun:
         """
         if self._began:
             return
+        with self._lasting_failure():
+            self._begin()
         self._began = True
         if self._hook is not None:
             self._hook.remove()
+
+    def _begin(self) -> None:
         if not self._decided:
             self._begin_unloaded()
         state = self._made_state()
@@ -149,6 +192,8 @@ class SnapshotRun:
 
     def close(self) -> None:
         """End captures and leave; a second call does nothing."""
+        # Else the engine would live as long as the process.
+        atexit.unregister(self.close)
         manager, self._manager, self._state = self._manager, None, None
         if manager is not None:
             manager.close()
@@ -156,6 +201,7 @@ class SnapshotRun:
     def _starts_from_memory(self, disk_of: Callable[[dict[str, Any]], Disk]) -> bool:
         """Decide, once, with all other ranks; ``disk_of`` gets the offered snapshot's objects."""
         self._decided = True
+        claim(self._engine)
         self._manager = manager = self._make_manager()
         offered, objects = manager.offered_iteration, manager.offered_objects()
         changed = offered >= 0 and objects.get(WISH) != self._wish.state_dict()

@@ -16,6 +16,8 @@ import torch
 from deepspeed_program import LIVES, make_manager, train_step
 from late_capture import LOAD_FROM, ArenaManager
 
+from megatron_ft.errors import ConfigError
+
 
 def run() -> None:
     """Do what the argument says; errors are noted as well."""
@@ -47,11 +49,22 @@ def _script(told: dict[str, Any], seen: dict[str, Any]) -> None:
         own = {k: v for k, v in (client_state or {}).items() if k in ("step", "epoch")}
         seen.setdefault("loads", []).append([path and Path(path).parent.name, own])
     seen["begins_at"] = engine.global_steps
+    if told.get("second_engine"):
+        other, *_ = deepspeed.initialize(config=told["config"], **small({}))
+        other.load_checkpoint(**told["loads"][0])
     for _ in range(told.get("steps", 1)):
-        losses = train_step(engine)
+        try:
+            losses = train_step(engine)
+        except ConfigError as error:
+            if not told.get("goes_on"):
+                raise
+            seen.setdefault("errors", []).append(str(error))
+            continue
         seen["losses"][engine.global_steps] = [loss.item().hex() for loss in losses]
         for save in told.get("saves", {}).get(str(engine.global_steps), ()):
             engine.save_checkpoint(**save)
+        for load in told.get("reloads", {}).get(str(engine.global_steps), ()):
+            engine.load_checkpoint(**load)
     engine.destroy()
     torch.distributed.destroy_process_group()
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import os
 import sys
+import weakref
 from typing import Any
 
 import pytest
@@ -65,6 +68,20 @@ def moved_states_are_followed() -> None:
     captured = {tensor.data_ptr() for tensor in state.tensors().values()}
     assert {master.data_ptr() for master in masters} <= captured
     engine.destroy()
+
+
+def destroyed_engines_are_let_go() -> None:
+    """A process that makes one engine after another must not keep them all."""
+    from deepspeed_ext.attach import attach, run_of
+
+    engine = engine_of(1, "bf16")
+    os.environ["MEGATRON_FT_PROTECT"] = "none"
+    run = weakref.ref(attach(engine))
+    assert run() is run_of(engine)
+    engine.destroy()
+    del engine
+    gc.collect()
+    assert run() is None, gc.get_referrers(run())
 
 
 def foreign_objects_are_refused() -> None:

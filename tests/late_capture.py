@@ -12,6 +12,7 @@ import os
 import pickle
 import random
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -141,6 +142,10 @@ class ArenaManager(SnapshotManager):
     def register_fence(self, optimizer: Any) -> Any:
         optimizer.register_step_pre_hook(lambda *_: self._let_copy())
         return super().register_fence(optimizer)
+
+    def fence(self) -> AbstractContextManager[None]:
+        self._let_copy()
+        return super().fence()
 
     def _let_copy(self) -> None:
         if self._captures.run is not None:

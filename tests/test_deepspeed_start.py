@@ -160,6 +160,46 @@ def test_a_script_that_loads_nothing_is_told_so_and_gets_no_snapshot(
     assert "after a failure this job will not go on, because the script" in fresh.outcome.output(0)
 
 
+def test_a_script_that_goes_on_after_errors_trains_nothing_else(
+    script: Script, first_life: tuple[Script, Life]
+) -> None:
+    """Many skip a batch that failed; what failed here would fail, or do harm, in every other."""
+    life = after(script, first_life, loads=(), goes_on=True, steps=3)
+    assert not life.losses[0] and len(life.seen[0]["errors"]) == 3
+
+
+def test_a_second_load_before_training_changes_nothing(
+    script: Script, first_life: tuple[Script, Life]
+) -> None:
+    """Else the weights would be the checkpoint's, and position and generators the snapshot's."""
+    only_step_2(script)
+    life = after(script, first_life, loads=script.load() * 2)
+    assert life.seen[0]["loads"] == [["", {"step": 4, "epoch": 0}]] * 2
+    assert life.seen[0]["begins_at"] == SNAPSHOT_AT
+    assert life.losses[0] == {at: first_life[1].losses[0][at] for at in ("5", "6")}
+    assert f"not loading {script.checkpoints}: the in-memory" in life.outcome.output(0)
+
+
+def test_a_load_in_the_middle_of_training_waits_for_a_running_capture(
+    script: Script, first_life: tuple[Script, Life]
+) -> None:
+    back = {str(SNAPSHOT_AT): script.load(tag="best")}
+    told = {"section": DECLARED, "loads": (), "steps": 5, "reloads": back}
+    script.run("back", **told, variables={SAVE_AT: SNAPSHOT_AT})
+    only_step_2(script)
+    life = after(script, first_life, variables={LOAD_FROM: script.folder / "back" / "arenas"})
+    assert life.seen[0]["begins_at"] == SNAPSHOT_AT
+    assert life.losses[0] == {at: first_life[1].losses[0][at] for at in ("5", "6")}
+
+
+def test_a_second_engine_with_the_section_is_refused(
+    deepspeed_server: ForkServer, tmp_path: Path
+) -> None:
+    script = Script(deepspeed_server, tmp_path)
+    life = script.run("two", ranks=1, loads=script.load(), second_engine=True)
+    assert "this process has taken snapshots of another engine" in life.error
+
+
 def test_loading_weights_alone_is_no_resumption(
     script: Script, first_life: tuple[Script, Life]
 ) -> None:

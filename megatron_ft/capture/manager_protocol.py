@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from megatron_ft.capture.stats import CaptureStats
@@ -46,6 +47,9 @@ class Manager(Protocol):
 
     def register_fence(self, optimizer: Any) -> Any:
         """Wait for a running capture before each of the optimizer's steps."""
+
+    def fence(self) -> AbstractContextManager[None]:
+        """Around whatever else changes captured tensors: waits for a running capture first."""
 
     def close(self) -> None:
         """End captures and leave."""
