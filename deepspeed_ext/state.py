@@ -15,6 +15,7 @@ import torch
 
 from deepspeed_ext import counters
 from deepspeed_ext.description import Description
+from deepspeed_ext.frozen import FrozenParameters
 from deepspeed_ext.model import buffers, frozen_parameters
 from deepspeed_ext.optimizers.choice import view_of
 from deepspeed_ext.optimizers.groups import group_scalars, load_group_scalars
@@ -66,6 +67,7 @@ class EngineState:
         self._unlike_masters: set[str] = set()
         self._description: Description | None = None
         self._shared: dict[str, str] = {}
+        self._frozen = FrozenParameters()
         self.rescan()
 
     def rescan(self) -> None:
@@ -75,6 +77,7 @@ class EngineState:
         for master in self._masters:
             materialise(master)
         self._shared = shared_states(self._masters)
+        self._frozen.remember(self._frozen_parameters())
         self._unlike_masters = {w.name for w in self._view.weights() if not _follows(w)}
         if self._unlike_masters:
             logger.warning(
@@ -90,11 +93,14 @@ class EngineState:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Masters, moments, steps, frozen parameters: changed by the optimizer alone."""
-        found = frozen_parameters(self._engine.module, self._view.owned())
+        found = self._frozen_parameters()
         found |= {weight.name: weight.tensor for weight in self._captured_weights()}
         for master in self._masters:
             found |= _tensors_of(master)
         return found
+
+    def _frozen_parameters(self) -> dict[str, torch.Tensor]:
+        return frozen_parameters(self._engine.module, self._view.owned())
 
     def boundary_tensors(self) -> dict[str, torch.Tensor]:
         """Every buffer: forward may change it."""
@@ -145,7 +151,11 @@ class EngineState:
         return self._description
 
     def objects(self) -> dict[str, Any]:
-        """Small values as of now; no tensor in them shares memory with a live one."""
+        """Small values as of now; no tensor in them shares memory with a live one.
+
+        ConfigError if the script changes parameters that are taken for frozen.
+        """
+        self._frozen.check(self._frozen_parameters())
         own = {
             "version": OBJECTS_VERSION,
             "training": counters.capture(self._engine),
@@ -174,6 +184,7 @@ class EngineState:
         with torch.no_grad():
             kept = {weight.name: weight.tensor.clone() for weight in self._captured_weights()}
             self._view.publish(kept)
+        self._frozen.remember(self._frozen_parameters())
         counters.restore(self._engine, objects["training"])
         self._load_optimizer(objects)
         load_extra_states(self._engine.module.named_modules(), objects["modules"])

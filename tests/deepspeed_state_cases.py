@@ -70,6 +70,24 @@ def moved_states_are_followed() -> None:
     engine.destroy()
 
 
+def frozen_weights_that_move_are_refused() -> None:
+    """They are copied while the next step runs: a teacher that follows would be half copied."""
+    engine = engine_of(2, "bf16")
+    state = EngineState(engine)
+    train_step(engine)
+    objects = state.objects()
+    teacher = engine.module.places.weight
+    teacher.data += 1
+    with pytest.raises(ConfigError, match="1 parameters .*, frozen/places.weight first, were"):
+        state.objects()
+    state.load(objects)
+    assert state.objects().keys() == objects.keys(), "a restore brings what it brings"
+    teacher.data += 1
+    state.rescan()
+    assert state.objects().keys() == objects.keys(), "so does a load in the middle"
+    engine.destroy()
+
+
 def destroyed_engines_are_let_go() -> None:
     """A process that makes one engine after another must not keep them all."""
     from deepspeed_ext.attach import attach, run_of

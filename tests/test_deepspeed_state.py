@@ -23,6 +23,7 @@ CASES = {
     "reloading_is_followed": 1,
     "moved_states_are_followed": 1,
     "destroyed_engines_are_let_go": 1,
+    "frozen_weights_that_move_are_refused": 1,
     "foreign_objects_are_refused": 1,
     "generators_come_last": 1,
 }
