@@ -10,6 +10,7 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -32,6 +33,9 @@ CLIENT_STATE_HELP = (
 _FLAGS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed")
 """The last one is followed by a file in some programs, and a switch in others."""
 
+_ALIKE = 0.85
+"""How much of a key must be the section's."""
+
 _PYTHON_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
     {"integer": (int,), "number": (int, float), "string": (str,)}
 )
@@ -51,15 +55,15 @@ def read_section(config: Mapping[str, Any], place: str = "the DeepSpeed config")
     """The section of a parsed configuration, None if it has none.
 
     ``place`` names the configuration in messages.  Raises one ConfigError that lists every
-    unknown key with the nearest right one, and every value of a wrong type.
+    unknown key with the nearest right one, and every value of a wrong type; also for a key that
+    is nearly the section's, as DeepSpeed passes over those that it does not know.
     """
     if SECTION not in config:
+        refuse([f'{place} has a key "{name}"; did you mean {SECTION}?' for name in _alike(config)])
         return None
     section = config[SECTION]
     if not isinstance(section, Mapping):
-        raise ConfigError(
-            f'{place}: "{SECTION}" is {json.dumps(section)}; give {{"{ENABLED}": true}}'
-        )
+        raise ConfigError(f'{place}: "{SECTION}" is {_shown(section)}; give {{"{ENABLED}": true}}')
     where = f"{place}: {SECTION}"
     refuse(_problems(section, where))
     return Section(
@@ -106,6 +110,17 @@ def schema() -> dict[str, Any]:
     }
 
 
+def _alike(config: Mapping[str, Any]) -> list[str]:
+    """Keys that are meant to be the section's.
+
+    They begin as it does: others may be another tool's (mem_snapshot), or are commented out with
+    a sign (_, #, //).
+    """
+    names = {str(name).lower(): str(name) for name in config}
+    names = {lower: name for lower, name in names.items() if lower[:1] == SECTION[0]}
+    return [names[name] for name in get_close_matches(SECTION, names, cutoff=_ALIKE)]
+
+
 def _json_type(setting: Setting) -> str | list[str]:
     types = [*setting.kind.json_types] + ["null"] * (setting.default is None)
     return types if len(types) > 1 else types[0]
@@ -114,12 +129,12 @@ def _json_type(setting: Setting) -> str | list[str]:
 def _problems(section: Mapping[str, Any], where: str) -> list[str]:
     known = [ENABLED, CLIENT_STATE, *SETTINGS]
     found = [
-        f'{where} has an unknown key "{name}"; {nearest(name, known)}'
+        f'{where} has an unknown key "{name}"; {nearest(str(name), known)}'
         for name in section
         if name not in known
     ]
     if not isinstance(section.get(ENABLED, False), bool):
-        found.append(f"{where}.{ENABLED} is {json.dumps(section[ENABLED])}; give true or false")
+        found.append(f"{where}.{ENABLED} is {_shown(section[ENABLED])}; give true or false")
     found += _client_state_problems(section.get(CLIENT_STATE, {}), f"{where}.{CLIENT_STATE}")
     for name, setting in SETTINGS.items():
         value = section.get(name)
@@ -165,7 +180,8 @@ def _config_paths(command: Sequence[str]) -> list[Path]:
 
 def _parsed(path: Path) -> Mapping[str, Any]:
     try:
-        parsed = json.loads(path.read_text())
+        # As DeepSpeed reads it, whatever the locale.
+        parsed = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
     return parsed if isinstance(parsed, Mapping) else {}

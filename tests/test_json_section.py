@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +54,8 @@ def test_no_section_and_one_that_is_off() -> None:
         ({"enable": True}, 'has an unknown key "enable"; did you mean enabled?'),
         ({"protection": "xor:2"}, 'unknown key "protection"; did you mean protect?'),
         ({"enabled": "true"}, 'inmem_snapshot.enabled is "true"; give true or false'),
+        ({"enabled": bool}, "inmem_snapshot.enabled is \"<class 'bool'>\"; give true or false"),
+        ({3: True}, 'has an unknown key "3"'),
         ({"slots": "3"}, 'inmem_snapshot.slots is "3"; give 2 or 3'),
         ({"slots": True}, "inmem_snapshot.slots is true; give 2 or 3"),
         ({"slots": 4}, "inmem_snapshot.slots is 4; give 2 or 3"),
@@ -60,12 +65,47 @@ def test_no_section_and_one_that_is_off() -> None:
         ({"client_state": {"step": "global_step"}}, "did you mean global_steps?"),
         ({"client_state": ["step"]}, 'client_state is ["step"]; give for example {"step"'),
         (True, '"inmem_snapshot" is true; give {"enabled": true}'),
+        (bool, '"inmem_snapshot" is "<class \'bool\'>"; give {"enabled": true}'),
     ],
 )
 def test_what_is_wrong_is_said_with_the_nearest_right_one(section: Any, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_section({"inmem_snapshot": section}, "ds.json")
     assert said in str(caught.value) and str(caught.value).count("ds.json") == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["inmem_snapshots", "inmem-snapshot", "InMem_Snapshot", "inmemsnapshot"]
+)
+def test_a_misspelt_section_is_no_job_without_one(name: str) -> None:
+    with pytest.raises(ConfigError, match=f'ds.json has a key "{name}"; did you mean inmem_snap'):
+        read_section({"train_batch_size": 8, name: {"enabled": True}}, "ds.json")
+
+
+@pytest.mark.parametrize("name", ["_inmem_snapshot", "#inmem_snapshot", "snapshot", "mem_snapshot"])
+def test_other_keys_and_those_commented_out_are_not_the_section(name: str) -> None:
+    assert read_section({name: {"enabled": True}}) is None
+
+
+def test_the_file_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
+    path = _write(tmp_path, enabled=True)
+    path.write_bytes(b'{"inmem_snapshot": {"enabled": true, "drain_dir": "/b\xc3\xbcro"}}')
+    called = f"read_command(['--deepspeed', {str(path)!r}])"
+    told = f"from megatron_ft.json_section import read_command; print({called})"
+    shown = subprocess.run(
+        [sys.executable, "-X", "utf8=0", "-c", told],
+        env={
+            **os.environ,
+            "LC_ALL": "POSIX",
+            "PYTHONCOERCECLOCALE": "0",
+            "PYTHONIOENCODING": "utf-8",
+        },
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=60,
+    )
+    assert "/büro" in shown.stdout, shown.stderr
 
 
 def test_all_that_is_wrong_comes_in_one_list() -> None:
