@@ -62,6 +62,7 @@ from megatron_programs import EXTERNAL, program  # noqa: E402
 from megatron_runs import ITERATIONS, SNAPSHOT_AT, SNAPSHOTS, Runs  # noqa: E402
 
 from megatron_ft.disk.native import TRACKER, checkpoint_folder  # noqa: E402
+from megatron_ft.megatron.missed_save import NOTE  # noqa: E402
 
 # Megatron's own resume is exact only if data loaders leave the generator of dropout alone.
 DP2 = program("dp2", plugin="quiet_data_loaders")
@@ -208,6 +209,7 @@ def test_a_checkpoint_whose_saving_was_broken_off_is_saved(job: Runs) -> None:
         saving = ("--save", str(disk), *CHECKPOINTS)
         after = resume(job, earlier, f"after{at}", *saving)
         assert f"the checkpoint of iteration {at} was not finished" in after.output(0)
+        assert not (disk / NOTE).exists()
         loading = ("--load", str(disk), "--ckpt-step", str(at))
         job.train(DP2, f"loaded{at}", *loading)
         found = job.differences(DP2, "whole", f"loaded{at}", at, ITERATIONS)

@@ -6,28 +6,35 @@ checkpoint its predecessor did not finish, and pass no end of that iteration any
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megatron_ft.disk.native import TRACKER
 from megatron_ft.megatron.start import tracked_iteration
 
+log = logging.getLogger(__name__)
+
+NOTE = ".megatron-ft-saving"
+"""In the folder of ``--save``: the iteration whose checkpoint is tried once more."""
+
 
 def is_missed(args: Any) -> bool:
-    """Whether the checkpoint of the iteration that was restored is due and not there.
+    """Whether the checkpoint of the iteration that was restored is due, not there, and to be saved.
 
-    Collective: the first rank looks.
+    Collective: the first rank looks, and notes that it is tried.  That is done once, save for the
+    last iteration: a disk that takes no checkpoint must not keep training from going on.
     """
     from torch import distributed
 
     interval = getattr(args, "save_interval", None)
     if not getattr(args, "save", None) or not interval or args.iteration % interval:
         return False
-    # A newer one means that this one was complete before.
-    found = [tracked_iteration(Path(args.save, TRACKER))]
+    found = [distributed.get_rank() == 0 and _is_wanted(args)]
     distributed.broadcast_object_list(found, src=0)
-    return bool(found[0] < args.iteration)
+    return found[0]
 
 
 def save(args: Any, training: Mapping[str, Any]) -> None:
@@ -44,3 +51,26 @@ def save(args: Any, training: Mapping[str, Any]) -> None:
         train_data_iterator=training["train_data_iterator"],
         preprocess_common_state_dict_fn=loop.preprocess_common_state_dict,
     )
+    with suppress(OSError):
+        Path(args.save, NOTE).unlink()
+
+
+def _is_wanted(args: Any) -> bool:
+    # A newer one means that this one was complete before.
+    if tracked_iteration(Path(args.save, TRACKER)) >= args.iteration:
+        return False
+    if args.iteration == args.train_iters or _is_first(Path(args.save, NOTE), args.iteration):
+        return True
+    log.warning("the checkpoint of iteration %d is left out: it broke off twice", args.iteration)
+    return False
+
+
+def _is_first(note: Path, iteration: int) -> bool:
+    """Whether nobody has tried it before; it is noted.  Not where the disk takes not even that."""
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        tried = note.exists() and note.read_text() == str(iteration)
+        note.write_text(str(iteration))
+    except OSError:
+        return False
+    return not tried
