@@ -55,6 +55,18 @@ def test_skips_are_counted_and_those_at_a_multiple_apart(
     assert (stats.skipped, stats.due_skipped) == (len(iterations), len(due))
 
 
+def test_a_permit_is_missed_where_training_goes_back_before_it(smp: FakeSmp) -> None:
+    """A script loads an older checkpoint: the permitted iteration may be hours away."""
+    manager, state = make_manager(smp), new_state()
+    manager.save(100, state)
+    late = smp.grant(102)
+    assert manager.save(51, state).skipped and smp.missed_ids == [late]
+    smp.grant(53)
+    assert manager.save(52, state).skipped and smp.missed_ids == [late]
+    assert not manager.save(53, state).skipped
+    manager.close()
+
+
 def test_a_revoked_permit_is_answered_at_every_boundary_and_counted_once(smp: FakeSmp) -> None:
     """The first word may have died with an SMP, and without it the slot is never free."""
     manager, state = make_manager(smp), new_state()

@@ -19,11 +19,17 @@ permits = st.builds(Permit, snapshots, st.integers(0, 5), st.just(0), st.boolean
     last=st.none() | snapshots,
     busy=st.booleans(),
     declined=st.booleans(),
+    went_back=st.booleans(),
 )
 def test_only_a_valid_permit_of_this_iteration_is_captured_and_each_is_answered_once(
-    permit: Permit | None, iteration: int, last: SnapshotId | None, busy: bool, declined: bool
+    permit: Permit | None,
+    iteration: int,
+    last: SnapshotId | None,
+    busy: bool,
+    declined: bool,
+    went_back: bool,
 ) -> None:
-    due = turn(permit, iteration, last, busy=busy, declined=declined)
+    due = turn(permit, iteration, last, busy=busy, declined=declined, went_back=went_back)
     if permit is None:
         assert due is Turn.WAIT
         return
@@ -36,3 +42,5 @@ def test_only_a_valid_permit_of_this_iteration_is_captured_and_each_is_answered_
         assert due is Turn.MISS
     elif permit.iteration == iteration:
         assert due in (Turn.CAPTURE, Turn.MISS)
+    elif not declined:
+        assert due is (Turn.MISS if went_back else Turn.WAIT)

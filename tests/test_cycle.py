@@ -331,3 +331,12 @@ def test_a_suspended_encoder_that_outlived_its_smp_delays_the_commit() -> None:
     again = d.encoders_die("n1")
     assert again == [mine]
     assert isinstance(d.confirm(again)[0], Ended)
+
+
+def test_an_interval_that_is_not_fixed_counts_from_where_training_went_back_to() -> None:
+    d = Driver()
+    d.cycle.schedule = Schedule(20, fixed=False)
+    d.propose(100)
+    d.confirm(d.cycle.handle("n0", m.Missed("dp0", d.cycle.snapshot)))
+    d.propose(50)
+    assert d.cycle.iteration == 70

@@ -64,6 +64,21 @@ def test_before_any_progress_it_counts_from_where_training_starts(
     assert schedule.next_iteration(-1) == schedule.next_iteration(first)
 
 
+@given(INTERVALS, ITERATIONS, ITERATIONS, ENDS, st.booleans())
+@MANY
+def test_where_training_goes_back_it_counts_from_there(
+    interval: int, high: int, low: int, ends: list[str], fixed: bool
+) -> None:
+    schedule = Schedule(interval, fixed=fixed)
+    for progress, end in enumerate(ends, high):
+        schedule.reached(progress)
+        take(schedule, progress, end)
+    schedule.reached(progress := min(low, high))
+    if ends and low < high:
+        due = schedule.next_iteration(progress)
+        assert progress + schedule.lead < due <= progress + schedule.lead + interval
+
+
 @given(INTERVALS, ENDS)
 @MANY
 def test_the_lead_grows_with_each_miss_and_shrinks_with_calm(

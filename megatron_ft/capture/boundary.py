@@ -30,6 +30,7 @@ class Boundary:
     ) -> None:
         self._captures, self._fence, self._adapt = captures, fence, adapt
         self._stats, self._warn, self._interval = stats, warn, interval
+        self._ended = -1
 
     def take(self, iteration: int, state: State, *, declined: bool) -> Ticket:
         """``iteration`` has ended with this state; the engine must be there.
@@ -42,7 +43,15 @@ class Boundary:
         for snapshot in captures.verdicts.overdue(iteration):
             captures.judge(snapshot, "")
         permit = captures.engine.arena.permit()
-        due = turn(permit, iteration, captures.last, busy=captures.running, declined=declined)
+        due = turn(
+            permit,
+            iteration,
+            captures.last,
+            busy=captures.running,
+            declined=declined,
+            went_back=iteration < self._ended,
+        )
+        self._ended = iteration
         if permit is None or due is Turn.WAIT:
             return self.skip(iteration)
         if due is Turn.CAPTURE and not captures.verdicts.problem:

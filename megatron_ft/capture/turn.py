@@ -31,12 +31,15 @@ def turn(
     *,
     busy: bool,
     declined: bool,
+    went_back: bool,
 ) -> Turn:
     """What is due when ``iteration`` has ended and ``last`` was the snapshot answered for last.
 
     ``busy`` says that the copy thread has not finished an earlier capture.  ``declined`` that
     this rank started without the snapshot it was offered: the first permit of such a life was
     given for training that starts from it; later ones follow what trainers have finished.
+    ``went_back`` that a later iteration had ended before this one did, as the script has loaded an
+    older checkpoint: a permit from then is for an iteration that is far away now.
     """
     if permit is None:
         return Turn.WAIT
@@ -46,5 +49,5 @@ def turn(
     if permit.revoked or permit.iteration < iteration or for_the_offer:
         return Turn.MISS
     if permit.iteration > iteration:
-        return Turn.WAIT
+        return Turn.MISS if went_back else Turn.WAIT
     return Turn.MISS if busy else Turn.CAPTURE

@@ -80,6 +80,7 @@ class SnapshotCycle:
         if self.phase != Phase.IDLE or self._last:
             return []
         self.snapshot = SnapshotId(self.incarnation, self.snapshot.sequence + 1)
+        self.schedule.reached(progress)
         self.iteration = self.schedule.next_iteration(progress)
         self.schedule.permitted(self.iteration)
         self.phase = Phase.CAPTURING
@@ -212,7 +213,10 @@ class SnapshotCycle:
             return []
         if isinstance(body, m.Missed):
             self.schedule.missed()
-            return self._abort(f"{body.shard_id} had already passed iteration {self.iteration}")
+            reason = (
+                f"{body.shard_id} had passed iteration {self.iteration}, or gone back before it"
+            )
+            return self._abort(reason)
         return self._abort(f"{body.shard_id}: {body.reason}")
 
     def _order_failed(self, body: m.OrderFailed) -> list[Action]:

@@ -22,7 +22,7 @@ class Schedule:
     def __init__(self, interval: int, first: int = 0, *, fixed: bool = True) -> None:
         self.interval, self.fixed, self.first = interval, fixed, first
         self.lead = self._least_lead()
-        self._before = self._spent = first
+        self._before = self._spent = self._reached = first
         self._commits_in_a_row = 0
 
     def next_iteration(self, progress: int) -> int:
@@ -34,6 +34,16 @@ class Schedule:
         if not self.fixed:
             return max(soonest, self._spent + self.interval)
         return -(-soonest // self.interval) * self.interval
+
+    def reached(self, progress: int) -> None:
+        """Training has come to ``progress``, as for ``next_iteration``.
+
+        It may have gone back, when a script loads an older checkpoint in the middle of it: then
+        snapshots of later iterations delay no other any more.
+        """
+        if 0 <= progress < self._reached:
+            self._before = self._spent = progress
+        self._reached = max(progress, 0)
 
     def permitted(self, iteration: int) -> None:
         """A snapshot of ``iteration`` is permitted: the next one counts from there."""

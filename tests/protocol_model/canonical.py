@@ -31,13 +31,13 @@ KNOWN = {
     "ShardSlots": "shard_id slots changes pins",
     "SnapshotCycle": "incarnation places nodes stripes schedule _orders phase snapshot iteration "
     "level _capture _waiting _encoders _world _broken _corrupt _gated _last",
-    "Schedule": "interval fixed first lead _before _spent _commits_in_a_row",
+    "Schedule": "interval fixed first lead _before _spent _reached _commits_in_a_row",
     "CaptureRound": "unsealed writing _unjudged _judged",
 }
 """What is described below, or decides nothing within the bounds of an exploration.
 
-_before and _spent count only where the interval is not fixed, and in the model it is; writing
-says when it is worth while to ask for a permit, and the model asks at any time.
+_before, _spent and _reached count only where the interval is not fixed, and in the model it is;
+writing says when it is worth while to ask for a permit, and the model asks at any time.
 """
 
 
