@@ -238,7 +238,7 @@ HOLES: dict[Callable[[pytest.MonkeyPatch], None], Hole] = {
     holes.no_doubt: Hole("reuses its slot in doubt", 1, "replica"),
     holes.local_is_enough: Hole("no newer one is protected everywhere"),
     holes.per_rank_skip: Hole("it is being captured"),
-    holes.iteration_is_identity: Hole("would be served as", 0, "xor:3, 3 slots", RESTARTS),
+    holes.iteration_is_identity: Hole("would be served as", 6, "xor:3, 3 slots", RESTARTS),
     holes.no_fence: Hole("run at once", 13, bias=LONG_SLEEP),
     holes.no_wait_for_writers: Hole("would be rebuilt from parity of", 2, bias=SLOW_DEATH),
     holes.encode_early: Hole("it is being captured"),
@@ -254,11 +254,9 @@ HOLES: dict[Callable[[pytest.MonkeyPatch], None], Hole] = {
     holes.replaced_at_once: Hole("run at once", 9, "replica, disk", CUTS),
     holes.late_words_obeyed: Hole("after a newer one", 2, "replica, disk", RESTARTS),
     holes.tidied_by_an_older_life: Hole("gone from the disk", 7, "replica, disk", LATE_DRAINS),
-    holes.published_and_tidied_at_once: Hole(
-        "gone from the disk", shape="replica, disk", bias=LATE_DRAINS
-    ),
-    holes.encoded_again: Hole("must be served", 13, "xor:3, 2 stripes, tree", LATE_AND_LOST),
-    holes.notes_ignored: Hole("rolled back and is served", 51, "replica, disk", CUTS_ONLY),
+    holes.published_and_tidied_at_once: Hole("gone from the disk", 7, "replica, disk", LATE_DRAINS),
+    holes.encoded_again: Hole("must be served", 80, "xor:3, 2 stripes, tree", LATE_AND_LOST),
+    holes.notes_ignored: Hole("rolled back and is served", 131, "replica, disk", CUTS_ONLY),
 }
 MOST_WALKS = 200
 
