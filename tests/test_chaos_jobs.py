@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -123,6 +124,16 @@ def test_a_command_of_the_user_is_run_and_compared_by_its_trace(
     assert "1 cases, 0 failed" in capsys.readouterr().out
     assert main([*words, "--continue", "--seed", "3"]) == 2
     assert "give the same flags, or another --json" in capsys.readouterr().err
+
+
+def test_a_call_that_is_refused_leaves_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(chaos, "warm_python", lambda: SimpleNamespace(path="", close=int))
+    assert main(["chaos", "--case", "encode.done:trainer:kill:0", "--continue"]) == 2
+    assert "give --json FILE" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_points_victims_and_faults_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ of your own is compared bit by bit if it writes a trace (docs/chaos.md).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shutil
 import signal
 import tempfile
@@ -100,6 +101,8 @@ def main(arguments: argparse.Namespace) -> int:
         results = run_all(cases, settings, _oracle(settings) if left else {}, note, kept)
     finally:
         warm.close()
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # empty, as of a call that was refused
     return _finish(arguments, settings, results)
 
 
