@@ -13,9 +13,11 @@ import importlib
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -74,7 +76,10 @@ class ForkServer:
         path = [str(here.parent), str(here.parents[1]), os.environ.get("PYTHONPATH", "")]
         joined = os.pathsep.join(filter(None, path))
         self._preload = preload
-        self._environment = {**os.environ, **environment, "PYTHONPATH": joined}
+        # Ranks end without tidying up what libraries have put there.
+        self._temporary = tempfile.mkdtemp(prefix="mft-ranks-")
+        variables = {"PYTHONPATH": joined, "TMPDIR": self._temporary}
+        self._environment = {**os.environ, **environment, **variables}
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[str]:
@@ -105,7 +110,7 @@ class ForkServer:
             answer = self._ask(json.dumps(asdict(replace(request, port=free_port()))))
         except BaseException:
             self._process.kill()
-            self.close()
+            self._end()
             self._process = self._start()
             raise
         return Outcome(**json.loads(answer), logs=request.logs)
@@ -120,6 +125,10 @@ class ForkServer:
 
     def close(self) -> None:
         """End the server; its children end with it."""
+        self._end()
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _end(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
