@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from arena_folder import SLOT, arena_path, header_of, plan, read_record, record_path
-from test_capture_support import WAIT, FakeSmp, Offer
+from test_capture_support import FakeSmp, Offer
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.capture.copier import CopyItem, ShouldStop
@@ -34,6 +34,10 @@ SAVE_AT, SAVE_TO, LOAD_FROM = "TEST_SAVE_AT", "TEST_SAVE_TO", "TEST_LOAD_FROM"
 SCHEME, RANKS_PER_NODE = "TEST_SCHEME", "TEST_RANKS_PER_NODE"
 NO_OFFER = "TEST_NO_OFFER"
 """The rank that is offered nothing, if one is to be."""
+
+
+FENCE_SECONDS = 100.0
+"""Training may save a checkpoint on its way; less than a run may take, so that this is told."""
 
 
 class ArenaClient(FakeSmp):
@@ -87,7 +91,7 @@ class LateCopier(CpuCopier):
         self.fence_reached = Event()
 
     def copy(self, items: Sequence[CopyItem], mark: None, should_stop: ShouldStop) -> bool:
-        assert self.fence_reached.wait(WAIT), "training never came to a fence"
+        assert self.fence_reached.wait(FENCE_SECONDS), "training never came to a fence"
         return super().copy(items, mark, should_stop)
 
 
