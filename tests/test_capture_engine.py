@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from test_capture_support import WAIT, FakeSmp, make_manager
 
+from megatron_ft.arena import digest
 from megatron_ft.arena.digest import tail_is_zero
 from megatron_ft.capture.copier import CopyItem, ShouldStop
 from megatron_ft.capture.cpu import CpuCopier
+from megatron_ft.identity import SnapshotId
 
 
 def test_each_slot_ends_with_zeros_whatever_earlier_lives_have_left(smp: FakeSmp) -> None:
@@ -31,6 +34,34 @@ def test_each_slot_ends_with_zeros_whatever_earlier_lives_have_left(smp: FakeSmp
         manager.save(iteration, state)
         smp.wait_ended()
         assert tail_is_zero(smp.arena.data(slot), smp.sealed_records[snapshot])
+    manager.close()
+
+
+def test_a_seal_that_broke_off_leaves_nothing_behind_the_next_one(
+    smp: FakeSmp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every encode would find that the shard is not followed by zeros, and give it up."""
+    state: dict[str, Any] = {"weights": torch.ones(3000), "objects": ""}
+    manager = make_manager(smp)
+    manager.prepare(state)
+
+    def capture(iteration: int, length: int) -> SnapshotId:
+        state["objects"] = "a" * length
+        snapshot = smp.grant(iteration)
+        manager.save(iteration, state)
+        smp.wait_ended()
+        return snapshot
+
+    def broken(*_: Any) -> None:
+        raise MemoryError("injected")
+
+    capture(1, 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(digest, "digest_blocks", broken)
+        assert "injected" in smp.abandoned_ids[capture(2, 9000)]
+    sealed = capture(3, 10)
+    assert smp.arena is not None
+    assert tail_is_zero(smp.arena.data(0), smp.sealed_records[sealed])
     manager.close()
 
 

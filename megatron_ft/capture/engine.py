@@ -149,6 +149,8 @@ class CaptureEngine:
     def _seal(self, run: CaptureRun) -> SealedRecord | None:
         permit, slot = run.permit, run.permit.slot
         reach("capture.copied")
+        # Whatever ends this seal, the next one does not rely on zeros that it may have overwritten.
+        dirty, self._dirty[slot] = self._dirty[slot], None
         record = digest.seal(
             self._regions[slot],
             shard_id=self._shard_id,
@@ -159,10 +161,9 @@ class CaptureEngine:
             layout_hash=self.binding.layout_hash,
             block_bytes=self._block_bytes,
             algorithm=self._algorithm,
-            dirty_bytes=self._dirty[slot],
+            dirty_bytes=dirty,
         )
-        # Beyond what seals have used the region is zero since the first of them.
-        self._dirty[slot] = max(self._dirty[slot] or 0, record.used_bytes)
+        self._dirty[slot] = record.used_bytes
         reach("capture.digested")
         if self.revoked(permit):
             run.stop_reason = "its permit was revoked"
