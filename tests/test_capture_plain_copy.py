@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,6 +33,39 @@ def test_bits_are_not_read_as_numbers() -> None:
     target = torch.zeros(3)
     copy_all([PlainCopy(target, source.view(torch.float32))])
     assert torch.equal(target.view(torch.int32), source)
+
+
+def test_memory_that_is_given_back_under_a_copy_is_there_to_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after a fence that gave up: reading it would be the end of the trainer."""
+    memory = np.ones(70_000, np.float32)
+    source, target = torch.from_numpy(memory), torch.zeros(70_000)
+    there, seen = weakref.ref(memory), list[bool]()
+    del memory
+    positive = np.positive
+
+    def held_up(read: Any, out: Any) -> None:
+        source.data = torch.zeros(70_000)
+        gc.collect()
+        seen.append(there() is not None)
+        positive(read, out=out)
+
+    copies = [PlainCopy(target, source)]
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "positive", held_up)
+        copy_all(copies)
+    assert seen == [True] and target.all()
+    assert there() is None, "it is kept for longer than it is read"
+
+
+def test_a_tensor_that_has_no_memory_is_not_read() -> None:
+    source, target = torch.ones(70_000), torch.ones(70_000)
+    copies = [PlainCopy(target, source)]
+    source.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="other memory"):
+        copy_all(copies)
+    assert target.all()
 
 
 def test_a_tensor_that_has_other_memory_is_read_there() -> None:

@@ -22,9 +22,18 @@ class PlainCopy:
         self.source = source
         self.address, self.source_bytes = 0, self.target_bytes[:0]
 
-    def look(self, address: int) -> None:
-        """The source lies there now."""
-        self.source_bytes, self.address = bytes_at(address, self.source.nbytes), address
+    def look(self) -> torch.UntypedStorage:
+        """Find where the source lies now; its memory is there as long as what is returned.
+
+        ValueError if it is given other memory in this very moment.
+        """
+        kept = self.source.untyped_storage()
+        address, start, length = self.source.data_ptr(), kept.data_ptr(), self.source.nbytes
+        if not start <= address <= start + kept.nbytes() - length:
+            raise ValueError("a tensor was given other memory while it was about to be copied")
+        if address != self.address:
+            self.source_bytes, self.address = bytes_at(address, length), address
+        return kept
 
 
 def copy_all(copies: Iterable[PlainCopy]) -> None:
@@ -33,14 +42,14 @@ def copy_all(copies: Iterable[PlainCopy]) -> None:
     The loop is numpy's ``positive`` of unsigned bytes, which leaves every bit as it is.  libc's
     memmove takes an instruction for it that some processors repeat slowly (``rep movsb``), and
     torch's copy_ shares large tensors among intra-op threads.
-    Where a source lies is asked at every copy, so that memory that it has given back is not read.
+    Where a source lies is asked at every copy, so that memory that it has given back is not read,
+    and what is read is kept: after a fence that gave up, training may give it back meanwhile.
     """
-    place, positive = torch.Tensor.data_ptr, np.positive
+    positive = np.positive
     for copy in copies:
-        address = place(copy.source)
-        if address != copy.address:
-            copy.look(address)
+        kept = copy.look()
         positive(copy.source_bytes, out=copy.target_bytes)
+        del kept
 
 
 def copy_large(target: int, source: int, length: int) -> None:
