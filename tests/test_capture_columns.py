@@ -108,6 +108,14 @@ def test_tensors_of_their_own_need_no_planning(forms: list[tuple[torch.dtype, li
     assert whole.stored.lengths == [live[entry.name].nbytes for entry in layout.entries]
 
 
+@pytest.mark.parametrize(("shared", "apart"), [(0, True), (1, False)])
+def test_tensors_that_share_a_byte_are_left_to_planning(shared: int, apart: bool) -> None:
+    memory = torch.zeros(20, dtype=torch.uint8)
+    live = {"a": memory[:10], "b": memory[10 - shared : 20 - shared]}
+    stored = layout_of({name: tensor.clone() for name, tensor in live.items()})
+    assert (compared(stored, live) is not None) == apart
+
+
 def negated() -> Live:
     return {"a": torch.zeros(10, dtype=torch.complex64).conj().imag}
 
