@@ -260,3 +260,10 @@ def test_lazy_signs_are_settled_on_the_device(name: str, monkeypatch: pytest.Mon
     (item,) = moved
     assert torch.equal(item.source, lazy)
     assert not item.source.is_conj() and not item.source.is_neg()
+
+
+def test_what_is_recorded_here_is_what_torch_has() -> None:
+    """One of the names is torch's own, and could go."""
+    used = ("_sleep", "cudart", "current_stream", "Event", "set_device", "Stream", "stream")
+    assert all(callable(getattr(torch.cuda, name)) for name in used)
+    assert all(callable(getattr(RecordedCuda, name)) for name in used)
