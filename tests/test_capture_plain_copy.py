@@ -12,6 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ft.capture import cpu
+from megatron_ft.capture.copier import CopyItem
 from megatron_ft.capture.plain_copy import PlainCopy, copy_all
 
 NUMBERS = torch.arange(5000, dtype=torch.int32).view(torch.uint8)
@@ -35,27 +37,28 @@ def test_bits_are_not_read_as_numbers() -> None:
     assert torch.equal(target.view(torch.int32), source)
 
 
+@pytest.mark.parametrize(("numel", "module", "name"), [(70_000, np, "positive"), (9, cpu, "move")])
 def test_memory_that_is_given_back_under_a_copy_is_there_to_its_end(
-    monkeypatch: pytest.MonkeyPatch,
+    numel: int, module: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a fence that gave up: reading it would be the end of the trainer."""
-    memory = np.ones(70_000, np.float32)
-    source, target = torch.from_numpy(memory), torch.zeros(70_000)
+    memory = np.ones(numel, np.float32)
+    source, target = torch.from_numpy(memory), torch.zeros(numel)
     there, seen = weakref.ref(memory), list[bool]()
     del memory
-    positive = np.positive
+    reads = getattr(module, name)
 
-    def held_up(read: Any, out: Any) -> None:
-        source.data = torch.zeros(70_000)
+    def held_up(*words: Any, **more: Any) -> None:
+        source.data = torch.zeros(numel)
         gc.collect()
         seen.append(there() is not None)
-        positive(read, out=out)
+        reads(*words, **more)
 
-    copies = [PlainCopy(target, source)]
+    batch = cpu.SerialBatch.of([CopyItem(source, target)])
     with monkeypatch.context() as patch:
-        patch.setattr(np, "positive", held_up)
-        copy_all(copies)
-    assert seen == [True] and target.all()
+        patch.setattr(module, name, held_up)
+        batch.move()
+    assert seen == [True]
     assert there() is None, "it is kept for longer than it is read"
 
 

@@ -91,10 +91,12 @@ class SerialBatch(NamedTuple):
         return cls(plain, others)
 
     def move(self) -> None:
-        """Copy; the targets must be alive."""
+        """Copy; the targets must be alive.  What is read is kept meanwhile, as in copy_all."""
         copy_all(self.plain)
         if self.others:
+            kept = [source.untyped_storage() for source, _ in self.others]
             move(self.others)
+            del kept
 
 
 def move_serially(batch: Iterable[CopyItem]) -> None:
