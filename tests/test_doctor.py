@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import resource
@@ -20,6 +21,7 @@ from megatron_ft.cli import main as cli
 from megatron_ft.doctor import as_trainer, machine
 from megatron_ft.doctor.answer import MARK, answers, last_words
 from megatron_ft.doctor.facts import NodeFacts, ProbeRequest, TrainerFacts
+from megatron_ft.doctor.rates import measure_drain
 from megatron_ft.environment import INCARNATION, JOB, NODE, NODE_DIR
 
 MIB = 1 << 20
@@ -91,6 +93,23 @@ def test_a_probe_survives_what_it_cannot_do(small_tmpfs: Path) -> None:
     assert found.drain is not None and "Read-only file system" in found.drain.error
     # What could not be written is not left behind.
     assert os.listdir(small_tmpfs / "job" / "n0") == [".token"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can have its files be another user's")
+def test_a_drain_folder_that_gives_files_to_others_is_none(tmp_path: Path) -> None:
+    """As NFS with root_squash does; a job refuses checkpoints that are not its user's."""
+    libc = ctypes.CDLL(None)
+    with tempfile.TemporaryDirectory(prefix="mft-") as name:
+        folder = Path(name)
+        folder.chmod(0o1777)
+        libc.setfsuid(65534)
+        try:
+            squashed = measure_drain(folder, ".token", "n0", MIB)
+        finally:
+            libc.setfsuid(0)
+        assert "belongs to user 65534, not to 0: it is not trusted" in squashed.error
+        assert not measure_drain(folder, ".token", "n0", MIB).error
+        assert os.listdir(folder) == [".token.n0"]
 
 
 def test_a_trainer_is_asked_by_source_alone(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +12,13 @@ import numpy as np
 
 from megatron_ft.arena import huge_pages
 from megatron_ft.arena.mapping import Mapping
+from megatron_ft.disk.durable import Disk
 from megatron_ft.doctor.facts import DrainPlace, Rates
 from megatron_ft.erasure.codec import open_codec
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.errors import MegatronFTError
 from megatron_ft.isal import Bytes
+from megatron_ft.private_files import OTHERS_WRITE, reason_against
 
 REPEATS = 5
 
@@ -39,6 +42,8 @@ def measure_drain(folder: Path, token: str, node: str, size: int) -> DrainPlace:
     """
     try:
         read = (folder / token).read_text() if (folder / token).exists() else ""
+        if reason := _distrust(folder / f"{token}.{node}.checkpoint"):
+            return DrainPlace(error=f"a checkpoint that is made there {reason}")
         rate = _write_rate(folder / f"{token}.{node}.rate", size)
         (folder / f"{token}.{node}").write_text(token)
         space = os.statvfs(folder)
@@ -46,6 +51,21 @@ def measure_drain(folder: Path, token: str, node: str, size: int) -> DrainPlace:
     except OSError as error:
         # Without the file's name, so that nodes that fail alike are one line of the report.
         return DrainPlace(error=error.strerror or str(error))
+
+
+def _distrust(folder: Path) -> str:
+    """Why the job would refuse what it has drained itself: some file systems give what is made to
+    another user (NFS with root_squash), or to everybody (CIFS, vfat)."""
+    disk, file = Disk(), folder / "shard"
+    disk.make_folder(folder)
+    try:
+        disk.write_file(file, [b"shard"])
+        return reason_against(folder.stat(), stat.S_ISDIR, stat.S_IWOTH) or reason_against(
+            file.stat(), forbidden=OTHERS_WRITE, links=True
+        )
+    finally:
+        file.unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def _arena_rate(path: Path, source: Bytes) -> float:
