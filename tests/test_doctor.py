@@ -20,6 +20,7 @@ import pytest
 from megatron_ft.cli import main as cli
 from megatron_ft.doctor import as_trainer, machine
 from megatron_ft.doctor.answer import MARK, answers, last_words
+from megatron_ft.doctor.examine import DrainToken
 from megatron_ft.doctor.facts import NodeFacts, ProbeRequest, TrainerFacts
 from megatron_ft.doctor.rates import measure_drain
 from megatron_ft.environment import INCARNATION, JOB, NODE, NODE_DIR
@@ -110,6 +111,14 @@ def test_a_drain_folder_that_gives_files_to_others_is_none(tmp_path: Path) -> No
         assert "belongs to user 65534, not to 0: it is not trusted" in squashed.error
         assert not measure_drain(folder, ".token", "n0", MIB).error
         assert os.listdir(folder) == [".token.n0"]
+
+
+def test_nothing_is_left_of_a_probe_that_was_killed(tmp_path: Path) -> None:
+    with DrainToken(tmp_path, ".token"):
+        (tmp_path / ".token.n0.checkpoint").mkdir()
+        for name in (".token.n0.checkpoint/shard", ".token.n1.rate", "other"):
+            (tmp_path / name).touch()
+    assert os.listdir(tmp_path) == ["other"]
 
 
 def test_a_trainer_is_asked_by_source_alone(tmp_path: Path) -> None:

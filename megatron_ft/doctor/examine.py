@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -139,7 +141,11 @@ class DrainToken:
     def __exit__(self, *_: object) -> None:
         if self._folder is not None:
             for path in self._folder.glob(f"{self._token}*"):
-                path.unlink(missing_ok=True)
+                if path.is_dir():
+                    # Of a probe that did not come to its end.
+                    shutil.rmtree(path, ignore_errors=True)
+                with suppress(OSError):
+                    path.unlink()
 
 
 def clock_between(asked: float, began: float, ended: float, answered: float) -> Clock:
