@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft import private_files
+from megatron_ft.cli import drain as drain_command
 from megatron_ft.cli import main as cli
 from megatron_ft.disk import manifest as mf
 from megatron_ft.disk.checkpoint import open_checkpoint
@@ -280,6 +281,32 @@ def test_verify_tells_by_its_exit_code(
 # Retention.
 
 
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_drain_that_fails_takes_nothing_from_one_beside_it(
+    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool
+) -> None:
+    """Two by hand, of one snapshot; the disk has no room for the second."""
+
+    def full(shards: Any, folder: Path, **options: Any) -> int:
+        write_shards(shards, folder)
+        if finished:
+            publish(folder, shards.info, JOB, shards.lineage, len(shards))
+        fail(errno.ENOSPC)
+        return 0
+
+    monkeypatch.setattr(drain_command, "write_shards", full)
+    arguments = ["drain", "--arena-dir", str(memory.root), "--to", str(tmp_path / "disk")]
+    assert cli.main([*arguments, "--state-dir", str(tmp_path)]) == 2
+    if finished:
+        assert newest_of(memory, tmp_path / "disk") == 20
+    else:
+        assert not list((tmp_path / "disk").iterdir())
+
+
+def fail(number: int) -> None:
+    raise OSError(number, os.strerror(number))
+
+
 def test_a_checkpoint_that_cannot_be_read_hides_no_other(
     memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,7 +317,7 @@ def test_a_checkpoint_that_cannot_be_read_hides_no_other(
 
     def stale(folder: Path, forbidden: int) -> None:
         if folder == newer:
-            raise OSError(errno.ESTALE, "Stale file handle")
+            fail(errno.ESTALE)
         checked(folder, forbidden)
 
     monkeypatch.setattr(private_files, "check_folder", stale)

@@ -68,9 +68,12 @@ def _write(shards: OpenSnapshot, folder: Path, pace: Pace, seats: Mapping[str, S
 
 
 def _discard(folder: Path) -> None:
-    """Give back the space; on a disk that fails, what is left has no manifest at least."""
+    """Give back the space; on a disk that fails, what is left has no manifest at least.
+
+    With one it was finished by another drain of the same snapshot, and stays.
+    """
     try:
-        if folder.is_dir():
+        if folder.is_dir() and not is_complete(folder):
             remove_checkpoint(folder)
     except OSError as error:
         print(f"{folder} is unfinished and could not be removed: {error}")
