@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -287,3 +290,25 @@ def test_a_host_that_cannot_be_reached_is_named(
     said = capsys.readouterr().err
     assert "1 nodes are there and 2 are needed" in said and "nowhere" in said, said
     assert time.monotonic() - begun < TIMEOUT, "its remote shell has ended: nothing to wait for"
+
+
+SHELL = """#!/bin/sh
+host=$1; shift
+[ "$host" = gone ] && exit 255
+exec sh -c "$*"
+"""
+
+
+def test_a_host_that_is_missed_does_not_spoil_the_doctors_json(tmp_path: Path) -> None:
+    shell, hosts = tmp_path / "shell", tmp_path / "hosts"
+    shell.write_text(SHELL)
+    shell.chmod(0o700)
+    hosts.write_text("here\ngone\n")
+    words = [sys.executable, "-m", "megatron_ft.cli.main", "doctor", "--json", "--nodes", "1"]
+    words += ["--launcher", "hostfile", "--hostfile", str(hosts), "--remote-shell", str(shell)]
+    words += ["--protect", "none", "--rate-mib", "1", "--state-dir", str(tmp_path / "state")]
+    done = subprocess.run(
+        [*words, "--", sys.executable, "train.py"], capture_output=True, timeout=4 * TIMEOUT
+    )
+    assert b"nothing is heard of gone; going on without" in done.stderr
+    assert {"verdict", "findings"} == json.loads(done.stdout).keys(), done.stderr

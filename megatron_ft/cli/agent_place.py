@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -198,4 +199,5 @@ def _check_seats(hub: AgentHub, hosts: list[str], size: int, wanted: int) -> Non
             f"--state-dir, and reach {hub.meeting.host}?"
         )
     if said:
-        say(f"megatron-ft: {said}; going on without")
+        # The output may be JSON, of the doctor.
+        say(f"megatron-ft: {said}; going on without", sys.stderr)

@@ -6,6 +6,7 @@ import os
 import sys
 from contextlib import suppress
 from io import TextIOWrapper
+from typing import TextIO
 
 
 def show_any_text() -> None:
@@ -14,10 +15,11 @@ def show_any_text() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def say(text: str) -> None:
-    """Print a line at once; it is lost if it cannot be written."""
+def say(text: str, to: TextIO | None = None) -> None:
+    """Print a line at once, to the standard output if not ``to`` another; it is lost if it cannot
+    be written."""
     with suppress(OSError):
-        print(text, flush=True)
+        print(text, file=to, flush=True)
 
 
 def flush_output() -> None:
