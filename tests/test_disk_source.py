@@ -14,6 +14,7 @@ from megatron_ft.disk.source import SnapshotInfo, open_newest
 from megatron_ft.errors import ConfigError, SnapshotUnavailableError
 from megatron_ft.identity import SnapshotId
 from megatron_ft.objects import decode
+from megatron_ft.shard import ShardLayout
 from tests.disk_samples import JOB, SHARDS, Memory, content
 
 
@@ -142,6 +143,23 @@ def test_a_damaged_arena_file_counts_as_missing(memory: Memory) -> None:
     source = open_live(memory.root, memory.job)
     assert source.snapshots() == []
     assert "dp1.arena" in source.problems[0]
+
+
+class Misnamed(ShardLayout, frozen=True, array_like=True):
+    """Sealed as another layout than it is."""
+
+    def hash(self) -> bytes:
+        return bytes(32)
+
+
+def test_a_layout_that_is_not_the_one_of_the_record_is_refused(memory: Memory) -> None:
+    layout = memory.layout
+    memory.layout = Misnamed(layout.version, layout.tensor_bytes, layout.entries)
+    memory.commit(3, 30)
+    source = open_live(memory.root, memory.job)
+    with pytest.raises(SnapshotUnavailableError, match="dp0 .*holds another layout than its rec"):
+        with source.open(source.snapshots()[0]):
+            pass
 
 
 def test_an_unknown_job_is_refused(memory: Memory) -> None:

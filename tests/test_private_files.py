@@ -25,7 +25,7 @@ from megatron_ft.disk.source import open_newest
 from megatron_ft.disk.write import publish, write_shards
 from megatron_ft.environment import SOCKET_NAME, ProcessEnvironment
 from megatron_ft.erasure.worker import SmpConnection
-from megatron_ft.errors import ControlPlaneError, MegatronFTError
+from megatron_ft.errors import ControlPlaneError, MegatronFTError, UntrustedFileError
 from megatron_ft.launch.job_state import JobState, read_record
 from megatron_ft.launch.virtual import VirtualCluster
 from megatron_ft.smp import ownership
@@ -419,3 +419,42 @@ def test_a_drain_is_readable_as_the_umask_says(folder: Path) -> None:
         assert modes == {expected}
         with ordinary_user():
             assert open_checkpoint(target).snapshots()
+
+
+def test_what_shall_be_durable_is_synced_before_it_has_its_name_and_the_name_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power loss leaves the old file or the new one, and after the return the new one."""
+    steps: list[tuple[str, int]] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def synced(descriptor: int) -> None:
+        steps.append(("sync", os.fstat(descriptor).st_ino))
+        fsync(descriptor)
+
+    def renamed(path: Path, target: Path) -> Path:
+        steps.append(("rename", path.stat().st_ino))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    path = tmp_path / "job.json"
+    private_files.replace_file(path, b"content", durable=True)
+    file, folder = path.stat().st_ino, tmp_path.stat().st_ino
+    assert steps == [("sync", file), ("rename", file), ("sync", folder)]
+
+
+@pytest.mark.parametrize(("mode", "trusted"), [(0o1777, True), (0o777, False), (0o770, False)])
+def test_a_folder_of_many_users_is_one_from_which_nobody_takes_names(
+    tmp_path: Path, mode: int, trusted: bool
+) -> None:
+    """As /tmp and /dev/shm are."""
+    path = tmp_path / "shared" / "file"
+    path.parent.mkdir()
+    path.parent.chmod(mode)
+    if trusted:
+        private_files.replace_file(path, b"content")
+        assert private_files.read_file(path) == b"content"
+    else:
+        with pytest.raises(UntrustedFileError, match="others may put files there"):
+            private_files.replace_file(path, b"content")
