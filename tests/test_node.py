@@ -123,10 +123,11 @@ def test_a_permit_that_comes_again_while_it_stands_changes_nothing() -> None:
     [
         [GRANT, m.Missed(HERE, ONE)],
         [GRANT, m.Missed(HERE, ONE), ABORT],
+        [GRANT, ABORT],
         [ABORT],
         [GRANT, SEALED, ENCODE, ENCODED, COMMIT, m.Grant(LIFE, TWO, 12), m.Missed(HERE, TWO)],
     ],
-    ids=["missed", "aborted", "aborted before it came", "committed"],
+    ids=["missed", "aborted", "aborted under its trainer", "aborted before it came", "committed"],
 )
 def test_a_permit_that_comes_after_its_snapshot_was_decided_is_refused(
     ended: list[m.Message],

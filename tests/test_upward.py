@@ -11,8 +11,10 @@ import pytest
 from megatron_ft.identity import SnapshotId
 from megatron_ft.smp import messages as m
 from megatron_ft.smp import upward as upward_module
+from megatron_ft.smp.gathering import Gathering
 from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.outbox import MOST_UNHEARD
+from megatron_ft.smp.reports import MOST_LOOKS
 from megatron_ft.smp.upward import Upward
 
 ONE, TWO = SnapshotId(1, 1), SnapshotId(1, 2)
@@ -132,6 +134,24 @@ def test_a_branch_is_whole_only_with_its_relay() -> None:
     assert not smp.sent
 
 
+def test_a_branch_is_whole_when_all_of_it_have_reported_on_this_round() -> None:
+    def of(
+        node: str, frame: bytes, *, whole: bool = True, snapshot: SnapshotId = ONE
+    ) -> m.Gathered:
+        return m.Gathered(1, node, snapshot, whole, (frame,))
+
+    gathering, branch = Gathering(), {"n1", "n2"}
+    gathering.begin(ONE, RELAY, branch)
+    assert not gathering.add(of("n1", b"a")) and not gathering.add(of("n2", b"b", whole=False))
+    assert gathering.take("n1", 1) == m.Gathered(1, "n1", ONE, False, (b"a", b"b"))
+    assert gathering.add(of("n2", b"c"))
+    assert gathering.take("n1", 1) == m.Gathered(1, "n1", ONE, True, (b"c",))
+    assert gathering.take("n1", 1) is None
+    gathering.begin(ONE, RELAY, branch)  # the Encode after the Grant
+    assert not gathering.add(of("n1", b"d"))
+    assert gathering.add(of("n2", b"e", snapshot=SnapshotId(1, 0))), "late: nobody else comes"
+
+
 def test_a_new_life_passes_on_nothing_of_the_last() -> None:
     smp = Smp()
     smp.upward.asked_through(ENCODE, RELAY, ("n2", "n3"))
@@ -159,6 +179,15 @@ def test_what_was_told_before_the_coordinator_came_leaves_with_its_heartbeat() -
     # Once more, an encoder that has died since would have a world begin that is none.
     smp.look(told=2)
     assert not smp.sent
+
+
+def test_a_word_whose_others_never_come_leaves_after_some_heartbeats() -> None:
+    smp = Smp()
+    smp.tell(m.CaptureCost("dp0", ONE, 0.0, 0.0, 0, 0.0, 0.0))
+    for _ in range(MOST_LOOKS):
+        assert not smp.sent
+        smp.look()
+    assert smp.heard() == [(COORDINATOR, ["CaptureCost"])]
 
 
 def test_what_no_heartbeat_has_named_is_told_again() -> None:
