@@ -221,6 +221,16 @@ def test_abort_under_a_live_trainer_revokes_and_waits(restarted: bool) -> None:
     assert state(node) == SlotState.FREE and ToCoordinator(m.SlotFreed(HERE, ONE)) in freed
 
 
+def test_abort_under_a_live_encoder_waits_for_its_death() -> None:
+    """Suspended, it would write old parity into the slot's next snapshot."""
+    node = machine()
+    ok(node, GRANT, SEALED, ENCODE, ABORT)
+    assert state(node) == SlotState.ENCODING
+    node.encoder_gone(WORLD, 1)
+    assert state(node) == SlotState.FREE
+    assert ToCoordinator(m.SlotFreed(HERE, ONE)) in node.take_effects()
+
+
 def test_abort_of_a_capture_that_is_over_leaves_the_permit_word_alone() -> None:
     node = machine()
     effects = ok(node, GRANT, SEALED, ABORT)
@@ -377,6 +387,16 @@ def test_a_pinned_snapshot_keeps_its_slot(pin: m.Message, unpin: m.Message | Non
         ok(node, unpin)
     assert not node.held_back()
     ok(node, m.Grant(LIFE, THREE, 14))
+
+
+def test_one_shard_that_is_read_holds_the_node_back() -> None:
+    node = held("dp0", "dp3")
+    ok(node, m.Pin("r", ONE, 1))
+    forget(node.shards["dp3"], lambda snapshot: snapshot == ONE)
+    node.take_effects()
+    assert node.held_back()
+    answer = node.handle(m.Grant(LIFE, THREE, 14))
+    assert isinstance(answer, m.Refused) and answer.error == "PinnedError"
 
 
 def test_a_pin_is_all_or_nothing_on_a_node() -> None:
