@@ -332,6 +332,20 @@ def test_a_lease_that_counts_from_the_future_extends_nothing(node: SmpNode) -> N
     run(story())
 
 
+def test_a_lease_that_counts_from_before_the_admission_ends_nothing(node: SmpNode) -> None:
+    """The coordinator has heard of nobody while old writers were hard to kill."""
+
+    async def story() -> m.Status:
+        link = await led(node)
+        before = (await lease(link, 60.0)).clock
+        assert isinstance(await link.ask(m.Admit(2, 60.0), 30), m.Inventory)
+        await link.demand(m.Lease(2, 0.0, before), 30)
+        link.close()
+        return await asyncio.to_thread(ask, node.environment.socket, m.StatusRequest())  # type: ignore[no-any-return]
+
+    assert run(story()).lease_seconds_left > 0
+
+
 ERRAND = """
 import sys, time
 from megatron_ft.smp.errand import begin_errand
