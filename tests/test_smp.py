@@ -332,6 +332,18 @@ def test_a_lease_that_counts_from_the_future_extends_nothing(node: SmpNode) -> N
     run(story())
 
 
+def test_an_admission_begins_a_lease(node: SmpNode) -> None:
+    """Before the first heartbeat nobody else may lead, and no encoder of this life is ended."""
+
+    async def story() -> m.Status:
+        link = await node.link(zmq.asyncio.Context.instance())
+        assert isinstance(await link.ask(m.Admit(1, 60.0), 30), m.Inventory)
+        link.close()
+        return await asyncio.to_thread(ask, node.environment.socket, m.StatusRequest())  # type: ignore[no-any-return]
+
+    assert run(story()).lease_seconds_left > 0
+
+
 def test_a_lease_that_counts_from_before_the_admission_ends_nothing(node: SmpNode) -> None:
     """The coordinator has heard of nobody while old writers were hard to kill."""
 
@@ -344,6 +356,32 @@ def test_a_lease_that_counts_from_before_the_admission_ends_nothing(node: SmpNod
         return await asyncio.to_thread(ask, node.environment.socket, m.StatusRequest())  # type: ignore[no-any-return]
 
     assert run(story()).lease_seconds_left > 0
+
+
+def test_an_smp_that_was_restarted_ends_nobody_before_it_has_a_lease(node: SmpNode) -> None:
+    """The first heartbeat grants nothing, as nothing was heard of this SMP; it ends nothing."""
+
+    async def story() -> None:
+        first = await led(node)
+        training = trainer(node)
+        await node.event(m.Hello)
+        first.close()
+        node.kill()
+        node.start()
+        link = await node.link(zmq.asyncio.Context.instance())
+        try:
+            answer = begun = await link.demand(m.Lease(1, 60.0), 30)
+            # On the SMP's own clock, by which it looks at its lease ten times a second.
+            while answer.clock < begun.clock + 1.0:
+                answer = await link.demand(m.Lease(1, 60.0), 30)
+                await asyncio.sleep(0.05)
+            assert training.poll() is None
+        finally:
+            training.kill()
+            training.wait(30)
+        link.close()
+
+    run(story())
 
 
 ERRAND = """
