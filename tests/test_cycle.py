@@ -86,6 +86,36 @@ def test_from_permit_to_commit() -> None:
     assert isinstance(ended, Ended) and (ended.snapshot, ended.level) == (FIRST, "protected")
 
 
+@pytest.mark.parametrize("word", ["commit", "abort"])
+def test_an_answer_on_the_snapshot_before_says_nothing_of_this_one(word: str) -> None:
+    """It came through a relay that was slow, when the node had answered directly."""
+    d = Driver()
+
+    def decided() -> list[Action]:
+        d.propose()
+        if word == "abort":
+            return d.cycle.give_up("test")
+        d.seal()
+        return d.encoded()
+
+    old = decided()
+    d.confirm(old)
+    new = decided()
+    assert d.confirm(old) == []
+    (ended,) = d.confirm(new)
+    assert isinstance(ended, Ended) and ended.snapshot == SnapshotId(7, 2)
+
+
+def test_a_refusal_of_the_permit_before_gives_nothing_up() -> None:
+    d = Driver()
+    d.propose()
+    d.confirm(d.cycle.give_up("test"))
+    d.propose()
+    late = m.Refused("TransitionRefusedError", "late")
+    assert d.cycle.answered("n0", m.Grant(7, FIRST, 12), late) == []
+    assert d.cycle.phase == Phase.CAPTURING
+
+
 def test_ids_count_up_and_there_is_one_at_a_time() -> None:
     d = Driver()
     d.propose()

@@ -201,3 +201,21 @@ def test_a_node_that_makes_an_arena_is_not_lost() -> None:
             await coordinator.close()
 
     asyncio.run(asyncio.wait_for(story(), 100))
+
+
+@pytest.mark.parametrize("life", [1, 2, 3])
+def test_what_is_told_of_another_life_moves_nothing(life: int) -> None:
+    """A trainer of the last life has ended: this one goes on taking snapshots."""
+
+    async def story() -> list[m.Event]:
+        coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
+        coordinator.incarnation = 2
+        heard: list[m.Event] = []
+        coordinator.listeners.append(heard.append)
+        coordinator.cycle = SnapshotCycle(2, {"dp0": "n0"}, (), Schedule(1))
+        coordinator._on_event(m.Event("n0", life, m.WriterGone("trainer", "dp0", 7)))
+        assert bool(coordinator.cycle.propose(1, "")) == (life != 2)
+        await coordinator.close()
+        return heard
+
+    assert len(asyncio.run(asyncio.wait_for(story(), 100))) == (life == 2)
