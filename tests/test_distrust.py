@@ -1,0 +1,47 @@
+"""Which failures a supervisor holds against the snapshot that its job started from."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from megatron_ft.coordinator.coordinator import Coordinator
+from megatron_ft.coordinator.events import Observers
+from megatron_ft.coordinator.timing import Timing
+from megatron_ft.identity import Ancestor, SnapshotId
+from megatron_ft.launch.distrust import Distrust
+from megatron_ft.launch.job_state import JobState
+from megatron_ft.recovery.decide import Decision
+from megatron_ft.recovery.quarantine import FAILURE_LIMIT, Quarantine
+from megatron_ft.smp import messages as m
+from megatron_ft.smp.security import JobKeys
+
+SNAPSHOT = SnapshotId(1, 1)
+START = Decision(SNAPSHOT, 10, True, (), {})
+
+
+def test_only_who_has_loaded_a_snapshot_can_fail_from_it(tmp_path: Path) -> None:
+    """A rank that dies while another still loads says nothing of the weights."""
+
+    async def story(state: JobState) -> None:
+        coordinator = Coordinator(
+            JobKeys.derive(bytes(32)), Observers(), lambda world: None, Timing()
+        )
+        distrust = Distrust(state, coordinator, near=5)
+        await distrust.begin(START, (Ancestor(1, None),), ranks=2)
+
+        def loads(shard: str) -> None:
+            coordinator._on_event(m.Event("n0", 0, m.Restored(shard, SNAPSHOT, 1.0, "memory")))
+
+        loads("dp0")
+        for _ in range(FAILURE_LIMIT):
+            assert not await distrust.training_failed()
+        assert state.record.quarantine == Quarantine()
+        loads("dp1")
+        rejected = [await distrust.training_failed() for _ in range(FAILURE_LIMIT)]
+        assert rejected == [False] * (FAILURE_LIMIT - 1) + [True]
+        assert state.record.quarantine.rejected == (SNAPSHOT,)
+        await coordinator.close()
+
+    with JobState(tmp_path / "job", "job") as state:
+        asyncio.run(asyncio.wait_for(story(state), 100))
