@@ -16,7 +16,7 @@ from megatron_ft.cli import main as cli
 from megatron_ft.errors import ConfigError
 from megatron_ft.launch.mpirun import MpiKind, MpiLauncher, world_environment
 from megatron_ft.launch.outer_launcher import outside_of_steps
-from megatron_ft.launch.slurm import remote_shell
+from megatron_ft.launch.slurm import allocation, remote_shell
 from megatron_ft.launch.slurm.allocation import (
     Allocation,
     job_reference,
@@ -183,6 +183,20 @@ def test_flags_for_srun_need_slurm(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--srun-flags needs --launcher slurm" in capsys.readouterr().err
     assert cli.main(["run", "--on-no-spare", "hold", "--", "true"]) == 2
     assert "--on-no-spare hold needs --launcher slurm" in capsys.readouterr().err
+
+
+def test_a_controller_that_does_not_answer_loses_no_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that is not left counts as failed, and would be replaced, or end the job."""
+    answers: dict[str, str | None] = {"squeue": "n[0-1]\n", "scontrol": "n0\nn1\n"}
+    monkeypatch.setattr(allocation, "ask", lambda *command: answers[command[0]])
+    monkeypatch.setattr(allocation, "FRESH_SECONDS", -1.0)
+    job = Allocation("7", ["n0", "n1", "n2"], {})
+    assert job.left() == {"n0", "n1"}
+    for silent in ("scontrol", "squeue"):
+        answers[silent] = None
+        assert job.left() == {"n0", "n1"}, f"{silent} says nothing"
+    answers.update({"squeue": "n1\n", "scontrol": "n1\n"})
+    assert job.left() == {"n1"}
 
 
 def test_a_job_name_too_long_for_a_socket_is_refused_before_anything_starts(

@@ -20,9 +20,9 @@ CALLED = """\
 #!/bin/bash
 echo "${0##*/} $*" >>"$CALLS"
 case "${0##*/} $*" in
-    *--format=%T) echo RUNNING ;;
+    *--format=%T) echo "$STATE" ;;
     *--format=%L) echo "$LEFT" ;;
-    "squeue "* | *hostnames*) echo n0 ;;
+    "squeue "* | *hostnames*) printf '%s\\n' $NODES ;;
     *requeue*) exit "$REQUEUE" ;;
 esac
 """
@@ -55,6 +55,8 @@ class Batch:
             "CODE": str(code),
             "SIGNALS": "",
             "REQUEUE": "1",
+            "STATE": "RUNNING",
+            "NODES": "n0",
             "LEFT": "1-02:00:00",
             "SLURM_JOB_ID": "9",
             "SLURM_JOB_NAME": "job",
@@ -124,6 +126,20 @@ def test_nothing_follows_a_requeue(tmp_path: Path) -> None:
     batch.start().wait(60)
     calls = batch.calls.read_text().splitlines()
     assert calls[-2:] == ["scontrol requeue 9", "sleep infinity"], calls
+
+
+def test_a_job_that_was_cancelled_is_not_revived(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, 13, STATE="COMPLETING")
+    assert batch.start().wait(60) == 13
+    assert not batch.did("scontrol requeue")
+
+
+def test_deputies_are_on_two_other_nodes_whatever_their_names_begin_with(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, 0, NODES="n1 n10 n11 n12", SLURMD_NODENAME="n1")
+    assert batch.start().wait(60) == 0
+    calls = batch.calls.read_text().splitlines()
+    (deputies,) = [line for line in calls if "deputy.sh" in line]
+    assert "--nodes=2 --ntasks=2 --nodelist=n10,n11 " in deputies and deputies.endswith(" n1")
 
 
 def test_flags_for_srun_stay_one_word(tmp_path: Path) -> None:
