@@ -16,6 +16,7 @@ from megatron_ft.cli import run, run_place
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.launch import job_settings
 from megatron_ft.launch.spec import JobSpec
+from megatron_ft.launch.virtual import VirtualCluster
 
 GIVEN = {
     "--drain-dir": "/data/drains",
@@ -111,6 +112,21 @@ def test_a_folder_that_cannot_serve_is_refused_in_one_line(
     error = capsys.readouterr().err
     assert error.startswith("megatron-ft: error: ") and said in error
     assert error.count("\n") == 1
+
+
+def test_a_job_refused_after_its_smps_started_says_where_memory_is(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        words = ["--nodes", "1", "--protect", "none", "--arena-dir", root, "--job", "refused"]
+        words += ["--state-dir", str(tmp_path), "--", "no-such-program"]
+        try:
+            assert cli.main(["run", *words]) == 2
+        finally:
+            VirtualCluster("refused", ["node0"], Path(root)).destroy()
+    said = capfd.readouterr()
+    assert "cannot start 'no-such-program'" in said.err
+    assert "free it with `megatron-ft clean --job refused`" in said.out
 
 
 def test_a_user_without_a_home_folder_is_told_of_state_dir(

@@ -175,7 +175,13 @@ def _supervise(
         if spec.domains:
             active = supervisor.members.active
             say(describe_domains(active, place.launcher.nodes(), spec.domains, spec.scheme))
-        code = asyncio.run(_run(supervisor))
+        try:
+            code = asyncio.run(_run(supervisor))
+        except MegatronFTError:
+            # SMPs that were started, or taken over, go on keeping what they have.
+            if state.record.smps:
+                say(place.hint)
+            raise
         for line in end.lines():
             say(line)
         if code == 0:
