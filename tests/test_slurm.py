@@ -135,13 +135,17 @@ def test_a_host_is_given_back_when_its_job_runs_no_more(
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURMD_NODENAME": "n5"}
     script = ["sh", "-c", command[-1].removeprefix("--wrap=")]
     with subprocess.Popen(script, env=environment) as host:
-        if ends:
-            host.wait(10)
-        else:
-            with pytest.raises(subprocess.TimeoutExpired):
-                host.wait(0.5)
-            host.terminate()
-            host.wait(10)
+        try:
+            if ends:
+                host.wait(10)
+            else:
+                with pytest.raises(subprocess.TimeoutExpired):
+                    host.wait(0.5)
+                host.terminate()
+                host.wait(10)
+        finally:
+            # Else a host that does not end would be waited for without a limit.
+            host.kill()
     assert not (tmp_path / "job" / "n5").exists()
 
 
