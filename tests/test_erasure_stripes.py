@@ -167,6 +167,7 @@ def test_a_rack_that_is_too_large_is_named() -> None:
     parity=st.integers(1, 4),
     replica=st.booleans(),
 )
+@settings(deadline=None)
 def test_nodes_that_no_stripes_can_be_made_of_are_refused_with_ways_out(
     count: int, data: int, parity: int, replica: bool
 ) -> None:
