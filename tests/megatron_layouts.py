@@ -132,6 +132,61 @@ BESIDE = [
     ),
 ]
 
+OVERLAPPED = words("--overlap-grad-reduce --overlap-param-gather")
+FOUR_EXPERTS = words("--num-experts 4 --moe-token-dispatcher-type allgather --moe-router-topk 2")
+MORE = [
+    Layout(
+        "global-aux-loss",
+        2,
+        (
+            *FOUR_EXPERTS,
+            *words("--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2"),
+            *words("--moe-input-jitter-eps 0.1 --expert-model-parallel-size 2"),
+            *DISTRIBUTED,
+        ),
+    ),
+    Layout(
+        "forced-balance",
+        2,
+        (
+            *FOUR_EXPERTS,
+            *words("--moe-router-force-load-balancing --disable-bias-linear"),
+            *DISTRIBUTED,
+        ),
+    ),
+    Layout(
+        "gather-with-step",
+        2,
+        (
+            *VPP,
+            *OVERLAPPED,
+            *words("--overlap-param-gather-with-optimizer-step --ckpt-format torch"),
+            *DISTRIBUTED,
+        ),
+    ),
+    Layout(
+        "validated-and-evaluated",
+        2,
+        (
+            *words("--rerun-mode validate_results"),
+            *words("--split 90,10,0 --eval-interval 2 --eval-iters 1"),
+            *words("--decoupled-lr 5e-4 --decoupled-min-lr 1e-4"),
+            *OVERLAPPED,
+            *DISTRIBUTED,
+            "--untie-embeddings-and-output-weights",
+        ),
+    ),
+    Layout(
+        "multi-token-prediction",
+        2,
+        (
+            *words("--mtp-num-layers 1 --calculate-per-token-loss --swiglu --disable-bias-linear"),
+            *words("--position-embedding-type rope"),
+            *DISTRIBUTED,
+        ),
+    ),
+]
+
 
 def matrix() -> list[Layout]:
     """Every cell."""

@@ -341,3 +341,36 @@ def test_a_shard_that_is_damaged_in_memory_is_loaded_from_disk(tmp_path: Path) -
         for corrupt in ((), ((SHARDS[0], snapshot),)):
             _, source = restores.decision(one, held, ["n0", "n1"], corrupt)
             assert source.shards == tuple(shard for shard, _ in corrupt)
+
+
+def test_a_shard_of_other_bytes_under_the_same_name_is_loaded_from_disk(tmp_path: Path) -> None:
+    memory, other = Memory(tmp_path / "memory"), Memory(tmp_path / "other", width=101)
+    for each in (memory, other):
+        each.commit(1, 10)
+    drained(memory, tmp_path / "disk")
+    ((one, *_), _) = find(tmp_path / "disk", JOB)
+    restores = DiskRestores(spec_of(tmp_path), VirtualCluster("job", ["n0", "n1"], tmp_path))
+    with scan([other.folder(shard) for shard in SHARDS]) as found:
+        held = Decision(one.manifest.snapshot, 10, False, (), dict(found.holdings))
+        _, source = restores.decision(one, held, ["n0", "n1"], ())
+    assert source.shards == SHARDS
+
+
+def test_what_the_user_gave_to_start_from_goes_before_the_frameworks_own_once(
+    tmp_path: Path,
+) -> None:
+    """At the job's first start; what the framework saves afterwards counts."""
+    memory = Memory(tmp_path / "memory")
+    memory.commit(1, 10)
+    drained(memory, tmp_path / "given")
+    write_export(tmp_path / "exports", 12)
+    spec = spec_of(tmp_path, restore_from=tmp_path / "given")
+    restores = DiskRestores(spec, VirtualCluster("job", ["n0", "n1"], tmp_path))
+    nothing = Decision(None, -1, False, (), {})
+    for committed in (False, True):
+        record = JobRecord(
+            2, "job", JOB, 0, b"", active=("n0", "n1"), lineage=(Ancestor(1, None),),
+            committed=committed,
+        )  # fmt: skip
+        choice = asyncio.run(restores.look(nothing, record))
+        assert (choice.taken is None) is committed, choice.reasons

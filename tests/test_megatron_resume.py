@@ -20,6 +20,7 @@ from megatron_layouts import (  # noqa: E402
     AXES,
     BESIDE,
     DISTRIBUTED,
+    MORE,
     Layout,
     cell,
     matrix,
@@ -52,7 +53,7 @@ def test_a_resumed_run_is_bit_identical(
 
 
 @pytest.mark.all_layouts
-@pytest.mark.parametrize("layout", REST + MORE_PROGRAMS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", REST + MORE + MORE_PROGRAMS, ids=lambda layout: layout.name)
 def test_so_is_every_other_one(layout: Layout, runs: Runs) -> None:
     check_resume(runs, layout, crash=True)
 
