@@ -174,6 +174,16 @@ def test_what_was_saved_after_a_bad_snapshot_or_what_was_rewound_is_given_up(
         assert distrust.quarantine.before is None
 
 
+def test_a_tracker_file_that_cannot_be_read_ends_no_recovery(tmp_path: Path) -> None:
+    saved(tmp_path, 60)
+    (tmp_path / TRACKER).write_bytes(b"\xff60")
+    with JobState(tmp_path / "state", "job") as state:
+        state.update(quarantine=Quarantine().rewound(50))
+        distrust = Distrust(state, Told(), NEAR, tmp_path)  # type: ignore[arg-type]
+        asyncio.run(distrust.begin(Decision(NEW, 46, False, (), {}), (), 1))
+        assert not distrust.quarantine.own and distrust.quarantine.before is None
+
+
 def say_restored(told: Told, rank: int) -> None:
     body = m.Restored(f"pp0-tp0-dp{rank}-ep0", NEW, 0.1, "own memory")
     for listener in told.listeners:

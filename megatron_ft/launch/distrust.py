@@ -105,7 +105,8 @@ class Distrust:
 
         try:
             return await in_thread(look, LOOK_TIMEOUT_SECONDS)
-        except (asyncio.TimeoutError, OSError):
+        except (asyncio.TimeoutError, OSError, ValueError):
+            # Or what it holds is no text: nothing is known, as of a folder that does not answer.
             return ""
 
     def _note_restored(self, event: m.Event) -> None:
