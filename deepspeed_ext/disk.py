@@ -2,45 +2,66 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.saving import step_on_disk
+from megatron_ft.disk.native import step_of_tag
 from megatron_ft.recovery.start import Disk
+
+logger = logging.getLogger(__name__)
 
 
 def disk_of(engine: Any, load_dir: str, tag: str | None, objects: Mapping[str, Any]) -> Disk:
     """The step of the checkpoint that DeepSpeed would load, and whether the script named it.
 
-    A tag that is none of DeepSpeed's own says nothing of its step: the snapshot's ``objects``
-    know it if it was saved before, else it is read from the checkpoint.
+    A tag that is none of DeepSpeed's own says nothing of its step, which is read from the
+    checkpoint.  What the snapshot's ``objects`` know of an earlier save counts where the script
+    has begun to overwrite that, and did not end.
     """
     folder = Path(load_dir)
-    found = _latest(engine, folder) if tag is None else str(tag)
+    latest = folder / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
+    found = _content(latest) if tag is None else str(tag)
     if not found or not (folder / found).is_dir():
         return Disk(-1)
     step = step_on_disk(found, dict(objects))
-    if step is None:
-        step = _step_inside(folder / found)
+    if step is None or (step_of_tag(found) is None and _is_whole(folder / found, latest)):
+        step = _step_inside(folder / found, step or 0)
     return Disk(step, "" if tag is None else f"the checkpoint {found!r}")
 
 
-def _latest(engine: Any, folder: Path) -> str:
-    name = "latest_universal" if engine.load_universal_checkpoint() else "latest"
+def _content(latest: Path) -> str:
     try:
-        return (folder / name).read_text().strip()
+        return latest.read_text().strip()
     except OSError:
         return ""
 
 
-def _step_inside(checkpoint: Path) -> int:
+def _is_whole(checkpoint: Path, latest: Path) -> bool:
+    """Whether nothing in it was written after ``latest``, which is written last."""
+    try:
+        written = max(path.stat().st_mtime_ns for path in checkpoint.iterdir())
+        return written <= latest.stat().st_mtime_ns
+    except (OSError, ValueError):
+        return False
+
+
+def _step_inside(checkpoint: Path, otherwise: int) -> int:
+    """The step in a model's file; ``otherwise`` if none can be read, as DeepSpeed will say."""
     import torch
 
-    files = sorted(checkpoint.glob("*mp_rank_*_model_states.pt"))
-    if not files:
-        return 0
-    # Mapped, so that only what is looked at is read.  It is the user's own checkpoint, which
-    # DeepSpeed is about to unpickle as well.
-    content = torch.load(files[0], map_location="cpu", mmap=True, weights_only=False)
-    return int(content.get("global_steps", 0))
+    # Not those of experts, which know no step.
+    names = ("mp_rank_*_model_states.pt", "zero_pp_rank_*_mp_rank_*_model_states.pt")
+    file = min((path for name in names for path in checkpoint.glob(name)), default=None)
+    if file is None:
+        return otherwise
+    try:
+        # Mapped, so that only what is looked at is read.  It is the user's own checkpoint, which
+        # DeepSpeed is about to unpickle as well.
+        content = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+    except Exception:
+        logger.warning("%s cannot be read, so its step is not known", file, exc_info=True)
+        return otherwise
+    return int(content.get("global_steps", otherwise))
