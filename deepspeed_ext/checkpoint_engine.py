@@ -88,8 +88,11 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def commit(self, info: CheckpointCommitInfo) -> bool:
         """Collective: the checkpoint is complete and on the disk, and ``latest`` names it.
 
-        ``latest`` is touched only inside :meth:`publishing`.
+        Outside :meth:`publishing` neither: ``save_16bit_model`` writes on rank 0 alone, and some
+        scripts call it there alone.
         """
+        if not self._awaited:
+            return self._commit_alone(info)
         self._settle(info, "all its files are written")
         self._attempt(self.inner.commit, self._as_asked(info))
         self._attempt(self._make_durable)
@@ -100,6 +103,15 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._settle(info, "`latest` is written")
         self._awaited = False
         self._reset()
+        return True
+
+    def _commit_alone(self, info: CheckpointCommitInfo) -> bool:
+        self._attempt(self.inner.commit, self._as_asked(info))
+        self._attempt(self._make_durable)
+        failure = self._failure
+        self._reset()
+        if failure is not None:
+            raise failure
         return True
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:

@@ -116,6 +116,8 @@ def saving(folder: Path) -> dict[str, Any]:
     save = wrapped(engine)
     notes["returned"] = save(folder / "ours", tag="one")
     engine.save_16bit_model(folder / "ours")
+    if rank() == 0:
+        engine.save_16bit_model(folder / "alone")
     notes["latest"] = latest(folder / "ours")
     notes["slow"] = _slow(engine, save, folder / "ours")
     save(folder / "ours", "unnamed", {"epoch": 3}, save_latest=False)

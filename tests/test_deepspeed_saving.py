@@ -59,6 +59,11 @@ def test_latest_is_written_where_it_is_asked_for(saving: Ran) -> None:
     assert "unnamed/mp_rank_00_model_states.pt" in saving.files("ours")
 
 
+def test_weights_that_rank_0_saves_alone_wait_for_nobody(saving: Ran) -> None:
+    """DeepSpeed says to call it everywhere, and does not mind if not but with ZeRO-3."""
+    assert saving.files("alone") == {"pytorch_model.bin": saving.files("ours")["pytorch_model.bin"]}
+
+
 def test_latest_waits_for_a_slow_rank(saving: Ran) -> None:
     assert saving.notes(1)["slow"] == {"named": "one", "then": "slow"}
 
