@@ -1,4 +1,4 @@
-"""Where training stands: the engine's counters and schedules."""
+"""Where training stands: the engine's counters, batch size and schedules."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ COUNTERS = (
 DeepSpeed's own checkpoints hold the first three.
 """
 
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""Attributes of the configuration that ``set_train_batch_size`` and its like change on the way."""
+
 STATEFUL = ("lr_scheduler", "random_ltd_scheduler", "torch_autocast_z0_gradscaler")
 """Attributes of the engine with ``state_dict`` and ``load_state_dict``, where they are set."""
 
@@ -40,6 +43,7 @@ def capture(engine: Any) -> dict[str, Any]:
     layer_drop = getattr(engine, LAYER_DROP, None)
     return {
         "counters": plain_fields(engine, COUNTERS),
+        "batch": plain_fields(engine._config, BATCH),
         "schedules": states,
         "layer_drop": {} if layer_drop is None else plain_fields(layer_drop),
         "curriculum": None if curriculum is None else host_copy(curriculum.get_state()),
@@ -49,6 +53,9 @@ def capture(engine: Any) -> dict[str, Any]:
 def restore(engine: Any, captured: Mapping[str, Any]) -> None:
     """Set what :func:`capture` gave; what the engine has not any more is left out."""
     set_fields(engine, captured["counters"])
+    set_fields(engine._config, captured.get("batch", {}))
+    if engine.pipeline_parallelism:
+        engine.micro_batches = engine.gradient_accumulation_steps()
     for name, state in captured["schedules"].items():
         schedule = getattr(engine, name, None)
         if schedule is not None:

@@ -70,6 +70,20 @@ def moved_states_are_followed() -> None:
     engine.destroy()
 
 
+def batch_sizes_come_back() -> None:
+    """A script sets them once on the way, and would not again behind a restore."""
+    engine = engine_of(2, "bf16")
+    state = EngineState(engine)
+    configured = engine.train_batch_size(), engine.gradient_accumulation_steps()
+    engine.set_train_batch_size(2 * configured[0])
+    objects = state.objects()
+    engine.set_train_batch_size(configured[0])
+    state.load(objects)
+    assert engine.train_batch_size() == 2 * configured[0]
+    assert engine.gradient_accumulation_steps() == 2 * configured[1]
+    engine.destroy()
+
+
 def frozen_weights_that_move_are_refused() -> None:
     """They are copied while the next step runs: a teacher that follows would be half copied."""
     engine = engine_of(2, "bf16")

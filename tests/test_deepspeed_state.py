@@ -22,6 +22,7 @@ CASES = {
     "replicas_are_shared_out": 2,
     "reloading_is_followed": 1,
     "moved_states_are_followed": 1,
+    "batch_sizes_come_back": 1,
     "destroyed_engines_are_let_go": 1,
     "frozen_weights_that_move_are_refused": 1,
     "foreign_objects_are_refused": 1,
