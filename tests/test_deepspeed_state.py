@@ -51,6 +51,13 @@ def test_unknown_wrappers_are_named() -> None:
         view_of(engine)
 
 
+def test_parameters_outside_of_the_model_are_refused() -> None:
+    scale = torch.nn.Parameter(torch.ones(3))
+    engine = SimpleNamespace(module=torch.nn.Linear(2, 2), optimizer=torch.optim.SGD([scale]))
+    with pytest.raises(ConfigError, match=r"a parameter of shape \[3\] that is not in the model"):
+        view_of(engine).masters()
+
+
 class FusedAdam(torch.optim.Optimizer):  # type: ignore[misc]
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})

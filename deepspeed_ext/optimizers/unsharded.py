@@ -14,6 +14,7 @@ from torch import distributed
 from deepspeed_ext.optimizers.groups import group_names
 from deepspeed_ext.optimizers.scalars import load_wrapper_scalars, wrapper_scalars
 from deepspeed_ext.optimizers.view import Master, Weight, round_masters
+from megatron_ft.errors import ConfigError
 
 
 class PlainView:
@@ -40,9 +41,19 @@ class PlainView:
     def _master(
         self, group: dict[str, Any], parameter: torch.Tensor, master: torch.Tensor
     ) -> Master:
-        name = f"optimizer/{self._names[id(parameter)]}"
+        name = f"optimizer/{self._name(parameter)}"
         replicas = replica_group(self._engine, parameter)
         return Master(name, self._inner, group, master, replicas)
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        name: str | None = self._names.get(id(parameter))
+        if name is None:
+            raise ConfigError(
+                f"the optimizer trains a parameter of shape {list(parameter.shape)} that is not in "
+                "the model, so it has no name in a snapshot: make it one of the model's (a loss "
+                "with weights can be a submodule), or train without snapshots"
+            )
+        return name
 
     def weights(self) -> Sequence[Weight]:
         """None."""
@@ -101,7 +112,7 @@ class UnfusedView(_WrapperView):
         """One a trained parameter."""
         return [
             Weight(
-                f"weight/{self._names[id(parameter)]}",
+                f"weight/{self._name(parameter)}",
                 parameter.detach(),
                 master.detach(),
                 replica_group(self._engine, parameter),
