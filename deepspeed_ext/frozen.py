@@ -18,20 +18,32 @@ _SAMPLES = 64
 
 
 class FrozenParameters:
-    """Remembers samples of tensors by name, and refuses others than it knows."""
+    """Remembers samples of tensors by name, and refuses others than it knows.
+
+    Nothing is known before the first check, which is when training begins: until then a script
+    may set what it likes.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[str, torch.Tensor] = {}
+        self._known: dict[str, torch.Tensor] | None = None
 
-    def remember(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """These values are right: training begins, or a load has ended."""
-        self._known = {name: _sample(tensor) for name, tensor in tensors.items()}
+    def forget(self) -> None:
+        """The next check knows nothing: a snapshot was restored."""
+        self._known = None
+
+    def loaded(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """A load has set these values, which is no change by the script."""
+        if self._known is not None:
+            self._known = _samples(tensors)
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """ConfigError that names a tensor whose samples have changed.
 
         All are fetched at once, so that a device is waited for once.
         """
+        if self._known is None:
+            self._known = _samples(tensors)
+            return
         now = {name: _sample(tensor) for name, tensor in tensors.items() if name in self._known}
         before = {name: self._known[name] for name in now}
         if same_bits(_joined(now), _joined(before)):
@@ -42,6 +54,10 @@ class FrozenParameters:
             "the script, and snapshots copy them while the next step runs: keep weights that the "
             "script updates (a moving average, a teacher) in buffers, or outside of the model"
         )
+
+
+def _samples(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: _sample(tensor) for name, tensor in tensors.items()}
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

@@ -77,7 +77,7 @@ class EngineState:
         for master in self._masters:
             materialise(master)
         self._shared = shared_states(self._masters)
-        self._frozen.remember(self._frozen_parameters())
+        self._frozen.loaded(self._frozen_parameters())
         self._unlike_masters = {w.name for w in self._view.weights() if not _follows(w)}
         if self._unlike_masters:
             logger.warning(
@@ -184,7 +184,7 @@ class EngineState:
         with torch.no_grad():
             kept = {weight.name: weight.tensor.clone() for weight in self._captured_weights()}
             self._view.publish(kept)
-        self._frozen.remember(self._frozen_parameters())
+        self._frozen.forget()
         counters.restore(self._engine, objects["training"])
         self._load_optimizer(objects)
         load_extra_states(self._engine.module.named_modules(), objects["modules"])
