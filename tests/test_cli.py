@@ -320,3 +320,17 @@ def test_files_that_a_running_job_replaces_are_counted_around(
     (tmp_path / "job" / "node-0" / "smp.lock").unlink()
     monkeypatch.setattr("megatron_ft.cli.clean.os.walk", lambda path: walked)
     assert JobFolder(tmp_path / "job").allocated_bytes() == 8192
+
+
+def test_jobs_are_looked_for_where_run_was_told_to_keep_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("named", "told"):
+        make_job(tmp_path / folder, f"job-{folder}")
+    monkeypatch.setenv("MEGATRON_FT_ARENA_DIR", str(tmp_path / "told"))
+    assert cli.main(["clean", "--all", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "job-told" in said and "job-named" not in said
+    assert cli.main(["clean", "--all", "--dry-run", "--arena-dir", str(tmp_path / "named")]) == 0
+    said = capsys.readouterr().out
+    assert "job-named" in said and "job-told" not in said

@@ -27,7 +27,6 @@ import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 from megatron_ft.cli import demo as cli  # noqa: E402
-from megatron_ft.cli.clean import default_root  # noqa: E402
 from megatron_ft.coordinator.events import JobEvent  # noqa: E402
 from megatron_ft.errors import (  # noqa: E402
     ConfigError,
@@ -36,6 +35,7 @@ from megatron_ft.errors import (  # noqa: E402
 )
 from megatron_ft.identity import SnapshotId  # noqa: E402
 from megatron_ft.json_section import SECTION  # noqa: E402
+from megatron_ft.launch.virtual import default_root  # noqa: E402
 from megatron_ft.smp import messages as m  # noqa: E402
 from megatron_ft.testing import stock_script  # noqa: E402
 from megatron_ft.testing.demo import compare, outcome, overhead, plot, report  # noqa: E402

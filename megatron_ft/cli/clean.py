@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ft import private_files
+from megatron_ft.cli import arena_root
 from megatron_ft.environment import JOB, NODE_DIR, SOCKET_NAME
 from megatron_ft.errors import ConfigError, ControlPlaneError, UntrustedFileError
 from megatron_ft.launch.job_state import JobState, state_folder
-from megatron_ft.launch.virtual import default_root
 from megatron_ft.smp.local_query import ask
 from megatron_ft.smp.messages import Discard, Ok, Refused
 from megatron_ft.smp.ownership import LOCK_NAME, PID_NAME
@@ -60,19 +60,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--all", action="store_true", help="remove every job that no longer runs, skip the others"
     )
-    parser.add_argument(
-        "--arena-dir",
-        type=Path,
-        default=default_root(),
-        help="folder of all jobs (default: %(default)s)",
-    )
+    arena_root.add_argument(parser)
     parser.add_argument("--state-dir", type=Path, help="the --state-dir of the job, if it has one")
     parser.add_argument("--dry-run", action="store_true", help="say what would go, remove nothing")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command; see EXIT_CODES."""
-    root: Path = arguments.arena_dir
+    root = arena_root.root_of(arguments)
     folders = find_jobs(root)
     if arguments.job is not None:
         folders = [f for f in folders if f.job == arguments.job]

@@ -16,11 +16,10 @@ import random
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 
+from megatron_ft.cli import arena_root
 from megatron_ft.disk.live import node_folders
 from megatron_ft.errors import ConfigError, SnapshotUnavailableError
-from megatron_ft.launch.virtual import default_root
 from megatron_ft.pace import Pace
 from megatron_ft.priority import lower_priority
 from megatron_ft.recovery.drill import DrillReport, run_drill
@@ -34,7 +33,7 @@ EXIT_CODES: Mapping[int, str] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``megatron-ft drill``."""
     parser.add_argument("--job", default="job", help="name of the job (default: %(default)s)")
-    parser.add_argument("--arena-dir", type=Path, help="the --arena-dir of the job, if it has one")
+    arena_root.add_argument(parser)
     parser.add_argument("--shard", default="", help="the shard to lose instead of a random one")
     parser.add_argument("--seed", type=int, help="repeats the drill that printed it")
     parser.add_argument(
@@ -48,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Drill once; see EXIT_CODES."""
-    folders = node_folders((arguments.arena_dir or default_root()) / arguments.job)
+    folders = node_folders(arena_root.root_of(arguments) / arguments.job)
     if not folders:
         raise ConfigError(
             f"no arenas of a job {arguments.job!r} here; `megatron-ft status` lists the jobs, "

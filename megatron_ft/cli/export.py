@@ -19,13 +19,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron_ft.cli import arena_root
 from megatron_ft.disk.checkpoint import open_checkpoint
 from megatron_ft.disk.live import open_live
 from megatron_ft.disk.source import OpenSnapshot, SnapshotSource, open_newest
 from megatron_ft.errors import ConfigError
 from megatron_ft.export.formats import FORMATS
 from megatron_ft.launch.job_state import known_shards
-from megatron_ft.launch.virtual import default_root
 
 EXIT_CODES: Mapping[int, str] = {
     2: "nothing was written: no such snapshot, not enough recorded with it, or another release of "
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Python module to import first, for classes of your own that it registers "
         "(megatron_ft.register_class); may be repeated",
     )
-    parser.add_argument("--arena-dir", type=Path, help="the --arena-dir of the job, if it has one")
+    arena_root.add_argument(parser)
     parser.add_argument("--state-dir", type=Path, help="the --state-dir of the job, if it has one")
 
 
@@ -92,4 +92,4 @@ def _source(arguments: argparse.Namespace) -> SnapshotSource:
     if arguments.source is not None:
         return open_checkpoint(arguments.source)
     known = known_shards(arguments.job, arguments.state_dir)
-    return open_live(arguments.arena_dir or default_root(), arguments.job, shards=known)
+    return open_live(arena_root.root_of(arguments), arguments.job, shards=known)

@@ -6,10 +6,9 @@ What is committed stays; status shows its age.  The setting survives restarts of
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
+from megatron_ft.cli import arena_root
 from megatron_ft.errors import ControlPlaneError, UntrustedFileError
-from megatron_ft.launch.virtual import default_root
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.local_query import ask, sockets
 
@@ -17,14 +16,14 @@ from megatron_ft.smp.local_query import ask, sockets
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``megatron-ft pause`` and ``megatron-ft resume``."""
     parser.add_argument("--job", default="job", help="name of the job (default: %(default)s)")
-    parser.add_argument("--arena-dir", type=Path, help="the --arena-dir of the job, if it has one")
+    arena_root.add_argument(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Tell every SMP of the job that can be reached from here."""
     pause = arguments.command == "pause"
     told, unreached = 0, []
-    for path in sockets(arguments.arena_dir or default_root(), arguments.job):
+    for path in sockets(arena_root.root_of(arguments), arguments.job):
         try:
             ask(path, m.Pause(pause))
             told += 1

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_ft.cli import arena_root
 from megatron_ft.cli.status import collect
 from megatron_ft.disk.live import node_folders, open_live
 from megatron_ft.errors import ConfigError, ControlPlaneError, SnapshotUnavailableError
@@ -25,7 +26,6 @@ from megatron_ft.launch.job_state import (
     read_record,
     state_folder,
 )
-from megatron_ft.launch.virtual import default_root
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.local_query import ask, sockets
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also if memory holds nothing so old: a checkpoint on disk must serve then",
     )
-    parser.add_argument("--arena-dir", type=Path, help="the --arena-dir of the job, if it has one")
+    arena_root.add_argument(parser)
     parser.add_argument("--state-dir", type=Path, help="the --state-dir of the job, if it has one")
     parser.add_argument(
         "--timeout", type=float, default=120.0, help="seconds to wait for the start (%(default)s)"
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Rewind; see EXIT_CODES."""
-    root, before = arguments.arena_dir or default_root(), arguments.before_iteration
+    root, before = arena_root.root_of(arguments), arguments.before_iteration
     if before < 1:
         raise ConfigError(f"--before-iteration is {before}; give a number >= 1")
     if not arguments.from_disk:

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from megatron_ft.arena.format import SlotState
+from megatron_ft.cli import arena_root
 from megatron_ft.errors import ControlPlaneError, UntrustedFileError
-from megatron_ft.launch.virtual import default_root
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.local_query import ask, sockets
 
@@ -19,13 +19,13 @@ from megatron_ft.smp.local_query import ask, sockets
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``megatron-ft status``."""
     parser.add_argument("--job", default=None, help="name of the job (default: every job here)")
-    parser.add_argument("--arena-dir", type=Path, help="the --arena-dir of the job, if it has one")
+    arena_root.add_argument(parser)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the status of every job found."""
-    jobs = collect(arguments.arena_dir or default_root(), arguments.job)
+    jobs = collect(arena_root.root_of(arguments), arguments.job)
     if not jobs:
         raise ControlPlaneError("no SMP runs here; is the job running, or --arena-dir missing?")
     if arguments.json:
