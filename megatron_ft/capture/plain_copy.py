@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -22,21 +22,12 @@ class PlainCopy:
         self.source = source
         self.address, self.source_bytes = 0, self.target_bytes[:0]
 
-    def look(self) -> torch.UntypedStorage:
-        """Find where the source lies now; its memory is there as long as what is returned.
-
-        ValueError if it is given other memory in this very moment.
-        """
-        kept = self.source.untyped_storage()
-        address, start, length = self.source.data_ptr(), kept.data_ptr(), self.source.nbytes
-        if not start <= address <= start + kept.nbytes() - length:
-            raise ValueError("a tensor was given other memory while it was about to be copied")
-        if address != self.address:
-            self.source_bytes, self.address = bytes_at(address, length), address
-        return kept
+    def look(self, address: int) -> None:
+        """The source lies there now."""
+        self.source_bytes, self.address = bytes_at(address, self.source.nbytes), address
 
 
-def copy_all(copies: Iterable[PlainCopy]) -> None:
+def copy_all(copies: Sequence[PlainCopy]) -> None:
     """Copy all bytes of each tensor in one call, in this thread, without the GIL.
 
     The loop is numpy's ``positive`` of unsigned bytes, which leaves every bit as it is.  libc's
@@ -45,11 +36,14 @@ def copy_all(copies: Iterable[PlainCopy]) -> None:
     Where a source lies is asked at every copy, so that memory that it has given back is not read,
     and what is read is kept: after a fence that gave up, training may give it back meanwhile.
     """
-    positive = np.positive
-    for copy in copies:
-        kept = copy.look()
+    place, memory, positive = torch.Tensor.data_ptr, torch.Tensor.untyped_storage, np.positive
+    sources = [copy.source for copy in copies]
+    # In one call, between whose steps no other thread runs.
+    kept = list(zip(map(memory, sources), map(place, sources), strict=True))
+    for copy, (_, address) in zip(copies, kept, strict=True):
+        if address != copy.address:
+            copy.look(address)
         positive(copy.source_bytes, out=copy.target_bytes)
-        del kept
 
 
 def copy_large(target: int, source: int, length: int) -> None:
