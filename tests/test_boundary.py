@@ -128,6 +128,7 @@ def test_nobody_says_that_nothing_is_written_while_it_is(smp: FakeSmp) -> None:
     smp.wait_ended()
     run = manager._captures.run
     assert run is not None and run.finished.wait(WAIT), "the copy thread did not finish"
+    assert not manager._captures.under_way, "its ticket waits for an outcome that never comes"
     boundary.take(3, state, declined=False)
     assert smp.missed_ids == [snapshot] and snapshot in smp.abandoned_ids
     manager.close()
