@@ -94,7 +94,7 @@ def frozen_weights_that_move_are_refused() -> None:
     train_step(engine)
     state.objects()
     teacher.data += 1
-    with pytest.raises(ConfigError, match="1 parameters .*, frozen/places.weight first, were"):
+    with pytest.raises(ConfigError, match="^frozen/places.weight, a parameter without"):
         state.objects()
     state.load(objects)
     teacher.data += 1
