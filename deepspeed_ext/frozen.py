@@ -60,10 +60,11 @@ class FrozenParameters:
         if self._known is None:
             self._know(_samples(tensors))
             return
-        self._settle(tensors)
-        self._begin([name for name in self._known if name in tensors], tensors)
-        if not any(look.differs.is_cuda for look in self._looks):
+        if not self._problem:
             self._settle(tensors)
+            self._begin([name for name in self._known if name in tensors], tensors)
+            if not any(look.differs.is_cuda for look in self._looks):
+                self._settle(tensors)
         if self._problem:
             raise ConfigError(
                 f"{self._problem}, a parameter without an optimizer, was changed by the script, "
@@ -92,7 +93,7 @@ class FrozenParameters:
         assert self._known is not None
         looks, self._looks = self._looks, []
         for name in (name for look in looks if look.differs for name in look.names):
-            if not self._problem and not same_bits(_sample(tensors[name]), self._known[name]):
+            if not same_bits(_sample(tensors[name]), self._known[name]):
                 self._problem = name
 
 
