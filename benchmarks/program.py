@@ -32,7 +32,11 @@ MOST = 500
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to do.  ``work`` is the time of forward and backward in copies of the state."""
+    """What to do.  ``work`` is the time of forward and backward in copies of the state.
+
+    With ``copies`` a plain copy of the state is measured just before each save, as no part of the
+    iteration: what a shared machine slows down for a while, it slows down for both.
+    """
 
     method: str
     tensors: int
@@ -44,6 +48,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     folder: str
     device: str = "cpu"
     singles: bool = False
+    copies: bool = False
 
 
 class Training:
@@ -55,6 +60,7 @@ class Training:
             f"w{i}": torch.zeros(numel, device=plan.device) for i in range(plan.tensors)
         }
         self.method, self.device = method, plan.device
+        self._copies = plan.copies
         self.iteration = 0
         # Large enough to fill a GPU, small enough to stop one CPU core often.
         width = 192 if plan.device == "cpu" else 2048
@@ -112,6 +118,7 @@ class Training:
             dist.all_reduce(torch.zeros(1))
         fence = seconds(self.method.fence)
         self.update()
+        copy = self.copied() if self._copies else 0.0
         saved = False
         save_started, processor_started = time.perf_counter(), time.thread_time()
         if saves or self.method.decides:
@@ -119,7 +126,8 @@ class Training:
         save_processor = time.thread_time() - processor_started
         save = time.perf_counter() - save_started
         return {
-            "total": time.perf_counter() - started,
+            "total": time.perf_counter() - started - copy,
+            "copy": copy,
             "work": work,
             "fence": fence,
             "save": save,

@@ -51,9 +51,12 @@ def _one_rank(mib: int, rounds: int, device: str) -> Iterator[Row]:
 
 def _short(mib: int, rounds: int, device: str) -> Row:
     """Held time beyond what a copy takes longer than forward and backward, in copies."""
-    found = _run(1, method="inmem", tensors=16, mib=mib, work=0.5, rounds=rounds, device=device)
-    copy = found["copy"]
-    excess = [(_held(one) - max(0.0, copy - one["work"])) / copy for one in _saving(found)]
+    found = _run(
+        1, method="inmem", tensors=16, mib=mib, work=0.5, rounds=rounds, device=device, copies=True
+    )
+    excess = [
+        (_held(one) - max(0.0, one["copy"] - one["work"])) / one["copy"] for one in _saving(found)
+    ]
     name = "stall beyond copy - (forward+backward of 0.5 copies)"
     return Row(name, tuple(100 * part for part in excess), "% of a copy", 2.0, False)
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks import training
 from benchmarks.memory import capturing, tensors
+from benchmarks.methods import METHODS
 from benchmarks.peers.catalogue import WAYS
 from benchmarks.peers.comparison import (
     BLOCKED,
@@ -29,6 +31,7 @@ from benchmarks.peers.comparison import (
 from benchmarks.peers.cycles import cycles
 from benchmarks.peers.environment import fingerprint, steps
 from benchmarks.peers.jobs import Found, reason
+from benchmarks.program import Plan, Training
 from benchmarks.table import Row, as_json, markdown
 
 ROOT = Path(__file__).parents[1]
@@ -97,6 +100,29 @@ def test_a_capture_takes_no_memory_beside_its_arena() -> None:
     assert [run.copied_bytes for run in runs] == [64 * MEBI] * 3
     assert grown < 2 * MEBI, f"three captures of 64 MiB left {grown} bytes more"
     assert more < 2 * MEBI, f"a capture of 64 MiB took {more} bytes more for a while"
+
+
+def test_a_copy_beside_an_iteration_is_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    plan = Plan("torch.save", 1, 1, 0.1, 1, 1, "", str(tmp_path), copies=True)
+    ours = Training(plan, METHODS["torch.save"](tmp_path))
+    monkeypatch.setattr(ours, "copied", lambda: 1e6)
+    one = ours.iterate(True)
+    assert one["saved"] and one["copy"] == 1e6
+    assert -1e6 <= one["total"] < 0, "seconds that were told, and not spent, are taken off"
+
+
+def test_a_stall_is_measured_by_a_copy_of_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the machine copies at half its speed, a fence and the yardstick take twice as long."""
+
+    def iteration(copy: float, fence: float) -> dict[str, float]:
+        return {"copy": copy, "work": 0.5, "save": 0.01, "fence": fence, "saved": 1.0}
+
+    phase = [iteration(1.0, 0.0), iteration(2.0, 0.5), iteration(2.0, 1.5), iteration(1.0, 1.5)]
+    monkeypatch.setattr(training, "_run", lambda *_, **__: {"copy": 1.0, "phases": [[], phase]})
+    assert training._short(512, 7, "cpu").samples == pytest.approx((1.0, 0.5, 0.5))
 
 
 COPY = 2.0
