@@ -43,6 +43,10 @@ MEBI = 1 << 20
 SPLIT_NEVER = 1 << 62
 SHARED_MEMORY = Path("/dev/shm")
 
+TURNS = 3
+"""Turns of a round here: each takes a fifth of a second, and for that long, now and then, a shared
+machine copies at half its speed."""
+
 
 def tensors(count: int, mib: int, device: str) -> dict[str, Any]:
     """``count`` float32 tensors of ``mib`` MiB together."""
@@ -159,6 +163,7 @@ def rows(mib: int, rounds: int, device: str, arenas: Path = SHARED_MEMORY) -> It
         yield _registration(mib, rounds)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    rounds *= TURNS
     try:
         for count, words in ((16, "16 tensors"), (2000, "2,000 tensors")):
             yield from _rows(mib, rounds, device, arenas, count, f"{words}, {mib} MiB")
