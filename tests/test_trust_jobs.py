@@ -103,11 +103,14 @@ def test_damage_in_memory_is_repaired_from_parity_while_training_goes_on(
     tmp_path: Path, two: Result
 ) -> None:
     # Three slots: two snapshots are there, whatever is being captured when the user rewinds.
-    job = Job(
-        tmp_path, nodes=2, protect="xor:2", iterations=ITERATIONS, scrub_percent=50.0, slots=3
-    )
+    # No scrub until all is damaged: one that passes meanwhile would report a part of it.
+    job = Job(tmp_path, nodes=2, protect="xor:2", iterations=ITERATIONS, scrub_percent=0.0, slots=3)
     view: dict[str, Any] = {}
     rewound: list[int] = []
+
+    def repaired_in_a_pass(view: dict[str, Any]) -> bool:
+        nothing_lost = view["summary"]["blocks"]["damaged_shards"] == 0
+        return nothing_lost and view["nodes"]["n1"]["scrub"]["passes"] > 0
 
     def damage(job: Job) -> None:
         drill = ["drill", "--job", job.name, "--arena-dir", str(job.cluster._job_dir.parent)]
@@ -123,6 +126,7 @@ def test_damage_in_memory_is_repaired_from_parity_while_training_goes_on(
             arena._writable_mapping(0, arena.geometry.control_bytes).write(
                 arena.geometry.slot_header_offset(slot) + 40, b"\xff\xfe"
             )
+            job.supervisor.coordinator.scrub_percent = 50.0
             wait_for(job, "repaired")
             assert np.array_equal(data, before[0]) and np.array_equal(parity, before[1])
             deadline = time.monotonic() + WAIT_SECONDS
@@ -130,7 +134,7 @@ def test_damage_in_memory_is_repaired_from_parity_while_training_goes_on(
                 assert time.monotonic() < deadline, "the header was not mended"
                 time.sleep(0.02)
             del data, parity
-        view.update(shown(job, lambda view: view["summary"]["blocks"]["damaged_shards"] == 0))
+        view.update(shown(job, repaired_in_a_pass))
         # The repaired snapshot is the newest: a trainer that dies now must get the right bytes.
         os.kill(job.supervisor.trainers.pids()[0], signal.SIGKILL)
         pause(job, False)
@@ -204,9 +208,8 @@ def test_more_damage_than_parity_counts_as_lost_and_is_not_restored(
     tmp_path: Path, two: Result
 ) -> None:
     """One row damaged in two members of a stripe with one parity: said, and never loaded."""
-    job = Job(
-        tmp_path, nodes=2, protect="xor:2", iterations=ITERATIONS, scrub_percent=50.0, slots=3
-    )
+    # No scrub until both are damaged: the first one alone would be repaired.
+    job = Job(tmp_path, nodes=2, protect="xor:2", iterations=ITERATIONS, scrub_percent=0.0, slots=3)
 
     def damage(job: Job) -> None:
         pause(job, True)
@@ -217,6 +220,7 @@ def test_more_damage_than_parity_counts_as_lost_and_is_not_restored(
                 data[100] ^= 1
                 parity[100] ^= 1
                 del data, parity
+        job.supervisor.coordinator.scrub_percent = 50.0
         wait_for(job, "not_repaired")
         os.kill(job.supervisor.trainers.pids()[0], signal.SIGKILL)
         pause(job, False)
