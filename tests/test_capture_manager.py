@@ -25,6 +25,7 @@ from megatron_ft.arena.digest import first_meta_block
 from megatron_ft.arena.mapping import populate_read
 from megatron_ft.capture.cpu import CpuCopier
 from megatron_ft.capture.fill import CHUNK_BYTES
+from megatron_ft.capture.manager import SnapshotManager
 from megatron_ft.capture.overlaps import that_touch
 from megatron_ft.capture.restore import SealedShard
 from megatron_ft.errors import (
@@ -330,7 +331,7 @@ def test_the_fence_prevents_torn_captures(smp: FakeSmp, use_fence: bool) -> None
     manager.save(1, state)
     assert copier.started.wait(WAIT)
     if use_fence:
-        _open_while_fenced(copier)
+        _open_while_fenced(manager, copier)
         with manager.fence():
             state["weights"] += 1.0
     else:
@@ -345,11 +346,21 @@ def test_the_fence_prevents_torn_captures(smp: FakeSmp, use_fence: bool) -> None
     manager.close()
 
 
-def _open_while_fenced(copier: GatedCopier) -> None:
-    """Let the copy go on once the training thread has had time to reach the fence."""
-    import threading
+def _open_while_fenced(manager: SnapshotManager, copier: GatedCopier) -> None:
+    """Let the copy go on once the training thread has waited for it for 0.2 s."""
 
-    threading.Timer(0.2, copier.gate.set).start()
+    def waits() -> bool:
+        run = manager._captures.run
+        return run is not None and run._fence_entered is not None
+
+    def open_gate() -> None:
+        deadline = time.monotonic() + WAIT
+        while not waits() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        copier.gate.set()
+
+    threading.Thread(target=open_gate, daemon=True).start()
 
 
 def test_without_any_fence_save_waits_for_its_copy(smp: FakeSmp) -> None:
@@ -358,9 +369,10 @@ def test_without_any_fence_save_waits_for_its_copy(smp: FakeSmp) -> None:
     manager = make_manager(smp, copier=copier)
     manager.prepare(state)
     smp.grant(1)
-    _open_while_fenced(copier)
+    _open_while_fenced(manager, copier)
     ticket = manager.save(1, state)
-    assert ticket.captured.done() and ticket.captured.result()
+    assert manager._captures.run.moved.is_set()  # type: ignore[union-attr]
+    assert ticket.captured.result(WAIT)
     manager.close()
 
 
@@ -766,7 +778,7 @@ def test_registered_fence_runs_before_every_step(smp: FakeSmp) -> None:
     before = bits(model.weight)
     ticket = manager.save(1, state)
     model(torch.ones(100)).sum().backward()
-    _open_while_fenced(copier)
+    _open_while_fenced(manager, copier)
     optimizer.step()
     assert ticket.captured.result(WAIT) and bits(model.weight) != before
     smp.wait_ended()
