@@ -8,7 +8,8 @@ import threading
 import time
 from pathlib import Path
 
-from tests.jobs import Job
+from tests.disk_jobs import wait_for
+from tests.jobs import Fault, Job
 
 
 class Deaths:
@@ -53,3 +54,17 @@ def _command(pid: int) -> str:
 
 def when(job: Job, kind: str, occurrence: int = 0) -> float:
     return [event.monotonic for event in job.events if event.kind == kind][occurrence]
+
+
+def in_life(number: int, fault: Fault) -> Fault:
+    """The fault, once the trainers of this life train: 1 is the job's first.
+
+    Until somebody notices that a life has ended, what it has reached is what the job has reached:
+    a fault with a later iteration would strike the life that another one has just ended.
+    """
+
+    def strike(job: Job) -> None:
+        wait_for(job, "training", number)
+        fault(job)
+
+    return strike

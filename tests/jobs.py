@@ -35,6 +35,7 @@ DEEPSPEED_EXAMPLE = ROOT / "examples" / "deepspeed_gpt.py"
 TORCHRUN = "torch.distributed.run"
 POISONED = ROOT / "tests" / "poisoned_training.py"
 HANGING = ROOT / "tests" / "hanging_training.py"
+GATED = ROOT / "tests" / "gated_training.py"
 WAIT_SECONDS = 200.0
 
 Fault = Callable[["Job"], None]
@@ -73,7 +74,7 @@ class WarmCluster(VirtualCluster):
         log_path: Path,
         stdin: bytes | None = None,
     ) -> LocalProcess:
-        scripts = (EXAMPLE, DEEPSPEED_EXAMPLE, POISONED, HANGING)
+        scripts = (EXAMPLE, DEEPSPEED_EXAMPLE, POISONED, HANGING, GATED)
         known = [[sys.executable, str(script)] for script in scripts]
         known.append([sys.executable, "-m", TORCHRUN])
         if self.warm is None or not any(list(argv[: len(k)]) == k for k in known):
@@ -140,7 +141,7 @@ class Job:
         self.cluster = WarmCluster(self.name, names, self.root, self.network, self.place)
         self.supervisor: Supervisor
         self.stop: Stop
-        self.lives = 0
+        self.gate: Path | None = None
         self.failed_fault: Exception | None = None
 
     @property
@@ -155,7 +156,8 @@ class Job:
             "--iteration-seconds": self.iteration_seconds,
         }
         words = [str(word) for pair in flags.items() for word in pair]
-        return self.command or (sys.executable, str(self.script), *words)
+        script = self.script if self.gate is None else GATED
+        return self.command or (sys.executable, str(script), *words)
 
     def spec(self) -> JobSpec:
         return JobSpec(
@@ -170,7 +172,7 @@ class Job:
             from_scratch=self.from_scratch,
             checkpoint_dir=self.checkpoint_dir,
             log_dir=self.folder / "logs",
-            environment=self.environment,
+            environment={**self.environment, **self._gate_variable()},
             timing=self.timing,
             drain_dir=self.drain_dir,
             drain_interval=self.drain_interval,
@@ -190,8 +192,23 @@ class Job:
         )
 
     def run(self, *faults: tuple[int, Fault]) -> None:
-        """Run to the end.  Each fault strikes once its iteration was reached and committed."""
+        """Run to the end.  Each fault strikes once its iteration was reached and committed.
+
+        The example does not begin its last iteration before all of them have struck: what the
+        supervisor knows of progress is a heartbeat old, and a busy machine makes it older.
+        """
+        self.gate = self._closed_gate() if faults else None
         asyncio.run(self._run(faults))
+
+    def _closed_gate(self) -> Path | None:
+        if self.script != EXAMPLE or self.command or WarmCluster.warm is None:
+            return None
+        gate = self.folder / "gate"
+        gate.unlink(missing_ok=True)
+        return gate
+
+    def _gate_variable(self) -> dict[str, str]:
+        return {} if self.gate is None else {"MEGATRON_FT_TEST_GATE": str(self.gate)}
 
     async def _run(self, faults: tuple[tuple[int, Fault], ...]) -> None:
         self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
@@ -249,6 +266,8 @@ class Job:
         for iteration, fault in faults:
             await self.until(lambda at=iteration: self._reached(at))  # type: ignore[misc]
             await asyncio.to_thread(fault, self)
+        if self.gate is not None:
+            self.gate.touch()
 
     def _reached(self, iteration: int) -> bool:
         coordinator = self.supervisor.coordinator

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.disk_jobs import SHARDS, of_kind, signal_trainers, stop_until_drained, wait_until
+from tests.fates import in_life
 from tests.jobs import Job, difference, oracle
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
@@ -37,7 +38,7 @@ def test_a_job_without_memory_goes_on_from_the_newest_whole_drain_of_its_lineage
         job.interrupt()
 
     with pytest.raises(asyncio.CancelledError):
-        job.run((8, lose_all_but_a), (8, end_life_2))
+        job.run((8, lose_all_but_a), (8, in_life(2, end_life_2)))
     to_a = of_kind(job, "restoring")[-1]
     a, b, c = (Path(e.fields["folder"]) for e in of_kind(job, "drained"))
     assert "-1." in a.name and "-1." in b.name and "-1." not in c.name, job.story()

@@ -31,7 +31,7 @@ from megatron_ft.launch import procfs
 from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.local_query import ask
-from tests.fates import of_node
+from tests.fates import in_life, of_node
 from tests.jobs import ROOT, Fault, Job, Result, difference, oracle
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
@@ -94,7 +94,7 @@ def test_every_kind_of_process_dies_once_and_nothing_changes(
     made.append(job)
     job.run(
         (6, kill_rank(1)),
-        (12, kill_of_node("n3", "megatron_ft.erasure.worker")),
+        (12, in_life(2, kill_of_node("n3", "megatron_ft.erasure.worker"))),
         (18, kill_of_node("n1", "megatron_ft.smp")),
         (24, lose("n2")),
     )
