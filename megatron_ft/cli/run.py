@@ -18,13 +18,13 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from megatron_ft import isal
 from megatron_ft.cli import agent_place, run_place
-from megatron_ft.cli.run_folders import make_folder, make_folders
+from megatron_ft.cli.run_folders import exports_held, make_folder, make_folders
 from megatron_ft.cli.run_place import RunPlace
 from megatron_ft.cli.run_summary import RunSummary
 from megatron_ft.cli.say import say
@@ -157,17 +157,13 @@ def _supervise(
     place: RunPlace,
 ) -> int:
     notes = state_folder(arguments.job, arguments.state_dir)
-    try:
+    with _leaving_nothing(place):
         spec = spec_from(arguments, command, settings, place)
         make_folder("--log-dir", arguments.log_dir)
         make_folders(spec)
-    except MegatronFTError:
-        # A job that was refused leaves nothing; a folder in use is not empty.
-        for node in place.launcher.nodes()[:1]:
-            with suppress(OSError):
-                place.launcher.node_dir(node).parent.rmdir()
-        raise
-    with JobState(notes, spec.name) as state:
+    with JobState(notes, spec.name) as state, ExitStack() as held:
+        with _leaving_nothing(place):
+            held.enter_context(exports_held(spec, state))
         supervisor = Supervisor(spec, place.launcher, state)
         supervisor.hosts = place.hosts
         supervisor.observers.add(Printer())
@@ -190,6 +186,18 @@ def _supervise(
         else:
             say(place.hint)
     return code
+
+
+@contextmanager
+def _leaving_nothing(place: RunPlace) -> Iterator[None]:
+    """A job that is refused in this block leaves nothing; a folder in use is not empty."""
+    try:
+        yield
+    except MegatronFTError:
+        for node in place.launcher.nodes()[:1]:
+            with suppress(OSError):
+                place.launcher.node_dir(node).parent.rmdir()
+        raise
 
 
 def command_of(arguments: argparse.Namespace) -> list[str]:

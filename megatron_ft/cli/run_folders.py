@@ -3,17 +3,53 @@
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from megatron_ft.cli.say import say
 from megatron_ft.disk.durable import Disk
 from megatron_ft.errors import ConfigError
+from megatron_ft.export.hold import Holder, hold
+from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.spec import JobSpec
+
+_EXPORTS = ("drain_export_dir", "export_on_failure")
 
 
 def make_folders(spec: JobSpec) -> None:
     """Make what drains and exports are written to; ConfigError names the flag."""
-    for name in ("drain_dir", "drain_export_dir", "export_on_failure"):
-        make_folder(f"--{name.replace('_', '-')}", getattr(spec, name))
+    for name in ("drain_dir", *_EXPORTS):
+        make_folder(_flag(name), getattr(spec, name))
+
+
+@contextmanager
+def exports_held(spec: JobSpec, state: JobState) -> Iterator[None]:
+    """Have no other job export to this one's folders while the block runs.
+
+    ConfigError if one that runs does; of a job that had no life yet no notes stay then.
+    """
+    holder = Holder(spec.name, state.record.job, socket.gethostname(), os.getpid())
+    with ExitStack() as held:
+        try:
+            for name in _EXPORTS:
+                folder = getattr(spec, name)
+                problem = held.enter_context(hold(folder, holder)) if folder else ""
+                if problem:
+                    say(
+                        f"{_flag(name)} {folder} cannot be locked ({problem}): see to it that no "
+                        "other job exports there"
+                    )
+        except ConfigError:
+            if not (state.record.incarnation or state.record.smps):
+                state.remove()
+            raise
+        yield
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def make_folder(flag: str, folder: Path | None) -> None:
