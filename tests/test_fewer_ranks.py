@@ -21,7 +21,7 @@ from megatron_ft.disk.arenas import scan
 from megatron_ft.disk.drained import find
 from megatron_ft.disk.live import open_live
 from megatron_ft.disk.manifest import folder_name
-from megatron_ft.disk.native import TRACKER, checkpoint_folder
+from megatron_ft.disk.native import TRACKER, checkpoint_folder, naming
 from megatron_ft.disk.source import open_newest
 from megatron_ft.disk.write import publish, write_shards
 from megatron_ft.erasure.domains import check_domains
@@ -33,7 +33,7 @@ from megatron_ft.launch import torchrun
 from megatron_ft.launch.disk_restore import DiskRestores
 from megatron_ft.launch.job_state import JobRecord, JobState
 from megatron_ft.launch.membership import Membership
-from megatron_ft.launch.shrink import fewer_nodes, go_on_with_fewer
+from megatron_ft.launch.shrink import NOTHING, fewer_nodes, go_on_with_fewer
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.virtual import VirtualCluster
 from megatron_ft.megatron.fewer_ranks import refusals, rule_of
@@ -310,6 +310,24 @@ def test_what_is_newer_is_not_trusted_once_the_job_was_rolled_back(tmp_path: Pat
     assert not went_on and "12, maybe of what the job was rolled back from" in events[-1].text
     went_on, _, _ = try_to_shrink(tmp_path, exports=True, quarantine=rewound)
     assert went_on
+
+
+def test_what_the_framework_saved_since_a_rollback_is_as_good(tmp_path: Path) -> None:
+    memory = Memory(tmp_path / "memory")
+    memory.commit(1, 10)
+    drained(memory, tmp_path / "disk")
+    write_export(tmp_path / "exports", 12)
+    rewound = Quarantine().rewound(11).settled(naming(tmp_path / "exports"))
+
+    def try_it() -> tuple[bool, bool]:
+        """Whether fewer nodes go on, and whether a recovery would rather have what was drained."""
+        went_on, _, parts = try_to_shrink(tmp_path, exports=False, quarantine=rewound)
+        choice = asyncio.run(parts.disk.look(NOTHING, parts.state.record))
+        return went_on, choice.taken is not None
+
+    assert try_it() == (False, True)
+    write_export(tmp_path / "exports", 13)
+    assert try_it() == (True, False)
 
 
 def test_a_job_that_never_committed_has_nothing_to_lose(tmp_path: Path) -> None:

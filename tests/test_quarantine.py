@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from test_decide import NEW, OLD, decided, everywhere
 from megatron_ft.coordinator.events import Observers
 from megatron_ft.disk.native import TRACKER, checkpoint_folder, naming
 from megatron_ft.identity import Ancestor, SnapshotId
-from megatron_ft.launch.distrust import Distrust, reason_against_own
+from megatron_ft.launch.distrust import Distrust, memory_goes_first, reason_against_own
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.recovery.decide import Decision
 from megatron_ft.recovery.quarantine import FAILURE_LIMIT, MOST_REJECTED, Quarantine
@@ -118,7 +120,12 @@ def saved(directory: Path, iteration: int) -> Path:
     folder = checkpoint_folder(directory, iteration)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "data").touch()
-    (directory / TRACKER).write_text(str(iteration))
+    tracker = directory / TRACKER
+    before = tracker.stat().st_mtime_ns if tracker.exists() else 0
+    tracker.write_text(str(iteration))
+    # Two writes within one tick of the kernel's clock would have one time.
+    written = max(tracker.stat().st_mtime_ns, before + 1)
+    os.utime(tracker, ns=(written, written))
     return folder
 
 
@@ -172,6 +179,68 @@ def test_what_was_saved_after_a_bad_snapshot_or_what_was_rewound_is_given_up(
         asyncio.run(distrust.begin(start, (), 0))
         assert bool(distrust.quarantine.own) is rewound
         assert distrust.quarantine.before is None
+
+
+def rejected(quarantine: Quarantine) -> Quarantine:
+    for _ in range(FAILURE_LIMIT):
+        quarantine = quarantine.after_failure(NEW, 0, NEAR)
+    return quarantine
+
+
+@pytest.mark.parametrize("roll_back", [lambda q: q.rewound(50), rejected], ids=["rewind", "bad"])
+def test_memory_goes_first_until_the_framework_saves_anew(
+    tmp_path: Path, roll_back: Callable[[Quarantine], Quarantine]
+) -> None:
+    """What it saves after a rollback is of what has been done since, and counts as ever."""
+    words: list[str] = []
+    with JobState(tmp_path / "state", "job") as state:
+        distrust = Distrust(state, Told(), NEAR, tmp_path)  # type: ignore[arg-type]
+
+        def begin(iteration: int) -> bool:
+            """A life; whether the framework's own goes behind memory for the next one."""
+            decision = Decision(NEW, iteration, False, (), {})
+            asyncio.run(distrust.begin(decision, (), 1))
+            words.append(distrust.source(decision))
+            return memory_goes_first(distrust.quarantine, tmp_path)
+
+        saved(tmp_path, 60)
+        assert not begin(56)
+        state.update(quarantine=roll_back(distrust.quarantine))
+        assert begin(44) and begin(46)
+        folder = saved(tmp_path, 60)
+        assert not begin(58) and not reason_against_own(distrust.quarantine, folder)
+        state.update(quarantine=roll_back(distrust.quarantine))
+        assert begin(44) and reason_against_own(distrust.quarantine, folder)
+    assert words == ["memory", "rewound", "rewound", "memory", "rewound"]
+
+
+@pytest.mark.parametrize(("start", "out"), [(44, True), (48, False)])
+def test_what_a_life_passes_over_will_be_saved_over_and_is_given_up(
+    tmp_path: Path, start: int, out: bool
+) -> None:
+    """Nothing is wrong with 48 until then, and nobody can tell when training has come there."""
+    folder = saved(tmp_path, 48)
+    with JobState(tmp_path / "state", "job") as state:
+        state.update(quarantine=Quarantine().rewound(50))
+        distrust = Distrust(state, Told(), NEAR, tmp_path)  # type: ignore[arg-type]
+        asyncio.run(distrust.begin(Decision(NEW, start, False, (), {}), (), 1))
+        assert bool(reason_against_own(distrust.quarantine, folder)) is out
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_what_was_there_at_a_rollback_but_could_not_be_read_does_not_count_as_new(
+    tmp_path: Path, known: bool
+) -> None:
+    """A life began without anybody knowing; as where no folder was named."""
+    directory = saved(tmp_path / "own", 60).parent
+    with JobState(tmp_path / "state", "job") as state:
+        state.update(quarantine=Quarantine().rewound(50))
+        for folder in (None, directory if known else None):
+            distrust = Distrust(state, Told(), NEAR, folder)  # type: ignore[arg-type]
+            asyncio.run(distrust.begin(Decision(NEW, 46, False, (), {}), (), 1))
+            assert distrust.source(Decision(NEW, 46, False, (), {})) == "rewound"
+            assert memory_goes_first(distrust.quarantine, directory)
+        assert bool(reason_against_own(distrust.quarantine, directory / "iter_0000060")) is known
 
 
 def test_a_tracker_file_that_cannot_be_read_ends_no_recovery(tmp_path: Path) -> None:

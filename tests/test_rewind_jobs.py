@@ -74,17 +74,23 @@ def test_a_stopped_job_goes_on_from_before_what_was_given_up_in_memory_and_on_di
     assert not difference(job.result(), oracle(tmp_path, 2)), job.story()
 
 
-def test_what_the_framework_saved_and_the_job_gave_up_is_no_last_resort(
-    made: list[Job], tmp_path: Path
+@pytest.mark.parametrize("earlier", [0, 1], ids=["given up", "passed over"])
+def test_what_the_framework_saved_and_the_job_goes_behind_is_no_last_resort(
+    made: list[Job], tmp_path: Path, earlier: int
 ) -> None:
-    """Until somebody names it anew: that says that it is wanted."""
+    """Until somebody names it anew: that says that it is wanted.
+
+    What is only passed over is good, until training comes to its iteration again and saves that
+    in its place: cut off then, it would be of two lives.
+    """
     own = tmp_path / "own"
     job = Job(tmp_path, nodes=2, spares=2, slots=3, checkpoint_dir=own)
     made.append(job)
 
     def save_and_stop(job: Job) -> None:
         signal_trainers(job, signal.SIGSTOP)
-        folder = checkpoint_folder(own, of_kind(job, "committed")[-1].fields["iteration"])
+        newest = of_kind(job, "committed")[-1].fields["iteration"]
+        folder = checkpoint_folder(own, newest - earlier)
         folder.mkdir(parents=True)
         (folder / "data").touch()
         (own / TRACKER).write_text(str(iteration_of(folder)))
@@ -93,7 +99,7 @@ def test_what_the_framework_saved_and_the_job_gave_up_is_no_last_resort(
     with pytest.raises(asyncio.CancelledError):
         job.run((8, save_and_stop))
     (folder,) = own.glob("iter_*")
-    assert rewind(job, iteration_of(folder)) == 0
+    assert rewind(job, iteration_of(folder) + earlier) == 0
 
     def lose_memory(job: Job) -> None:
         for node in ("n0", "n1"):

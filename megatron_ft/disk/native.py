@@ -55,7 +55,7 @@ def naming(directory: Path) -> str:
     for file in (directory / TRACKER, directory / LATEST):
         if file.is_file():
             about = file.stat()
-            found.append(f"{file.read_text().strip()} {about.st_mtime_ns} {about.st_ino}")
+            found.append(f"{_word(file)} {about.st_mtime_ns} {about.st_ino}")
     return ", ".join(found)
 
 

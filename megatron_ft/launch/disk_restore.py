@@ -21,13 +21,14 @@ from megatron_ft.erasure.domains import domain_of
 from megatron_ft.erasure.stripes import RankPlace
 from megatron_ft.errors import ConfigError, DrainError, MegatronFTError
 from megatron_ft.identity import Ancestor, SnapshotId
-from megatron_ft.launch.distrust import reason_against_own
+from megatron_ft.launch.distrust import memory_goes_first, reason_against_own
 from megatron_ft.launch.drain_processes import DrainProcesses, StepFailedError
 from megatron_ft.launch.in_thread import in_thread
 from megatron_ft.launch.job_state import JobRecord
 from megatron_ft.launch.launcher import Launcher
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.recovery.decide import Decision, StripeState
+from megatron_ft.recovery.quarantine import Quarantine
 
 LOOK_TIMEOUT_SECONDS = 120.0
 
@@ -68,15 +69,12 @@ class DiskRestores:
         return Choice(None, (reason,))
 
     def _look(self, memory: Decision, record: JobRecord) -> Choice:
-        own, reasons = None, tuple[str, ...]()
+        own, reasons, quarantine = None, tuple[str, ...](), record.quarantine
         try:
-            own = None if memory.snapshot else newest_checkpoint(self._spec.checkpoint_dir)
+            own = None if memory.snapshot else self._own(quarantine)
         except OSError as error:
             # Another disk than that of the drained ones, perhaps.
             reasons = (f"{self._spec.checkpoint_dir} cannot be read: {error.strerror}",)
-        quarantine = record.quarantine
-        if reason_against_own(quarantine, own) or quarantine.over_disk:
-            own = None
         wanted = Wanted(
             shard_count=(len(record.active) or self._spec.nodes) * self._spec.ranks_per_node,
             lineage=record.lineage,
@@ -94,6 +92,14 @@ class DiskRestores:
         if self._spec.restore_from is None or memory.snapshot is not None:
             return Choice(None, reasons)
         return self._asked_for(self._spec.restore_from, wanted, record, reasons)
+
+    def _own(self, quarantine: Quarantine) -> Path | None:
+        """The framework's newest checkpoint, None if memory and drained ones go before it."""
+        directory = self._spec.checkpoint_dir
+        own = newest_checkpoint(directory)
+        if directory is None or memory_goes_first(quarantine, directory):
+            return None
+        return None if reason_against_own(quarantine, own) else own
 
     def _asked_for(
         self, folder: Path, wanted: Wanted, record: JobRecord, reasons: tuple[str, ...]

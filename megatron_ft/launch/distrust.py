@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.disk.native import iteration_of, naming, newest_checkpoint
@@ -19,6 +20,13 @@ LOOK_TIMEOUT_SECONDS = 10.0
 """Longest that a recovery waits for the folder of the framework's own checkpoints."""
 
 
+class Own(NamedTuple):
+    """The framework's newest checkpoint: its iteration, -1 for none, and how it is named."""
+
+    iteration: int
+    named: str
+
+
 class Distrust:
     """The quarantine in the job's notes, so that a later supervisor knows it, too.
 
@@ -32,6 +40,7 @@ class Distrust:
         self._state, self._coordinator = state, coordinator
         self._ranks, self._near, self._directory = 0, near, directory
         self._start: Decision | None = None
+        self._over_own = False
         self._restored: set[str] = set()
         coordinator.listeners.append(self._note_restored)
 
@@ -49,10 +58,7 @@ class Distrust:
     async def begin(self, decision: Decision, lineage: tuple[Ancestor, ...], ranks: int) -> None:
         """A life of so many ranks starts from a decision, and every arena's lineage says so."""
         self._start, self._ranks = decision, ranks
-        quarantine = self.quarantine
-        if quarantine.before is not None:
-            quarantine = quarantine.giving_up(await self._own_since(quarantine.before))
-        self._state.update(quarantine=quarantine.settled())
+        self._state.update(quarantine=await self._begun_from(decision))
         durable = self._coordinator.durable
         if durable is not None and not on_lineage(durable[0], lineage):
             # On disk there is only what was given up.
@@ -62,7 +68,26 @@ class Distrust:
         """The word by which trainers know where their state is to come from."""
         if decision.snapshot is None:
             return "disk"
-        return "rewound" if self.quarantine.over_disk else "memory"
+        return "rewound" if self._over_own else "memory"
+
+    async def _begun_from(self, decision: Decision) -> Quarantine:
+        """What of the framework's own this life gives up.
+
+        Also what it passes over, for training will come to that iteration once more and save it
+        in the same place: cut off in that, it is of two lives.
+        """
+        quarantine, own = self.quarantine, None
+        if quarantine.over_disk:
+            own = await self._own()
+        self._over_own = quarantine.goes_before(None if own is None else own.named)
+        if own is None:
+            return quarantine.settled()
+        wanted = [] if quarantine.before is None else [quarantine.before]
+        if self._over_own and decision.snapshot is not None:
+            wanted.append(decision.iteration + 1)
+        if wanted and own.iteration >= min(wanted):
+            quarantine = quarantine.giving_up(own.named)
+        return quarantine.settled(own.named)
 
     async def training_failed(self) -> bool:
         """Hold it against the snapshot of the start if that is near; whether it is out now.
@@ -79,7 +104,8 @@ class Distrust:
         gained, before = max(0, reached - iteration), self.quarantine
         after = before.after_failure(snapshot, gained, self._near)
         if after.rejected != before.rejected:
-            after = after.giving_up(await self._own_since(iteration + 1))
+            own = await self._own()
+            after = after.giving_up(own.named if own and own.iteration > iteration else "")
         if after != before:
             self._state.update(quarantine=after)
         if after.rejected == before.rejected:
@@ -93,21 +119,20 @@ class Distrust:
         )
         return True
 
-    async def _own_since(self, iteration: int) -> str:
-        """How the framework names its newest checkpoint if that is of ``iteration`` or later."""
+    async def _own(self) -> Own | None:
+        """The newest that the framework has saved itself, None where that is not known."""
         directory = self._directory
         if directory is None:
-            return ""
+            return None
 
-        def look() -> str:
+        def look() -> Own:
             newest = newest_checkpoint(directory)
-            return naming(directory) if newest and iteration_of(newest) >= iteration else ""
+            return Own(-1 if newest is None else iteration_of(newest), naming(directory))
 
         try:
             return await in_thread(look, LOOK_TIMEOUT_SECONDS)
-        except (asyncio.TimeoutError, OSError, ValueError):
-            # Or what it holds is no text: nothing is known, as of a folder that does not answer.
-            return ""
+        except (asyncio.TimeoutError, OSError):
+            return None
 
     def _note_restored(self, event: m.Event) -> None:
         if isinstance(event.body, m.Restored):
@@ -129,3 +154,8 @@ def reason_against_own(quarantine: Quarantine, checkpoint: Path | None) -> str:
     if quarantine.own and naming(checkpoint.parent) == quarantine.own:
         return "it is of what the job was rolled back from"
     return quarantine.reason_against_iteration(iteration_of(checkpoint))
+
+
+def memory_goes_first(quarantine: Quarantine, directory: Path) -> bool:
+    """Whether memory goes before a newer checkpoint of the framework's own in ``directory``."""
+    return quarantine.goes_before(naming(directory))

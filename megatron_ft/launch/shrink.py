@@ -17,7 +17,7 @@ from megatron_ft.erasure.domains import Domains, check_domains
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.errors import ProtectionError
 from megatron_ft.fewer_ranks import SHRINK, RankRule
-from megatron_ft.launch.distrust import reason_against_own
+from megatron_ft.launch.distrust import memory_goes_first, reason_against_own
 from megatron_ft.launch.job_parts import JobParts
 from megatron_ft.launch.placement import choose_active
 from megatron_ft.launch.restore_choice import RestoreChoice
@@ -124,7 +124,8 @@ async def _exported(parts: JobParts, choice: RestoreChoice, admitted: Admitted) 
         wanted = max(wanted, taken.manifest.iteration)
         # After a rewind, what has a higher number may be of what was given up: an export of that
         # is withdrawn by the next one.
-        if _exported_iteration(directory) < wanted or record.quarantine.over_disk:
+        rolled_back = memory_goes_first(record.quarantine, directory)
+        if _exported_iteration(directory) < wanted or rolled_back:
             parts.coordinator.durable = (taken.manifest.snapshot, taken.manifest.iteration)
             await parts.drains.export_durable(next(iter(admitted.inventories)), directory)
     unwanted = reason_against_own(record.quarantine, newest_checkpoint(directory))
@@ -133,7 +134,7 @@ async def _exported(parts: JobParts, choice: RestoreChoice, admitted: Admitted) 
     if (there := _exported_iteration(directory)) < max(wanted, 0):
         holds = "no checkpoint" if there < 0 else f"iteration {there}"
         return f"{directory} should hold iteration {max(wanted, 0)} and holds {holds}"
-    if record.quarantine.over_disk and there > max(wanted, 0):
+    if memory_goes_first(record.quarantine, directory) and there > max(wanted, 0):
         return f"{directory} holds iteration {there}, maybe of what the job was rolled back from"
     return ""
 

@@ -28,8 +28,9 @@ class Quarantine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``before`` is an iteration to which the user has asked to rewind and which no recovery
     has carried out yet.  With ``over_disk`` memory, and what was drained of it, goes before the
-    training framework's own checkpoints even where those are newer: they are of what was given up.
-    ``own`` is how one of those was named (disk.native.naming) that is not used, come what may.
+    training framework's own checkpoints even where those are newer: they are of what was given up,
+    until the newest is named (disk.native.naming) in another way than ``named``, None if not known.
+    ``own`` is how one of those was named that is not used, come what may.
     """
 
     suspects: tuple[Suspicion, ...] = ()
@@ -37,6 +38,7 @@ class Quarantine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     before: int | None = None
     over_disk: bool = False
     own: str = ""
+    named: str | None = None
 
     def after_failure(self, started_from: SnapshotId, gained: int, near: int) -> Quarantine:
         """Training that had started from a snapshot has failed after ``gained`` iterations.
@@ -52,7 +54,9 @@ class Quarantine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             now = (*others, Suspicion(started_from, failures))[-MOST_REJECTED:]
             return msgspec.structs.replace(self, suspects=now)
         rejected = (*self.rejected, started_from)[-MOST_REJECTED:]
-        return msgspec.structs.replace(self, suspects=others, rejected=rejected, over_disk=True)
+        return msgspec.structs.replace(
+            self, suspects=others, rejected=rejected, over_disk=True, named=None
+        )
 
     def failures(self, snapshot: SnapshotId) -> int:
         """How often training has failed soon after a start from ``snapshot``, if not rejected."""
@@ -61,15 +65,26 @@ class Quarantine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def rewound(self, before: int) -> Quarantine:
         """The user wants nothing of iteration ``before`` or later; an earlier wish still holds."""
         least = before if self.before is None else min(before, self.before)
-        return msgspec.structs.replace(self, before=least, over_disk=True)
+        return msgspec.structs.replace(self, before=least, over_disk=True, named=None)
 
     def giving_up(self, own: str) -> Quarantine:
         """The framework's own checkpoint that is named so is given up; '' for none."""
         return msgspec.structs.replace(self, own=own or self.own)
 
-    def settled(self) -> Quarantine:
-        """A recovery has carried the rewind out: its lineage leaves out what is to be left out."""
-        return msgspec.structs.replace(self, before=None)
+    def settled(self, named: str | None = None) -> Quarantine:
+        """A recovery has carried the rewind out: its lineage leaves out what is to be left out.
+
+        ``named`` is how the framework's newest checkpoint was named then, None if not known.
+        """
+        known = named if self.over_disk and self.named is None else self.named
+        return msgspec.structs.replace(self, before=None, named=known)
+
+    def goes_before(self, named: str | None) -> bool:
+        """Whether memory goes before a newer checkpoint of the framework's own, so named.
+
+        One that is named since the last rollback is of what has been done since.
+        """
+        return self.over_disk and (named in (None, "", self.named) or self.named is None)
 
     def reason_against(self, snapshot: SnapshotId, iteration: int) -> str:
         """Why a snapshot, in memory or on disk, must not be used; empty if it may."""
