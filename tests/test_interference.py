@@ -288,7 +288,7 @@ def test_only_the_step_that_training_waits_for_has_trainings_priority(
             return "{}"
 
     spec = JobSpec(name="quiet", command=("true",), nodes=4, log_dir=tmp_path)
-    processes = DrainProcesses(cast(Launcher, Refusing()), spec)
+    processes = DrainProcesses(cast(Launcher, Refusing()), spec, lambda: 1)
     with pytest.raises(DrainError, match="enough"):
         asyncio.run(processes.run(step, {"node0": Refusing()}))
     assert (started[0][0] == "nice") == (step != "load")

@@ -52,9 +52,13 @@ from megatron_ft.arena.arena import Arena
 from megatron_ft.environment import ProcessEnvironment
 from megatron_ft.erasure.worker import SmpConnection
 from megatron_ft.smp.messages import EncoderHello
-path, world, value = sys.argv[1:]
-with SmpConnection(ProcessEnvironment.from_env(), lambda: None) as smp:
-    smp.send(EncoderHello(os.getpid(), world, 0, 1))
+path, world, value, *held = sys.argv[1:]
+environment = ProcessEnvironment.from_env()
+with SmpConnection(environment, lambda: None) as smp:
+    if held:
+        print("held", flush=True)
+        sys.stdin.readline()
+    smp.send(EncoderHello(os.getpid(), world, 0, 1, environment.incarnation))
     print(smp.receive(60), flush=True)
     parity = Arena.open(Path(path)).parity(0, writable=True)
     sys.stdin.readline()
@@ -76,10 +80,26 @@ def trainer(node: SmpNode, incarnation: int = 1) -> subprocess.Popen[str]:
     return process(node, TRAINER, incarnation=incarnation)
 
 
-def encoder(node: SmpNode, world: str, value: int) -> subprocess.Popen[str]:
-    """Registers for ``world`` and, with a line of input, fills the parity of slot 0."""
-    arena = node.environment.node_dir / "dp0.arena"
-    return process(node, ENCODER, str(arena), world, str(value))
+def encoder(
+    node: SmpNode, world: str, value: int, *, held: bool = False, incarnation: int = 1
+) -> subprocess.Popen[str]:
+    """Registers for ``world`` and, with a line of input, fills the parity of slot 0.
+
+    One that is ``held`` says so, and registers with a line of input before that.
+    """
+    words = [str(node.environment.node_dir / "dp0.arena"), world, str(value)]
+    return process(node, ENCODER, *words, *["held"] * held, incarnation=incarnation)
+
+
+def say_go(writer: subprocess.Popen[str]) -> None:
+    assert writer.stdin is not None
+    writer.stdin.write("go\n")
+    writer.stdin.flush()
+
+
+async def next_line(writer: subprocess.Popen[str]) -> str:
+    assert writer.stdout is not None
+    return await asyncio.wait_for(asyncio.to_thread(writer.stdout.readline), 60)
 
 
 def process(
@@ -189,15 +209,6 @@ def test_an_encoder_of_an_old_world_writes_nothing_when_it_wakes(node: SmpNode) 
     striped = {"codec": "replica", "parity_members": 1, "members": ("dp0", "dp1")}
     old, new = None, None
 
-    def say_go(writer: subprocess.Popen[str]) -> None:
-        assert writer.stdin is not None
-        writer.stdin.write("go\n")
-        writer.stdin.flush()
-
-    async def next_line(writer: subprocess.Popen[str]) -> str:
-        assert writer.stdout is not None
-        return await asyncio.wait_for(asyncio.to_thread(writer.stdout.readline), 60)
-
     async def story() -> None:
         nonlocal old, new
         link = await led(node)
@@ -220,6 +231,61 @@ def test_an_encoder_of_an_old_world_writes_nothing_when_it_wakes(node: SmpNode) 
         run(story())
     finally:
         for writer in filter(None, (old, new)):
+            writer.kill()
+            writer.communicate()
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["of this life", "of an earlier life"])
+def test_an_encoder_of_an_old_world_that_comes_late_does_not_end_the_new_one(
+    node: SmpNode, earlier: bool
+) -> None:
+    """It was suspended before it said hello, or where nobody could reach it."""
+    worlds: list[subprocess.Popen[str]] = []
+
+    async def story() -> str:
+        link = await led(node, 2)
+        await link.demand(create(incarnation=2), 30)
+        old = encoder(node, "old", 7, held=True, incarnation=1 if earlier else 2)
+        worlds.append(old)
+        assert await next_line(old) == "held\n"
+        new = encoder(node, "new", 9, incarnation=2)
+        worlds.append(new)
+        assert "EncoderWelcome" in await next_line(new)
+        say_go(old)
+        refused = await next_line(old)
+        assert new.poll() is None and (await lease(link, 60.0, 2)).encoder_world == "new"
+        link.close()
+        return refused
+
+    try:
+        assert "StaleIncarnationError" in run(story())
+    finally:
+        for writer in worlds:
+            writer.kill()
+            writer.communicate()
+
+
+def test_an_encoder_of_an_earlier_life_is_turned_away_where_there_is_no_other(
+    node: SmpNode,
+) -> None:
+    worlds: list[subprocess.Popen[str]] = []
+
+    async def story() -> str:
+        link = await led(node)
+        await link.demand(create(), 30)
+        worlds.append(encoder(node, "old", 7, held=True))
+        assert await next_line(worlds[0]) == "held\n"
+        await link.demand(m.Admit(2, 60.0), 30)
+        say_go(worlds[0])
+        refused = await next_line(worlds[0])
+        assert (await lease(link, 60.0, 2)).encoder_world == ""
+        link.close()
+        return refused
+
+    try:
+        assert "StaleIncarnationError" in run(story())
+    finally:
+        for writer in worlds:
             writer.kill()
             writer.communicate()
 

@@ -120,7 +120,8 @@ def serve(
     """
     with SmpConnection(environment, _leave) as smp:
         transport = open_transport()
-        smp.send(EncoderHello(os.getpid(), world, transport.rank, transport.size))
+        place = (transport.rank, transport.size)
+        smp.send(EncoderHello(os.getpid(), world, *place, environment.incarnation))
         welcome = smp.receive(WELCOME_SECONDS)
         if not isinstance(welcome, EncoderWelcome):
             raise ControlPlaneError(f"the SMP of {environment.node} refused us: {welcome}")

@@ -42,7 +42,7 @@ class DiskRestores:
 
     def __init__(self, spec: JobSpec, launcher: Launcher) -> None:
         self._spec = spec
-        self._processes = DrainProcesses(launcher, spec)
+        self._launcher = launcher
         self._refused: set[Path] = set()
 
     def highest_life(self, job: uuid.UUID) -> int:
@@ -172,8 +172,9 @@ class DiskRestores:
             node: LoadPlan(source.folder, snapshot, tuple(shards), world)
             for node, shards in by_node.items()
         }
+        processes = DrainProcesses(self._launcher, self._spec, lambda: plan.incarnation)
         try:
-            await self._processes.run("load", plans)
+            await processes.run("load", plans)
         except DrainError as error:
             if isinstance(error, StepFailedError) and error.status == EXIT_DAMAGED:
                 self._refused.add(source.folder)

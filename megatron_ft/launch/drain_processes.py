@@ -43,11 +43,12 @@ class StepFailedError(DrainError):
 
 
 class DrainProcesses:
-    """Runs steps of drains and loads through a Launcher; output goes to drain-<node>.log."""
+    """Runs steps of drains and loads through a Launcher; output goes to drain-<node>.log.
 
-    def __init__(
-        self, launcher: Launcher, spec: JobSpec, incarnation: Callable[[], int] = lambda: 0
-    ) -> None:
+    ``incarnation`` is the life that they are of: an SMP turns others away.
+    """
+
+    def __init__(self, launcher: Launcher, spec: JobSpec, incarnation: Callable[[], int]) -> None:
         self._launcher, self._spec, self._incarnation = launcher, spec, incarnation
 
     async def run(self, step: str, plans: Mapping[str, Plan]) -> None:

@@ -15,12 +15,16 @@ Members = Annotated[tuple[SealedRecord, ...], msgspec.Meta(max_length=MAX_MEMBER
 
 
 class EncoderHello(Message, frozen=True):
-    """An encoder of world ``world`` introduces itself and is watched through a pidfd."""
+    """An encoder of world ``world`` introduces itself and is watched through a pidfd.
+
+    ``incarnation`` is the life that it was started for.
+    """
 
     pid: Pid
     world: Name
     world_rank: int
     world_size: int
+    incarnation: int
 
 
 class EncoderWelcome(Message, frozen=True):

@@ -16,7 +16,7 @@ from megatron_ft.smp.host import NodeHost, resident_bytes
 from megatron_ft.smp.job_summary import merged
 from megatron_ft.smp.local_socket import bind
 from megatron_ft.smp.pid_namespace import pid_namespace
-from megatron_ft.smp.writers import DRAIN
+from megatron_ft.smp.writers import DRAIN, start_time_of
 
 log = logging.getLogger(__name__)
 
@@ -150,18 +150,18 @@ class LocalServer:
         await self._host.carry_out()
 
     async def _hello(self, identity: bytes, message: m.Hello) -> m.Message:
-        self._check_incarnation(message.incarnation)
+        self._check_incarnation("trainer", message.incarnation)
         _check_namespace(message)
         await self._admit_writer("trainer", message.shard_id, message.pid, identity)
         await self._host.tell(message)
         return self._welcome(message.shard_id)
 
-    def _check_incarnation(self, incarnation: int) -> None:
+    def _check_incarnation(self, role: str, incarnation: int) -> None:
         """Turn away who belongs to another life than the one admitted or being admitted."""
         current = self._host.state.highest_incarnation
         if incarnation != current:
             raise StaleIncarnationError(
-                f"trainer of incarnation {incarnation} on node {self._host.machine.node}, which "
+                f"{role} of incarnation {incarnation} on node {self._host.machine.node}, which "
                 f"is at {current}: it was started for an earlier life"
             )
 
@@ -187,9 +187,24 @@ class LocalServer:
         )
 
     async def _encoder_hello(self, identity: bytes, message: m.EncoderHello) -> m.Message:
+        self._check_incarnation("encoder", message.incarnation)
+        self._check_world(message)
         await self._admit_writer("encoder", message.world, message.pid, identity)
         await self._host.tell(message)
         return m.EncoderWelcome(str(self._host.job), self._host.machine.node)
+
+    def _check_world(self, message: m.EncoderHello) -> None:
+        """Turn away who was started before the world that is here, and comes late."""
+        try:
+            started = start_time_of(message.pid)
+        except ProcessLookupError as error:
+            raise ControlPlaneError(f"process {message.pid} is gone") from error
+        for writer in self._host.writers.all():
+            if writer.role == "encoder" and started < writer.start_time:
+                raise StaleIncarnationError(
+                    f"encoder of world {message.world} on node {self._host.machine.node}, where "
+                    f"world {writer.who} is: it was started for an earlier one"
+                )
 
     async def _admit_writer(self, role: str, who: str, pid: int, identity: bytes) -> None:
         """Register a writer after every other one that could touch the same slots is dead."""

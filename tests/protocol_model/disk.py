@@ -202,7 +202,8 @@ class DiskSteps:
             loader.snapshot, loader.iteration = life.source.snapshot, life.source.iteration
             loader.files, loader.left = dict(life.source.files), shards
             loader.arenas = dict(self.nodes[name].arenas)
-            loader.outbox.append(m.EncoderHello(loader.pid, loader.world, 0, 1))
+            hello = m.EncoderHello(loader.pid, loader.world, 0, 1, life.incarnation)
+            loader.outbox.append(hello)
             self.processes[loader.pid] = loader
             self._register_at_once(loader)
 

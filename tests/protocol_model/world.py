@@ -390,7 +390,8 @@ class World(SmpSteps, DiskSteps):
         for rank, name in enumerate(self.active):
             encoder = Encoder(self._pid(), name, world=life.encoders, rank=rank, mpi=mpi)
             encoder.coarse = self.shape.coarse
-            hello = m.EncoderHello(encoder.pid, life.encoders, rank, len(self.active))
+            place = (rank, len(self.active))
+            hello = m.EncoderHello(encoder.pid, life.encoders, *place, life.incarnation)
             encoder.outbox.append(hello)
             encoder.alive = self.nodes[name].alive
             self.processes[encoder.pid] = encoder
