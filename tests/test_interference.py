@@ -35,6 +35,7 @@ from megatron_ft.smp import messages as m
 from megatron_ft.smp.control_server import ControlServer
 from megatron_ft.smp.host import NodeHost
 from megatron_ft.smp.security import JobKeys
+from megatron_ft.smp.store import free
 from megatron_ft.traffic.gate import MOST_HELD_SECONDS, QuietGate
 from megatron_ft.traffic.word import MOST_SECONDS, SLOTS, QuietWord, open_word
 from tests.smp_node import SECRET, create, run
@@ -376,7 +377,7 @@ def test_an_arena_is_made_on_the_node_of_its_rank(
     finally:
         rank.kill()
         rank.wait(30)
-        host.store.remove()
+        free(host.store.give_up())
 
 
 def policy() -> int:

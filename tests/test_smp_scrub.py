@@ -18,6 +18,7 @@ from megatron_ft.smp import scrub as scrub_module
 from megatron_ft.smp.host import NodeHost
 from megatron_ft.smp.message_base import MOST_BYTES
 from megatron_ft.smp.scrub import Scrub
+from megatron_ft.smp.store import free
 from tests.smp_node import create, run, snapshot
 
 
@@ -25,7 +26,7 @@ class RemovesWhatFollows(Scrub):
     """While it reads one shard, a recovery removes all others from the node."""
 
     async def _slot(self, shard_id: str, slot: int) -> bool:
-        self._host.store.keep_only([shard_id], self._host.machine)
+        free(self._host.store.keep_only([shard_id], self._host.machine))
         return await super()._slot(shard_id, slot)
 
 
@@ -42,7 +43,7 @@ def test_a_shard_that_a_recovery_removes_meanwhile_is_passed_over(tmp_path: Path
         assert list(host.machine.shards) == ["dp0"]
     finally:
         scrub.close()
-        host.store.remove()
+        free(host.store.give_up())
 
 
 def test_arenas_that_the_last_request_removed_are_nothing_to_read(tmp_path: Path) -> None:
@@ -53,7 +54,7 @@ def test_arenas_that_the_last_request_removed_are_nothing_to_read(tmp_path: Path
     host.store.enter(arena, host.machine)
     committed = SlotHeader(SlotState.COMMITTED, snapshot(1), 3)
     host.machine.shards["dp0"].slots[0] = committed
-    host.store.remove()
+    free(host.store.give_up())
     host.scrub_percent = 1.0
     scrub = Scrub(host)
     try:
@@ -110,7 +111,7 @@ def test_damage_of_a_slot_that_was_given_away_is_nobodys(tmp_path: Path, given_a
         run(scrub._pass())
     finally:
         scrub.close()
-        host.store.remove()
+        free(host.store.give_up())
     assert told == [m.BadBlocks("dp0", snapshot(1), (0,), ())] * (not given_away)
 
 

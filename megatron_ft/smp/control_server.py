@@ -163,7 +163,7 @@ class ControlServer:
             await host.retire(remove_arenas=request.remove_arenas)
         else:
             if isinstance(request, m.Adopt):
-                host.store.keep_only(request.keep, host.machine)
+                await host.keep_only(request.keep)
                 host.store.set_lineage(request.incarnation, request.lineage)
             return host.machine.handle(request)
         return m.Ok()

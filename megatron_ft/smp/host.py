@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from megatron_ft.smp.effects import (
 from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.readers import Readers
 from megatron_ft.smp.state_file import NodeState
-from megatron_ft.smp.store import ArenaStore
+from megatron_ft.smp.store import ArenaStore, free
 from megatron_ft.smp.upward import SendTo, Upward
 from megatron_ft.smp.writers import DRAIN, Writer, Writers
 from megatron_ft.traffic.word import QuietWord
@@ -147,11 +147,18 @@ class NodeHost:
             self.failure = self.failure or error
             self.retired.set()
 
+    async def keep_only(self, shards: Collection[str]) -> None:
+        """Free the arenas of all other shards; the memory is there when this returns.
+
+        Beside the event loop: small pages take some 0.2 s a GiB, and heartbeats go on.
+        """
+        await asyncio.to_thread(free, self.store.keep_only(shards, self.machine))
+
     async def retire(self, *, remove_arenas: bool) -> None:
         """End this SMP: ``retired`` is set once the answer to whoever asked has left."""
         await self.kill_writers(self.writers.all())
         if remove_arenas:
-            self.store.remove()
+            await asyncio.to_thread(free, self.store.give_up())
         asyncio.get_running_loop().call_later(0.05, self.retired.set)
 
     def begin_lease(self, seconds: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,10 +131,14 @@ class ArenaStore:
                 self.damaged.append(f"{arena.path} was removed, replaced or cut")
                 self._forget(shard_id, machine).close()
 
-    def keep_only(self, shards: Collection[str], machine: NodeMachine) -> None:
-        """Remove the arenas of shards that do not live here any more."""
-        for shard_id in self.arenas.keys() - set(shards):
-            self._remove(self._forget(shard_id, machine))
+    def keep_only(self, shards: Collection[str], machine: NodeMachine) -> list[Arena]:
+        """Forget the arenas of shards that do not live here any more; they are to be freed."""
+        return [self._forget(shard_id, machine) for shard_id in self.arenas.keys() - set(shards)]
+
+    def give_up(self) -> list[Arena]:
+        """Forget every arena: the job has ended; they are to be freed."""
+        gone, self.arenas = list(self.arenas.values()), {}
+        return gone
 
     def _forget(self, shard_id: str, machine: NodeMachine) -> Arena:
         del machine.shards[shard_id], machine.paths[shard_id], self._headers[shard_id]
@@ -192,16 +196,6 @@ class ArenaStore:
             for shard_id, arena in self.arenas.items()
         )
 
-    def remove(self) -> None:
-        """Unmap and delete every arena: the job has ended."""
-        for arena in self.arenas.values():
-            self._remove(arena)
-        self.arenas.clear()
-
-    def _remove(self, arena: Arena) -> None:
-        arena.close()
-        arena.path.unlink(missing_ok=True)
-
     def _header(self, request: m.CreateArena) -> ArenaHeader:
         try:
             return self._header_of(request)
@@ -229,6 +223,13 @@ class ArenaStore:
                 block_bytes=request.block_bytes,
             ),
         )
+
+
+def free(arenas: Iterable[Arena]) -> None:
+    """Unmap and delete arenas that no store knows; slow, safe to call from another thread."""
+    for arena in arenas:
+        arena.close()
+        arena.path.unlink(missing_ok=True)
 
 
 def _arrays(blocks: dict[int, bytes]) -> Blocks:
