@@ -510,6 +510,17 @@ def test_an_arena_has_huge_pages_without_a_mount_of_its_own(folder: Path) -> Non
         assert (arena.data(0) == 7).all() and (arena.data(1) == 8).all()
 
 
+@pytest.mark.skipif(not kernel_joins_pages(), reason="this kernel gives no huge pages to files")
+@pytest.mark.parametrize("units", [0.5, 1.0, 1.5, 2.25])
+def test_what_is_no_whole_huge_page_stays_a_hole(folder: Path, units: float) -> None:
+    """It is allocated afterwards, where too little memory is a clear error."""
+    unit = huge_pages.huge_page_bytes()
+    with (folder / "file").open("w+b") as file:
+        file.truncate(int(units * unit))
+        assert not huge_pages.allocate(file.fileno(), int(units * unit)) or units >= 1
+        assert os.fstat(file.fileno()).st_blocks * 512 <= int(units) * unit
+
+
 def test_a_file_without_huge_pages_is_left_as_it_was(tmp_path: Path) -> None:
     """No tmpfs, so the kernel refuses; an arena is then made of small pages."""
     with (tmp_path / "file").open("w+b") as file:
