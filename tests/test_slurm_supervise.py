@@ -128,6 +128,15 @@ def test_nothing_follows_a_requeue(tmp_path: Path) -> None:
     assert calls[-2:] == ["scontrol requeue 9", "sleep infinity"], calls
 
 
+@pytest.mark.parametrize("name", ["TERM", "USR1"])
+def test_a_script_that_slurm_ends_for_its_requeue_ends_at_once(tmp_path: Path, name: str) -> None:
+    """Not after KillWait: the nodes are waited for.  Slurm does not wait for its command's end."""
+    batch = Batch(tmp_path, 13, REQUEUE="0")
+    batch._write(tmp_path / "scontrol", CALLED.replace("exit", f"kill -{name} $PPID; exit"))
+    assert batch.start().wait(60) == -signal.Signals[f"SIG{name}"]
+    assert batch.did("scontrol requeue 9") and not batch.did("sleep infinity")
+
+
 def test_a_job_that_was_cancelled_is_not_revived(tmp_path: Path) -> None:
     batch = Batch(tmp_path, 13, STATE="COMPLETING")
     assert batch.start().wait(60) == 13
