@@ -1,7 +1,7 @@
 """Measure megatron-ft on this machine and print one table.
 
     python -m benchmarks [capture] [coding] [stripes] [training] [--mib 512] [--rounds 7]
-                         [--arenas FOLDER] [--markdown FILE] [--json FILE]
+                         [--arenas FOLDER] [--job-seconds 900] [--markdown FILE] [--json FILE]
     python -m benchmarks --peers [--minutes 12] [--only WAY]...
 
 Figures are ratios within one run: a yardstick and what is compared with it take turns, and
@@ -16,6 +16,7 @@ import os
 import platform
 import signal
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
@@ -32,29 +33,50 @@ PARTS = ("capture", "coding", "stripes", "training")
 
 
 def main() -> int:
-    """Measure and print; 1 if a limit is missed.  Who is ended early prints what there is."""
+    """Measure and print; 1 if a limit is missed or something could not be measured, 2 without the
+    GPU that was asked for.  Who is ended early prints what there is."""
     options = _arguments().parse_args()
     # So that a job that runs is ended with us.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if options.peers:
         return _peers(options)
-    wanted = options.parts or PARTS
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print(f"benchmarks: torch {torch.__version__} sees no GPU here", file=sys.stderr)
+        return 2
+    # Asked now: a device that has failed may not tell it at the end.
+    where = _where(options.device)
     found: list[Row] = []
+    failed: list[str] = []
     try:
-        for row in _rows(wanted, options):
+        for part in _parts(options.parts or PARTS, options):
+            failed += _measure(part, found)
+    finally:
+        place = _place(where)
+        text = "\n\n".join([place, markdown(found), *failed])
+        _keep(options, f"{text}\n", as_json(found, place, failed))
+    return int(bool(failed) or any(row.met is False for row in found))
+
+
+def _measure(part: Iterator[Row], found: list[Row]) -> list[str]:
+    """Add the rows of a part to ``found``; why it ended before its last one, if it did."""
+    try:
+        for row in part:
             found.append(row)
             print("  ".join(cell for cell in row.cells() if cell), file=sys.stderr, flush=True)
-    finally:
-        place = _place(options.device)
-        _keep(options, f"{place}\n\n{markdown(found)}\n", as_json(found, place))
-    return int(any(row.met is False for row in found))
+    except Exception as error:
+        traceback.print_exc()
+        lines = str(error).strip().splitlines() or ["no more is known"]
+        said = " ... ".join(lines[:1] + lines[1:][-1:])
+        after = f"after {found[-1].name!r}" if found else "at the beginning"
+        return [f"Not measured, {after}: {type(error).__name__}: {said}"]
+    return []
 
 
 def _peers(options: argparse.Namespace) -> int:
     """The comparison with other projects; 1 if a limit is missed or one of them is ahead."""
     sizes = cycles.Sizes(mib=options.mib // 2)
     count, found = cycles.run(sizes, options.minutes, options.only or list(WAYS))
-    _keep(options, *cycles.report(sizes, count, found, _place("cpu")))
+    _keep(options, *cycles.report(sizes, count, found, _place(_where("cpu"))))
     return int(any(row.met is False for row in comparison.limits(comparison.measured(found, 1))))
 
 
@@ -83,26 +105,35 @@ def _arguments() -> argparse.ArgumentParser:
         "--arenas",
         type=Path,
         default=memory.SHARED_MEMORY,
-        help="where capture and restore have their arena (/dev/shm); try a mount with huge pages",
+        help="where arenas and the files of other ways are (/dev/shm); try a mount with huge pages",
+    )
+    parser.add_argument(
+        "--job-seconds", type=float, default=900, help="a job of training that takes longer fails"
     )
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--json", type=Path)
     return parser
 
 
-def _rows(wanted: Sequence[str], options: argparse.Namespace) -> Iterator[Row]:
+def _parts(wanted: Sequence[str], options: argparse.Namespace) -> Iterator[Iterator[Row]]:
+    """What is measured; each part by itself, so that one that fails costs no other."""
+    rounds, device, arenas = options.rounds, options.device, options.arenas
     if "capture" in wanted:
-        yield from memory.rows(options.mib, options.rounds, options.device, options.arenas)
+        yield from memory.parts(options.mib, rounds, device, arenas)
     if "coding" in wanted:
-        yield from coding.rows(min(options.mib, 256), options.rounds)
+        yield coding.rows(min(options.mib, 256), rounds)
     if "stripes" in wanted:
-        yield from stripes.rows(min(options.mib, 64), options.rounds)
+        yield stripes.rows(min(options.mib, 64), rounds)
     if "training" in wanted:
-        yield from training.rows(options.mib // 2, options.rounds, options.device)
+        jobs = training.Jobs(rounds, device, arenas, options.job_seconds)
+        yield from training.parts(options.mib // 2, jobs)
 
 
-def _place(device: str) -> str:
-    where = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+def _where(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+
+
+def _place(where: str) -> str:
     load = os.getloadavg()[0]
     return (
         f"{date.today()}, {where}, {os.cpu_count()} cores, load average {load:.1f} at the end, "

@@ -25,6 +25,7 @@ from benchmarks.table import Row
 from megatron_ft.arena import digest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import BLOCK_BYTES, ArenaHeader, Geometry, Permit
+from megatron_ft.capture.binding import region_tensor, stored_view
 from megatron_ft.capture.cuda import CudaCopier
 from megatron_ft.capture.engine import CaptureEngine
 from megatron_ft.capture.mapping import MappingState
@@ -35,6 +36,7 @@ from megatron_ft.capture.run import CaptureRun
 from megatron_ft.capture.state import live_tensors
 from megatron_ft.capture.threads import spare_threads
 from megatron_ft.capture.ticket import Ticket
+from megatron_ft.capture.values import same_bits
 from megatron_ft.identity import Ancestor, SealedRecord, SnapshotId
 from megatron_ft.shard_meta import pack_meta
 
@@ -157,21 +159,25 @@ def plain_copy(mib: int, device: str) -> Callable[[], object]:
     return copy
 
 
-def rows(mib: int, rounds: int, device: str, arenas: Path = SHARED_MEMORY) -> Iterator[Row]:
-    """Capture and restore, for few large and for many small tensors."""
+def parts(mib: int, rounds: int, device: str, arenas: Path) -> Iterator[Iterator[Row]]:
+    """Page locking for a device; capture and restore, for few large and for many small tensors."""
     if device != "cpu":
         yield _registration(mib, rounds)
+    for count, words in ((16, "16 tensors"), (2000, "2,000 tensors")):
+        rows = _rows(mib, rounds * TURNS, device, arenas, count, f"{words}, {mib} MiB")
+        yield _in_one_thread(rows)
+
+
+def _in_one_thread(rows: Iterator[Row]) -> Iterator[Row]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    rounds *= TURNS
     try:
-        for count, words in ((16, "16 tensors"), (2000, "2,000 tensors")):
-            yield from _rows(mib, rounds, device, arenas, count, f"{words}, {mib} MiB")
+        yield from rows
     finally:
         torch.set_num_threads(threads)
 
 
-def _registration(mib: int, rounds: int) -> Row:
+def _registration(mib: int, rounds: int) -> Iterator[Row]:
     """How fast an arena's pages are locked for the device, once at the start of a job."""
     samples = []
     for _ in range(rounds):
@@ -179,8 +185,11 @@ def _registration(mib: int, rounds: int) -> Row:
         region = torch.ones(mib * MEBI, dtype=torch.uint8).numpy()
         copier = CudaCopier(MEBI, torch.cuda.current_device())
         samples.append(mib / 1024 / seconds(lambda c=copier, r=region: c.attach([r])))  # type: ignore[misc]
+        locked = region_tensor(region).is_pinned()
         copier.detach()
-    return Row("page locking of an arena", tuple(samples), "GiB/s")
+        if not locked:
+            raise RuntimeError("the device could not lock pages; the log says why")
+    yield Row("page locking of an arena", tuple(samples), "GiB/s")
 
 
 def _rows(
@@ -190,10 +199,37 @@ def _rows(
     copy = plain_copy(mib, device)
     with capturing(state, arenas) as captures:
         samples = ratios(rounds, copy, lambda: captures.once().copy_seconds)
-        yield Row(f"capture, {words}", samples, "x copy", 0.95)
+        yield Row(f"capture, {words}", samples, "x copy", 0.95, note=_unlocked(captures, device))
         samples = ratios(rounds, copy, lambda: _sealed(captures))
         yield Row(f"capture with digests, {words}", samples, "x copy", note="until sealed")
+        _require_right(captures)
         yield from _restores(mib, rounds, device, words, captures, copy)
+
+
+def _unlocked(captures: Capturing, device: str) -> str:
+    """What is to be said of figures of a device whose copies go through memory of the driver."""
+    locked = region_tensor(captures.engine.arena.data(0, writable=True)).is_pinned()
+    return "" if device == "cpu" or locked else "the arena's pages are not locked"
+
+
+def _require_right(captures: Capturing) -> None:
+    """RuntimeError unless what was captured, and what is restored of it, is the state bit by bit.
+
+    Figures of copies that bring other bytes are none.
+    """
+    live = live_tensors(captures.state)
+    _require_same(captures, live)
+    for tensor in live.values():
+        tensor.zero_()
+    _restored(captures, live)
+    _require_same(captures, live)
+
+
+def _require_same(captures: Capturing, live: dict[str, torch.Tensor]) -> None:
+    region = region_tensor(captures.engine.arena.data(0))
+    for entry in captures.engine.binding.layout.entries:
+        if not same_bits(stored_view(region, entry), live[entry.name].cpu()):
+            raise RuntimeError(f"{entry.name} was not copied as it is")
 
 
 def _restores(

@@ -54,10 +54,10 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def as_json(rows: Sequence[Row], place: str) -> str:
-    """All rows, with where they were measured."""
+def as_json(rows: Sequence[Row], place: str, failed: Sequence[str] = ()) -> str:
+    """All rows, with where they were measured, and what could not be."""
     found = [{**asdict(row), "median": row.median, "met": row.met} for row in rows]
-    return json.dumps({"place": place, "rows": found}, indent=1) + "\n"
+    return json.dumps({"place": place, "rows": found, "failed": list(failed)}, indent=1) + "\n"
 
 
 def _number(value: float) -> str:

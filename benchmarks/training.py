@@ -11,6 +11,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ import msgspec
 from benchmarks.program import Plan
 from benchmarks.table import Row
 from megatron_ft.launch.ports import free_port
+from megatron_ft.launch.virtual import VirtualCluster
 
-LIMIT_SECONDS = 900.0
 END_SECONDS = 60.0
 SPARE_CORES = 4
 """With so many cores two ranks leave some for copies and parity, and the shadow has a limit."""
@@ -28,51 +29,58 @@ SPARE_CORES = 4
 NAMES = {"inmem": "megatron-ft, xor:2", "dcp": "DCP async_save", "torch.save": "torch.save"}
 
 
-def rows(mib: int, rounds: int, device: str) -> Iterator[Row]:
-    """Stall, bookkeeping, shadow, blocked, safe."""
-    yield from _one_rank(mib, rounds, device)
-    yield _short(mib, rounds, device)
-    yield _bookkeeping(rounds, device)
+@dataclass(frozen=True)
+class Jobs:
+    """How jobs are run: ``rounds`` of each, on ``device``, with all that they keep in a folder
+    below ``arenas``; one that takes longer than ``limit_seconds`` has failed."""
+
+    rounds: int
+    device: str
+    arenas: Path
+    limit_seconds: float
+
+
+def parts(mib: int, jobs: Jobs) -> Iterator[Iterator[Row]]:
+    """Stall, bookkeeping, shadow, blocked, safe: one job each."""
+    yield _one_rank(mib, jobs)
+    yield _short(mib, jobs)
+    yield _bookkeeping(jobs)
     for method, name in NAMES.items():
-        yield from _beside(method, name, mib, rounds, device)
+        yield _beside(method, name, mib, jobs)
 
 
-def _one_rank(mib: int, rounds: int, device: str) -> Iterator[Row]:
+def _one_rank(mib: int, jobs: Jobs) -> Iterator[Row]:
     """Where forward and backward hide the copy: held time of an iteration, and the shadow.
 
     A rank of one thread leaves all other cores to copies and digests.
     """
-    found = _run(1, method="inmem", tensors=16, mib=mib, work=4, rounds=rounds, device=device)
+    found = _run(1, jobs, method="inmem", tensors=16, mib=mib, work=4)
     shares = [_held(one) / one["total"] for one in _saving(found)]
     name = "stall, forward+backward of 4 copies"
     yield Row(name, tuple(100 * share for share in shares), "% of an iteration", 1.0, False)
     yield _shadow("shadow with a core to spare: one rank, 4 copies", found, 2)
 
 
-def _short(mib: int, rounds: int, device: str) -> Row:
+def _short(mib: int, jobs: Jobs) -> Iterator[Row]:
     """Held time beyond what a copy takes longer than forward and backward, in copies."""
-    found = _run(
-        1, method="inmem", tensors=16, mib=mib, work=0.5, rounds=rounds, device=device, copies=True
-    )
+    found = _run(1, jobs, method="inmem", tensors=16, mib=mib, work=0.5, copies=True)
     excess = [
         (_held(one) - max(0.0, one["copy"] - one["work"])) / one["copy"] for one in _saving(found)
     ]
     name = "stall beyond copy - (forward+backward of 0.5 copies)"
-    return Row(name, tuple(100 * part for part in excess), "% of a copy", 2.0, False)
+    yield Row(name, tuple(100 * part for part in excess), "% of a copy", 2.0, False)
 
 
-def _bookkeeping(rounds: int, device: str) -> Row:
+def _bookkeeping(jobs: Jobs) -> Iterator[Row]:
     """What save() does besides copying, with a cached layout of 2,000 tensors."""
-    found = _run(1, method="inmem", tensors=2000, mib=32, work=10, rounds=rounds, device=device)
+    found = _run(1, jobs, method="inmem", tensors=2000, mib=32, work=10)
     calls = tuple(1000 * one["save"] for one in _saving(found))
-    return Row("save() with 2,000 tensors of 16 KiB", calls, "ms", 1.0, False)
+    yield Row("save() with 2,000 tensors of 16 KiB", calls, "ms", 1.0, False)
 
 
-def _beside(method: str, name: str, mib: int, rounds: int, device: str) -> Iterator[Row]:
+def _beside(method: str, name: str, mib: int, jobs: Jobs) -> Iterator[Row]:
     """Two ranks, each on a node of its own: the shadow, then single saves."""
-    found = _run(
-        2, method=method, tensors=16, mib=mib, work=8, rounds=rounds, device=device, singles=True
-    )
+    found = _run(2, jobs, method=method, tensors=16, mib=mib, work=8, singles=True)
     ours = method == "inmem"
     yield _shadow(f"shadow: {name}", found, SPARE_CORES if ours else None)
     for figure, bound in (("blocked", 1.05), ("safe", 4.1)):
@@ -111,26 +119,26 @@ def _mean(phase: list[dict[str, float]], figure: str) -> float:
     return statistics.mean(one[figure] for one in phase)
 
 
-def _run(ranks: int, *, method: str, rounds: int, device: str, **plan: Any) -> dict[str, Any]:
+def _run(ranks: int, jobs: Jobs, *, method: str, **plan: Any) -> dict[str, Any]:
     """One job to its end; what its rank 0 measured."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="megatron-ft-benchmark-") as folder:
+    with tempfile.TemporaryDirectory(dir=jobs.arenas, prefix="megatron-ft-benchmark-") as folder:
         out = Path(folder) / "measured.json"
         text = msgspec.json.encode(
             Plan(
                 method=method,
-                rounds=rounds,
+                rounds=jobs.rounds,
                 phase=8,
                 out=str(out),
                 folder=folder,
-                device=device,
+                device=jobs.device,
                 **plan,
             )
         ).decode()
         program = [sys.executable, "-m", "benchmarks.program", text]
         if method == "inmem":
-            _supervised(program, ranks, Path(folder))
+            _supervised(program, ranks, Path(folder), jobs.limit_seconds)
         else:
-            _alone(program, ranks, Path(folder))
+            _alone(program, ranks, jobs.limit_seconds)
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 
@@ -141,7 +149,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
-def _supervised(program: list[str], ranks: int, folder: Path) -> None:
+def _supervised(program: list[str], ranks: int, folder: Path, limit_seconds: float) -> None:
     protect = "xor:2" if ranks > 1 else "none"
     job = f"benchmark-{uuid.uuid4().hex[:8]}"
     flags = ["--job", job, "--nodes", str(ranks), "--protect", protect]
@@ -150,27 +158,39 @@ def _supervised(program: list[str], ranks: int, folder: Path) -> None:
     command = [sys.executable, "-m", "megatron_ft.cli.main", "run", *flags, "--", *program]
     environment = {**_environment(), "MEGATRON_FT_SNAPSHOT_INTERVAL": "1"}
     log = folder / "supervisor.log"
-    with log.open("w") as to:
-        (code,) = _ended([subprocess.Popen(command, env=environment, stdout=to, stderr=to)])
+    try:
+        with log.open("w") as to:
+            supervisor = subprocess.Popen(command, env=environment, stdout=to, stderr=to)
+            (code,) = _ended([supervisor], limit_seconds)
+    except TimeoutError as error:
+        raise RuntimeError(f"{error}: {log.read_text()[-3000:]}") from error
+    finally:
+        # A job that is not finished keeps its memory, for a next life that nobody will start.
+        VirtualCluster(job, ["node0"], folder / "arenas").destroy()
     if code:
         raise RuntimeError(f"the job failed ({code}): {log.read_text()[-3000:]}")
 
 
-def _alone(program: list[str], ranks: int, folder: Path) -> None:
+def _alone(program: list[str], ranks: int, limit_seconds: float) -> None:
     common = {**_environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     children = []
     for rank in range(ranks):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
         children.append(subprocess.Popen(program, env=common | place))
-    codes = _ended(children)
+    codes = _ended(children, limit_seconds)
     if any(codes):
         raise RuntimeError(f"the ranks ended with {codes}")
 
 
-def _ended(children: Sequence[subprocess.Popen[bytes]]) -> list[int]:
-    """Exit codes; none outlives this call, and a supervisor has time to end its own processes."""
+def _ended(children: Sequence[subprocess.Popen[bytes]], limit_seconds: float) -> list[int]:
+    """Exit codes; TimeoutError if one has not ended by itself.
+
+    None outlives this call, and a supervisor has time to end its own processes.
+    """
     try:
-        return [child.wait(timeout=LIMIT_SECONDS) for child in children]
+        return [child.wait(timeout=limit_seconds) for child in children]
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"no end within {limit_seconds:g} s") from None
     finally:
         for child in children:
             child.terminate()

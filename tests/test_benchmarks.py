@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import training
-from benchmarks.memory import capturing, tensors
+from benchmarks.memory import _require_right, capturing, tensors
 from benchmarks.methods import METHODS
 from benchmarks.peers.catalogue import WAYS
 from benchmarks.peers.comparison import (
@@ -36,6 +42,7 @@ from benchmarks.table import Row, as_json, markdown
 
 ROOT = Path(__file__).parents[1]
 MEBI = 1 << 20
+WAIT = 60.0
 
 
 def test_a_limit_is_kept_by_the_median() -> None:
@@ -88,6 +95,94 @@ def test_who_is_ended_early_gets_the_rows_that_there_are(tmp_path: Path) -> None
     ]
 
 
+def test_a_part_that_fails_costs_no_other(tmp_path: Path) -> None:
+    """On a machine that is lent once there is no second run."""
+    command = [sys.executable, "-m", "benchmarks", "capture", "coding", "--mib", "16"]
+    command += ["--rounds", "1", "--arenas", str(tmp_path / "absent")]
+    command += ["--json", str(tmp_path / "rows.json")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1, ended.stderr
+    found = json.loads((tmp_path / "rows.json").read_text())
+    assert len(found["failed"]) == 2, "few tensors, and many"
+    assert len(found["rows"]) == 7 and "capture" not in ended.stdout, "coding alone"
+    assert "Not measured, at the beginning: FileNotFoundError: " in ended.stdout
+
+
+def test_a_job_that_takes_too_long_costs_no_other() -> None:
+    # Longer paths would not fit into the address of a socket.
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks", "training", "--mib", "16", "--rounds", "1"]
+        command += ["--arenas", folder, "--job-seconds", "0.01"]
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert ended.returncode == 1, ended.stderr
+        assert ended.stdout.count("no end within 0.01 s") == 6, ended.stdout
+        assert not os.listdir(folder)
+
+
+def test_a_benchmark_that_is_ended_leaves_no_job_behind() -> None:
+    """The SMP of a job that has not finished would keep the memory for a next life."""
+    # Longer paths would not fit into the address of a socket.
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks", "training", "--mib", "16", "--rounds", "500"]
+        command += ["--arenas", folder]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as own:
+            try:
+                until_some(lambda: processes(folder, "megatron_ft.smp"), "an SMP")
+                until_some(lambda: list(Path(folder).glob("*/arenas/*/*/*.arena")), "an arena")
+                own.terminate()
+                table, _ = own.communicate(timeout=WAIT)
+            finally:
+                own.kill()
+        assert own.returncode == 128 + signal.SIGTERM and "| what |" in table
+        assert not processes(folder, "")
+        assert not os.listdir(folder)
+
+
+def processes(folder: str, program: str) -> list[int]:
+    """Those that run ``program``, as far as their command lines or variables name the folder."""
+    found = []
+    for one in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            argv, variables = ((one / name).read_bytes() for name in ("cmdline", "environ"))
+            if program.encode() in argv and folder.encode() in argv + variables:
+                found.append(int(one.name))
+    return found
+
+
+def until_some(find: Callable[[], list[Any]], what: str) -> list[Any]:
+    deadline = time.monotonic() + WAIT
+    while not (found := find()):
+        assert time.monotonic() < deadline, f"no sign of {what} within {WAIT} s"
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ([sys.executable, "-m", "benchmarks", "--device", "cuda"], "sees no GPU here"),
+        (["benchmarks/gpu.sh"], "has no torch that sees a GPU (AssertionError: torch "),
+    ],
+)
+def test_a_gpu_that_is_missing_is_said_in_a_line(command: list[str], said: str) -> None:
+    environment = {**os.environ, "PYTHON": sys.executable}
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert said in ended.stderr and ended.stderr.count("\n") == 1
+
+
+def test_a_copy_that_brings_other_bytes_gives_no_figures() -> None:
+    with capturing(tensors(3, 8, "cpu")) as captures:
+        captures.once()
+        _require_right(captures)
+        captures.state.tensors()["w1"][7] += 1.0
+        with pytest.raises(RuntimeError, match="w1 was not copied as it is"):
+            _require_right(captures)
+
+
 def test_a_capture_takes_no_memory_beside_its_arena() -> None:
     """Neither to keep nor for a moment; and no byte of the state is copied twice."""
     state = tensors(4, 64, "cpu")
@@ -122,7 +217,9 @@ def test_a_stall_is_measured_by_a_copy_of_its_own_time(monkeypatch: pytest.Monke
 
     phase = [iteration(1.0, 0.0), iteration(2.0, 0.5), iteration(2.0, 1.5), iteration(1.0, 1.5)]
     monkeypatch.setattr(training, "_run", lambda *_, **__: {"copy": 1.0, "phases": [[], phase]})
-    assert training._short(512, 7, "cpu").samples == pytest.approx((1.0, 0.5, 0.5))
+    jobs = training.Jobs(7, "cpu", Path("/dev/shm"), 600.0)
+    (row,) = training._short(512, jobs)
+    assert row.samples == pytest.approx((1.0, 0.5, 0.5))
 
 
 COPY = 2.0
