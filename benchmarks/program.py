@@ -139,9 +139,19 @@ class Training:
         """So many iterations, more if that is not enough for two saves with a fence after them."""
         self.turn(saves)
         done: list[dict[str, float]] = []
-        while len(done) < iterations or (saves and len(done) < MOST and _saved(done) < 2):
+        while len(done) < iterations or (
+            saves and len(done) < MOST and self._any_rank(_saved(done) < 2)
+        ):
             done.append(self.iterate(saves))
         return done
+
+    def _any_rank(self, wants: bool) -> bool:
+        """Whether one wants to go on: ranks iterate together, and may have saved unevenly."""
+        if dist.is_initialized():
+            votes = torch.tensor([float(wants)])
+            dist.all_reduce(votes)
+            return bool(votes.any())
+        return wants
 
     def _together(self) -> None:
         if dist.is_initialized():

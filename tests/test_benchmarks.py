@@ -39,6 +39,7 @@ from benchmarks.peers.environment import fingerprint, steps
 from benchmarks.peers.jobs import Found, reason
 from benchmarks.program import Plan, Training
 from benchmarks.table import Row, as_json, markdown
+from megatron_ft.launch.ports import free_port
 
 ROOT = Path(__file__).parents[1]
 MEBI = 1 << 20
@@ -136,6 +137,44 @@ def test_a_benchmark_that_is_ended_leaves_no_job_behind() -> None:
         assert own.returncode == 128 + signal.SIGTERM and "| what |" in table
         assert not processes(folder, "")
         assert not os.listdir(folder)
+
+
+UNEVEN = """
+import torch.distributed as dist
+from benchmarks.methods import TorchSave
+from benchmarks.program import Plan, Training
+class Uneven(TorchSave):
+    decides = True
+    def __init__(self): pass
+    def idle(self): pass
+    def save(self, iteration, state): return iteration % (40 if dist.get_rank() else 3) == 0
+dist.init_process_group("gloo")
+plan = Plan("", tensors=2, mib=1, work=0.5, rounds=1, phase=8, out="", folder="")
+print(len(Training(plan, Uneven()).phase(8, True)))
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_that_save_unevenly_end_a_phase_together() -> None:
+    """Whoever went on alone would wait for the other for ever."""
+    port, command = str(free_port()), [sys.executable, "-c", UNEVEN]
+    common = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    ranks = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, env={**common, "RANK": rank})
+        for rank in "01"
+    ]
+    try:
+        lengths = [int(rank.communicate(timeout=WAIT)[0] or -1) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert lengths[0] == lengths[1] > 40
 
 
 def processes(folder: str, program: str) -> list[int]:
