@@ -196,17 +196,22 @@ METHODS: dict[str, Callable[[Path], Method]] = {
 
 
 def saved_at_last(
-    method: Method, iteration: int, state: State, compute: Callable[[], object]
+    method: Method,
+    iteration: int,
+    state: State,
+    compute: Callable[[], object],
+    agreed: Callable[[bool], bool] = bool,
 ) -> tuple[int, float]:
     """Save as soon as the method does so; the iteration, and when that call began.
 
-    ``compute`` is what comes before the end of each iteration.
+    ``compute`` is what comes before the end of each iteration.  ``agreed`` is told whether this
+    rank has saved, and says whether that counts.
     """
     deadline = time.monotonic() + WAIT_SECONDS
     while time.monotonic() < deadline:
         compute()
         started = time.perf_counter()
-        if method.save(iteration, state):
+        if agreed(method.save(iteration, state)):
             return iteration, started
         iteration += 1
     raise TimeoutError(f"no permit for a snapshot in {WAIT_SECONDS:.0f} s")

@@ -153,6 +153,10 @@ class Training:
             return bool(votes.any())
         return wants
 
+    def _every_rank(self, saved: bool) -> bool:
+        """Whether all have saved: what one has missed is given up, and waiting for it in vain."""
+        return not self._any_rank(not saved) if self.method.decides else saved
+
     def _together(self) -> None:
         if dist.is_initialized():
             dist.barrier()
@@ -181,7 +185,7 @@ class Training:
         copy = self.copied()
         self._together()
         self.iteration, started = saved_at_last(
-            self.method, self.iteration + 1, self.state, self.compute
+            self.method, self.iteration + 1, self.state, self.compute, self._every_rank
         )
         self.method.fence()
         blocked = time.perf_counter() - started
