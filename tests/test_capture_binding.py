@@ -21,17 +21,28 @@ def made() -> State:
     return {"a": torch.rand(40, 40), "b": torch.rand(2000), "c": torch.rand(3)}
 
 
-def bound(state: State) -> tuple[MappingState, LayoutBinding]:
+def bound(state: State, live_of: Enumerate = live_tensors) -> tuple[MappingState, LayoutBinding]:
     """A binding that has seen the state twice, so that it has cached what it caches."""
     adapted = MappingState(state)
     layout = plan_state(adapted, 1 << 30)
     region = np.zeros(layout.tensor_bytes, np.uint8)
     binding = LayoutBinding(layout, [region])
     for _ in range(2):
-        live = live_tensors(adapted)
+        live = live_of(adapted)
         assert mismatch(binding, live) == ""
         binding.items(live, 0)
     return adapted, binding
+
+
+Enumerate = Callable[[MappingState], Mapping[str, torch.Tensor]]
+
+
+def new_views(adapted: MappingState) -> dict[str, torch.Tensor]:
+    """As the adapters of frameworks give them."""
+    return {name: tensor.detach() for name, tensor in live_tensors(adapted).items()}
+
+
+both_ways = pytest.mark.parametrize("live_of", [live_tensors, new_views])
 
 
 def mismatch(binding: LayoutBinding, live: Mapping[str, torch.Tensor]) -> str:
@@ -55,19 +66,64 @@ def reordered(state: State) -> None:
     state["a"] = state.pop("a")
 
 
-@pytest.mark.parametrize("change", [replaced, moved, transposed, reordered, lambda state: None])
-def test_what_is_copied_is_what_the_state_holds_now(change: Callable[[State], None]) -> None:
+def shifted(state: State) -> None:
+    """The same storage and form, from another element on."""
+    state["b"].data = torch.rand(3000)
+    state["b"].data = state["b"].data[7:2007]
+
+
+def trained(state: State) -> None:
+    state["b"].requires_grad_(not state["b"].requires_grad)
+
+
+def moved_and_back(state: State) -> None:
+    """As offload_states and reload_states of DeepSpeed do."""
+    for name in ("a", "b"):
+        state[name].data = state[name].data.clone()
+        state[name].data = state[name].data.clone() + 1
+
+
+CHANGES = [replaced, moved, shifted, transposed, reordered, trained, moved_and_back]
+
+
+@both_ways
+@pytest.mark.parametrize("change", [*CHANGES, lambda state: None])
+def test_what_is_copied_is_what_the_state_holds_now(
+    change: Callable[[State], None], live_of: Enumerate
+) -> None:
     state = made()
-    adapted, binding = bound(state)
+    adapted, binding = bound(state, live_of)
     change(state)
-    live = live_tensors(adapted)
+    live = live_of(adapted)
     assert mismatch(binding, live) == ""
-    for part in binding.items(live, 0):
-        for source, target in part:
-            target.copy_(source)
+    copy_all(binding, live)
     names = [entry.name for entry in binding.layout.entries]
     for name, target in zip(names, binding._targets[0], strict=True):
         assert torch.equal(target, state[name]), name
+
+
+def copy_all(binding: LayoutBinding, live: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for part in binding.items(live, 0):
+            for source, target in part:
+                target.copy_(source)
+
+
+@pytest.mark.parametrize("name", ["conj", "_neg_view"])
+def test_a_view_of_the_same_memory_with_another_sign_is_another_tensor(name: str) -> None:
+    state = {"z": torch.randn(2000, dtype=torch.complex64)}
+    _, binding = bound(state, new_views)
+    live = {"z": getattr(state["z"], name)()}
+    assert mismatch(binding, live) == ""
+    copy_all(binding, live)
+    assert torch.equal(binding._targets[0][0], live["z"])
+
+
+def test_a_view_of_the_same_memory_with_another_dtype_does_not_fit() -> None:
+    state = made()
+    adapted, binding = bound(state, new_views)
+    live = {**new_views(adapted), "b": state["b"].view(torch.int32)}
+    assert "b is now torch.int32" in mismatch(binding, live)
 
 
 def shrunk(state: State) -> None:
@@ -105,12 +161,15 @@ def freed(state: State) -> None:
 @pytest.mark.parametrize(
     "change", [shrunk, reshaped, retyped, renamed, renamed_in_place, removed, added, freed]
 )
-def test_what_no_longer_fits_is_said_every_time(change: Callable[[State], None]) -> None:
+@both_ways
+def test_what_no_longer_fits_is_said_every_time(
+    change: Callable[[State], None], live_of: Enumerate
+) -> None:
     state = made()
-    adapted, binding = bound(state)
+    adapted, binding = bound(state, live_of)
     change(state)
     for _ in range(2):
-        assert mismatch(binding, live_tensors(adapted))
+        assert mismatch(binding, live_of(adapted))
 
 
 def test_a_freed_tensor_is_not_left_to_the_copy_thread_if_it_is_read_before() -> None:
@@ -131,9 +190,12 @@ def test_the_training_thread_leaves_known_tensors_to_the_copy_thread(
     assert binding.mismatch(live_tensors(adapted)) == ""
 
 
-def test_the_same_tensors_are_not_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    adapted, binding = bound(made())
+@both_ways
+def test_the_same_tensors_are_not_looked_at_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, live_of: Enumerate
+) -> None:
+    adapted, binding = bound(made(), live_of)
     monkeypatch.setattr(LayoutBinding, "_difference", lambda self, live: pytest.fail("looked"))
     monkeypatch.setattr(LayoutBinding, "_items", lambda self, live, slot: pytest.fail("made"))
-    live = live_tensors(adapted)
+    live = live_of(adapted)
     assert mismatch(binding, live) == "" and binding.items(live, 0)

@@ -69,13 +69,30 @@ class _Seen(NamedTuple):
         tensors = list(live.values())
         return cls(list(live), tensors, _facts(tensors))
 
-    def same_objects(self, live: Mapping[str, torch.Tensor]) -> bool:
-        """Whether these very tensors have these names, wherever they lie by now."""
-        return self.names == list(live) and all(map(is_, self.tensors, live.values()))
+    def same(self, live: Mapping[str, torch.Tensor]) -> bool:
+        """Whether these very tensors have these names, wherever they lie by now, or others that
+        look at the very memory of these: adapters of frameworks make views of it each time.
+        """
+        if self.names != list(live):
+            return False
+        return all(map(is_, self.tensors, live.values())) or _alike(
+            self.tensors, list(live.values())
+        )
 
     def stayed(self) -> bool:
         """Whether all of them still lie where they lay, in the same form."""
         return self.facts == _facts(self.tensors)
+
+
+def _alike(before: list[torch.Tensor], now: list[torch.Tensor]) -> bool:
+    """Whether each pair shares storage, place in it, form and dtype; never one with a lazy sign."""
+    try:
+        return list(map(_DTYPE, now)) == list(map(_DTYPE, before)) and all(
+            map(torch.Tensor.is_set_to, now, before)
+        )
+    except RuntimeError:
+        # Of two devices, or of a kind that torch cannot compare so.
+        return False
 
 
 def _facts(tensors: list[torch.Tensor]) -> list[list[Any]]:
@@ -116,11 +133,11 @@ class LayoutBinding:
         """Why the live tensors no longer fit the layout; empty if they do.
 
         Compares names, dtypes and shapes, and that tensors have memory, aliases that of their
-        owners.  The very tensors of last time are left to ``settle``: to look at thousands of them
-        one by one would hold training for a millisecond.  Only what is read before ``settle``
-        must have memory: torch would end the process.
+        owners.  The very tensors of last time, and new views of their memory, are left to
+        ``settle``: to look at thousands one by one would hold training for milliseconds.  Only
+        what is read before ``settle`` must have memory: torch would end the process.
         """
-        known = self._seen is not None and self._seen.same_objects(live)
+        known = self._seen is not None and self._seen.same(live)
         readable = known and all(has_memory(live[name]) for name in self._read_at_once)
         return "" if readable else self._look(live)
 
