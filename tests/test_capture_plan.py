@@ -2,12 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_ft.capture.mapping import MappingState
 from megatron_ft.capture.plan import plan_state
+from megatron_ft.errors import ConfigError
+
+
+class Wrapper(torch.Tensor):
+    """Its values are elsewhere, as those of quantized parameters."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape)  # type: ignore[attr-defined]
+        return made
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{func} was not expected")
+
+
+class Flattened(Wrapper):
+    """It says which."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+
+class Sharded(torch.nn.Parameter):
+    """A parameter of a framework's own kind, whose memory was given back."""
+
+
+def freed() -> torch.Tensor:
+    parameter = Sharded(torch.zeros(3))
+    parameter.untyped_storage().resize_(0)
+    return parameter
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.nn.Linear(30, 40).weight
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (fake, "is a FakeTensor, which has a shape and no values: .*; make it outside"),
+        (
+            lambda: torch.zeros(3, device="meta"),
+            "is on the meta device, which has .*; make it outside",
+        ),
+        (
+            lambda: Wrapper(torch.zeros(3)),
+            "is a Wrapper, which keeps .*: only dense .*; give its inner",
+        ),
+        (
+            lambda: Flattened(torch.zeros(3)),
+            "is a Flattened, which keeps .*; give its inner tensors",
+        ),
+        (freed, "of shape .* has no memory: its storage was resized to nothing"),
+        (lambda: torch.eye(3).to_sparse(), "is torch.sparse_coo, cpu, torch.float32: only dense"),
+    ],
+    ids=["fake", "meta", "wrapper", "flattened", "freed", "sparse"],
+)
+def test_what_has_no_plain_memory_is_refused_by_its_name_and_for_its_reason(
+    make: Callable[[], torch.Tensor], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^tensor 'model/weight' {said}"):
+        plan_state(MappingState({"model/weight": make()}), split_bytes=1 << 30)
 
 
 def test_what_cannot_be_cut_or_may_differ_is_not_split() -> None:

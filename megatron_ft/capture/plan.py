@@ -151,18 +151,26 @@ def _spec(
 
 def _check_kind(name: str, tensor: torch.Tensor) -> None:
     """Refuse what has no plain memory of its own, for each element."""
-    dense = tensor.layout == torch.strided and not tensor.is_nested
-    if not dense or tensor.is_quantized or tensor.device.type == "meta":
+    advice = "give its inner tensors under names of their own"
+    if tensor.is_meta or hasattr(tensor, "fake_mode"):
+        place = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__}"
+        kind = f"{place}, which has a shape and no values"
+        advice = "make it outside of FakeTensorMode and torch.device('meta'), or fill it before"
+    elif tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
         layout = "nested" if tensor.is_nested else tensor.layout
         kind = f"{layout}, {tensor.device}, {tensor.dtype}"
-    elif hasattr(tensor, "__tensor_flatten__"):
-        kind = f"a {type(tensor).__name__}"
+    elif hasattr(tensor, "__tensor_flatten__") or _only_wraps(tensor):
+        kind = f"a {type(tensor).__name__}, which keeps its values in other tensors"
     else:
         return _check_memory(name, tensor)
     raise ConfigError(
-        f"tensor {name!r} is {kind}: only dense tensors and DTensors can be captured; "
-        "give its inner tensors under names of their own"
+        f"tensor {name!r} is {kind}: only dense tensors and DTensors can be captured; {advice}"
     )
+
+
+def _only_wraps(tensor: torch.Tensor) -> bool:
+    """Whether its storage has a size and is nowhere; one that was freed has no size either."""
+    return not has_memory(tensor) and tensor.untyped_storage().nbytes() > 0
 
 
 def _check_memory(name: str, tensor: torch.Tensor) -> None:
