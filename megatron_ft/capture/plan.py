@@ -97,7 +97,8 @@ def check_replicas(state: TrainingState, layout: ShardLayout) -> None:
     """Check that every tensor that is to be split holds the same bytes on all its replicas.
 
     Parts of unequal replicas would be restored as a mixture of them.  Collective over
-    each group; costs one digest of the split tensors and 8 bytes a tensor on the wire.
+    each group; costs one digest of the split tensors, of the kind that all ranks can make, and
+    8 bytes a tensor on the wire.
     Raises ConfigError, on all ranks of the group, naming the first tensor that differs.
     """
     live, groups = live_tensors(state), state.replicas()
@@ -116,16 +117,21 @@ def check_replicas(state: TrainingState, layout: ShardLayout) -> None:
 
 def _unequal(tensors: list[torch.Tensor], group: Any) -> list[int]:
     device = exchange_device(group)
-    digests = torch.tensor([_digest(tensor) for tensor in tensors], device=device)
+    # ISA-L may be on some nodes only, and digests of two kinds are never equal.  Of the highest
+    # number is the one that needs no library.
+    algorithm = torch.tensor([default_algorithm()], device=device)
+    dist.all_reduce(algorithm, dist.ReduceOp.MAX, group=group)
+    made = [_digest(tensor, int(algorithm)) for tensor in tensors]
+    digests = torch.tensor(made, device=device)
     every = [torch.empty_like(digests) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, digests, group=group)
     return [i for i in range(len(tensors)) if any(other[i] != every[0][i] for other in every)]
 
 
-def _digest(tensor: torch.Tensor) -> int:
+def _digest(tensor: torch.Tensor, algorithm: int) -> int:
     data = tensor.detach().cpu().view(-1).view(torch.uint8).numpy()
     # Halved, because torch has no unsigned 64-bit integers for collectives.
-    return digest_block(data, default_algorithm()) >> 1
+    return digest_block(data, algorithm) >> 1
 
 
 def _spec(
