@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from job_folders import unused
 
 from megatron_ft.cli import clean
 from megatron_ft.launch.virtual import default_root
@@ -84,7 +85,8 @@ def pytest_configure() -> None:
 def no_job_folder_left() -> Iterator[None]:
     """Fail a test file after which a new job folder that nobody uses stays in shared memory.
 
-    Another worker's tests may be about to remove theirs, so each gets a moment to go.
+    Tests of another worker, or of somebody else, may be about to remove theirs, so each gets a
+    moment to go; and those are passed over that are led from outside of this run.
     """
     before = {folder.path for folder in clean.find_jobs(default_root())}
     yield
@@ -95,8 +97,7 @@ def no_job_folder_left() -> Iterator[None]:
 
 
 def _unused_folders() -> set[Path]:
-    folders = clean.find_jobs(default_root())
-    return {folder.path for folder in folders if not clean.living_process(folder)}
+    return unused(default_root(), {os.getpid(), *_session_processes()})
 
 
 @pytest.fixture(scope="module", autouse=True)
