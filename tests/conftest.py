@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from job_folders import unused
 
 from megatron_ft.cli import clean
@@ -32,6 +33,15 @@ LONG_TESTS = 40
 """How many others take as long as one of them."""
 FOLDER_SECONDS = 20.0
 """A folder may be between two processes of a job of another worker."""
+
+# An example takes as long as other processes let it: how long says nothing about the property.
+PROFILE = settings.get_current_profile_name()
+settings.register_profile(
+    PROFILE,
+    settings.get_profile(PROFILE),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
