@@ -183,6 +183,18 @@ class Cluster:
         assert self.world is not None
         return join(self.world, TIMEOUT)
 
+    def last_words(self) -> list[m.Message]:
+        """What nodes have said before the world ended: of one at least, which is awaited."""
+        poller = zmq.Poller()
+        for smp in self.smps:
+            poller.register(smp.socket, zmq.POLLIN)
+        assert poller.poll(int(TIMEOUT * 1000)), "nobody has said anything"
+        found: list[m.Message] = []
+        for smp in self.smps:
+            while smp.socket.poll(0):
+                found.append(smp.receive())
+        return found
+
     def close(self) -> None:
         if self.world is not None:
             self.world.kill()
@@ -314,10 +326,7 @@ def test_a_damaged_survivor_is_reported_and_ends_the_world(cluster: Cluster) -> 
     stripe.flip(2)
     cluster.order(m.RebuildOrder, [stripe], lost=(0,))
     assert cluster.ended() != 0
-    reports = []
-    for smp in cluster.smps:
-        while smp.socket.poll(0):
-            reports.append(smp.receive())
+    reports = cluster.last_words()
     failed = [r for r in reports if isinstance(r, m.OrderFailed)]
     assert {r.corrupt for r in failed} == {"s0-2"}
     assert all("s0-2, block 1" in r.reason for r in failed)
