@@ -20,6 +20,7 @@ from megatron_ft.launch.job_state import read_record
 from megatron_ft.smp import messages as m
 from megatron_ft.smp import scrub as scrub_module
 from megatron_ft.smp.local_query import ask
+from tests.disk_jobs import signal_trainers
 from tests.jobs import POISONED, WAIT_SECONDS, Job, Result, difference, oracle
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
@@ -265,9 +266,12 @@ def test_a_snapshot_from_which_training_fails_twice_is_not_used_again(
         assert [e.kind for e in job.events].count("committed") <= before + 1
         (folder / "nan").unlink()
         wait_for(job, "committed", before + 2)
-        at = max(job.supervisor.coordinator.progress.values()) + 15
+        # Stopped, trainers cannot pass the iteration before they are told of it.
+        signal_trainers(job, signal.SIGSTOP)
+        at = max(job.result()[0]) + 15
         wrong_from.append(at)
         (folder / "poison").write_text(str(at))
+        signal_trainers(job, signal.SIGCONT)
         wait_until(lambda: job.supervisor.coordinator.committed[1] >= at, job)  # type: ignore[index]
         pause(job, True)
         (folder / "fail").touch()
