@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from importlib.metadata import distribution
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,8 +16,10 @@ import pytest
 from megatron_ft.cli.run_summary import RunSummary
 from megatron_ft.coordinator.timing import Timing
 from megatron_ft.errors import RestartBudgetError
+from megatron_ft.launch.startup import before_script
 from megatron_ft.testing.trace import read_trace
 from tests.deepspeed_jobs import Program, go_on_alone
+from tests.held_in_step import sitecustomize as held
 from tests.jobs import DEEPSPEED_EXAMPLE, Job
 from tests.megatron_jobs import (
     ITERATIONS,
@@ -39,13 +42,19 @@ def kill_at_every_start(job: Job) -> None:
 
 
 def kill_a_trainer(job: Job) -> None:
-    os.kill(job.supervisor.trainers.pids()[1], signal.SIGKILL)
+    os.kill(job.supervisor.trainers.pids()[int(held.RANK)], signal.SIGKILL)
 
 
-def fail_thrice(made: list[Job], folder: Path, **given: Any) -> tuple[Job, int]:
-    """A job that no restart helps, and the newest iteration that it could go back to."""
+def fail_thrice(
+    made: list[Job], folder: Path, environment: Mapping[str, str], **given: Any
+) -> tuple[Job, int]:
+    """A job that no restart helps, and the newest iteration that it could go back to.
+
+    Its training is short: rank 1 is held in the middle of it until it is killed.
+    """
     job = Job(
         folder,
+        environment=before_script(environment, Path(held.__file__).parent),
         drain_dir=folder / "drains",
         drain_interval=NEVER,
         at_event={"trainers_started": kill_at_every_start},
@@ -54,7 +63,7 @@ def fail_thrice(made: list[Job], folder: Path, **given: Any) -> tuple[Job, int]:
     )
     made.append(job)
     with pytest.raises(RestartBudgetError, match="rank 1 was killed by signal 9"):
-        job.run((6, kill_a_trainer))
+        job.run((held.ITERATION - 1, kill_a_trainer))
     # What all had sealed when the first trainer died is restored, though no commit was told of.
     known = [e.fields["iteration"] for e in job.events if e.kind in ("committed", "restoring")]
     return job, max(known)
