@@ -1,6 +1,6 @@
 """examples/plain_pytorch.py, whose last iteration begins once a file is there.
 
-MEGATRON_FT_TEST_GATE names the file.  Faults that are to strike a job find it training, however
+A variable names the file.  Faults that are to strike a job find it training, however
 late they come.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 
 from tests.poisoned_training import load
 
+GATE = "MEGATRON_FT_TEST_GATE"
 WAIT_SECONDS = 250.0
 
 
@@ -33,7 +34,7 @@ def gated(train_one: Any, last: int, gate: Path) -> Callable[[dict[str, Any], in
 def main() -> None:
     """Train as the example does."""
     training = load()
-    gate = Path(os.environ["MEGATRON_FT_TEST_GATE"])
+    gate = Path(os.environ[GATE])
     training.train_one = gated(training.train_one, training.arguments().iterations, gate)
     training.main()
 

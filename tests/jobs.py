@@ -28,6 +28,7 @@ from megatron_ft.launch.virtual_network import HOST
 from megatron_ft.testing.network import NodeNetwork
 from megatron_ft.testing.warm_python import WarmChild, WarmPython
 from megatron_ft.watch.timeout import HangSettings
+from tests.gated_training import GATE
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "plain_pytorch.py"
@@ -208,7 +209,7 @@ class Job:
         return gate
 
     def _gate_variable(self) -> dict[str, str]:
-        return {} if self.gate is None else {"MEGATRON_FT_TEST_GATE": str(self.gate)}
+        return {} if self.gate is None else {GATE: str(self.gate)}
 
     async def _run(self, faults: tuple[tuple[int, Fault], ...]) -> None:
         self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()

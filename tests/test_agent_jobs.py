@@ -18,7 +18,8 @@ from megatron_ft.launch.ports import free_port
 from megatron_ft.launch.virtual_network import HOST
 from megatron_ft.testing.network import NodeNetwork
 from tests.agent_jobs import AgentJob
-from tests.jobs import TORCHRUN, Result, difference, oracle
+from tests.gated_training import GATE
+from tests.jobs import GATED, TORCHRUN, Result, difference, oracle
 from tests.networks import needs_network
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
@@ -45,15 +46,19 @@ def program(name: str) -> str:
     return found
 
 
-def test_mpirun_starts_the_same_command_once_per_node(job: AgentJob, two: Result) -> None:
+def test_mpirun_starts_the_same_command_once_per_node(
+    job: AgentJob, two: Result, tmp_path: Path
+) -> None:
     """A trainer is killed on the way; all that mpirun started ends with the job's code."""
+    gate, job.script[0] = tmp_path / "gate", str(GATED)
     name = "n${OMPI_COMM_WORLD_RANK:-$PMI_RANK}"
     command = " ".join(job.warm_command("--launcher", "nodes", "--node-name", name))
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    root |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+    root |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", GATE: str(gate)}
     job.begin([program("mpirun"), "-n", "2", "sh", "-c", command], root)
     job.until_printed("committed (protected)")
     os.kill(job.trainer(1), signal.SIGKILL)
+    gate.touch()
     assert job.end() == [0], job.story()
     assert "rank 1 on n1 was killed by signal 9" in job.text(), job.story()
     assert not list((job.folder / "state").glob("*.nodes")), "notes for agents are left"
