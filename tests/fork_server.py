@@ -29,6 +29,8 @@ from typing import NoReturn
 PR_SET_PDEATHSIG = 1
 GRACE_SECONDS = 5.0
 """How long the other ranks may still run once one has failed."""
+STACKS_SECONDS = 10.0
+"""A rank that hangs may wait for a processor before it writes its stacks."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def _run(request: Request) -> dict[str, object]:
     sys.stdout.flush()
     sys.stderr.flush()
     ranks = {_fork(request, rank, port): rank for rank in range(request.ranks)}
-    codes, hung = _await(ranks, started + request.timeout_seconds)
+    codes, hung = _await(ranks, started + request.timeout_seconds, Path(request.logs))
     return asdict(Outcome(codes, hung, round(time.monotonic() - started, 3), ""))
 
 
@@ -208,7 +210,7 @@ def _become_rank(request: Request, rank: int, port: int) -> None:
     sys.argv = [request.entry, *request.argv]
 
 
-def _await(ranks: dict[int, int], deadline: float) -> tuple[list[int], list[int]]:
+def _await(ranks: dict[int, int], deadline: float, logs: Path) -> tuple[list[int], list[int]]:
     """Exit codes, and the ranks that were killed because they were still there at the deadline.
 
     Once a rank has failed the others wait for it in vain, so they get a short grace.
@@ -220,7 +222,7 @@ def _await(ranks: dict[int, int], deadline: float) -> tuple[list[int], list[int]
         wait = max(0.0, deadline - time.monotonic())
         ready, _, _ = select.select(list(handles), [], [], wait)
         if not ready:
-            killed += _kill(handles.values(), ranks)
+            killed += _kill(handles.values(), ranks, logs)
             deadline = time.monotonic() + GRACE_SECONDS
         for handle in ready:
             pid = handles.pop(handle)
@@ -238,16 +240,26 @@ def _end_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _kill(pids: Iterable[int], ranks: dict[int, int]) -> list[int]:
+def _kill(pids: Iterable[int], ranks: dict[int, int], logs: Path) -> list[int]:
     alive = list(pids)
     for pid in alive:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
-    time.sleep(0.2)  # for the stacks to be written; nothing reports that
+    deadline = time.monotonic() + STACKS_SECONDS
+    while not all(map(_has_stacks, (logs / f"rank{ranks[pid]}.log" for pid in alive))):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
     for pid in alive:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return [ranks[pid] for pid in alive]
+
+
+def _has_stacks(log: Path) -> bool:
+    """Whether the outermost frame of the main thread is there, which is written last."""
+    said = log.read_bytes() if log.exists() else b""
+    return b"in <module>" in said.rpartition(b"(most recent call first)")[2]
 
 
 if __name__ == "__main__":
