@@ -301,3 +301,13 @@ def uninterrupted(
     from tests.jobs import oracle
 
     return cache(lambda ranks, until: oracle(tmp_path_factory.mktemp("oracle"), ranks, until))
+
+
+@pytest.fixture(scope="module")
+def two(uninterrupted: Callable[[int, int], Any]) -> Any:
+    """What two ranks compute in 40 iterations.
+
+    Known before a test's job begins: the folder of a job that has ended, kept while something is
+    computed to compare it with, looks abandoned to the other test workers.
+    """
+    return uninterrupted(2, 40)

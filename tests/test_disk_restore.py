@@ -10,13 +10,13 @@ import pytest
 
 from tests.disk_jobs import SHARDS, of_kind, signal_trainers, stop_until_drained, wait_until
 from tests.fates import in_life
-from tests.jobs import Job, difference, oracle
+from tests.jobs import Job, Result, difference
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 
 
 def test_a_job_without_memory_goes_on_from_the_newest_whole_drain_of_its_lineage(
-    made: list[Job], tmp_path: Path
+    made: list[Job], tmp_path: Path, two: Result
 ) -> None:
     """Three checkpoints: A of life 1, B after it but given up for A, C of life 2 and damaged."""
     disk, aside = tmp_path / "disk", tmp_path / "aside"
@@ -56,7 +56,7 @@ def test_a_job_without_memory_goes_on_from_the_newest_whole_drain_of_its_lineage
     for event in (to_a, to_c, again):
         assert event.fields["source"] == "disk" and str(disk) in event.text, job.story()
     assert to_a.fields["iterations_lost"] > 0, job.story()
-    assert not difference(job.result(), oracle(tmp_path, 2)), job.story()
+    assert not difference(job.result(), two), job.story()
 
 
 def folder_b(job: Job) -> Path:
@@ -69,12 +69,13 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(raw)
 
 
-def test_a_new_job_starts_from_what_another_one_drained(made: list[Job], tmp_path: Path) -> None:
+def test_a_new_job_starts_from_what_another_one_drained(
+    made: list[Job], tmp_path: Path, two: Result
+) -> None:
     disk, later = tmp_path / "disk", tmp_path / "later"
     first = Job(tmp_path, nodes=2, drain_dir=disk, drain_interval=30)
     made.append(first)
     first.run()
-    expected = oracle(tmp_path, 2)
     later.mkdir()
     # One node with both ranks, and other protection: stripes are planned anew.
     second = Job(
@@ -85,5 +86,5 @@ def test_a_new_job_starts_from_what_another_one_drained(made: list[Job], tmp_pat
     (event,) = of_kind(second, "restoring")
     assert event.fields["iteration"] == of_kind(first, "drained")[-1].fields["iteration"]
     losses, sha = second.result()
-    assert sha == expected[1] and min(losses) == event.fields["iteration"] + 1, second.story()
-    assert all(losses[at] == expected[0][at] for at in losses), second.story()
+    assert sha == two[1] and min(losses) == event.fields["iteration"] + 1, second.story()
+    assert all(losses[at] == two[0][at] for at in losses), second.story()

@@ -22,14 +22,14 @@ from megatron_ft.launch.stop import EXIT_DRAINED, EXIT_NOT_DRAINED
 from megatron_ft.launch.virtual import VirtualCluster
 from tests.disk_jobs import of_kind, signal_trainers, stop_until_drained, wait_until
 from tests.fates import in_life
-from tests.jobs import EXAMPLE, ROOT, WAIT_SECONDS, Job, difference, oracle
+from tests.jobs import EXAMPLE, ROOT, WAIT_SECONDS, Job, Result, difference
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 NEVER = 10**6
 
 
 def test_limited_time_and_the_last_spare_drain_before_the_interval(
-    made: list[Job], tmp_path: Path
+    made: list[Job], tmp_path: Path, two: Result
 ) -> None:
     job = Job(
         tmp_path,
@@ -53,11 +53,11 @@ def test_limited_time_and_the_last_spare_drain_before_the_interval(
     first, second = (event.text for event in of_kind(job, "drain_urged"))
     assert "time is limited" in first and "no spare is left" in second, job.story()
     assert len(of_kind(job, "drained")) == 2, job.story()
-    assert not difference(job.result(), oracle(tmp_path, 2)), job.story()
+    assert not difference(job.result(), two), job.story()
 
 
 def test_a_node_that_nobody_replaces_is_rebuilt_elsewhere_and_drained(
-    made: list[Job], tmp_path: Path
+    made: list[Job], tmp_path: Path, two: Result
 ) -> None:
     """Two nodes are lost one after the other, the second when the job has stopped already."""
     job = Job(tmp_path, nodes=2, drain_dir=tmp_path / "disk", drain_interval=NEVER)
@@ -71,7 +71,7 @@ def test_a_node_that_nobody_replaces_is_rebuilt_elsewhere_and_drained(
         job.cluster.revive(node)
     job.run()
     assert job.restores() == [(drained.fields["iteration"], "disk")], job.story()
-    assert not difference(job.result(), oracle(tmp_path, 2)), job.story()
+    assert not difference(job.result(), two), job.story()
 
 
 def test_what_a_failed_drain_did_not_bring_to_disk_is_drained_before_the_job_stops(

@@ -14,7 +14,7 @@ from megatron_ft.disk.native import TRACKER, checkpoint_folder, iteration_of
 from megatron_ft.errors import UnrecoverableError
 from megatron_ft.launch.job_state import read_record
 from tests.disk_jobs import of_kind, signal_trainers, stop_until_drained, wait_until
-from tests.jobs import Job, difference, oracle
+from tests.jobs import Job, Result, difference
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 
@@ -26,7 +26,7 @@ def rewind(job: Job, before: int) -> int:
 
 
 def test_a_stopped_job_goes_on_from_before_what_was_given_up_in_memory_and_on_disk(
-    made: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    made: list[Job], tmp_path: Path, two: Result, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two checkpoints; the second is given up, and must not come back when memory is lost."""
     # Slots enough that what is older than the second is still there, however late trainers stop.
@@ -72,7 +72,7 @@ def test_a_stopped_job_goes_on_from_before_what_was_given_up_in_memory_and_on_di
     assert from_disk.fields["source"] == "disk", job.story()
     assert str(older.fields["folder"]) in from_disk.text, job.story()
     assert f"{Path(newer.fields['folder']).name} is off the job's lineage" in from_disk.text
-    assert not difference(job.result(), oracle(tmp_path, 2)), job.story()
+    assert not difference(job.result(), two), job.story()
 
 
 @pytest.mark.parametrize("earlier", [0, 1], ids=["given up", "passed over"])
