@@ -145,7 +145,10 @@ def test_a_job_that_was_cancelled_is_not_revived(tmp_path: Path) -> None:
 
 def test_deputies_are_on_two_other_nodes_whatever_their_names_begin_with(tmp_path: Path) -> None:
     batch = Batch(tmp_path, 0, NODES="n1 n10 n11 n12", SLURMD_NODENAME="n1")
-    assert batch.start().wait(60) == 0
+    script = batch.start()
+    # Deputies are started beside the script, and have its output open as long as they run.
+    script.communicate(timeout=60)
+    assert script.returncode == 0
     calls = batch.calls.read_text().splitlines()
     (deputies,) = [line for line in calls if "deputy.sh" in line]
     assert "--nodes=2 --ntasks=2 --nodelist=n10,n11 " in deputies and deputies.endswith(" n1")
