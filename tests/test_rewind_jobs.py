@@ -13,7 +13,7 @@ from megatron_ft.cli.main import main
 from megatron_ft.disk.native import TRACKER, checkpoint_folder, iteration_of
 from megatron_ft.errors import UnrecoverableError
 from megatron_ft.launch.job_state import read_record
-from tests.disk_jobs import of_kind, signal_trainers, stop_until_drained, wait_until
+from tests.disk_jobs import of_kind, signal_trainers, stop_until_drained, wait_for, wait_until
 from tests.jobs import Job, Result, difference
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
@@ -85,10 +85,12 @@ def test_what_the_framework_saved_and_the_job_goes_behind_is_no_last_resort(
     in its place: cut off then, it would be of two lives.
     """
     own = tmp_path / "own"
-    job = Job(tmp_path, nodes=2, spares=2, slots=3, checkpoint_dir=own)
+    job = Job(tmp_path, nodes=2, spares=2, slots=8, checkpoint_dir=own)
     made.append(job)
 
     def save_and_stop(job: Job) -> None:
+        # What the job goes back to, and what it gives up.
+        wait_for(job, "committed", 2)
         signal_trainers(job, signal.SIGSTOP)
         newest = of_kind(job, "committed")[-1].fields["iteration"]
         folder = checkpoint_folder(own, newest - earlier)
