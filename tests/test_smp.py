@@ -12,6 +12,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -235,6 +236,17 @@ def test_an_encoder_of_an_old_world_writes_nothing_when_it_wakes(node: SmpNode) 
             writer.communicate()
 
 
+@contextmanager
+def ended(writers: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
+    """After the block none of them lives."""
+    try:
+        yield
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.communicate()
+
+
 @pytest.mark.parametrize("earlier", [False, True], ids=["of this life", "of an earlier life"])
 def test_an_encoder_of_an_old_world_that_comes_late_does_not_end_the_new_one(
     node: SmpNode, earlier: bool
@@ -257,12 +269,8 @@ def test_an_encoder_of_an_old_world_that_comes_late_does_not_end_the_new_one(
         link.close()
         return refused
 
-    try:
+    with ended(worlds):
         assert "StaleIncarnationError" in run(story())
-    finally:
-        for writer in worlds:
-            writer.kill()
-            writer.communicate()
 
 
 def test_an_encoder_of_an_earlier_life_is_turned_away_where_there_is_no_other(
@@ -282,12 +290,8 @@ def test_an_encoder_of_an_earlier_life_is_turned_away_where_there_is_no_other(
         link.close()
         return refused
 
-    try:
+    with ended(worlds):
         assert "StaleIncarnationError" in run(story())
-    finally:
-        for writer in worlds:
-            writer.kill()
-            writer.communicate()
 
 
 def test_a_trainer_of_an_earlier_life_is_turned_away(node: SmpNode) -> None:
