@@ -62,7 +62,7 @@ class FailureSettings:
     )
     export_on_failure: Path | None = folder(
         "Folder in which a job that stops because its trainers cannot come back leaves the last "
-        "snapshot as a checkpoint of the framework's own."
+        "snapshot as a checkpoint of the framework's own. Two running jobs cannot share it."
     )
     spare_imports: str = setting(
         WORD,

@@ -69,7 +69,8 @@ class KeepingSettings:
         job=True,
     )
     drain_export_dir: Path | None = folder(
-        "Folder in which each drained snapshot becomes a checkpoint of the framework's own."
+        "Folder in which each drained snapshot becomes a checkpoint of the framework's own. "
+        "Two running jobs cannot share it."
     )
     drain_stop_seconds: float = seconds(
         25.0,
