@@ -15,16 +15,17 @@ def extra_states(modules: NamedModules) -> dict[str, Any]:
 
     Transformer Engine's modules keep their fp8 scales and histories so.
     """
-    states = {name: module.get_extra_state() for name, module in modules if _has_one(module)}
+    states = {name: module.get_extra_state() for name, module in modules if has_extra_state(module)}
     return {name: state for name, state in states.items() if state is not None}
 
 
 def load_extra_states(modules: NamedModules, states: dict[str, Any]) -> None:
     """Set what :func:`extra_states` gave."""
     for name, module in modules:
-        if name in states and _has_one(module):
+        if name in states and has_extra_state(module):
             module.set_extra_state(states[name])
 
 
-def _has_one(module: torch.nn.Module) -> bool:
+def has_extra_state(module: torch.nn.Module) -> bool:
+    """Whether its class says what else to keep of it."""
     return type(module).get_extra_state is not torch.nn.Module.get_extra_state
