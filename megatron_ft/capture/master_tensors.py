@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from itertools import chain
+from operator import is_, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +12,8 @@ import torch
 from megatron_ft.capture.contents import Contents
 from megatron_ft.capture.enumeration import DENSE
 from megatron_ft.capture.inner_optimizer import SCALES, state_numbers, state_tensors
+
+_VALUES = methodcaller("values")
 
 
 class Owned(NamedTuple):
@@ -30,21 +34,18 @@ class MasterTensors:
 
     def __init__(self, masters: Iterable[Owned], separator: str, own: str) -> None:
         self._masters, self._separator, self._own = list(masters), separator, own
-        self._by_inner: dict[int, tuple[Any, list[torch.Tensor]]] = {}
-        for _, inner, parameter in self._masters:
-            self._by_inner.setdefault(id(inner), (inner, []))[1].append(parameter)
+        self._inner = list({id(master.inner): master.inner for master in self._masters}.values())
         self._found: dict[str, torch.Tensor] = {}
         self._numbered: list[Owned] = []
-        self._seen: Contents | None = None
+        self._seen: tuple[_Kept, _Kept] | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All of them, as of now; nobody changes the dict, which is the same while they are.
 
         Plain tensors and parameters are given as they are, so that it shows where they lie.
         """
-        now = self._look()
-        if self._seen is None or not self._seen.same(now):
-            self._find(now)
+        if not self._unchanged():
+            self._find()
         return self._found
 
     def numbers(self) -> dict[str, dict[str, Any]]:
@@ -58,31 +59,55 @@ class MasterTensors:
         """Let go of what is kept for masters, until it is asked for."""
         self._seen, self._found, self._numbered = None, {}, []
 
-    def _look(self) -> Contents:
-        kept: list[Mapping[str, Any]] = []
-        for inner, parameters in self._by_inner.values():
-            kept += map(inner.state.__getitem__, parameters)
-            if scales := getattr(inner, SCALES, None):
-                kept += [scales.get(parameter, {}) for parameter in parameters]
-        contents = Contents.of(kept)
-        tensors = [value if isinstance(value, torch.Tensor) else None for value in contents.values]
-        return contents._replace(values=tensors)
+    def _unchanged(self) -> bool:
+        """Whether the very tensors of last time are kept; numbers may be others."""
+        if self._seen is None:
+            return False
+        (everything, tensors), now = self._seen, _Kept.of(self._inner)
+        # Most keep tensors alone, and then nobody looks at each of them.
+        return everything.same(now) or tensors.same(now.only_tensors())
 
-    def _find(self, now: Contents) -> None:
+    def _find(self) -> None:
         self._seen, self._found = None, {}
         for master in self._masters:
             kept = {self._own: master.parameter, **state_tensors(master.inner, master.parameter)}
             for name, tensor in kept.items():
                 self._found[f"{master.name}{self._separator}{name}"] = as_captured(tensor)
         self._numbered = [m for m in self._masters if state_numbers(m.inner, m.parameter)]
+        now = _Kept.of(self._inner)
+        tensors = now.only_tensors()
         # A view that is made of anything else would be of the memory that this had then.
-        if {*map(type, now.values), *(type(m.parameter) for m in self._masters)} <= _REMEMBERED:
-            self._seen = now
+        kinds = {*map(type, tensors.contents.values)} - {type(None)}
+        if DENSE.issuperset(kinds | {type(master.parameter) for master in self._masters}):
+            self._seen = now, tensors
+
+
+class _Kept(NamedTuple):
+    """What inner optimizers keep, and for which parameters, whose order they keep too."""
+
+    parameters: list[Any]
+    contents: Contents
+
+    @classmethod
+    def of(cls, inner: Iterable[Any]) -> _Kept:
+        found = [state for one in inner for state in (one.state, getattr(one, SCALES, {}))]
+        kept = chain.from_iterable(map(_VALUES, found))
+        return cls(
+            list(chain.from_iterable(found)),
+            Contents.of([one for one in kept if isinstance(one, dict)]),
+        )
+
+    def same(self, other: _Kept) -> bool:
+        alike = len(self.parameters) == len(other.parameters)
+        same = alike and all(map(is_, self.parameters, other.parameters))
+        return same and self.contents.same(other.contents)
+
+    def only_tensors(self) -> _Kept:
+        values = self.contents.values
+        tensors = [value if isinstance(value, torch.Tensor) else None for value in values]
+        return self._replace(contents=self.contents._replace(values=tensors))
 
 
 def as_captured(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself if it is a plain one or a parameter; of any other kind, its data."""
     return tensor if type(tensor) in DENSE else tensor.detach()
-
-
-_REMEMBERED = DENSE | {type(None)}

@@ -63,7 +63,9 @@ class ModuleTree:
         modules, parameters, buffers = (self._named(roots, walk) for walk in _WALKS)
         self.modules, self.parameters, self.buffers = modules, dict(parameters), dict(buffers)
         self.keeping = [named for named in modules if has_extra_state(named[1])]
-        if all(_walks_as_torch(module) for _, module in modules):
+        # Children too: one with a walk of its own may have kept itself out of this one.
+        every = chain(roots, *(module.children() for _, module in modules))
+        if all(map(_walks_as_torch, every)):
             self._roots, self._attributes = roots, [vars(module) for _, module in modules]
             self._seen = self._look()
 
