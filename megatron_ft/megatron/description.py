@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import compress
+from operator import is_not
 from typing import Any
 
 import torch
@@ -57,10 +59,16 @@ class Description:
 
     def changed_arguments(self) -> dict[str, Any]:
         """Plain values on Megatron's arguments that are not what the form was made with."""
+        now = vars(self._args)
+        if list(self._known) != list(now):
+            # In the order of now; what was not there then is known as something equal to nothing.
+            self._known = {name: self._known.get(name, self) for name in now}
+        # Hundreds of arguments, nearly all the very objects that they were: not looked at in turn.
+        others = compress(now.items(), map(is_not, now.values(), self._known.values()))
         return {
             name: value
-            for name, value in vars(self._args).items()
-            if isinstance(value, _PLAIN) and self._known.get(name, self) != value
+            for name, value in others
+            if isinstance(value, _PLAIN) and self._known[name] != value
         }
 
 

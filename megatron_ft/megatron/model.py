@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
+from megatron_ft.capture.module_tree import ModuleTree
 
 
 def plain_name(name: str) -> str:
@@ -15,41 +15,17 @@ def plain_name(name: str) -> str:
     return name
 
 
-def _named(chunk: Any, kind: str, number: int) -> Iterator[tuple[str, torch.Tensor]]:
-    # Of the wrapped module: DistributedDataParallel.buffers is a list of gradient buffers.
-    module = getattr(chunk, "module", chunk)
-    for name, tensor in getattr(module, kind)():
-        yield f"chunk{number}.{plain_name(name)}", tensor
+def module_tree(model: Sequence[Any]) -> ModuleTree:
+    """Modules, parameters and buffers of this rank; chunks are the stages of a virtual pipeline.
 
-
-def named_parameters(model: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """All parameters of this rank; chunks are the stages of a virtual pipeline.
-
-    A tied weight appears once.
+    Buffers that no state dict would hold are among them: token counters of experts, for example,
+    are not persistent and still decide how training goes on.
     """
-    return {
-        name: tensor
-        for number, chunk in enumerate(model)
-        for name, tensor in _named(chunk, "named_parameters", number)
-    }
-
-
-def named_buffers(model: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """All buffers of this rank, those that no state dict would hold included.
-
-    Token counters of experts, for example, are not persistent and still decide how
-    training goes on.
-    """
-    return {
-        name: tensor
-        for number, chunk in enumerate(model)
-        for name, tensor in _named(chunk, "named_buffers", number)
-    }
-
-
-def frozen_parameters(model: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """Parameters that no optimizer owns and so follow from nothing else."""
-    return {n: p.detach() for n, p in named_parameters(model).items() if not p.requires_grad}
+    return ModuleTree(
+        # Of the wrapped module: DistributedDataParallel.buffers is a list of gradient buffers.
+        lambda: [getattr(chunk, "module", chunk) for chunk in model],
+        lambda number, name: f"chunk{number}.{plain_name(name)}",
+    )
 
 
 def gather_weights(model: Sequence[Any]) -> None:
@@ -60,10 +36,3 @@ def gather_weights(model: Sequence[Any]) -> None:
     """
     for chunk in model:
         chunk.start_param_sync(force_sync=True)
-
-
-def named_modules(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Module]]:
-    """All modules of this rank, of all chunks."""
-    for number, chunk in enumerate(model):
-        for name, module in getattr(chunk, "module", chunk).named_modules():
-            yield f"chunk{number}.{plain_name(name)}", module

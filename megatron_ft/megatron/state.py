@@ -16,19 +16,14 @@ import torch
 
 from megatron_ft.capture import inner_optimizer
 from megatron_ft.capture.extra_state import extra_states, load_extra_states
+from megatron_ft.capture.master_tensors import MasterTensors, Owned, as_captured
 from megatron_ft.capture.values import host_copy
 from megatron_ft.errors import LayoutMismatchError
 from megatron_ft.megatron import counters, data_position, fixed_arguments
 from megatron_ft.megatron import optimizer as optimizers
 from megatron_ft.megatron.checkpoint_form import RankTensors
 from megatron_ft.megatron.description import Description
-from megatron_ft.megatron.model import (
-    frozen_parameters,
-    gather_weights,
-    named_buffers,
-    named_modules,
-    named_parameters,
-)
+from megatron_ft.megatron.model import gather_weights, module_tree
 from megatron_ft.megatron.optimizer import MAIN, WEIGHT
 from megatron_ft.megatron.random_states import capture_random_states, restore_random_states
 from megatron_ft.megatron.replicas import replica_group
@@ -39,6 +34,7 @@ from megatron_ft.shard import LogicalPlace
 logger = logging.getLogger(__name__)
 
 OBJECTS_VERSION = 3
+_MAIN = MAIN.removeprefix(".")
 
 
 class MegatronState:
@@ -61,8 +57,12 @@ class MegatronState:
         self._began = False
         self._loaded: dict[str, Any] | None = None
         optimizers.materialise(optimizer)
-        self._names = {id(tensor): name for name, tensor in named_parameters(model).items()}
+        self._tree = module_tree(self._model)
+        self._tree.refresh()
+        self._names = {id(tensor): name for name, tensor in self._tree.parameters.items()}
         self._masters = optimizers.masters(optimizer, self._names)
+        owned = (Owned(master.name, master.inner, master.tensor) for master in self._masters)
+        self._owned = MasterTensors(owned, ".", _MAIN)
         self._weights = optimizers.independent_weights(optimizer, self._names)
         if self._weights:
             logger.warning(
@@ -80,7 +80,7 @@ class MegatronState:
         captured = {**self.tensors(), **self.boundary_tensors()}
         return RankTensors(
             captured={name: tensor for name, tensor in captured.items() if name not in copies},
-            model={**named_parameters(self._model), **named_buffers(self._model)},
+            model={**self._tree.parameters, **self._tree.buffers},
             masters=tuple(self._masters),
             master_names=optimizers.master_names(self._optimizer, self._names),
         )
@@ -91,19 +91,20 @@ class MegatronState:
         self._operations = floating_point_operations
         self._data_iterator = data_iterator
 
+    def refresh(self) -> None:
+        """Look at the model's modules as they are now."""
+        self._tree.refresh()
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Masters, moments, steps and frozen parameters: changed by the optimizer alone."""
-        found = dict(frozen_parameters(self._model))
-        found |= {f"{name}{WEIGHT}": weight for name, weight in self._weights.items()}
-        for master in self._masters:
-            found[master.name + MAIN] = master.tensor.detach()
-            kept = inner_optimizer.state_tensors(master.inner, master.tensor)
-            found |= {f"{master.name}.{name}": value.detach() for name, value in kept.items()}
-        return found
+        every = self._tree.parameters.items()
+        frozen = {name: as_captured(p) for name, p in every if not p.requires_grad}
+        copies = {f"{name}{WEIGHT}": weight for name, weight in self._weights.items()}
+        return {**frozen, **copies, **self._owned.tensors()}
 
     def boundary_tensors(self) -> dict[str, torch.Tensor]:
         """Every buffer: forward may change it (routing statistics, expert biases)."""
-        return {name: buffer.detach() for name, buffer in named_buffers(self._model).items()}
+        return {name: as_captured(buffer) for name, buffer in self._tree.buffers.items()}
 
     def replicas(self) -> dict[str, Any]:
         """Tensors of optimizers that several ranks keep equal, with the group of these ranks."""
@@ -116,7 +117,7 @@ class MegatronState:
         for master in self._masters:
             if master.name in groups:
                 kept = inner_optimizer.state_tensors(master.inner, master.tensor)
-                names = ("main", *kept)
+                names = (_MAIN, *kept)
                 found |= {f"{master.name}.{name}": groups[master.name] for name in names}
         return found
 
@@ -155,16 +156,21 @@ class MegatronState:
             "samples": counters.capture_samples(self._args),
             "data_position": self._data_position(),
             "groups": optimizers.group_scalars(self._optimizer),
-            "numbers": optimizers.state_numbers(self._optimizer),
+            "numbers": self._numbers(),
             "scalers": optimizers.scaler_states(self._optimizer),
             "schedule": host_copy(self._scheduler.state_dict()),
-            "modules": host_copy(extra_states(named_modules(self._model))),
+            "modules": host_copy(extra_states(self._tree.keeping)),
             "rerun_machine": host_copy(counters.capture_rerun_machine(self._data_iterator)),
             "random": capture_random_states(),
             WISH: wish_of(self._args),
             "fixed_arguments": fixed_arguments.capture(self._args),
             "arguments": self._description.changed_arguments(),
         }
+
+    def _numbers(self) -> list[dict[int, dict[str, Any]]]:
+        if not self._owned.numbers():
+            return [{} for _ in optimizers.optimizer_parts(self._optimizer)]
+        return optimizers.state_numbers(self._optimizer)
 
     def _data_position(self) -> Any:
         if not data_position.is_external(self._args):
@@ -207,7 +213,7 @@ class MegatronState:
         optimizers.load_state_numbers(self._optimizer, objects["numbers"])
         optimizers.load_scaler_states(self._optimizer, objects["scalers"])
         counters.restore_schedule(self._scheduler, objects["schedule"])
-        load_extra_states(named_modules(self._model), objects["modules"])
+        load_extra_states(self._tree.keeping, objects["modules"])
         counters.restore_rerun_machine(objects["rerun_machine"])
         self._loaded = objects
         restore_random_states(objects["random"])
