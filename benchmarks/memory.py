@@ -84,7 +84,7 @@ class Capturing:
             permit,
             Ticket(self.sequence, snapshot),
             live_tensors(self.state),
-            self.meta,
+            lambda: self.meta,
             time.monotonic(),
         )
         assert self.ended.wait(120), "the capture neither sealed nor was abandoned in 120 s"

@@ -26,7 +26,12 @@ class Meta(msgspec.Struct, frozen=True):
 
 def pack_meta(layout_bytes: bytes, objects: dict[str, Any], form: bytes = b"") -> bytes:
     """The meta bytes of one snapshot; UnencodableError names what ``objects`` cannot hold."""
-    return msgspec.msgpack.encode(Meta(layout_bytes, encode(objects), form))
+    return pack_encoded(layout_bytes, encode(objects), form)
+
+
+def pack_encoded(layout_bytes: bytes, objects: bytes, form: bytes) -> bytes:
+    """As pack_meta, of objects that were encoded when they were as they are to be kept."""
+    return msgspec.msgpack.encode(Meta(layout_bytes, objects, form))
 
 
 def unpack_meta(raw: bytes) -> Meta:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from megatron_ft.arena.format import Permit
 from megatron_ft.capture.client_protocol import SnapshotClient
@@ -16,7 +17,8 @@ from megatron_ft.capture.stats import CaptureStats, LastCapture
 from megatron_ft.capture.ticket import Ticket, TicketBook
 from megatron_ft.capture.warner import Warner
 from megatron_ft.identity import SealedRecord, SnapshotId
-from megatron_ft.shard_meta import pack_meta
+from megatron_ft.objects import encode
+from megatron_ft.shard_meta import pack_encoded
 
 
 class Captures:
@@ -97,7 +99,9 @@ class Captures:
         mismatch = self.engine.binding.mismatch(live)
         if mismatch:
             raise ValueError(f"the layout has changed since it was planned ({mismatch})")
-        meta = pack_meta(self.engine.binding.layout_bytes, state.objects(), self.form)
+        # Encoded now, as training goes on with them; put beside the layout by the copy thread.
+        objects = encode(state.objects())
+        meta = partial(pack_encoded, self.engine.binding.layout_bytes, objects, self.form)
         self._tickets.add(ticket)
         return self.engine.begin(permit, ticket, live, meta, started)
 

@@ -81,13 +81,14 @@ class CaptureEngine:
         permit: Permit,
         ticket: Ticket,
         live: Mapping[str, torch.Tensor],
-        meta: bytes,
+        meta: Callable[[], bytes],
         started: float,
     ) -> CaptureRun:
         """Secure what may change at once and start the copy of the rest.
 
-        ``started`` is the monotonic time since when training has been held.  An
-        exception leaves nothing behind that writes to the slot.
+        ``meta`` gives what lies behind the tensors, in the copy thread.  ``started`` is the
+        monotonic time since when training has been held.  An exception leaves nothing behind
+        that writes to the slot.
         """
         reach("capture.permitted")
         now, _ = self.binding.items(live, permit.slot)
@@ -157,7 +158,7 @@ class CaptureEngine:
             snapshot=permit.snapshot,
             iteration=permit.iteration,
             tensor_bytes=self.binding.layout.tensor_bytes,
-            meta=run.meta,
+            meta=run.meta(),
             layout_hash=self.binding.layout_hash,
             block_bytes=self._block_bytes,
             algorithm=self._algorithm,

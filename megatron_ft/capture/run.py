@@ -37,7 +37,7 @@ class CaptureRun:
     live: Mapping[str, torch.Tensor]
     staged: list[CopyItem]
     mark: Any
-    meta: bytes
+    meta: Callable[[], bytes]
     copied_bytes: int = 0
     began: float = 0.0
     boundary_seconds: float = 0.0
