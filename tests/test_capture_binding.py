@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ft.capture.binding import LayoutBinding
+from megatron_ft.capture.binding import Items, LayoutBinding
 from megatron_ft.capture.mapping import MappingState
 from megatron_ft.capture.plan import plan_state
 from megatron_ft.capture.state import live_tensors
@@ -170,6 +170,36 @@ def test_what_no_longer_fits_is_said_every_time(
     change(state)
     for _ in range(2):
         assert mismatch(binding, live_of(adapted))
+
+
+@both_ways
+def test_what_was_forgotten_is_looked_at_anew(live_of: Enumerate) -> None:
+    state = made()
+    adapted, binding = bound(state, live_of)
+    binding.forget()
+    moved_and_back(state)
+    live = live_of(adapted)
+    assert mismatch(binding, live) == ""
+    copy_all(binding, live)
+    assert torch.equal(binding._targets[0][1], state["b"])
+    binding.forget()
+    removed(state)
+    assert mismatch(binding, live_of(adapted)) == "b has gone"
+
+
+def test_a_copy_that_goes_on_is_told_its_items_though_they_are_forgotten_meanwhile() -> None:
+    """As where a fence has waited in vain."""
+    state = made()
+    adapted, binding = bound(state)
+
+    class Forgotten(dict[int, Items]):
+        def __setitem__(self, slot: int, items: Items) -> None:
+            super().__setitem__(slot, items)
+            binding.forget()
+
+    binding._cached = Forgotten()
+    copy_all(binding, live_tensors(adapted))
+    assert torch.equal(binding._targets[0][0], state["a"])
 
 
 def test_a_freed_tensor_is_not_left_to_the_copy_thread_if_it_is_read_before() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -373,6 +374,74 @@ def test_without_any_fence_save_waits_for_its_copy(smp: FakeSmp) -> None:
     ticket = manager.save(1, state)
     assert manager._captures.run.moved.is_set()  # type: ignore[union-attr]
     assert ticket.captured.result(WAIT)
+    manager.close()
+
+
+class Views:
+    """A TrainingState that makes views each time, and one tensor that a step may change."""
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        self.weights = weights
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"weights": self.weights.detach()}
+
+    def boundary_tensors(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def objects(self) -> dict[str, Any]:
+        return {}
+
+    def replicas(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, objects: dict[str, Any]) -> None:
+        """The tensor is all."""
+
+
+def test_tensors_that_are_forgotten_give_their_memory_back(smp: FakeSmp) -> None:
+    memory = np.zeros(200_000, np.float32)
+    freed, state = weakref.ref(memory), Views(torch.from_numpy(memory))
+    del memory
+    manager = make_manager(smp)
+    manager.forget_tensors()
+    for iteration in (1, 2):
+        with manager.fence():
+            pass
+        capture(smp, manager, state, iteration, slot=iteration % 2)
+    with manager.fence():
+        manager.forget_tensors()
+        state.weights.data = torch.ones(200_000)
+    assert freed() is None
+    capture(smp, manager, state, 3)
+    assert smp.arena is not None and smp.arena.data(0)[:800_000].view("f4").all()
+    manager.close()
+
+
+def test_nothing_is_forgotten_while_a_copy_reads_it(smp: FakeSmp) -> None:
+    state = {"weights": torch.zeros(200_000)}
+    manager, copier = gated(smp, state)
+    smp.grant(1)
+    ticket = manager.save(1, state)
+    assert copier.started.wait(WAIT)
+    _open_while_fenced(manager, copier)
+    manager.forget_tensors()
+    assert manager._captures.run.moved.is_set()  # type: ignore[union-attr]
+    assert ticket.captured.result(WAIT)
+    manager.close()
+
+
+def test_to_forget_tensors_is_no_fence(smp: FakeSmp) -> None:
+    """Whoever calls it at an offload may still step without any fence."""
+    state = {"weights": torch.zeros(200_000)}
+    copier = GatedCopier()
+    manager = make_manager(smp, copier=copier)
+    manager.prepare(state)
+    manager.forget_tensors()
+    smp.grant(1)
+    _open_while_fenced(manager, copier)
+    manager.save(1, state)
+    assert manager._captures.run.moved.is_set()  # type: ignore[union-attr]
     manager.close()
 
 

@@ -146,7 +146,8 @@ class LayoutBinding:
 
         For the copy thread, which has the time, before it asks for ``items``.
         """
-        if self._seen is not None and self._seen.stayed():
+        seen = self._seen  # forget() may come in between
+        if seen is not None and seen.stayed():
             return ""
         return self._look(live)
 
@@ -179,9 +180,10 @@ class LayoutBinding:
 
         ``live`` must be what ``mismatch`` or ``settle`` was asked of last.
         """
-        if slot not in self._cached:
-            self._cached[slot] = self._items(live, slot)
-        return self._cached[slot]
+        cached = self._cached  # forget() may come in between
+        if slot not in cached:
+            cached[slot] = self._items(live, slot)
+        return cached[slot]
 
     def _items(self, live: Mapping[str, torch.Tensor], slot: int) -> Items:
         now, later = CopyList(), CopyList()
@@ -189,6 +191,13 @@ class LayoutBinding:
             source = live_part(live[entry.name], entry)
             (now if entry.boundary else later).append(CopyItem(source, target))
         return now, later
+
+    def forget(self) -> None:
+        """Let go of the tensors of last time, and of all views of their memory.
+
+        A copy that still runs may keep some, until the next snapshot at most.
+        """
+        self._seen, self._cached = None, {}
 
     def release(self) -> None:
         """Drop all views of the arena, so that it can be unmapped."""

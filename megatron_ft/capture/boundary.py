@@ -80,8 +80,7 @@ class Boundary:
 
     def hold_without_fence(self, run: CaptureRun) -> None:
         """Wait for the copy here, as nothing says that anybody will before tensors change."""
-        self._fence.wait(run)
-        self._fence.seen = False
+        self._fence.hold(run)
         if self._stats.skipped:
             self._warn(
                 "fence",

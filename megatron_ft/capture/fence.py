@@ -31,6 +31,10 @@ class Fence:
         the slot will never be sealed, so it does not matter that bytes change under it.
         """
         self.seen = True
+        self.hold(run)
+
+    def hold(self, run: CaptureRun | None) -> None:
+        """As ``wait``, and says nothing of whether training comes through here before it steps."""
         if run is None or run.moved.is_set():
             return
         started = time.monotonic()

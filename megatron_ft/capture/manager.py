@@ -218,6 +218,18 @@ class SnapshotManager:
         self._before_step()
         yield
 
+    def forget_tensors(self) -> None:
+        """Let go of the tensors that were captured, so that their memory can be given back.
+
+        For calls that free it or replace them (offloading, for one): before such a call, inside
+        ``fence()``.  Waits for a running copy, as a fence does, and is no fence itself.  What a
+        TrainingState remembers is its own to let go of.
+        """
+        captures = self._captures
+        self._fence.hold(captures.run)
+        if captures.engine is not None:
+            captures.engine.binding.forget()
+
     def register_fence(self, optimizer: Hookable) -> Any:
         """Put the fence before each ``optimizer.step()``; returns the hook's handle."""
         handle = optimizer.register_step_pre_hook(

@@ -51,5 +51,8 @@ class Manager(Protocol):
     def fence(self) -> AbstractContextManager[None]:
         """Around whatever else changes captured tensors: waits for a running capture first."""
 
+    def forget_tensors(self) -> None:
+        """Let go of captured tensors, once no copy reads them: their memory is given back next."""
+
     def close(self) -> None:
         """End captures and leave."""
