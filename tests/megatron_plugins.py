@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 import signal
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -296,3 +298,48 @@ COLLECTIVES = (
     "barrier broadcast broadcast_object_list gather gather_object recv reduce reduce_scatter "
     "reduce_scatter_tensor scatter send isend irecv batch_isend_irecv monitored_barrier"
 ).split()
+
+
+def offloaded_optimizer() -> None:
+    """Megatron moves the optimizer's state away and back before each step; others take its memory.
+
+    Only what the moves do is played, as all memory is the host's here.
+    """
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+    from megatron.training import training
+
+    optimizer: Any = MegatronOptimizer
+    offload, step = optimizer.offload_to_cpu, training.train_step
+
+    @functools.wraps(offload)
+    def taking_memory(self: Any) -> None:
+        with _as_on_device():
+            offload(self)
+
+    @functools.wraps(step)
+    def moving(*args: Any, **kwargs: Any) -> Any:
+        moved = inspect.signature(step).bind(*args, **kwargs).arguments["optimizer"]
+        moved.offload_to_cpu()
+        moved.restore_from_cpu()
+        return step(*args, **kwargs)
+
+    optimizer.offload_to_cpu, training.train_step = taking_memory, moving
+
+
+@contextmanager
+def _as_on_device() -> Iterator[None]:
+    """Every tensor takes itself for one of a device, whose memory is used anew once it is away."""
+    tensor: Any = torch.Tensor
+    before = tensor.cpu
+
+    def cpu(self: torch.Tensor) -> torch.Tensor:
+        moved = self.detach().clone()
+        self.detach().fill_(float("nan"))
+        return moved
+
+    tensor.is_cuda, tensor.cpu = property(lambda self: True), cpu
+    try:
+        yield
+    finally:
+        del tensor.is_cuda
+        tensor.cpu = before

@@ -30,6 +30,7 @@ PROGRAMS = [
     program("capturable-adam"),
     program("transformer-engine-adam"),
     program("precision-aware", ("--bf16", *PRECISION_AWARE), "transformer_engine_adam"),
+    program("offloaded-optimizer", (*DISTRIBUTED, "--bf16")),
     program("perturb-weights", (*NO_STEP, "--use-distributed-optimizer")),
 ]
 

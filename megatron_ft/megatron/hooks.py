@@ -40,6 +40,7 @@ def install(manager_factory: ManagerFactory = make_manager) -> None:
     releases that work, if this one lacks something.
     """
     check_megatron()
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
     from megatron.training import arguments as megatron_arguments
     from megatron.training import initialize, training, yaml_arguments
 
@@ -57,6 +58,9 @@ def install(manager_factory: ManagerFactory = make_manager) -> None:
     for name in ("evaluate_and_print_results", "save_checkpoint_and_time"):
         if hasattr(training, name):
             wrap(training, name, _with_pause)
+    for name in ("offload_to_cpu", "restore_from_cpu"):
+        if hasattr(MegatronOptimizer, name):
+            wrap(MegatronOptimizer, name, _at_rest)
 
 
 def _with_flags(original: Function) -> Function:
@@ -168,6 +172,16 @@ def _with_pause(original: Function) -> Function:
             return original(*args, **kwargs)
 
     return between_iterations
+
+
+def _at_rest(original: Function) -> Function:
+    """What the optimizer keeps gets other memory, and its old one is given back."""
+
+    def move(*args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if _current is None else _current.at_rest():
+            return original(*args, **kwargs)
+
+    return move
 
 
 def _replace_current(run: SnapshotRun | None) -> None:

@@ -134,6 +134,15 @@ class SnapshotRun:
         """Around what takes long between iterations: an evaluation, a checkpoint."""
         return self._manager.watch.pause()
 
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Around what moves captured tensors: no copy reads them, nothing keeps their memory."""
+        with self._manager.fence(), self.pause():
+            self._manager.forget_tensors()
+            if self._state is not None:
+                self._state.forget_tensors()
+            yield
+
     def close(self) -> None:
         """End captures and drop every reference to model and optimizer."""
         self._state = None

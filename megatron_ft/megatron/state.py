@@ -95,6 +95,10 @@ class MegatronState:
         """Look at the model's modules as they are now."""
         self._tree.refresh()
 
+    def forget_tensors(self) -> None:
+        """Let go of what the optimizer kept when it was looked at last."""
+        self._owned.forget()
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Masters, moments, steps and frozen parameters: changed by the optimizer alone."""
         every = self._tree.parameters.items()
