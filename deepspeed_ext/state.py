@@ -16,13 +16,13 @@ import torch
 from deepspeed_ext import counters
 from deepspeed_ext.description import Description
 from deepspeed_ext.frozen import FrozenParameters
-from deepspeed_ext.model import buffers, frozen_parameters
+from deepspeed_ext.model import ModelTensors
+from deepspeed_ext.optimizers.captured import names_of, tensors_of
 from deepspeed_ext.optimizers.choice import view_of
 from deepspeed_ext.optimizers.groups import group_scalars, load_group_scalars
 from deepspeed_ext.optimizers.sharing import share_states, shared_states
 from deepspeed_ext.optimizers.states import materialise
 from deepspeed_ext.optimizers.view import Master, Weight
-from megatron_ft.capture import inner_optimizer
 from megatron_ft.capture.extra_state import extra_states, load_extra_states
 from megatron_ft.capture.state import live_tensors
 from megatron_ft.capture.values import host_copy, same_bits
@@ -52,10 +52,10 @@ class Stateful(Protocol):
 class EngineState:
     """Implements ``capture.state.TrainingState`` for an engine that is complete.
 
-    Making one creates moments that do not exist before the first step, and finds out which
-    weights do not follow from masters: those are captured too.  ``parts`` add to
-    ``objects``, under their names; :data:`RANDOM` is loaded last.  Raises ConfigError for
-    an optimizer that is not known or keeps something unknown.
+    Tensors are those of the last ``refresh``.  Making one creates moments that do not exist
+    before the first step, and finds out which weights do not follow from masters: those are
+    captured too.  ``parts`` add to ``objects``, under their names; :data:`RANDOM` is loaded
+    last.  Raises ConfigError for an optimizer that is not known or keeps something unknown.
     """
 
     def __init__(self, engine: Any, parts: Mapping[str, Stateful] | None = None) -> None:
@@ -63,7 +63,10 @@ class EngineState:
         self._parts = dict(parts or {})
         assert not OWN & self._parts.keys(), f"parts must not be called {sorted(OWN)}"
         self._view = view_of(engine)
+        self._model = ModelTensors(engine, self._view.owned)
         self._masters: list[Master] = []
+        self._kept = tensors_of([])
+        self._tensors: dict[str, torch.Tensor] | None = None
         self._unlike_masters: set[str] = set()
         self._description: Description | None = None
         self._shared: dict[str, str] = {}
@@ -76,8 +79,10 @@ class EngineState:
         self._masters = list(self._view.masters())
         for master in self._masters:
             materialise(master)
+        self._kept = tensors_of(self._masters)
         self._shared = shared_states(self._masters)
-        self._frozen.loaded(self._frozen_parameters())
+        self._model.refresh()
+        self._frozen.loaded(self._model.frozen)
         self._unlike_masters = {w.name for w in self._view.weights() if not _follows(w)}
         if self._unlike_masters:
             logger.warning(
@@ -86,6 +91,19 @@ class EngineState:
                 len(self._unlike_masters),
                 min(self._unlike_masters),
             )
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look at the model, and at what its optimizer keeps, as they are now."""
+        self._model.refresh()
+        weights = {weight.name: weight.tensor for weight in self._captured_weights()}
+        self._tensors = {**self._model.frozen, **weights, **self._kept.tensors()}
+
+    def forget_tensors(self) -> None:
+        """Let go of what ``refresh`` found: DeepSpeed is about to give its memory back."""
+        self._model.forget()
+        self._kept.forget()
+        self._tensors = None
 
     def inner_optimizers(self) -> list[Any]:
         """The optimizers before whose steps captures have to be over."""
@@ -93,24 +111,24 @@ class EngineState:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Masters, moments, steps, frozen parameters: changed by the optimizer alone."""
-        found = self._frozen_parameters()
-        found |= {weight.name: weight.tensor for weight in self._captured_weights()}
-        for master in self._masters:
-            found |= _tensors_of(master)
-        return found
-
-    def _frozen_parameters(self) -> dict[str, torch.Tensor]:
-        return frozen_parameters(self._engine.module, self._view.owned())
+        return self._found()
 
     def boundary_tensors(self) -> dict[str, torch.Tensor]:
         """Every buffer: forward may change it."""
-        return buffers(self._engine.module)
+        self._found()
+        return self._model.buffers
+
+    def _found(self) -> dict[str, torch.Tensor]:
+        if self._tensors is None:
+            self.refresh()
+        assert self._tensors is not None
+        return self._tensors
 
     def replicas(self) -> dict[str, Any]:
         """Tensors of optimizers that several ranks keep equal, with the group of these ranks."""
         found = {weight.name: weight.replicas for weight in self._captured_weights()}
         for master in self._masters:
-            found |= dict.fromkeys(_tensors_of(master), master.replicas)
+            found |= dict.fromkeys(names_of(master), master.replicas)
         return {name: group for name, group in found.items() if group is not None}
 
     def replica_group(self, name: str) -> Any:
@@ -155,19 +173,23 @@ class EngineState:
 
         ConfigError if the script changes parameters that are taken for frozen.
         """
-        self._frozen.check(self._frozen_parameters())
+        self._found()
+        self._frozen.check(self._model.frozen)
         own = {
             "version": OBJECTS_VERSION,
             "training": counters.capture(self._engine),
             "groups": [group_scalars(inner) for inner in self._view.inner()],
-            "numbers": {
-                m.name: inner_optimizer.state_numbers(m.inner, m.parameter) for m in self._masters
-            },
+            "numbers": self._numbers(),
             "shared": dict(self._shared),
             "optimizer": host_copy(self._view.scalars()),
-            "modules": host_copy(extra_states(self._engine.module.named_modules())),
+            "modules": host_copy(extra_states(self._model.tree.keeping)),
         }
         return own | {name: part.state_dict() for name, part in self._parts.items()}
+
+    def _numbers(self) -> dict[str, dict[str, Any]]:
+        """By every master's name, in order; {} where none has any, as torch's optimizers do."""
+        kept = self._kept.numbers()
+        return {master.name: kept.get(master.name, {}) for master in self._masters} if kept else {}
 
     def load(self, objects: dict[str, Any]) -> None:
         """Set everything that is not a captured tensor, after those were filled in place.
@@ -197,15 +219,10 @@ class EngineState:
         for inner, scalars in zip(self._view.inner(), objects["groups"], strict=True):
             load_group_scalars(inner, scalars)
         for master in self._masters:
-            master.inner.state[master.parameter].update(objects["numbers"][master.name])
+            numbers = objects["numbers"].get(master.name, {})
+            master.inner.state[master.parameter].update(numbers)
         self._view.load_scalars(objects["optimizer"])
 
 
 def _follows(weight: Weight) -> bool:
     return same_bits(weight.tensor, weight.master.to(weight.tensor.device, weight.tensor.dtype))
-
-
-def _tensors_of(master: Master) -> dict[str, torch.Tensor]:
-    kept = inner_optimizer.state_tensors(master.inner, master.parameter)
-    found = {"master": master.tensor, **kept}
-    return {f"{master.name}/{name}": tensor.detach() for name, tensor in found.items()}

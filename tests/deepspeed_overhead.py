@@ -23,6 +23,7 @@ from megatron_ft.capture.copier import CopyItem, ShouldStop
 from megatron_ft.capture.cpu import CpuCopier
 from megatron_ft.capture.manager import SnapshotManager
 from megatron_ft.capture.rng import RngState
+from megatron_ft.capture.state import live_tensors
 from megatron_ft.config import SnapshotConfig
 
 ROUNDS, WIDTH = 25, 4608
@@ -61,7 +62,7 @@ def measure() -> None:
     manager.prepare(state)
     for inner in state.inner_optimizers():
         manager.register_fence(inner)
-    size = sum(t.nbytes for t in state.tensors().values())
+    size = sum(t.nbytes for t in live_tensors(state).values())
     plain = PlainCopy(folder / "plain", size, config.copy_piece_bytes)
     found: dict[str, Any] = {"capture": [], "memcpy": [], "calls": []}
     train_step(engine)

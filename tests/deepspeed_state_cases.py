@@ -18,6 +18,7 @@ from torch import distributed
 
 from deepspeed_ext.state import RANDOM, EngineState
 from megatron_ft.capture.plan import plan_state
+from megatron_ft.capture.state import live_tensors
 from megatron_ft.errors import ConfigError, LayoutMismatchError
 
 
@@ -40,12 +41,12 @@ def reloading_is_followed() -> None:
     """DeepSpeed's own load makes new moments; these are captured then, under the same names."""
     engine = engine_of(1, "bf16")
     state = EngineState(engine)
-    before = state.tensors()
+    before = live_tensors(state)
     train_step(engine)
     engine.save_checkpoint(sys.argv[1])
     engine.load_checkpoint(sys.argv[1])
     state.rescan()
-    after = state.tensors()
+    after = live_tensors(state)
     assert after.keys() == before.keys()
     assert after["optimizer/0/exp_avg"].data_ptr() != before["optimizer/0/exp_avg"].data_ptr()
     for master in engine.optimizer.single_partition_of_fp32_groups:
@@ -65,7 +66,7 @@ def moved_states_are_followed() -> None:
     train_step(engine)
     masters = engine.optimizer.single_partition_of_fp32_groups
     assert before != [master.data_ptr() for master in masters], "nothing was moved"
-    captured = {tensor.data_ptr() for tensor in state.tensors().values()}
+    captured = {tensor.data_ptr() for tensor in live_tensors(state).values()}
     assert {master.data_ptr() for master in masters} <= captured
     engine.destroy()
 

@@ -26,6 +26,7 @@ from megatron_ft.arena.arena import Arena
 from megatron_ft.capture.copier import CopyItem, ShouldStop
 from megatron_ft.capture.cpu import CpuCopier
 from megatron_ft.capture.manager import SnapshotManager
+from megatron_ft.capture.state import live_tensors
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.erasure.stripes import RankPlace
 from megatron_ft.fewer_ranks import RankRule
@@ -129,7 +130,7 @@ class ArenaManager(SnapshotManager):
         return super().load(into)
 
     def _poison(self, into: Any) -> None:
-        poison({**into.tensors(), **into.boundary_tensors()}.values())
+        poison(live_tensors(into).values())
         poison(self._of(into))
 
     def decline(self) -> None:

@@ -116,6 +116,8 @@ def _fill_inner(inner: Any, objects: Mapping[str, Any]) -> None:
         for name, group in zip(group_names(groups), groups, strict=True):
             group.update(captured[name])
         states = [inner["state"][index] for index in sorted(inner["state"])]
+    if not numbers:
+        return  # it keeps none beside tensors
     if len(states) != len(numbers):
         raise ExportError(f"{len(states)} optimizer states were recorded, {len(numbers)} captured")
     for state, values in zip(states, numbers, strict=True):

@@ -60,8 +60,17 @@ class PlainView:
         return []
 
     def owned(self) -> Iterable[torch.Tensor]:
-        """The trained parameters."""
-        return [master.parameter for master in self.masters()]
+        """The trained parameters; ConfigError for one that is not in the model."""
+        owned = [
+            parameter
+            for group in self._inner.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
+        if not self._names.keys() >= set(map(id, owned)):
+            for parameter in owned:
+                self._name(parameter)
+        return owned
 
     def publish(self, kept: Mapping[str, torch.Tensor]) -> None:
         """Nothing follows from masters."""
