@@ -90,6 +90,8 @@ def _replace_methods(engine: Any, run: SnapshotRun) -> None:
         step: run.around_step,
         "load_checkpoint": run.around_load,
         "save_checkpoint": run.around_save,
+        "offload_states": run.around_move,
+        "reload_states": run.around_move,
         "destroy": run.around_destroy,
     }
     if run.losses.on and not engine.pipeline_parallelism:

@@ -108,13 +108,21 @@ class SnapshotRun:
                 self._print(f"not loading {load_dir}: the {self._restored} was restored")
         return bool(self._restored)
 
+    def around_move(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        """``offload_states`` or ``reload_states``: states get other memory, and free theirs."""
+        with self._at_rest():
+            return original(*args, **kwargs)
+
     @contextmanager
     def _at_rest(self) -> Iterator[None]:
-        """Around what replaces all tensors: no capture reads them, no hang is seen meanwhile."""
+        """Around what replaces all tensors: no hang is seen, no capture reads or keeps them."""
         if self._manager is None:
             yield
             return
         with self._manager.fence(), self._manager.watch.pause():
+            self._manager.forget_tensors()
+            if self._state is not None:
+                self._state.forget_tensors()
             yield
 
     @contextmanager

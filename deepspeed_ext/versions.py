@@ -23,6 +23,8 @@ USED = (
         ("load_dir", "tag", "load_optimizer_states", "load_module_only"),
     ),
     Required(_ENGINE, "save_checkpoint", ("save_dir", "tag", "client_state", "save_latest")),
+    Required(_ENGINE, "offload_states"),
+    Required(_ENGINE, "reload_states"),
     Required(_ENGINE, "destroy"),
     Required("deepspeed.runtime.pipe.engine.PipelineEngine", "train_batch"),
     Required(_BASE, "create", ("info",)),
