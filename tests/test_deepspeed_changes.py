@@ -10,18 +10,27 @@ import pytest
 
 pytest.importorskip("torch")
 
-CASES = (
-    "deepspeed_offload_cases:offloaded_memory_is_given_back",
-    "deepspeed_offload_cases:states_move_when_no_copy_reads_them",
+CHANGES = (
+    "changes_are_followed",
+    "memory_that_moves_before_the_copy_is_followed",
+    "other_layouts_are_refused",
 )
+OFFLOADS = ("offloaded_memory_is_given_back", "states_move_when_no_copy_reads_them")
+CASES = [
+    *(("deepspeed_change_cases:" + case, stage) for case in CHANGES for stage in ("0", "2", "3")),
+    *(("deepspeed_offload_cases:" + case, "2") for case in OFFLOADS),
+]
+"""What is run, and at which stage of ZeRO; without it in two ranks, each of which stores a part."""
 
 
 @pytest.mark.deepspeed
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
-@pytest.mark.parametrize("case", CASES)
-def test_changes_of_an_engine(case: str, deepspeed_server: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "stage"), CASES)
+def test_changes_of_an_engine(case: str, stage: str, deepspeed_server: Any, tmp_path: Path) -> None:
     from fork_server import Request
 
-    outcome = deepspeed_server.run(Request(case, [str(tmp_path / "arena")], 1, str(tmp_path), 60.0))
+    argv, ranks = [str(tmp_path / "arena"), stage], 2 if stage == "0" else 1
+    request = Request(case, argv, ranks, str(tmp_path), 60.0)
+    outcome = deepspeed_server.run(request)
     assert not any(outcome.codes), outcome.story()
