@@ -15,9 +15,11 @@ CHANGES = (
     "memory_that_moves_before_the_copy_is_followed",
     "other_layouts_are_refused",
 )
+CALLS = "a_save_makes_few_calls_for_more_tensors"
 OFFLOADS = ("offloaded_memory_is_given_back", "states_move_when_no_copy_reads_them")
 CASES = [
     *(("deepspeed_change_cases:" + case, stage) for case in CHANGES for stage in ("0", "2", "3")),
+    *(("deepspeed_calls_cases:" + CALLS, stage) for stage in ("0", "3")),
     *(("deepspeed_offload_cases:" + case, "2") for case in OFFLOADS),
 ]
 """What is run, and at which stage of ZeRO; without it in two ranks, each of which stores a part."""
