@@ -80,9 +80,10 @@ class FrozenParameters:
         step = -(-len(names) // LOOKED_AT) or 1
         chosen = names[self._checks % step :: step]
         self._checks += 1
-        for device in {tensors[name].device for name in chosen}:
-            here = [name for name in chosen if tensors[name].device == device]
-            now = torch.cat([_sample(tensors[name]) for name in here])
+        kinds = {name: (tensors[name].device, tensors[name].dtype) for name in chosen}
+        for device, dtype in dict.fromkeys(kinds.values()):
+            here = [name for name in chosen if kinds[name] == (device, dtype)]
+            now = torch.cat([_elements(tensors[name]) for name in here]).view(torch.uint8)
             before = torch.cat([self._known[name].to(device) for name in here])
             same_form = now.shape == before.shape
             self._looks.append(
@@ -103,5 +104,9 @@ def _samples(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """Some elements from all over it, as bytes, where it is."""
+    return _elements(tensor).clone().view(torch.uint8)
+
+
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // _SAMPLES)].clone().view(torch.uint8)
+    return flat[:: max(1, flat.numel() // _SAMPLES)]
