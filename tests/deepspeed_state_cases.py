@@ -85,6 +85,55 @@ def batch_sizes_come_back() -> None:
     engine.destroy()
 
 
+def numbers_come_back() -> None:
+    """What an optimizer keeps beside tensors is kept for every master, or for none."""
+    engine = engine_of(0, "fp32", model="deepspeed_models:with_host_adam")
+    train_step(engine)
+    state = EngineState(engine)
+    objects = state.objects()
+    masters = [name for name in state.tensors() if name.endswith("/master")]
+    assert objects["numbers"] == {name.removesuffix("/master"): {"step": 1} for name in masters}
+    train_step(engine)
+    assert {kept["step"] for kept in state.objects()["numbers"].values()} == {2}
+    state.load(objects)
+    assert {kept["step"] for kept in engine.optimizer.state.values()} == {1}
+    engine.destroy()
+
+
+def numbers_of_the_release_before_are_read() -> None:
+    """Which had an entry for every master, though torch's optimizers keep tensors alone."""
+    engine = engine_of(0, "fp32")
+    train_step(engine)
+    state = EngineState(engine)
+    objects = state.objects()
+    assert objects["numbers"] == {}
+    names = [name.removesuffix("/master") for name in state.tensors() if name.endswith("/master")]
+    kept = [dict(one) for one in engine.optimizer.state.values()]
+    for numbers in ({}, {name: {} for name in names}):
+        state.load(objects | {"numbers": numbers})
+        after = [dict(one) for one in engine.optimizer.state.values()]
+        assert all(
+            one[key] is more[key] for one, more in zip(kept, after, strict=True) for key in one
+        )
+    engine.destroy()
+
+
+def what_is_forgotten_is_found_again() -> None:
+    """Whoever asks first, and as it is by then."""
+    engine = engine_of(0, "fp32", model="deepspeed_models:with_host_adam")
+    train_step(engine)
+    state = EngineState(engine)
+    names, numbers = state.tensors().keys(), state.objects()["numbers"]
+    state.forget_tensors()
+    engine.module.mean = torch.rand_like(engine.module.mean)
+    assert state.boundary_tensors()["buffer/mean"] is engine.module.mean
+    state.forget_tensors()
+    assert state.objects()["numbers"] == numbers != {}
+    state.forget_tensors()
+    assert state.tensors().keys() == names
+    engine.destroy()
+
+
 def frozen_weights_that_move_are_refused() -> None:
     """They are copied while the next step runs: a teacher that follows would be half copied."""
     engine = engine_of(2, "bf16")

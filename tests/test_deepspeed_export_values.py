@@ -40,6 +40,15 @@ def test_none_was_ever_given() -> None:
     assert client_entries({}, {}) == {}
 
 
+def test_numbers_are_set_by_their_order_if_there_are_any() -> None:
+    tree = {"optimizer": {"state": {0: {"step": 9}, 1: {"step": 9}}, "param_groups": []}}
+    captured: dict[str, Any] = {"optimizer": {}, "groups": [{}], "numbers": {}}
+    fill(tree, captured)
+    assert tree["optimizer"]["state"] == {0: {"step": 9}, 1: {"step": 9}}
+    fill(tree, captured | {"numbers": {"optimizer/a": {"step": 3}, "optimizer/b": {}}})
+    assert tree["optimizer"]["state"] == {0: {"step": 3}, 1: {"step": 9}}
+
+
 def test_a_form_with_other_states_than_the_snapshot_is_refused() -> None:
     tree = {"optimizer": {"state": {0: {}, 1: {}}, "param_groups": []}}
     captured = {"optimizer": {}, "groups": [{}], "numbers": {"optimizer/0": {}}}
