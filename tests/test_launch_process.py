@@ -8,7 +8,9 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -17,9 +19,13 @@ from megatron_ft.errors import ControlPlaneError, MissingEnvironmentError
 from megatron_ft.launch import procfs
 from megatron_ft.launch.launcher import UNKNOWN_EXIT, ProcessGoneError
 from megatron_ft.launch.process import LocalProcess
+from megatron_ft.launch.slurm.allocation import Allocation
+from megatron_ft.launch.slurm.step import StepProcess
 
 TIMEOUT = 20.0
 SLEEP = ["sleep", "60"]
+LET_SECONDS = 0.5
+"""How long another thread may go on: nothing tells that it waits for this one."""
 
 
 @pytest.fixture
@@ -217,3 +223,93 @@ def test_stat_of_a_process_with_a_nasty_name(tmp_path: Path, started: list[Local
     process = spawn(started, tmp_path, [str(program), "60"])
     stat = procfs.read_stat(process.pid)
     assert stat is not None and stat.session == stat.group == process.pid
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("kind", [LocalProcess, StepProcess])
+def test_a_signal_reaches_no_stranger_when_another_thread_reaps(
+    tmp_path: Path,
+    started: list[LocalProcess],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[LocalProcess],
+    waits: bool,
+) -> None:
+    """The descriptor that is signalled through is closed by who reaps, and given out anew."""
+    stranger = spawn(started, tmp_path, SLEEP)
+    process = kind.spawn("n0", SLEEP, os.environ, tmp_path / "logs" / "log")
+    started.append(process)
+    strangers, own = os.pidfd_open(stranger.pid), os.pidfd_open(process.pid)
+    reaper = threading.Thread(target=process.join, args=(TIMEOUT,))
+    real, ended, waiting = signal.pidfd_send_signal, procfs.ended, threading.Event()
+
+    def watched(pidfd: int, timeout_seconds: float = 0.0) -> bool:
+        if timeout_seconds == TIMEOUT:
+            waiting.set()
+        return ended(pidfd, timeout_seconds)
+
+    def reaped_before(pidfd: int, number: int) -> None:
+        monkeypatch.undo()
+        real(own, signal.SIGKILL)
+        assert ended(own, TIMEOUT)
+        if not waits:
+            reaper.start()
+        reaper.join(LET_SECONDS)
+        if not reaper.is_alive():
+            os.dup2(strangers, pidfd)
+        real(pidfd, number)
+
+    monkeypatch.setattr(procfs, "ended", watched)
+    if waits:
+        reaper.start()
+        assert waiting.wait(TIMEOUT), "nobody waits for the process"
+    monkeypatch.setattr(signal, "pidfd_send_signal", reaped_before)
+    process.kill()
+    reaper.join(TIMEOUT)
+    assert not reaper.is_alive() and not process.alive()
+    assert not procfs.ended(strangers, LET_SECONDS), "a stranger got the signal"
+    os.close(strangers)
+    os.close(own)
+
+
+def test_who_comes_to_wait_while_another_thread_reaps_learns_the_status(
+    tmp_path: Path, started: list[LocalProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = spawn(started, tmp_path, SLEEP)
+    real, reaper = os.dup, threading.Thread(target=process.join, args=(TIMEOUT,))
+
+    def reaped_before(pidfd: int) -> int:
+        monkeypatch.undo()
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        assert procfs.ended(pidfd, TIMEOUT)
+        reaper.start()
+        reaper.join(LET_SECONDS)
+        return real(pidfd)
+
+    monkeypatch.setattr(os, "dup", reaped_before)
+    assert asyncio.run(asyncio.wait_for(process.wait(), TIMEOUT)) == -signal.SIGKILL
+    reaper.join(TIMEOUT)
+    assert not reaper.is_alive()
+
+
+def test_of_a_step_no_thread_sees_the_status_that_srun_gave(
+    tmp_path: Path, started: list[LocalProcess]
+) -> None:
+    """srun makes a 0 of a lost node: a trainer that had ended well."""
+    seen: Future[int] = Future()
+
+    class OfALostNode(Allocation):
+        def __init__(self) -> None:
+            """Nothing is asked of Slurm."""
+
+        def left(self) -> frozenset[str]:
+            other = threading.Thread(target=lambda: seen.set_result(process.join(TIMEOUT)))
+            other.start()
+            other.join(LET_SECONDS)
+            return frozenset()
+
+    process = StepProcess.spawn("n0", ["true"], os.environ, tmp_path / "log")
+    assert isinstance(process, StepProcess)
+    process.allocation = OfALostNode()
+    started.append(process)
+    assert process.join(TIMEOUT) == -signal.SIGKILL
+    assert seen.result(TIMEOUT) == -signal.SIGKILL

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import subprocess
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +25,7 @@ class LocalProcess:
     """Handle of a process on this machine; see ProcessHandle for what it promises.
 
     The kernel gives an exit status only to the parent: ``spawn`` knows it, ``attach``
-    does not and reports UNKNOWN_EXIT.
+    does not and reports UNKNOWN_EXIT.  Threads may share a handle.
     """
 
     def __init__(
@@ -51,6 +52,8 @@ class LocalProcess:
         self._node, self._pid, self._child, self._stat = node, pid, child, stat
         self._exit: int | None = None
         self._tree = tree
+        # Who reaps closes the pidfd, whose number may be another process's then.
+        self._lock = threading.RLock()
 
     @classmethod
     def spawn(
@@ -96,22 +99,27 @@ class LocalProcess:
 
     def alive(self) -> bool:
         """Whether it still runs."""
-        if self._exit is None and procfs.ended(self._pidfd):
-            self._reap()
-        return self._exit is None
+        with self._lock:
+            if self._exit is None and procfs.ended(self._pidfd):
+                self._reap()
+            return self._exit is None
 
     async def wait(self) -> int:
         """Its exit status once it has ended: below zero a signal, UNKNOWN_EXIT if not ours."""
-        if self.alive():
-            await self._end()
+        if (own := self._watched()) is not None:
+            await _end_of(own)
         if self._tree:
             await asyncio.to_thread(procfs.kill_matching, self._in_tree, f"what {self} started")
         return self._reap()
 
     def join(self, timeout_seconds: float) -> int:
         """As ``wait``, for callers without an event loop; ControlPlaneError after the timeout."""
-        if self.alive() and not procfs.ended(self._pidfd, timeout_seconds):
-            raise ControlPlaneError(f"{self} has not ended within {timeout_seconds:g} s")
+        if (own := self._watched()) is not None:
+            try:
+                if not procfs.ended(own, timeout_seconds):
+                    raise ControlPlaneError(f"{self} has not ended within {timeout_seconds:g} s")
+            finally:
+                os.close(own)
         return self._reap()
 
     def kill(self) -> None:
@@ -120,9 +128,7 @@ class LocalProcess:
             procfs.close_all(procfs.signal_matching(self._in_tree))
         if self._number_is_taken():
             return
-        if self.alive():
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        self._send(signal.SIGKILL)
         if self._stat.session == self._pid:
             procfs.close_all(procfs.signal_matching(self._in_session))
         elif self._stat.group == self._pid:
@@ -134,23 +140,29 @@ class LocalProcess:
         state = "running" if self._exit is None else f"ended with {self._exit}"
         return f"<process {self._pid} on {self._node or 'no node'}, {state}>"
 
-    async def _end(self) -> None:
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
-        # A loop keeps one reader per descriptor: each waiting task needs its own.
-        own = os.dup(self._pidfd)
-        loop.add_reader(own, _finish, done)
-        try:
-            await done
-        finally:
-            loop.remove_reader(own)
-            os.close(own)
+    def _send(self, number: int) -> bool:
+        """A signal to it alone; whether it still ran."""
+        with self._lock:
+            running = self.alive()
+            if running:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._pidfd, number)
+            return running
+
+    def _watched(self) -> int | None:
+        """A descriptor of the caller's own by which to see its end; None once it has ended."""
+        with self._lock:
+            return os.dup(self._pidfd) if self.alive() else None
 
     def _reap(self) -> int:
-        if self._exit is None:
-            self._exit = UNKNOWN_EXIT if self._child is None else self._child.wait()
-            self._close()
-        return self._exit
+        with self._lock:
+            if self._exit is None:
+                self._exit = self._status()
+                self._close()
+            return self._exit
+
+    def _status(self) -> int:
+        return UNKNOWN_EXIT if self._child is None else self._child.wait()
 
     def _in_session(self, pid: int) -> bool:
         stat = procfs.read_stat(pid)
@@ -213,6 +225,18 @@ def _popen(
         )
     finally:
         os.close(source)
+
+
+async def _end_of(pidfd: int) -> None:
+    """Await its end and close it; a loop keeps one reader per descriptor: each has its own."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(pidfd, _finish, done)
+    try:
+        await done
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
 
 
 def _finish(done: asyncio.Future[None]) -> None:

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from megatron_ft.launch.outer_launcher import STEP_PLACES, outside_of_steps
@@ -74,20 +73,16 @@ class StepProcess(LocalProcess):
         srun does so at SIGTERM.  It is ended itself when it takes too long: what then still
         runs is on a node that cannot be reached, whose SMP ends it when its lease is over.
         """
-        if not self.alive():
+        if not self._send(signal.SIGTERM):
             return
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
         timer = threading.Timer(END_SECONDS, super().kill)
         timer.daemon = True
         timer.start()
 
-    def _reap(self) -> int:
-        if self._exit is None:
-            status = super()._reap()
-            left = self.allocation is None or self.node in self.allocation.left()
-            self._exit = task_status(status, left)
-        return self._exit
+    def _status(self) -> int:
+        status = super()._status()
+        left = self.allocation is None or self.node in self.allocation.left()
+        return task_status(status, left)
 
 
 def task_status(status: int, node_left: bool) -> int:

@@ -51,9 +51,7 @@ class StepWorld(WorldProcess):
         for pid in self._sruns():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-        if self.alive():
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        self._send(signal.SIGKILL)
         # Now, as the supervisor may end before the timer does: ranks of this very node.
         procfs.close_all(procfs.signal_matching(self._is_rank))
         timer = threading.Timer(END_SECONDS, super().kill)
