@@ -25,6 +25,7 @@ from megatron_ft.disk.native import iteration_of, retract
 from megatron_ft.disk.source import open_newest
 from megatron_ft.errors import ExportError
 from megatron_ft.export.formats import Writer, format_of, writer_of
+from megatron_ft.export.hold import hold_to_write
 from megatron_ft.export.publish import partial_of
 from megatron_ft.identity import Ancestor, SnapshotId
 from megatron_ft.recovery.lineage import on_lineage
@@ -72,11 +73,17 @@ def superfluous(names: list[str], keep: int) -> list[str]:
 def export(plan: DrainPlan) -> None:
     """Export the drained checkpoint of the plan, then remove older exports of the job.
 
-    A folder that is there already is left as it is; ExportError if another job exported it.
+    A folder that is there already is left as it is; ExportError if another job exported it, or
+    exports to the plan's folder now.
     """
     directory = plan.export_dir
     assert directory is not None
     Disk().make_folder(directory)
+    with hold_to_write(directory, plan.job):
+        _export(plan, directory)
+
+
+def _export(plan: DrainPlan, directory: Path) -> None:
     with open_newest(open_checkpoint(plan.folder)) as shards:
         writer = writer_of(format_of(shards))
         withdraw(plan, directory, writer)
