@@ -10,6 +10,8 @@ from megatron_ft.doctor.facts import (
     ArenaPlace,
     Clock,
     DrainPlace,
+    ExportFolder,
+    ExportPlace,
     Facts,
     MemoryLimit,
     NodeFacts,
@@ -65,6 +67,7 @@ def node(name: str, **changes: Any) -> NodeFacts:
         arena=arena(inode=inode),
         rates=Rates(10e9, 9e9, 5e9),
         drain=DrainPlace(1e9, ".token", 1 << 50),
+        exports={"/exports": ExportPlace(same=True, locked=True)},
     )
     return msgspec.structs.replace(good, **changes)
 
@@ -91,6 +94,10 @@ def world(**changes: Any) -> WorldFacts:
     return msgspec.structs.replace(good, **changes)
 
 
+def exports(**changes: Any) -> ExportFolder:
+    return msgspec.structs.replace(ExportFolder("--drain-export-dir", "/exports"), **changes)
+
+
 def facts(**changes: Any) -> Facts:
     good = Facts(
         wishes=wishes(),
@@ -100,6 +107,7 @@ def facts(**changes: Any) -> Facts:
         world=world(),
         drain_tokens=dict.fromkeys(NODES, ".token"),
         no_kill="set",
+        exports=(exports(),),
     )
     return msgspec.structs.replace(good, **changes)
 

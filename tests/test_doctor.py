@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import json
 import os
 import resource
@@ -10,20 +12,32 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from doctor_facts import wishes
 
 from megatron_ft.cli import main as cli
 from megatron_ft.doctor import as_trainer, machine
 from megatron_ft.doctor.answer import MARK, answers, last_words
 from megatron_ft.doctor.examine import DrainToken
-from megatron_ft.doctor.facts import NodeFacts, ProbeRequest, TrainerFacts
+from megatron_ft.doctor.export_folders import export_folders, try_folder
+from megatron_ft.doctor.facts import (
+    ExportFolder,
+    ExportPlace,
+    NodeFacts,
+    ProbeRequest,
+    TrainerFacts,
+    Wishes,
+)
 from megatron_ft.doctor.rates import measure_drain
 from megatron_ft.environment import INCARNATION, JOB, NODE, NODE_DIR
+from megatron_ft.export.hold import Holder, hold
+from megatron_ft.launch.job_state import JobState, state_folder
 
 MIB = 1 << 20
 TIMEOUT = 60
@@ -46,11 +60,18 @@ def lower_limits() -> None:
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
 
 
-def probe(root: Path, drain: Path | None = None, rate: int = MIB, **options: Any) -> NodeFacts:
+def probe(
+    root: Path,
+    drain: Path | None = None,
+    rate: int = MIB,
+    exports: Path | None = None,
+    **options: Any,
+) -> NodeFacts:
     """The real probe as a process of its own, as a launcher starts it."""
     node_dir = root / "job" / "n0"
     node_dir.mkdir(parents=True, exist_ok=True)
-    request = ProbeRequest(".token", str(root), "rs:2+1", str(drain or ""), rate)
+    folders = () if exports is None else (str(exports),)
+    request = ProbeRequest(".token", str(root), "rs:2+1", str(drain or ""), rate, folders)
     marks = {JOB: "job", NODE: "n0", NODE_DIR: str(node_dir), INCARNATION: "0"}
     done = subprocess.run(
         [sys.executable, "-m", "megatron_ft.doctor.probe"], env={**os.environ, **marks},
@@ -113,6 +134,87 @@ def test_a_drain_folder_that_gives_files_to_others_is_none(tmp_path: Path) -> No
         assert os.listdir(folder) == [".token.n0"]
 
 
+def wishes_with(folder: Path, job: uuid.UUID | None = None) -> Wishes:
+    return wishes(exports={"--drain-export-dir": str(folder)}, job=job)
+
+
+def test_a_probe_sees_the_lock_that_is_taken_here_in_the_same_folder(
+    small_tmpfs: Path, tmp_path: Path
+) -> None:
+    """Where it is not, locks are each machine's own; here the other folder stands for that."""
+    with export_folders(wishes_with(tmp_path / "here"), ".token") as (here,):
+        assert here == ExportFolder("--drain-export-dir", str(tmp_path / "here"))
+        found = probe(small_tmpfs, exports=tmp_path / "here").exports
+        assert found == {str(tmp_path / "here"): ExportPlace(same=True, locked=True)}
+        (tmp_path / "there").mkdir()
+        assert try_folder(tmp_path / "there", ".token", "n0") == ExportPlace()
+        (tmp_path / "there" / ".token.lock").write_text(".another")
+        assert try_folder(tmp_path / "there", ".token", "n0") == ExportPlace()
+        (tmp_path / "there" / ".token.lock").write_text(".token")
+        assert try_folder(tmp_path / "there", ".token", "n0") == ExportPlace(same=True)
+        missing = try_folder(tmp_path / "missing", ".token", "n0")
+        assert missing.error == "No such file or directory"
+        (tmp_path / "here" / ".token.n1.export").touch()
+    assert not list((tmp_path / "here").iterdir()), "nothing is left"
+
+
+def test_one_folder_may_be_named_by_two_flags(tmp_path: Path) -> None:
+    flags = {"--drain-export-dir": str(tmp_path), "--export-on-failure": f"{tmp_path}/../x/."}
+    (tmp_path.parent / "x").symlink_to(tmp_path)
+    with export_folders(wishes(exports=flags), ".token") as found:
+        assert found == tuple(ExportFolder(flag, folder) for flag, folder in flags.items())
+        assert try_folder(tmp_path, ".token", "n0") == ExportPlace(same=True, locked=True)
+
+
+def test_where_nothing_can_be_locked_the_doctor_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with export_folders(wishes_with(tmp_path), ".token") as (here,):
+        assert (here.holder, here.problem) == ("", "No locks available")
+        seen = try_folder(tmp_path, ".token", "n0")
+        assert seen == ExportPlace(same=True, problem="No locks available")
+
+
+def test_the_doctor_names_the_job_that_exports_to_a_folder(tmp_path: Path) -> None:
+    holder = Holder("other", uuid.UUID(int=1), "there", 22)
+
+    def found(job: uuid.UUID | None = None) -> str:
+        with export_folders(wishes_with(tmp_path, job), ".token") as (here,):
+            return here.holder
+
+    with hold(tmp_path, holder):
+        assert found() == found(uuid.UUID(int=2)) == "job 'other' (process 22 on there)"
+        assert found(holder.job) == "", "that job goes on"
+    assert found() == "", "it has ended"
+    with hold(tmp_path, Holder("later", uuid.UUID(int=3), "here", 33)) as problem:
+        assert problem == "", "the doctor keeps nobody out"
+
+
+def test_a_job_may_go_on_where_it_exports_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exports = tmp_path / "exports"
+    exports.mkdir()
+    flags = ["--json", "--nodes", "1", "--protect", "none", "--rate-mib", "1"]
+    flags += ["--state-dir", str(tmp_path / "state"), "--drain-dir", str(tmp_path / "drains")]
+    flags += ["--drain-interval", "5", "--drain-export-dir", str(exports)]
+    found = {}
+    with (
+        tempfile.TemporaryDirectory() as root,
+        JobState(state_folder("first", tmp_path / "state"), "first") as state,
+        hold(exports, Holder("first", state.record.job, "here", 11)),
+    ):
+        for job in ("first", "second"):
+            cli.main(["doctor", *flags, "--arena-dir", root, "--job", job, "--", sys.executable])
+            findings = json.loads(capsys.readouterr().out)["findings"]
+            found[job] = next(f["verdict"] for f in findings if f["check"] == "export folder")
+    assert found == {"first": "ok", "second": "refused"}
+
+
 def test_nothing_is_left_of_a_probe_that_was_killed(tmp_path: Path) -> None:
     with DrainToken(tmp_path, ".token"):
         (tmp_path / ".token.n0.checkpoint").mkdir()
@@ -169,6 +271,7 @@ def test_doctor_takes_runs_flags_and_names_each_cause(small_tmpfs: Path, tmp_pat
     (tmp_path / "racks").write_text("r1: node[0-1]\nr2: node2")
     drain = tmp_path / "file" / "drain"
     (tmp_path / "file").touch()
+    (tmp_path / "held").mkdir()
     command = [
         sys.executable, "-m", "megatron_ft.cli.main", "doctor", "--json", "--rate-mib", "1",
         "--nodes", "2", "--spares", "1", "--arena-dir", str(small_tmpfs), "--shard-gib", "0.1",
@@ -176,15 +279,22 @@ def test_doctor_takes_runs_flags_and_names_each_cause(small_tmpfs: Path, tmp_pat
         "--", sys.executable, "train.py", "--inmem-snapshot", "--inmem-protect", "xor:2",
         "--inmem-drain-dir", str(drain), "--inmem-drain-interval", "5",
         "--inmem-drain-export-dir", str(tmp_path / "made" / "exports"),
+        "--inmem-export-on-failure", str(tmp_path / "held"),
     ]  # fmt: skip
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, preexec_fn=lower_limits, timeout=200, check=False
-    )
+    with hold(tmp_path / "held", Holder("other", uuid.UUID(int=1), "there", 22)):
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, preexec_fn=lower_limits, timeout=200, check=False
+        )
     report = json.loads(done.stdout)
     found = {f["check"]: f for f in report["findings"]}
     assert done.returncode == 1 and report["verdict"] == "refused"
     refused = {check for check, f in found.items() if f["verdict"] == "refused"}
-    assert refused - {"versions"} == {"memory", "descriptors", "drain folder"}, report
+    assert refused - {"versions"} == {
+        "memory", "descriptors", "drain folder", "export folder"
+    }, report  # fmt: skip
+    ways = {f["text"].split()[0]: f for f in report["findings"] if f["check"] == "export folder"}
+    assert ways["--drain-export-dir"]["verdict"] == "ok", "it is made for the while"
+    assert "job 'other' (process 22 on there) exports" in ways["--export-on-failure"]["text"]
     assert "free space of" in found["memory"]["text"]
     assert "Not a directory" in found["drain folder"]["text"]
     # The first two nodes are of one rack: the third trains, the second is the spare.

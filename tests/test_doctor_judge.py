@@ -12,6 +12,7 @@ from doctor_facts import (
     PACKAGES,
     STEP,
     arena,
+    exports,
     facts,
     node,
     trainer,
@@ -26,7 +27,15 @@ from hypothesis import strategies as st
 from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.cli.doctor import EXIT_CODES
 from megatron_ft.doctor.examine import clock_between
-from megatron_ft.doctor.facts import Clock, DrainPlace, Facts, Leftover, MemoryLimit, Rates
+from megatron_ft.doctor.facts import (
+    Clock,
+    DrainPlace,
+    ExportPlace,
+    Facts,
+    Leftover,
+    MemoryLimit,
+    Rates,
+)
 from megatron_ft.doctor.finding import Finding, Verdict, as_json, by_node, render, worst
 from megatron_ft.doctor.judge import judge
 from megatron_ft.doctor.needs import node_bytes, parameters_of, shard_size, shortest_scheme
@@ -100,6 +109,18 @@ CASES: list[tuple[Facts, str, str, str, str]] = [
      "only 959.00 GiB are free", ""),
     (with_node("n2", drain=DrainPlace(1e8, ".token", 1 << 50)), "drain folder", "warning",
      "10% of the typical", "n2"),
+    (facts(exports=(exports(holder="job 'other' (process 7 on x)"),)), "export folder", "refused",
+     "--drain-export-dir /exports: job 'other' (process 7 on x) exports there", ""),
+    (facts(exports=(exports(problem="No locks available"),)), "export folder", "warning",
+     "cannot be locked (No locks available)", ""),
+    (with_node("n2", exports={"/exports": ExportPlace(error="Read-only file system")}),
+     "export folder", "refused", "/exports: Read-only", "n2"),
+    (with_node("n2", exports={"/exports": ExportPlace()}), "export folder", "refused",
+     "another folder than here", "n2"),
+    (with_node("n2", exports={"/exports": ExportPlace(same=True, problem="No locks available")}),
+     "export folder", "warning", "cannot be locked there (No locks available)", "n2"),
+    (with_node("n2", exports={"/exports": ExportPlace(same=True)}), "export folder", "warning",
+     "a lock that is taken here is not seen there", "n2"),
 ]  # fmt: skip
 
 
@@ -242,6 +263,10 @@ def test_long_lines_are_folded_below_their_text() -> None:
     assert all(len(line) <= 100 for line in lines)
     assert all(line.startswith(" " * 23) for line in lines[1:])
     assert set(EXIT_CODES) == {0, 1, 3}
+
+
+def test_of_a_job_without_exports_no_folder_is_judged() -> None:
+    assert not [f for f in judge(facts(exports=())) if f.check == "export folder"]
 
 
 def test_tcp_that_was_asked_for_is_ok() -> None:

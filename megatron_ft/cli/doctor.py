@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from megatron_ft import json_section
 from megatron_ft.cli import agent_place, run, run_place
-from megatron_ft.cli.run_folders import make_folders
+from megatron_ft.cli.run_folders import EXPORTS, flag_of, make_folders
 from megatron_ft.cli.run_place import RunPlace
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.disk.drained import of_one_job
@@ -31,11 +31,11 @@ from megatron_ft.doctor.finding import Verdict, as_json, render, worst
 from megatron_ft.doctor.judge import judge
 from megatron_ft.doctor.needs import shard_size
 from megatron_ft.erasure.scheme import Scheme
-from megatron_ft.errors import ConfigError, ProtectionError
+from megatron_ft.errors import ConfigError, ControlPlaneError, ProtectionError
 from megatron_ft.flags import read_command
 from megatron_ft.launch import job_settings, torchrun
 from megatron_ft.launch.container import python_of, runtime_of
-from megatron_ft.launch.job_state import state_folder
+from megatron_ft.launch.job_state import read_record, state_folder
 from megatron_ft.launch.placement import choose_active
 from megatron_ft.launch.topology import read_domains
 from megatron_ft.launch.virtual import default_root
@@ -107,6 +107,7 @@ async def examine(
         scheme=settings.protect,
         drain_dir=str(settings.drain_dir or ""),
         rate_bytes=arguments.rate_mib << 20,
+        export_dirs=tuple(_exports(settings).values()),
     )
     try:
         with _unmade(settings):
@@ -149,6 +150,21 @@ def _refuse_what_run_refuses(
         make_folders(replace(spec, drain_dir=None, drain_interval=0))
 
 
+def _exports(settings: SnapshotConfig) -> dict[str, str]:
+    """Folders of exports by flag."""
+    found = {flag_of(name): getattr(settings, name) for name in EXPORTS}
+    return {flag: str(folder) for flag, folder in found.items() if folder}
+
+
+def _noted(arguments: argparse.Namespace) -> uuid.UUID | None:
+    """The job that would be gone on with."""
+    # Notes that cannot be read are refused by ``run``, which says so.
+    with suppress(ControlPlaneError):
+        record = read_record(state_folder(arguments.job, arguments.state_dir), arguments.job)
+        return None if record is None else record.job
+    return None
+
+
 def wishes_of(
     arguments: argparse.Namespace,
     settings: SnapshotConfig,
@@ -174,6 +190,8 @@ def wishes_of(
         domains_from=source or "",
         shard_bytes=shard.size,
         shard_source=shard.source,
+        exports=_exports(settings),
+        job=_noted(arguments),
         drain_dir=str(settings.drain_dir or ""),
         drain_keep=settings.drain_keep,
         transport=settings.transport,

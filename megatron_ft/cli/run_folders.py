@@ -15,13 +15,14 @@ from megatron_ft.export.hold import Holder, hold
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.spec import JobSpec
 
-_EXPORTS = ("drain_export_dir", "export_on_failure")
+EXPORTS = ("drain_export_dir", "export_on_failure")
+"""Settings that name folders of exports."""
 
 
 def make_folders(spec: JobSpec) -> None:
     """Make what drains and exports are written to; ConfigError names the flag."""
-    for name in ("drain_dir", *_EXPORTS):
-        make_folder(_flag(name), getattr(spec, name))
+    for name in ("drain_dir", *EXPORTS):
+        make_folder(flag_of(name), getattr(spec, name))
 
 
 @contextmanager
@@ -33,12 +34,12 @@ def exports_held(spec: JobSpec, state: JobState) -> Iterator[None]:
     holder = Holder(spec.name, state.record.job, socket.gethostname(), os.getpid())
     with ExitStack() as held:
         try:
-            for name in _EXPORTS:
+            for name in EXPORTS:
                 folder = getattr(spec, name)
                 problem = held.enter_context(hold(folder, holder)) if folder else ""
                 if problem:
                     say(
-                        f"{_flag(name)} {folder} cannot be locked ({problem}): see to it that no "
+                        f"{flag_of(name)} {folder} cannot be locked ({problem}): see to it that no "
                         "other job exports there"
                     )
         except ConfigError:
@@ -48,7 +49,8 @@ def exports_held(spec: JobSpec, state: JobState) -> Iterator[None]:
         yield
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """The flag of ``megatron-ft run`` that gives a setting."""
     return f"--{name.replace('_', '-')}"
 
 

@@ -15,6 +15,7 @@ import msgspec
 
 from megatron_ft.doctor import as_trainer
 from megatron_ft.doctor.answer import answers, last_words
+from megatron_ft.doctor.export_folders import export_folders
 from megatron_ft.doctor.facts import (
     Clock,
     Facts,
@@ -58,7 +59,10 @@ class Examination:
         """All facts.  What a node does not answer is said in its place."""
         nodes = self._wishes.nodes
         drain = Path(self._wishes.drain_dir) if self._wishes.drain_dir else None
-        with DrainToken(drain, self._request.token) as tokens:
+        with (
+            DrainToken(drain, self._request.token) as tokens,
+            export_folders(self._wishes, self._request.token) as exports,
+        ):
             probed = await asyncio.gather(*(self._probe(node) for node in nodes))
             seen = tokens.seen(nodes)
         trainers = await asyncio.gather(*(self._as_trainer(node) for node in nodes))
@@ -70,6 +74,7 @@ class Examination:
             clocks={n: clock for n, (_, clock) in zip(nodes, probed, strict=True) if clock},
             drain_tokens=seen,
             no_kill=await asyncio.to_thread(no_kill),
+            exports=exports,
         )
         return msgspec.structs.replace(found, world=await self._world(found))
 

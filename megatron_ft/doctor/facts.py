@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+
 import msgspec
 
 from megatron_ft.erasure.scheme import Scheme
@@ -15,6 +17,7 @@ class ProbeRequest(msgspec.Struct, frozen=True):
     scheme: str
     drain_dir: str = ""
     rate_bytes: int = 64 << 20
+    export_dirs: tuple[str, ...] = ()
 
 
 class MemoryLimit(msgspec.Struct, frozen=True):
@@ -66,13 +69,40 @@ class DrainPlace(msgspec.Struct, frozen=True):
     error: str = ""
 
 
+class ExportPlace(msgspec.Struct, frozen=True):
+    """A folder of exports on a node: whether the doctor's file in it is the ``same`` there.
+
+    ``locked`` is whether the node sees that the doctor has locked that; ``problem`` says why
+    nothing can be locked there.
+    """
+
+    same: bool = False
+    locked: bool = False
+    problem: str = ""
+    error: str = ""
+
+
+class ExportFolder(msgspec.Struct, frozen=True):
+    """A folder of exports where the supervisor is to run, and the ``flag`` that names it.
+
+    ``holder`` is the other job that exports there now, in words; ``problem`` says why it cannot
+    be locked.
+    """
+
+    flag: str
+    folder: str
+    holder: str = ""
+    problem: str = ""
+
+
 class NodeFacts(msgspec.Struct, frozen=True):
     """One node as its probe found it.
 
     ``machine`` is the same for nodes that share a kernel; ``pid_namespace`` for processes that
     know each other by number.  ``code`` is a digest of this
     package's sources.  ``began`` and ``ended`` are wall-clock seconds; the resource limits are
-    soft ones, -1 for none.  ``remove_ipc`` is None where there is no logind.
+    soft ones, -1 for none.  ``remove_ipc`` is None where there is no logind.  ``exports`` are by
+    folder.
     """
 
     machine: str
@@ -94,6 +124,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
     rates: Rates
     drain: DrainPlace | None
     pid_namespace: int = 0
+    exports: dict[str, ExportPlace] = {}
 
 
 class TrainerFacts(msgspec.Struct, frozen=True):
@@ -152,7 +183,8 @@ class Wishes(msgspec.Struct, frozen=True):
 
     ``shard_source`` says where the number comes from.  ``domains_from`` is the source of
     failure domains, empty for nodes.  ``container`` is what puts trainers into one, empty if
-    nothing is seen to.
+    nothing is seen to.  ``exports`` are folders by the flags that name them; ``job`` is the one
+    of which there are notes already.
     """
 
     scheme: Scheme
@@ -171,6 +203,8 @@ class Wishes(msgspec.Struct, frozen=True):
     deepspeed: bool = False
     command_python: bool = True
     container: str = ""
+    exports: dict[str, str] = {}
+    job: uuid.UUID | None = None
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -191,6 +225,7 @@ class Facts(msgspec.Struct, frozen=True):
     world: WorldFacts | None = None
     drain_tokens: dict[str, str] = {}
     no_kill: str | None = None
+    exports: tuple[ExportFolder, ...] = ()
 
     @property
     def answered(self) -> dict[str, NodeFacts]:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_ft.doctor.checks import cluster, container, limits, memory, network, speed, versions
+from megatron_ft.doctor.checks import (
+    cluster,
+    container,
+    exports,
+    limits,
+    memory,
+    network,
+    speed,
+    versions,
+)
 from megatron_ft.doctor.facts import Facts
 from megatron_ft.doctor.finding import Finding
 
@@ -29,6 +38,7 @@ CHECKS: tuple[Callable[[Facts], list[Finding]], ...] = (
     network.world,
     speed.clocks,
     speed.drain,
+    exports.folders,
 )
 
 

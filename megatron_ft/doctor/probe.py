@@ -18,6 +18,7 @@ import msgspec
 
 from megatron_ft.doctor.answer import say
 from megatron_ft.doctor.as_trainer import PACKAGES, versions
+from megatron_ft.doctor.export_folders import try_folder
 from megatron_ft.doctor.facts import NodeFacts, ProbeRequest
 from megatron_ft.doctor.machine import (
     arena_place,
@@ -63,6 +64,10 @@ def examine(request: ProbeRequest, where: ProcessEnvironment, began: float) -> N
         rates=rates,
         drain=drain,
         pid_namespace=pid_namespace(),
+        exports={
+            folder: try_folder(Path(folder), request.token, where.node)
+            for folder in request.export_dirs
+        },
     )
 
 

@@ -72,6 +72,21 @@ def hold_to_write(folder: Path, job: uuid.UUID) -> Iterator[None]:
         yield
 
 
+def held_by_other(folder: Path, job: uuid.UUID | None) -> str:
+    """Who exports to ``folder`` now, in words; "" if nobody does, nobody knows, or ``job`` does."""
+    with ExitStack() as held:
+        try:
+            lock = os.open(folder / LOCK, _OPEN)
+            held.callback(os.close, lock)
+            # For a moment a job that begins could take this process for another job.
+            if _try(lock, fcntl.LOCK_EX):
+                return ""
+            other = _signature(lock)
+        except OSError:
+            return ""
+    return "" if other is not None and other.job == job else _known(other)
+
+
 def _take(lock: int, folder: Path, holder: Holder) -> None:
     alone = _try(lock, fcntl.LOCK_EX)
     if alone:
