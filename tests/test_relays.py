@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from smp_node import SECRET, SmpNode, capture, create, run, say
 
 from megatron_ft.arena.format import SlotState
+from megatron_ft.coordinator import tree
 from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.cycle import Phase, SnapshotCycle
 from megatron_ft.coordinator.events import Observers
@@ -35,8 +36,8 @@ NAMES = ("n0", "n1", "n2", "n3")
 @given(st.integers(0, 200), st.integers(2, 33))
 def test_every_node_is_in_the_tree_once(count: int, fan_out: int) -> None:
     nodes = [f"n{i}" for i in range(count)]
-    tree = branches(nodes, fan_out)
-    assert [node for branch in tree for node in branch.nodes()] == nodes
+    top = branches(nodes, fan_out)
+    assert [node for branch in top for node in branch.nodes()] == nodes
 
     def check(below: tuple[Branch, ...]) -> None:
         assert len(below) <= fan_out
@@ -45,7 +46,7 @@ def test_every_node_is_in_the_tree_once(count: int, fan_out: int) -> None:
         for branch in below:
             check(branch.below)
 
-    check(tree)
+    check(top)
 
 
 @pytest.mark.parametrize("nodes, depth", [(32, 1), (33, 2), (1056, 2), (1057, 3), (33824, 3)])
@@ -122,7 +123,8 @@ class Chain:
         timing = Timing(heartbeat=heartbeat, lease=5 * heartbeat, node_timeout=90.0)
         self.of = Coordinator(JobKeys.derive(SECRET), Observers(), lambda world: None, timing)
         self.of.link_type = Counting
-        self.of.relays.fan_out, self.of.relays.patience = fan_out, 1.0
+        # Who is only slow is not given up: a machine may stand still for longer than a second.
+        self.of.relays.fan_out, self.of.relays.patience = fan_out, 60.0
         self.cycle = SnapshotCycle(incarnation, {f"dp{n}": n for n in NAMES}, (), Schedule(1))
         Counting.asked.clear()
         Counting.came.clear()
@@ -206,7 +208,9 @@ def test_one_request_reaches_all(smps: list[SmpNode]) -> None:
     run(story())
 
 
-def test_below_a_relay_that_hangs_all_are_asked_directly(smps: list[SmpNode]) -> None:
+def test_below_a_relay_that_hangs_all_are_asked_directly(
+    smps: list[SmpNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It hears of everything once it wakes up, late and twice, and nothing comes of it."""
 
     async def story() -> None:
@@ -215,6 +219,9 @@ def test_below_a_relay_that_hangs_all_are_asked_directly(smps: list[SmpNode]) ->
         relay = smps[1].process
         assert relay is not None
         os.kill(relay.pid, signal.SIGSTOP)
+        # The relay above gives it up long before it could be given up itself.
+        chain.of.relays.patience = 30.0
+        monkeypatch.setattr(tree, "LESS_PATIENCE", 0.03)
         try:
             chain.permit()
             await until_all([smps[0], smps[2], smps[3]], SlotState.CAPTURING)
