@@ -16,7 +16,7 @@ from tests.jobs import HANGING, Job, Result, difference, oracle
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 
 ITERATIONS = 60
-QUICK = HangSettings(floor=1.5, factor=5.0, first=60.0)
+QUICK = HangSettings(floor=3.0, factor=5.0, first=60.0)
 
 
 @pytest.fixture(scope="module")
