@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import coding, memory, training
+from benchmarks.jobs import Jobs
 from benchmarks.peers import comparison, cycles
 from benchmarks.peers.catalogue import WAYS
 from benchmarks.stripe import rows as stripes
@@ -125,7 +126,7 @@ def _parts(wanted: Sequence[str], options: argparse.Namespace) -> Iterator[Itera
     if "stripes" in wanted:
         yield stripes.rows(min(options.mib, 64), rounds)
     if "training" in wanted:
-        jobs = training.Jobs(rounds, device, arenas, options.job_seconds)
+        jobs = Jobs(rounds, device, arenas, options.job_seconds)
         yield from training.parts(options.mib // 2, jobs)
 
 

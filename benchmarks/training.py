@@ -5,39 +5,20 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
-import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
+from benchmarks.jobs import Jobs, alone, supervised
 from benchmarks.program import Plan
 from benchmarks.table import Row
-from megatron_ft.launch.ports import free_port
-from megatron_ft.launch.virtual import VirtualCluster
 
-END_SECONDS = 60.0
 SPARE_CORES = 4
 """With so many cores two ranks leave some for copies and parity, and the shadow has a limit."""
 
 NAMES = {"inmem": "megatron-ft, xor:2", "dcp": "DCP async_save", "torch.save": "torch.save"}
-
-
-@dataclass(frozen=True)
-class Jobs:
-    """How jobs are run: ``rounds`` of each, on ``device``, with all that they keep in a folder
-    below ``arenas``; one that takes longer than ``limit_seconds`` has failed."""
-
-    rounds: int
-    device: str
-    arenas: Path
-    limit_seconds: float
 
 
 def parts(mib: int, jobs: Jobs) -> Iterator[Iterator[Row]]:
@@ -121,81 +102,23 @@ def _mean(phase: list[dict[str, float]], figure: str) -> float:
 
 def _run(ranks: int, jobs: Jobs, *, method: str, **plan: Any) -> dict[str, Any]:
     """One job to its end; what its rank 0 measured."""
-    with tempfile.TemporaryDirectory(dir=jobs.arenas, prefix="megatron-ft-benchmark-") as folder:
-        out = Path(folder) / "measured.json"
+    with jobs.folder() as folder:
+        out = folder / "measured.json"
         text = msgspec.json.encode(
             Plan(
                 method=method,
                 rounds=jobs.rounds,
                 phase=8,
                 out=str(out),
-                folder=folder,
+                folder=str(folder),
                 device=jobs.device,
                 **plan,
             )
         ).decode()
         program = [sys.executable, "-m", "benchmarks.program", text]
         if method == "inmem":
-            _supervised(program, ranks, Path(folder), jobs.limit_seconds)
+            supervised(program, ranks, folder, jobs.limit_seconds)
         else:
-            _alone(program, ranks, jobs.limit_seconds)
+            alone(program, ranks, jobs.limit_seconds)
         found: dict[str, Any] = json.loads(out.read_text())
         return found
-
-
-def _environment() -> dict[str, str]:
-    root = str(Path(__file__).parents[1])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-
-
-def _supervised(program: list[str], ranks: int, folder: Path, limit_seconds: float) -> None:
-    protect = "xor:2" if ranks > 1 else "none"
-    job = f"benchmark-{uuid.uuid4().hex[:8]}"
-    flags = ["--job", job, "--nodes", str(ranks), "--protect", protect]
-    flags += ["--state-dir", str(folder / "state"), "--arena-dir", str(folder / "arenas")]
-    flags += ["--from-scratch"]
-    command = [sys.executable, "-m", "megatron_ft.cli.main", "run", *flags, "--", *program]
-    environment = {**_environment(), "MEGATRON_FT_SNAPSHOT_INTERVAL": "1"}
-    log = folder / "supervisor.log"
-    try:
-        with log.open("w") as to:
-            supervisor = subprocess.Popen(command, env=environment, stdout=to, stderr=to)
-            (code,) = _ended([supervisor], limit_seconds)
-    except TimeoutError as error:
-        raise RuntimeError(f"{error}: {log.read_text()[-3000:]}") from error
-    finally:
-        # A job that is not finished keeps its memory, for a next life that nobody will start.
-        VirtualCluster(job, ["node0"], folder / "arenas").destroy()
-    if code:
-        raise RuntimeError(f"the job failed ({code}): {log.read_text()[-3000:]}")
-
-
-def _alone(program: list[str], ranks: int, limit_seconds: float) -> None:
-    common = {**_environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    children = []
-    for rank in range(ranks):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        children.append(subprocess.Popen(program, env=common | place))
-    codes = _ended(children, limit_seconds)
-    if any(codes):
-        raise RuntimeError(f"the ranks ended with {codes}")
-
-
-def _ended(children: Sequence[subprocess.Popen[bytes]], limit_seconds: float) -> list[int]:
-    """Exit codes; TimeoutError if one has not ended by itself.
-
-    None outlives this call, and a supervisor has time to end its own processes.
-    """
-    try:
-        return [child.wait(timeout=limit_seconds) for child in children]
-    except subprocess.TimeoutExpired:
-        raise TimeoutError(f"no end within {limit_seconds:g} s") from None
-    finally:
-        for child in children:
-            child.terminate()
-        for child in children:
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(timeout=END_SECONDS)
-            child.kill()
-            child.wait()

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from benchmarks import training
+from benchmarks.jobs import Jobs
 from benchmarks.memory import _require_right, capturing, tensors
 from benchmarks.methods import METHODS
 from benchmarks.peers.catalogue import WAYS
@@ -261,7 +262,7 @@ def test_a_stall_is_measured_by_a_copy_of_its_own_time(monkeypatch: pytest.Monke
 
     phase = [iteration(1.0, 0.0), iteration(2.0, 0.5), iteration(2.0, 1.5), iteration(1.0, 1.5)]
     monkeypatch.setattr(training, "_run", lambda *_, **__: {"copy": 1.0, "phases": [[], phase]})
-    jobs = training.Jobs(7, "cpu", Path("/dev/shm"), 600.0)
+    jobs = Jobs(7, "cpu", Path("/dev/shm"), 600.0)
     (row,) = training._short(512, jobs)
     assert row.samples == pytest.approx((1.0, 0.5, 0.5))
 

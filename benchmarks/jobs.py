@@ -1,0 +1,97 @@
+"""Jobs of measured programs: under our supervisor, or ranks without one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ft.launch.ports import free_port
+from megatron_ft.launch.virtual import VirtualCluster
+
+END_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """How jobs are run: ``rounds`` of each, on ``device``, with all that they keep in a folder
+    below ``arenas``; one that takes longer than ``limit_seconds`` has failed."""
+
+    rounds: int
+    device: str
+    arenas: Path
+    limit_seconds: float
+
+    @contextmanager
+    def folder(self) -> Iterator[Path]:
+        """A folder for one job, gone afterwards."""
+        with tempfile.TemporaryDirectory(dir=self.arenas, prefix="megatron-ft-benchmark-") as path:
+            yield Path(path)
+
+
+def _environment() -> dict[str, str]:
+    root = str(Path(__file__).parents[1])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
+def supervised(program: list[str], ranks: int, folder: Path, limit_seconds: float) -> None:
+    """Run a program in ``ranks`` ranks, each on a node of its own, with all that is kept in
+    ``folder``; RuntimeError with the end of the log unless it ends well in time."""
+    protect = "xor:2" if ranks > 1 else "none"
+    job = f"benchmark-{uuid.uuid4().hex[:8]}"
+    flags = ["--job", job, "--nodes", str(ranks), "--protect", protect]
+    flags += ["--state-dir", str(folder / "state"), "--arena-dir", str(folder / "arenas")]
+    flags += ["--from-scratch"]
+    command = [sys.executable, "-m", "megatron_ft.cli.main", "run", *flags, "--", *program]
+    environment = {**_environment(), "MEGATRON_FT_SNAPSHOT_INTERVAL": "1"}
+    log = folder / "supervisor.log"
+    try:
+        with log.open("w") as to:
+            supervisor = subprocess.Popen(command, env=environment, stdout=to, stderr=to)
+            (code,) = _ended([supervisor], limit_seconds)
+    except TimeoutError as error:
+        raise RuntimeError(f"{error}: {log.read_text()[-3000:]}") from error
+    finally:
+        # A job that is not finished keeps its memory, for a next life that nobody will start.
+        VirtualCluster(job, ["node0"], folder / "arenas").destroy()
+    if code:
+        raise RuntimeError(f"the job failed ({code}): {log.read_text()[-3000:]}")
+
+
+def alone(program: list[str], ranks: int, limit_seconds: float) -> None:
+    """Run a program in ``ranks`` ranks that nobody watches; RuntimeError unless all end well,
+    TimeoutError if they do not in time."""
+    common = {**_environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    children = []
+    for rank in range(ranks):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        children.append(subprocess.Popen(program, env=common | place))
+    codes = _ended(children, limit_seconds)
+    if any(codes):
+        raise RuntimeError(f"the ranks ended with {codes}")
+
+
+def _ended(children: Sequence[subprocess.Popen[bytes]], limit_seconds: float) -> list[int]:
+    """Exit codes; TimeoutError if one has not ended by itself.
+
+    None outlives this call, and a supervisor has time to end its own processes.
+    """
+    try:
+        return [child.wait(timeout=limit_seconds) for child in children]
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"no end within {limit_seconds:g} s") from None
+    finally:
+        for child in children:
+            child.terminate()
+        for child in children:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=END_SECONDS)
+            child.kill()
+            child.wait()
