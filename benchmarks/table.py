@@ -13,6 +13,7 @@ class Row:
     """One figure: the median of ``samples`` in ``unit``, and what it must not miss.
 
     ``limit`` is in the same unit; ``more`` says whether more is better.  None: reported only.
+    A row without samples says in its ``note`` why there are none.
     """
 
     name: str
@@ -23,24 +24,28 @@ class Row:
     note: str = ""
 
     @property
-    def median(self) -> float:
-        """The figure that counts."""
-        return statistics.median(self.samples)
+    def median(self) -> float | None:
+        """The figure that counts; None without samples."""
+        return statistics.median(self.samples) if self.samples else None
 
     @property
     def met(self) -> bool | None:
-        """Whether the limit is kept; None where there is none."""
-        if self.limit is None:
+        """Whether the limit is kept; None where there is none, or nothing to hold against it."""
+        median = self.median
+        if self.limit is None or median is None:
             return None
-        return self.median >= self.limit if self.more else self.median <= self.limit
+        return median >= self.limit if self.more else median <= self.limit
 
     def cells(self) -> list[str]:
         """The row's cells in Markdown."""
         sign = "≥" if self.more else "≤"
         limit = "" if self.limit is None else f"{sign} {_number(self.limit)} {self.unit}"
+        median = self.median
+        if median is None:
+            return [self.name, "", "", "0", limit, "", self.note]
         spread = f"{_number(min(self.samples))} to {_number(max(self.samples))}"
         verdict = {None: "", True: "yes", False: "**no**"}[self.met]
-        figure = f"{_number(self.median)} {self.unit}"
+        figure = f"{_number(median)} {self.unit}"
         return [self.name, figure, spread, str(len(self.samples)), limit, verdict, self.note]
 
 
