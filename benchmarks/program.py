@@ -35,7 +35,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What to do.  ``work`` is the time of forward and backward in copies of the state.
 
     With ``copies`` a plain copy of the state is measured just before each save, as no part of the
-    iteration: what a shared machine slows down for a while, it slows down for both.
+    iteration: what a shared machine slows down for a while, it slows down for both.  A ``control``
+    has the same phases, and saves in none.
     """
 
     method: str
@@ -49,6 +50,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: str = "cpu"
     singles: bool = False
     copies: bool = False
+    control: bool = False
 
 
 class Training:
@@ -170,8 +172,10 @@ class Training:
         if not self.method.decides:
             return
         self.method.pause(not saves)
-        for _ in range(TURNING):
-            self.iterate(saves)
+        made = [self.iterate(saves) for _ in range(TURNING)]
+        while not saves and self._any_rank(any(one["saved"] for one in made)):
+            # Where the machine is busy the job hears late that it is to pause.
+            made = [self.iterate(saves) for _ in range(TURNING)]
         if not saves:
             self.method.idle()
 
@@ -204,9 +208,10 @@ def main() -> None:
     method = METHODS[plan.method](Path(plan.folder))
     training = Training(plan, method)
     training.single()
-    phases = [
-        training.phase(plan.phase, saves) for _ in range(plan.rounds + 1) for saves in (False, True)
-    ][2:]
+    sides = (False, not plan.control)
+    phases = [training.phase(plan.phase, saves) for _ in range(plan.rounds + 1) for saves in sides][
+        2:
+    ]
     singles = [training.single() for _ in range(plan.rounds)] if plan.singles else []
     found = {"copy": training.copy_seconds, "phases": phases, "singles": singles}
     if not dist.is_initialized() or dist.get_rank() == 0:

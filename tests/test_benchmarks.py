@@ -132,7 +132,7 @@ def test_a_job_that_takes_too_long_costs_no_other() -> None:
         command += ["--arenas", folder, "--job-seconds", "0.01"]
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert ended.returncode == 1, ended.stderr
-        jobs = 7 + sum(program.installed for program in (DEEPSPEED, MEGATRON))
+        jobs = 8 + sum(program.installed for program in (DEEPSPEED, MEGATRON))
         assert ended.stdout.count("no end within 0.01 s") == jobs, ended.stdout
         assert not os.listdir(folder)
 
@@ -281,6 +281,38 @@ def test_a_stall_is_measured_by_a_copy_of_its_own_time(monkeypatch: pytest.Monke
     jobs = Jobs(7, "cpu", Path("/dev/shm"), 600.0)
     (row,) = training._short(512, jobs)
     assert row.samples == pytest.approx((1.0, 0.5, 0.5))
+
+
+def test_a_shadow_with_a_limit_is_the_median_of_many_short_phases(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The median of seven pairs scatters by more than what the limit is about."""
+
+    def run(*_: Any, rounds: int, phase: int, control: bool = False, **__: Any) -> dict[str, Any]:
+        off = [{"total": 0.9, "saved": 0.0}] * phase
+        on = {"total": 1.0, "saved": 1.0, "save": 0.001, "fence": 0.001, "work": 0.8}
+        return {"phases": [off, off if control else [on] * phase] * rounds}
+
+    monkeypatch.setattr(training, "_run", run)
+    jobs = Jobs(7, "cpu", Path("/dev/shm"), 600.0)
+    stall, shadow = training._one_rank(512, jobs)
+    assert stall.samples == pytest.approx((0.2,) * 28 * 3)
+    assert shadow.samples == pytest.approx((0.9,) * 28)
+    (control,) = training._control(512, jobs)
+    assert (control.samples, control.limit) == ((1.0,) * 28, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("control", [False, True])
+def test_a_control_saves_in_no_phase(control: bool) -> None:
+    # Longer paths would not fit into the address of a socket.
+    with tempfile.TemporaryDirectory(dir=memory.SHARED_MEMORY) as folder:
+        jobs = Jobs(2, "cpu", Path(folder), 240.0)
+        small = {"tensors": 2, "mib": 1, "work": 0.5, "phase": 2}
+        measured = training._run(1, jobs, method="inmem", control=control, **small)
+    saved = [any(one["saved"] for one in phase) for phase in measured["phases"]]
+    # A job that hears late of a pause may save in a phase that is to have none.
+    assert saved == [False] * 4 if control else saved[1::2] == [True] * 2
 
 
 COPY = 2.0
