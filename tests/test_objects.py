@@ -30,7 +30,7 @@ from megatron_ft import register_class
 from megatron_ft.capture.rng import RngState
 from megatron_ft.errors import ConfigError, UndecodableError, UnencodableError
 from megatron_ft.objects import decode, encode
-from megatron_ft.objects.encode import Part
+from megatron_ft.objects.encode import Lasting, Part
 from megatron_ft.objects.format import MAGIC, MOST_DEPTH, Tag
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "80"))
@@ -261,6 +261,51 @@ def test_parts_are_put_back_where_they_were() -> None:
     assert decode(data, lambda plain: plain) == {"state": [("name", 3), ("name", 3)]}
     with pytest.raises(UndecodableError, match="a part that is stored elsewhere"):
         decode(data)
+
+
+@some
+@given(st.data())
+def test_what_lasts_is_written_again_as_it_would_be_anew(
+    data: st.DataObject,
+) -> None:
+    """Wherever it lies, whatever is numbered before it, and if both have objects in common."""
+    lasting, former, latter = (data.draw(values) for _ in range(3))
+    before, after = [former, [former]], [latter]
+    known = Lasting()
+    whole = [lasting, [1]]
+    inner = [*lasting] if isinstance(lasting, (list, tuple)) else []
+    for around in (
+        [*before, whole, *after],
+        [before, [whole], whole],
+        [*after, whole, whole[1]],
+        [whole[1], whole],
+        [*inner, whole, *before],
+        [whole, 1 << 70],
+        [whole],
+    ):
+        for _ in range(2):
+            assert encode(around, lambda part: known if part is whole else None) == encode(around)
+
+
+def test_what_refers_to_what_came_before_is_not_written_again() -> None:
+    known, shared = Lasting(), [1]
+    whole = [shared]
+    for around in ([shared, whole], [[2], whole], [shared, whole]):
+        assert encode(around, lambda part: known if part is whole else None) == encode(around)
+
+
+def test_what_lasts_is_looked_through_once() -> None:
+    known, asked = Lasting(), 0
+    lasting = {"a": [[1], [2]]}
+
+    def stand_in(part: Any) -> Lasting | None:
+        nonlocal asked
+        asked += 1
+        return known if part is lasting else None
+
+    first = encode([[3], lasting, lasting["a"]], stand_in)
+    assert asked == 7 and encode([[4], lasting, lasting["a"]], stand_in) != first
+    assert asked == 7 + 4
 
 
 class Unknown(dict[str, Any]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,7 +23,21 @@ class Part(NamedTuple):
     plain: Any
 
 
-StandIn = Callable[[Any], Part | None]
+class Lasting:
+    """Says of an object that all in it is as it was, and so what was written is written again.
+
+    Whoever keeps it makes a new one as soon as anything in the object, or what stands in for its
+    parts, may be another.  Where it lies and what was written before may change: that is seen.
+    """
+
+    def __init__(self) -> None:
+        """Nothing was written yet."""
+        self.written = msgspec.Raw()
+        self.place: tuple[int, int] | None = None
+        self.numbers: dict[int, tuple[int, Any]] = {}
+
+
+StandIn = Callable[[Any], Part | Lasting | None]
 
 
 def encode(value: Any, stand_in: StandIn | None = None) -> bytes:
@@ -30,7 +45,8 @@ def encode(value: Any, stand_in: StandIn | None = None) -> bytes:
 
     Dicts keep their order, and what is in it twice stays one object.  ``stand_in`` is asked for
     every object that is no plain number or text: a Part is written instead of it, and ``decode``
-    is told what to put there.  What ``stand_in`` raises comes through.
+    is told what to put there; for a Lasting the bytes are the same as for None, and cost nothing
+    the second time.  What ``stand_in`` raises comes through.
 
     UnencodableError names the place of what cannot be written, its type, and what to do.
     """
@@ -64,18 +80,39 @@ class _Encoder:
         self._open: set[int] = set()
         # Number and the object itself: while it is alive no other one has its id.
         self._numbers: dict[int, tuple[int, Any]] = {}
+        self._referred: list[int] = []
 
     def value(self, value: Any) -> Any:
         kind = type(value)
         if kind in PLAIN:
             return _careful(value) if self._careful else value
-        if self._stand_in is not None and (part := self._stand_in(value)) is not None:
-            return [Tag.PART, self.value(part.plain)]
+        known = None if self._stand_in is None else self._stand_in(value)
+        if isinstance(known, Part):
+            return [Tag.PART, self.value(known.plain)]
         if (seen := self._numbers.get(id(value))) is not None:
             return self._reference(value, seen[0])
         if len(self._path) > MOST_DEPTH:
             raise self._error(value, f"lies more than {MOST_DEPTH} containers deep")
+        if known is not None and not self._careful:
+            return self._lasting(value, kind, known)
         return self._tagged(value, kind)
+
+    def _lasting(self, value: Any, kind: type, known: Lasting) -> Any:
+        """What was written, if all its numbers are the same again and nothing in it is a reference
+        to what came before."""
+        first = len(self._numbers)
+        place = first, len(self._path)
+        if known.place == place and known.numbers.keys().isdisjoint(self._numbers):
+            self._numbers.update(known.numbers)
+            return known.written
+        already = len(self._referred)
+        encoded = self._tagged(value, kind)
+        if min(self._referred[already:], default=first) < first:
+            return encoded
+        known.written = msgspec.Raw(msgspec.msgpack.encode(encoded))
+        known.numbers = dict(islice(self._numbers.items(), first, None))
+        known.place = place
+        return known.written
 
     def _tagged(self, value: Any, kind: type) -> list[Any]:
         if kind is dict:
@@ -150,6 +187,7 @@ class _Encoder:
     def _reference(self, value: Any, number: int) -> list[Any]:
         if id(value) in self._open:
             raise self._error(value, "refers to itself")
+        self._referred.append(number)
         return [Tag.REFERENCE, number]
 
     def _error(self, value: Any, problem: str) -> UnencodableError:
