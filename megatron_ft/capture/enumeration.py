@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 
 from megatron_ft.errors import ConfigError
+from megatron_ft.objects.format import PLAIN
 
 SMALL_BYTES = 16384
 """Tensors of unknown Stateful objects up to this size travel with the small objects: a
@@ -28,6 +30,7 @@ class Enumeration:
     ``structures`` holds, per name of the mapping, what has to be encoded beside the
     tensors; ``name_of`` tells by ``id`` which tensor inside them is stored under which
     name; ``handles`` gives the user's own object (a DTensor, not its local shard).
+    ``lasting`` are containers in ``structures`` that are the same while the tensors are.
     """
 
     lazy: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -35,14 +38,40 @@ class Enumeration:
     structures: dict[str, Any] = field(default_factory=dict)
     name_of: dict[int, str] = field(default_factory=dict)
     handles: dict[str, torch.Tensor] = field(default_factory=dict)
+    lasting: list[Any] = field(default_factory=list)
 
     def put(self, name: str, tensor: torch.Tensor, lazy: bool) -> None:
         """Register a tensor under a name that must be new."""
         if name in self.handles:
-            raise ConfigError(f"two tensors of the state are called {name!r}; rename one of them")
+            raise _called_alike(name)
         self.handles[name] = tensor
         self.name_of.setdefault(id(tensor), name)
         (self.lazy if lazy else self.boundary)[name] = local_tensor(tensor)
+
+    def add(self, other: Enumeration) -> None:
+        """All that another one found; its names must be new."""
+        if not self.handles.keys().isdisjoint(other.handles):
+            raise _called_alike(next(name for name in other.handles if name in self.handles))
+        self.handles.update(other.handles)
+        self.name_of = {**other.name_of, **self.name_of}
+        self.lazy.update(other.lazy)
+        self.boundary.update(other.boundary)
+        self.structures.update(other.structures)
+        self.lasting += other.lasting
+
+    def same_tensors(self, other: Enumeration) -> bool:
+        """Whether the other has the very same tensors, under the same names, in the same order."""
+        return all(
+            list(mine) == list(theirs) and all(map(is_, mine.values(), theirs.values()))
+            for mine, theirs in zip(_KINDS(self), _KINDS(other), strict=True)
+        )
+
+
+_KINDS = attrgetter("handles", "lazy", "boundary")
+
+
+def _called_alike(name: str) -> ConfigError:
+    return ConfigError(f"two tensors of the state are called {name!r}; rename one of them")
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,29 +92,23 @@ def is_optimizer(value: Any) -> bool:
     return is_stateful(value) and hasattr(value, "param_groups") and hasattr(value, "step")
 
 
-def enumerate_state(
-    state: Mapping[str, Any], lazy: frozenset[str], boundary: frozenset[str]
-) -> Enumeration:
-    """Enumerate a state mapping.
+def enumerate_entry(found: Enumeration, name: str, value: Any, force: bool | None) -> None:
+    """Enumerate one entry of a state mapping.
 
     Lazily copied: parameters of modules, everything of optimizers, plain tensors that
-    are no counters, and names in ``lazy``.  At the boundary: buffers, whatever else
-    has a state_dict, and names in ``boundary``.
+    are no counters.  At the boundary: buffers, and whatever else has a state_dict.
+    ``force`` overrules that: lazily if True, at the boundary if False.
     """
-    found = Enumeration()
-    for name, value in state.items():
-        force = True if name in lazy else False if name in boundary else None
-        if isinstance(value, torch.Tensor):
-            found.put(name, value, _plain_is_lazy(value) if force is None else force)
-        elif isinstance(value, torch.nn.Module):
-            _module(found, name, value, force)
-        elif is_optimizer(value):
-            _structure(found, name, value.state_dict(), force is not False)
-        elif is_stateful(value):
-            _structure(found, name, value.state_dict(), force is True, inline=SMALL_BYTES)
-        else:
-            _structure(found, name, value, force)
-    return found
+    if isinstance(value, torch.Tensor):
+        found.put(name, value, _plain_is_lazy(value) if force is None else force)
+    elif isinstance(value, torch.nn.Module):
+        _module(found, name, value, force)
+    elif is_optimizer(value):
+        enumerate_structure(found, name, value.state_dict(), force is not False)
+    elif is_stateful(value):
+        enumerate_structure(found, name, value.state_dict(), force is True, inline=SMALL_BYTES)
+    else:
+        enumerate_structure(found, name, value, force)
 
 
 def _plain_is_lazy(tensor: torch.Tensor) -> bool:
@@ -111,7 +134,7 @@ def _module(found: Enumeration, name: str, module: torch.nn.Module, force: bool 
         found.structures[name] = dict(content)
 
 
-def _structure(
+def enumerate_structure(
     found: Enumeration, name: str, value: Any, lazy: bool | None, inline: int = -1
 ) -> None:
     """Enumerate nested containers; tensors of at most ``inline`` bytes stay with it."""
@@ -124,7 +147,7 @@ def _structure(
                 found.put(path, item, _plain_is_lazy(item) if lazy is None else lazy)
         elif isinstance(item, Mapping):
             pending += [(f"{path}/{key}", inner) for key, inner in item.items()]
-        elif isinstance(item, (list, tuple)):
+        elif isinstance(item, (list, tuple)) and not PLAIN.issuperset(map(type, item)):
             pending += [(f"{path}/{index}", inner) for index, inner in enumerate(item)]
         elif is_stateful(item):
             raise ConfigError(

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from itertools import chain
-from operator import is_
 from typing import Any
 
 import torch
 
-from megatron_ft.capture.enumeration import (
-    Enumeration,
-    enumerate_state,
-    is_optimizer,
-    is_stateful,
-    local_tensor,
-)
+from megatron_ft.capture.entries import Entries
+from megatron_ft.capture.enumeration import Enumeration, is_optimizer, is_stateful, local_tensor
 from megatron_ft.errors import LayoutMismatchError
 from megatron_ft.objects import decode, encode
-from megatron_ft.objects.encode import Part
+from megatron_ft.objects.encode import Lasting, Part
 
 _NAMES = "names"
 _STRUCTURES = "structures"
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 class MappingState:
@@ -33,7 +26,7 @@ class MappingState:
     which must then be mutable.  ``replicated`` maps prefixes of tensor names to the
     process group whose ranks hold equal values.  ``lazy`` and ``boundary`` name
     entries that are to be copied during forward, or at once, against the defaults of
-    enumerate_state.
+    enumerate_entry.
     """
 
     def __init__(
@@ -47,10 +40,10 @@ class MappingState:
         """Nothing is read yet; refresh() does."""
         self._state = state
         self._replicated = dict(replicated or {})
-        self._lazy = frozenset(lazy)
-        self._boundary = frozenset(boundary)
+        forced = {**dict.fromkeys(boundary, False), **dict.fromkeys(lazy, True)}
+        self._entries = Entries(state, forced)
         self._found: Enumeration | None = None
-        self._plain: list[Any] = []
+        self._lasting: dict[int, Lasting] = {}
         self._adopted: dict[str, torch.Tensor] = {}
 
     def adapts(self, state: Any) -> bool:
@@ -58,40 +51,27 @@ class MappingState:
         return self._state is state
 
     def refresh(self) -> None:
-        """Enumerate again, unless the mapping still holds the same plain tensors and nothing else.
-
-        Everything else may hold other tensors than last time without being another object.
-        """
-        if self._unchanged():
-            return
-        self._found = enumerate_state(self._state, self._lazy, self._boundary)
-        values = list(self._state.values())
-        self._plain = values if {*map(type, values)} <= _PLAIN else []
-
-    def _unchanged(self) -> bool:
-        if self._found is None:
-            return False
-        same = len(self._state) == len(self._plain) and all(
-            map(is_, self._state.values(), self._plain)
-        )
-        return same and list(self._state) == list(self._found.handles)
+        """Enumerate again what may hold other tensors than last time; see Entries."""
+        found = self._entries.refresh()
+        if found is not self._found:
+            self._found, self._lasting = found, {id(kept): Lasting() for kept in found.lasting}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters, optimizer tensors, plain tensors; see enumerate_state."""
+        """Parameters, optimizer tensors, plain tensors; see enumerate_entry."""
         return self._current().lazy
 
     def boundary_tensors(self) -> dict[str, torch.Tensor]:
-        """Buffers and tensors of other Stateful objects; see enumerate_state."""
+        """Buffers and tensors of other Stateful objects; see enumerate_entry."""
         return self._current().boundary
 
     def objects(self) -> dict[str, Any]:
         """All else, encoded, with stored tensors replaced by their names."""
         found = self._current()
 
-        def stored(part: Any) -> Part | None:
-            # The enumeration keeps its tensors alive, so no other object has one of these ids.
+        def stored(part: Any) -> Part | Lasting | None:
+            # The enumeration keeps all of these alive, so no other object has one of these ids.
             name = found.name_of.get(id(part))
-            return None if name is None else Part(name)
+            return self._lasting.get(id(part)) if name is None else Part(name)
 
         return {_NAMES: sorted(self._state), _STRUCTURES: encode(found.structures, stored)}
 
@@ -131,9 +111,8 @@ class MappingState:
             )
         for name, value in decode(objects[_STRUCTURES], _taken_from(handles)).items():
             self._load_one(name, value)
-        self._adopted = {}
-        if not self._unchanged():
-            self._found = None
+        self._adopted, self._lasting, self._found = {}, {}, None
+        self._entries.objects_loaded()
 
     def _load_one(self, name: str, value: Any) -> None:
         target = self._state[name]
