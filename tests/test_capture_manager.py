@@ -418,6 +418,24 @@ def test_tensors_that_are_forgotten_give_their_memory_back(smp: FakeSmp) -> None
     manager.close()
 
 
+def test_an_optimizer_in_a_mapping_gives_its_memory_back(smp: FakeSmp) -> None:
+    module = torch.nn.Linear(400, 400)
+    optimizer = torch.optim.AdamW(module.parameters())
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    manager, state = make_manager(smp), {"model": module, "optimizer": optimizer}
+    capture(smp, manager, state, 1)
+    moments = optimizer.state[module.weight]
+    moved = weakref.ref(moments["exp_avg"])
+    with manager.fence():
+        manager.forget_tensors()
+        moments["exp_avg"] = moments["exp_avg"].clone()
+    assert moved() is None
+    capture(smp, manager, state, 2)
+    manager.close()
+
+
 def test_nothing_is_forgotten_while_a_copy_reads_it(smp: FakeSmp) -> None:
     state = {"weights": torch.zeros(200_000)}
     manager, copier = gated(smp, state)

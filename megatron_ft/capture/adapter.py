@@ -28,3 +28,8 @@ class StateAdapter:
         if self._adapted is None or not self._adapted.adapts(state):
             self._adapted = MappingState(state, replicated=self._replicated)
         return self._adapted
+
+    def forget_tensors(self) -> None:
+        """Let the adapter of a mapping let go of its tensors; a TrainingState does so itself."""
+        if self._adapted is not None:
+            self._adapted.forget_tensors()

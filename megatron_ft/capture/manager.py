@@ -227,6 +227,7 @@ class SnapshotManager:
         """
         captures = self._captures
         self._fence.hold(captures.run)
+        self._adapt.forget_tensors()
         if captures.engine is not None:
             captures.engine.binding.forget()
 

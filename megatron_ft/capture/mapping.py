@@ -56,6 +56,11 @@ class MappingState:
         if found is not self._found:
             self._found, self._lasting = found, {id(kept): Lasting() for kept in found.lasting}
 
+    def forget_tensors(self) -> None:
+        """Let go of what was enumerated, until it is asked for."""
+        self._found, self._lasting = None, {}
+        self._entries.forget()
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters, optimizer tensors, plain tensors; see enumerate_entry."""
         return self._current().lazy
