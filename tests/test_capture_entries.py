@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from test_capture_support import FakeSmp
 from test_costs import calls_of, ready
 
-from megatron_ft.capture.enumeration import Enumeration, enumerate_entry
+from megatron_ft.capture.enumeration import Enumeration, enumerate_entry, enumerate_plain
 from megatron_ft.capture.mapping import MappingState
 from megatron_ft.capture.rng import RngState
 from megatron_ft.objects import encode
@@ -596,3 +596,21 @@ def test_a_save_of_an_unchanged_model_and_optimizer_asks_no_tensor(tmp_path: Pat
     """Nor any module: whether they are unchanged is found out by calls that loop in C."""
     few, many = (calls_of_save(tmp_path / str(count), count) for count in (2, 100))
     assert all(abs(many[kind] - few[kind]) <= 5 for kind in few), (few, many)
+
+
+@pytest.mark.parametrize("forced", [{}, {"small": True, "large": False}, {"again": True}])
+def test_many_tensors_are_enumerated_as_each_by_itself(forced: dict[str, bool]) -> None:
+    large = torch.zeros(5000)
+    tensors = {
+        "small": torch.zeros(3),
+        "large": large,
+        "weights": torch.nn.Parameter(torch.zeros(5000)),
+        "again": large,
+        "sparse": torch.zeros(3).to_sparse(),
+    }
+    together = enumerate_plain([*tensors], [*tensors.values()], forced)
+    one_by_one = Enumeration()
+    for name, tensor in tensors.items():
+        enumerate_entry(one_by_one, name, tensor, forced.get(name))
+    assert together.same_tensors(one_by_one)
+    assert together.name_of == one_by_one.name_of

@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 
-from megatron_ft.capture.enumeration import DENSE, Enumeration, enumerate_entry, is_optimizer
+from megatron_ft.capture.enumeration import (
+    DENSE,
+    Enumeration,
+    enumerate_entry,
+    enumerate_plain,
+    is_optimizer,
+)
 from megatron_ft.capture.stock_module import StockModule
 from megatron_ft.capture.stock_optimizer import StockOptimizer
 
@@ -32,7 +38,7 @@ class Entries:
         """Let go of all that was found."""
         self._names: list[str] = []
         self._is_plain: list[bool] = []
-        self._plain: list[torch.Tensor] = []
+        self._values: list[Any] = []
         self._runs: list[_Entry | Enumeration] = []
         self._found: Enumeration | None = None
 
@@ -63,13 +69,16 @@ class Entries:
     def _look(self) -> list[Any]:
         """All that is no plain tensor; starts anew unless the plain tensors are the same."""
         names, values = list(self._state), list(self._state.values())
+        if names == self._names and all(map(is_, values, self._values)):
+            # Nobody looks at each: reading thousands of tensors' types takes longer.
+            return list(compress(values, map(not_, self._is_plain)))
         is_plain = list(map(DENSE.__contains__, map(type, values)))
         plain = list(compress(values, is_plain))
         same = names == self._names and is_plain == self._is_plain
-        if not same or not all(map(is_, plain, self._plain)):
+        if not same or not all(map(is_, plain, compress(self._values, self._is_plain))):
             self.forget()
             self._runs = self._begin(zip(names, values, is_plain, strict=True))
-            self._names, self._is_plain, self._plain = names, is_plain, plain
+        self._names, self._is_plain, self._values = names, is_plain, values
         return list(compress(values, map(not_, is_plain)))
 
     def _begin(self, items: Iterable[tuple[str, Any, bool]]) -> list[_Entry | Enumeration]:
@@ -79,9 +88,8 @@ class Entries:
             if not is_plain:
                 runs += [_Entry(name, self._forced.get(name)) for name, _, _ in run]
                 continue
-            runs.append(found := Enumeration())
-            for name, value, _ in run:
-                enumerate_entry(found, name, value, self._forced.get(name))
+            names, tensors, _ = zip(*run, strict=True)
+            runs.append(enumerate_plain(names, tensors, self._forced))
         return runs
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from typing import Any
@@ -109,6 +109,23 @@ def enumerate_entry(found: Enumeration, name: str, value: Any, force: bool | Non
         enumerate_structure(found, name, value.state_dict(), force is True, inline=SMALL_BYTES)
     else:
         enumerate_structure(found, name, value, force)
+
+
+def enumerate_plain(
+    names: Sequence[str], tensors: Sequence[torch.Tensor], forced: Mapping[str, bool]
+) -> Enumeration:
+    """As enumerate_entry of many entries that are tensors of DENSE types, in fewer calls.
+
+    ``forced`` tells of entries by name what ``force`` is there.
+    """
+    handles = dict(zip(names, tensors, strict=True))
+    # The first name of a tensor that has several.
+    name_of = dict(zip(map(id, reversed(tensors)), reversed(names), strict=True))
+    found = Enumeration(handles=handles, name_of=name_of)
+    for name, tensor in handles.items():
+        lazy = forced[name] if name in forced else _plain_is_lazy(tensor)
+        (found.lazy if lazy else found.boundary)[name] = tensor
+    return found
 
 
 def _plain_is_lazy(tensor: torch.Tensor) -> bool:
