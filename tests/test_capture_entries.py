@@ -14,8 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_capture_support import FakeSmp
-from test_costs import calls_of, ready
+from test_costs import calls_of_save
 
 from megatron_ft.capture.enumeration import Enumeration, enumerate_entry, enumerate_plain
 from megatron_ft.capture.mapping import MappingState
@@ -577,24 +576,19 @@ def of_layers(count: int) -> State:
     return state
 
 
-def calls_of_save(folder: Path, count: int) -> Counter[str]:
-    folder.mkdir()
-    smp, state = FakeSmp(folder), of_layers(count)
-    manager = ready(smp, state)
-    step(state, 0)
-    state["schedule"].step()
-    smp.grant(3)
-    found = calls_of(lambda: manager.save(3, state))
-    smp.wait_ended()
-    manager.close()
-    assert smp.arena is not None and len(smp.sealed_records) == 3
-    smp.arena.close()
-    return found
+def calls_after_a_step(folder: Path, count: int) -> Counter[str]:
+    state = of_layers(count)
+
+    def train() -> None:
+        step(state, 0)
+        state["schedule"].step()
+
+    return calls_of_save(folder, state, train)
 
 
 def test_a_save_of_an_unchanged_model_and_optimizer_asks_no_tensor(tmp_path: Path) -> None:
     """Nor any module: whether they are unchanged is found out by calls that loop in C."""
-    few, many = (calls_of_save(tmp_path / str(count), count) for count in (2, 100))
+    few, many = (calls_after_a_step(tmp_path / str(count), count) for count in (2, 100))
     assert all(abs(many[kind] - few[kind]) <= 5 for kind in few), (few, many)
 
 

@@ -102,10 +102,14 @@ def ready(smp: FakeSmp, state: dict[str, torch.Tensor]) -> SnapshotManager:
     return manager
 
 
-def calls_of_save(folder: Path, count: int) -> Counter[str]:
+def calls_of_save(
+    folder: Path, state: dict[str, Any], train: Callable[[], object] = lambda: None
+) -> Counter[str]:
+    """Of one behind two others; ``train`` comes before it."""
     folder.mkdir()
-    smp, state = FakeSmp(folder, block_bytes=BLOCK), tensors(count)
+    smp = FakeSmp(folder, block_bytes=BLOCK)
     manager = ready(smp, state)
+    train()
     smp.grant(3)
     found = calls_of(lambda: manager.save(3, state))
     smp.wait_ended()
@@ -116,7 +120,7 @@ def calls_of_save(folder: Path, count: int) -> Counter[str]:
 
 
 def test_the_training_thread_makes_as_many_calls_for_400_tensors_as_for_4(tmp_path: Path) -> None:
-    few, many = (calls_of_save(tmp_path / str(count), count) for count in (4, 400))
+    few, many = (calls_of_save(tmp_path / str(count), tensors(count)) for count in (4, 400))
     assert all(abs(many[kind] - few[kind]) <= 5 for kind in few), (few, many)
     assert few["call"] < 250, few
 

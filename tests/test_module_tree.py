@@ -155,6 +155,9 @@ def test_another_root_is_seen_and_roots_are_named_by_number() -> None:
     assert tree.refresh()
     assert tree.parameters["chunk1.weight"] is chunks[1].weight
     assert "chunk1.bias" not in tree.parameters
+    chunks.append(nn.Linear(2, 2))
+    assert tree.refresh()
+    assert "chunk2.bias" in tree.parameters
 
 
 @pytest.mark.parametrize("odd", [Renaming(2, 2), torch.jit.script(nn.Linear(2, 2))])

@@ -6,12 +6,17 @@ whether it is the one that was enumerated before can be told in a tenth of that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_, methodcaller
 from typing import Any, NamedTuple
 
 _VALUES = methodcaller("values")
+
+
+def same_objects(left: Sequence[object], right: Sequence[object]) -> bool:
+    """Whether both hold the very same objects, in the same order."""
+    return len(left) == len(right) and all(map(is_, left, right))
 
 
 class Contents(NamedTuple):
@@ -37,5 +42,5 @@ class Contents(NamedTuple):
         return (
             self.lengths == other.lengths
             and self.keys == other.keys
-            and all(map(is_, self.values, other.values))
+            and same_objects(self.values, other.values)
         )

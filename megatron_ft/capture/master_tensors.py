@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
-from operator import is_, methodcaller
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron_ft.capture.contents import Contents
+from megatron_ft.capture.contents import Contents, same_objects
 from megatron_ft.capture.enumeration import DENSE
 from megatron_ft.capture.inner_optimizer import SCALES, state_numbers, state_tensors
 
@@ -98,8 +98,7 @@ class _Kept(NamedTuple):
         )
 
     def same(self, other: _Kept) -> bool:
-        alike = len(self.parameters) == len(other.parameters)
-        same = alike and all(map(is_, self.parameters, other.parameters))
+        same = same_objects(self.parameters, other.parameters)
         return same and self.contents.same(other.contents)
 
     def only_tensors(self) -> _Kept:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from operator import is_, itemgetter
+from operator import itemgetter
 from typing import Any
 
 import torch
 
-from megatron_ft.capture.contents import Contents
+from megatron_ft.capture.contents import Contents, same_objects
 from megatron_ft.capture.extra_state import has_extra_state
 
 Roots = Callable[[], Sequence[torch.nn.Module]]
@@ -45,8 +45,9 @@ class ModuleTree:
     def refresh(self) -> bool:
         """Look at the model as it is now; True unless it holds the very objects of last time."""
         roots = list(self._find_roots())
-        if self._seen is not None and _are(roots, self._roots) and self._seen.same(self._look()):
-            return False
+        if self._seen is not None and same_objects(roots, self._roots):
+            if self._seen.same(self._look()):
+                return False
         self._walk(roots)
         return True
 
@@ -75,10 +76,6 @@ class ModuleTree:
             for number, root in enumerate(roots)
             for name, found in getattr(root, walk)()
         ]
-
-
-def _are(left: Sequence[object], right: Sequence[object]) -> bool:
-    return len(left) == len(right) and all(map(is_, left, right))
 
 
 def _walks_as_torch(module: torch.nn.Module) -> bool:

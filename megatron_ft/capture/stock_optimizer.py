@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import chain, compress
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron_ft.capture.contents import Contents
+from megatron_ft.capture.contents import Contents, same_objects
 from megatron_ft.capture.enumeration import DENSE, Enumeration, enumerate_structure
 from megatron_ft.objects.format import PLAIN
 
@@ -94,11 +93,11 @@ class _Look(NamedTuple):
             self.members == other.members
             and self.lengths == other.lengths
             and self.types == other.types
-            and _are(self.parameters, other.parameters)
-            and _are(self.owners, other.owners)
-            and _are(self.holders, other.holders)
-            and _are(self.keys, other.keys)
-            and _are(self.tensors, other.tensors)
+            and same_objects(self.parameters, other.parameters)
+            and same_objects(self.owners, other.owners)
+            and same_objects(self.holders, other.holders)
+            and same_objects(self.keys, other.keys)
+            and same_objects(self.tensors, other.tensors)
         )
 
 
@@ -138,13 +137,9 @@ def _is_stock(kind: type) -> bool:
     )
 
 
-def _are(left: list[Any], right: list[Any]) -> bool:
-    return len(left) == len(right) and all(map(is_, left, right))
-
-
 def _alike(mine: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> bool:
     """Whether torch packed the groups as is done here."""
     return [list(group) for group in mine] == [list(group) for group in theirs] and all(
-        _are(list(one.values()), list(other.values()))
+        same_objects(list(one.values()), list(other.values()))
         for one, other in zip(mine, theirs, strict=True)
     )
