@@ -53,6 +53,9 @@ class MasterTensors:
 
         As of now; which ones these are was seen by the last ``tensors()``.
         """
+        if not self._found:
+            # Forgotten: to say that there are none would leave them out of a snapshot.
+            self._find()
         return {name: state_numbers(inner, of) for name, inner, of in self._numbered}
 
     def forget(self) -> None:
