@@ -4,8 +4,9 @@ Memory that nobody reads can go bad unnoticed until it is needed.  So the SMP re
 is committed over and over: digests are computed in a thread, a piece at a time, and
 after each piece it sleeps for as long as its share of a processor demands.  The share
 makes it unimportant, and not a lower priority: a thread that is put aside while it holds
-the interpreter's lock would hold up the event loop.  That one only starts pieces and looks
-at headers in between: a slot that was given to a new snapshot meanwhile says nothing.
+the interpreter's lock would hold up the event loop.  That one only starts runs of many
+pieces, as to start one costs it more than a piece's digests, and looks at headers in
+between: a slot that was given to a new snapshot meanwhile says nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -31,6 +33,8 @@ from megatron_ft.smp.host import NodeHost
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 1 << 20
+RUN_BYTES = 32 << 20
+"""What the thread reads before the event loop hears of it."""
 IDLE_SECONDS = 1.0
 MOST_LISTED = 64
 """Bad blocks in one report: what a repair sends back must stay a message, not a shard."""
@@ -49,6 +53,7 @@ class Scrub:
         self._next: dict[tuple[str, int], int] = {}
         self._said: dict[tuple[str, SnapshotId], tuple[Damage, float]] = {}
         self._thread = ThreadPoolExecutor(1, "megatron-ft-scrub")
+        self._closed = threading.Event()
 
     async def run(self) -> None:
         """Until cancelled.  What goes wrong here is logged; it never ends the SMP."""
@@ -63,6 +68,7 @@ class Scrub:
 
     def close(self) -> None:
         """Wait for nothing: the piece that is being read ends by itself."""
+        self._closed.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _pass(self) -> None:
@@ -102,17 +108,22 @@ class Scrub:
         size = arena.geometry.block_bytes
         inspector = await self._in_thread(partial(_inspector, arena, slot, header))
         start, total = self._next.get((shard_id, slot), 0), inspector.blocks
-        step = max(1, PIECE_BYTES // size)
+        step, run = (max(1, length // size) for length in (PIECE_BYTES, RUN_BYTES))
+
+        def is_committed() -> bool:
+            return self._committed(shard_id, slot) == header
+
         damage, done = Damage(), 0
         while done < total:
             first = (start + done) % total
-            stop = min(first + step, total, first + total - done)
-            found = await self._in_thread(partial(inspector.damage, first, stop))
-            if self._committed(shard_id, slot) != header:
-                self._next[shard_id, slot] = first
+            stop = min(first + run, total, first + total - done)
+            pieces = [range(at, min(at + step, stop)) for at in range(first, stop, step)]
+            found, end = await self._in_thread(partial(self._read, inspector, pieces, is_committed))
+            self._host.count_scrub(bytes_read=(end - first) * size)
+            if end < stop or not is_committed():
+                self._next[shard_id, slot] = end % total
                 return False
             damage, done = damage | found, done + stop - first
-            self._host.count_scrub(bytes_read=(stop - first) * size)
         self._next[shard_id, slot] = start
         if damage:
             # Looked at once more: it may have been repaired since it was read.
@@ -121,6 +132,37 @@ class Scrub:
                 return False
             await self._report(shard_id, header, again)
         return True
+
+    def _read(
+        self, inspector: SlotInspector, pieces: Sequence[range], go_on: Callable[[], bool]
+    ) -> tuple[Damage, int]:
+        """In the thread: piece by piece, with rests; what is wrong before which block.
+
+        That is the first one of the piece in which it was given up, or the one behind all.
+        """
+        damage, busy_before = Damage(), time.thread_time()
+        for piece in pieces:
+            started = time.monotonic()
+            damage |= inspector.damage(piece.start, piece.stop)
+            # What it took to come back from the last rest is of our share, too.
+            busy = time.thread_time()
+            self._rest(busy - busy_before, time.monotonic() - started)
+            busy_before = busy
+            if self._closed.is_set() or self._host.scrub_percent <= 0 or not go_on():
+                return damage, piece.start
+        return damage, pieces[-1].stop
+
+    def _rest(self, busy: float, taken: float) -> None:
+        """In the thread: until our share of one processor is kept, and no window is quiet."""
+        self._closed.wait(self._due(busy, taken))
+        while left := self._host.quiet.remaining():
+            if self._closed.wait(left):
+                return
+
+    def _due(self, busy: float, taken: float) -> float:
+        """Seconds to rest after so many of the processor, in so many of the clock."""
+        percent = min(max(self._host.scrub_percent, 0.01), 100.0)
+        return max(0.0, busy * 100.0 / percent - taken)
 
     def _committed(self, shard_id: str, slot: int) -> SlotHeader | None:
         """The slot's header if a snapshot is committed there: nobody may write to it."""
@@ -156,8 +198,7 @@ class Scrub:
             await asyncio.sleep(left)
         loop = asyncio.get_running_loop()
         result, busy, taken = await loop.run_in_executor(self._thread, _timed, work)
-        percent = min(max(self._host.scrub_percent, 0.01), 100.0)
-        await asyncio.sleep(max(0.0, busy * 100.0 / percent - taken))
+        await asyncio.sleep(self._due(busy, taken))
         return result
 
 
