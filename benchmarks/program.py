@@ -10,12 +10,14 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from benchmarks.bare import BareCopies
 from benchmarks.methods import METHODS, Method, State, saved_at_last
 from benchmarks.rounds import seconds
 
@@ -29,6 +31,9 @@ idling copy 5 % slower."""
 
 MOST = 500
 """Iterations of a phase in which the method saves too seldom to be measured."""
+
+
+WAYS: dict[str, Callable[[Path], Method]] = {**METHODS, "bare": BareCopies}
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -205,7 +210,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if plan.method == "dcp" or _several():
         dist.init_process_group("gloo")
-    method = METHODS[plan.method](Path(plan.folder))
+    method = WAYS[plan.method](Path(plan.folder))
     training = Training(plan, method)
     training.single()
     sides = (False, not plan.control)

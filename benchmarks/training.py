@@ -33,6 +33,7 @@ def parts(mib: int, jobs: Jobs) -> Iterator[Iterator[Row]]:
     """Stall and shadow, bookkeeping of each framework, blocked, safe: one job each."""
     yield _one_rank(mib, jobs)
     if jobs.device == "cpu":
+        yield _bare(mib, jobs)
         yield _control(mib, jobs)
     yield _short(mib, jobs)
     yield _bookkeeping(jobs)
@@ -51,6 +52,13 @@ def _one_rank(mib: int, jobs: Jobs) -> Iterator[Row]:
     name = "stall, forward+backward of 4 copies"
     yield Row(name, tuple(100 * share for share in shares), "% of an iteration", 1.0, False)
     yield _shadow("shadow with a core to spare: one rank, 4 copies", found, 2)
+
+
+def _bare(mib: int, jobs: Jobs) -> Iterator[Row]:
+    """What the least that any way of saving does costs the same pairs of phases."""
+    found = _run(1, jobs, method="bare", **_hiding(mib, jobs))
+    note = "yardstick: a thread that copies the state and takes CRCs, nothing else"
+    yield Row("the same with bare copies", _speeds(found), SPEED, note=note)
 
 
 def _control(mib: int, jobs: Jobs) -> Iterator[Row]:

@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 import torch
 
+import benchmarks.bare
 from benchmarks import memory, training
+from benchmarks.bare import BareCopies
 from benchmarks.bookkeeping import DEEPSPEED, MEGATRON
 from benchmarks.jobs import Jobs
 from benchmarks.memory import _require_right, capturing, tensors
@@ -41,6 +43,8 @@ from benchmarks.peers.environment import fingerprint, steps
 from benchmarks.peers.jobs import Found, reason
 from benchmarks.program import Plan, Training
 from benchmarks.table import Row, as_json, markdown
+from megatron_ft import isal
+from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.launch.ports import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -132,7 +136,7 @@ def test_a_job_that_takes_too_long_costs_no_other() -> None:
         command += ["--arenas", folder, "--job-seconds", "0.01"]
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert ended.returncode == 1, ended.stderr
-        jobs = 8 + sum(program.installed for program in (DEEPSPEED, MEGATRON))
+        jobs = 9 + sum(program.installed for program in (DEEPSPEED, MEGATRON))
         assert ended.stdout.count("no end within 0.01 s") == jobs, ended.stdout
         assert not os.listdir(folder)
 
@@ -298,8 +302,37 @@ def test_a_shadow_with_a_limit_is_the_median_of_many_short_phases(
     stall, shadow = training._one_rank(512, jobs)
     assert stall.samples == pytest.approx((0.2,) * 28 * 3)
     assert shadow.samples == pytest.approx((0.9,) * 28)
+    (bare,) = training._bare(512, jobs)
+    assert (bare.samples, bare.limit) == (shadow.samples, None)
     (control,) = training._control(512, jobs)
     assert (control.samples, control.limit) == ((1.0,) * 28, None)
+
+
+def test_bare_copies_are_whole_before_a_fence_and_digested_before_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digested = benchmarks.bare.digested
+
+    def slowly(copied: isal.Bytes) -> list[int]:
+        time.sleep(0.1)  # longer than what follows the fence
+        return digested(copied)
+
+    monkeypatch.setattr(benchmarks.bare, "digested", slowly)
+    state = {f"w{i}": torch.rand(32 * BLOCK_BYTES // 4 + i) for i in range(3)}
+    bare = BareCopies(tmp_path)
+    for iteration in (1, 2):
+        assert bare.save(iteration, state)
+        bare.fence()
+        copies = [torch.from_numpy(copied).view(torch.float32) for copied in bare.copies]
+        assert all(map(torch.equal, copies, state.values()))
+        for tensor in state.values():
+            tensor += 1
+        bare.settle()
+        assert bare.digests == [
+            [isal.crc64(copied[at : at + BLOCK_BYTES]) for at in range(0, copied.size, BLOCK_BYTES)]
+            for copied in bare.copies
+        ]
+    bare.close()
 
 
 @pytest.mark.slow
