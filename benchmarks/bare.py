@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from benchmarks.methods import WAIT_SECONDS, Asked, State
-from megatron_ft import isal
+from megatron_ft.arena.digest import default_algorithm, digest_blocks, table_entries
 from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.isal import Bytes
 
@@ -65,6 +65,6 @@ class BareCopies(Asked):
 
 def digested(copied: Bytes) -> list[int]:
     """The CRC of each block of what was copied, as an arena has them."""
-    table = np.empty(-(-copied.size // BLOCK_BYTES), np.uint64)
-    isal.load().crc64_blocks(copied, BLOCK_BYTES, table)
+    table = np.empty(table_entries(copied.size, BLOCK_BYTES), np.uint64)
+    digest_blocks(copied, BLOCK_BYTES, default_algorithm(), table)
     return [int(digest) for digest in table]
