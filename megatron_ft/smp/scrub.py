@@ -54,6 +54,8 @@ class Scrub:
         self._said: dict[tuple[str, SnapshotId], tuple[Damage, float]] = {}
         self._thread = ThreadPoolExecutor(1, "megatron-ft-scrub")
         self._closed = threading.Event()
+        # Of the thread's processor time: what it had used when it last rested.
+        self._rested = 0.0
 
     async def run(self) -> None:
         """Until cancelled.  What goes wrong here is logged; it never ends the SMP."""
@@ -140,29 +142,12 @@ class Scrub:
 
         That is the first one of the piece in which it was given up, or the one behind all.
         """
-        damage, busy_before = Damage(), time.thread_time()
+        damage = Damage()
         for piece in pieces:
-            started = time.monotonic()
-            damage |= inspector.damage(piece.start, piece.stop)
-            # What it took to come back from the last rest is of our share, too.
-            busy = time.thread_time()
-            self._rest(busy - busy_before, time.monotonic() - started)
-            busy_before = busy
+            damage |= self._paced(partial(inspector.damage, piece.start, piece.stop))
             if self._closed.is_set() or self._host.scrub_percent <= 0 or not go_on():
                 return damage, piece.start
         return damage, pieces[-1].stop
-
-    def _rest(self, busy: float, taken: float) -> None:
-        """In the thread: until our share of one processor is kept, and no window is quiet."""
-        self._closed.wait(self._due(busy, taken))
-        while left := self._host.quiet.remaining():
-            if self._closed.wait(left):
-                return
-
-    def _due(self, busy: float, taken: float) -> float:
-        """Seconds to rest after so many of the processor, in so many of the clock."""
-        percent = min(max(self._host.scrub_percent, 0.01), 100.0)
-        return max(0.0, busy * 100.0 / percent - taken)
 
     def _committed(self, shard_id: str, slot: int) -> SlotHeader | None:
         """The slot's header if a snapshot is committed there: nobody may write to it."""
@@ -190,15 +175,23 @@ class Scrub:
         await self._host.tell(m.BadBlocks(shard_id, header.snapshot, data, parity, more))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """The result of ``work``, then rest until our share of one processor is kept.
+        """The result of ``work``, paced."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._paced, work)
+
+    def _paced(self, work: Callable[[], T]) -> T:
+        """In the thread: the result of ``work``, then rest until our share of a processor is kept.
 
         A quiet window holds the work itself.
         """
-        while left := self._host.quiet.remaining():
-            await asyncio.sleep(left)
-        loop = asyncio.get_running_loop()
-        result, busy, taken = await loop.run_in_executor(self._thread, _timed, work)
-        await asyncio.sleep(self._due(busy, taken))
+        while (left := self._host.quiet.remaining()) and not self._closed.wait(left):
+            pass
+        started = time.monotonic()
+        result = work()
+        # All that the thread has done since it last rested, to come back from that included.
+        busy, self._rested = time.thread_time() - self._rested, time.thread_time()
+        percent = min(max(self._host.scrub_percent, 0.01), 100.0)
+        self._closed.wait(max(0.0, busy * 100.0 / percent - (time.monotonic() - started)))
         return result
 
 
@@ -215,10 +208,3 @@ def _again(arena: Arena, slot: int, header: SlotHeader, damage: Damage) -> Damag
     for number in numbers:
         found |= inspector.damage(number, number + 1)
     return found
-
-
-def _timed(work: Callable[[], T]) -> tuple[T, float, float]:
-    """The result, the processor's seconds and the clock's."""
-    busy, taken = time.thread_time(), time.monotonic()
-    result = work()
-    return result, time.thread_time() - busy, time.monotonic() - taken
