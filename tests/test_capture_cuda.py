@@ -13,6 +13,7 @@ import torch
 from megatron_ft.capture import cuda as cuda_module
 from megatron_ft.capture.copier import CopyItem
 from megatron_ft.capture.cuda import CudaCopier
+from megatron_ft.capture.shared_pieces import SharedPieces
 
 HERE = 2
 """The third GPU."""
@@ -140,7 +141,7 @@ def test_copies_follow_the_training_stream_and_are_bounded() -> None:
     copier = CudaCopier(4000, HERE, cuda)
     wanted = items(5)
     mark = copier.mark()
-    assert copier.copy(wanted, mark, lambda: False)
+    assert copier.copy(wanted, mark, lambda: False, SharedPieces())
     assert all(torch.equal(source, target) for source, target in wanted)
     assert cuda.calls[:3] == [
         ("record", 1, "training"),
@@ -160,7 +161,7 @@ def test_a_stop_leaves_nothing_in_flight() -> None:
     copier = CudaCopier(4000, HERE, cuda)
     answers = iter([False, False, True])
     wanted = items(5)
-    assert not copier.copy(wanted, copier.mark(), lambda: next(answers))
+    assert not copier.copy(wanted, copier.mark(), lambda: next(answers), SharedPieces())
     assert cuda.calls[-1] == ("drain", "side")
     assert not wanted[2].target.any()
 
@@ -173,7 +174,7 @@ def test_an_error_leaves_nothing_in_flight() -> None:
         raise RuntimeError("injected")
 
     with pytest.raises(RuntimeError, match="injected"):
-        copier.copy(items(1), copier.mark(), fail)
+        copier.copy(items(1), copier.mark(), fail, SharedPieces())
     assert cuda.calls[-1] == ("drain", "side")
 
 
@@ -213,7 +214,7 @@ def test_large_tensors_are_cut_in_pieces() -> None:
     copier = CudaCopier(1024, HERE, cuda)
     source = torch.randn(3, 1001)
     target = torch.zeros(3, 1001)
-    assert copier.copy([CopyItem(source, target)], copier.mark(), lambda: False)
+    assert copier.copy([CopyItem(source, target)], copier.mark(), lambda: False, SharedPieces())
     assert torch.equal(source, target)
     assert sum(call[0] == "record" for call in cuda.calls) == 1 + -(-source.nbytes // 1024)
 
@@ -225,7 +226,10 @@ def one(kind: type[torch.Tensor]) -> list[CopyItem]:
 def test_a_tensor_of_another_device_is_refused() -> None:
     """Its copy would run on that device's own stream, for which nobody waits."""
     copier = CudaCopier(4000, HERE, RecordedCuda())
-    for begin in (copier.stage, lambda items: copier.copy(items, copier.mark(), lambda: False)):
+    for begin in (
+        copier.stage,
+        lambda items: copier.copy(items, copier.mark(), lambda: False, SharedPieces()),
+    ):
         begin(one(OnDevice))
         wanted = one(Elsewhere)
         with pytest.raises(ValueError, match="is on cuda:3 now, not cuda:2"):
@@ -239,13 +243,13 @@ def test_host_tensors_that_the_device_may_write_to_are_awaited() -> None:
     copier.stage(one(Pinned))
     assert cuda.calls == [("drain", "training")]
     mark = copier.mark()
-    copier.copy(one(Pinned), mark, lambda: False)
+    copier.copy(one(Pinned), mark, lambda: False, SharedPieces())
     assert cuda.calls[2] == ("wait", mark.number)
     for kind in (torch.Tensor, OnDevice):
         cuda.calls.clear()
         copier.stage(one(kind))
         assert not cuda.calls
-        copier.copy(one(kind), mark, lambda: False)
+        copier.copy(one(kind), mark, lambda: False, SharedPieces())
         assert ("wait", mark.number) not in cuda.calls
 
 
@@ -256,7 +260,9 @@ def test_lazy_signs_are_settled_on_the_device(name: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(cuda_module, "move", lambda batch, non_blocking: moved.extend(batch))
     lazy = getattr(torch.randn(9, dtype=torch.complex64), name)()
     copier = CudaCopier(4000, HERE, RecordedCuda())
-    copier.copy([CopyItem(lazy, torch.zeros_like(lazy))], copier.mark(), lambda: False)
+    copier.copy(
+        [CopyItem(lazy, torch.zeros_like(lazy))], copier.mark(), lambda: False, SharedPieces()
+    )
     (item,) = moved
     assert torch.equal(item.source, lazy)
     assert not item.source.is_conj() and not item.source.is_neg()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from test_capture_support import WAIT, FakeSmp, make_manager
 
 from megatron_ft.arena import digest
 from megatron_ft.arena.digest import tail_is_zero
-from megatron_ft.capture.copier import CopyItem, ShouldStop
 from megatron_ft.capture.cpu import CpuCopier
 from megatron_ft.identity import SnapshotId
 
@@ -70,8 +68,8 @@ class RevokedAtItsEnd(CpuCopier):
 
     smp: FakeSmp
 
-    def copy(self, items: Sequence[CopyItem], mark: None, should_stop: ShouldStop) -> bool:
-        complete = super().copy(items, mark, should_stop)
+    def copy(self, *arguments: Any) -> bool:
+        complete = super().copy(*arguments)
         self.smp.revoke()
         return complete
 

@@ -724,11 +724,11 @@ class BrokenCopier(CpuCopier):
             raise RuntimeError("injected at the boundary")
         return super().stage(items)
 
-    def copy(self, items: Any, mark: None, should_stop: Any) -> bool:
+    def copy(self, *arguments: Any) -> bool:
         """Fail in the copy thread."""
         if self.phase == "copy":
             raise RuntimeError("injected in the copy")
-        return super().copy(items, mark, should_stop)
+        return super().copy(*arguments)
 
 
 @pytest.mark.parametrize("phase", ["stage", "copy", "objects", "seal"])

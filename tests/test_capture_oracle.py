@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from threading import Event
@@ -12,7 +11,6 @@ import pytest
 from small_training import advance, fingerprint, make_training
 from test_capture_support import WAIT, FakeSmp, make_manager
 
-from megatron_ft.capture.copier import CopyItem, ShouldStop
 from megatron_ft.capture.cpu import CpuCopier
 
 PATIENCE_SECONDS = 0.5
@@ -26,9 +24,9 @@ class LastMomentCopier(CpuCopier):
         super().__init__(1 << 20)
         self.stepped, self._patience_seconds = Event(), patience_seconds
 
-    def copy(self, items: Sequence[CopyItem], mark: None, should_stop: ShouldStop) -> bool:
+    def copy(self, *arguments: Any) -> bool:
         self.stepped.wait(self._patience_seconds)
-        return super().copy(items, mark, should_stop)
+        return super().copy(*arguments)
 
 
 @pytest.mark.parametrize(("fence_seconds", "sealed"), [(WAIT, True), (0.05, False)])

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import torch
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import default_algorithm
 from megatron_ft.arena.format import ArenaHeader, Geometry, Permit
-from megatron_ft.capture.copier import CopyItem, ShouldStop
 from megatron_ft.capture.cpu import CpuCopier
 from megatron_ft.capture.manager import SnapshotManager
 from megatron_ft.config import SnapshotConfig
@@ -188,11 +188,11 @@ class GatedCopier(CpuCopier):
         self.started = Event()
         self.gate = Event()
 
-    def copy(self, items: Sequence[CopyItem], mark: None, should_stop: ShouldStop) -> bool:
+    def copy(self, *arguments: Any) -> bool:
         """Copy the first item's first piece when the gate is open."""
         self.started.set()
         assert self.gate.wait(WAIT)
-        return super().copy(items, mark, should_stop)
+        return super().copy(*arguments)
 
 
 def make_manager(smp: FakeSmp, **options: object) -> SnapshotManager:

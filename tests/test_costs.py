@@ -26,6 +26,7 @@ from megatron_ft.capture.cpu import CpuCopier
 from megatron_ft.capture.fill import chunk_blocks
 from megatron_ft.capture.manager import SnapshotManager
 from megatron_ft.capture.quiet import QuietWindows
+from megatron_ft.capture.shared_pieces import SharedPieces
 from megatron_ft.coordinator.actions import Ended, Send
 from megatron_ft.coordinator.cycle import SnapshotCycle
 from megatron_ft.coordinator.schedule import Schedule
@@ -159,7 +160,7 @@ def test_a_copy_asks_each_tensor_once_where_it_is(smp: FakeSmp) -> None:
     assert engine is not None
     _, later = engine.binding.items(state, 0)
     copier = CpuCopier(PIECE)
-    found = calls_of(lambda: copier.copy(later, None, lambda: False))
+    found = calls_of(lambda: copier.copy(later, None, lambda: False, SharedPieces()))
     assert found["c_call"] <= 300 + 20, found
     assert found["call"] <= 300, found
     manager.close()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from megatron_ft.capture.shared_pieces import SharedPieces, ShouldStop
+
 Bytes = npt.NDArray[np.uint8]
-ShouldStop = Callable[[], bool]
 
 
 class CopyItem(NamedTuple):
@@ -47,10 +48,17 @@ class Copier(Protocol):
     def mark(self) -> Any:
         """Remember this point of the training thread's work: copies must come after it."""
 
-    def copy(self, items: Sequence[CopyItem], mark: Any, should_stop: ShouldStop) -> bool:
+    def copy(
+        self,
+        items: Sequence[CopyItem],
+        mark: Any,
+        should_stop: ShouldStop,
+        shared: SharedPieces,
+    ) -> bool:
         """Copy all items; True when every byte has arrived.
 
         ``should_stop`` is asked before each piece; False is returned when it said so.
+        A training thread that waits for the copy takes pieces that are offered in ``shared``.
         On every way out, exceptions included, nothing writes to the targets any more.
         """
 

@@ -12,21 +12,22 @@ from megatron_ft.capture.copier import (
     Bytes,
     CopyItem,
     CopyList,
-    ShouldStop,
     batches,
     move,
 )
 from megatron_ft.capture.plain_copy import PlainCopy, copy_all
+from megatron_ft.capture.shared_pieces import SharedPieces, ShouldStop
 
 SERIAL_ELEMENTS = 32768
 """torch copies tensors of fewer elements in the calling thread (at::internal::GRAIN_SIZE)."""
 
 
 class CpuCopier:
-    """Copies with one thread, the one that calls it, and without the GIL.
+    """Copies with one thread, the one that calls it, and without the GIL; a training thread that
+    waits for the copy is a second one.
 
     More threads were not used on purpose: intra-op threads that compete with training
-    made copies two to five times slower, and one thread reaches memory speed.  Nor is
+    made copies two to five times slower, and one thread reaches memory speed mostly.  Nor is
     torch.set_num_threads: it moves process-wide defaults, and with them the last bits of
     training's sums.  Large contiguous tensors are copied as bytes instead.
     """
@@ -48,14 +49,16 @@ class CpuCopier:
     def mark(self) -> None:
         """Work on the CPU is done when the call returns, so there is no point to remember."""
 
-    def copy(self, items: Sequence[CopyItem], mark: None, should_stop: ShouldStop) -> bool:
+    def copy(
+        self,
+        items: Sequence[CopyItem],
+        mark: None,
+        should_stop: ShouldStop,
+        shared: SharedPieces,
+    ) -> bool:
         """Copy piece by piece; see Copier."""
         with torch.no_grad():
-            for batch in self._planned(items):
-                if should_stop():
-                    return False
-                batch.move()
-        return True
+            return shared.copy(self._planned(items), should_stop)
 
     def _planned(self, items: Sequence[CopyItem]) -> Iterable[SerialBatch]:
         if not isinstance(items, CopyList):

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from megatron_ft.capture.copier import Bytes, CopyItem, ShouldStop, batches, move
+from megatron_ft.capture.copier import Bytes, CopyItem, batches, move
+from megatron_ft.capture.shared_pieces import SharedPieces, ShouldStop
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +87,15 @@ class CudaCopier:
         event.record(self._cuda.current_stream(self._device))
         return event
 
-    def copy(self, items: Sequence[CopyItem], mark: Any, should_stop: ShouldStop) -> bool:
-        """Copy piece by piece on the side stream; see Copier."""
+    def copy(
+        self,
+        items: Sequence[CopyItem],
+        mark: Any,
+        should_stop: ShouldStop,
+        shared: SharedPieces,
+    ) -> bool:
+        """Copy piece by piece on the side stream; see Copier.  Nothing is shared: it is the device
+        that copies."""
         self._prepare(items, mark.synchronize)
         in_flight: deque[Any] = deque()
         try:

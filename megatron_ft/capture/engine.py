@@ -129,7 +129,7 @@ class CaptureEngine:
         complete, reason = False, "the copier stopped"
         try:
             watch = StopWatch(run, lambda: self.revoked(run.permit))
-            complete = self._copier.copy(self._items(run), run.mark, watch)
+            complete = self._copier.copy(self._items(run), run.mark, watch, run.shared)
         except Exception as error:
             logger.warning("copy of snapshot %s failed", run.permit.snapshot, exc_info=True)
             reason = f"the copy failed: {error!r}"

@@ -27,8 +27,9 @@ class Fence:
     def wait(self, run: CaptureRun | None) -> None:
         """Return when the tensors may change: the copy is done, or has been given up.
 
-        When the timeout is over the copier is told to stop after its current piece and
-        the slot will never be sealed, so it does not matter that bytes change under it.
+        Meanwhile this thread copies too, where the rank has a core for that.  When the timeout is
+        over the copier is told to stop after its current piece and the slot will never be sealed,
+        so it does not matter that bytes change under it.
         """
         self.seen = True
         self.hold(run)

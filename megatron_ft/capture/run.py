@@ -12,6 +12,8 @@ import torch
 
 from megatron_ft.arena.format import Permit
 from megatron_ft.capture.copier import CopyItem
+from megatron_ft.capture.shared_pieces import SharedPieces
+from megatron_ft.capture.threads import spare_threads
 from megatron_ft.capture.ticket import Ticket
 
 PERMIT_CHECK_SECONDS = 0.05
@@ -44,6 +46,7 @@ class CaptureRun:
     copy_seconds: float = 0.0
     stall_seconds: float = 0.0
     stop_reason: str = ""
+    shared: SharedPieces = field(default_factory=SharedPieces)
     moved: Event = field(default_factory=Event)
     finished: Event = field(default_factory=Event)
     _fence_entered: float | None = None
@@ -62,10 +65,17 @@ class CaptureRun:
             return True
 
     def wait_moved(self, timeout_seconds: float) -> bool:
-        """Wait for the copy; the wait counts as this capture's stall."""
+        """Wait for the copy, and help with it where this rank has more than one core.
+
+        False after the timeout, which may be the copy of one piece longer then.  All of it counts
+        as this capture's stall.
+        """
         with self._lock:
             self._fence_entered = time.monotonic()
-        moved = self.moved.wait(timeout_seconds)
+        until = self._fence_entered + timeout_seconds
+        if not self.moved.is_set() and spare_threads() > 1:
+            self.shared.help(until)
+        moved = self.moved.wait(max(0.0, until - time.monotonic()))
         self._fence_left.set()
         return moved
 
@@ -94,6 +104,7 @@ class CaptureRun:
             # Digests do not need the live tensors: let go of them.
             self.live, self.staged, self.mark = {}, [], None
             self.moved.set()
+            self.shared.withdraw()
             return not self.stop_reason
 
 
