@@ -16,7 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_costs import calls_of_save
 
-from megatron_ft.capture.enumeration import Enumeration, enumerate_entry, enumerate_plain
+from megatron_ft.capture.enumeration import (
+    COUNTER_BYTES,
+    Enumeration,
+    enumerate_entry,
+    enumerate_plain,
+)
 from megatron_ft.capture.mapping import MappingState
 from megatron_ft.capture.rng import RngState
 from megatron_ft.objects import encode
@@ -592,15 +597,23 @@ def test_a_save_of_an_unchanged_model_and_optimizer_asks_no_tensor(tmp_path: Pat
     assert all(abs(many[kind] - few[kind]) <= 5 for kind in few), (few, many)
 
 
+def in_a_nested_one(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor([tensor])
+
+
 @pytest.mark.parametrize("forced", [{}, {"small": True, "large": False}, {"again": True}])
-def test_many_tensors_are_enumerated_as_each_by_itself(forced: dict[str, bool]) -> None:
-    large = torch.zeros(5000)
+@pytest.mark.parametrize("make", [None, torch.Tensor.to_sparse, in_a_nested_one])
+def test_many_tensors_are_enumerated_as_each_by_itself(
+    forced: dict[str, bool], make: Callable[[torch.Tensor], torch.Tensor] | None
+) -> None:
+    large, others = torch.zeros(5000), {} if make is None else {"other": make(torch.zeros(3))}
     tensors = {
         "small": torch.zeros(3),
+        "counters": torch.zeros(COUNTER_BYTES // 4),
         "large": large,
         "weights": torch.nn.Parameter(torch.zeros(5000)),
         "again": large,
-        "sparse": torch.zeros(3).to_sparse(),
+        **others,
     }
     together = enumerate_plain([*tensors], [*tensors.values()], forced)
     one_by_one = Enumeration()

@@ -90,9 +90,12 @@ class WholeTensors(NamedTuple):
 
         Shared memory is the same for CUDA tensors: addresses are unique over all devices.
         """
-        if len(live) != len(stored.names) or not all(map(live.__contains__, stored.names)):
+        if len(live) != len(stored.names):
             return None
-        tensors = list(map(live.__getitem__, stored.names))
+        try:
+            tensors = list(map(live.__getitem__, stored.names))
+        except KeyError:
+            return None
         on_cpu = all(map(_IS_CPU, tensors))
         if not (_are_dense(tensors, on_cpu) and _have_form(tensors, stored)):
             return None
@@ -105,11 +108,13 @@ class WholeTensors(NamedTuple):
     def are_plain(self) -> bool:
         """Whether copies of bytes are all that it takes to fill them."""
         every, tensors = torch.Tensor, self.tensors
+        # Of no other dtype are numbers that torch conjugates later.
+        complex_ones = any(dtype.is_complex for dtype in {*self.stored.dtypes})
         return (
             self.on_cpu
             and all(map(every.is_contiguous, tensors))
             and not any(map(every.is_neg, tensors))
-            and not any(map(every.is_conj, tensors))
+            and not (complex_ones and any(map(every.is_conj, tensors)))
         )
 
     def agrees(self, planned: Planned) -> bool:

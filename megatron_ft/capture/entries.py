@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import compress, groupby
-from operator import is_, itemgetter, not_
+from operator import is_, not_
 from typing import Any
 
 import torch
@@ -77,19 +77,24 @@ class Entries:
         same = names == self._names and is_plain == self._is_plain
         if not same or not all(map(is_, plain, compress(self._values, self._is_plain))):
             self.forget()
-            self._runs = self._begin(zip(names, values, is_plain, strict=True))
+            self._runs = self._begin(names, values, is_plain)
         self._names, self._is_plain, self._values = names, is_plain, values
         return list(compress(values, map(not_, is_plain)))
 
-    def _begin(self, items: Iterable[tuple[str, Any, bool]]) -> list[_Entry | Enumeration]:
+    def _begin(
+        self, names: list[str], values: list[Any], is_plain: list[bool]
+    ) -> list[_Entry | Enumeration]:
         """Plain tensors that follow one another are enumerated together, now."""
         runs: list[_Entry | Enumeration] = []
-        for is_plain, run in groupby(items, itemgetter(2)):
-            if not is_plain:
-                runs += [_Entry(name, self._forced.get(name)) for name, _, _ in run]
-                continue
-            names, tensors, _ = zip(*run, strict=True)
-            runs.append(enumerate_plain(names, tensors, self._forced))
+        start = 0
+        for plain, run in groupby(is_plain):
+            stop = start + len(list(run))
+            if plain:
+                found = enumerate_plain(names[start:stop], values[start:stop], self._forced)
+                runs.append(found)
+            else:
+                runs += [_Entry(name, self._forced.get(name)) for name in names[start:stop]]
+            start = stop
         return runs
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter, is_
+from itertools import compress
+from operator import attrgetter, is_, not_
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ class Enumeration:
 
 
 _KINDS = attrgetter("handles", "lazy", "boundary")
+_LAYOUT, _NBYTES, _IS_NESTED = map(attrgetter, ("layout", "nbytes", "is_nested"))
 
 
 def _called_alike(name: str) -> ConfigError:
@@ -121,11 +123,22 @@ def enumerate_plain(
     handles = dict(zip(names, tensors, strict=True))
     # The first name of a tensor that has several.
     name_of = dict(zip(map(id, reversed(tensors)), reversed(names), strict=True))
-    found = Enumeration(handles=handles, name_of=name_of)
-    for name, tensor in handles.items():
-        lazy = forced[name] if name in forced else _plain_is_lazy(tensor)
-        (found.lazy if lazy else found.boundary)[name] = tensor
-    return found
+    lazy = _are_lazy(tensors)
+    if forced:
+        lazy = list(map(forced.get, names, lazy))
+    return Enumeration(
+        lazy=dict(compress(handles.items(), lazy)),
+        boundary=dict(compress(handles.items(), map(not_, lazy))),
+        handles=handles,
+        name_of=name_of,
+    )
+
+
+def _are_lazy(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """``_plain_is_lazy`` of each, in calls that loop in C where all are dense."""
+    if {*map(_LAYOUT, tensors)} <= {torch.strided} and not any(map(_IS_NESTED, tensors)):
+        return list(map(COUNTER_BYTES.__lt__, map(_NBYTES, tensors)))
+    return list(map(_plain_is_lazy, tensors))
 
 
 def _plain_is_lazy(tensor: torch.Tensor) -> bool:
