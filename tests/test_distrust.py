@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.events import Observers
 from megatron_ft.coordinator.timing import Timing
@@ -20,7 +22,9 @@ SNAPSHOT = SnapshotId(1, 1)
 START = Decision(SNAPSHOT, 10, True, (), {})
 
 
-def test_only_who_has_loaded_a_snapshot_can_fail_from_it(tmp_path: Path) -> None:
+def test_only_who_has_loaded_a_snapshot_can_fail_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank that dies while another still loads says nothing of the weights."""
 
     async def story(state: JobState) -> None:
@@ -37,7 +41,12 @@ def test_only_who_has_loaded_a_snapshot_can_fail_from_it(tmp_path: Path) -> None
         for _ in range(FAILURE_LIMIT):
             assert not await distrust.training_failed()
         assert state.record.quarantine == Quarantine()
-        loads("dp1")
+
+        async def refresh() -> None:
+            """A node answers behind what it has told."""
+            loads("dp1")
+
+        monkeypatch.setattr(coordinator, "refresh", refresh)
         rejected = [await distrust.training_failed() for _ in range(FAILURE_LIMIT)]
         assert rejected == [False] * (FAILURE_LIMIT - 1) + [True]
         assert state.record.quarantine.rejected == (SNAPSHOT,)

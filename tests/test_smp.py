@@ -27,6 +27,7 @@ from megatron_ft.cli.main import main
 from megatron_ft.coordinator.link import SmpLink
 from megatron_ft.errors import ControlPlaneError, LayoutMismatchError, StaleIncarnationError
 from megatron_ft.identity import Ancestor
+from megatron_ft.smp import client as client_module
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.local_query import ask
 from megatron_ft.smp.security import JobKeys
@@ -43,6 +44,19 @@ try:
 except Exception as error:
     print(type(error).__name__, error, flush=True)
 sys.stdin.read()
+"""
+
+RESTORED = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+from megatron_ft.environment import ProcessEnvironment
+from megatron_ft.identity import SnapshotId
+from megatron_ft.smp import client as module
+module.NOTED_TIMEOUT_SECONDS = 600.0
+client = module.TrainerClient(ProcessEnvironment.from_env(), 0)
+client.shard_id = "dp0"
+client.restored(SnapshotId(1, 1), 0.5, "memory")
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 ENCODER = """
@@ -163,6 +177,34 @@ def test_who_registers_before_the_coordinator_is_here_is_told_of(node: SmpNode) 
         link.close()
 
     run(story())
+
+
+def test_a_rank_that_dies_once_it_is_restored_was_restored(node: SmpNode) -> None:
+    """Its failure is held against the snapshot only if the coordinator knows of the load."""
+
+    async def story() -> None:
+        link = await led(node)
+        rank = process(node, RESTORED)
+        with ended([rank]):
+            assert await asyncio.to_thread(rank.wait, 60) == -signal.SIGKILL
+            assert (await node.event(m.Restored)).shard_id == "dp0"
+        link.close()
+
+    run(story())
+
+
+def test_a_rank_trains_though_nobody_notes_that_it_was_restored(
+    node: SmpNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client_module, "NOTED_TIMEOUT_SECONDS", 0.1)
+    run(node.endpoint())
+    client = client_module.TrainerClient(node.environment, 0)
+    client.shard_id = "dp0"
+    assert node.process is not None
+    os.kill(node.process.pid, signal.SIGSTOP)
+    client.restored(snapshot(1), 0.5, "memory")
+    client.close()
+    assert "has not confirmed in 0 s that dp0 was restored" in caplog.text
 
 
 def test_a_killed_smp_leaves_arenas_that_the_next_one_adopts(node: SmpNode) -> None:

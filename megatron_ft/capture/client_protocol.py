@@ -71,7 +71,7 @@ class SnapshotClient(Protocol):
         """The capture ended without a result; nothing writes to the slot any more."""
 
     def restored(self, snapshot: SnapshotId, seconds: float, source: str) -> None:
-        """The shard was verified and loaded."""
+        """The shard was verified and loaded; returns when that outlives this process."""
 
     def corrupt(self, snapshot: SnapshotId, blocks: int) -> None:
         """So many blocks of the offered shard failed their digests; none of them was loaded."""

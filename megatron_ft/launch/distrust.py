@@ -96,10 +96,11 @@ class Distrust:
         """
         if self._start is None or self._start.snapshot is None:
             return False
+        # Nodes answer behind what they have told: who has loaded is known then.
+        await self._coordinator.refresh()
         if len(self._restored) < self._ranks:
             return False
         snapshot, iteration = self._start.snapshot, self._start.iteration
-        await self._coordinator.refresh()
         reached = max(self._coordinator.progress.values(), default=-1)
         gained, before = max(0, reached - iteration), self.quarantine
         after = before.after_failure(snapshot, gained, self._near)

@@ -27,6 +27,9 @@ from megatron_ft.smp.pid_namespace import pid_namespace
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_SECONDS = 60.0
+NOTED_TIMEOUT_SECONDS = 10.0
+"""Longest that a loaded rank waits for its SMP to know of it; then it trains all the same."""
+
 OutcomeCallback = Callable[[SnapshotId, str], None]
 
 
@@ -57,6 +60,7 @@ class TrainerClient:
         self.shard_id = ""
         self.on_outcome: OutcomeCallback | None = None
         self._answers: queue.SimpleQueue[m.Message] = queue.SimpleQueue()
+        self._noted = threading.Event()
         self._outbox: queue.SimpleQueue[m.Message | None] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
         context = zmq.Context()
@@ -131,8 +135,21 @@ class TrainerClient:
         self._send(m.Abandoned(self.shard_id, snapshot, reason))
 
     def restored(self, snapshot: SnapshotId, seconds: float, source: str) -> None:
-        """The shard was loaded and verified."""
+        """The shard was loaded and verified; returns when the SMP knows.
+
+        A rank may fail, or be killed, within moments of its first iteration.  Word that was
+        still under way would be lost with it, and the failure not held against the snapshot.
+        """
+        self._noted.clear()
         self._send(m.Restored(self.shard_id, snapshot, seconds, source))
+        if not self._noted.wait(NOTED_TIMEOUT_SECONDS):
+            log.warning(
+                "the SMP of node %s has not confirmed in %.0f s that %s was restored; training "
+                "goes on",
+                self._environment.node,
+                NOTED_TIMEOUT_SECONDS,
+                self.shard_id,
+            )
 
     def corrupt(self, snapshot: SnapshotId, blocks: int) -> None:
         """The shard's bytes of ``snapshot`` fail their digests: it counts as lost from now on."""
@@ -227,6 +244,9 @@ class TrainerClient:
         return True
 
     def _received(self, message: m.Message) -> None:
+        if isinstance(message, m.Noted):
+            self._noted.set()
+            return
         if not isinstance(message, m.Outcome):
             self._answers.put(message)
             return

@@ -72,7 +72,7 @@ class LocalServer:
             return None
         if isinstance(message, PASSED_ON):
             await self._host.tell(message)
-            return None
+            return m.Noted() if isinstance(message, m.Restored) else None
         if isinstance(message, m.Loaded):
             self._host.store.check_record(message.record)
             answer = self._host.machine.handle(message)

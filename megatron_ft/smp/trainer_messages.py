@@ -87,12 +87,16 @@ class Abandoned(Message, frozen=True):
 
 
 class Restored(Message, frozen=True):
-    """The trainer has loaded its shard and goes on from there."""
+    """The trainer has loaded its shard and goes on from there; answered with Noted."""
 
     shard_id: ShardId
     snapshot: SnapshotId
     seconds: float
     source: str
+
+
+class Noted(Message, frozen=True):
+    """The SMP has sent a Restored on, so the coordinator hears it whatever becomes of the rank."""
 
 
 class CorruptShard(Message, frozen=True):
