@@ -24,11 +24,15 @@ from pathlib import Path
 import torch
 
 from benchmarks import coding, memory, training
+from benchmarks.capturing import SHARED_MEMORY
 from benchmarks.jobs import Jobs
 from benchmarks.peers import comparison, cycles
 from benchmarks.peers.catalogue import WAYS
 from benchmarks.stripe import rows as stripes
 from benchmarks.table import Row, as_json, markdown
+
+VECTORS = ("avx2", "avx512bw", "vpclmulqdq", "gfni")
+"""Instructions that copies, CRCs and parity use where they are there, as Linux calls them."""
 
 PARTS = ("capture", "coding", "stripes", "training")
 
@@ -105,7 +109,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--arenas",
         type=Path,
-        default=memory.SHARED_MEMORY,
+        default=SHARED_MEMORY,
         help="where arenas and the files of other ways are (/dev/shm); try a mount with huge pages",
     )
     parser.add_argument(
@@ -131,7 +135,16 @@ def _parts(wanted: Sequence[str], options: argparse.Namespace) -> Iterator[Itera
 
 
 def _where(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+    return torch.cuda.get_device_name() if device == "cuda" else processor()
+
+
+def processor() -> str:
+    """The machine's architecture, and of what copies and codes faster what it has."""
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        flags = set()
+    return " ".join([platform.machine(), *filter(flags.__contains__, VECTORS)])
 
 
 def _place(where: str) -> str:

@@ -13,9 +13,9 @@ from test_capture_manager import capture
 from test_capture_support import FakeSmp, make_manager
 
 from benchmarks.bookkeeping import CAPTURES, DEEPSPEED, MEGATRON, PLAIN, Program, measured
+from benchmarks.capturing import SHARED_MEMORY
 from benchmarks.frameworks.save_calls import WARM_UP, SaveCalls
 from benchmarks.jobs import Jobs
-from benchmarks.memory import SHARED_MEMORY
 from megatron_ft.capture.manager import SnapshotManager
 
 
