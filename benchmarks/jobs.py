@@ -41,16 +41,19 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
-def supervised(program: list[str], ranks: int, folder: Path, limit_seconds: float) -> None:
+def supervised(
+    program: list[str], ranks: int, folder: Path, limit_seconds: float, interval: int = 1
+) -> None:
     """Run a program in ``ranks`` ranks, each on a node of its own, with all that is kept in
-    ``folder``; RuntimeError with the end of the log unless it ends well in time."""
+    ``folder``, and snapshots every ``interval`` iterations; RuntimeError with the end of the log
+    unless it ends well in time."""
     protect = "xor:2" if ranks > 1 else "none"
     job = f"benchmark-{uuid.uuid4().hex[:8]}"
     flags = ["--job", job, "--nodes", str(ranks), "--protect", protect]
     flags += ["--state-dir", str(folder / "state"), "--arena-dir", str(folder / "arenas")]
     flags += ["--from-scratch"]
     command = [sys.executable, "-m", "megatron_ft.cli.main", "run", *flags, "--", *program]
-    environment = {**_environment(), "MEGATRON_FT_SNAPSHOT_INTERVAL": "1"}
+    environment = {**_environment(), "MEGATRON_FT_SNAPSHOT_INTERVAL": str(interval)}
     log = folder / "supervisor.log"
     try:
         with log.open("w") as to:

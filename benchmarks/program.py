@@ -40,8 +40,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What to do.  ``work`` is the time of forward and backward in copies of the state.
 
     With ``copies`` a plain copy of the state is measured just before each save, as no part of the
-    iteration: what a shared machine slows down for a while, it slows down for both.  A ``control``
-    has the same phases, and saves in none.
+    iteration: what a shared machine slows down for a while, it slows down for both.  With ``every``
+    above 1 there is one phase, in which every so many-th iteration saves.  A ``control`` has the
+    same phases, and saves in none.
     """
 
     method: str
@@ -55,6 +56,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: str = "cpu"
     singles: bool = False
     copies: bool = False
+    every: int = 1
     control: bool = False
 
 
@@ -67,7 +69,7 @@ class Training:
             f"w{i}": torch.zeros(numel, device=plan.device) for i in range(plan.tensors)
         }
         self.method, self.device = method, plan.device
-        self._copies = plan.copies
+        self._copies, self._every = plan.copies, plan.every
         self.iteration = 0
         # Large enough to fill a GPU, small enough to stop one CPU core often.
         width = 192 if plan.device == "cpu" else 2048
@@ -149,7 +151,7 @@ class Training:
         while len(done) < iterations or (
             saves and len(done) < MOST and self._any_rank(_saved(done) < 2)
         ):
-            done.append(self.iterate(saves))
+            done.append(self.iterate(saves and len(done) % self._every == 0))
         return done
 
     def _any_rank(self, wants: bool) -> bool:
@@ -213,10 +215,7 @@ def main() -> None:
     method = WAYS[plan.method](Path(plan.folder))
     training = Training(plan, method)
     training.single()
-    sides = (False, not plan.control)
-    phases = [training.phase(plan.phase, saves) for _ in range(plan.rounds + 1) for saves in sides][
-        2:
-    ]
+    phases = _phases(plan, training)
     singles = [training.single() for _ in range(plan.rounds)] if plan.singles else []
     found = {"copy": training.copy_seconds, "phases": phases, "singles": singles}
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -224,6 +223,15 @@ def main() -> None:
     method.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _phases(plan: Plan, training: Training) -> list[list[dict[str, float]]]:
+    """Pairs of phases, first without saves and then with them; or one of both."""
+    if plan.every > 1:
+        return [training.phase(plan.phase, not plan.control)]
+    sides = (False, not plan.control)
+    done = [training.phase(plan.phase, saves) for _ in range(plan.rounds + 1) for saves in sides]
+    return done[len(sides) :]
 
 
 def _saved(done: list[dict[str, float]]) -> float:

@@ -11,20 +11,13 @@ from typing import Any
 
 import msgspec
 
-from benchmarks import bookkeeping
+from benchmarks import bookkeeping, neighbours
 from benchmarks.jobs import Jobs, alone, supervised
 from benchmarks.program import Plan
 from benchmarks.table import Row
 
 SPARE_CORES = 4
 """With so many cores two ranks leave some for copies and parity, and the shadow has a limit."""
-
-PAIRS, SHORT = 4, 4
-"""Pairs of phases in a round, and iterations of a phase, where the shadow has a limit.  Of 1,034
-iterations on a shared machine, in which nothing was saved, the seconds scattered by 9 %, the
-speeds of such pairs by 0.08 and the medians of 28 of them by 0.01."""
-
-SPEED = "x speed without saves"
 
 NAMES = {"inmem": "megatron-ft, xor:2", "dcp": "DCP async_save", "torch.save": "torch.save"}
 
@@ -48,38 +41,46 @@ def _one_rank(mib: int, jobs: Jobs) -> Iterator[Row]:
     A rank of one thread leaves all other cores to copies and digests.
     """
     found = _run(1, jobs, method="inmem", **_hiding(mib, jobs))
-    shares = [_held(one) / one["total"] for one in _saving(found)]
+    shares = [_held(one) / one["total"] for one in _saving(found["phases"])]
     name = "stall, forward+backward of 4 copies"
     yield Row(name, tuple(100 * share for share in shares), "% of an iteration", 1.0, False)
-    yield _shadow("shadow with a core to spare: one rank, 4 copies", found, 2)
+    limit = 0.98 if (os.cpu_count() or 1) > 1 else None
+    name = "shadow with a core to spare: one rank, 4 copies"
+    yield neighbours.row(name, found["phases"][0], limit=limit)
 
 
 def _bare(mib: int, jobs: Jobs) -> Iterator[Row]:
-    """What the least that any way of saving does costs the same pairs of phases."""
+    """What the least that any way of saving does costs the same iterations."""
     found = _run(1, jobs, method="bare", **_hiding(mib, jobs))
-    note = "yardstick: a thread that copies the state and takes CRCs, nothing else"
-    yield Row("the same with bare copies", _speeds(found), SPEED, note=note)
+    note = "yardstick: a thread that copies the state and takes CRCs, nothing else; "
+    yield neighbours.row("the same with bare copies", found["phases"][0], note=note)
 
 
 def _control(mib: int, jobs: Jobs) -> Iterator[Row]:
-    """What the machine makes of the same pairs of phases by itself: nothing is saved in either."""
+    """What the machine makes of such pairs by itself: nothing is saved in either."""
     found = _run(1, jobs, method="inmem", control=True, **_hiding(mib, jobs))
-    note = "control: the machine's own scatter"
-    yield Row("the same with saves in neither phase", _speeds(found), SPEED, note=note)
+    note = "control: the machine's own scatter; "
+    name = "the same with saves in neither"
+    yield neighbours.row(name, found["phases"][0], control=True, note=note)
 
 
 def _hiding(mib: int, jobs: Jobs) -> dict[str, Any]:
-    """What one rank does to hide a copy.  A GPU is lent for minutes: it has few, long phases."""
-    plan = {"tensors": 16, "mib": mib, "work": 4}
-    short = {"rounds": PAIRS * jobs.rounds, "phase": SHORT}
-    return plan | short if jobs.device == "cpu" else plan
+    """What one rank does to hide a copy, in every second iteration."""
+    return {
+        "tensors": 16,
+        "mib": mib,
+        "work": 4,
+        "every": 2,
+        "phase": 2 * neighbours.PAIRS * jobs.rounds,
+    }
 
 
 def _short(mib: int, jobs: Jobs) -> Iterator[Row]:
     """Held time beyond what a copy takes longer than forward and backward, in copies."""
     found = _run(1, jobs, method="inmem", tensors=16, mib=mib, work=0.5, copies=True)
     excess = [
-        (_held(one) - max(0.0, one["copy"] - one["work"])) / one["copy"] for one in _saving(found)
+        (_held(one) - max(0.0, one["copy"] - one["work"])) / one["copy"]
+        for one in _saving(found["phases"][1::2])
     ]
     name = "stall beyond copy - (forward+backward of 0.5 copies)"
     yield Row(name, tuple(100 * part for part in excess), "% of a copy", 2.0, False)
@@ -88,7 +89,7 @@ def _short(mib: int, jobs: Jobs) -> Iterator[Row]:
 def _bookkeeping(jobs: Jobs) -> Iterator[Row]:
     """What save() does besides copying, with a cached layout of 2,000 tensors."""
     found = _run(1, jobs, method="inmem", tensors=2000, mib=32, work=10)
-    calls = tuple(1000 * one["save"] for one in _saving(found))
+    calls = tuple(1000 * one["save"] for one in _saving(found["phases"][1::2]))
     name, limit = "save() with 2,000 tensors of 16 KiB", bookkeeping.LIMIT_MS
     yield Row(name, calls, "ms", limit, False, note="plain API, a mapping of tensors alone")
 
@@ -108,26 +109,20 @@ def _shadow(name: str, found: dict[str, Any], cores: int | None) -> Row:
     saving = found["phases"][1::2]
     saved = statistics.mean(one["saved"] for phase in saving for one in phase)
     limit = 0.98 if cores is not None and (os.cpu_count() or 1) >= cores else None
-    note = f"saves in {saved:.0%} of iterations"
-    return Row(name, _speeds(found), SPEED, limit, note=note)
+    pairs = zip(found["phases"][::2], saving, strict=True)
+    speeds = tuple(_mean(first, "total") / _mean(second, "total") for first, second in pairs)
+    return Row(name, speeds, neighbours.SPEED, limit, note=f"saves in {saved:.0%} of iterations")
 
 
-def _speeds(found: dict[str, Any]) -> tuple[float, ...]:
-    """Of each pair of phases: the speed in the second one against that in the first."""
-    phases = found["phases"]
-    pairs = zip(phases[::2], phases[1::2], strict=True)
-    return tuple(_mean(first, "total") / _mean(second, "total") for first, second in pairs)
-
-
-def _saving(found: dict[str, Any]) -> list[dict[str, float]]:
+def _saving(phases: list[list[dict[str, float]]]) -> list[dict[str, float]]:
     """Iterations that saved, each with the fence that followed in the next one."""
     joined = []
-    for phase in found["phases"][1::2]:
+    for phase in phases:
         for one, following in zip(phase, phase[1:], strict=False):
             if one["saved"]:
                 joined.append({**one, "fence": following["fence"], "work": following["work"]})
     if not joined:
-        raise RuntimeError("no snapshot was taken in the measured iterations")
+        raise RuntimeError(neighbours.NONE_TAKEN)
     return joined
 
 
@@ -154,7 +149,7 @@ def _run(ranks: int, jobs: Jobs, *, method: str, **plan: Any) -> dict[str, Any]:
         ).decode()
         program = [sys.executable, "-m", "benchmarks.program", text]
         if method == "inmem":
-            supervised(program, ranks, folder, jobs.limit_seconds)
+            supervised(program, ranks, folder, jobs.limit_seconds, plan.get("every", 1))
         else:
             alone(program, ranks, jobs.limit_seconds)
         found: dict[str, Any] = json.loads(out.read_text())

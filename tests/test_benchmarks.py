@@ -20,12 +20,12 @@ import pytest
 import torch
 
 import benchmarks.bare
-from benchmarks import memory, training
+from benchmarks import memory, neighbours, training
 from benchmarks.__main__ import VECTORS
 from benchmarks.bare import BareCopies
 from benchmarks.bookkeeping import DEEPSPEED, MEGATRON
 from benchmarks.capturing import SHARED_MEMORY, capturing, tensors
-from benchmarks.jobs import Jobs
+from benchmarks.jobs import Jobs, supervised
 from benchmarks.methods import METHODS
 from benchmarks.peers.catalogue import WAYS
 from benchmarks.peers.comparison import (
@@ -315,25 +315,47 @@ def test_a_stall_is_measured_by_a_copy_of_its_own_time(monkeypatch: pytest.Monke
     assert row.samples == pytest.approx((1.0, 0.5, 0.5))
 
 
-def test_a_shadow_with_a_limit_is_the_median_of_many_short_phases(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The median of seven pairs scatters by more than what the limit is about."""
+def iteration(total: float, save: float, saved: bool) -> dict[str, float]:
+    return {"total": total, "save": save, "saved": float(saved), "fence": 0.001, "work": 0.8}
 
-    def run(*_: Any, rounds: int, phase: int, control: bool = False, **__: Any) -> dict[str, Any]:
-        off = [{"total": 0.9, "saved": 0.0}] * phase
-        on = {"total": 1.0, "saved": 1.0, "save": 0.001, "fence": 0.001, "work": 0.8}
-        return {"phases": [off, off if control else [on] * phase] * rounds}
+
+def test_a_shadow_with_a_limit_is_that_of_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each save counts with the iteration that it slows down, which is the next one."""
+    saving, slowed = iteration(0.9, 0.1, True), iteration(1.0, 0.0, False)
+    measured: dict[str, Any] = {}
+
+    def run(*_: Any, control: bool = False, **plan: Any) -> dict[str, Any]:
+        measured.update(plan)
+        pairs = plan["phase"] // plan["every"]
+        return {
+            "phases": [
+                [iteration(0.8, 0.0, False)] * 2 * pairs if control else [saving, slowed] * pairs
+            ]
+        }
 
     monkeypatch.setattr(training, "_run", run)
     jobs = Jobs(7, "cpu", Path("/dev/shm"), 600.0)
     stall, shadow = training._one_rank(512, jobs)
-    assert stall.samples == pytest.approx((0.2,) * 28 * 3)
-    assert shadow.samples == pytest.approx((0.9,) * 28)
+    assert (measured["every"], measured["phase"]) == (2, 2 * 28 * 7)
+    assert stall.samples == pytest.approx((100 * 0.101 / 0.9,) * 28 * 7)
+    # With a save 0.1 + 1.0, without 0.9 - 0.1; no span follows the last iteration.
+    assert shadow.samples == pytest.approx((0.8 / 1.1,) * (28 * 7 - 1))
+    assert (shadow.limit, shadow.note) == (0.98, "neighbours; all together 0.727")
     (bare,) = training._bare(512, jobs)
     assert (bare.samples, bare.limit) == (shadow.samples, None)
     (control,) = training._control(512, jobs)
-    assert (control.samples, control.limit) == ((1.0,) * 28, None)
+    assert (set(control.samples), control.limit) == ({1.0}, None)
+
+
+def test_only_neighbours_of_both_kinds_are_compared() -> None:
+    """A snapshot that was missed leaves two without a save beside one another."""
+    saved = [False, False, True, True, False, False, True, False]
+    phase = [iteration(float(number), 0.0, save) for number, save in enumerate(saved)]
+    # The one that follows a save is slowed down: numbers 2 with 3, 5 with 4, 6 with 7.
+    assert neighbours.seconds(phase, False) == [(2.0, 3.0), (5.0, 4.0), (6.0, 7.0)]
+    assert neighbours.seconds(phase, True) == [(1.0, 2.0), (3.0, 4.0), (5.0, 6.0)]
+    with pytest.raises(RuntimeError, match="no snapshot was taken"):
+        neighbours.seconds(phase[:3], False)
 
 
 def test_bare_copies_are_whole_before_a_fence_and_digested_before_the_end(
@@ -374,6 +396,35 @@ def test_a_control_saves_in_no_phase(control: bool) -> None:
     saved = [any(one["saved"] for one in phase) for phase in measured["phases"]]
     # A job that hears late of a pause may save in a phase that is to have none.
     assert saved == [False] * 4 if control else saved[1::2] == [True] * 2
+
+
+def test_bare_copies_are_made_in_every_second_iteration(tmp_path: Path) -> None:
+    jobs = Jobs(1, "cpu", tmp_path, 240.0)
+    small = {"tensors": 2, "mib": 1, "work": 8, "phase": 40, "every": 2}
+    (phase,) = training._run(1, jobs, method="bare", **small)["phases"]
+    assert [bool(one["saved"]) for one in phase] == [True, False] * 20
+
+
+TOLD = """
+import json, os, sys
+from pathlib import Path
+out, interval = json.loads(sys.argv[1])["out"], os.environ["MEGATRON_FT_SNAPSHOT_INTERVAL"]
+Path(out).write_text(interval)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "interval"), [({}, 1), ({"every": 2}, 2)])
+def test_a_job_is_told_how_often_to_save(
+    plan: dict[str, Any], interval: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def instead(program: list[str], *others: Any) -> None:
+        supervised([sys.executable, "-c", TOLD, program[-1]], *others)
+
+    monkeypatch.setattr(training, "supervised", instead)
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
+        jobs = Jobs(1, "cpu", Path(folder), 240.0)
+        assert training._run(1, jobs, method="inmem", tensors=1, mib=1, work=1, **plan) == interval
 
 
 COPY = 2.0
