@@ -17,6 +17,7 @@ from megatron_ft.coordinator.plan import Sizes
 from megatron_ft.coordinator.timing import Timing
 from megatron_ft.environment import TREE
 from megatron_ft.erasure.scheme import Scheme
+from megatron_ft.launch.budget import RestartBudget
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.ports import free_port
 from megatron_ft.launch.process import LocalProcess
@@ -130,7 +131,8 @@ class Job:
     command: tuple[str, ...] = ()
     script: Path = EXAMPLE
     environment: Mapping[str, str] = field(default_factory=dict)
-    timing: Timing = Timing(lease=5.0, node_timeout=8.0)
+    timing: Timing = Timing(lease=3.0, node_timeout=8.0)
+    budget: RestartBudget = RestartBudget(first_delay_seconds=0.1)
     events: list[JobEvent] = field(default_factory=list)
     at_event: dict[str, Fault] = field(default_factory=dict)
     """Faults that strike at the first event of a kind, before anything follows from it."""
@@ -175,6 +177,7 @@ class Job:
             log_dir=self.folder / "logs",
             environment={**self.environment, **self._gate_variable()},
             timing=self.timing,
+            budget=self.budget,
             drain_dir=self.drain_dir,
             drain_interval=self.drain_interval,
             drain_export_dir=self.drain_export_dir,

@@ -13,6 +13,7 @@ from megatron_ft.erasure.domains import Domains
 from megatron_ft.erasure.scheme import Scheme, largest_scheme
 from megatron_ft.errors import ConfigError, ProtectionError
 from megatron_ft.fewer_ranks import SHRINK, STOP
+from megatron_ft.launch.budget import RestartBudget
 from megatron_ft.watch.timeout import HangSettings
 
 
@@ -45,7 +46,8 @@ class JobSpec:
     of the framework's own in ``export_on_failure`` (None: it does not).  ``on_no_spare`` is
     what follows when a node is lost and no spare is left: with "shrink" the job goes on with
     fewer nodes than ``nodes``, which is how many it begins with.  Spares import
-    ``warm_modules`` while they wait.
+    ``warm_modules`` while they wait.  ``budget`` is how often training may be started again without
+    progress, and how long is waited before.
     ConfigError for numbers that make no sense, ProtectionError for a scheme that needs
     more nodes than there are.
     """
@@ -64,6 +66,7 @@ class JobSpec:
     log_dir: Path = Path("megatron-ft-logs")
     environment: Mapping[str, str] = field(default_factory=dict)
     timing: Timing = field(default_factory=Timing)
+    budget: RestartBudget = field(default_factory=RestartBudget)
     register_timeout: float = 600.0
     drain_dir: Path | None = None
     drain_interval: int = 0

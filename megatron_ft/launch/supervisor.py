@@ -17,7 +17,6 @@ from megatron_ft.errors import (
     RestartBudgetError,
     StaleIncarnationError,
 )
-from megatron_ft.launch.budget import RestartBudget
 from megatron_ft.launch.disk_restore import LoadError
 from megatron_ft.launch.failure import Failure
 from megatron_ft.launch.hosts import hold_for_hosts
@@ -36,7 +35,7 @@ class Supervisor(JobParts):
 
     def __init__(self, spec: JobSpec, launcher: Launcher, state: JobState) -> None:
         super().__init__(spec, launcher, state)
-        self._budget = RestartBudget()
+        self._budget = spec.budget
 
     async def run(self) -> None:
         """Return when the training command has ended well on every rank.
@@ -117,7 +116,7 @@ class Supervisor(JobParts):
         self._budget = self._budget.after(failure.signature, iteration)
         if self._budget.delay_seconds:
             delay = self._budget.delay_seconds
-            self.observers.tell("backoff", f"waiting {delay:.0f} s before the next start")
+            self.observers.tell("backoff", f"waiting {delay:g} s before the next start")
             await asyncio.sleep(delay)
 
     async def _retire(self) -> None:
