@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,9 +72,18 @@ def train() -> None:
         module, _, function = plugin.partition(":")
         getattr(importlib.import_module(module), function)()
     install(make_manager)
+    if "--save" in sys.argv:
+        _fork_result_queue()
     pretrain_gpt.main()
     # The first rank serves the store that the others may still ask.
     torch.distributed.barrier()
+
+
+def _fork_result_queue() -> None:
+    """Of checkpoint writers: Megatron spawns its process otherwise, which imports torch anew."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
+
+    get_write_results_queue(mp_mode="fork")
 
 
 if __name__ == "__main__":
