@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ from benchmarks.peers.comparison import (
 from benchmarks.peers.cycles import cycles
 from benchmarks.peers.environment import fingerprint, steps
 from benchmarks.peers.jobs import Found, reason
-from benchmarks.program import Plan, Training
+from benchmarks.program import Plan, Training, _phases
 from benchmarks.restores import require_right
 from benchmarks.table import Row, as_json, markdown
 from megatron_ft import isal
@@ -385,17 +386,32 @@ def test_bare_copies_are_whole_before_a_fence_and_digested_before_the_end(
     bare.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("control", [False, True])
 def test_a_control_saves_in_no_phase(control: bool) -> None:
+    asked: list[tuple[int, bool]] = []
+
+    def phase(iterations: int, saves: bool) -> neighbours.Phase:
+        asked.append((iterations, saves))
+        return [iteration(1.0, 0.0, saves)]
+
+    recorder: Any = SimpleNamespace(phase=phase)
+    plan = Plan("inmem", 2, 1, 0.5, rounds=2, phase=3, out="", folder="", control=control)
+    measured = _phases(plan, recorder)
+    # What comes first is no part of what is measured.
+    assert asked == [(3, False), (3, not control)] * 3
+    assert [one["saved"] for (one,) in measured] == [0.0, float(not control)] * 2
+
+
+@pytest.mark.slow
+def test_a_job_saves_in_every_second_phase() -> None:
     # Longer paths would not fit into the address of a socket.
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
         jobs = Jobs(2, "cpu", Path(folder), 240.0)
         small = {"tensors": 2, "mib": 1, "work": 0.5, "phase": 2}
-        measured = training._run(1, jobs, method="inmem", control=control, **small)
+        measured = training._run(1, jobs, method="inmem", **small)
     saved = [any(one["saved"] for one in phase) for phase in measured["phases"]]
     # A job that hears late of a pause may save in a phase that is to have none.
-    assert saved == [False] * 4 if control else saved[1::2] == [True] * 2
+    assert saved[1::2] == [True] * 2
 
 
 def test_bare_copies_are_made_in_every_second_iteration(tmp_path: Path) -> None:

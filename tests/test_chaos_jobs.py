@@ -113,12 +113,12 @@ def test_a_command_of_the_user_is_run_and_compared_by_its_trace(
         chaos, "warm_python", lambda: SimpleNamespace(path=settings.warm, close=int)
     )
     found = tmp_path / "found.json"
-    command = ["python", "-m", "megatron_ft.testing.chaos.training", "--iterations", "300"]
+    command = ["python", "-m", "megatron_ft.testing.chaos.training", "--iterations", "200"]
     words = ["chaos", "--case", "encode.done:trainer:kill:0", "--json", str(found)]
     assert main([*words, "--", *command, "--seconds", "0.03"]) == 0, capsys.readouterr().out
     assert "1 cases, 0 failed" in capsys.readouterr().out
     (case,) = json.loads(found.read_text())["cases"]
-    assert case["compared"] >= 600 and case["restored"][0]["source"] == "own memory"
+    assert case["compared"] >= 400 and case["restored"][0]["source"] == "own memory"
     monkeypatch.setattr(chaos, "run_case", None)
     assert main([*words, "--continue", "--", *command, "--seconds", "0.03"]) == 0
     assert "1 cases, 0 failed" in capsys.readouterr().out

@@ -206,10 +206,10 @@ def test_a_flipped_byte_is_found_and_rebuilt_from_parity(
 def test_the_same_command_takes_over_after_the_supervisor_was_killed(
     made: list[Job], tmp_path: Path, two: Result
 ) -> None:
-    job = Job(tmp_path, nodes=2, protect="xor:2", iterations=40, iteration_seconds=0.25)
+    job = Job(tmp_path, nodes=2, protect="xor:2", iterations=40, iteration_seconds=0.15)
     made.append(job)
     command = [sys.executable, "-m", "megatron_ft.cli.main", "run", "--job", job.name]
-    command += ["--nodes", "2", "--protect", "xor:2", "--lease-seconds", "8"]
+    command += ["--nodes", "2", "--protect", "xor:2", "--lease-seconds", "4"]
     command += ["--state-dir", str(tmp_path / "state"), "--", *job.training_command()]
     first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert first.stdout is not None

@@ -174,7 +174,7 @@ def test_more_blocks_than_one_report_lists_are_repaired_one_report_after_the_oth
 ) -> None:
     """With blocks as long as arenas have them: what a repair sends back is 32 MiB long."""
     # No scrub until all is damaged: one that passes meanwhile would report a part of it.
-    job = Job(tmp_path, nodes=2, iterations=40, scrub_percent=0.0, width=2432)
+    job = Job(tmp_path, nodes=2, iterations=24, scrub_percent=0.0, width=2432)
     most = scrub_module.MOST_LISTED
 
     def damage(job: Job) -> None:
