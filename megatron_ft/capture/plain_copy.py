@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 import torch
 
 from megatron_ft.capture.copier import Bytes
+
+_SOURCE, _TARGET = attrgetter("source_bytes"), attrgetter("target_bytes")
 
 
 class PlainCopy:
@@ -36,14 +40,15 @@ def copy_all(copies: Sequence[PlainCopy]) -> None:
     Where a source lies is asked at every copy, so that memory that it has given back is not read,
     and what is read is kept: after a fence that gave up, training may give it back meanwhile.
     """
-    place, memory, positive = torch.Tensor.data_ptr, torch.Tensor.untyped_storage, np.positive
+    place, memory = torch.Tensor.data_ptr, torch.Tensor.untyped_storage
     sources = [copy.source for copy in copies]
     # In one call, between whose steps no other thread runs.
     kept = list(zip(map(memory, sources), map(place, sources), strict=True))
     for copy, (_, address) in zip(copies, kept, strict=True):
         if address != copy.address:
             copy.look(address)
-        positive(copy.source_bytes, out=copy.target_bytes)
+    # No bytecode between the calls: other threads wait while this one holds the GIL.
+    deque(map(np.positive, map(_SOURCE, copies), map(_TARGET, copies)), 0)
 
 
 def copy_large(target: int, source: int, length: int) -> None:
