@@ -298,6 +298,8 @@ def test_the_same_failure_three_times_stops_the_job(made: list[Job], tmp_path: P
     with pytest.raises(RestartBudgetError, match="rank . exited with 3"):
         job.run()
     assert any("no such file" in e.text for e in job.events if e.kind == "log"), job.story()
+    waits = [e.text for e in job.events if e.kind == "backoff"]
+    assert waits[:2] == [f"waiting {delay} s before the next start" for delay in ("0.1", "0.2")]
 
 
 def test_without_encoders_snapshots_go_on_locally(
