@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import shutil
@@ -68,6 +69,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             lengths[item.path] += 1 if LONG.isdisjoint(item.keywords) else LONG_TESTS
         items.sort(key=lambda item: -lengths[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """What was collected stays to the end: no garbage collection needs to look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
