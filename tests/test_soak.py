@@ -125,7 +125,9 @@ def test_a_sample_sees_each_kind_of_growth() -> None:
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)
     thread.start()
-    kept = bytearray(os.urandom(32 * MIB))
+    # Not from the heap, which may still have what others have freed.
+    kept = mmap.mmap(-1, 32 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    kept.write(bytes(32 * MIB))
     with open(os.devnull) as _, tempfile.TemporaryFile(dir="/dev/shm") as file:
         os.truncate(file.fileno(), 16 * MIB)
         with mmap.mmap(file.fileno(), 16 * MIB) as memory:
