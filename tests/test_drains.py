@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.launch.drains import is_due
+from megatron_ft.disk.durable import mount_point
+from megatron_ft.launch.drains import is_due, noted_places
+from megatron_ft.launch.job_state import DiskPlaces
 from megatron_ft.launch.salvage import doubled_up
+from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.urgency import SAFETY_FACTOR, Urgency
 
 
@@ -32,6 +38,18 @@ def test_drains_are_an_interval_apart_and_none_is_forgotten(
 def test_what_is_urgent_waits_for_no_interval_and_is_drained_once() -> None:
     assert is_due(10, 11, 500, urgent=True)
     assert not is_due(10, 10, 500, urgent=True) and not is_due(10, 11, 0, urgent=True)
+
+
+def test_the_mount_point_of_a_drain_folder_is_looked_up_once(tmp_path: Path) -> None:
+    """At a restart the file system may be unmounted, and the folder lies on the disk below."""
+    spec = JobSpec(name="j", command=("x",), nodes=4, drain_dir=tmp_path / "disk", log_dir=tmp_path)
+    first = noted_places(DiskPlaces(), spec)
+    assert first.drain_mount == str(mount_point(tmp_path))
+    mounted = DiskPlaces(first.drain_dir, str(tmp_path))
+    assert noted_places(mounted, spec).drain_mount == str(tmp_path)
+    other = replace(spec, drain_dir=tmp_path / "other")
+    assert noted_places(mounted, other).drain_mount == first.drain_mount
+    assert noted_places(mounted, replace(spec, drain_dir=None)) == DiskPlaces()
 
 
 def looks(urgency: Urgency, *events: tuple[float, bool, bool, float]) -> list[str]:

@@ -17,11 +17,10 @@ import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 
 from megatron_ft import json_section
 from megatron_ft.cli import agent_place, run, run_place
-from megatron_ft.cli.run_folders import EXPORTS, flag_of, make_folders
+from megatron_ft.cli.run_folders import EXPORTS, flag_of, make_folder
 from megatron_ft.cli.run_place import RunPlace
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.disk.drained import of_one_job
@@ -147,7 +146,8 @@ def _refuse_what_run_refuses(
     # each node tries.
     with suppress(ProtectionError):
         spec = run.spec_from(arguments, command or ("python",), settings, place)
-        make_folders(replace(spec, drain_dir=None, drain_interval=0))
+        for name in EXPORTS:
+            make_folder(flag_of(name), getattr(spec, name))
 
 
 def _exports(settings: SnapshotConfig) -> dict[str, str]:

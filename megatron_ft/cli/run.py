@@ -24,7 +24,7 @@ from pathlib import Path
 
 from megatron_ft import isal
 from megatron_ft.cli import agent_place, run_place
-from megatron_ft.cli.run_folders import exports_held, make_folder, make_folders
+from megatron_ft.cli.run_folders import folders_ready, make_folder
 from megatron_ft.cli.run_place import RunPlace
 from megatron_ft.cli.run_summary import RunSummary
 from megatron_ft.cli.say import say
@@ -160,10 +160,9 @@ def _supervise(
     with _leaving_nothing(place):
         spec = spec_from(arguments, command, settings, place)
         make_folder("--log-dir", arguments.log_dir)
-        make_folders(spec)
     with JobState(notes, spec.name) as state, ExitStack() as held:
         with _leaving_nothing(place):
-            held.enter_context(exports_held(spec, state))
+            held.enter_context(folders_ready(spec, state))
         supervisor = Supervisor(spec, place.launcher, state)
         supervisor.hosts = place.hosts
         supervisor.observers.add(Printer())

@@ -2,41 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from megatron_ft.cli.say import say
 from megatron_ft.disk.durable import Disk
 from megatron_ft.errors import ConfigError
 from megatron_ft.export.hold import Holder, hold
+from megatron_ft.launch.in_thread import in_thread
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.spec import JobSpec
 
 EXPORTS = ("drain_export_dir", "export_on_failure")
 """Settings that name folders of exports."""
-
-
-def make_folders(spec: JobSpec) -> None:
-    """Make what drains and exports are written to; ConfigError names the flag."""
-    for name in ("drain_dir", *EXPORTS):
-        make_folder(flag_of(name), getattr(spec, name))
+DISK_TIMEOUT_SECONDS = 30.0
+"""Longest wait for a folder on a disk, which may hang."""
 
 
 @contextmanager
-def exports_held(spec: JobSpec, state: JobState) -> Iterator[None]:
-    """Have no other job export to this one's folders while the block runs.
+def folders_ready(spec: JobSpec, state: JobState) -> Iterator[None]:
+    """Makes what drains and exports are written to; no other job exports there in the block.
 
-    ConfigError if one that runs does; of a job that had no life yet no notes stay then.
+    ConfigError names the flag of a folder that cannot be used, or the job that exports there;
+    of a job that had no incarnation yet no notes stay then.  A job that has run keeps its
+    snapshots in memory, so an outage of a disk is reported and does not stop it.
     """
     holder = Holder(spec.name, state.record.job, socket.gethostname(), os.getpid())
     with ExitStack() as held:
         try:
+            usable = _usable_folders(spec, resumed=state.record.incarnation > 0)
             for name in EXPORTS:
                 folder = getattr(spec, name)
-                problem = held.enter_context(hold(folder, holder)) if folder else ""
+                problem = held.enter_context(hold(folder, holder)) if name in usable else ""
                 if problem:
                     say(
                         f"{flag_of(name)} {folder} cannot be locked ({problem}): see to it that no "
@@ -47,6 +49,28 @@ def exports_held(spec: JobSpec, state: JobState) -> Iterator[None]:
                 state.remove()
             raise
         yield
+
+
+def _usable_folders(spec: JobSpec, *, resumed: bool) -> list[str]:
+    """Settings whose folder was made and can be written to."""
+    usable = []
+    for name in ("drain_dir", *EXPORTS):
+        folder, flag = getattr(spec, name), flag_of(name)
+        if folder is None:
+            continue
+        try:
+            asyncio.run(in_thread(partial(make_folder, flag, folder), DISK_TIMEOUT_SECONDS))
+            usable.append(name)
+        except asyncio.TimeoutError:
+            problem = f"{flag} {folder} did not answer within {DISK_TIMEOUT_SECONDS:.0f} s"
+            if not resumed:
+                raise ConfigError(f"{problem}; choose another one") from None
+            say(f"{problem}. The job resumes without it; each drain tries again")
+        except ConfigError as error:
+            if not resumed:
+                raise
+            say(f"{error}. The job resumes without it; each drain tries again")
+    return usable
 
 
 def flag_of(name: str) -> str:

@@ -105,7 +105,10 @@ def run_step(steps: Mapping[str, Callable[[DrainPlan], None]], program: str) -> 
 def _check_mounted(plan: DrainPlan) -> None:
     """Below a mount point that lost its file system there is another disk, each node's own."""
     if plan.mount is not None and not os.path.ismount(plan.mount):
-        raise DrainError(f"{plan.mount} is not mounted any more: {plan.directory} was on it")
+        raise DrainError(
+            f"{plan.mount} is not mounted any more: {plan.directory} was on it; mount it again, or "
+            "start the job with another --drain-dir"
+        )
 
 
 def clear(plan: DrainPlan) -> None:

@@ -44,15 +44,20 @@ class DiskRestores:
         self._spec = spec
         self._launcher = launcher
         self._refused: set[Path] = set()
+        self._restore_from = spec.restore_from
+
+    def forget_restore_from(self) -> None:
+        """Do without what the user gave to start from."""
+        self._restore_from = None
 
     def highest_life(self, job: uuid.UUID) -> int:
         """The last incarnation in ``restore_from``: lives of this job must be numbered above it.
 
         ConfigError if there is no whole checkpoint.
         """
-        if self._spec.restore_from is None:
+        if self._restore_from is None:
             return 0
-        found = of_one_job(self._spec.restore_from, job)
+        found = of_one_job(self._restore_from, job)
         return max(a.incarnation for one in found for a in one.manifest.lineage)
 
     async def look(self, memory: Decision, record: JobRecord) -> Choice:
@@ -89,9 +94,9 @@ class DiskRestores:
             reasons = (*choice.reasons, *problems, *reasons)
             if choice.taken is not None:
                 return Choice(choice.taken, reasons)
-        if self._spec.restore_from is None or memory.snapshot is not None:
+        if self._restore_from is None or memory.snapshot is not None:
             return Choice(None, reasons)
-        return self._asked_for(self._spec.restore_from, wanted, record, reasons)
+        return self._asked_for(self._restore_from, wanted, record, reasons)
 
     def _own(self, quarantine: Quarantine) -> Path | None:
         """The framework's newest checkpoint, None if memory and drained ones go before it."""

@@ -24,6 +24,7 @@ from megatron_ft.disk.retention import Keep
 from megatron_ft.errors import MegatronFTError
 from megatron_ft.identity import Ancestor, Seat, SnapshotId
 from megatron_ft.launch.drain_processes import DrainProcesses
+from megatron_ft.launch.job_state import DiskPlaces
 from megatron_ft.launch.launcher import Launcher
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.urgency import Urgency
@@ -37,10 +38,26 @@ def is_due(last: int, committed: int, interval: int, urgent: bool = False) -> bo
     return interval > 0 and committed >= last + (1 if urgent else interval)
 
 
+def noted_places(before: DiskPlaces, spec: JobSpec) -> DiskPlaces:
+    """Chooses what the job's notes say of the disk from now on.
+
+    The mount point of a drain folder is looked up once, when the job first names the folder.
+    At a restart its file system may be unmounted, and the folder would then seem to belong on
+    the disk below; it may also hang, so nothing of it is touched.
+    """
+    drain_dir = "" if spec.drain_dir is None else str(spec.drain_dir.absolute())
+    mount = before.drain_mount if drain_dir == before.drain_dir else ""
+    if drain_dir and not mount:
+        mount = str(mount_point(Path(drain_dir)))
+    checkpoints = "" if spec.checkpoint_dir is None else str(spec.checkpoint_dir.absolute())
+    return DiskPlaces(drain_dir, mount, checkpoints)
+
+
 class Drains:
     """The drains of one job over all its lives, and the exports of what was drained.
 
-    ``failures`` and ``export_failures`` count those that came to nothing.
+    ``failures`` and ``export_failures`` count those that came to nothing.  Nothing is written
+    unless a file system is mounted at ``mount`` ("": not looked at).
     """
 
     def __init__(
@@ -50,6 +67,7 @@ class Drains:
         job: uuid.UUID,
         coordinator: Coordinator,
         spares_gone: Callable[[], bool],
+        mount: str = "",
     ) -> None:
         self.failures = 0
         self.export_failures = 0
@@ -67,7 +85,7 @@ class Drains:
         self._busy = False
         self._cap = spec.drain_bandwidth_mib
         self._slowest = 0.0
-        self._mount = None if spec.drain_dir is None else mount_point(spec.drain_dir)
+        self._mount = Path(mount) if mount else None
         limit = spec.time_limit_seconds
         self._urgency = Urgency(
             parity=bool(spec.scheme.parity_members),

@@ -6,7 +6,7 @@ from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.events import Observers
 from megatron_ft.launch.disk_restore import DiskRestores
 from megatron_ft.launch.distrust import Distrust
-from megatron_ft.launch.drains import Drains
+from megatron_ft.launch.drains import Drains, noted_places
 from megatron_ft.launch.failure import JobNotes
 from megatron_ft.launch.fleet import EncoderWorld, TrainerFleet
 from megatron_ft.launch.job_state import JobState
@@ -40,8 +40,16 @@ class JobParts:
         self.world.serve(self.coordinator)
         self.coordinator.scrub_percent = spec.scrub_percent
         self.members = Membership(spec, launcher, state, self.coordinator)
+        places = noted_places(state.record.disk, spec)
+        if places != state.record.disk:
+            state.update(disk=places)
         self.drains = Drains(
-            spec, launcher, state.record.job, self.coordinator, self.members.spares_gone
+            spec,
+            launcher,
+            state.record.job,
+            self.coordinator,
+            self.members.spares_gone,
+            places.drain_mount,
         )
         self.disk = DiskRestores(spec, launcher)
         self.distrust = Distrust(

@@ -36,6 +36,17 @@ class SmpPlace(msgspec.Struct, frozen=True):
     endpoint: str
 
 
+class DiskPlaces(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Folders on disk that the job's last start named; "" for none.
+
+    ``drain_mount`` is where the file system was mounted that held ``drain_dir``.
+    """
+
+    drain_dir: str = ""
+    drain_mount: str = ""
+    checkpoint_dir: str = ""
+
+
 class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one job's state file holds.
 
@@ -43,8 +54,8 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     that trainers run on, in the order of their ranks.  ``shards`` gives the seat of each
     shard, ``incarnation`` the job's last life, ``lineage`` what that one descends from,
     ``committed`` whether it ever committed a snapshot, ``quarantine`` which ones must not be
-    used, ``rank_rule`` with how many ranks the command could go on.  The secret never appears
-    in text made from this object.
+    used, ``rank_rule`` with how many ranks the command could go on, ``disk`` where checkpoints
+    are.  The secret never appears in text made from this object.
     """
 
     version: int
@@ -62,6 +73,7 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     committed: bool = False
     quarantine: Quarantine = Quarantine()
     rank_rule: RankRule | None = None
+    disk: DiskPlaces = DiskPlaces()
 
     def __repr__(self) -> str:
         """All but the secret."""

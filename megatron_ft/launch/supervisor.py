@@ -11,6 +11,7 @@ import asyncio
 
 from megatron_ft.coordinator.recovery import RebuildError
 from megatron_ft.errors import (
+    ConfigError,
     ControlPlaneError,
     MegatronFTError,
     NoRoomError,
@@ -44,9 +45,7 @@ class Supervisor(JobParts):
         on; SMPs and arenas then stay, so that the same command can be run again.
         """
         self.spec.log_dir.mkdir(parents=True, exist_ok=True)
-        older = await asyncio.to_thread(self.disk.highest_life, self.state.record.job)
-        if older > self.state.record.incarnation:
-            self.state.update(incarnation=older)
+        await self._number_above_restore_from()
         if self.spec.scheme.parity_members:
             starter = self.world.encoders.starter
             await asyncio.to_thread(starter.check, self.spec.nodes)
@@ -67,6 +66,23 @@ class Supervisor(JobParts):
             self.warm_spares.end()
             await self.trainers.kill_all()
             await self.coordinator.close()
+
+    async def _number_above_restore_from(self) -> None:
+        """Have incarnations numbered above those of the checkpoint that the user gave.
+
+        A job that has run can do without it: an outage of its disk is reported then.
+        """
+        record = self.state.record
+        try:
+            older = await asyncio.to_thread(self.disk.highest_life, record.job)
+        except ConfigError as error:
+            if not record.incarnation:
+                raise
+            self.disk.forget_restore_from()
+            self.observers.tell("restore_from_unusable", f"--restore-from is not used: {error}")
+        else:
+            if older > record.incarnation:
+                self.state.update(incarnation=older)
 
     async def _live(self) -> Failure | None:
         """One incarnation; None when training has finished."""
