@@ -101,13 +101,14 @@ def own_priority(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_damage_in_memory_is_repaired_from_parity_while_training_goes_on(
-    tmp_path: Path, two: Result
+    tmp_path: Path, two: Result, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Three slots: two snapshots are there, whatever is being captured when the user rewinds.
     # No scrub until all is damaged: one that passes meanwhile would report a part of it.
     job = Job(tmp_path, nodes=2, protect="xor:2", iterations=ITERATIONS, scrub_percent=0.0, slots=3)
     view: dict[str, Any] = {}
     rewound: list[int] = []
+    told: list[str] = []
 
     def repaired_in_a_pass(view: dict[str, Any]) -> bool:
         nothing_lost = view["summary"]["blocks"]["damaged_shards"] == 0
@@ -149,7 +150,9 @@ def test_damage_in_memory_is_repaired_from_parity_while_training_goes_on(
         words = ["--job", job.name, "--arena-dir", str(job.cluster._job_dir.parent)]
         words += ["--state-dir", str(tmp_path / "state")]
         assert main(["rewind", *words, "--before-iteration", str(min(held))]) == 2
+        capsys.readouterr()
         assert main(["rewind", *words, "--before-iteration", str(max(held))]) == 0
+        told.append(capsys.readouterr().out)
         rewound.extend(held)
         pause(job, False)
 
@@ -162,6 +165,7 @@ def test_damage_in_memory_is_repaired_from_parity_while_training_goes_on(
     first, second = job.restores()
     assert first[1] == second[1] == "own memory", job.story()
     assert second[0] == sorted(rewound)[-2] and "rewind" in job.kinds(), job.story()
+    assert f"resumes from iteration {second[0]}\n" in told[0]
     assert "backoff" not in job.kinds(), "what was asked for is no failure"
     counts = view["nodes"]["n1"]["scrub"]
     assert counts["bad_blocks"] == 2 and counts["repaired_blocks"] == 2, counts

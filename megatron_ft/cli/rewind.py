@@ -17,10 +17,13 @@ from typing import Any
 
 from megatron_ft.cli import arena_root
 from megatron_ft.cli.status import collect
+from megatron_ft.disk.drained import Wanted, choose, find
 from megatron_ft.disk.live import node_folders, open_live
+from megatron_ft.disk.native import iteration_of, newest_checkpoint
 from megatron_ft.errors import ConfigError, ControlPlaneError, SnapshotUnavailableError
 from megatron_ft.launch.job_state import (
     JobHeldError,
+    JobRecord,
     JobState,
     known_shards,
     read_record,
@@ -55,10 +58,9 @@ def main(arguments: argparse.Namespace) -> int:
     root, before = arena_root.root_of(arguments), arguments.before_iteration
     if before < 1:
         raise ConfigError(f"--before-iteration is {before}; give a number >= 1")
-    if not arguments.from_disk:
-        _require_older(root, arguments)
+    _require_older(root, arguments)
     if _note(arguments, before):
-        print(f"run the same command again: it goes on from before iteration {before}")
+        print(f"run the same command again: it resumes from before iteration {before}")
         return 0
     life = _running(root, arguments.job)
     if life is None:
@@ -72,21 +74,62 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _require_older(root: Path, arguments: argparse.Namespace) -> None:
-    """ConfigError unless memory holds a snapshot from before the iteration."""
-    before, held = arguments.before_iteration, []
-    if node_folders(root / arguments.job):
-        known = known_shards(arguments.job, arguments.state_dir)
-        try:
-            infos = open_live(root, arguments.job, shards=known).snapshots()
-            held = [info.iteration for info in infos]
-        except SnapshotUnavailableError:
-            held = []
-    if not any(iteration < before for iteration in held):
-        there = f"holds iterations {', '.join(map(str, held))}" if held else "holds no snapshot"
+    """Refuses a rewind that nothing could serve, so that it changes nothing; ConfigError."""
+    before = arguments.before_iteration
+    record = read_record(state_folder(arguments.job, arguments.state_dir), arguments.job)
+    held = _in_memory(root, arguments)
+    if any(iteration < before for iteration in held):
+        return
+    there = f"holds iterations {', '.join(map(str, held))}" if held else "holds no snapshot"
+    text = f"the memory of job {arguments.job!r} {there}: nothing from before {before}"
+    if not arguments.from_disk:
         raise ConfigError(
-            f"the memory of job {arguments.job!r} {there}: nothing from before {before}. Give a "
-            "later iteration, or --from-disk if a checkpoint on disk shall serve"
+            f"{text}. Give a later iteration, or --from-disk if a checkpoint on disk shall serve"
         )
+    problems = [] if record is None else _against_disk(record, before)
+    if record is None or problems:
+        raise ConfigError(
+            f"{text}; nor on disk: {'; '.join(problems) or 'the job has no notes'}. Nothing was "
+            "changed; give a later iteration"
+        )
+
+
+def _in_memory(root: Path, arguments: argparse.Namespace) -> list[int]:
+    """Iterations of the snapshots that are whole in memory, newest first."""
+    if not node_folders(root / arguments.job):
+        return []
+    known = known_shards(arguments.job, arguments.state_dir)
+    try:
+        return [s.iteration for s in open_live(root, arguments.job, shards=known).snapshots()]
+    except SnapshotUnavailableError:
+        return []
+
+
+def _against_disk(record: JobRecord, before: int) -> list[str]:
+    """Reasons for which no checkpoint on disk can serve a rewind; none if one can."""
+    drain_dir, own_dir = record.disk.drain_dir, record.disk.checkpoint_dir
+    if not (drain_dir or own_dir):
+        return ["the job has neither --drain-dir nor --checkpoint-dir"]
+    problems: list[str] = []
+    if drain_dir:
+        found, problems = find(Path(drain_dir), record.job)
+        wanted = Wanted(
+            shard_count=len(record.shards),
+            lineage=record.lineage,
+            reason_against=record.quarantine.rewound(before).reason_against,
+        )
+        choice = choose(found, wanted)
+        if choice.taken is not None:
+            return []
+        problems += choice.reasons or [f"{drain_dir} holds no checkpoint of the job"]
+    if own_dir:
+        own = newest_checkpoint(Path(own_dir))
+        iteration = -1 if own is None else iteration_of(own)
+        if 0 <= iteration < before:
+            return []
+        newest = "none" if own is None else own.name
+        problems.append(f"the framework's newest checkpoint in {own_dir} is {newest}")
+    return problems
 
 
 def _running(root: Path, job: str) -> int | None:
@@ -116,9 +159,10 @@ def _wait(root: Path, arguments: argparse.Namespace, life: int) -> int:
     while time.monotonic() < deadline:
         summary: dict[str, Any] = collect(root, arguments.job).get(arguments.job, {})
         summary = summary.get("summary", {})
-        if summary.get("incarnation", life) > life and summary.get("committed"):
-            iteration = summary["committed"]["iteration"]
-            print(f"job {arguments.job} goes on from iteration {iteration}")
+        if summary.get("incarnation", life) > life and summary.get("resumed_from") is not None:
+            iteration = summary["resumed_from"]
+            source = f"iteration {iteration}" if iteration >= 0 else "the framework's checkpoint"
+            print(f"job {arguments.job} resumes from {source}")
             return 0
         time.sleep(0.1)
     print(f"job {arguments.job} was told, but has not started again; see its supervisor's output")

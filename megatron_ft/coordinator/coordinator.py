@@ -56,6 +56,7 @@ class Coordinator(Connections):
         self.durable: tuple[SnapshotId, int] | None = None
         self.drain_failures = (0, "")
         self.restoring: SnapshotId | None = None
+        self.resumed_from: int | None = None
         self.watched: dict[str, Any] = {}
         self.skips = Skips()
         self.repairs = Repairs(self)

@@ -55,7 +55,7 @@ async def admit(coordinator: Coordinator, incarnation: int, nodes: Sequence[str]
     lease runs out.
     """
     reach("recovery.admitting")
-    coordinator.incarnation = incarnation
+    coordinator.incarnation, coordinator.resumed_from = incarnation, None
     answers = await asyncio.gather(*(_admit(coordinator, incarnation, n) for n in nodes))
     inventories = {n: a for n, a in zip(nodes, answers, strict=True) if a is not None}
     return Admitted(inventories, tuple(n for n in nodes if n not in inventories))
@@ -191,6 +191,7 @@ async def restore(
         coordinator.note_commit(snapshot, plan.decision.iteration, level)
     ready = m.RestoreReady(plan.incarnation, snapshot, plan.sources())
     await coordinator.ask_all({node: ready for node in plan.active})
+    coordinator.resumed_from = plan.decision.iteration if snapshot is not None else -1
     if snapshot is not None:
         reach("recovery.ready")
 

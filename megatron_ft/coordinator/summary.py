@@ -55,6 +55,7 @@ def _state(of: Coordinator) -> dict[str, Any]:
     protected, durable = of.protected, of.durable
     return {
         "incarnation": of.incarnation,
+        "resumed_from": of.resumed_from,
         "encoders": "up" if of.usable_world else "down",
         "paused": of.paused,
         "held": of.pinned,
