@@ -96,7 +96,19 @@ class CheckpointSaveError(MegatronFTError):
 
 
 class ControlPlaneError(MegatronFTError):
-    """A peer did not answer in time, or refused; the message names it."""
+    """A peer did not answer in time, or refused; the message names it, ``node`` if it is one."""
+
+    def __init__(self, reason: str = "", node: str = "") -> None:
+        super().__init__(reason)
+        self.node = node
+
+
+class RegistrationError(ControlPlaneError):
+    """Ranks did not register in time; ``none`` says that not a single one did."""
+
+    def __init__(self, reason: str, none: bool = False) -> None:
+        super().__init__(reason)
+        self.none = none
 
 
 class TransportError(ControlPlaneError):
@@ -124,7 +136,7 @@ class DrainError(MegatronFTError):
 
 
 class RestartBudgetError(MegatronFTError):
-    """The job failed too often without progress; the message names the repeated failure."""
+    """The job failed too often without progress, or would fail again; the message says how."""
 
 
 def error_class(name: str) -> type[MegatronFTError]:

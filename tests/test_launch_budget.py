@@ -2,58 +2,131 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.errors import RestartBudgetError
-from megatron_ft.launch.budget import RestartBudget
+from megatron_ft.launch.budget import OTHER_STARTS, Failure, RestartBudget
 
-FAILURES = st.lists(st.tuples(st.sampled_from("abc"), st.integers(-1, 6)), max_size=30)
+CAUSES, NODES = ("exit 1", "signal 9", "no world", "hang"), ("", "n0", "n1", "n2")
+FAILURES = st.builds(
+    Failure,
+    text=st.text(max_size=3),
+    cause=st.sampled_from(CAUSES),
+    place=st.sampled_from(NODES),
+    training=st.booleans(),
+)
+
+
+def own(rank: int, node: str = "") -> Failure:
+    """One error of the training command, as ranks meet it."""
+    return Failure(f"rank {rank} exited with 1", "a trainer exited with 1", node, training=True)
+
+
+def starts(failures: list[Failure], spare: bool = False) -> int:
+    """How often a job is started that fails so and makes no progress."""
+    budget = RestartBudget()
+    for count, failure in enumerate(failures, start=1):
+        try:
+            budget = budget.after(failure, -1, spare=spare)
+        except RestartBudgetError:
+            return count
+    return len(failures) + 1
+
+
+@given(st.lists(st.integers(0, 4095), min_size=30, max_size=30))
+def test_one_error_is_one_failure_on_whatever_rank(ranks: list[int]) -> None:
+    assert starts([own(rank, f"n{rank // 8}") for rank in ranks]) == 3
+
+
+@given(st.data())
+def test_no_sequence_without_progress_leads_to_more_starts_than_stated(data: st.DataObject) -> None:
+    """Whatever fails, wherever, whatever spares and other states there are."""
+    budget = RestartBudget()
+    for count in range(1, 100):
+        failure = replace(data.draw(FAILURES), text=f"world w{count}", cause=f"{count}")
+        if data.draw(st.booleans()):
+            failure = data.draw(FAILURES)
+        budget = budget.answered(data.draw(st.sets(st.sampled_from(NODES[1:]))))
+        if data.draw(st.booleans()):
+            budget = budget.from_other_start()
+        try:
+            budget = budget.after(failure, -1, spare=data.draw(st.booleans()))
+        except RestartBudgetError:
+            assert count <= budget.total_limit
+            return
+    pytest.fail("a job without progress was started 100 times")
 
 
 def test_the_third_same_failure_without_progress_stops_the_job_and_is_named() -> None:
-    budget = RestartBudget().after("rank 3: OOM", 40).after("rank 3: OOM", 40)
-    with pytest.raises(RestartBudgetError, match="rank 3: OOM") as caught:
-        budget.after("rank 3: OOM", 40)
+    budget = RestartBudget().after(own(3), 40).after(own(1), 40)
+    with pytest.raises(RestartBudgetError, match="rank 3 exited with 1") as caught:
+        budget.after(own(7), 40)
     assert "iteration 40" in str(caught.value)
 
 
 def test_a_failure_before_any_commit_says_so() -> None:
     with pytest.raises(RestartBudgetError, match="nothing committed"):
-        RestartBudget(same_failure_limit=1).after("boom", -1)
+        RestartBudget(same_failure_limit=1).after(own(0), -1)
+
+
+def test_a_failure_that_no_start_can_cure_stops_the_job_at_once() -> None:
+    with pytest.raises(RestartBudgetError, match="no such file; another start"):
+        RestartBudget().after(Failure("no such file", "start", final=True), 5)
+
+
+def test_what_comes_from_outside_is_counted_on_each_node_and_in_all() -> None:
+    def killed(node: str) -> Failure:
+        return Failure(f"a rank of {node} was killed", "a trainer was killed by signal 9", node)
+
+    assert starts([killed("n1")] * 9) == 3
+    assert starts([killed(f"n{i}") for i in range(30)]) == 8
+
+
+def test_a_node_on_which_all_came_is_replaced_once_before_the_job_stops() -> None:
+    broken = [Failure(f"world w{i}: none from n2", "no world", "n2") for i in range(9)]
+    budget = RestartBudget()
+    for failure in broken[:3]:
+        assert not budget.suspect
+        budget = budget.after(failure, -1, spare=True)
+    assert budget.suspect == "n2"
+    elsewhere = [replace(failure, place="n7") for failure in broken]
+    budget = budget.answered({"n2"}).after(elsewhere[0], -1, spare=True)
+    assert not budget.suspect
+    budget = budget.after(elsewhere[1], -1, spare=True)
+    with pytest.raises(RestartBudgetError, match=r"none from n2"):
+        budget.after(elsewhere[2], -1, spare=True)
+
+
+def test_a_node_is_not_suspected_of_what_came_elsewhere_too() -> None:
+    failures = [own(0, "n0"), own(9, "n1"), own(0, "n0")]
+    assert starts(failures, spare=True) == 3
+
+
+@given(st.lists(st.sampled_from(NODES[1:]), max_size=15))
+def test_losses_of_nodes_that_were_replaced_do_not_add_up(nodes: list[str]) -> None:
+    budget = RestartBudget()
+    for node in nodes:
+        budget = budget.after(Failure("lost", "a node was lost", node), -1).answered({node})
+    assert not budget.failures and budget.restarts_without_progress == len(nodes)
 
 
 def test_delay_doubles_without_progress_and_vanishes_with_it() -> None:
     budget = RestartBudget(same_failure_limit=100)
     delays = []
     for _ in range(9):
-        budget = budget.after("x", -1)
+        budget = budget.after(own(0), -1)
         delays.append(budget.delay_seconds)
     assert delays == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    assert budget.after("x", 0).delay_seconds == 0
+    assert budget.after(own(0), 0).delay_seconds == 0
 
 
-@given(FAILURES)
-def test_stops_exactly_when_one_failure_fills_its_limit_at_one_height(
-    events: list[tuple[str, int]],
-) -> None:
-    budget, height = RestartBudget(), -1
-    since: list[str] = []
-    for failure, committed in events:
-        since = [failure] if committed > height else [*since, failure]
-        height = max(height, committed)
-        if since.count(failure) >= budget.same_failure_limit:
-            with pytest.raises(RestartBudgetError):
-                budget.after(failure, committed)
-            return
-        budget = budget.after(failure, committed)
-        assert budget.highest_iteration == height
-
-
-@given(st.integers(1, 200), st.lists(st.sampled_from("abc"), max_size=20))
-def test_steady_progress_never_stops_nor_delays(limit: int, failures: list[str]) -> None:
-    budget = RestartBudget(same_failure_limit=limit + 1)
+@given(st.integers(2, 200), st.lists(FAILURES, max_size=20))
+def test_steady_progress_never_stops_nor_delays(limit: int, failures: list[Failure]) -> None:
+    budget = RestartBudget(same_failure_limit=limit)
     for iteration, failure in enumerate(failures):
         budget = budget.after(failure, iteration)
         assert budget.delay_seconds == 0
@@ -66,9 +139,18 @@ def test_delay_never_shrinks_without_progress_and_stays_bounded(restarts: int) -
     assert 0 < one.delay_seconds <= more.delay_seconds <= one.longest_delay_seconds
 
 
-@given(FAILURES)
-def test_a_rollback_is_no_progress(events: list[tuple[str, int]]) -> None:
-    budget = RestartBudget(same_failure_limit=1000, highest_iteration=6)
+@given(st.lists(st.tuples(FAILURES, st.integers(-1, 6)), max_size=30))
+def test_a_rollback_is_no_progress(events: list[tuple[Failure, int]]) -> None:
+    budget = RestartBudget(1000, 1000, 1000, highest_iteration=6)
     for count, (failure, committed) in enumerate(events, start=1):
         budget = budget.after(failure, committed)
         assert budget.restarts_without_progress == count
+
+
+def test_another_start_is_given_new_failures_a_few_times() -> None:
+    budget = RestartBudget()
+    for _ in range(OTHER_STARTS):
+        budget = budget.after(own(0), -1).after(own(1), -1).from_other_start()
+        assert not budget.failures
+    budget = budget.after(own(0), -1).after(own(1), -1)
+    assert budget.from_other_start() == budget

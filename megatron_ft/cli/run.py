@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,12 +58,15 @@ from megatron_ft.watch.timeout import HangSettings
 EXIT_CODES: Mapping[int, str] = {
     10: "stopped: no snapshot in memory can be served and no checkpoint was found",
     11: "stopped: a node is lost and no spare is left",
-    12: "stopped: the same failure three times without progress",
+    12: "stopped: training cannot start, or fails again and again without progress",
     EXIT_DRAINED: "stopped by SIGTERM: the newest committed snapshot is in --drain-dir",
     EXIT_NOT_DRAINED: "stopped by SIGTERM: no snapshot was drained, for want of one, or of time "
     "(--drain-stop-seconds)",
     EXIT_INTERRUPTED: "interrupted, or stopped by SIGTERM without --drain-dir",
 }
+
+
+_PYTHON_SWITCHES = tuple("-" + letter for letter in "bBdEhiIOPqsSuvx")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -158,6 +163,8 @@ def _supervise(
 ) -> int:
     notes = state_folder(arguments.job, arguments.state_dir)
     with _leaving_nothing(place):
+        if arguments.launcher == run_place.VIRTUAL:
+            check_command(command)
         spec = spec_from(arguments, command, settings, place)
         make_folder("--log-dir", arguments.log_dir)
     with JobState(notes, spec.name) as state, ExitStack() as held:
@@ -203,6 +210,23 @@ def command_of(arguments: argparse.Namespace) -> list[str]:
     """The training command, without the ``--`` that separates it."""
     command: list[str] = arguments.training_command
     return command[1:] if command[:1] == ["--"] else command
+
+
+def check_command(command: Sequence[str]) -> None:
+    """ConfigError if this machine has no such program, or no such script for Python."""
+    if not command:
+        return
+    if shutil.which(command[0]) is None:
+        raise ConfigError(
+            f"there is no program {command[0]!r} to run: give its path, or the interpreter of a "
+            "script, as in `megatron-ft run -- python train.py`"
+        )
+    if not Path(command[0]).name.startswith("python"):
+        return
+    words = itertools.dropwhile(lambda word: word in _PYTHON_SWITCHES, command[1:])
+    script = next(words, "-")
+    if not script.startswith("-") and not Path(script).exists():
+        raise ConfigError(f"there is no script {script!r} in {Path.cwd()}")
 
 
 def settle_ranks(arguments: argparse.Namespace, command: Sequence[str]) -> None:

@@ -167,14 +167,14 @@ class Connections(ABC):
         quiet = {node: self._awake.seconds(since, now) for node, since in heard.items()}
         return [node for node, seconds in quiet.items() if seconds > self.timing.node_timeout]
 
-    async def some_quiet(self) -> bool:
-        """Whether a node does not answer just now; it may be lost, which takes longer to know.
+    async def quiet_nodes(self) -> list[str]:
+        """Nodes that do not answer just now; they may be lost, which takes longer to know.
 
         Ranks elsewhere fail within moments of a node's loss, before anybody else knows of it.
         """
         before = time.monotonic()
         await self.refresh()
-        return any(link.last_heard < before for link in self.links.values())
+        return [node for node, link in self.links.items() if link.last_heard < before]
 
     async def ask_all(self, requests: Mapping[str, m.Message]) -> dict[str, Any]:
         """Send each node its request; the answers.  A refusal or silence is raised."""

@@ -118,7 +118,8 @@ class Coordinator(Connections):
         except asyncio.TimeoutError as error:
             missing = sorted(set(self.world_nodes) - self._encoders_up)
             raise ControlPlaneError(
-                f"encoder world {self.world}: none from {', '.join(missing)} in {timeout:.0f} s"
+                f"encoder world {self.world}: none from {', '.join(missing)} in {timeout:.0f} s",
+                missing[0] if missing else "",
             ) from error
 
     @property

@@ -11,7 +11,7 @@ from megatron_ft.coordinator.plan import Sizes, create_requests
 from megatron_ft.erasure.domains import Domains, domain_of
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.erasure.stripes import RankPlace, plan_stripes
-from megatron_ft.errors import ConfigError, ControlPlaneError, LayoutMismatchError, MegatronFTError
+from megatron_ft.errors import ConfigError, LayoutMismatchError, MegatronFTError, RegistrationError
 from megatron_ft.fewer_ranks import RankRule
 from megatron_ft.identity import Ancestor, Seat
 from megatron_ft.recovery.decide import StripeState
@@ -93,11 +93,12 @@ class Roll:
 
 
 async def wait_for_all(roll: Roll, timeout: float) -> None:
-    """Wait until every rank has registered; ControlPlaneError names those that have not."""
+    """Wait until every rank has registered; RegistrationError names those that have not."""
     try:
         await asyncio.wait_for(roll.complete.wait(), timeout)
     except asyncio.TimeoutError as error:
-        raise ControlPlaneError(_describe_missing(roll, timeout)) from error
+        none = not roll.hellos
+        raise RegistrationError(_describe_missing(roll, timeout), none) from error
 
 
 def _describe_missing(roll: Roll, timeout: float) -> str:

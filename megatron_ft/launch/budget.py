@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from megatron_ft.errors import RestartBudgetError
 
@@ -12,52 +12,111 @@ OTHER_STARTS = 3
 
 
 @dataclass(frozen=True)
+class Failure:
+    """Why an incarnation ended.
+
+    ``text`` is for people.  ``cause`` names the class of the failure: the same words on
+    whatever rank or node and in whatever iteration it happens.  ``place`` is the node that is
+    implicated, empty if none is.  ``training`` says that the training command itself failed:
+    not a node, nor somebody who killed it.  ``asked`` that the user wanted the incarnation to
+    end, ``final`` that another start would meet the same failure.
+    """
+
+    text: str
+    cause: str = ""
+    place: str = ""
+    training: bool = False
+    asked: bool = False
+    final: bool = False
+
+
+@dataclass(frozen=True)
 class RestartBudget:
     """Failures since the job last made progress; ``after`` gives the next value.
 
-    Progress is a rise of the highest committed iteration (-1: none yet).  The same
-    failure ``same_failure_limit`` times at one height ends the job; others may come
-    between.  Delays are seconds.
+    Progress is a rise of ``highest_iteration``, the highest iteration that is committed in
+    memory or that the framework itself has saved (-1: none yet).  Without progress the job ends
+    with a failure of the training command that has come ``same_failure_limit`` times, on whatever
+    rank; with another one that has come so often on one node, or ``elsewhere_limit`` times
+    anywhere; and after ``total_limit`` restarts whatever happened.  So no sequence of failures
+    without progress leads to more than ``total_limit`` starts, however many ranks there are.
+
+    Before a repeated failure ends the job, the one node on which it was seen each time is to be
+    replaced: it is ``suspect`` then.  That is done once for each cause.  Delays are seconds.
     """
 
     same_failure_limit: int = 3
+    elsewhere_limit: int = 8
+    total_limit: int = 20
     first_delay_seconds: float = 1.0
     longest_delay_seconds: float = 60.0
     highest_iteration: int = -1
-    failures: Mapping[str, int] = field(default_factory=dict)
+    failures: tuple[Failure, ...] = ()
     restarts_without_progress: int = 0
     other_starts: int = 0
+    first: str = ""
+    suspect: str = ""
+    suspected: frozenset[str] = frozenset()
 
-    def after(self, failure: str, committed_iteration: int) -> RestartBudget:
-        """The budget once ``failure`` (a text that is the same for the same cause) happened.
+    def after(self, failure: Failure, iteration: int, *, spare: bool = False) -> RestartBudget:
+        """The budget once ``failure`` happened, when ``iteration`` was the newest that is safe.
 
-        Raises RestartBudgetError when it happened too often.
+        ``spare`` says that a node is free to replace a suspect.  Raises RestartBudgetError when
+        the job is not to be started again.
         """
-        progressed = committed_iteration > self.highest_iteration
-        before = {} if progressed else self.failures
-        count = before.get(failure, 0) + 1
-        highest = max(self.highest_iteration, committed_iteration)
-        if count >= self.same_failure_limit:
-            raise RestartBudgetError(_explain(failure, count, highest))
-        return RestartBudget(
-            same_failure_limit=self.same_failure_limit,
-            first_delay_seconds=self.first_delay_seconds,
-            longest_delay_seconds=self.longest_delay_seconds,
-            highest_iteration=highest,
-            failures={**before, failure: count},
-            restarts_without_progress=0 if progressed else self.restarts_without_progress + 1,
-            other_starts=0 if progressed else self.other_starts,
+        now = self._noted(failure, iteration)
+        if failure.final:
+            raise RestartBudgetError(f"{failure.text}; another start would meet the same failure")
+        if now.restarts_without_progress >= self.total_limit:
+            raise RestartBudgetError(now._explain_total(failure))
+        same = [one for one in now.failures if one.cause == failure.cause]
+        here = [one for one in same if one.place == failure.place]
+        limit = self.same_failure_limit if failure.training else self.elsewhere_limit
+        if len(same) < limit and len(here) < self.same_failure_limit:
+            return now
+        known = failure.place and len(here) == len(same)
+        if known and spare and failure.cause not in now.suspected:
+            return replace(now, suspect=failure.place, suspected=now.suspected | {failure.cause})
+        raise RestartBudgetError(now._explain(same))
+
+    def _noted(self, failure: Failure, iteration: int) -> RestartBudget:
+        progressed = iteration > self.highest_iteration
+        if progressed:
+            return replace(
+                self,
+                highest_iteration=iteration,
+                failures=(failure,),
+                restarts_without_progress=0,
+                other_starts=0,
+                first=failure.text,
+                suspect="",
+                suspected=frozenset(),
+            )
+        return replace(
+            self,
+            failures=(*self.failures, failure),
+            restarts_without_progress=self.restarts_without_progress + 1,
+            first=self.first or failure.text,
+            suspect="",
         )
+
+    def answered(self, nodes: Collection[str]) -> RestartBudget:
+        """The budget of a job that has gone on without these nodes.
+
+        What happened there counts no more as an equal failure.  The total stays.
+        """
+        left = tuple(one for one in self.failures if one.place not in nodes)
+        return replace(self, failures=left, suspect="" if self.suspect in nodes else self.suspect)
 
     def from_other_start(self) -> RestartBudget:
         """The budget of a job whose next start is from another state than its last ones.
 
         Earlier failures say nothing of that one.  At most OTHER_STARTS times without
-        progress; then this budget, unchanged.
+        progress; then this budget, unchanged.  The total stays.
         """
         if self.other_starts >= OTHER_STARTS:
             return self
-        return replace(self, failures={}, other_starts=self.other_starts + 1)
+        return replace(self, failures=(), other_starts=self.other_starts + 1)
 
     @property
     def delay_seconds(self) -> float:
@@ -67,11 +126,23 @@ class RestartBudget:
         doublings = min(self.restarts_without_progress - 1, _DOUBLINGS_LIMIT)
         return min(self.longest_delay_seconds, self.first_delay_seconds * 2.0**doublings)
 
+    def _explain(self, same: list[Failure]) -> str:
+        others = f" (before it: {self.first})" if self.first != same[0].text else ""
+        return (
+            f"the same failure {len(same)} times without progress ({self._reached}): "
+            f"{same[0].text}{others}; another start would meet it again: see the logs, fix the "
+            "cause, then run the same command, which continues from the newest snapshot"
+        )
 
-def _explain(failure: str, count: int, highest: int) -> str:
-    reached = f"iteration {highest} is the newest commit" if highest >= 0 else "nothing committed"
-    return (
-        f"the same failure {count} times without progress ({reached}): {failure}; "
-        "another start would meet it again: see that rank's log, fix the cause, then run the "
-        "same command, which goes on from the newest snapshot"
-    )
+    def _explain_total(self, failure: Failure) -> str:
+        return (
+            f"{self.restarts_without_progress} failures without progress ({self._reached}); the "
+            f"first: {self.first}; the last: {failure.text}; see the logs, fix the cause, then "
+            "run the same command, which continues from the newest snapshot"
+        )
+
+    @property
+    def _reached(self) -> str:
+        if self.highest_iteration < 0:
+            return "nothing committed"
+        return f"iteration {self.highest_iteration} is the newest that is safe"

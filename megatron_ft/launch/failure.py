@@ -1,32 +1,22 @@
-"""Why lives of a job end, and what nodes say that the next life must know."""
+"""Why incarnations of a job end, and what nodes say that the next one must know."""
 
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
 
 from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.errors import error_class
 from megatron_ft.identity import SnapshotId
+from megatron_ft.launch.budget import Failure
 from megatron_ft.launch.fleet import TrainerExit, TrainerFleet
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.launcher import Launcher
 from megatron_ft.launch.log_end import last_lines
 from megatron_ft.smp import messages as m
 
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a life ended.  ``signature`` is the same text for the same cause.
-
-    ``training`` says that the training command itself failed: not a node, nor somebody who
-    killed it.  ``asked`` that the user wanted it.
-    """
-
-    signature: str
-    training: bool = False
-    asked: bool = False
+NODE_LOST = "a node was lost"
+"""The cause of failures that a node's loss has led to."""
 
 
 class JobNotes:
@@ -93,6 +83,8 @@ def trainer_failure(
     if status > 0:
         log = trainers.log_of(rank)
         tell("log", f"end of {log}:\n{last_lines(log)}")
+    text = f"{who} {how}"
+    if not launcher.reachable(node):
+        return Failure(text, NODE_LOST, node)
     outside = -status in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-    its_own = not outside and launcher.reachable(node)
-    return Failure(f"{who} {how}", training=its_own)
+    return Failure(text, f"a trainer {how}", node, training=not outside)

@@ -41,13 +41,15 @@ SMP_START_SECONDS = 60.0
 Result = TypeVar("Result")
 
 
-async def unless(work: Coroutine[Any, Any, Result], trouble: Coroutine[Any, Any, str]) -> Result:
-    """The result of ``work``; ControlPlaneError as soon as ``trouble`` ends and says why."""
+async def unless(
+    work: Coroutine[Any, Any, Result], trouble: Coroutine[Any, Any, ControlPlaneError]
+) -> Result:
+    """The result of ``work``; as soon as ``trouble`` ends, its result is raised."""
     task, reason = asyncio.create_task(work), asyncio.create_task(trouble)
     try:
         await asyncio.wait({task, reason}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ControlPlaneError(reason.result())
+            raise reason.result()
         return task.result()
     finally:
         task.cancel()
@@ -99,8 +101,9 @@ class SmpFleet:
         """
         return await unless(work, self._some_end())
 
-    async def _some_end(self) -> str:
-        return f"the SMP of {await self.first_exit()} ended during the recovery"
+    async def _some_end(self) -> ControlPlaneError:
+        node = await self.first_exit()
+        return ControlPlaneError(f"the SMP of {node} ended during the recovery", node)
 
     def forget(self, node: str) -> None:
         """The node is lost, and its SMP with it."""
@@ -283,6 +286,14 @@ class TrainerFleet:
     def _exit(self, index: int, status: int) -> TrainerExit:
         handle = self._handles[index]
         return TrainerExit(False, index * self._ranks_each, handle.node, status)
+
+    async def all_failed(self, seconds: float) -> bool:
+        """Whether every rank ends by itself with an error within so many seconds."""
+        waits = [asyncio.ensure_future(handle.wait()) for handle in self._handles]
+        done, pending = await asyncio.wait(waits, timeout=seconds)
+        for wait in pending:
+            wait.cancel()
+        return not pending and all(wait.result() > 0 for wait in done)
 
     async def kill_all(self) -> None:
         """SIGKILL every rank and wait until they are dead."""

@@ -25,6 +25,8 @@ class JobParts:
 
     ``hosts`` is where replacement hosts can be had, None: nowhere.
     ``reached`` is the last iteration that was heard of before the last failure, -1 if none.
+    ``budget`` is what is left of the restarts, ``replaced`` are nodes that the job has gone on
+    without, ``registered`` says that a rank has registered since this supervisor began.
     """
 
     def __init__(self, spec: JobSpec, launcher: Launcher, state: JobState) -> None:
@@ -68,3 +70,6 @@ class JobParts:
             straggler_percent=spec.straggler_percent,
         )
         self.reached = -1
+        self.budget = spec.budget
+        self.replaced: set[str] = set()
+        self.registered = False

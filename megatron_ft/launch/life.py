@@ -1,14 +1,15 @@
-"""One life of a job, an incarnation: restore, train, and watch until something ends."""
+"""One incarnation of a job: restore, train, and watch until something ends."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import Any
 
 from megatron_ft.coordinator.cycle import SnapshotCycle
 from megatron_ft.coordinator.plan import stripe_orders
-from megatron_ft.coordinator.recovery import Restore
+from megatron_ft.coordinator.recovery import Admitted, Restore
 from megatron_ft.coordinator.registration import (
     Roll,
     make_arenas,
@@ -19,7 +20,8 @@ from megatron_ft.coordinator.registration import (
 from megatron_ft.environment import RESTORE
 from megatron_ft.errors import ConfigError
 from megatron_ft.fewer_ranks import SHRINK, RankRule
-from megatron_ft.launch.failure import Failure, trainer_failure
+from megatron_ft.launch.budget import Failure
+from megatron_ft.launch.failure import NODE_LOST, trainer_failure
 from megatron_ft.launch.fleet import TrainerExit
 from megatron_ft.launch.job_parts import JobParts
 from megatron_ft.launch.membership import NoSpareError
@@ -29,12 +31,16 @@ from megatron_ft.launch.shrink import describe_fewer, go_on_with_fewer
 
 log = logging.getLogger(__name__)
 
+ALL_FAIL_SECONDS = 5.0
+"""A command that cannot start at all fails on all ranks within this time."""
+
 
 class Life:
     """Runs one incarnation; whoever runs it ends its trainers and its world afterwards."""
 
     def __init__(self, parts: JobParts) -> None:
         self._job = parts
+        self._roll: Roll
 
     async def run(self) -> Failure | None:
         """None when training has finished; errors of nodes and of memory are raised."""
@@ -46,7 +52,7 @@ class Life:
         await carry_out(job, plan, admitted)
         ranks = job.members.ranks
         await job.distrust.begin(plan.decision, plan.lineage, ranks)
-        roll = Roll(ranks, job.spec.domains)
+        roll = self._roll = Roll(ranks, job.spec.domains)
         job.coordinator.listeners.append(roll.hear)
         try:
             if job.spec.scheme.parity_members and not job.world.wanted:
@@ -58,6 +64,7 @@ class Life:
             job.observers.tell("trainers_started", f"{ranks} trainers started")
             return await self._watch(asyncio.create_task(self._begin_snapshots(roll, plan)))
         finally:
+            job.registered |= bool(roll.hellos)
             job.coordinator.listeners.remove(roll.hear)
 
     async def _begin(self) -> tuple[Restore, tuple[str, ...]] | None:
@@ -68,6 +75,8 @@ class Life:
         job, choice = self._job, RestoreChoice(self._job)
         admitted = await job.members.admit_all()
         job.distrust.admitted()
+        self._set_suspect_aside(choice, admitted)
+        job.replaced |= set(job.members.lost(admitted))
         try:
             job.members.replace_lost(admitted)
         except NoSpareError:
@@ -76,6 +85,20 @@ class Life:
                 return None
             raise
         return await choice.choose(admitted), tuple(admitted.inventories)
+
+    def _set_suspect_aside(self, choice: RestoreChoice, admitted: Admitted) -> None:
+        """Have a spare take the place of the node that a repeated failure implicates.
+
+        Not where memory could serve less without that node.
+        """
+        job = self._job
+        node, count = job.budget.suspect, len(job.state.record.shards) or None
+        if node not in job.members.active:
+            return
+        others = {name: one for name, one in admitted.inventories.items() if name != node}
+        without = choice.memory(Admitted(others, (*admitted.lost, node)), count)
+        if without.iteration >= choice.memory(admitted, count).iteration:
+            job.members.suspect(node, job.budget.failures[-1].text)
 
     async def _begin_snapshots(self, roll: Roll, plan: Restore) -> None:
         job = self._job
@@ -125,11 +148,12 @@ class Life:
                 dead = smp.result() if smp.done() else ""
                 smp.cancel()
                 if trainers.done():
-                    return self._trainers_ended(trainers.result())
+                    return await self._trainers_ended(trainers.result())
                 if rewind.done():
                     return Failure(job.distrust.rewind(), asked=True)
                 if hang.done():
-                    return Failure(hang.result().signature)
+                    found = hang.result()
+                    return Failure(found.signature, "a hang", found.node, training=True)
                 if silent.done():
                     failure = self._silent()
                     if failure is not None:
@@ -139,7 +163,7 @@ class Life:
                     beginning.result()
                 reason = await job.members.replace_smp(dead) if dead else ""
                 if reason:
-                    return Failure(reason)
+                    return Failure(reason, "a snapshot daemon was not replaced", dead)
         finally:
             for task in (trainers, silent, rewind, hang, beginning):
                 task.cancel()
@@ -151,18 +175,28 @@ class Life:
         if failure is not None:
             log.error("the coordinator failed", exc_info=failure)
             job.observers.tell("coordinator_failed", f"the coordinator failed: {failure!r}")
-            return Failure(f"the coordinator failed: {failure!r}")
+            text = f"the coordinator failed: {failure!r}"
+            return Failure(text, f"the coordinator failed with {type(failure).__name__}")
         job.coordinator.require_lead()
         lost = job.coordinator.silent_nodes(list(job.coordinator.links))
         if not lost or job.members.without(lost):
             return None
         job.watch.clock.detected(job.spec.timing.node_timeout)
         job.observers.tell("silent", f"no heartbeat from {', '.join(lost)}")
-        return Failure(f"no heartbeat from {', '.join(lost)}")
+        return Failure(f"no heartbeat from {', '.join(lost)}", NODE_LOST, lost[0])
 
-    def _trainers_ended(self, first: TrainerExit) -> Failure | None:
+    async def _trainers_ended(self, first: TrainerExit) -> Failure | None:
         job = self._job
         if first.finished:
             return None
+        # Nodes answer behind what they have told.
+        await job.coordinator.refresh()
         job.notes.raise_if_unfit()
-        return trainer_failure(first, job.trainers, job.launcher, job.coordinator)
+        failure = trainer_failure(first, job.trainers, job.launcher, job.coordinator)
+        seen = job.registered or self._roll.hellos
+        if failure.training and not seen and await job.trainers.all_failed(ALL_FAIL_SECONDS):
+            text = (
+                f"{failure.text}, as all ranks did before one of them had registered: see its log"
+            )
+            return replace(failure, text=text, final=True)
+        return failure

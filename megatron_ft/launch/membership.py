@@ -56,7 +56,7 @@ class Membership:
         self._coordinator = coordinator
         self._leases = OutstandingLeases(coordinator.timing.node_timeout)
         self._led = False
-        self._full: set[str] = set()
+        self._aside: dict[str, str] = {}
 
     def places(self, active: Sequence[str] = ()) -> dict[str, str]:
         """Shard to node, as far as shards are known from earlier lives.
@@ -117,17 +117,21 @@ class Membership:
                 "choose another --job name, or remove them with `megatron-ft clean`"
             )
 
+    def lost(self, admitted: Admitted) -> list[str]:
+        """Nodes that train and must be replaced."""
+        there = self.usable(admitted)
+        return [n for n in self.active if n not in there]
+
     def replace_lost(self, admitted: Admitted) -> None:
         """Put a spare in the position of each lost node; NoSpareError if there are too few."""
-        there = self.usable(admitted)
-        spares = [n for n in there if n not in self.active]
-        lost = [n for n in self.active if n not in there]
-        for node in [node for node in lost if node not in self._full]:
+        spares = [n for n in self.usable(admitted) if n not in self.active]
+        lost = self.lost(admitted)
+        for node in [node for node in lost if node not in self._aside]:
             self._give_up(node)
             self._tell("node_lost", f"node {node} is lost", node)
         if len(spares) < len(lost):
             raise NoSpareError(
-                f"node {', '.join(lost)} lost{self._without_room()} and no spare is left; its "
+                f"node {', '.join(lost)} lost{self._why_aside()} and no spare is left; its "
                 "memory may still be rebuilt: start the same command again with more --spares",
                 len(lost) - len(spares),
             )
@@ -151,8 +155,8 @@ class Membership:
             self._tell("crowded", f"{text}the loss of {most}: no spare of another is left", name)
 
     def usable(self, admitted: Admitted) -> list[str]:
-        """The admitted nodes but those that have no room."""
-        return [node for node in admitted.inventories if node not in self._full]
+        """The admitted nodes but those that were set aside."""
+        return [node for node in admitted.inventories if node not in self._aside]
 
     @property
     def ranks(self) -> int:
@@ -174,19 +178,28 @@ class Membership:
         """
         if not self._state.record.shards:
             return False
-        self._full.add(refusal.node)
+        self._aside[refusal.node] = "no room"
         self._tell("no_room", f"{refusal}; another spare is tried", refusal.node)
         return True
 
-    def _without_room(self) -> str:
-        return f" (no room on {', '.join(sorted(self._full))})" if self._full else ""
+    def suspect(self, node: str, reason: str) -> None:
+        """A failure comes again and again on this node: a spare takes its place."""
+        self._aside[node] = "repeated failures"
+        self._tell("suspected", f"a spare takes the place of node {node}: {reason}", node)
+
+    def _why_aside(self) -> str:
+        reasons = [f"{why} on {node}" for node, why in sorted(self._aside.items())]
+        return f" ({', '.join(reasons)})" if reasons else ""
+
+    def free_spares(self) -> list[str]:
+        """Nodes that answer and could take the place of another one."""
+        used = {*self.active, *self._aside}
+        return [node for node in self._coordinator.links if node not in used]
 
     def spares_gone(self) -> bool:
         """Whether the job had spares and none is left to replace the next node that is lost."""
-        used = {*self.active, *self._full}
-        left = [node for node in self._coordinator.links if node not in used]
         had = self._spec.spares or len(self.active) < self._spec.nodes
-        return bool(had) and not left
+        return bool(had) and not self.free_spares()
 
     def owned(self, admitted: Admitted) -> list[m.Inventory]:
         """What each node holds of the shards that are its own; other claims own nothing."""
@@ -235,17 +248,18 @@ class Membership:
         """
         return await unless(self.smps.while_all_run(work), self._silence())
 
-    async def _silence(self) -> str:
+    async def _silence(self) -> ControlPlaneError:
         coordinator = self._coordinator
         while True:
             await coordinator.silent.wait()
             if coordinator.failure is not None:
-                return f"the coordinator failed: {coordinator.failure!r}"
+                return ControlPlaneError(f"the coordinator failed: {coordinator.failure!r}")
             coordinator.require_lead()
             coordinator.silent.clear()
             lost = coordinator.silent_nodes(list(coordinator.links))
             if lost and not self.without(lost):
-                return f"no heartbeat from {', '.join(lost)} during the recovery"
+                text = f"no heartbeat from {', '.join(lost)} during the recovery"
+                return ControlPlaneError(text, lost[0])
 
     async def _reachable(self) -> list[str]:
         """Nodes whose SMP runs, started where it does not; their links are connected."""

@@ -15,28 +15,23 @@ from megatron_ft.errors import (
     ControlPlaneError,
     MegatronFTError,
     NoRoomError,
+    RegistrationError,
     RestartBudgetError,
     StaleIncarnationError,
 )
+from megatron_ft.launch.budget import Failure
 from megatron_ft.launch.disk_restore import LoadError
-from megatron_ft.launch.failure import Failure
+from megatron_ft.launch.failure import NODE_LOST
 from megatron_ft.launch.hosts import hold_for_hosts
 from megatron_ft.launch.job_parts import JobParts
-from megatron_ft.launch.job_state import JobState
-from megatron_ft.launch.launcher import Launcher
 from megatron_ft.launch.life import Life
 from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.launch.salvage import salvage_without_trainers
-from megatron_ft.launch.spec import JobSpec
 from megatron_ft.smp import messages as m
 
 
 class Supervisor(JobParts):
     """Runs one JobSpec through a Launcher.  ``observers`` are told every event."""
-
-    def __init__(self, spec: JobSpec, launcher: Launcher, state: JobState) -> None:
-        super().__init__(spec, launcher, state)
-        self._budget = spec.budget
 
     async def run(self) -> None:
         """Return when the training command has ended well on every rank.
@@ -95,20 +90,24 @@ class Supervisor(JobParts):
         except RebuildError as error:
             self.notes.rebuild_failed(error.corrupt)
             self.observers.tell("rebuild_failed", f"the rebuild failed: {error}")
-            return Failure(f"rebuild: {error}")
+            return Failure(f"rebuild: {error}", "a rebuild failed")
         except LoadError as error:
             self.observers.tell("load_failed", str(error))
-            return Failure(str(error))
+            return Failure(str(error), "a checkpoint could not be loaded into memory")
         except NoRoomError as error:
             if not self.members.set_aside(error):
                 raise
-            return Failure(str(error))
+            return Failure(str(error), "a node has no room", error.node)
         except StaleIncarnationError:
             # Somebody else leads the job now: going on would be a second coordinator.
             raise
+        except RegistrationError as error:
+            self.observers.tell("interrupted", str(error))
+            never = error.none and not self.registered
+            return Failure(str(error), "ranks did not register", training=True, final=never)
         except ControlPlaneError as error:
             self.observers.tell("interrupted", str(error))
-            return Failure(str(error))
+            return Failure(str(error), type(error).__name__, error.node)
         finally:
             # A life that ended before it trained says nothing about how far training was.
             progress = max(self.coordinator.progress.values(), default=-1)
@@ -119,19 +118,20 @@ class Supervisor(JobParts):
             self.world.stop()
 
     async def _after(self, failure: Failure) -> None:
-        self.watch.clock.dead(failure.signature)
+        self.watch.clock.dead(failure.text)
         if failure.asked:
             return
         self.pacing.failed()
+        if failure.training and (quiet := await self.coordinator.quiet_nodes()):
+            failure = Failure(failure.text, NODE_LOST, quiet[0])
+        if failure.training and await self.distrust.training_failed():
+            self.budget = self.budget.from_other_start()
         committed = self.coordinator.committed
         iteration = -1 if committed is None else committed[1]
-        its_own = failure.training and not await self.coordinator.some_quiet()
-        rejected = its_own and await self.distrust.training_failed()
-        if rejected:
-            self._budget = self._budget.from_other_start()
-        self._budget = self._budget.after(failure.signature, iteration)
-        if self._budget.delay_seconds:
-            delay = self._budget.delay_seconds
+        spare = bool(self.members.free_spares())
+        self.budget = self.budget.answered(self.replaced).after(failure, iteration, spare=spare)
+        if self.budget.delay_seconds:
+            delay = self.budget.delay_seconds
             self.observers.tell("backoff", f"waiting {delay:g} s before the next start")
             await asyncio.sleep(delay)
 

@@ -32,7 +32,8 @@ MOST_FOLDERS = 10
 class Hang:
     """A stuck job: whom it waits for, where, and how long nobody had made progress.
 
-    ``signature`` is the same text for a hang of the same rank in the same place.
+    ``signature`` is the same text for a hang of the same rank in the same place, ``node`` that
+    of the rank if it is a single one.
     """
 
     blame: Blame
@@ -40,6 +41,7 @@ class Hang:
     signature: str
     text: str
     folder: Path
+    node: str = ""
 
 
 class HangFinder:
@@ -102,7 +104,8 @@ class HangFinder:
         )
         ranks = ", ".join(map(str, found.ranks))
         signature = f"hang of rank {ranks} at {_LINE.sub(')', place)}"
-        return Hang(found, idle, signature, text, folder)
+        node = nodes[found.ranks[0]] if len(found.ranks) == 1 else ""
+        return Hang(found, idle, signature, text, folder, node)
 
     async def _stacks(self, nodes: Sequence[str], resume: bool) -> dict[str, str]:
         links = [link for n in nodes if (link := self._coordinator.links.get(n)) is not None]
