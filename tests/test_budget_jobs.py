@@ -72,11 +72,11 @@ def test_a_spare_takes_the_place_of_the_node_on_which_training_always_fails(
 def test_a_command_that_is_not_there_is_refused_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str], problem: str
 ) -> None:
-    words = ["run", "--job", tmp_path.name, "--nodes", "1", "--protect", "none"]
+    words = ["run", "--job", "no-command", "--nodes", "1", "--protect", "none"]
     words += ["--state-dir", str(tmp_path / "state"), "--arena-dir", str(tmp_path)]
     assert main([*words, "--", *command]) == 2
     assert problem in capsys.readouterr().err
-    assert not (tmp_path / "state" / tmp_path.name / "job.json").exists()
+    assert not (tmp_path / "state" / "no-command" / "job.json").exists()
 
 
 def test_what_python_runs_itself_is_no_missing_script() -> None:

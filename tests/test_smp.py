@@ -623,7 +623,7 @@ def test_a_shard_that_does_not_fit_its_arena_is_refused(node: SmpNode) -> None:
         await link.demand(create(), 30)
         await link.demand(create(), 30)
         larger = m.CreateArena(**{**_fields(create()), "data_bytes": 262144})
-        with pytest.raises(LayoutMismatchError, match="megatron-ft clean"):
+        with pytest.raises(LayoutMismatchError, match="another --job name"):
             await link.demand(larger, 30)
         await link.demand(m.Adopt(1, (Ancestor(1, None),), None, keep=()), 30)
         await link.demand(larger, 30)

@@ -20,18 +20,27 @@ from megatron_ft.smp import messages as m
 
 @dataclass
 class Roll:
-    """Who has said hello, and who has brought a layout, in this life."""
+    """Ranks that have said hello, and those that have brought a layout, in this incarnation.
+
+    ``known`` are the shards of the snapshot that is restored, empty if none is; ``stranger`` is
+    one that a rank brings and that is not among them.
+    """
 
     world_size: int
     domains: Domains = field(default_factory=dict)
     hellos: dict[str, tuple[str, m.Hello]] = field(default_factory=dict)
     layouts: dict[str, m.Prepare] = field(default_factory=dict)
     complete: asyncio.Event = field(default_factory=asyncio.Event)
+    known: frozenset[str] = frozenset()
+    stranger: str = ""
 
     def hear(self, event: m.Event) -> None:
         """Take note of a registration event."""
         if isinstance(event.body, m.Hello):
             self.hellos[event.body.shard_id] = (event.node, event.body)
+            if self.known and event.body.shard_id not in self.known:
+                self.stranger = event.body.shard_id
+                self.complete.set()
         elif isinstance(event.body, m.Prepare):
             self.layouts[event.body.shard_id] = event.body
         if len(self.layouts) == self.world_size and self.layouts.keys() <= self.hellos.keys():
@@ -128,15 +137,15 @@ def settle_stripes(
     if room.keys() != roll.layouts.keys():
         raise LayoutMismatchError(
             f"the job's snapshots hold shards {sorted(room)}, the trainers bring "
-            f"{sorted(roll.layouts)}: run with the parallel shape of the snapshots, or remove "
-            "them with `megatron-ft clean`"
+            f"{sorted(roll.layouts)}: run with the parallel shape of the snapshots, or under "
+            "another --job name"
         )
     for shard_id, prepare in roll.layouts.items():
         if prepare.required_bytes > room[shard_id]:
             raise LayoutMismatchError(
                 f"shard {shard_id} needs {prepare.required_bytes} bytes, its arena has room for "
-                f"{room[shard_id]}: has the model changed? Run with the old flags, or remove the "
-                "job's snapshots with `megatron-ft clean`"
+                f"{room[shard_id]}: has the model changed? Run with the old flags, or under "
+                "another --job name"
             )
     return tuple(stored)
 

@@ -21,6 +21,7 @@ from megatron_ft.environment import RESTORE
 from megatron_ft.errors import ConfigError
 from megatron_ft.fewer_ranks import SHRINK, RankRule
 from megatron_ft.launch.budget import Failure
+from megatron_ft.launch.changed import check_shard
 from megatron_ft.launch.failure import NODE_LOST, trainer_failure
 from megatron_ft.launch.fleet import TrainerExit
 from megatron_ft.launch.job_parts import JobParts
@@ -52,7 +53,9 @@ class Life:
         await carry_out(job, plan, admitted)
         ranks = job.members.ranks
         await job.distrust.begin(plan.decision, plan.lineage, ranks)
-        roll = self._roll = Roll(ranks, job.spec.domains)
+        restored = plan.decision.snapshot is not None
+        known = frozenset(job.state.record.shards) if restored else frozenset[str]()
+        roll = self._roll = Roll(ranks, job.spec.domains, known=known)
         job.coordinator.listeners.append(roll.hear)
         try:
             if job.spec.scheme.parity_members and not job.world.wanted:
@@ -104,6 +107,8 @@ class Life:
         job = self._job
         sizes = job.spec.sizes
         await wait_for_all(roll, job.spec.register_timeout)
+        if roll.stranger:
+            check_shard(job.spec.name, roll.known, roll.stranger)
         rule = await self._rank_rule(roll)
         stored = plan.decision.stripes if plan.decision.snapshot is not None else ()
         stripes = settle_stripes(roll, stored, job.spec.scheme, sizes)
@@ -191,6 +196,8 @@ class Life:
             return None
         # Nodes answer behind what they have told.
         await job.coordinator.refresh()
+        if self._roll.stranger:
+            check_shard(job.spec.name, self._roll.known, self._roll.stranger)
         job.notes.raise_if_unfit()
         failure = trainer_failure(first, job.trainers, job.launcher, job.coordinator)
         seen = job.registered or self._roll.hellos

@@ -19,6 +19,7 @@ from megatron_ft.errors import (
     NoRoomError,
     StaleIncarnationError,
 )
+from megatron_ft.launch.changed import check_nodes
 from megatron_ft.launch.fleet import Result, SmpFleet, unless
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.launcher import Launcher, NodeUnreachable
@@ -50,6 +51,7 @@ class Membership:
     def __init__(
         self, spec: JobSpec, launcher: Launcher, state: JobState, coordinator: Coordinator
     ) -> None:
+        check_nodes(spec, state.record)
         self.smps = SmpFleet(launcher, state, spec)
         self.active: list[str] = list(state.record.active) or _first_active(spec, launcher)
         self._spec, self._launcher, self._state = spec, launcher, state

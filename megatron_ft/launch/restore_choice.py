@@ -13,6 +13,7 @@ from megatron_ft.disk.drained import Choice
 from megatron_ft.disk.native import LATEST, TRACKER, newest_checkpoint
 from megatron_ft.errors import UnrecoverableError
 from megatron_ft.identity import Ancestor
+from megatron_ft.launch.changed import check_memory
 from megatron_ft.launch.disk_restore import lineage_before
 from megatron_ft.launch.distrust import reason_against_own
 from megatron_ft.launch.job_parts import JobParts
@@ -30,16 +31,18 @@ class RestoreChoice:
     async def choose(self, admitted: Admitted) -> Restore:
         """The plan of a life whose nodes were admitted and whose lost ones are replaced.
 
-        UnrecoverableError when work would be lost and nobody allowed that.
+        UnrecoverableError when work would be lost and nobody allowed that; ConfigError when
+        memory was laid out by other settings than those of this run.
         """
         job = self._job
+        memory = self.memory(admitted, len(job.state.record.shards) or None)
+        check_memory(job.spec, job.state.record, memory)
         job.state.update(
             incarnation=job.coordinator.incarnation,
             active=tuple(job.members.active),
             scheme=str(job.spec.scheme),
             command_digest=command_digest(job.spec.command),
         )
-        memory = self.memory(admitted, len(job.state.record.shards) or None)
         choice = await job.disk.look(memory, job.state.record)
         decision, source, lineage = self._settle(memory, choice)
         job.state.update(lineage=lineage)

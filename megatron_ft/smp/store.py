@@ -242,14 +242,13 @@ def _check_same(present: ArenaHeader, wanted: ArenaHeader) -> None:
             raise LayoutMismatchError(
                 f"the arena of {present.shard_id} has {field} {getattr(present, field)}, the job "
                 f"now wants {getattr(wanted, field)}; run with the old protection and parallel "
-                "shape, or remove the job's snapshots with `megatron-ft clean`"
+                "shape, or under another --job name"
             )
     if present.geometry.data_bytes < wanted.geometry.data_bytes:
         raise LayoutMismatchError(
             f"the arena of {present.shard_id} has room for {present.geometry.data_bytes} bytes, "
             f"the job now needs {wanted.geometry.data_bytes}: has the model changed since the "
-            "snapshot? Run with the old flags, or remove the job's snapshots with "
-            "`megatron-ft clean`"
+            "snapshot? Run with the old flags, or under another --job name"
         )
 
 
