@@ -237,6 +237,7 @@ class Hole:
 HOLES: dict[Callable[[pytest.MonkeyPatch], None], Hole] = {
     holes.no_doubt: Hole("reuses its slot in doubt", 1, "replica"),
     holes.local_is_enough: Hole("no newer one is protected everywhere"),
+    holes.protected_is_enough: Hole("I2b: "),
     holes.per_rank_skip: Hole("it is being captured"),
     holes.iteration_is_identity: Hole("would be served as", 6, "xor:3, 3 slots", RESTARTS),
     holes.no_fence: Hole("run at once", 13, bias=LONG_SLEEP),

@@ -20,10 +20,13 @@ from test_slots import (
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.identity import SnapshotId
 from megatron_ft.smp.slot_rules import (
+    ENCODERS_BACK_SECONDS,
+    MOST_SKIPPED,
     capturing,
     ending,
     may_reuse,
     oldest_reusable,
+    protected_gives_way,
     still_written,
 )
 
@@ -40,13 +43,28 @@ def newest(slots: list[SlotHeader]) -> SnapshotId | None:
 def test_all_may_be_reused_but_what_is_in_doubt_and_the_one_to_fall_back_to(
     slots: list[SlotHeader],
 ) -> None:
-    """That is the newest protected one that is committed, or the newest if none is protected."""
+    """That is the newest for a trainer's crash, and the newest protected one for a node's loss."""
     committed = [s for s in slots if s.state == COMMITTED]
-    protected = [s for s in committed if not s.local_only]
-    last = newest(protected or committed)
+    last = newest(committed)
+    protected = newest([s for s in committed if not s.local_only])
     for index, slot in enumerate(slots):
-        given_up = slot.state == FREE or (slot.state == COMMITTED and slot.snapshot != last)
+        older = slot.state == COMMITTED and slot.snapshot != last
+        given_up = slot.state == FREE or (older and slot.snapshot != protected)
         assert may_reuse(slots, index) == given_up
+        given_up = slot.state == FREE or older
+        assert may_reuse(slots, index, give_up_protected=True) == given_up
+
+
+def test_the_protected_one_gives_way_only_when_encoders_are_not_expected_back() -> None:
+    known = {"on_disk": False, "protectable": True}
+    for skipped, seconds in product((0, MOST_SKIPPED - 1), (0.0, 1e6)):
+        assert not protected_gives_way(skipped=skipped, seconds_away=seconds, **known)
+    assert not protected_gives_way(skipped=100, seconds_away=ENCODERS_BACK_SECONDS - 1, **known)
+    assert protected_gives_way(skipped=MOST_SKIPPED, seconds_away=ENCODERS_BACK_SECONDS, **known)
+    for on_disk, protectable in ((True, True), (False, False)):
+        assert protected_gives_way(
+            skipped=0, seconds_away=0.0, on_disk=on_disk, protectable=protectable
+        )
 
 
 @given(SLOTS, st.sets(st.integers(0, 3)))

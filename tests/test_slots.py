@@ -139,7 +139,7 @@ def test_protect_stores_the_table_of_the_whole_stripe() -> None:
     "older, newer, index",
     [
         (header(COMMITTED, ONE), header(COMMITTED, TWO), 0),
-        (header(COMMITTED, ONE), header(COMMITTED, TWO, local=True), 1),
+        (header(COMMITTED, ONE), header(COMMITTED, TWO, local=True), None),
         (header(COMMITTED, ONE, local=True), header(COMMITTED, TWO, local=True), 0),
         (header(COMMITTED, ONE, local=True), header(COMMITTED, TWO), 0),
         (header(COMMITTED, ONE), header(SEALED, TWO), None),

@@ -118,24 +118,26 @@ def _headline(job: dict[str, Any]) -> str:
     summary = job["summary"]
     if not job["supervised"]:
         return "no supervisor; run the same `megatron-ft run` command again to go on"
-    committed, protected = summary.get("committed"), summary.get("protected")
-    if committed is None:
+    crash, node_loss = summary.get("crash"), summary.get("node_loss")
+    if summary.get("committed") is None:
         exposed = "nothing committed yet: a failure starts over"
-    elif protected is None:
-        exposed = (
-            f"iteration {committed['iteration']} survives a crash, nothing survives a node loss"
-        )
+    elif crash is None:
+        exposed = "nothing in memory survives a crash"
+    elif node_loss is None:
+        exposed = f"iteration {crash} survives a crash, nothing in memory survives a node loss"
     else:
-        exposed = (
-            f"iteration {committed['iteration']} survives a crash, "
-            f"iteration {protected['iteration']} a node loss"
-        )
+        exposed = f"iteration {crash} survives a crash, iteration {node_loss} a node loss"
+    if damaged := summary.get("blocks", {}).get("damaged_shards"):
+        exposed += f" ({damaged} shards are damaged)"
     if summary.get("durable"):
         exposed += f", iteration {summary['durable']['iteration']} is on disk"
     if summary.get("drain_failures"):
         exposed += f"; {summary['drain_failures']} drains failed: {summary['drain_failure']}"
     paused = ", snapshots paused" if summary.get("paused") else ""
-    paused += ", snapshots skipped for a reader" if summary.get("held") else ""
+    skipped = f", snapshots skipped for {summary['skipping_for']}"
+    paused += skipped if summary.get("skipping_for") else ""
+    if summary.get("skipped"):
+        paused += f", {summary['skipped']} skipped so far"
     if summary.get("gated"):
         paused += f", {summary['gated']} snapshots refused for their loss"
     return (

@@ -28,7 +28,8 @@ class KillWorld:
 class Ended:
     """A snapshot is over: ``level`` is protected, local or aborted; ``last`` if training is too.
 
-    ``gated`` says that it was given up because of the loss.
+    ``gated`` says that it was given up because of the loss, ``again`` that it had been committed
+    as local before and was to get parity.
     """
 
     snapshot: SnapshotId
@@ -37,6 +38,7 @@ class Ended:
     reason: str = ""
     last: bool = False
     gated: bool = False
+    again: bool = False
 
 
 Action = Send | KillWorld | Ended

@@ -47,6 +47,8 @@ class Connections(ABC):
         self.rewind_before = 0
         self._paused_on: set[str] = set()
         self._pinned_on: set[str] = set()
+        self._crowded_on: set[str] = set()
+        self.held: dict[str, tuple[m.HeldSnapshot, ...]] = {}
         self._keys = keys
         self._context = zmq.asyncio.Context()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -71,6 +73,11 @@ class Connections(ABC):
     def pinned(self) -> bool:
         """Whether some node has no slot for a snapshot but those that readers hold."""
         return bool(self._pinned_on & self.links.keys())
+
+    @property
+    def crowded(self) -> bool:
+        """Whether some node has no slot for a snapshot but that of the last protected one."""
+        return bool(self._crowded_on & self.links.keys())
 
     def connect(self, node: str, endpoint: str) -> None:
         """Use ``endpoint`` for ``node`` from now on."""
@@ -142,7 +149,12 @@ class Connections(ABC):
             self.rewind_before = answer.rewind
             self.rewind_asked.set()
         before = self.paused
-        for nodes, stated in ((self._paused_on, answer.paused), (self._pinned_on, answer.pinned)):
+        self.held[answer.node] = answer.held
+        for nodes, stated in (
+            (self._paused_on, answer.paused),
+            (self._pinned_on, answer.pinned),
+            (self._crowded_on, answer.crowded),
+        ):
             nodes.discard(answer.node)
             nodes |= {answer.node} if stated else set()
         if self.paused != before:

@@ -17,6 +17,7 @@ from megatron_ft.coordinator.actions import Action, Ended, KillWorld, Send
 from megatron_ft.coordinator.connections import REQUEST_TIMEOUT_SECONDS, Connections
 from megatron_ft.coordinator.cycle import Phase, SnapshotCycle
 from megatron_ft.coordinator.events import Observers
+from megatron_ft.coordinator.exposure import Fallbacks, fallbacks
 from megatron_ft.coordinator.relays import Relays
 from megatron_ft.coordinator.repairs import Repairs
 from megatron_ft.coordinator.skips import Skips
@@ -27,9 +28,12 @@ from megatron_ft.errors import ControlPlaneError
 from megatron_ft.identity import SnapshotId
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.security import JobKeys
+from megatron_ft.smp.slot_rules import protected_gives_way
 
 LOOK_SECONDS = 0.25
 """So often what nobody tells is looked at: whether a pause has ended, or parity takes too long."""
+MOST_PROTECT_TRIES = 3
+"""So often parity of a local snapshot is tried; then only a newer snapshot gets some."""
 HOLDER = "drain"
 """The coordinator's name as a reader; it has one drain at a time."""
 
@@ -68,7 +72,8 @@ class Coordinator(Connections):
         self._encoders_up: set[str] = set()
         self._world_up = asyncio.Event()
         self._kick = asyncio.Event()
-        self._encoding_since = 0.0
+        self._encoding_since = self._world_seen = 0.0
+        self._protect_tries: dict[SnapshotId, int] = {}
 
     def connect(self, node: str, endpoint: str) -> None:
         """Use ``endpoint`` for ``node`` from now on."""
@@ -144,6 +149,17 @@ class Coordinator(Connections):
         self.repairs.begin_life()
         self._keep(self._pump(cycle))
 
+    def fallbacks(self) -> Fallbacks:
+        """What failures would fall back to; while nothing is trained, what was committed last."""
+        if self.cycle is not None:
+            damaged = self.repairs.lost
+            return fallbacks(self.held, self.cycle.places, self.cycle.stripes, damaged)
+        committed, protected = self.committed, self.protected
+        return Fallbacks(
+            None if committed is None else m.HeldSnapshot(*committed[:2], False),
+            None if protected is None else m.HeldSnapshot(*protected, True),
+        )
+
     def stop_snapshots(self) -> None:
         """Permit no more; what is under way is left to the next recovery."""
         self.cycle = self.failure = None
@@ -155,15 +171,18 @@ class Coordinator(Connections):
             self._perform(self.cycle, self.cycle.smp_restarted(node))
 
     async def _pump(self, cycle: SnapshotCycle) -> None:
+        self._world_seen = time.monotonic()
         while self.cycle is cycle:
+            if self.usable_world:
+                self._world_seen = time.monotonic()
             if cycle.phase == Phase.IDLE and self.repairs.due:
                 await self.repairs.work(cycle.stripes, cycle.places)
                 continue
             if cycle.phase == Phase.IDLE and not self.paused:
                 await self.refresh()
-                fastest = max((self.progress.get(s, -1) for s in cycle.places), default=-1)
-                if self.cycle is cycle and cycle.phase == Phase.IDLE and self._unread(fastest):
-                    self._perform(cycle, cycle.propose(fastest, self.usable_world))
+                # A pause may have come with these heartbeats.
+                if self.cycle is cycle and cycle.phase == Phase.IDLE and not self.paused:
+                    self._perform(cycle, self._next(cycle))
             elif cycle.phase == Phase.ENCODING and self._encoding_too_long():
                 reason = f"no parity after {self.timing.encode_timeout:.0f} s"
                 self._perform(cycle, cycle.give_up(reason))
@@ -173,18 +192,47 @@ class Coordinator(Connections):
             except asyncio.TimeoutError:
                 continue
 
-    def _unread(self, fastest: int) -> bool:
-        """Whether no reader is in the way; the observers hear once of each time that one is."""
-        if self.pinned:
-            if self.skips.begin(fastest):
-                self.observers.tell("held", "a reader holds a snapshot: captures are skipped")
-            return False
-        assert self.cycle is not None
-        skipped = self.skips.end(fastest, self.cycle.schedule.interval)
+    def _next(self, cycle: SnapshotCycle) -> list[Action]:
+        """Begin what is due: parity of the newest local snapshot, or a new one if it has room."""
+        interval = cycle.schedule.interval
+        fastest = max((self.progress.get(s, -1) for s in cycle.places), default=-1)
+        newest, world = self.committed, self.usable_world
+        if newest is not None and newest[2] == "local" and world:
+            tries = self._protect_tries.get(newest[0], 0)
+            if tries < MOST_PROTECT_TRIES and (actions := cycle.protect(*newest[:2], world)):
+                self._protect_tries = {newest[0]: tries + 1}
+                return actions
+        give_up = self.crowded and not self.pinned and self._gives_way(cycle)
+        if self.pinned or (self.crowded and not give_up):
+            self._skip(max(fastest, cycle.schedule.first), interval)
+            return []
+        skipped = self.skips.end(fastest, interval)
         if skipped is not None:
-            text = f"the reader is done: captures go on, {skipped} were skipped"
+            text = f"captures go on, {skipped} were skipped"
             self.observers.tell("released", text, skipped=skipped)
-        return True
+        if give_up:
+            text = "it makes room for the next capture: encoders have been away for too long"
+            self.observers.tell("given_up", f"the last protected snapshot is given up: {text}")
+        return cycle.propose(fastest, world, give_up_protected=give_up)
+
+    def _skip(self, progress: int, interval: int) -> None:
+        """Count; the observers hear once of each time that something is in the way."""
+        if not self.skips.begin(progress, interval):
+            return
+        if self.pinned:
+            self.observers.tell("held", "a reader holds a snapshot: captures are skipped")
+        else:
+            text = "the last protected snapshot and a newer local one fill the slots"
+            self.observers.tell("held", f"{text}: captures are skipped while encoders are away")
+
+    def _gives_way(self, cycle: SnapshotCycle) -> bool:
+        protected, durable = self.fallbacks().node_loss, self.durable
+        return protected_gives_way(
+            skipped=self.skips.now,
+            seconds_away=time.monotonic() - self._world_seen,
+            on_disk=protected is None or (durable is not None and durable[0] >= protected.snapshot),
+            protectable=bool(cycle.stripes),
+        )
 
     def _encoding_too_long(self) -> bool:
         return time.monotonic() - self._encoding_since > self.timing.encode_timeout
@@ -237,6 +285,8 @@ class Coordinator(Connections):
             self._perform(cycle, cycle.answered(action.node, action.message, answer))
 
     def _ended(self, ended: Ended) -> None:
+        if ended.again and ended.level == "local":
+            return  # it is what it was; why the world broke has been told
         if ended.level == "aborted":
             self.gated += ended.gated
             kind = "gated" if ended.gated else "dropped" if ended.last else "aborted"

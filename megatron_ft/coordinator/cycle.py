@@ -62,6 +62,8 @@ class SnapshotCycle:
         self._corrupt = False
         self._gated = False
         self._last = False
+        self._sequence = 0
+        self._again = False
 
     @property
     def ready(self) -> bool:
@@ -71,15 +73,20 @@ class SnapshotCycle:
         """
         return self.phase == Phase.IDLE and not self._capture.writing
 
-    def propose(self, progress: int, world: str) -> list[Action]:
+    def propose(
+        self, progress: int, world: str, *, give_up_protected: bool = False
+    ) -> list[Action]:
         """Permit the next snapshot, if none is under way.
 
         ``progress`` is the highest iteration that any trainer has finished, -1 if none has
-        yet; ``world`` the encoder world that is up on all nodes, "" if none.
+        yet; ``world`` the encoder world that is up on all nodes, "" if none.  The last
+        protected snapshot makes room for it only with ``give_up_protected``.
         """
         if self.phase != Phase.IDLE or self._last:
             return []
-        self.snapshot = SnapshotId(self.incarnation, self.snapshot.sequence + 1)
+        self._sequence += 1
+        self.snapshot = SnapshotId(self.incarnation, self._sequence)
+        self._again = False
         self.schedule.reached(progress)
         self.iteration = self.schedule.next_iteration(progress)
         self.schedule.permitted(self.iteration)
@@ -87,8 +94,19 @@ class SnapshotCycle:
         self._world = world
         self._broken, self._corrupt, self._gated = "", False, False
         self._capture = CaptureRound(self.places)
-        grant = m.Grant(self.incarnation, self.snapshot, self.iteration)
+        grant = m.Grant(self.incarnation, self.snapshot, self.iteration, give_up_protected)
         return self._to_all(grant)
+
+    def protect(self, snapshot: SnapshotId, iteration: int, world: str) -> list[Action]:
+        """Give parity to a snapshot that is committed as local, where it lies.
+
+        Encoders were away when it was taken.  Until they have ended it stays what it was.
+        """
+        if self.phase != Phase.IDLE or self._last or not self.stripes:
+            return []
+        self.snapshot, self.iteration, self._world = snapshot, iteration, world
+        self._broken, self._corrupt, self._gated, self._again = "", False, False, True
+        return self._encode()
 
     def world_changed(self, world: str) -> None:
         """A world came up while nothing was being encoded: use it for the snapshot under way."""
@@ -193,6 +211,9 @@ class SnapshotCycle:
             return []
         if not self._world or not self.stripes:
             return self._commit("local")
+        return self._encode()
+
+    def _encode(self) -> list[Action]:
         self.phase = Phase.ENCODING
         self._waiting = set(self.places)
         self._encoders = set(self.nodes)
@@ -256,7 +277,7 @@ class SnapshotCycle:
 
     def _encoding_ended(self) -> list[Action]:
         """No encoder is left that could write: local if the data are good, else abort."""
-        if self._corrupt:
+        if self._corrupt and not self._again:
             return self._abort(self._broken)
         return self._commit("local")
 
@@ -282,12 +303,19 @@ class SnapshotCycle:
 
     def _over(self) -> list[Action]:
         self.phase = Phase.IDLE
-        if self.level != "aborted":
+        if self.level != "aborted" and not self._again:
             self.schedule.committed()
-        ended = Ended(
-            self.snapshot, self.iteration, self.level, self._broken, self._last, self._gated
-        )
-        return [ended]
+        return [
+            Ended(
+                self.snapshot,
+                self.iteration,
+                self.level,
+                self._broken,
+                self._last,
+                self._gated,
+                self._again,
+            )
+        ]
 
     def _to_all(self, message: m.Message) -> list[Action]:
         return [Send(node, message) for node in self.nodes]

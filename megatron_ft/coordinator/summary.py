@@ -53,13 +53,15 @@ def _parts(of: Coordinator) -> dict[str, bytes]:
 def _state(of: Coordinator) -> dict[str, Any]:
     snapshot = of.committed
     protected, durable = of.protected, of.durable
+    crash, node_loss = of.fallbacks()
     return {
         "incarnation": of.incarnation,
         "resumed_from": of.resumed_from,
         "encoders": "up" if of.usable_world else "down",
         "paused": of.paused,
         "held": of.pinned,
-        "skipped": of.skips.total,
+        "skipping_for": "a reader" if of.pinned else "want of encoders" if of.crowded else "",
+        "skipped": of.skips.total + of.skips.now,
         "drain_failures": of.drain_failures[0],
         "drain_failure": of.drain_failures[1],
         "gated": of.gated,
@@ -75,6 +77,8 @@ def _state(of: Coordinator) -> dict[str, Any]:
         "protected": None
         if protected is None
         else {"snapshot": str(protected[0]), "iteration": protected[1]},
+        "crash": None if crash is None else crash.iteration,
+        "node_loss": None if node_loss is None else node_loss.iteration,
         "durable": None
         if durable is None
         else {"snapshot": str(durable[0]), "iteration": durable[1]},

@@ -188,6 +188,8 @@ class ControlServer:
             pulses=host.watch.reports(),
             summary=digests(host.summary),
             stream=host.upward.stream,
+            crowded=host.machine.crowded(),
+            held=host.machine.held(),
         )
 
     def _refuse_lease(self, request: m.Lease) -> m.Message:

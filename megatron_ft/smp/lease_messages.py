@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_ft.identity import Count
+from typing import NamedTuple
+
+from megatron_ft.identity import Count, Iteration, SnapshotId
 from megatron_ft.smp.message_base import Message, Seconds
 from megatron_ft.smp.watch_messages import PulseReport
 
@@ -27,11 +29,21 @@ class Lease(Message, frozen=True):
     told: Count = 0
 
 
+class HeldSnapshot(NamedTuple):
+    """A committed snapshot; ``protected`` if all of its shards here have parity."""
+
+    snapshot: SnapshotId
+    iteration: Iteration
+    protected: bool
+
+
 class LeaseAnswer(Message, frozen=True):
     """Heartbeat of the SMP.  ``progress`` maps shard ids to their last finished iteration.
 
     ``clock`` is the node's monotonic clock, in seconds.
-    ``pinned`` says that a Grant would be refused now, only because readers hold snapshots.
+    ``pinned`` says that a Grant would be refused now, only because readers hold snapshots,
+    ``crowded`` that the last protected snapshot is in the way.  ``held`` is what all shards of the
+    node have committed.
     ``rewind`` is what the user has asked for and whoever leads now has not acted on yet.
     ``pulses`` maps shard ids to their trainers' signs of life, ``summary`` the parts of the
     job's summary that the node has to their digests.  ``stream`` is that of the node's events.
@@ -48,3 +60,5 @@ class LeaseAnswer(Message, frozen=True):
     pulses: dict[str, PulseReport] = {}
     summary: dict[str, bytes] = {}
     stream: Count = 0
+    crowded: bool = False
+    held: tuple[HeldSnapshot, ...] = ()

@@ -38,7 +38,7 @@ from megatron_ft.smp.event_messages import (
     SlotFreed,
     WriterGone,
 )
-from megatron_ft.smp.lease_messages import Lease, LeaseAnswer
+from megatron_ft.smp.lease_messages import HeldSnapshot, Lease, LeaseAnswer
 from megatron_ft.smp.message_base import (
     Message,
     Ok,
@@ -111,6 +111,7 @@ __all__ = [
     "Hold",
     "Inventory",
     "Judged",
+    "HeldSnapshot",
     "Lease",
     "LeaseAnswer",
     "Load",

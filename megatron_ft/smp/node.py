@@ -19,6 +19,7 @@ from megatron_ft.smp.node_shards import NodeShards
 from megatron_ft.smp.reactions import encoders, orders, readers, trainers
 from megatron_ft.smp.refusals import TransitionRefusedError
 from megatron_ft.smp.slot_recovery import forget
+from megatron_ft.smp.slot_rules import is_committed
 
 _REACTIONS: dict[type[m.Message], Callable[[NodeShards, Any], m.Message]] = {
     **trainers.REACTIONS,
@@ -96,6 +97,28 @@ class NodeMachine(NodeShards):
     def held_back(self) -> bool:
         """Whether readers are all that is in the way of a Grant."""
         return readers.held_back(self)
+
+    def crowded(self) -> bool:
+        """Whether the last protected snapshot is all that is in the way of a Grant."""
+        return any(slots.crowded() for slots in self.shards.values())
+
+    def held(self) -> tuple[m.HeldSnapshot, ...]:
+        """Committed snapshots that every shard here has, the newest first."""
+        tables = [
+            {s.snapshot: s for s in slots.slots if is_committed(s)}
+            for slots in self.shards.values()
+        ]
+        if not tables:
+            return ()
+        common = set(tables[0]).intersection(*tables[1:])
+        return tuple(
+            m.HeldSnapshot(
+                snapshot,
+                tables[0][snapshot].iteration,
+                all(not table[snapshot].local_only for table in tables),
+            )
+            for snapshot in sorted((s for s in common if s is not None), reverse=True)
+        )
 
     def admit(self, incarnation: int) -> m.Refused | None:
         """Accept a new incarnation, once every older writer of the node is dead.

@@ -11,14 +11,21 @@ from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.identity import SnapshotId
 from megatron_ft.smp.slot_table import EMPTY_SLOT
 
+MOST_SKIPPED = 4
+"""So many captures at least are skipped before the last protected snapshot is given up."""
 
-def may_reuse(slots: Sequence[SlotHeader], index: int) -> bool:
-    """Whether a slot's bytes may be given up for a newer snapshot.
+ENCODERS_BACK_SECONDS = 60.0
+"""Encoders that have been away for longer are not expected back soon."""
 
-    Only a committed slot ever qualifies, so one in doubt waits for its outcome.
-    It does when a newer protected one is committed here (which the coordinator
-    says only after all arenas hold it), or, for a local-only one, when anything
-    at least as safe stays behind.
+
+def may_reuse(slots: Sequence[SlotHeader], index: int, *, give_up_protected: bool = False) -> bool:
+    """Tell if a slot's bytes may be given up for a newer snapshot.
+
+    Only a committed slot ever qualifies, so one in doubt waits for its outcome, and only
+    beside a newer committed one: the newest is what a trainer's crash falls back to.
+    A protected one is what a node's loss falls back to.  It needs a newer protected one
+    beside it (which the coordinator commits only after all arenas hold it), or the
+    coordinator's word that it is given up.
     """
     slot = slots[index]
     if slot.state != SlotState.COMMITTED:
@@ -29,22 +36,46 @@ def may_reuse(slots: Sequence[SlotHeader], index: int) -> bool:
         for position, other in enumerate(slots)
         if position != index and other.state == SlotState.COMMITTED
     ]
-    if slot.local_only:
-        return any(o.local_only is False or _newer(o, slot) for o in others)
+    if slot.local_only or give_up_protected:
+        return any(_newer(o, slot) for o in others)
     return any(not o.local_only and _newer(o, slot) for o in others)
 
 
-def oldest_reusable(slots: Sequence[SlotHeader], spared: Collection[SnapshotId] = ()) -> int | None:
+def oldest_reusable(
+    slots: Sequence[SlotHeader],
+    spared: Collection[SnapshotId] = (),
+    *,
+    give_up_protected: bool = False,
+) -> int | None:
     """The slot for the next snapshot: a free one, else the oldest that nobody needs.
 
-    Those of ``spared`` snapshots are needed.
+    Those of ``spared`` snapshots are needed.  ``give_up_protected`` is for may_reuse.
     """
     usable = [
         i
         for i, slot in enumerate(slots)
-        if may_reuse(slots, i) and (slot.state == SlotState.FREE or slot.snapshot not in spared)
+        if may_reuse(slots, i, give_up_protected=give_up_protected)
+        and (slot.state == SlotState.FREE or slot.snapshot not in spared)
     ]
     return min(usable, key=lambda i: _age(slots[i]), default=None)
+
+
+def protected_gives_way(
+    *, skipped: int, seconds_away: float, on_disk: bool, protectable: bool
+) -> bool:
+    """Tell if the last protected snapshot is given up for the next capture.
+
+    The question arises when it fills one of two slots and a newer local snapshot the other,
+    while no encoders are up.  ``skipped`` is how many captures have been skipped for it,
+    ``seconds_away`` for how long encoders have been away.  ``on_disk``: a node's loss would
+    fall back to a checkpoint that is as new.  ``protectable``: the job has parity at all.
+
+    Encoders that were merely restarted are waited for.  Beyond that, trainers crash more often
+    than nodes are lost, and each skipped capture is lost by the next crash.
+    """
+    if on_disk or not protectable:
+        return True
+    return skipped >= MOST_SKIPPED and seconds_away >= ENCODERS_BACK_SECONDS
 
 
 def capturing(slots: Sequence[SlotHeader]) -> bool:
@@ -54,6 +85,16 @@ def capturing(slots: Sequence[SlotHeader]) -> bool:
     yet that the one before was revoked, and the slot of that one would never be free.
     """
     return any(slot.state == SlotState.CAPTURING for slot in slots)
+
+
+def committed_local(slot: SlotHeader) -> bool:
+    """Whether the slot was committed without parity, also while it is given some."""
+    return slot.local_only and slot.record is not None
+
+
+def is_committed(slot: SlotHeader) -> bool:
+    """Whether a failure may fall back to the slot's snapshot, by what the coordinator has said."""
+    return slot.state == SlotState.COMMITTED or committed_local(slot)
 
 
 def ending(slot: SlotHeader) -> bool:

@@ -13,7 +13,13 @@ from dataclasses import replace
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.identity import SealedRecord, SnapshotId
 from megatron_ft.smp.refusals import PinnedError, TransitionRefusedError
-from megatron_ft.smp.slot_rules import capturing, ending, oldest_reusable, still_written
+from megatron_ft.smp.slot_rules import (
+    capturing,
+    committed_local,
+    ending,
+    oldest_reusable,
+    still_written,
+)
 from megatron_ft.smp.slot_table import EMPTY_SLOT, NO_ROOT, SlotTable
 
 
@@ -32,21 +38,39 @@ class ShardSlots(SlotTable):
         super().__init__(shard_id, slots)
         self.pins: dict[str, SnapshotId] = {}
 
-    def may_grant(self) -> bool:
+    def may_grant(self, *, give_up_protected: bool = False) -> bool:
         """Whether there is room for a new snapshot and the trainer has stopped with the last."""
-        return not capturing(self.slots) and self.victim() is not None
+        return not capturing(self.slots) and self.victim(give_up_protected) is not None
 
     def held_back(self) -> bool:
-        """Whether ``may_grant`` would hold if there were no readers."""
-        room = oldest_reusable(self.slots) is not None
-        return room and not capturing(self.slots) and self.victim() is None
+        """Whether readers are in the way of the next snapshot."""
+        if capturing(self.slots) or self.victim() is not None:
+            return False
+        if self.crowded():
+            return self.victim(give_up_protected=True) is None
+        return oldest_reusable(self.slots) is not None
 
-    def victim(self) -> int | None:
-        """The slot for the next snapshot, None if there is none that nobody needs or reads."""
-        return oldest_reusable(self.slots, spared=self.pins.values())
+    def crowded(self) -> bool:
+        """Whether there is room only if the last protected snapshot is given up."""
+        room = oldest_reusable(self.slots, give_up_protected=True) is not None
+        return room and not capturing(self.slots) and oldest_reusable(self.slots) is None
+
+    def victim(self, give_up_protected: bool = False) -> int | None:
+        """The slot for the next snapshot, None if there is none that nobody needs or reads.
+
+        With ``give_up_protected`` the last protected one, if no other is left.
+        """
+        spared = self.pins.values()
+        index = oldest_reusable(self.slots, spared)
+        if index is None and give_up_protected:
+            return oldest_reusable(self.slots, spared, give_up_protected=True)
+        return index
 
     def check_pinnable(self, snapshot: SnapshotId) -> None:
         """TransitionRefusedError unless the snapshot is complete here."""
+        index = self.find(snapshot)
+        if index is not None and committed_local(self.slots[index]):
+            return
         index = self.expect(snapshot, SlotState.SEALED, SlotState.PROTECTED, SlotState.COMMITTED)
         assert not ending(self.slots[index])
 
@@ -63,12 +87,14 @@ class ShardSlots(SlotTable):
         """The reader is done, or dead."""
         self.pins.pop(reader, None)
 
-    def grant(self, snapshot: SnapshotId, iteration: int) -> int:
+    def grant(
+        self, snapshot: SnapshotId, iteration: int, *, give_up_protected: bool = False
+    ) -> int:
         """Give a slot to the trainer: FREE to CAPTURING.  Returns the slot's number."""
-        index = self.victim()
+        index = self.victim(give_up_protected)
         if self.held_back():
             raise PinnedError(f"{self.shard_id} has no slot for {snapshot} but those being read")
-        if index is None or not self.may_grant():
+        if index is None or capturing(self.slots):
             raise TransitionRefusedError(f"{self.shard_id} has no free slot for {snapshot}")
         self.put(
             index,
@@ -104,10 +130,22 @@ class ShardSlots(SlotTable):
         return slot.state in (SlotState.ENCODING, SlotState.PROTECTED) and not ending(slot)
 
     def begin_encode(self, snapshot: SnapshotId) -> int:
-        """SEALED (or protected in doubt) to ENCODING; parity is invalid from here on."""
-        index = self.expect(snapshot, SlotState.SEALED, SlotState.PROTECTED, SlotState.ENCODING)
-        if self.slots[index].state == SlotState.ENCODING:
+        """SEALED (or protected in doubt) to ENCODING; parity is invalid from here on.
+
+        One that is committed as local keeps that mark meanwhile, and falls back to it.
+        """
+        index = self.expect(
+            snapshot,
+            SlotState.SEALED,
+            SlotState.PROTECTED,
+            SlotState.ENCODING,
+            SlotState.COMMITTED,
+        )
+        slot = self.slots[index]
+        if slot.state == SlotState.ENCODING:
             raise TransitionRefusedError(f"{self.shard_id} is being encoded by another world")
+        if slot.state == SlotState.COMMITTED and not slot.local_only:
+            raise TransitionRefusedError(f"{self.shard_id} has parity for {snapshot} already")
         self.put(index, self._without_parity(index, SlotState.ENCODING))
         return index
 
@@ -133,6 +171,7 @@ class ShardSlots(SlotTable):
     def encoder_gone(self) -> list[SnapshotId]:
         """No encoder can write any more: ENCODING falls back to SEALED, a rebuild target to FREE.
 
+        What had been committed as local falls back to that.
         Returns snapshots that were aborted earlier and are free now.
         """
         self._end(SlotState.REBUILDING, self.free)
@@ -145,7 +184,8 @@ class ShardSlots(SlotTable):
                 freed.append(slot.snapshot)
                 self.free(index)
             else:
-                self.put(index, self._without_parity(index, SlotState.SEALED))
+                before = SlotState.COMMITTED if slot.local_only else SlotState.SEALED
+                self.put(index, self._without_parity(index, before))
         return freed
 
     def commit(self, snapshot: SnapshotId, *, local_only: bool) -> None:
@@ -168,7 +208,7 @@ class ShardSlots(SlotTable):
         if index is None:
             return True
         state = self.slots[index].state
-        if state == SlotState.COMMITTED:
+        if state == SlotState.COMMITTED or self.slots[index].local_only:
             raise TransitionRefusedError(f"{self.shard_id}: {snapshot} is committed already")
         if still_written(state, trainer_alive, encoder_alive):
             self.put(index, replace(self.slots[index], iteration=EMPTY_SLOT.iteration))

@@ -8,11 +8,15 @@ from megatron_ft.smp.message_base import Message
 
 
 class Grant(Message, frozen=True):
-    """Permit ``snapshot`` at ``iteration`` to every trainer of the node."""
+    """Permit ``snapshot`` at ``iteration`` to every trainer of the node.
+
+    With ``give_up_protected`` the last protected one makes room if nothing else can.
+    """
 
     incarnation: Count
     snapshot: SnapshotId
     iteration: Count
+    give_up_protected: bool = False
 
 
 class Encode(Message, frozen=True):

@@ -30,7 +30,8 @@ KNOWN = {
     "NodeMachine": "node highest_incarnation shards paths trainers world newest effects _said",
     "ShardSlots": "shard_id slots changes pins",
     "SnapshotCycle": "incarnation places nodes stripes schedule _orders phase snapshot iteration "
-    "level _capture _waiting _encoders _world _broken _corrupt _gated _last",
+    "level _capture _waiting _encoders _world _broken _corrupt _gated _last "
+    "_sequence _again",
     "Schedule": "interval fixed first lead _before _spent _reached _commits_in_a_row",
     "CaptureRound": "unsealed writing _unjudged _judged",
 }
@@ -414,6 +415,8 @@ class _Describer:
                 bool(cycle._broken),
                 cycle._corrupt,
                 cycle._last,
+                cycle._sequence,
+                cycle._again,
             )
         drain = life.drain
         return (
@@ -439,4 +442,5 @@ class _Describer:
             frozenset(judge.aborted & live),
             frozenset(judge.protected & live),
             frozenset(judge.everywhere & live),
+            frozenset(judge.given_up & live),
         )

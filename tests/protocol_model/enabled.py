@@ -215,8 +215,14 @@ def _enough_nodes(world: World) -> bool:
 def _cycle_steps(world: World, life: Life) -> Iterator[Weighted]:
     assert life.cycle is not None
     if life.cycle.phase == Phase.IDLE and life.repair is None:
-        more = not life.cycle._last and life.cycle.snapshot.sequence < _permits(world)
-        if more or not world.bounds:
+        more = not life.cycle._last and life.cycle._sequence < _permits(world)
+        if world.may_protect(life) and (more or not world.bounds):
+            yield 3.0, ("protect",)
+        elif world.crowded():
+            if not world.bounds:
+                yield 0.1, ("propose",)
+                yield 0.02, ("propose_anyway",)
+        elif more or not world.bounds:
             yield 3.0, ("propose",)
     elif life.cycle.phase == Phase.ENCODING:
         yield 0.05, ("give_up",)

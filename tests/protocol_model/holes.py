@@ -39,9 +39,12 @@ def no_doubt(patch: pytest.MonkeyPatch) -> None:
     """A slot in doubt may be reused, and the next permit does not wait for all commits."""
     keep = slot_rules.may_reuse
 
-    def may_reuse(headers: Sequence[SlotHeader], index: int) -> bool:
+    def may_reuse(
+        headers: Sequence[SlotHeader], index: int, *, give_up_protected: bool = False
+    ) -> bool:
         in_doubt = (SlotState.SEALED, SlotState.PROTECTED)
-        return headers[index].state in in_doubt or keep(headers, index)
+        may = keep(headers, index, give_up_protected=give_up_protected)
+        return headers[index].state in in_doubt or may
 
     patch.setattr(slot_rules, "may_reuse", may_reuse)
     hasten(patch)
@@ -63,11 +66,30 @@ def hasten(patch: pytest.MonkeyPatch) -> None:
 
 def local_is_enough(patch: pytest.MonkeyPatch) -> None:
     """The last protected snapshot may be given up for a newer one that is only local."""
-    patch.setattr(slot_rules, "may_reuse", _committed_or_free)
+    keep = slot_rules.may_reuse
+
+    def may_reuse(
+        headers: Sequence[SlotHeader], index: int, *, give_up_protected: bool = False
+    ) -> bool:
+        return keep(headers, index, give_up_protected=True)
+
+    patch.setattr(slot_rules, "may_reuse", may_reuse)
 
 
-def _committed_or_free(headers: Sequence[SlotHeader], index: int) -> bool:
-    return headers[index].state in (SlotState.FREE, SlotState.COMMITTED)
+def protected_is_enough(patch: pytest.MonkeyPatch) -> None:
+    """The newest snapshot may be given up for a capture if it is local and an older one is not."""
+    keep = slot_rules.may_reuse
+
+    def may_reuse(
+        headers: Sequence[SlotHeader], index: int, *, give_up_protected: bool = False
+    ) -> bool:
+        slot, others = headers[index], (h for i, h in enumerate(headers) if i != index)
+        local = slot.state == SlotState.COMMITTED and slot.local_only
+        if local and any(o.state == SlotState.COMMITTED and not o.local_only for o in others):
+            return True
+        return keep(headers, index, give_up_protected=give_up_protected)
+
+    patch.setattr(slot_rules, "may_reuse", may_reuse)
 
 
 def per_rank_skip(patch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ class Judge:
         self.aborted: set[SnapshotId] = set()
         self.protected: set[SnapshotId] = set()
         self.everywhere: set[SnapshotId] = set()
+        self.given_up: set[SnapshotId] = set()
         self.floor: SnapshotId | None = None
         self.local_floor: SnapshotId | None = None
         self.durable: SnapshotId | None = None
@@ -50,8 +51,12 @@ class Judge:
         self.iterations[snapshot] = iteration
         self.sealed[snapshot] = set()
         self.valid.add(snapshot)
-        if self.slot_count == 2 and self.floor is not None:
-            self.local_floor = self.floor  # rule 9: only the local one may be given up
+
+    def protected_given_up(self) -> None:
+        """The coordinator lets the last protected snapshot make room: the job may lose it."""
+        if self.floor is not None:
+            self.given_up.add(self.floor)
+        self.floor = None
 
     def encode_ordered(self, snapshot: SnapshotId) -> None:
         if len(self.sealed[snapshot]) < len(self.shards):
@@ -73,7 +78,8 @@ class Judge:
         """All trainers are let go with what was decided; ``fresh`` if no arena stayed."""
         parent = decision.snapshot
         self.valid = {s for s in self.valid if parent is not None and s <= parent}
-        self.floor = max((s for s in self.protected & self.valid), default=None)
+        stays = self.protected & self.valid - self.given_up
+        self.floor = max((s for s in stays), default=None)
         self.local_floor = parent
         if fresh:
             self.floor, self.lost = None, set()
@@ -115,6 +121,8 @@ class Judge:
         newer = {s for s in self.everywhere & self.valid if s > gone}
         if old.state in (SlotState.SEALED, SlotState.PROTECTED):
             raise Violation(f"rule 6: {shard} reuses its slot in doubt, {gone}")
+        if gone in self.given_up:
+            return
         if old.state == SlotState.COMMITTED and not old.local_only and not newer:
             raise Violation(f"I1: {shard} reuses {gone}; no newer one is protected everywhere")
 
@@ -175,12 +183,13 @@ class Judge:
         return decision
 
     def _check_floor(self, decision: Decision, lost: set[str]) -> None:
-        floor = self.floor if self._bears(lost) else None
+        rule, floor = "I2", self.floor if self._bears(lost) else None
         if not lost:
-            floor = self.local_floor
+            # Nothing but trainers has ended: the newest that was committed, at any level.
+            rule, floor = "I2b", self.local_floor
         if floor is not None and (decision.snapshot is None or decision.snapshot < floor):
             raise Violation(
-                f"I2: {floor} must be served without {sorted(lost)}, got {decision.snapshot}: "
+                f"{rule}: {floor} must be served without {sorted(lost)}, got {decision.snapshot}: "
                 f"{decision.explanation}"
             )
 

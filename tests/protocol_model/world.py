@@ -310,12 +310,35 @@ class World(SmpSteps, DiskSteps):
         if self.life is not None and not self.life.failed and number == self.life.number:
             self.life.answered(self, name, whose, pair)
 
-    def _do_propose(self) -> None:
+    def _do_propose_anyway(self) -> None:
+        """Encoders are not expected back: the last protected snapshot gives way."""
+        self.judge.protected_given_up()
+        self._do_propose(give_up_protected=True)
+
+    def _do_protect(self) -> None:
+        """Encoders are back: the newest local snapshot gets its parity where it lies."""
+        life = self.life
+        assert life is not None and life.cycle is not None and self.newest is not None
+        iteration = self.judge.iterations[self.newest]
+        life.carry_out(self, life.cycle.protect(self.newest, iteration, life.usable_world(self)))
+
+    def may_protect(self, life: Life) -> bool:
+        newest = self.newest
+        local = newest is not None and newest not in self.judge.protected
+        return self.shape.parity and local and bool(life.usable_world(self))
+
+    def crowded(self) -> bool:
+        """Whether the last protected snapshot is in the way of the next one."""
+        return any(x.working and x.machine.crowded() for x in self.nodes.values())
+
+    def _do_propose(self, give_up_protected: bool = False) -> None:
         life = self.life
         assert life is not None and life.cycle is not None
         trainers = [p for p in self.processes.values() if isinstance(p, Trainer) and p.alive]
         progress = max((p.iteration for p in trainers), default=-1)
-        actions = life.cycle.propose(progress, life.usable_world(self))
+        actions = life.cycle.propose(
+            progress, life.usable_world(self), give_up_protected=give_up_protected
+        )
         if actions:
             self.judge.granted(life.cycle.snapshot, life.cycle.iteration)
         life.carry_out(self, actions)

@@ -25,11 +25,13 @@ def grant(node: NodeShards, message: m.Grant) -> m.Message:
     if held_back(node):
         raise PinnedError(f"snapshots are being read: {', '.join(readers(node))}")
     for slots in node.shards.values():
-        if not slots.may_grant():
+        if not slots.may_grant(give_up_protected=message.give_up_protected):
             raise TransitionRefusedError(f"{slots.shard_id} has no free slot")
     node.note_newest(message.snapshot)
     for shard_id, slots in node.shards.items():
-        index = slots.grant(message.snapshot, message.iteration)
+        index = slots.grant(
+            message.snapshot, message.iteration, give_up_protected=message.give_up_protected
+        )
         permit = Permit(message.snapshot, message.iteration, index, False)
         node.say(StorePermit(shard_id, permit))
     return m.Ok()

@@ -36,7 +36,9 @@ def readers(node: NodeShards) -> list[str]:
 
 def held_back(node: NodeShards) -> bool:
     """Whether readers are all that is in the way of a Grant."""
-    free = all(slots.may_grant() or slots.held_back() for slots in node.shards.values())
+    free = all(
+        slots.may_grant() or slots.held_back() or slots.crowded() for slots in node.shards.values()
+    )
     return free and any(slots.held_back() for slots in node.shards.values())
 
 
