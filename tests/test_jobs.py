@@ -15,6 +15,7 @@ import pytest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import first_meta_block
 from megatron_ft.arena.format import DIGEST_BLAKE2B, SlotState
+from megatron_ft.cli import status
 from megatron_ft.coordinator.plan import Sizes
 from megatron_ft.coordinator.timing import Timing
 from megatron_ft.disk.native import TRACKER
@@ -30,6 +31,7 @@ from megatron_ft.launch import procfs
 from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.local_query import ask
+from tests.disk_jobs import signal_trainers, wait_until
 from tests.fates import in_life, of_node
 from tests.jobs import ROOT, Fault, Job, Result, difference, oracle
 
@@ -305,6 +307,40 @@ def test_without_encoders_snapshots_go_on_locally(
     assert not difference(job.result(), two), job.story()
     levels = [e.fields["level"] for e in job.events if e.kind == "committed"]
     assert levels[0] == "protected" and levels[-1] == "local", levels
+
+
+def test_trainers_that_die_while_encoders_are_away_lose_no_commit(
+    made: list[Job], tmp_path: Path, two: Result
+) -> None:
+    """Two slots: a protected snapshot, and a newer local one, which must outlive all trainers."""
+    newest: list[int] = []
+
+    def no_more_worlds(job: Job) -> None:
+        encoders = job.supervisor.world.encoders
+        start, encoders.start = encoders.start, _refuse  # type: ignore[method-assign, assignment]
+        kill_of_node("n0", "megatron_ft.erasure.worker")(job)
+        wait_until(job, lambda: "local" in _levels(job), "for a local snapshot")
+        at = [e for e in job.events if e.kind == "committed"][-1].fields["iteration"]
+        progress = job.supervisor.coordinator.progress
+        wait_until(job, lambda: max(progress.values()) > at + 4, "for iterations after it")
+        line = status.render(job.name, status.collect(job.cluster.root, job.name)[job.name])
+        newest.append([e for e in job.events if e.kind == "committed"][-1].fields["iteration"])
+        assert f"iteration {newest[0]} survives a crash" in line, line
+        encoders.start = start  # type: ignore[method-assign]
+        signal_trainers(job, signal.SIGKILL)
+
+    job = Job(tmp_path, nodes=2, protect="xor:2", iterations=40)
+    made.append(job)
+    job.run((6, no_more_worlds), (8, in_life(2, lambda job: None)))
+    assert job.restores()[0] == (newest[0], "own memory"), job.story()
+    restored = job.kinds().index("restoring")
+    after = [e.fields for e in job.events[restored:] if e.kind == "committed"]
+    assert {"iteration": newest[0], "level": "protected"} in after, job.story()
+    assert not difference(job.result(), two), job.story()
+
+
+def _levels(job: Job) -> list[str]:
+    return [e.fields["level"] for e in job.events if e.kind == "committed"]
 
 
 def _refuse(*_: object) -> str:
