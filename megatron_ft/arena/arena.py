@@ -95,7 +95,7 @@ class Arena:
         """
         fd = files.open_file(path)
         try:
-            header = _read_header(fd, path)
+            header = read_header(fd, path)
             if job is not None and header.job != job:
                 raise ArenaForeignError(
                     f"{path} belongs to job {header.job}, not to {job}: remove it if that job is "
@@ -131,10 +131,15 @@ class Arena:
 
     def write_header(self, header: ArenaHeader) -> None:
         """Replace the arena header; job, shard and geometry cannot change (ValueError)."""
-        present = self.header
-        for name in ("job", "shard_id", "geometry"):
-            if getattr(header, name) != getattr(present, name):
-                raise ValueError(f"{name} of {self.path} cannot change: make a new arena")
+        raw = self._read(_HEADER_PLACE)
+        present = header if raw is None else binary.unpack_header(raw)
+        if header.geometry != self._geometry or (header.job, header.shard_id) != (
+            present.job,
+            present.shard_id,
+        ):
+            raise ValueError(
+                f"job, shard and geometry of {self.path} cannot change: make a new arena"
+            )
         self._write(_HEADER_PLACE, binary.pack_header(header))
 
     def slot(self, slot: int) -> SlotHeader:
@@ -152,15 +157,18 @@ class Arena:
         """
         return [name for name, place in self._headers() if self._is_damaged(place)]
 
-    def mend_records(self, header: ArenaHeader, slots: Sequence[SlotHeader]) -> list[str]:
+    def mend_records(
+        self, header: ArenaHeader, slots: Sequence[SlotHeader], *, stale: bool = False
+    ) -> list[str]:
         """Write damaged headers anew, these values being what they were; returns their names.
 
-        Even with both copies damaged nothing is lost as long as their writer remembers.
+        Even with both copies damaged nothing is lost as long as their writer remembers.  With
+        ``stale`` headers that are whole but say something else are written anew as well.
         """
         payloads = [binary.pack_header(header), *(binary.pack_slot(slot) for slot in slots)]
         damaged = []
         for (name, place), payload in zip(self._headers(), payloads, strict=True):
-            if self._is_damaged(place):
+            if self._is_damaged(place) or (stale and self._read(place) != payload):
                 self._write(place, payload)
                 damaged.append(name)
         return damaged
@@ -308,8 +316,14 @@ def _both_damaged(path: Path, what: str) -> str:
     )
 
 
-def _read_header(fd: int, path: Path) -> ArenaHeader:
+def read_header(fd: int, path: Path) -> ArenaHeader:
+    """The header after the checks of ``Arena.open`` that need no job and no length."""
     binary.check_preamble(os.pread(fd, binary.PREAMBLE_BYTES, 0), str(path))
+    return read_whole_header(fd, path)
+
+
+def read_whole_header(fd: int, path: Path) -> ArenaHeader:
+    """The header by a copy that is whole, whatever the file's first bytes are; ArenaError."""
     place = _HEADER_PLACE
 
     def copies() -> record.Copies:

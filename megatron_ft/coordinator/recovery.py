@@ -75,6 +75,8 @@ async def _admit(coordinator: Coordinator, incarnation: int, node: str) -> m.Inv
         elif answer.error == "StaleIncarnationError":
             raise LifeHigherError(answer.reason)
         else:
+            text = f"node {node} refused incarnation {incarnation}: {answer.reason}"
+            coordinator.observers.tell("refused", text, node=node)
             return None
     return None
 

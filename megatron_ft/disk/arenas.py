@@ -54,7 +54,7 @@ def scan(folders: Sequence[Path]) -> Iterator[Memory]:
                 Inventory(folder.name, machine.highest_incarnation, store.reports(machine))
             )
             arenas |= {(folder.name, shard): arena for shard, arena in store.arenas.items()}
-            damaged += store.damaged + store.foreign
+            damaged += [*store.damaged.values(), *store.foreign]
         places = {folder.name: folder for folder in folders}
         yield Memory(job, places, arenas, owners(inventories), tuple(damaged))
 

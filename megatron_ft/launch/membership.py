@@ -84,6 +84,7 @@ class Membership:
                 work = admit(self._coordinator, incarnation, nodes)
                 admitted = await self.smps.while_all_run(work)
                 self._refuse_foreign(admitted)
+                self._tell_damaged(admitted)
                 await self._await_leases(admitted)
                 self._coordinator.require_lead()
                 self._led = True
@@ -123,6 +124,11 @@ class Membership:
         """Nodes that train and must be replaced."""
         there = self.usable(admitted)
         return [n for n in self.active if n not in there]
+
+    def _tell_damaged(self, admitted: Admitted) -> None:
+        for node, inventory in admitted.inventories.items():
+            for text in inventory.damaged:
+                self._tell("damaged", f"node {node}: {text}", node)
 
     def replace_lost(self, admitted: Admitted) -> None:
         """Put a spare in the position of each lost node; NoSpareError if there are too few."""

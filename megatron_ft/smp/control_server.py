@@ -215,7 +215,7 @@ class ControlServer:
             await host.kill_writers(host.writers.all())
         if identity == host.upward.coordinator:
             host.rewind = None  # one that comes after may not have heard of it
-        host.store.drop_vanished(host.machine)
+        host.store.examine(host.machine)
         host.upward.coordinator = identity
         host.begin_lease(request.seconds)
         host.restore = None
@@ -230,7 +230,7 @@ class ControlServer:
             node=host.machine.node,
             highest_incarnation=highest,
             arenas=host.store.reports(host.machine),
-            damaged=tuple(host.store.damaged),
+            damaged=tuple(host.store.damaged.values()),
             foreign=tuple(host.store.foreign),
         )
 

@@ -15,9 +15,12 @@ from typing import Any
 
 import msgspec
 
+from megatron_ft.arena import upkeep
 from megatron_ft.environment import ProcessEnvironment
+from megatron_ft.errors import ControlPlaneError, UntrustedFileError
 from megatron_ft.fault_points import reach
 from megatron_ft.smp import messages as m
+from megatron_ft.smp import state_file, writers
 from megatron_ft.smp.effects import (
     Effect,
     MendSlot,
@@ -51,7 +54,7 @@ class NodeHost:
         self.writers = Writers(environment.node_dir, self._writer_died)
         self.watch = NodeWatch(environment.node_dir, self.writers)
         self.readers = Readers(self.machine.reader_gone)
-        self.state = NodeState.load(environment.node_dir)
+        self.state = NodeState()
         self.quiet = QuietWord(environment.node_dir, create=True)
         self.retired = asyncio.Event()
         self.failure: BaseException | None = None
@@ -70,10 +73,22 @@ class NodeHost:
         self._tasks: set[asyncio.Future[Any]] = set()
 
     def adopt(self) -> None:
-        """Take over arenas and writers of an SMP that died here."""
+        """Take over arenas and writers of an SMP that died here.
+
+        If its notes are damaged nobody knows who may write here: this node's memory is lost, and
+        not the job's.
+        """
+        gone: list[Writer] = []
+        try:
+            self.state = NodeState.load(self.environment.node_dir)
+            gone = self.writers.adopt()
+        except (ControlPlaneError, UntrustedFileError) as error:
+            self.store.distrust_all(str(error))
+            for name in (state_file.FILE_NAME, writers.FILE_NAME):
+                upkeep.remove(self.environment.node_dir / name)
         self.machine.highest_incarnation = self.state.highest_incarnation
+        self.store.put_right()
         self.store.adopt(self.machine)
-        gone = self.writers.adopt()
         for writer in self.writers.all():
             self.enter(writer)
         for writer in gone:

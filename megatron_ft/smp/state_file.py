@@ -32,7 +32,7 @@ class NodeState(msgspec.Struct, frozen=True):
             return cls()
         except UNREADABLE as error:
             raise ControlPlaneError(
-                f"{path} is damaged ({error}); `megatron-ft clean` removes what is left of the job"
+                f"{path} is damaged ({error}), so nobody knows which incarnation was here"
             ) from error
 
     def save(self, directory: Path) -> None:

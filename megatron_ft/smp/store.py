@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_ft.arena import upkeep
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import fits
 from megatron_ft.arena.format import (
@@ -37,6 +39,8 @@ from megatron_ft.smp.effects import MendSlot, StorePermit, StoreSlot
 from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.slots import ShardSlots
 
+log = logging.getLogger(__name__)
+
 SUFFIX = ".arena"
 MATRIX_OF = {
     "none": MATRIX_NONE,
@@ -56,19 +60,24 @@ _POINTS = {
 
 
 class ArenaStore:
-    """All arenas in a node's folder.  The SMP that owns it is the only writer of headers."""
+    """All arenas in a node's folder.  The SMP that owns it is the only writer of headers.
+
+    ``damaged`` says by shard why an arena that was here counts as lost, ``foreign`` what is not
+    this job's and is never touched.
+    """
 
     def __init__(self, directory: Path, job: uuid.UUID) -> None:
         self.directory = directory
         self.job = job
         self.arenas: dict[str, Arena] = {}
         self._headers: dict[str, ArenaHeader] = {}
-        self.damaged: list[str] = []
+        self._stored: dict[str, list[SlotHeader]] = {}
+        self.damaged: dict[str, str] = {}
         self.foreign: list[str] = []
 
     def adopt(self, machine: NodeMachine) -> None:
         """Open every arena that an earlier SMP left; what is not ours is named, not touched."""
-        for path in sorted(self.directory.glob(f"*{SUFFIX}")):
+        for path in self._paths():
             try:
                 arena = Arena.open(path, job=self.job)
                 self.enter(arena, machine)
@@ -77,9 +86,64 @@ class ArenaStore:
                 self.foreign.append(str(error))
                 continue
             except ArenaError as error:
-                self.damaged.append(str(error))
+                self.damaged[path.name.removesuffix(SUFFIX)] = str(error)
                 continue
             machine.highest_incarnation = max(machine.highest_incarnation, arena.header.incarnation)
+
+    def put_right(self) -> None:
+        """Before ``adopt``, by the folder's owner: mend or set aside what no arena may look like."""
+        for path in self._paths():
+            reason = upkeep.reason_in_the_way(path)
+            if reason:
+                aside = upkeep.set_aside(path)
+                self._lost(path.name.removesuffix(SUFFIX), f"{path} {reason} (now {aside.name})")
+                continue
+            try:
+                self._say_mended(path, upkeep.put_right(path, self.job))
+            except (ArenaError, OSError) as error:
+                log.warning("%s is left as it is: %s", path, error)
+
+    def distrust_all(self, reason: str) -> None:
+        """Before ``adopt``: nobody knows who may write to these arenas, so all count as lost.
+
+        They get other names.  A process that still writes does so where nobody reads.
+        """
+        for path in self._paths():
+            aside = upkeep.set_aside(path)
+            self._lost(path.name.removesuffix(SUFFIX), f"{reason} (now {aside})")
+
+    def examine(self, machine: NodeMachine) -> None:
+        """Mend what is wrong with the arenas; give up those that others could not open.
+
+        Whatever this SMP has written it knows, so headers cost nothing.  A shard whose file was
+        removed, replaced or cut counts as lost, and is rebuilt into a new one.
+        """
+        for shard_id, arena in list(self.arenas.items()):
+            try:
+                self._examine(shard_id, arena)
+            except (ArenaError, OSError) as error:
+                self._lost(shard_id, str(error))
+                self._forget(shard_id, machine).close()
+
+    def _examine(self, shard_id: str, arena: Arena) -> None:
+        if not arena.in_place():
+            raise ArenaForeignError(f"{arena.path} was removed, replaced or cut")
+        header = self._headers[shard_id]
+        mended = upkeep.put_right(arena.path, self.job, header)
+        mended += arena.mend_records(header, self._stored[shard_id], stale=True)
+        self._say_mended(arena.path, mended)
+        Arena.open(arena.path, job=self.job).close()
+
+    def _say_mended(self, path: Path, mended: Sequence[str]) -> None:
+        if mended:
+            log.warning("%s was damaged and is mended: %s", path, ", ".join(mended))
+
+    def _lost(self, shard_id: str, reason: str) -> None:
+        self.damaged[shard_id] = f"{reason}; the shard counts as lost"
+        log.error("%s", self.damaged[shard_id])
+
+    def _paths(self) -> list[Path]:
+        return sorted(self.directory.glob(f"*{SUFFIX}"))
 
     def allocate(self, request: m.CreateArena, numa_node: int | None = None) -> Arena | None:
         """Make the arena of one shard; slow, safe to call from another thread.
@@ -91,10 +155,12 @@ class ArenaStore:
         """
         present = self.arenas.get(request.shard_id)
         if present is not None:
-            _check_same(present.header, self._header(request))
+            _check_same(self._headers[request.shard_id], self._header(request))
             return None
         path = self.directory / f"{request.shard_id}{SUFFIX}"
-        # What lies there now is damaged; foreign files have stopped the job before this.
+        # What lies there now is damaged; foreign files have stopped the job before this.  Its
+        # memory may be what the new arena needs.
+        upkeep.remove(path)
         with preferring(numa_node):
             arena = Arena.create(path, self._header(request), replace=True)
         if request.incarnation > 1:
@@ -109,6 +175,8 @@ class ArenaStore:
         machine.paths[header.shard_id] = str(arena.path)
         self.arenas[header.shard_id] = arena
         self._headers[header.shard_id] = header
+        self._stored[header.shard_id] = slots.copy()
+        self.damaged.pop(header.shard_id, None)
 
     def check_record(self, record: SealedRecord) -> None:
         """ControlPlaneError unless a sealed record describes bytes that its arena can hold."""
@@ -121,27 +189,31 @@ class ArenaStore:
                 f"{arena.geometry.data_bytes} bytes a slot cannot hold"
             )
 
-    def drop_vanished(self, machine: NodeMachine) -> None:
-        """Give up arenas whose file somebody removed, replaced or cut: nobody could open them.
-
-        Their shards count as lost, and are rebuilt into new ones.
-        """
-        for shard_id, arena in list(self.arenas.items()):
-            if not arena.in_place():
-                self.damaged.append(f"{arena.path} was removed, replaced or cut")
-                self._forget(shard_id, machine).close()
-
     def keep_only(self, shards: Collection[str], machine: NodeMachine) -> list[Arena]:
-        """Forget the arenas of shards that do not live here any more; they are to be freed."""
+        """Forget the arenas of shards that do not live here any more; they are to be freed.
+
+        What was damaged or set aside is removed: the decision what to restore was made without it.
+        """
+        self._remove_damaged()
         return [self._forget(shard_id, machine) for shard_id in self.arenas.keys() - set(shards)]
 
     def give_up(self) -> list[Arena]:
         """Forget every arena: the job has ended; they are to be freed."""
         gone, self.arenas = list(self.arenas.values()), {}
+        self._headers.clear()
+        self._remove_damaged()
         return gone
 
+    def _remove_damaged(self) -> None:
+        for shard_id in self.damaged:
+            upkeep.remove(self.directory / f"{shard_id}{SUFFIX}")
+        for path in self.directory.glob(f"*{SUFFIX}{upkeep.ASIDE}*"):
+            upkeep.remove(path)
+        self.damaged.clear()
+
     def _forget(self, shard_id: str, machine: NodeMachine) -> Arena:
-        del machine.shards[shard_id], machine.paths[shard_id], self._headers[shard_id]
+        del machine.shards[shard_id], machine.paths[shard_id]
+        del self._headers[shard_id], self._stored[shard_id]
         return self.arenas.pop(shard_id)
 
     def apply(self, effect: StoreSlot | StorePermit) -> None:
@@ -156,13 +228,14 @@ class ArenaStore:
         if before:
             reach(before)
         arena.write_slot(effect.slot, effect.header)
+        self._stored[effect.shard_id][effect.slot] = effect.header
         if after:
             reach(after)
 
     def mend(self, effect: MendSlot) -> int:
         """Write recomputed blocks that the slot's header proves; how many were written."""
         arena = self.arenas[effect.shard_id]
-        code = code_of(arena.header)
+        code = code_of(self._headers[effect.shard_id])
         member = member_of(arena, effect.slot, effect.header, writable=True)
         data, parity = _arrays(effect.blocks.data), _arrays(effect.blocks.parity)
         written = len(data) if mend_data(code, member, data) else 0
@@ -176,7 +249,8 @@ class ArenaStore:
     def set_lineage(self, incarnation: int, lineage: tuple[Ancestor, ...]) -> None:
         """Record the current life of the job in every arena."""
         for shard_id, arena in self.arenas.items():
-            header = replace(arena.header, incarnation=incarnation, lineage=lineage)
+            known = self._headers[shard_id]
+            header = replace(known, incarnation=incarnation, lineage=lineage)
             arena.write_header(header)
             self._headers[shard_id] = header
 
@@ -192,8 +266,8 @@ class ArenaStore:
     def reports(self, machine: NodeMachine) -> tuple[m.ArenaReport, ...]:
         """What the node holds, for an inventory or a status."""
         return tuple(
-            _report(arena, machine.inventory_slots(shard_id))
-            for shard_id, arena in self.arenas.items()
+            _report(header, machine.inventory_slots(shard_id))
+            for shard_id, header in self._headers.items()
         )
 
     def _header(self, request: m.CreateArena) -> ArenaHeader:
@@ -252,8 +326,7 @@ def _check_same(present: ArenaHeader, wanted: ArenaHeader) -> None:
         )
 
 
-def _report(arena: Arena, slots: tuple[m.SlotReport, ...]) -> m.ArenaReport:
-    header = arena.header
+def _report(header: ArenaHeader, slots: tuple[m.SlotReport, ...]) -> m.ArenaReport:
     return m.ArenaReport(
         shard_id=header.shard_id,
         incarnation=header.incarnation,

@@ -189,7 +189,7 @@ class Writers:
         except UNREADABLE as error:
             raise ControlPlaneError(
                 f"{self._path} is damaged ({error}), so nobody knows who may write to the arenas "
-                "beside it; `megatron-ft clean` ends the job's processes and removes it"
+                "beside it"
             ) from error
 
     def _save(self) -> None:
