@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import select
 import signal
 import stat
 import subprocess
@@ -25,11 +26,15 @@ from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotState
 from megatron_ft.cli.main import main
 from megatron_ft.coordinator.link import SmpLink
+from megatron_ft.environment import ProcessEnvironment
 from megatron_ft.errors import ControlPlaneError, LayoutMismatchError, StaleIncarnationError
 from megatron_ft.identity import Ancestor
 from megatron_ft.smp import client as client_module
+from megatron_ft.smp import local_server
 from megatron_ft.smp import messages as m
+from megatron_ft.smp.host import NodeHost
 from megatron_ft.smp.local_query import ask
+from megatron_ft.smp.local_server import LocalServer
 from megatron_ft.smp.security import JobKeys
 from tests.smp_node import SECRET, SmpNode, capture, create, run, say, snapshot
 
@@ -382,6 +387,57 @@ def test_a_shard_missing_from_a_restore_is_refused(node: SmpNode) -> None:
         return said
 
     assert run(story()).startswith("LayoutMismatchError the job restores snapshot 1.5")
+
+
+def test_a_restarted_smp_says_nothing_of_what_is_restored_before_it_was_told(
+    node: SmpNode,
+) -> None:
+    """An empty welcome would start this rank from nothing beside restored ones."""
+
+    async def story() -> str:
+        (await led(node)).close()
+        node.kill()
+        node.start()
+        link = await node.link(zmq.asyncio.Context.instance())
+        await link.demand(m.Lease(1, 60.0), 30)
+        rank = trainer(node)
+        assert rank.stdout is not None
+        await node.event(m.Hello)
+        await link.demand(m.Lease(1, 60.0), 30)
+        early = select.select([rank.stdout], [], [], 0.5)[0]
+        assert not early, f"not told, the SMP said {rank.stdout.readline()}"
+        await link.demand(m.RestoreReady(1, snapshot(5), {}), 30)
+        said = await next_line(rank)
+        rank.communicate("")
+        link.close()
+        return said
+
+    assert run(story()).startswith("LayoutMismatchError the job restores snapshot 1.5")
+
+
+def test_an_smp_that_is_never_told_what_is_restored_refuses_its_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_server, "TOLD_TIMEOUT_SECONDS", 0.01)
+    sent: list[m.Message] = []
+
+    async def story() -> None:
+        host = NodeHost(ProcessEnvironment("job", "node0", tmp_path, 1), uuid.UUID(int=7))
+        server = LocalServer(host, zmq.asyncio.Context.instance())
+        host.state = host.state.at(1)
+
+        async def send(identity: bytes, body: m.Message) -> None:
+            sent.append(body)
+
+        monkeypatch.setattr(server, "send", send)
+        hello = m.Hello(os.getpid(), 0, 1, 0, "dp0", (), 1)
+        await server._welcome_once_told(b"rank", hello)
+        server.socket.close(0)
+
+    tmp_path.chmod(0o700)
+    run(story())
+    (answer,) = sent
+    assert isinstance(answer, m.Refused) and "has not told node node0" in answer.reason
 
 
 def test_without_a_lease_the_node_kills_its_own_trainers(node: SmpNode) -> None:

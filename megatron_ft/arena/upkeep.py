@@ -55,6 +55,13 @@ def remove(path: Path) -> None:
             return
 
 
+def clear(path: Path) -> None:
+    """Have nothing at this path any more."""
+    remove(path)
+    if os.path.lexists(path):
+        set_aside(path)
+
+
 def put_right(path: Path, job: UUID, known: ArenaHeader | None = None) -> list[str]:
     """Mend mode, first bytes and length of the arena file of ``job``; names of what was wrong.
 

@@ -156,7 +156,7 @@ class ControlServer:
         elif isinstance(request, m.ArenasReady):
             await self._release_prepared(request)
         elif isinstance(request, m.RestoreReady):
-            host.restore = request
+            host.set_restore(request)
         elif isinstance(request, m.StacksRequest):
             return m.Stacks(host.machine.node, await host.watch.stacks(request.resume))
         elif isinstance(request, m.Retire):
@@ -218,7 +218,7 @@ class ControlServer:
         host.store.examine(host.machine)
         host.upward.coordinator = identity
         host.begin_lease(request.seconds)
-        host.restore = None
+        host.set_restore(None)
         host.preparing.clear()
         host.machine.admit(request.incarnation)
         host.upward.begin_life()

@@ -65,6 +65,7 @@ class NodeHost:
         self.scrub_percent = 0.0
         self.scrub_counts = m.ScrubCounts()
         self.restore: m.RestoreReady | None = None
+        self.told = asyncio.Event()
         self.preparing: dict[str, bytes] = {}
         self.upward = Upward(self.machine, self.later)
         self.send_local: SendTo
@@ -116,6 +117,14 @@ class NodeHost:
     async def kill_writers(self, victims: list[Writer]) -> None:
         """SIGKILL and wait; ControlPlaneError if one cannot be confirmed dead."""
         await self.writers.kill(victims, KILL_TIMEOUT_SECONDS)
+
+    def set_restore(self, ready: m.RestoreReady | None) -> None:
+        """The coordinator has said what this incarnation restores; None before that."""
+        self.restore = ready
+        if ready is None:
+            self.told.clear()
+        else:
+            self.told.set()
 
     async def carry_out(self) -> None:
         """Perform effects in order: headers first, then those who are told about them."""

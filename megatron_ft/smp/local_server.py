@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import os
@@ -19,6 +20,9 @@ from megatron_ft.smp.pid_namespace import pid_namespace
 from megatron_ft.smp.writers import DRAIN, start_time_of
 
 log = logging.getLogger(__name__)
+
+TOLD_TIMEOUT_SECONDS = 50.0
+"""For the coordinator to say what an incarnation restores; less than trainers wait for an answer."""
 
 FROM_WRITERS = (
     m.Sealed
@@ -149,12 +153,33 @@ class LocalServer:
             log.warning("%s refused: %s", type(message).__name__, answer.reason)
         await self._host.carry_out()
 
-    async def _hello(self, identity: bytes, message: m.Hello) -> m.Message:
+    async def _hello(self, identity: bytes, message: m.Hello) -> m.Message | None:
         self._check_incarnation("trainer", message.incarnation)
         _check_namespace(message)
         await self._admit_writer("trainer", message.shard_id, message.pid, identity)
         await self._host.tell(message)
-        return self._welcome(message.shard_id)
+        if self._host.restore is None:
+            self._host.later(self._welcome_once_told(identity, message))
+            return None
+        return self._welcome(message.shard_id, self._host.restore)
+
+    async def _welcome_once_told(self, identity: bytes, message: m.Hello) -> None:
+        """An SMP that was restarted has not been told what is restored, which is not "nothing"."""
+        try:
+            await asyncio.wait_for(self._host.told.wait(), TOLD_TIMEOUT_SECONDS)
+            self._check_incarnation("trainer", message.incarnation)
+            assert self._host.restore is not None, "told of this incarnation"
+            answer = self._welcome(message.shard_id, self._host.restore)
+        except asyncio.TimeoutError:
+            answer = m.Refused(
+                "ControlPlaneError",
+                f"the coordinator has not told node {self._host.machine.node} in "
+                f"{TOLD_TIMEOUT_SECONDS:.0f} s what incarnation {message.incarnation} restores: "
+                "its SMP was restarted, and this start must end",
+            )
+        except MegatronFTError as error:
+            answer = refusal(error)
+        await self.send(identity, answer)
 
     def _check_incarnation(self, role: str, incarnation: int) -> None:
         """Turn away who belongs to another life than the one admitted or being admitted."""
@@ -165,9 +190,9 @@ class LocalServer:
                 f"is at {current}: it was started for an earlier life"
             )
 
-    def _welcome(self, shard_id: str) -> m.Message:
-        ready, machine = self._host.restore, self._host.machine
-        if ready is None or ready.snapshot is None:
+    def _welcome(self, shard_id: str, ready: m.RestoreReady) -> m.Message:
+        machine = self._host.machine
+        if ready.snapshot is None:
             return m.Welcome()
         slots = machine.shards.get(shard_id)
         slot = None if slots is None else slots.find(ready.snapshot)

@@ -160,7 +160,7 @@ class ArenaStore:
         path = self.directory / f"{request.shard_id}{SUFFIX}"
         # What lies there now is damaged; foreign files have stopped the job before this.  Its
         # memory may be what the new arena needs.
-        upkeep.remove(path)
+        upkeep.clear(path)
         with preferring(numa_node):
             arena = Arena.create(path, self._header(request), replace=True)
         if request.incarnation > 1:
