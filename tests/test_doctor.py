@@ -69,7 +69,6 @@ def probe(
 ) -> NodeFacts:
     """The real probe as a process of its own, as a launcher starts it."""
     node_dir = root / "job" / "n0"
-    node_dir.mkdir(parents=True, exist_ok=True)
     folders = () if exports is None else (str(exports),)
     request = ProbeRequest(".token", str(root), "rs:2+1", str(drain or ""), rate, folders)
     marks = {JOB: "job", NODE: "n0", NODE_DIR: str(node_dir), INCARNATION: "0"}

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
+import time
+from pathlib import Path
+
 import pytest
 
 from megatron_ft.launch.virtual import default_root
 from tests import slurm_cluster
 from tests.jobs import Uninterrupted, difference
 from tests.slurm_cluster import SlurmCluster
-from tests.slurm_jobs import Submit
+from tests.slurm_jobs import ENDED, WAIT_SECONDS, Submit
 
 ITERATIONS = 70
 
@@ -46,6 +51,26 @@ def test_the_shipped_script_survives_a_trainer_a_node_and_a_requeue(
     assert found == sorted(found) and found[0] > 0, (found, job.story())
     assert not difference(job.result(), uninterrupted(2, ITERATIONS)), job.story()
     assert not (default_root() / slurm_job_name).exists()
+
+
+@pytest.mark.timeout(300)
+def test_the_doctor_passes_a_good_cluster(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """On nodes where no process of ours has been; afterwards nothing of the doctor is there."""
+    words = [sys.executable, "-m", "megatron_ft.cli.main", "doctor", "--launcher", "slurm"]
+    words += ["--protect", "xor:2", "--shard-gib", "0.01", "--rate-mib", "1"]
+    words += ["--state-dir", str(tmp_path / "state"), "--", sys.executable, "-c", "pass"]
+    script, output = tmp_path / "doctor.sbatch", tmp_path / "output"
+    script.write_text(f"#!/bin/bash\n#SBATCH --no-kill\n{shlex.join(words)}\n")
+    flags = ["--nodes=2", "--ntasks-per-node=1", f"--output={output}"]
+    job = slurm.run("sbatch", "--parsable", *flags, str(script)).strip()
+    deadline = time.monotonic() + WAIT_SECONDS
+    while (state := slurm.job_state(job)) not in ENDED:
+        assert time.monotonic() < deadline, f"the doctor does not end ({state})"
+        time.sleep(0.3)
+    said = output.read_text()
+    assert state == "COMPLETED" and "refused" not in said, said
+    assert "all 2 nodes answer" in said and "--no-kill" in said, said
+    assert not list(default_root().glob("doctor-*")), said
 
 
 @pytest.mark.all_layouts

@@ -13,6 +13,7 @@ from megatron_ft.arena.limits import memory_readings
 from megatron_ft.cli.clean import find_jobs, living_process
 from megatron_ft.doctor.facts import ArenaPlace, Leftover, MemoryLimit
 from megatron_ft.errors import MegatronFTError
+from megatron_ft.smp.ownership import make_node_dir
 
 LOGIND_FOLDERS = ("/etc/systemd", "/run/systemd", "/usr/local/lib/systemd", "/usr/lib/systemd")
 LINGER = Path("/var/lib/systemd/linger")
@@ -77,8 +78,12 @@ def filesystem_of(folder: Path, mounts: str) -> str:
 
 
 def arena_place(root: Path, node_dir: Path, marker: str) -> ArenaPlace:
-    """The folder of a node's arenas, after making the marker file in it."""
+    """The folder of a node's arenas, after making it and the marker file in it.
+
+    Only some launchers make the folder before the first process of a node starts.
+    """
     try:
+        make_node_dir(node_dir)
         path = node_dir / marker
         path.touch(mode=0o600)
         status, space = path.stat(), os.statvfs(node_dir)

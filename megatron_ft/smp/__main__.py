@@ -18,7 +18,7 @@ from megatron_ft.decoding import UNREADABLE
 from megatron_ft.environment import READY_NAME, ProcessEnvironment
 from megatron_ft.errors import MegatronFTError
 from megatron_ft.smp.daemon import Credentials, run
-from megatron_ft.smp.ownership import PID_NAME, own
+from megatron_ft.smp.ownership import PID_NAME, make_node_dir, own
 
 SLURM_JOB = "slurm-job"
 """Holds the number of the Slurm job that a node's folder is of, for scripts/slurm/epilog.sh."""
@@ -47,7 +47,7 @@ def main() -> int:
         credentials = msgspec.json.decode(sys.stdin.buffer.read(), type=Credentials)
         environment = ProcessEnvironment.from_env()
         ready = arguments.ready or environment.node_dir / READY_NAME
-        _make_folders(environment.node_dir)
+        make_node_dir(environment.node_dir)
         if "SLURM_JOB_ID" in os.environ:
             (environment.node_dir / SLURM_JOB).write_text(os.environ["SLURM_JOB_ID"])
         with own(environment.node_dir, credentials.job):
@@ -56,14 +56,6 @@ def main() -> int:
         logging.error("%s", error)
         return 1
     return 0
-
-
-def _make_folders(node_dir: Path) -> None:
-    """The node's folder, and those of all jobs and of this job if this node has none yet."""
-    for folder in (node_dir.parent.parent, node_dir.parent):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        private_files.check_parent(folder)
-    private_files.make_folder(node_dir)
 
 
 def _serve(

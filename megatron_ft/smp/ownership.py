@@ -42,6 +42,14 @@ class Owner(msgspec.Struct, frozen=True):
     start_time: int
 
 
+def make_node_dir(node_dir: Path) -> None:
+    """Have the node's folder, and those of all jobs and of this job."""
+    for folder in (node_dir.parent.parent, node_dir.parent):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        private_files.check_parent(folder)
+    private_files.make_folder(node_dir)
+
+
 def own(directory: Path, job: str) -> BinaryIO:
     """Hold the folder's lock for as long as this process lives.
 
