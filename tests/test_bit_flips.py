@@ -75,9 +75,9 @@ def test_headers_without_a_commit_word_are_noticed(
         return (version, raw[record.ENVELOPE_BYTES :]) if version < record.MAX_VERSION else None
 
     monkeypatch.setattr(record, "parse_copy", parse)
-    with pytest.raises((AssertionError, ValueError, OverflowError)):
-        counts = flip("xor:3", 300, seed=1, folder=tmp_path)
-        assert counts[regions.SLOT_HEADER].missed == 0
+    counts = flip("xor:3", 300, seed=1, folder=tmp_path)
+    header = counts[regions.SLOT_HEADER]
+    assert header.missed == header.flips > 0
 
 
 def test_the_table_adds_up(tmp_path: Path) -> None:

@@ -292,15 +292,18 @@ def require_idle(cluster: Cluster) -> None:
 
 
 @BOTH
-def test_encoders_send_no_faster_than_they_may(cluster: Cluster) -> None:
-    """The cap is far below what any machine reaches; it is met closely where one is idle."""
+def test_encoders_send_as_fast_as_they_may_and_no_faster(cluster: Cluster) -> None:
+    """The cap is far below what any machine reaches, so it is also what they come close to."""
     rate = 6000.0
     stripe = Stripe(0, 2, 1, (2, 0, 1), cluster.root)
     cluster.start(**{ENCODE_RATE: str(rate)})
     cluster.order(m.EncodeOrder, [stripe])
     encoded = [a for a in cluster.answers() if isinstance(a, m.Encoded)]
     reached = [a.bytes_sent / a.seconds for a in encoded]
+    print("share of the cap:", [value / rate for value in reached])
     assert len(reached) == 3 and max(reached) <= 1.1 * rate, reached
+    # A busy machine may delay one of them, by seconds only where nothing runs at all.
+    assert max(reached) >= 0.5 * rate, reached
 
 
 @pytest.mark.parametrize("transport", [TCP])

@@ -59,7 +59,8 @@ def test_any_frame_is_a_message_or_an_error_of_ours(seed: int) -> None:
             message = m.decode(maker.frame())
         except ControlPlaneError:
             continue
-        assert m.decode(m.encode(message)) == message or "nan" in repr(message)
+        # Compared as text: a value that is no number does not equal itself.
+        assert repr(m.decode(m.encode(message))) == repr(message)
 
 
 @pytest.mark.parametrize(

@@ -44,16 +44,18 @@ class Quarantine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Training that had started from a snapshot has failed after ``gained`` iterations.
 
         Further away than ``near`` iterations it clears the snapshot of earlier suspicions;
-        with ``near`` 0 nothing is ever suspected.
+        with ``near`` 0 nothing is ever suspected.  A rejected snapshot stays rejected, once.
         """
         others = tuple(s for s in self.suspects if s.snapshot != started_from)
         if gained > near or near <= 0:
             return msgspec.structs.replace(self, suspects=others)
         failures = 1 + self.failures(started_from)
-        if failures < FAILURE_LIMIT:
+        known = started_from in self.rejected
+        if failures < FAILURE_LIMIT and not known:
             now = (*others, Suspicion(started_from, failures))[-MOST_REJECTED:]
             return msgspec.structs.replace(self, suspects=now)
-        rejected = (*self.rejected, started_from)[-MOST_REJECTED:]
+        added = () if known else (started_from,)
+        rejected = (*self.rejected, *added)[-MOST_REJECTED:]
         return msgspec.structs.replace(
             self, suspects=others, rejected=rejected, over_disk=True, named=None
         )
