@@ -18,6 +18,12 @@ from deepspeed_cells import zero
 from deepspeed_program import make_engine, train_step
 from fork_server import ForkServer, Request
 
+MASTERS = "masters.pt"
+"""Weights in memory when the checkpoint "after" was saved."""
+
+SAVED_BUFFERS = {"mean"}
+"""Those of the model that a checkpoint holds."""
+
 WAIT = 30.0
 TIMEOUT_SECONDS = 150.0
 
@@ -128,11 +134,25 @@ def saving(folder: Path) -> dict[str, Any]:
     }
     notes["last_save_before"] = _last_save(engine)
     save(folder / "ours", tag="after")
+    _keep_masters(engine, folder / MASTERS)
     notes["after"], notes["last_save"] = latest(folder / "ours"), _last_save(engine)
     path, _ = engine.load_checkpoint(folder / "ours")
     notes["loaded"] = Path(path).parent.name
     engine.destroy()
     return notes
+
+
+def _keep_masters(engine: Any, path: Path) -> None:
+    """Write the full fp32 weights by name, as the optimizer has them at this moment."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    found = {n: b.float() for n, b in engine.module.named_buffers() if n in SAVED_BUFFERS}
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        # What is not trained has no master.
+        full = safe_get_full_fp32_param(parameter) if parameter.requires_grad else parameter
+        found[name] = full.detach().float().clone()
+    if rank() == 0:
+        torch.save(found, path)
 
 
 def _last_save(engine: Any) -> list[Any]:

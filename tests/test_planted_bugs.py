@@ -51,7 +51,9 @@ def test_a_bug_whose_place_is_gone_is_an_error(
     ("last", "passed"),
     [
         ("3 passed in 1.2s", True),
-        ("3 passed, 1 error in 1.2s", True),
+        ("3 passed, 2 skipped in 1.2s", True),
+        ("3 passed, 1 error in 1.2s", False),
+        ("3 passed, 2 errors in 1.2s", False),
         ("1 failed, 3 passed in 1.2s", False),
         ("1 error in 1.2s", False),
         ("no tests ran in 0.1s", False),
