@@ -18,6 +18,9 @@ from tests.jobs import Job, Result, difference
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 
+UNHURRIED = 0.25
+"""Iterations last so long that trainers stop before what is to be rewound to has left its slot."""
+
 
 def rewind(job: Job, before: int, *more: str) -> int:
     words = ["--job", job.name, "--arena-dir", str(job.cluster.root)]
@@ -29,12 +32,12 @@ def test_a_stopped_job_goes_on_from_before_what_was_given_up_in_memory_and_on_di
     made: list[Job], tmp_path: Path, two: Result, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two checkpoints; the second is given up, and must not come back when memory is lost."""
-    # Slots enough that what is older than the second is still there, however late trainers stop.
     job = Job(
         tmp_path,
         nodes=2,
         spares=2,
-        slots=8,
+        slots=3,
+        iteration_seconds=UNHURRIED,
         drain_dir=tmp_path / "disk",
         drain_interval=4,
         drain_keep=9,
@@ -51,6 +54,7 @@ def test_a_stopped_job_goes_on_from_before_what_was_given_up_in_memory_and_on_di
 
     with pytest.raises(asyncio.CancelledError):
         job.run((8, stop_with_two_checkpoints))
+    job.iteration_seconds = 0.05
     older, newer = of_kind(job, "drained")
     before = newer.fields["iteration"]
     # Its lease has not run out yet, so SMPs cannot know that the supervisor is gone.
@@ -90,7 +94,7 @@ def test_what_the_framework_saved_and_the_job_goes_behind_is_no_last_resort(
     in its place: cut off then, it would be of two lives.
     """
     own = tmp_path / "own"
-    job = Job(tmp_path, nodes=2, spares=2, slots=8, checkpoint_dir=own)
+    job = Job(tmp_path, nodes=2, spares=2, slots=3, iteration_seconds=UNHURRIED, checkpoint_dir=own)
     made.append(job)
 
     def save_and_stop(job: Job) -> None:
@@ -106,6 +110,7 @@ def test_what_the_framework_saved_and_the_job_goes_behind_is_no_last_resort(
 
     with pytest.raises(asyncio.CancelledError):
         job.run((8, save_and_stop))
+    job.iteration_seconds = 0.05
     (folder,) = own.glob("iter_*")
     assert rewind(job, iteration_of(folder) + earlier) == 0
 
