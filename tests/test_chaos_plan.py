@@ -35,7 +35,7 @@ def test_every_point_is_reached_somewhere_and_every_place_has_a_line() -> None:
     texts = [
         path.read_text()
         for path in SOURCES.rglob("*.py")
-        if path.name != "fault_points.py" and "chaos" not in path.parts
+        if path.name != "fault_points.py" and "chaos" not in path.relative_to(SOURCES).parts
     ]
     lines = [line for text in texts for line in text.splitlines()]
     places = [line for line in lines if "reach(" in line or "SlotState." in line]

@@ -5,6 +5,7 @@
   megatron-ft chaos --seed 7 --cases 5
   megatron-ft chaos --table --markdown table.md
   megatron-ft chaos --seed 7 --cases 5 -- python train.py ...
+  megatron-ft chaos --random --minutes 30 --seed 7
 
 Each case is a job of its own.  It passes if it went on from the newest snapshot that what it
 had told before the fault makes safe, bit-identical to a run that nothing interrupted; with
@@ -23,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from megatron_ft.cli import chaos_random
 from megatron_ft.cli.run import command_of
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.errors import ConfigError
@@ -35,7 +37,9 @@ from megatron_ft.testing.chaos.runner import run_case
 from megatron_ft.testing.chaos.settings import Settings
 from megatron_ft.testing.chaos.trace import Lines
 
-EXIT_CODES: Mapping[int, str] = {1: "a case failed, or a point of the table was never reached"}
+EXIT_CODES: Mapping[int, str] = {
+    1: "a case or a random fault failed, or a point of the table was never reached"
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,12 +53,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run this case; may be given again",
     )
     what.add_argument("--table", action="store_true", help="every point and every fault")
+    what.add_argument(
+        "--random",
+        action="store_true",
+        help="long jobs of all schemes and transports, with faults of all kinds at random times",
+    )
     parser.add_argument(
         "--all", action="store_true", help="with --table: kill every process at every point"
     )
     parser.add_argument("--seed", type=int, default=0, help="draws cases, victims and moments")
     parser.add_argument("--cases", type=int, default=1, help="how many to draw (%(default)s)")
-    parser.add_argument("--protect", default="xor:2", help="protection (default: %(default)s)")
+    chaos_random.add_arguments(parser)
+    parser.add_argument("--protect", help="protection (default: xor:2, with --random all)")
     parser.add_argument("--nodes", type=int, help="nodes that train (default: one stripe)")
     parser.add_argument("--ranks-per-node", type=int, default=1, help="trainers a node")
     parser.add_argument("--lease-seconds", type=float, default=4.0, help="(%(default)s)")
@@ -77,6 +87,9 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.list:
         print(listing())
         return 0
+    if arguments.random:
+        return chaos_random.main(arguments)
+    arguments.protect = arguments.protect or "xor:2"
     command = tuple(command_of(arguments))
     nodes = arguments.nodes or Scheme.parse(arguments.protect).members
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it leaves nothing either

@@ -22,8 +22,8 @@ MOST_RESTARTS = 4
 class Follower:
     """Reads what a job tells, and starts its supervisor: by ``start``, then whenever it dies."""
 
-    def __init__(self, job: JobFile) -> None:
-        self.job = job
+    def __init__(self, job: JobFile, most_restarts: int = MOST_RESTARTS) -> None:
+        self.job, self._most_restarts = job, most_restarts
         self.events: list[dict[str, Any]] = []
         self.restarts = 0
         self._file = job.place / "job.json"
@@ -63,7 +63,7 @@ class Follower:
         last = self.events[-1]["kind"] if self.events else ""
         if last == "ended":
             return "finished"
-        if last == "stopped" or self.restarts == MOST_RESTARTS:
+        if last == "stopped" or self.restarts == self._most_restarts:
             return "stopped"
         self.restarts += 1
         self.start()

@@ -59,6 +59,7 @@ class JobFile(msgspec.Struct, frozen=True):
     root: str = ""
     trace: str = ""
     network: bool = False
+    transport: str = "auto"
 
     @property
     def place(self) -> Path:
@@ -104,6 +105,7 @@ class JobFile(msgspec.Struct, frozen=True):
             timing=Timing(lease=self.lease, node_timeout=1.5 * self.lease),
             drain_dir=self.drain_dir if self.drain_interval else None,
             drain_interval=self.drain_interval,
+            transport=self.transport,
         )
 
 

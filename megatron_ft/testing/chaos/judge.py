@@ -52,6 +52,8 @@ class Story:
     reason: str = ""
     error: str = ""
     disk: bool = True
+    starts: Sequence[tuple[float, int]] = ()
+    """Moment and iteration of every start of every rank, where the training tells them."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Restored:
     source: str
     least: int
     lost: int
+    at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,14 @@ def judge(story: Story) -> Verdict:
 
 def restored(story: Story) -> Iterator[Restored]:
     """Every restore, with what was known to be safe when it was decided."""
+    for event, known in _walk(story):
+        if event["kind"] == "restoring":
+            least, lost = known.least(), len(known.lost)
+            yield Restored(event["iteration"], event["source"], least, lost, event["at"])
+
+
+def _walk(story: Story) -> Iterator[tuple[Event, _Known]]:
+    """Every event with what was known to be safe just before it."""
     known = _Known(story.parity)
     happened: list[tuple[float, Event | Struck]] = [(event["at"], event) for event in story.events]
     happened += [(strike.at, strike) for strike in story.strikes]
@@ -102,10 +113,11 @@ def restored(story: Story) -> Iterator[Restored]:
             known.lost |= set(one.lost)
             suspended |= one.suspended
             known.fresh = False
-        elif one["kind"] == "node_lost" and one["node"] in suspended:
+            continue
+        yield one, known
+        if one["kind"] == "node_lost" and one["node"] in suspended:
             known.lost.add(suspended[one["node"]])
         elif one["kind"] == "restoring":
-            yield Restored(one["iteration"], one["source"], known.least(), len(known.lost))
             known.back_to(one["iteration"])
         else:
             known.note(one)
@@ -174,10 +186,11 @@ def _restores(story: Story, restores: Sequence[Restored]) -> Iterator[str]:
             yield "trainers were started again from nothing"
 
 
-def _unplanned(story: Story) -> Iterator[str]:
+def _unplanned(story: Story, since: float = 0.0) -> Iterator[str]:
     struck = {node for strike in story.strikes for node in (*strike.nodes, *strike.suspended)}
     for event in story.events:
-        if event["kind"] in ("node_lost", "spare_lost") and event["node"] not in struck:
+        told = event["kind"] in ("node_lost", "spare_lost") and event["at"] >= since
+        if told and event["node"] not in struck:
             yield f"node {event['node']} was given up, and nothing had struck it"
 
 
@@ -187,3 +200,78 @@ def _bytes(story: Story) -> Iterator[str]:
             yield "nothing was trained"
         yield from list(differences(story.traces, story.oracle))[:3]
         yield from list(gaps(story.traces))[:3]
+
+
+RIGHT, HONEST = "right", "honest stop"
+WRONG_BYTES, WRONG_START, LOST = "wrong bytes", "wrong start", "lost commit"
+NEEDLESS, GIVEN_UP, HANG = "needless stop", "needless loss", "hang"
+OUTCOMES = (RIGHT, HONEST, WRONG_BYTES, WRONG_START, LOST, HANG, NEEDLESS, GIVEN_UP)
+"""What one fault of a long job can come to; the first two are good, the others the worst first."""
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """One of OUTCOMES, and why if it is not a good one."""
+
+    outcome: str
+    problems: tuple[str, ...] = ()
+
+    @property
+    def good(self) -> bool:
+        """Whether every promise was kept."""
+        return self.outcome in (RIGHT, HONEST)
+
+
+def rule(story: Story, since: float, spares: int) -> Ruling:
+    """What the fault that struck at ``since`` came to in a job whose story goes on until now.
+
+    A stop is honest if more was lost than parity makes up for and nothing is on disk, or if
+    more nodes were lost since then than there were ``spares``.
+    """
+    found = {
+        WRONG_BYTES: [*_bytes(story)],
+        WRONG_START: [*_starts(story, since)],
+        LOST: [
+            f"iteration {r.iteration} was restored from {r.source}; {r.least} was safe"
+            for r in restored(story)
+            if r.at >= since and r.iteration < r.least
+        ],
+        HANG: [story.reason] if story.end == "hang" else [],
+        NEEDLESS: [*_needless(story, since, spares)],
+        GIVEN_UP: [*_unplanned(story, since)],
+    }
+    for outcome in OUTCOMES[2:]:
+        if found[outcome]:
+            return Ruling(outcome, tuple(found[outcome]))
+    stopped = any(e["kind"] == "stopped" and e["at"] >= since for e in story.events)
+    return Ruling(HONEST if stopped else RIGHT)
+
+
+def _starts(story: Story, since: float) -> Iterator[str]:
+    """Starts of ranks at another iteration than the job had decided, or from nothing."""
+    due, committed, decided = 0, False, False
+    told: list[tuple[float, Event | int]] = [(event["at"], event) for event in story.events]
+    told += [start for start in story.starts if start[0] >= since]
+    for at, one in sorted(told, key=lambda pair: pair[0]):
+        if isinstance(one, int):
+            if one != due:
+                yield f"a rank started at iteration {one}, where {due} was decided"
+        elif one["kind"] == "committed":
+            committed = True
+        elif one["kind"] == "restoring":
+            due, decided = one["iteration"], True
+        elif one["kind"] == "trainers_started":
+            if at >= since and committed and not decided:
+                yield "trainers were started again from nothing"
+            decided = False
+
+
+def _needless(story: Story, since: float, spares: int) -> Iterator[str]:
+    nodes = {node for strike in story.strikes if strike.at >= since for node in strike.nodes}
+    for event, known in _walk(story):
+        if event["kind"] not in ("stopped", "crashed") or event["at"] < since:
+            continue
+        too_many = len(known.lost) > story.parity and known.drained < 0
+        honest = {"UnrecoverableError": too_many, "NoSpareError": len(nodes) > spares}
+        if not honest.get(event["error"], False):
+            yield f"the job stopped with {len(known.lost)} nodes lost: {event['text']}"

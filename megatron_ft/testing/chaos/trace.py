@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ class Trace:
     """Appends one rank's lines; a place to write nothing to if no trace is wanted."""
 
     def __init__(self, folder: Path | None, rank: int) -> None:
+        self._starts = None if folder is None else folder / f"start{rank}.jsonl"
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         path = os.devnull if folder is None else str(folder / f"rank{rank}.jsonl")
@@ -37,6 +39,18 @@ class Trace:
         """One line in one write, so that a kill leaves no half of it."""
         line = json.dumps({"iteration": iteration, **values}) + "\n"
         os.write(self._descriptor, line.encode())
+
+    def started(self, iteration: int) -> None:
+        """From which iteration this process of the rank starts, and when."""
+        if self._starts is not None:
+            with self._starts.open("a") as file:
+                file.write(json.dumps({"at": time.monotonic(), "iteration": iteration}) + "\n")
+
+
+def read_starts(folder: Path) -> list[tuple[float, int]]:
+    """Moment and iteration of every start of every rank."""
+    lines = [line for path in folder.glob("start*.jsonl") for line in path.read_text().splitlines()]
+    return [(start["at"], start["iteration"]) for start in map(json.loads, lines)]
 
 
 def read_traces(folder: Path, ranks: int) -> dict[int, Lines]:

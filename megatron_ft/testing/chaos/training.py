@@ -83,6 +83,7 @@ def main() -> None:
         replicated = {"model": dist.group.WORLD, "optimizer": dist.group.WORLD}
         snapshots = SnapshotManager(SnapshotConfig.from_env(), replicated=replicated)
         iteration = snapshots.load(into=state)
+        trace.started(iteration)
         snapshots.register_fence(state["optimizer"])
     last = False
     while iteration < options.iterations and not last:
