@@ -1,7 +1,7 @@
 """In-memory snapshots for DeepSpeed.
 
-A job that runs under ``megatron-ft run`` with ``"inmem_snapshot": {"enabled": true}`` in its
-DeepSpeed JSON needs nothing else.  ``import deepspeed_ext`` does the same where the training
+A job that runs under ``megatron-ft run`` with ``"inmem_snapshot": {"enabled": true,
+"follows_engine": true}`` in its DeepSpeed JSON needs nothing else, if the last is true of it.  ``import deepspeed_ext`` does the same where the training
 command drops PYTHONPATH, and ``deepspeed_ext.attach(engine)`` needs no JSON.
 
 Importing this imports neither torch nor deepspeed; the hook goes in behind the import of
@@ -24,11 +24,11 @@ __all__ = ["ResumableLoader", "attach", "set_client_state"]
 install_after_import()
 
 
-def attach(engine: Any) -> SnapshotRun | None:
+def attach(engine: Any, *, follows_engine: bool = False) -> SnapshotRun | None:
     """Take snapshots of an engine that ``deepspeed.initialize`` returned; see attach.attach."""
     from deepspeed_ext.attach import attach as attach_engine
 
-    return attach_engine(engine)
+    return attach_engine(engine, follows_engine=follows_engine)
 
 
 def set_client_state(engine: Any, provider: Callable[[], Mapping[str, Any]]) -> None:

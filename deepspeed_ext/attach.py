@@ -7,6 +7,7 @@ without snapshots in the same process are as ever.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 from functools import partial, wraps
 from typing import Any
 
@@ -45,11 +46,12 @@ def run_of(engine: Any) -> SnapshotRun | None:
     return run
 
 
-def attach(engine: Any) -> SnapshotRun | None:
+def attach(engine: Any, *, follows_engine: bool = False) -> SnapshotRun | None:
     """Take snapshots of ``engine`` from now on, and restore it from one before its first step.
 
     Does nothing a second time, nor where the JSON has ``"enabled": false``.  Without a section
-    all settings come from the environment.  Raises ConfigError that lists every setting that is
+    all settings come from the environment.  ``follows_engine`` is the section's key of that name,
+    for programs without one.  Raises ConfigError that lists every setting that is
     wrong or contradicts the supervisor, and every mode of the engine that cannot be captured
     safely; NotUnderSupervisorError outside ``megatron-ft run``.
     """
@@ -57,6 +59,8 @@ def attach(engine: Any) -> SnapshotRun | None:
     if run is not None or (section is not None and not section.enabled):
         return run
     section = section or _WITHOUT_SECTION
+    if follows_engine:
+        section = dataclasses.replace(section, follows_engine=True)
     config = _checked(engine, section)
     run = SnapshotRun(engine, section, config, partial(manager.make_manager, config, engine))
     engine.__dict__[_RUN] = run

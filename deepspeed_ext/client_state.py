@@ -116,12 +116,18 @@ class ClientState:
         self._record = _record(engine)
         self._record.declared = dict(declared or {})
 
+    @property
+    def provided(self) -> bool:
+        """True if a function of the script gives it to each snapshot."""
+        return self._record.provider is not None
+
     def state_dict(self) -> dict[str, Any]:
         """The entries, the step at which they were given (None: never), and the current one."""
         record, step = self._record, self._engine.global_steps
         if record.provider is not None:
             record.entries, record.given_at = dict(record.provider()), step
-        return {"entries": record.entries, "given_at": record.given_at, "step": step}
+        told = {"entries": record.entries, "given_at": record.given_at, "step": step}
+        return {**told, "provided": self.provided}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what a snapshot holds."""

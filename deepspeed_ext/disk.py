@@ -14,6 +14,13 @@ from megatron_ft.recovery.start import Disk
 logger = logging.getLogger(__name__)
 
 
+def tag_on_disk(engine: Any, load_dir: str, tag: str | None) -> str:
+    """The tag of the checkpoint that DeepSpeed would load, '' if it would load none."""
+    folder = Path(load_dir)
+    found = _content(_latest_of(engine, folder)) if tag is None else str(tag)
+    return found if found and (folder / found).is_dir() else ""
+
+
 def disk_of(engine: Any, load_dir: str, tag: str | None, objects: Mapping[str, Any]) -> Disk:
     """The step of the checkpoint that DeepSpeed would load, and whether the script named it.
 
@@ -21,15 +28,18 @@ def disk_of(engine: Any, load_dir: str, tag: str | None, objects: Mapping[str, A
     checkpoint.  What the snapshot's ``objects`` know of an earlier save counts where the script
     has begun to overwrite that, and did not end.
     """
-    folder = Path(load_dir)
-    latest = folder / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
-    found = _content(latest) if tag is None else str(tag)
-    if not found or not (folder / found).is_dir():
+    folder, found = Path(load_dir), tag_on_disk(engine, load_dir, tag)
+    if not found:
         return Disk(-1)
-    step = step_on_disk(found, dict(objects))
-    if step is None or (step_of_tag(found) is None and _is_whole(folder / found, latest)):
+    step = step_on_disk(load_dir, found, dict(objects))
+    whole = _is_whole(folder / found, _latest_of(engine, folder))
+    if step is None or (step_of_tag(found) is None and whole):
         step = _step_inside(folder / found, step or 0)
     return Disk(step, "" if tag is None else f"the checkpoint {found!r}")
+
+
+def _latest_of(engine: Any, folder: Path) -> Path:
+    return folder / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
 
 
 def _content(latest: Path) -> str:

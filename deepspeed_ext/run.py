@@ -5,20 +5,22 @@ from __future__ import annotations
 import atexit
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
-from deepspeed_ext import client_state, data_position, saving
+from deepspeed_ext import client_state, data_position, outside, saving
 from deepspeed_ext.client_state import ClientState
 from deepspeed_ext.data_position import DataPosition
-from deepspeed_ext.disk import disk_of
+from deepspeed_ext.disk import disk_of, tag_on_disk
 from deepspeed_ext.losses import LossReport
 from deepspeed_ext.manager import claim
+from deepspeed_ext.outside import Outside
 from deepspeed_ext.random_states import RandomStates
 from deepspeed_ext.snapshot_log import SnapshotLog
 from deepspeed_ext.state import EngineState, Stateful
+from deepspeed_ext.trust import Client, objection
+from deepspeed_ext.wish import Wish
 from megatron_ft.capture.manager_protocol import Manager
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.errors import ConfigError
@@ -30,19 +32,6 @@ _LOAD_FIRST = (
     "the script trains without calling engine.load_checkpoint: call it at every start, before the "
     "first batch is read, with the folder of its checkpoints, even if that is empty"
 )
-
-
-class _Wish:
-    """The checkpoint that the script named, kept in each snapshot, so that a change shows."""
-
-    def __init__(self) -> None:
-        self.tag: str | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"tag": self.tag}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What this life asks for counts, not what an earlier one did."""
 
 
 class SnapshotRun:
@@ -64,7 +53,10 @@ class SnapshotRun:
         self._manager: Manager | None = None
         self._state: EngineState | None = None
         self.losses = LossReport(config.loss_gate > 0)
-        self._wish = _Wish()
+        self._follows = section.follows_engine or bool(section.client_state)
+        self._outside = Outside(engine)
+        self._warned_of: list[str] | None = None
+        self._wish = Wish()
         self._data = DataPosition(engine)
         self._client_state = ClientState(engine, section.client_state)
         self._decided = self._began = False
@@ -100,13 +92,26 @@ class SnapshotRun:
         """Whether memory serves in the place of this load; restores at the first that it does."""
         with self._lasting_failure():
             if not self._decided:
-                self._wish.tag = None if tag is None else str(tag)
-                find_disk = partial(disk_of, self._engine, load_dir, tag)
-                if self._starts_from_memory(find_disk):
+                if self._starts_from_memory(lambda *offer: self._named(load_dir, tag, *offer)):
                     self._restored = self._restore()
             elif self._restored:
                 self._print(f"not loading {load_dir}: the {self._restored} was restored")
         return bool(self._restored)
+
+    def _named(
+        self, load_dir: str, tag: str | None, offered: int, objects: dict[str, Any]
+    ) -> tuple[Disk, bool]:
+        """What DeepSpeed would load, and whether that is another wish than the snapshot's.
+
+        Collective it is not: each rank compares with the objects of its own shard.
+        """
+        self._wish.name(load_dir, None if tag is None else str(tag))
+        disk = disk_of(self._engine, load_dir, tag, objects)
+        found = tag_on_disk(self._engine, load_dir, tag)
+        is_new = self._wish.is_new(found, disk.iteration, offered, objects)
+        if is_new and not disk.asked:
+            disk = disk._replace(asked=f"the checkpoint {found!r} in {load_dir}")
+        return disk, is_new
 
     def around_move(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """``offload_states`` or ``reload_states``: states get other memory, and free theirs."""
@@ -165,15 +170,37 @@ class SnapshotRun:
         self._log = SnapshotLog(self._engine, self._manager.stats)
         for optimizer in state.inner_optimizers():
             self._manager.register_fence(optimizer)
+        self._outside.watch_optimizers(state.inner_optimizers)
         if warning := self._data.warning():
             self._print(f"warning: {warning}")
+        self._warn_of_objection()
 
     def _begin_unloaded(self) -> None:
+        """The script has loaded nothing: no snapshot can be served any more.  Collective.
+
+        A script that promised to load at every start must not lose its snapshot by a mistake.
+        Any other starts from scratch, as it would without snapshots.
+        """
         # Steps that were made before this engine was attached count as those of a checkpoint.
         disk = Disk(self._engine.global_steps or -1)
-        if self._starts_from_memory(lambda _: disk):
+        if self._starts_from_memory(lambda *_: (disk, False)):
             raise ConfigError(f"a snapshot is in memory, but {_LOAD_FIRST}. It stays in memory")
-        self._print(f"warning: after a failure this job will not go on, because {_LOAD_FIRST}")
+        if not self._objection():
+            self._print(f"warning: after a failure this job will not go on, because {_LOAD_FIRST}")
+
+    def _objection(self, objects: Mapping[str, Any] | None = None) -> str:
+        """Why no snapshot may serve the script around the engine; '' if one may.
+
+        ``objects`` are those of the snapshot that would be restored; without them it is said
+        for the snapshots to come.
+        """
+        found = self._outside.look()
+        if objects is None:
+            return objection(Client(self._follows, self._client_state.provided, False, found))
+        found = sorted({*found, *objects.get(outside.NAME, {}).get("found", ())})
+        state = objects.get(client_state.NAME) or {}
+        exact = bool(state.get("entries")) and state["given_at"] == state["step"]
+        return objection(Client(self._follows, bool(state.get("provided")), exact, found))
 
     def around_step(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """``step`` or ``train_batch``: a snapshot behind each one that ended an iteration."""
@@ -182,10 +209,19 @@ class SnapshotRun:
         result = original(*args, **kwargs)
         steps = self._engine.global_steps
         if steps != before and self._manager is not None and self._state is not None:
+            self._warn_of_objection()
             self.losses.end_step(self._manager, result)
             self._manager.save(steps, self._state)
             self._log.end_step()
         return result
+
+    def _warn_of_objection(self) -> None:
+        """Say it as training begins, and again when more of the script has shown."""
+        if (found := self._outside.look()) == self._warned_of:
+            return
+        self._warned_of = found
+        if problem := self._objection():
+            self._print(f"warning: a restart of this job will use no snapshot: {problem}")
 
     def around_save(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """``save_checkpoint``: no iteration ends meanwhile, and no hang is seen in that."""
@@ -202,27 +238,40 @@ class SnapshotRun:
         """End captures and leave; a second call does nothing."""
         # Else the engine would live as long as the process.
         atexit.unregister(self.close)
+        self._outside.close()
         manager, self._manager, self._state = self._manager, None, None
         if manager is not None:
             manager.close()
 
-    def _starts_from_memory(self, disk_of: Callable[[dict[str, Any]], Disk]) -> bool:
-        """Decide, once, with all other ranks; ``disk_of`` gets the offered snapshot's objects."""
+    def _starts_from_memory(
+        self, named: Callable[[int, dict[str, Any]], tuple[Disk, bool]]
+    ) -> bool:
+        """Decide, once, with all other ranks.
+
+        ``named`` gets the iteration and the objects of the offered snapshot; it gives what would
+        be started from without it, and whether the script asks for that anew.
+        """
         self._decided = True
         claim(self._engine)
         self._manager = manager = self._make_manager()
         offered, objects = manager.offered_iteration, manager.offered_objects()
-        changed = offered >= 0 and objects.get(WISH) != self._wish.state_dict()
+        disk, is_new = named(offered, objects)
         problem = self._client_state.problem(objects)
-        view = View(offered, disk_of(objects), supervisor_chose_disk(), changed, problem)
-        start = agree(view, manager)
+        if offered >= 0:
+            problem = problem or self._objection(objects)
+        start = agree(View(offered, disk, supervisor_chose_disk(), is_new, problem), manager)
         if start is not None:
-            self._say(start)
+            self._say(start, offered, disk)
         return start is not None and start.from_memory
 
-    def _say(self, start: Start) -> None:
-        source = "memory" if start.from_memory else "disk"
-        self._print(f"starting from {source}: {start.reason}")
+    def _say(self, start: Start, offered: int, disk: Disk) -> None:
+        if start.from_memory or disk.iteration >= 0:
+            source = "memory" if start.from_memory else "disk"
+            return self._print(f"starting from {source}: {start.reason}")
+        self._print(
+            f"warning: starting from scratch, not from the snapshot of step {offered}: "
+            f"{start.reason}"
+        )
 
     def _restore(self) -> str:
         """Restore from memory; what ``load_checkpoint`` returns for the path."""
@@ -243,6 +292,7 @@ class SnapshotRun:
                 client_state.NAME: self._client_state,
                 saving.NAME: saving.LastSave(self._engine),
                 WISH: self._wish,
+                outside.NAME: self._outside,
                 "random": RandomStates(),
             }
             self._state = EngineState(self._engine, parts)

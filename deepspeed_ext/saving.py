@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +17,10 @@ NAME = "last_save"
 
 
 class Saved(NamedTuple):
-    """A checkpoint that ``latest`` was made to name, and the global step it holds."""
+    """A checkpoint that ``latest`` was made to name, and the global step it holds.
+
+    ``folder`` is resolved: a tag says nothing without the folder that it is in.
+    """
 
     folder: str
     tag: str
@@ -55,7 +59,8 @@ def save_checkpoint(engine: Any, original: Callable[..., Any], *args: Any, **kwa
     if publishes:
         tag = given.arguments["tag"]
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-        _last.set(engine, Saved(str(given.arguments["save_dir"]), tag, engine.global_steps))
+        folder = os.path.realpath(given.arguments["save_dir"])
+        _last.set(engine, Saved(folder, tag, engine.global_steps))
     return result
 
 
@@ -93,11 +98,13 @@ class LastSave:
             _last.set(self._engine, Saved(**state))
 
 
-def step_on_disk(tag: str, objects: dict[str, Any]) -> int | None:
-    """The global step of the checkpoint with this tag, or None if that cannot be told.
+def step_on_disk(folder: str, tag: str, objects: dict[str, Any]) -> int | None:
+    """The global step of the checkpoint with this tag there, or None if that cannot be told.
 
     ``objects`` are those of the snapshot that it is compared with: a checkpoint that was
     saved before the snapshot is in them.
     """
     known = objects.get(NAME) or {}
-    return int(known["step"]) if known.get("tag") == tag else step_of_tag(tag)
+    if (known.get("folder"), known.get("tag")) == (os.path.realpath(folder), tag):
+        return int(known["step"])
+    return step_of_tag(tag)

@@ -1,7 +1,7 @@
 """The section ``"inmem_snapshot": {...}`` of a JSON configuration such as DeepSpeed's.
 
-Its keys are ``enabled``, the settings of :mod:`megatron_ft.config` under their own names, and
-``client_state``.  JSON has types, so they are asked for: a number is not a text.
+Its keys are ``enabled``, the settings of :mod:`megatron_ft.config` under their own names,
+``client_state`` and ``follows_engine``.  JSON has types, so they are asked for: a number is not a text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.setting import Setting
 
 SECTION = "inmem_snapshot"
-ENABLED, CLIENT_STATE = "enabled", "client_state"
+ENABLED, CLIENT_STATE, FOLLOWS_ENGINE = "enabled", "client_state", "follows_engine"
 CONSTANT = "constant"
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 """What an entry of ``client_state`` may follow: counters of the engine, if not CONSTANT."""
@@ -28,6 +28,12 @@ COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 CLIENT_STATE_HELP = (
     "Entries of the script's client_state by name, each with the engine's counter that it follows "
     f"({', '.join(COUNTERS)}) or {CONSTANT}: so they can be told for any step."
+)
+
+FOLLOWS_ENGINE_HELP = (
+    "The script calls engine.load_checkpoint at every start, and its loop, its data and all else "
+    "that it keeps outside the engine follow from engine.global_steps or from the client_state. "
+    "Without this, or a declared client_state, a restart uses no snapshot."
 )
 
 _FLAGS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed")
@@ -43,12 +49,13 @@ _PYTHON_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Section:
-    """A section that was found: whether it switches snapshots on, what it sets, and which
-    entries of the script's client_state count what."""
+    """A section that was found: whether it switches snapshots on, what it sets, which entries
+    of the script's client_state count what, and whether the script follows the engine's step."""
 
     enabled: bool
     source: Source
     client_state: Mapping[str, str]
+    follows_engine: bool = False
 
 
 def read_section(config: Mapping[str, Any], place: str = "the DeepSpeed config") -> Section | None:
@@ -70,6 +77,7 @@ def read_section(config: Mapping[str, Any], place: str = "the DeepSpeed config")
         section.get(ENABLED, False),
         Source({n: section.get(n) for n in SETTINGS}, lambda name: f"{where}.{name}"),
         section.get(CLIENT_STATE, {}),
+        section.get(FOLLOWS_ENGINE, False),
     )
 
 
@@ -94,6 +102,7 @@ def schema() -> dict[str, Any]:
             "additionalProperties": {"enum": [*COUNTERS, CONSTANT]},
             "description": CLIENT_STATE_HELP,
         },
+        FOLLOWS_ENGINE: {"type": "boolean", "default": False, "description": FOLLOWS_ENGINE_HELP},
     }
     for setting in SETTINGS.values():
         properties[setting.name] = {
@@ -127,14 +136,15 @@ def _json_type(setting: Setting) -> str | list[str]:
 
 
 def _problems(section: Mapping[str, Any], where: str) -> list[str]:
-    known = [ENABLED, CLIENT_STATE, *SETTINGS]
+    known = [ENABLED, CLIENT_STATE, FOLLOWS_ENGINE, *SETTINGS]
     found = [
         f'{where} has an unknown key "{name}"; {nearest(str(name), known)}'
         for name in section
         if name not in known
     ]
-    if not isinstance(section.get(ENABLED, False), bool):
-        found.append(f"{where}.{ENABLED} is {_shown(section[ENABLED])}; give true or false")
+    for name in (ENABLED, FOLLOWS_ENGINE):
+        if not isinstance(section.get(name, False), bool):
+            found.append(f"{where}.{name} is {_shown(section[name])}; give true or false")
     found += _client_state_problems(section.get(CLIENT_STATE, {}), f"{where}.{CLIENT_STATE}")
     for name, setting in SETTINGS.items():
         value = section.get(name)

@@ -13,7 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ft.config import SETTINGS, SWITCH, SWITCH_HELP
-from megatron_ft.json_section import CLIENT_STATE, CLIENT_STATE_HELP, ENABLED, schema
+from megatron_ft.json_section import (
+    CLIENT_STATE,
+    CLIENT_STATE_HELP,
+    ENABLED,
+    FOLLOWS_ENGINE,
+    FOLLOWS_ENGINE_HELP,
+    schema,
+)
 from megatron_ft.setting import Setting
 
 ROOT = Path(__file__).parents[1]
@@ -34,8 +41,9 @@ def keys() -> str:
     """The keys of the JSON section in Markdown."""
     switch = (f"`{ENABLED}`", "true or false", "false", "", SWITCH_HELP)
     state = (f"`{CLIENT_STATE}`", "names and counters", "none", "", CLIENT_STATE_HELP)
+    follows = (f"`{FOLLOWS_ENGINE}`", "true or false", "false", "", FOLLOWS_ENGINE_HELP)
     settings = [_row(setting.name, setting) for setting in SETTINGS.values()]
-    return _table("key", [switch, *settings, state])
+    return _table("key", [switch, *settings, state, follows])
 
 
 def page_with(page: Path, new_table: str) -> str:

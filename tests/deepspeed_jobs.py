@@ -20,7 +20,7 @@ from tests.held_in_step import sitecustomize as held
 from tests.jobs import DEEPSPEED_EXAMPLE, ROOT, Job, run_alone
 
 ITERATIONS = 16
-SECTION = {"enabled": True, "snapshot_interval": 2}
+SECTION = {"enabled": True, "follows_engine": True, "snapshot_interval": 2}
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,12 @@ LIVES = {False: 1, True: 2}
 CHECKPOINT, SAVE_CHECKPOINT = "TEST_CHECKPOINT", "TEST_SAVE_CHECKPOINT"
 """Folders: of DeepSpeed's checkpoint that a life without a snapshot begins with, and to make."""
 
-SECTION = {"enabled": True, "protect": "none", "replicated_split_bytes": 1024}
+SECTION = {
+    "enabled": True,
+    "follows_engine": True,
+    "protect": "none",
+    "replicated_split_bytes": 1024,
+}
 """What switches snapshots on; which are taken, and of which stripes, the test says."""
 
 STEPS = "TEST_STEPS"

@@ -132,10 +132,13 @@ def saving(folder: Path) -> dict[str, Any]:
         name: _failing(engine, inner, save, folder / "ours", name, fail)
         for name, fail in FAILURES.items()
     }
-    notes["last_save_before"] = _last_save(engine)
+    notes["last_save_before"] = _last_save(engine, folder / "ours")
     save(folder / "ours", tag="after")
     _keep_masters(engine, folder / MASTERS)
-    notes["after"], notes["last_save"] = latest(folder / "ours"), _last_save(engine)
+    notes["after"], notes["last_save"] = (
+        latest(folder / "ours"),
+        _last_save(engine, folder / "ours"),
+    )
     path, _ = engine.load_checkpoint(folder / "ours")
     notes["loaded"] = Path(path).parent.name
     engine.destroy()
@@ -155,7 +158,7 @@ def _keep_masters(engine: Any, path: Path) -> None:
         torch.save(found, path)
 
 
-def _last_save(engine: Any) -> list[Any]:
+def _last_save(engine: Any, folder: Path) -> list[Any]:
     """The tag that a snapshot would note, and the steps of checkpoints that follow from that."""
     from deepspeed_ext.saving import NAME, LastSave, step_on_disk
 
@@ -163,7 +166,7 @@ def _last_save(engine: Any) -> list[Any]:
     LastSave(engine).load_state_dict(state)
     objects = {NAME: LastSave(engine).state_dict()}
     tags = ("after", "global_step7", "other")
-    return [state["tag"], *(step_on_disk(tag, objects) for tag in tags)]
+    return [state["tag"], *(step_on_disk(str(folder), tag, objects) for tag in tags)]
 
 
 def _slow(engine: Any, save: Callable[..., Any], folder: Path) -> dict[str, Any]:

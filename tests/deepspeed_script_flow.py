@@ -52,9 +52,12 @@ def _script(told: dict[str, Any], seen: dict[str, Any]) -> None:
     if told.get("second_engine"):
         other, *_ = deepspeed.initialize(config=told["config"], **small({}))
         other.load_checkpoint(**told["loads"][0])
+    schedule = told.get("schedule") and _schedule(engine)
     for _ in range(told.get("steps", 1)):
         try:
             losses = train_step(engine)
+            if schedule:
+                schedule.step()
         except ConfigError as error:
             if not told.get("goes_on"):
                 raise
@@ -67,6 +70,11 @@ def _script(told: dict[str, Any], seen: dict[str, Any]) -> None:
             engine.load_checkpoint(**load)
     engine.destroy()
     torch.distributed.destroy_process_group()
+
+
+def _schedule(engine: Any) -> Any:
+    """One that the engine knows nothing of."""
+    return torch.optim.lr_scheduler.ExponentialLR(engine.basic_optimizer, 0.5)
 
 
 def noted_losses() -> None:

@@ -8,16 +8,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
 from deepspeed_ext.disk import disk_of  # noqa: E402
 from deepspeed_ext.saving import NAME, Saved  # noqa: E402
-from megatron_ft.recovery.start import Disk  # noqa: E402
+from deepspeed_ext.wish import Wish  # noqa: E402
+from megatron_ft.recovery.start import WISH, Disk  # noqa: E402
 
 ENGINE = SimpleNamespace(load_universal_checkpoint=lambda: False)
-SAVED_BEFORE = {NAME: Saved("", "last", 12)._asdict()}
-"""What a snapshot knows of a checkpoint with the tag that the files below have."""
+
+
+def saved_before(folder: Path) -> dict[str, Any]:
+    """What a snapshot knows of a checkpoint with the tag that the files below have."""
+    return {NAME: Saved(os.path.realpath(folder), "last", 12)._asdict()}
 
 
 def saved(folder: Path, files: dict[str, Any], latest_after: bool = True) -> str:
@@ -44,12 +50,12 @@ def test_a_free_tag_is_looked_into(tmp_path: Path, name: str) -> None:
 
 def test_a_tag_that_was_saved_again_is_of_the_later_step(tmp_path: Path) -> None:
     folder = saved(tmp_path, {MODEL: {"global_steps": 20}})
-    assert disk_of(ENGINE, folder, None, SAVED_BEFORE) == Disk(20)
+    assert disk_of(ENGINE, folder, None, saved_before(tmp_path)) == Disk(20)
 
 
 def test_one_that_was_half_overwritten_is_of_the_earlier_step(tmp_path: Path) -> None:
     folder = saved(tmp_path, {MODEL: {"global_steps": 20}}, latest_after=False)
-    assert disk_of(ENGINE, folder, None, SAVED_BEFORE) == Disk(12)
+    assert disk_of(ENGINE, folder, None, saved_before(tmp_path)) == Disk(12)
 
 
 def test_one_that_cannot_be_read_is_left_to_deepspeed(tmp_path: Path) -> None:
@@ -57,9 +63,47 @@ def test_one_that_cannot_be_read_is_left_to_deepspeed(tmp_path: Path) -> None:
     (tmp_path / "last" / MODEL).write_bytes(b"cut off")
     assert disk_of(ENGINE, folder, None, {}) == Disk(0)
     os.utime(tmp_path / "last" / MODEL, ns=(10, 10))
-    assert disk_of(ENGINE, folder, None, SAVED_BEFORE) == Disk(12)
+    assert disk_of(ENGINE, folder, None, saved_before(tmp_path)) == Disk(12)
 
 
 def test_without_a_checkpoint_nothing_is_loaded(tmp_path: Path) -> None:
     assert disk_of(ENGINE, str(tmp_path), None, {}) == Disk(-1)
-    assert disk_of(ENGINE, str(tmp_path), "last", SAVED_BEFORE) == Disk(-1)
+    assert disk_of(ENGINE, str(tmp_path), "last", saved_before(tmp_path)) == Disk(-1)
+
+
+def test_a_tag_of_another_folder_is_another_checkpoint(tmp_path: Path) -> None:
+    folder = saved(tmp_path, {MODEL: {"global_steps": 20}}, latest_after=False)
+    assert disk_of(ENGINE, folder, "last", saved_before(tmp_path / "elsewhere")).iteration == 20
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path, target_is_directory=True)
+    assert disk_of(ENGINE, str(link), "last", saved_before(tmp_path)).iteration == 12
+
+
+folders, tags, steps = (st.sampled_from(["a", "b"]), st.sampled_from(["x", "y"]), st.integers(0, 3))
+
+
+@given(folders, st.none() | tags, steps, folders, st.none() | tags, tags, steps, st.integers(0, 3))
+def test_a_checkpoint_that_the_lineage_did_not_have_is_new(
+    before: str,
+    tag_before: str | None,
+    step_before: int,
+    now: str,
+    tag_now: str | None,
+    found: str,
+    step: int,
+    offered: int,
+) -> None:
+    """Only what was named before, at the same step, or what it has saved itself, is not."""
+    found = tag_now or found
+    first, second = Wish(), Wish()
+    first.name(before, tag_before)
+    first.is_new(tag_before or found, step_before, -1, {})
+    objects = {WISH: first.state_dict()}
+    second.name(now, tag_now)
+    same = before == now and tag_before == tag_now
+    unchanged = same and (tag_now is None or step == step_before)
+    assert second.is_new(found, step, offered, objects) == (not unchanged)
+    assert not second.is_new("", -1, offered, objects)
+    own = {**objects, NAME: Saved(os.path.realpath(now), found, step)._asdict()}
+    follows = unchanged or (step <= offered and (same or tag_now is None))
+    assert second.is_new(found, step, offered, own) == (not follows)

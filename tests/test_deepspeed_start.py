@@ -47,14 +47,15 @@ class Life:
 
 @dataclass
 class Script:
-    """Runs the script in ``folder``; ``checkpoints`` is where it saves and loads."""
+    """Runs the script in ``folder``; it saves and loads in ``saved``, or in there."""
 
     server: ForkServer
     folder: Path
+    saved: Path | None = None
 
     @property
     def checkpoints(self) -> str:
-        return str(self.folder / "checkpoints")
+        return str(self.saved or self.folder / "checkpoints")
 
     def run(self, name: str, section: Any = ON, ranks: int = RANKS, **told: Any) -> Life:
         variables = told.pop("variables", {})
@@ -94,18 +95,21 @@ def first_life(deepspeed_server: ForkServer, tmp_path_factory: Any) -> tuple[Scr
         "life", loads=script.load(), saves=saves, steps=6, variables={SAVE_AT: SNAPSHOT_AT}
     )
     assert life.seen[0]["loads"] == [[None, {}]] and life.seen[0]["begins_at"] == 0
+    shutil.copytree(script.checkpoints, script.folder / "as they were")
     return script, life
 
 
 @pytest.fixture
 def script(first_life: tuple[Script, Life], tmp_path: Path) -> Script:
-    """The script of another life, with the checkpoints of the first one."""
+    """The script of another life, with the checkpoints of the first one where they were."""
     before, _ = first_life
-    shutil.copytree(before.checkpoints, tmp_path / "checkpoints")
-    return Script(before.server, tmp_path)
+    shutil.rmtree(before.checkpoints)
+    shutil.copytree(before.folder / "as they were", before.checkpoints)
+    return Script(before.server, tmp_path, Path(before.checkpoints))
 
 
 DECLARED = {**ON, "client_state": {"step": "global_steps", "epoch": "constant"}}
+FOLLOWS = {**ON, "follows_engine": True}
 
 
 def only_step_2(script: Script) -> None:
@@ -149,6 +153,18 @@ def test_a_checkpoint_that_is_newly_asked_for_is_taken(
     assert "starting from disk: the checkpoint 'best' was asked for" in life.outcome.output(0)
 
 
+def test_a_folder_that_is_newly_named_is_taken(
+    script: Script, first_life: tuple[Script, Life]
+) -> None:
+    """What is newest there is another checkpoint, even if it has the same tag."""
+    only_step_2(script)
+    shutil.copytree(script.checkpoints, script.folder / "moved")
+    life = after(script, first_life, loads=[{"load_dir": str(script.folder / "moved")}])
+    assert life.seen[0]["begins_at"] == 2
+    said = life.outcome.output(0)
+    assert "starting from disk: the checkpoint 'global_step2' in" in said
+
+
 def test_a_script_that_loads_nothing_is_told_so_and_gets_no_snapshot(
     script: Script, first_life: tuple[Script, Life]
 ) -> None:
@@ -156,7 +172,7 @@ def test_a_script_that_loads_nothing_is_told_so_and_gets_no_snapshot(
     life = after(script, first_life, loads=())
     assert "without calling engine.load_checkpoint: call it at every start" in life.error
     assert not life.losses[0]
-    fresh = script.run("fresh", loads=(), ranks=1)
+    fresh = script.run("fresh", FOLLOWS, loads=(), ranks=1)
     assert "after a failure this job will not go on, because the script" in fresh.outcome.output(0)
 
 
@@ -184,7 +200,8 @@ def test_a_load_in_the_middle_of_training_waits_for_a_running_capture(
     script: Script, first_life: tuple[Script, Life]
 ) -> None:
     back = {str(SNAPSHOT_AT): script.load(tag="best")}
-    told = {"section": DECLARED, "loads": (), "steps": 5, "reloads": back}
+    told = {"section": DECLARED, "loads": script.load(), "steps": 5, "reloads": back}
+    Path(script.checkpoints, "latest").unlink()
     script.run("back", **told, variables={SAVE_AT: SNAPSHOT_AT})
     only_step_2(script)
     life = after(script, first_life, variables={LOAD_FROM: script.folder / "back" / "arenas"})
@@ -239,6 +256,82 @@ def test_a_client_state_of_another_step_is_not_handed_out(
     assert '"client_state": {' in said and "set_client_state" in said
     warned = (first_life[0].folder / "life" / "logs" / "rank0.log").read_text()
     assert "snapshots after step 2 will not be used for a restart" in warned
+
+
+@pytest.fixture(scope="module")
+def unsaved_life(first_life: tuple[Script, Life], tmp_path_factory: Any) -> tuple[Script, Life]:
+    """Two steps from the checkpoint "best" of step 2; nothing saved, a snapshot of step 4."""
+    script = Script(first_life[0].server, tmp_path_factory.mktemp("unsaved"))
+    shutil.copytree(first_life[0].folder / "as they were", script.checkpoints)
+    told = {"loads": script.load(tag="best"), "steps": 2, "variables": {SAVE_AT: SNAPSHOT_AT}}
+    return script, script.run("life", ON, **told)
+
+
+def go_on(life: tuple[Script, Life], folder: Path, section: Any, **told: Any) -> Life:
+    """Start the script again; it is offered the snapshot of that life."""
+    arenas = life[0].folder / "life" / "arenas"
+    told = {"loads": life[0].load(tag="best"), "steps": 1, **told}
+    return Script(life[0].server, folder).run(
+        "after", section, **told, variables={LOAD_FROM: arenas}
+    )
+
+
+def test_a_script_that_promises_nothing_starts_from_disk(
+    unsaved_life: tuple[Script, Life], tmp_path: Path
+) -> None:
+    said = unsaved_life[1].outcome.output(0)
+    assert said.count("warning: a restart of this job will use no snapshot: nothing says") == 1
+    life = go_on(unsaved_life, tmp_path, ON)
+    assert [seen["begins_at"] for seen in life.seen] == [2, 2]
+    said = life.outcome.output(0)
+    assert "starting from disk: nothing says that the script follows the engine's step" in said
+    assert 'add "follows_engine": true' in said
+
+
+def test_the_promise_is_enough(unsaved_life: tuple[Script, Life], tmp_path: Path) -> None:
+    life = go_on(unsaved_life, tmp_path, FOLLOWS)
+    assert [seen["begins_at"] for seen in life.seen] == [SNAPSHOT_AT] * 2
+    said = life.outcome.output(0)
+    assert "the checkpoint 'best' was loaded in an earlier life" in said and "no snapsh" not in said
+
+
+def test_a_script_that_neither_loads_nor_promises_starts_from_scratch(
+    unsaved_life: tuple[Script, Life], tmp_path: Path
+) -> None:
+    """It cannot be helped by an error, and would meet the same one at every start."""
+    life = go_on(unsaved_life, tmp_path, ON, loads=(), steps=2)
+    assert sorted(life.losses[0]) == ["1", "2"] and "error" not in life.seen[0]
+    said = life.outcome.output(0)
+    assert "warning: starting from scratch, not from the snapshot of step 4: nothing says" in said
+
+
+def test_a_tag_in_another_folder_is_another_checkpoint(
+    unsaved_life: tuple[Script, Life], tmp_path: Path
+) -> None:
+    """Accelerate, for one, saves them all with one tag."""
+    shutil.copytree(unsaved_life[0].checkpoints, tmp_path / "moved")
+    named = {"load_dir": str(tmp_path / "moved"), "tag": "best"}
+    life = go_on(unsaved_life, tmp_path, FOLLOWS, loads=[named])
+    assert [seen["begins_at"] for seen in life.seen] == [2, 2]
+    assert "starting from disk: the checkpoint 'best' was asked for" in life.outcome.output(0)
+
+
+def test_a_schedule_outside_the_engine_keeps_memory_from_serving(
+    first_life: tuple[Script, Life], tmp_path: Path
+) -> None:
+    """It is made behind the load, so the next start knows of it from the snapshot."""
+    script = Script(first_life[0].server, tmp_path)
+    told = {"loads": script.load(), "steps": 4, "schedule": True}
+    first = script.run("life", FOLLOWS, **told, variables={SAVE_AT: SNAPSHOT_AT})
+    assert "will use no snapshot: no snapshot holds the state of a learning rate scheduler" in (
+        first.outcome.output(0)
+    )
+    again = {"loads": script.load(), "variables": {LOAD_FROM: tmp_path / "life" / "arenas"}}
+    life = script.run("after", FOLLOWS, schedule=True, **again)
+    assert life.seen[0]["begins_at"] == 0
+    assert "starting from scratch, not from the snapshot of step 4: no snapshot holds" in (
+        life.outcome.output(0)
+    )
 
 
 def test_an_engine_without_the_section_is_left_alone(deepspeed_server: Any, tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def test_no_section_and_one_that_is_off() -> None:
         ({"protection": "xor:2"}, 'unknown key "protection"; did you mean protect?'),
         ({"enabled": "true"}, 'inmem_snapshot.enabled is "true"; give true or false'),
         ({"enabled": bool}, "inmem_snapshot.enabled is \"<class 'bool'>\"; give true or false"),
+        ({"follows_engine": 1}, "inmem_snapshot.follows_engine is 1; give true or false"),
         ({3: True}, 'has an unknown key "3"'),
         ({"slots": "3"}, 'inmem_snapshot.slots is "3"; give 2 or 3'),
         ({"slots": True}, "inmem_snapshot.slots is true; give 2 or 3"),
@@ -164,5 +165,5 @@ def test_the_shipped_schema_is_that_of_the_settings() -> None:
     shipped = Path(deepspeed_ext.__file__).with_name("inmem_snapshot.schema.json")
     assert json.loads(shipped.read_text()) == schema(), "run scripts/flags_table.py"
     properties = schema()["properties"]
-    assert list(properties) == ["enabled", "client_state", *SETTINGS]
+    assert list(properties) == ["enabled", "client_state", "follows_engine", *SETTINGS]
     assert properties["slots"]["type"] == "integer" and properties["slots"]["default"] == 2
