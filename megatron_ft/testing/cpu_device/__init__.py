@@ -26,6 +26,7 @@ TORCH_GROUPS = (
     cuda_api.replace_devices,
     cuda_api.replace_memory,
     cuda_api.replace_streams,
+    cuda_api.hide_accelerators,
     random_state.replace_generators,
     random_state.keep_data_loader_off_the_generator,
     optional_packages.supply_typing_override,

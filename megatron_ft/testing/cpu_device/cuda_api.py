@@ -117,6 +117,15 @@ def replace_devices() -> None:
     cuda.device = NullContext
 
 
+def hide_accelerators() -> None:
+    """There is none for ``torch.accelerator``, which optimizers ask before each step.
+
+    A CUDA build would find the pretended devices available, and then ask CUDA for a stream.
+    """
+    accelerator: Any = torch.accelerator
+    accelerator.current_accelerator = lambda check_available=False: None
+
+
 def _zero(*_args: Any, **_kwargs: Any) -> int:
     return 0
 
