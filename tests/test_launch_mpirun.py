@@ -275,6 +275,14 @@ def test_an_outer_launchers_variables_do_not_mislead(mpi: MpiLauncher) -> None:
     probe_world(mpi, 2, outer)
 
 
+@pytest.mark.mpi
+def test_a_world_needs_no_home(mpi: MpiLauncher) -> None:
+    homeless = {name: value for name, value in os.environ.items() if name != "HOME"}
+    assert find_mpi(environment=homeless) == mpi
+    probe_world(mpi, 2, homeless)
+    probe_world(mpi, 2, {**homeless, "HOME": ""})
+
+
 def test_mpi_is_the_one_that_mpi4py_uses(mpi: MpiLauncher) -> None:
     said = subprocess.run(
         [str(mpi.path), "--version"], stdout=subprocess.PIPE, timeout=TIMEOUT, check=True

@@ -173,13 +173,14 @@ def world_environment(
 
     What MPI keeps in files, its shared memory included, goes to ``scratch``: ranks that are
     killed leave it behind.  A user's own setting of the same name wins, save what ``remote``
-    holds: how other hosts are reached.
+    holds: how other hosts are reached.  Open MPI does not start without a HOME.
     """
     settings = _MPICH_SETTINGS
     if mpi.kind is MpiKind.OPEN_MPI:
         settings = _OPEN_MPI_SETTINGS | (_one_machine(mpi, scratch) if remote is None else {})
     kept = without_outer_launcher(environment)
-    return {**settings, **kept, "TMPDIR": str(scratch), **(remote or {})}
+    home = kept.get("HOME") or str(scratch)
+    return {**settings, **kept, "HOME": home, "TMPDIR": str(scratch), **(remote or {})}
 
 
 def open_mpi_by(remote_shell: Sequence[str]) -> dict[str, str]:
@@ -248,7 +249,7 @@ def _wheel_folders() -> Iterator[Path]:
 def _ask(command: Sequence[str], environment: Mapping[str, str]) -> str:
     """All that a short command prints; what it prints is judged, not its status."""
     env = {**without_outer_launcher(environment), "OMPI_ALLOW_RUN_AS_ROOT": "1",
-           "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # fmt: skip
+           "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "HOME": environment.get("HOME") or "/"}  # fmt: skip
     try:
         answer = subprocess.run(
             command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

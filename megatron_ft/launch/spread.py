@@ -6,8 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 # What ranks that were killed left of an earlier world would only take memory.
-IN_FOLDER = 'rm -rf "$0" && (umask 077 && mkdir -p "$0") && TMPDIR="$0" exec /bin/sh -c "$1"'
-"""For ``sh -c``, with a folder and words: runs the words so that MPI keeps its files there."""
+IN_FOLDER = (
+    'rm -rf "$0" && (umask 077 && mkdir -p "$0") && export TMPDIR="$0" HOME="${HOME:-$0}" && '
+    'exec /bin/sh -c "$1"'
+)
+"""For ``sh -c``, with a folder and words: runs the words so that MPI keeps its files there.
+
+Open MPI does not start without a HOME.
+"""
 
 
 @dataclass(frozen=True)
