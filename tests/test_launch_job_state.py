@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import select
+import shutil
 import stat
 import subprocess
 import sys
@@ -60,6 +61,29 @@ def test_what_a_full_disk_does_not_take_is_refused_and_not_believed(tmp_path: Pa
         in_the_way.rmdir()
         assert state.update(committed=True).committed
     assert read_record(tmp_path / "llm", "llm") == state.record
+
+
+def test_notes_that_are_removed_are_written_again_with_the_secret_and_the_lock(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "llm"
+    with JobState(folder, "llm") as state:
+        state.update(committed=True)
+        assert not state.restore()
+        shutil.rmtree(folder)
+        assert state.restore() and not state.restore()
+        assert read_record(folder, "llm") == state.record
+        with pytest.raises(ControlPlaneError, match=f"process {os.getpid()}"):
+            JobState(folder, "llm")
+        (folder / "job.json").unlink()
+        assert state.restore()
+        shutil.rmtree(folder)
+        state.update(incarnation=7)
+        assert read_record(folder, "llm") == state.record
+        shutil.rmtree(folder)
+        JobState(folder, "llm").close()
+        with pytest.raises(ControlPlaneError, match="belong to another job"):
+            state.restore()
 
 
 def test_a_second_supervisor_is_refused_by_name_until_the_first_is_dead(tmp_path: Path) -> None:

@@ -17,7 +17,12 @@ import msgspec
 
 from megatron_ft import private_files
 from megatron_ft.decoding import UNREADABLE
-from megatron_ft.errors import ConfigError, ControlPlaneError, UntrustedFileError
+from megatron_ft.errors import (
+    ConfigError,
+    ControlPlaneError,
+    StaleIncarnationError,
+    UntrustedFileError,
+)
 from megatron_ft.fault_points import reach
 from megatron_ft.fewer_ranks import RankRule
 from megatron_ft.identity import Ancestor, Seat
@@ -130,6 +135,7 @@ class JobState:
         """
         assert self._lock is not None, "the state was closed"
         record = msgspec.structs.replace(self._record, **changes)
+        self._require_folder()
         try:
             write_record(self.folder, record)
         except OSError as error:
@@ -139,6 +145,33 @@ class JobState:
             ) from error
         self._record = record
         return record
+
+    def restore(self) -> bool:
+        """Write the notes again if somebody has removed them; whether that was so.
+
+        ControlPlaneError if they cannot be written, or are another supervisor's by now.
+        """
+        if (self.folder / _FILE).exists() and not self._require_folder():
+            return False
+        self.update()
+        return True
+
+    def _require_folder(self) -> bool:
+        """Have the folder and our lock in it; whether they had been removed."""
+        assert self._lock is not None, "the state was closed"
+        if _is_same_file(self._lock, self.folder / _LOCK):
+            return False
+        make_notes_folder(self.folder)
+        lock = _take_lock(self.folder, self._record.name)
+        os.close(self._lock)
+        self._lock = lock
+        found = read_record(self.folder, self._record.name)
+        if found is not None and found.job != self._record.job:
+            raise StaleIncarnationError(
+                f"the notes in {self.folder} were removed, and belong to another job "
+                f"{found.name!r} now; this one stops"
+            )
+        return True
 
     def remove(self) -> None:
         """Forget the job: remove our files, the folder if then empty, and give back the lock."""

@@ -29,6 +29,9 @@ from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.launch.salvage import salvage_without_trainers
 from megatron_ft.smp import messages as m
 
+NOTES_SECONDS = 2.0
+"""So often a supervisor looks whether its notes are still there."""
+
 
 class Supervisor(JobParts):
     """Runs one JobSpec through a Launcher.  ``observers`` are told every event."""
@@ -46,6 +49,7 @@ class Supervisor(JobParts):
             await asyncio.to_thread(starter.check, self.spec.nodes)
             if starter.over_tcp:
                 self.observers.tell("transport", starter.describe())
+        keeping = asyncio.create_task(self._keep_notes())
         try:
             while (failure := await self._live()) is not None:
                 await self.drains.abandon()
@@ -56,6 +60,7 @@ class Supervisor(JobParts):
             await salvage_without_trainers(self)
             raise
         finally:
+            keeping.cancel()
             await self.drains.abandon()
             self.world.stop()
             self.warm_spares.end()
@@ -78,6 +83,20 @@ class Supervisor(JobParts):
         else:
             if older > record.incarnation:
                 self.state.update(incarnation=older)
+
+    async def _keep_notes(self) -> None:
+        """Write the job's notes again if they were removed: without them memory has no key."""
+        told = ""
+        while True:
+            await asyncio.sleep(NOTES_SECONDS)
+            try:
+                text = f"{self.state.folder} was removed; its notes were written again"
+                text = text if self.state.restore() else ""
+            except ControlPlaneError as error:
+                text = str(error)
+            if text and text != told:
+                self.observers.tell("notes_removed", text)
+            told = text
 
     async def _live(self) -> Failure | None:
         """One incarnation; None when training has finished."""
