@@ -154,3 +154,14 @@ def test_another_start_is_given_new_failures_a_few_times() -> None:
         assert not budget.failures
     budget = budget.after(own(0), -1).after(own(1), -1)
     assert budget.from_other_start() == budget
+
+
+def test_what_the_framework_saves_is_progress_and_what_lay_there_before_is_none() -> None:
+    budget = RestartBudget(highest_saved=500)
+    for iteration in range(5):
+        budget = budget.after(own(0), iteration, saved=500)
+        assert budget.delay_seconds == 0
+    for saved in range(501, 510):
+        budget = budget.after(own(0), 4, saved=saved)
+        assert budget.delay_seconds == 0
+    assert budget.after(own(0), 4, saved=509).delay_seconds == 1

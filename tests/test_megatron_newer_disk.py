@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megatron_ft.coordinator.timing import Timing
 from megatron_ft.testing.trace import read_trace
+from tests.jobs import Job
 from tests.megatron_jobs import (
     RANKS,
     log_of,
@@ -40,9 +43,11 @@ def test_all_ranks_take_the_newer_checkpoint_and_snapshots_go_on(
     checkpoints = ("--save", own, "--load", own, "--save-interval", "9")
     snapshots = ("--inmem-snapshot", "--inmem-snapshot-interval", "4")
     job = survive_a_kill(program, megatron_corpus, tmp_path / "job", (*snapshots, *checkpoints))
-    assert [iteration < 9 for iteration, _ in job.restores()] == [True], job.story()
-    assert "starting from disk: the checkpoint of iteration 9 is newer" in log_of(job, 0)
-    after = job.kinds()[job.kinds().index("restoring") :]
+    assert not job.restores(), "the supervisor says what trainers do"
+    (said,) = (event.text for event in job.events if event.kind == "from_disk")
+    assert "starting from disk: the checkpoint of iteration 9 is newer; memory keeps" in said
+    assert "starting from disk: the job decided to start from disk" in log_of(job, 0)
+    after = job.kinds()[job.kinds().index("from_disk") :]
     assert "committed" in after, job.story()
     train_alone(program, megatron_corpus, tmp_path / "alone")
     for rank in range(RANKS):
@@ -52,3 +57,35 @@ def test_all_ranks_take_the_newer_checkpoint_and_snapshots_go_on(
         )
         assert list(alone) == list(range(1, program.iterations + 1))
         assert ours == alone
+
+
+@pytest.mark.mpi
+@pytest.mark.megatron
+@pytest.mark.slow
+@needs_megatron
+def test_a_doubtful_result_is_resumed_from_the_checkpoint_that_knows_of_it(
+    megatron_corpus: Path, tmp_path: Path
+) -> None:
+    """Megatron itself declares results doubtful, saves, and exits with 16, some times."""
+    program = replace(packaged(_installed()), iterations=8)
+    own, trace = str(tmp_path / "checkpoints"), tmp_path / "trace"
+    flags = [*program.flags(megatron_corpus, trace), "--save", own, "--load", own]
+    flags += ["--save-interval", "100", "--inmem-snapshot", "--inmem-snapshot-interval", "1"]
+    flags += ["--rerun-mode", "validate_results", "--error-injection-rate", "12"]
+    job = Job(
+        tmp_path,
+        nodes=RANKS,
+        protect="none",
+        command=(sys.executable, *flags, "--error-injection-type", "correct_result"),
+        environment=program.environment(trace),
+        timing=Timing(lease=30.0, node_timeout=45.0),
+    )
+    try:
+        job.run()
+    finally:
+        job.cluster.destroy()
+    ends = [event for event in job.events if event.kind == "trainer_died"]
+    assert ends and {event.fields["status"] for event in ends} == {16}, job.story()
+    resumed = [event.text for event in job.events if event.kind == "from_disk"]
+    assert len(resumed) == len(ends), job.story()
+    assert all("was saved to be resumed from" in text for text in resumed), job.story()

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from megatron_ft.recovery.start import Disk, View, decide
 
 iterations = st.integers(-1, 50)
-disks = st.builds(Disk, iterations, st.sampled_from(["", "the checkpoint 'best'"]))
+disks = st.builds(
+    Disk, iterations, st.sampled_from(["", "the checkpoint 'best'"]), to_resume=st.booleans()
+)
 problems = st.sampled_from(["", "", "the loader has no position"])
 views = st.builds(View, iterations, disks, st.booleans(), st.booleans(), problems, st.booleans())
 same_offer = st.tuples(iterations, st.lists(views, min_size=1, max_size=6)).map(
@@ -24,14 +26,22 @@ def test_memory_serves_all_ranks_or_none(ranks: list[View]) -> None:
     usable = usable and not any(view.disk_only or view.problem for view in ranks)
     other_wanted = bool(disk.asked) and any(view.wish_changed for view in ranks)
     rewound = any(view.rewound for view in ranks)
-    newer_on_disk = not disk.asked and disk.iteration > max(offers) and not rewound
+    newer = disk.iteration > max(offers) or (disk.to_resume and disk.iteration == max(offers))
+    newer_on_disk = not disk.asked and newer and not rewound
     assert decision.from_memory == (usable and not other_wanted and not newer_on_disk)
     assert decision.reason
 
 
 def test_what_stands_in_the_way_is_said() -> None:
     view = View(8, Disk(6))
-    assert decide([view, view]).from_memory
+    assert decide([view, view]) == (True, "newer than what is on disk (iteration 6)")
+    tie = [View(8, Disk(8))] * 2
+    assert decide(tie) == (True, "as new as what is on disk (iteration 8)")
+    doubtful = [View(8, Disk(8, to_resume=True))] * 2
+    assert decide(doubtful) == (
+        False,
+        "the checkpoint of iteration 8 was saved to be resumed from",
+    )
     reason = decide([view, view._replace(problem="no position")]).reason
     assert reason == "no position"
     assert "ranks [1]" in decide([view, view._replace(offered=4)]).reason

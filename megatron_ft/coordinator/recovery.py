@@ -115,7 +115,8 @@ class DiskSource:
 class Restore:
     """The input of one restore: a decision, where shards live now, and the new lineage.
 
-    ``disk`` is set where the snapshot comes from a drained checkpoint.
+    ``disk`` is set where the snapshot comes from a drained checkpoint.  ``framework_loads`` says
+    that trainers load a checkpoint of the framework's own instead; memory keeps what it has.
     """
 
     decision: Decision
@@ -125,6 +126,7 @@ class Restore:
     lineage: tuple[Ancestor, ...]
     slot_count: int
     disk: DiskSource | None = None
+    framework_loads: bool = False
 
     def adoption(self, node: str) -> m.Adopt:
         """What ``node`` keeps: its shards if something is restored, else nothing."""

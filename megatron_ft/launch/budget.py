@@ -34,10 +34,10 @@ class Failure:
 class RestartBudget:
     """Failures since the job last made progress; ``after`` gives the next value.
 
-    Progress is a rise of ``highest_iteration``, the highest iteration that is committed in
-    memory or that the framework itself has saved (-1: none yet).  Without progress the job ends
-    with a failure of the training command that has come ``same_failure_limit`` times, on whatever
-    rank; with another one that has come so often on one node, or ``elsewhere_limit`` times
+    Progress is a rise of ``highest_iteration``, which is committed in memory, or of
+    ``highest_saved``, which the framework has saved itself (-1: none yet).  Without progress the
+    job ends with a failure of the training command that has come ``same_failure_limit`` times, on
+    whatever rank; with another one that has come so often on one node, or ``elsewhere_limit`` times
     anywhere; and after ``total_limit`` restarts whatever happened.  So no sequence of failures
     without progress leads to more than ``total_limit`` starts, however many ranks there are.
 
@@ -51,6 +51,7 @@ class RestartBudget:
     first_delay_seconds: float = 1.0
     longest_delay_seconds: float = 60.0
     highest_iteration: int = -1
+    highest_saved: int = -1
     failures: tuple[Failure, ...] = ()
     restarts_without_progress: int = 0
     other_starts: int = 0
@@ -58,13 +59,16 @@ class RestartBudget:
     suspect: str = ""
     suspected: frozenset[str] = frozenset()
 
-    def after(self, failure: Failure, iteration: int, *, spare: bool = False) -> RestartBudget:
-        """The budget once ``failure`` happened, when ``iteration`` was the newest that is safe.
+    def after(
+        self, failure: Failure, iteration: int, *, saved: int = -1, spare: bool = False
+    ) -> RestartBudget:
+        """The budget once ``failure`` happened, when ``iteration`` was the highest committed.
 
-        ``spare`` says that a node is free to replace a suspect.  Raises RestartBudgetError when
-        the job is not to be started again.
+        ``saved`` is the newest that the framework has saved itself, ``spare`` says that a node is
+        free to replace a suspect.  Raises RestartBudgetError when the job is not to be started
+        again.
         """
-        now = self._noted(failure, iteration)
+        now = self._noted(failure, iteration, saved)
         if failure.final:
             raise RestartBudgetError(f"{failure.text}; another start would meet the same failure")
         if now.restarts_without_progress >= self.total_limit:
@@ -79,12 +83,13 @@ class RestartBudget:
             return replace(now, suspect=failure.place, suspected=now.suspected | {failure.cause})
         raise RestartBudgetError(now._explain(same))
 
-    def _noted(self, failure: Failure, iteration: int) -> RestartBudget:
-        progressed = iteration > self.highest_iteration
-        if progressed:
+    def _noted(self, failure: Failure, iteration: int, saved: int) -> RestartBudget:
+        # Each for itself: the folder may hold what another job has saved later than this one is.
+        if iteration > self.highest_iteration or saved > self.highest_saved:
             return replace(
                 self,
-                highest_iteration=iteration,
+                highest_iteration=max(iteration, self.highest_iteration),
+                highest_saved=max(saved, self.highest_saved),
                 failures=(failure,),
                 restarts_without_progress=0,
                 other_starts=0,
@@ -143,6 +148,7 @@ class RestartBudget:
 
     @property
     def _reached(self) -> str:
+        saved = f", iteration {self.highest_saved} is saved" if self.highest_saved >= 0 else ""
         if self.highest_iteration < 0:
-            return "nothing committed"
-        return f"iteration {self.highest_iteration} is the newest that is safe"
+            return f"nothing committed{saved}"
+        return f"iteration {self.highest_iteration} is the newest commit{saved}"

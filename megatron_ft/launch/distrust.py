@@ -64,6 +64,11 @@ class Distrust:
             # On disk there is only what was given up.
             self._coordinator.durable = None
 
+    async def memory_first(self) -> bool:
+        """Whether memory goes before the framework's own checkpoint, even if that is newer."""
+        own = await self._own() if self.quarantine.over_disk else None
+        return self.quarantine.goes_before(None if own is None else own.named)
+
     def source(self, decision: Decision) -> str:
         """The word by which trainers know where their state is to come from."""
         if decision.snapshot is None:

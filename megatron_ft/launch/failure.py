@@ -15,6 +15,9 @@ from megatron_ft.launch.launcher import Launcher
 from megatron_ft.launch.log_end import last_lines
 from megatron_ft.smp import messages as m
 
+RERUN_CODES = (16, 17)
+"""Of Megatron's rerun state machine: a result was doubtful, which is no fault of the snapshot."""
+
 NODE_LOST = "a node was lost"
 """The cause of failures that a node's loss has led to."""
 
@@ -86,5 +89,8 @@ def trainer_failure(
     text = f"{who} {how}"
     if not launcher.reachable(node):
         return Failure(text, NODE_LOST, node)
+    if status in RERUN_CODES:
+        why = f"{text}, as Megatron does to be resumed from its checkpoint (--rerun-mode)"
+        return Failure(why, f"a trainer {how}")
     outside = -status in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
     return Failure(text, f"a trainer {how}", node, training=not outside)

@@ -61,9 +61,8 @@ class Life:
             if job.spec.scheme.parity_members and not job.world.wanted:
                 job.world.start(plan.active)
             job.watch.begin_life(ranks)
-            job.trainers.start(
-                plan.active, plan.incarnation, {RESTORE: job.distrust.source(plan.decision)}
-            )
+            source = "disk" if plan.framework_loads else job.distrust.source(plan.decision)
+            job.trainers.start(plan.active, plan.incarnation, {RESTORE: source})
             job.observers.tell("trainers_started", f"{ranks} trainers started")
             return await self._watch(asyncio.create_task(self._begin_snapshots(roll, plan)))
         finally:

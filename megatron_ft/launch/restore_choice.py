@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
+
 from megatron_ft.coordinator.recovery import (
     Admitted,
     DiskSource,
@@ -16,10 +19,13 @@ from megatron_ft.identity import Ancestor
 from megatron_ft.launch.changed import check_memory
 from megatron_ft.launch.disk_restore import lineage_before
 from megatron_ft.launch.distrust import reason_against_own
+from megatron_ft.launch.foresight import LOOK_SECONDS, foresee
+from megatron_ft.launch.in_thread import in_thread
 from megatron_ft.launch.job_parts import JobParts
 from megatron_ft.launch.job_state import command_digest
 from megatron_ft.recovery.decide import Decision, decide
 from megatron_ft.recovery.lineage import extend
+from megatron_ft.recovery.start import Start
 
 
 class RestoreChoice:
@@ -55,8 +61,24 @@ class RestoreChoice:
             slot_count=job.spec.sizes.slot_count,
             disk=source,
         )
-        self._tell(plan, memory, choice)
-        return plan
+        start = await self._foreseen(plan)
+        if start is None or start.from_memory:
+            self._tell(plan, memory, choice)
+            return plan
+        text = f"starting from disk: {start.reason}; memory keeps iteration"
+        job.observers.tell("from_disk", f"{text} {plan.decision.iteration}")
+        return replace(plan, framework_loads=True)
+
+    async def _foreseen(self, plan: Restore) -> Start | None:
+        """What trainers will do with the snapshot; None if only they can know."""
+        if plan.decision.snapshot is None:
+            return None
+        offered, command = plan.decision.iteration, self._job.spec.command
+        rewound = await self._job.distrust.memory_first()
+        try:
+            return await in_thread(lambda: foresee(command, offered, rewound), LOOK_SECONDS)
+        except (asyncio.TimeoutError, OSError):
+            return None
 
     def memory(self, admitted: Admitted, count: int | None) -> Decision:
         """What memory can serve of a job of ``count`` shards (None: not known)."""

@@ -8,6 +8,7 @@ again takes them over.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from megatron_ft.coordinator.recovery import RebuildError
 from megatron_ft.errors import (
@@ -22,6 +23,7 @@ from megatron_ft.errors import (
 from megatron_ft.launch.budget import Failure
 from megatron_ft.launch.disk_restore import LoadError
 from megatron_ft.launch.failure import NODE_LOST
+from megatron_ft.launch.foresight import folder_of, newest_saved
 from megatron_ft.launch.hosts import hold_for_hosts
 from megatron_ft.launch.job_parts import JobParts
 from megatron_ft.launch.life import Life
@@ -49,6 +51,8 @@ class Supervisor(JobParts):
             await asyncio.to_thread(starter.check, self.spec.nodes)
             if starter.over_tcp:
                 self.observers.tell("transport", starter.describe())
+        saved = await newest_saved(folder_of(self.spec))
+        self.budget = replace(self.budget, highest_saved=saved)
         keeping = asyncio.create_task(self._keep_notes())
         try:
             while (failure := await self._live()) is not None:
@@ -147,8 +151,9 @@ class Supervisor(JobParts):
             self.budget = self.budget.from_other_start()
         committed = self.coordinator.committed
         iteration = -1 if committed is None else committed[1]
-        spare = bool(self.members.free_spares())
-        self.budget = self.budget.answered(self.replaced).after(failure, iteration, spare=spare)
+        saved, spare = await newest_saved(folder_of(self.spec)), bool(self.members.free_spares())
+        self.budget = self.budget.answered(self.replaced)
+        self.budget = self.budget.after(failure, iteration, saved=saved, spare=spare)
         if self.budget.delay_seconds:
             delay = self.budget.delay_seconds
             self.observers.tell("backoff", f"waiting {delay:g} s before the next start")

@@ -7,6 +7,13 @@ through.  See docs/megatron.md.
 
 from __future__ import annotations
 
-from megatron_ft.megatron.hooks import install
+from typing import Any
 
 __all__ = ["install"]
+
+
+def install(*args: Any) -> None:
+    """See :func:`megatron_ft.megatron.hooks.install`, which imports torch and Megatron."""
+    from megatron_ft.megatron import hooks
+
+    hooks.install(*args)

@@ -20,7 +20,7 @@ from megatron_ft.config import SWITCH, SnapshotConfig
 from megatron_ft.environment import RESTORE
 from megatron_ft.errors import ConfigError
 from megatron_ft.fewer_ranks import SHRINK
-from megatron_ft.megatron import arguments
+from megatron_ft.megatron import arguments, rerun
 from megatron_ft.megatron.manager import make_manager
 from megatron_ft.megatron.run import SnapshotRun, without_disk_load
 from megatron_ft.megatron.versions import check_megatron
@@ -55,9 +55,12 @@ def install(manager_factory: ManagerFactory = make_manager) -> None:
     wrap(training, "train", _with_end)
     wrap(training, "training_log", _with_loss)
     wrap(training, "checkpoint_and_decide_exit", _with_capture)
-    for name in ("evaluate_and_print_results", "save_checkpoint_and_time"):
+    for name, how in (
+        ("evaluate_and_print_results", _with_pause),
+        ("save_checkpoint_and_time", _with_note),
+    ):
         if hasattr(training, name):
-            wrap(training, name, _with_pause)
+            wrap(training, name, how)
     for name in ("offload_to_cpu", "restore_from_cpu"):
         if hasattr(MegatronOptimizer, name):
             wrap(MegatronOptimizer, name, _at_rest)
@@ -172,6 +175,19 @@ def _with_pause(original: Function) -> Function:
             return original(*args, **kwargs)
 
     return between_iterations
+
+
+def _with_note(original: Function) -> Function:
+    """A checkpoint; what it is saved for is noted beside it."""
+    signature, paused = inspect.signature(original), _with_pause(original)
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        if _current is not None:
+            given = signature.bind(*args, **kwargs).arguments
+            rerun.note_save(_options(), given["iteration"])
+        return paused(*args, **kwargs)
+
+    return save
 
 
 def _at_rest(original: Function) -> Function:

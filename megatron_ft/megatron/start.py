@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.disk.native import TRACKER
+from megatron_ft.megatron.rerun import noted
 from megatron_ft.recovery.start import Disk
 
 
@@ -39,7 +40,8 @@ def disk_of(args: Any) -> Disk:
     override = _override(args)
     if found < 0:
         return Disk(-1)
-    return Disk(found if override is None else override, _asked(args))
+    resumed = override is None and noted(Path(directory)) == found
+    return Disk(found if override is None else override, _asked(args), resumed)
 
 
 def tracked_iteration(tracker: Path) -> int:

@@ -17,10 +17,18 @@ class Disk(NamedTuple):
     """What the framework itself would start from: an iteration, -1 if it would load nothing.
 
     ``asked`` is how the user named that checkpoint, empty if it is just the newest.
+    ``to_resume`` says that the framework saved it to be resumed from, and that it holds more than
+    a snapshot of the same iteration: what Megatron has found out about a doubtful result.
     """
 
     iteration: int
     asked: str = ""
+    to_resume: bool = False
+
+    def goes_before(self, offered: int) -> bool:
+        """Whether it goes before a snapshot of iteration ``offered``; of equal ones memory serves,
+        unless the checkpoint holds more."""
+        return self.iteration > offered or (self.to_resume and self.iteration == offered)
 
 
 class View(NamedTuple):
@@ -61,8 +69,10 @@ def decide(views: Sequence[View]) -> Start:
     """Choose for all ranks from what they see, by rank; what is on disk, the first one says.
 
     Memory serves if every rank has the same snapshot, and what the framework would load is
-    not newer.  A checkpoint that the user names, and did not name when the snapshot was taken,
-    is what he wants, even if it is older; one that he named before was loaded before.
+    not newer.  If both are of one iteration, memory serves, unless the framework saved the
+    checkpoint to be resumed from.  A checkpoint that the user names, and did not name when the
+    snapshot was taken, is what he wants, even if it is older; one that he named before was loaded
+    before.
     """
     disk, newest = views[0].disk, max(view.offered for view in views)
     if newest < 0:
@@ -75,16 +85,18 @@ def decide(views: Sequence[View]) -> Start:
     if disk.asked and any(view.wish_changed for view in views):
         return Start(False, f"{disk.asked} was asked for")
     rewound = any(view.rewound for view in views)
-    if not disk.asked and disk.iteration > newest and not rewound:
-        return Start(False, f"the checkpoint of iteration {disk.iteration} is newer")
+    if not disk.asked and disk.goes_before(newest) and not rewound:
+        newer = "is newer" if disk.iteration > newest else "was saved to be resumed from"
+        return Start(False, f"the checkpoint of iteration {disk.iteration} {newer}")
     problem = next((view.problem for view in views if view.problem), "")
     if problem:
         return Start(False, problem)
     if disk.asked:
         return Start(True, f"{disk.asked} was loaded in an earlier life")
-    if disk.iteration > newest:
+    if disk.goes_before(newest):
         return Start(True, f"the job was rewound to before what is on disk ({_disk_text(disk)})")
-    return Start(True, f"newer than what is on disk ({_disk_text(disk)})")
+    how = "as new as" if disk.iteration == newest else "newer than"
+    return Start(True, f"{how} what is on disk ({_disk_text(disk)})")
 
 
 def agree(view: View, manager: Manager) -> Start | None:
