@@ -193,8 +193,9 @@ class Life:
         job = self._job
         if first.finished:
             return None
-        # Nodes answer behind what they have told.
-        await job.coordinator.refresh()
+        if first.status > 0 and not self._roll.complete.is_set():
+            # Nodes answer behind what they have told, perhaps why this rank could not begin.
+            await job.coordinator.refresh()
         if self._roll.stranger:
             check_shard(job.spec.name, self._roll.known, self._roll.stranger)
         job.notes.raise_if_unfit()
