@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -203,15 +204,39 @@ class SlurmCluster:
             and env.get("SLURM_CONF") == self.environment["SLURM_CONF"]
         )
 
-    def kill_node(self, node: str) -> None:
-        """Lose a node: SIGKILL to its slurmd, its step daemons and all processes of its jobs."""
+    def is_lost(self, node: str) -> bool:
+        """Whether the node's slurmd was killed and not started again."""
+        return node not in self._daemons
+
+    def kill_node(self, node: str, *, sruns_first: bool = False) -> None:
+        """Lose a node: SIGKILL to its slurmd, its step daemons and all processes of its jobs.
+
+        With ``sruns_first`` the first process of each srun dies while the second, which waits for
+        that, still lives, as where a node's processes end one after the other.
+        """
         slurmd = self._daemons.pop(node)
+        host_name = _host_name_of(slurmd.pid)
         slurmd.kill()
         slurmd.wait()
-        procfs.kill_matching(lambda pid: self._belongs(pid, node), f"node {node}")
+        procfs.kill_matching(lambda pid: self._is_stepd(pid, node), f"step daemons of {node}")
+        if sruns_first:
+            self._kill_first_of_sruns(host_name)
+        # sruns of a supervisor do not say on which node they are, but share its host name.
+        procfs.kill_matching(
+            lambda pid: self._is_of(pid, node) or _host_name_of(pid) == host_name, f"node {node}"
+        )
 
-    def _belongs(self, pid: int, node: str) -> bool:
-        return self._is_of(pid, node) or self._is_stepd(pid, node)
+    def _kill_first_of_sruns(self, host_name: str) -> None:
+        """Return when the second processes of the sruns have done what they do then."""
+        here = [p for p in procfs.own_processes() if _host_name_of(p) == host_name]
+        sruns = {pid for pid in here if _is_srun(pid)}
+        second = {pid: os.pidfd_open(pid) for pid in sruns if _parent_of(pid) in sruns}
+        assert second, "no srun has a second process: this Slurm needs another test"
+        for pid in sruns - second.keys():
+            os.kill(pid, signal.SIGKILL)
+        alive = [pid for pid, fd in second.items() if not procfs.ended(fd, START_SECONDS)]
+        procfs.close_all(second)
+        assert not alive, f"second processes of srun {alive} wait for nothing"
 
     def _is_stepd(self, pid: int, node: str) -> bool:
         # slurmstepd calls itself "slurmstepd: [4.extern]" and keeps the slurmd's log open.
@@ -265,6 +290,26 @@ class SlurmCluster:
                 ends = "\n".join(f"{log}:\n{log.read_text()[-1500:]}" for log in logs)
                 raise RuntimeError(f"no {what} within {START_SECONDS:.0f} s; {ends}")
             time.sleep(0.05)
+
+
+def _host_name_of(pid: int) -> str:
+    """Which host name a process shares with others; every node's slurmd has one of its own."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/uts")
+    except OSError:
+        return ""
+
+
+def _is_srun(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip() == "srun"
+    except OSError:
+        return False
+
+
+def _parent_of(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("PPid:")[2].split()[0])
 
 
 def _different_ports(count: int) -> list[int]:

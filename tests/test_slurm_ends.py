@@ -119,3 +119,38 @@ def test_arenas_of_an_older_life_are_refused_after_a_requeue(
     assert "n1 takes the place of n2" in third, job.story()
     assert "pp0-tp0-dp1-ep0 from parity, the rest from own memory" in third, job.story()
     assert not difference(job.result(), uninterrupted(2, ITERATIONS)), job.story()
+
+
+@pytest.mark.all_layouts
+def test_deputies_outlive_each_other_and_a_batch_node_that_ends_piece_by_piece(
+    slurm: SlurmCluster, submit: Submit
+) -> None:
+    """Both deputies are lost, one after the other; then each srun of the batch node, then it."""
+
+    def deputies() -> set[str]:
+        steps = slurm.run("squeue", "--steps", "--noheader", "--format=%N %j").splitlines()
+        left = slurm.run("squeue", "--noheader", "--jobs", job.id, "--format=%N").strip()
+        names = set(slurm.run("scontrol", "show", "hostnames", left).split())
+        found = {s.split()[0] for s in steps if s.endswith("megatron-ft-deputy")}
+        return found & names
+
+    site = {"DEPUTY_SECONDS": "2"}
+    job = submit(nodes=5, spares=3, iterations=5000, run_flags=FLAGS, site=site)
+    lost = ["n2", "n1", "n0"]
+    try:
+        job.until_printed("committed (protected)")
+        job.until("two deputies", lambda: deputies() == {"n1", "n2"})
+        slurm.kill_node("n2")
+        job.until("a successor of n2", lambda: deputies() == {"n1", "n3"})
+        slurm.kill_node("n1")
+        slurm.kill_node("n3")
+        lost.append("n3")
+        job.until("successors of both", lambda: deputies() == {"n4"})
+        slurm.kill_node("n0", sruns_first=True)
+        job.until_state("PENDING")
+        assert slurm.job_state(job.id) == "PENDING", "requeued"
+    finally:
+        slurm.run("scancel", job.id, check=False)
+        for name in lost:
+            if slurm.is_lost(name):
+                slurm.start_node(name)

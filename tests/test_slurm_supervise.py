@@ -20,6 +20,10 @@ CALLED = """\
 #!/bin/bash
 echo "${0##*/} $*" >>"$CALLS"
 case "${0##*/} $*" in
+    "squeue --steps "*) [ -z "$STEPS" ] || echo "$STEPS" ;;
+    "sleep infinity") ;;
+    "sleep "*) exec /bin/sleep 0.1 ;;
+    *deputy.sh*) echo watching ;;
     *--format=%T) echo "$STATE" ;;
     *--format=%L) echo "$LEFT" ;;
     "squeue "* | *hostnames*) printf '%s\\n' $NODES ;;
@@ -57,6 +61,7 @@ class Batch:
             "REQUEUE": "1",
             "STATE": "RUNNING",
             "NODES": "n0",
+            "STEPS": "",
             "LEFT": "1-02:00:00",
             "SLURM_JOB_ID": "9",
             "SLURM_JOB_NAME": "job",
@@ -144,14 +149,44 @@ def test_a_job_that_was_cancelled_is_not_revived(tmp_path: Path) -> None:
 
 
 def test_deputies_are_on_two_other_nodes_whatever_their_names_begin_with(tmp_path: Path) -> None:
-    batch = Batch(tmp_path, 0, NODES="n1 n10 n11 n12", SLURMD_NODENAME="n1")
+    batch = Batch(tmp_path, 0, NODES="n1 n10 n11 n12", SLURMD_NODENAME="n1", SIGNALS="1")
     script = batch.start()
-    # Deputies are started beside the script, and have its output open as long as they run.
+    wait_for(batch, "--nodelist=n11 ", script)
+    with batch.calls.open("a") as calls:
+        calls.write("sent\n")
+    # They are started beside the script, and have its output open as long as they run.
     script.communicate(timeout=60)
     assert script.returncode == 0
-    calls = batch.calls.read_text().splitlines()
-    (deputies,) = [line for line in calls if "deputy.sh" in line]
-    assert "--nodes=2 --ntasks=2 --nodelist=n10,n11 " in deputies and deputies.endswith(" n1")
+    deputies = [line for line in batch.calls.read_text().splitlines() if "deputy.sh" in line]
+    assert {line.partition("--nodelist=")[2].split()[0] for line in deputies} == {"n10", "n11"}
+    assert all(f"deputy.sh n1 {tmp_path}/state" in line for line in deputies)
+
+
+@pytest.mark.parametrize(
+    ("running", "nodes", "started"),
+    [
+        ("n10 n11", "n1 n10 n11 n12", set()),
+        ("n10 n11", "n1 n11 n12", {"n12"}),
+        ("n10 n11", "n1 n12 n13 n14", {"n12", "n13"}),
+        ("n10", "n1 n10", set()),
+    ],
+    ids=["both", "one lost", "both lost", "no other node"],
+)
+def test_a_lost_deputy_gets_a_successor(
+    tmp_path: Path, running: str, nodes: str, started: set[str]
+) -> None:
+    """A step on a node that is in the job no more counts as lost."""
+    steps = "\n".join(f"{node} megatron-ft-deputy" for node in running.split())
+    batch = Batch(tmp_path, 0, NODES=nodes, STEPS=steps, SLURMD_NODENAME="n1", SIGNALS="1")
+    script = batch.start()
+    for node in sorted(started):
+        wait_for(batch, f"--nodelist={node} ", script)
+    wait_for(batch, "sleep 10", script)
+    with batch.calls.open("a") as calls:
+        calls.write("sent\n")
+    script.communicate(timeout=60)
+    deputies = [line for line in batch.calls.read_text().splitlines() if "deputy.sh" in line]
+    assert {line.partition("--nodelist=")[2].split()[0] for line in deputies} == started
 
 
 def test_flags_for_srun_stay_one_word(tmp_path: Path) -> None:
@@ -228,9 +263,9 @@ def test_what_follows_from_a_task_of_an_array(
     batch = Batch(tmp_path, code, **ARRAY, **settings)
     assert batch.start().wait(60) == code
     assert batch.did("scancel --state=PENDING 7") != goes_on
-    assert batch.did("--job job-7 ") and batch.did("squeue --noheader --jobs 7_2 ") == (
-        code not in (0, 14)
-    )
+    assert batch.did("--job job-7 ")
+    assert batch.did("squeue --noheader --jobs 7_2 ") or code in (0, 14)
+    assert not batch.did("squeue --noheader --jobs 9 "), "it may stand for all tasks"
     assert batch.did(FREED) == (code not in (0, 14)), "what is not on disk stays"
     assert not batch.did("requeue")
 

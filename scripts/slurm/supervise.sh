@@ -22,6 +22,11 @@
 : "${ARENA_DIR:=/dev/shm/megatron-ft-$(id -u)}"
 
 SUPERVISOR_STARTS=3
+DEPUTY=megatron-ft-deputy
+DEPUTY_START_SECONDS=60
+# How often deputies look for this node, and this node for them.
+: "${DEPUTY_SECONDS:=10}"
+export DEPUTY_SECONDS
 
 # Not a flag: the training command may have one of its own.
 export MEGATRON_FT_DRAIN_STOP_SECONDS="$DRAIN_STOP_SECONDS"
@@ -98,22 +103,56 @@ run_once() {
     child=""
 }
 
-# srun_here N NODES COMMAND...: one task of COMMAND on each of N nodes of this job.
-srun_here() {
-    env -u SLURM_NNODES -u SLURM_NTASKS -u SLURM_NPROCS -u SLURM_NTASKS_PER_NODE \
-        -u SLURM_TASKS_PER_NODE srun --overlap --no-kill --kill-on-bad-exit=0 --mem=0 \
-        --nodes="$1" --ntasks="$1" --nodelist="$2" --output=none "${@:3}"
+# For one task of a command on each of some nodes of this job; the batch step's own numbers of
+# tasks and nodes would count otherwise.
+SRUN_HERE=(env -u SLURM_NNODES -u SLURM_NTASKS -u SLURM_NPROCS -u SLURM_NTASKS_PER_NODE
+    -u SLURM_TASKS_PER_NODE srun --overlap --no-kill --kill-on-bad-exit=0 --mem=0)
+
+# start_deputy NODE: a step that watches this node from there; fails if it does not begin.
+#
+# An srun is two processes (22.05), and the second cancels the step when the first is killed.  This
+# node may lose its processes one after the other, so both are killed once the step has begun: it
+# then continues by itself, and ends with the job.
+start_deputy() {
+    local said srun second began=1
+    exec {said}< <(exec "${SRUN_HERE[@]}" --nodes=1 --ntasks=1 --nodelist="$1" --job-name="$DEPUTY" \
+        bash "${BASH_SOURCE[0]%/*}/deputy.sh" "$SLURMD_NODENAME" "$STATE_DIR/deputies.log" \
+        2>>"$STATE_DIR/deputies.log")
+    srun=$!
+    if read -r -t "$DEPUTY_START_SECONDS" <&"$said"; then
+        began=0
+        second="$(grep -ls "^PPid:[[:space:]]*$srun\$" /proc/[0-9]*/status | cut -d/ -f3)"
+        # It comes first, as it waits for the end of the first; it may be no process, or several.
+        # shellcheck disable=SC2086
+        kill -KILL $second "$srun" 2>/dev/null
+    else
+        kill -TERM "$srun" 2>/dev/null
+    fi
+    exec {said}<&-
+    return "$began"
 }
 
-# Two other nodes watch for the loss of this one, which would end this script and nothing else.
-start_deputies() {
-    local others count
-    others="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -vx "$SLURMD_NODENAME" | head -n 2)"
-    [ -n "$others" ] || return 0
-    count="$(wc -l <<<"$others")"
+# keep_deputies: have two other nodes watch for the loss of this one, which would end this script
+# and nothing else.  A deputy that is lost, as Slurm sees it, gets a successor.
+keep_deputies() {
+    local others steps node count
     mkdir -p "$STATE_DIR"
-    srun_here "$count" "$(paste -sd, <<<"$others")" \
-        bash "${BASH_SOURCE[0]%/*}/deputy.sh" "$SLURMD_NODENAME" 2>>"$STATE_DIR/deputies.log" &
+    while :; do
+        # A controller that does not answer says nothing of the deputies.
+        others="$(scontrol show hostnames "$(squeue --noheader --jobs "$THIS" --format=%N)" |
+            grep -vx "$SLURMD_NODENAME")"
+        if steps="$(squeue --steps --noheader --jobs "$SLURM_JOB_ID" --format='%N %j')"; then
+            count=0
+            for node in $others; do
+                ! grep -qx "$node $DEPUTY" <<<"$steps" || count=$((count + 1))
+            done
+            for node in $others; do
+                [ "$count" -lt 2 ] || break
+                grep -qx "$node $DEPUTY" <<<"$steps" || ! start_deputy "$node" || count=$((count + 1))
+            done
+        fi
+        sleep "$DEPUTY_SECONDS"
+    done
 }
 
 # crashed: the supervisor came to an end of which it knew nothing, by a signal or its own error.
@@ -166,9 +205,10 @@ rmdir --ignore-fail-on-non-empty "$0" 2>/dev/null || true'
 # free_memory: remove this Slurm job's arenas from the nodes that are left.  What an earlier one
 # left there, and this one has not taken over, may be all that the next one can go on from.
 free_memory() {
-    local nodes
+    local nodes count
     nodes="$(squeue --noheader --jobs "$THIS" --format=%N)"
-    srun_here "$(scontrol show hostnames "$nodes" | wc -l)" "$nodes" \
+    count="$(scontrol show hostnames "$nodes" | wc -l)"
+    "${SRUN_HERE[@]}" --nodes="$count" --ntasks="$count" --nodelist="$nodes" --output=none \
         bash -c "$FREE" "${ARENA_DIR:?}/${JOB:?}" "$SLURM_JOB_ID"
 }
 
@@ -196,9 +236,13 @@ go_on() {
 }
 
 supervise() {
-    local reason=""
-    start_deputies
+    local reason="" keeper
+    keep_deputies &
+    keeper=$!
+    # Else bash would say that it was terminated.
+    disown "$keeper"
     run_job "$@"
+    kill "$keeper" 2>/dev/null
     echo "megatron-ft: the supervisor ended with $code"
     # Memory, tasks and hosts are the other one's.
     ! led_by_another || exit "$code"
