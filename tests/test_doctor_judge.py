@@ -40,7 +40,7 @@ from megatron_ft.doctor.finding import Finding, Verdict, as_json, by_node, rende
 from megatron_ft.doctor.judge import judge
 from megatron_ft.doctor.needs import node_bytes, parameters_of, shard_size, shortest_scheme
 from megatron_ft.doctor.pairs import all_pairs
-from megatron_ft.doctor.slurm import judge_no_kill
+from megatron_ft.doctor.slurm import judge_no_kill, warning
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.launch.container import python_of
 
@@ -59,6 +59,7 @@ CASES: list[tuple[Facts, str, str, str, str]] = [
     (facts(wishes=wishes(domains=RACKS)), "protection", "refused", "r0 holds 3 of 4 nodes", ""),
     (facts(no_kill="missing"), "slurm", "refused", "kills the whole job", ""),
     (facts(no_kill="unknown"), "slurm", "warning", "does not tell", ""),
+    (facts(no_kill="in the script"), "slurm", "warning", "unknown", ""),
     (with_trainer("n2", cgroup=STEP.format("1")), "steps", "refused", "share the cgroup", "n2"),
     (with_trainer("n2", python="3.9.2"), "versions", "refused", "3.9.2", "n2"),
     (with_trainer("n2", packages={}), "versions", "refused", "no torch", "n2"),
@@ -231,9 +232,10 @@ SCRIPT = "#!/bin/bash\n#SBATCH --nodes=5\n#SBATCH{} --requeue\nsrun --no-kill x\
 
 @pytest.mark.parametrize(
     ("script", "line", "variables", "expected"),
-    [(" --no-kill", None, {}, "set"), (" -k", "sbatch job.sh", {}, "set"),
+    [(" --no-kill", None, {}, "in the script"), (" -k", "sbatch job.sh", {}, "set"),
      ("", "sbatch --no-kill job.sh", {}, "set"), ("", "sbatch job.sh", {}, "missing"),
-     ("", None, {}, "unknown"), ("", None, {"SBATCH_NO_KILL": "1"}, "set"),
+     ("", None, {}, "unknown"), ("", None, {"SBATCH_NO_KILL": "1"}, "in the script"),
+     ("", "sbatch job.sh", {"SBATCH_NO_KILL": "1"}, "set"),
      (" --no-kill", "sbatch --no-kill=off job.sh", {}, "missing"),
      (" --no-kill", None, {"SBATCH_NO_KILL": "off"}, "missing"),
      (" --no-killer", "sbatch job.sh", {}, "missing")],
@@ -242,6 +244,16 @@ def test_no_kill_is_read_as_sbatch_reads_it(
     script: str, line: str | None, variables: dict[str, str], expected: str
 ) -> None:
     assert judge_no_kill(SCRIPT.format(script), line, variables) == expected
+
+
+@pytest.mark.parametrize(
+    ("found", "warned"),
+    [(None, False), ("set", False), ("in the script", False), ("missing", True), ("unknown", True)],
+)
+def test_a_job_that_a_lost_node_may_kill_is_warned_at_its_start(
+    found: str | None, warned: bool
+) -> None:
+    assert ("put `#SBATCH --no-kill`" in warning(found)) == warned
 
 
 @given(st.lists(st.sampled_from(list(Verdict)), min_size=1, max_size=6))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.launch.log_end import last_lines, last_word
+from megatron_ft.launch.log_end import last_lines, last_word, size
 
 STEP_ENDED = "srun: error: n3: task 0: Exited with exit code 1"
 
@@ -46,3 +46,14 @@ def test_the_last_word_is_that_of_the_process_and_not_of_srun(tmp_path: Path) ->
     assert last_word(log) == STEP_ENDED, "nothing else is known"
     log.write_text("")
     assert last_word(log) == ""
+
+
+def test_what_an_earlier_process_wrote_is_not_quoted(tmp_path: Path) -> None:
+    log = tmp_path / "drain-n0.log"
+    assert size(log) == 0
+    log.write_text("wrote 121096 bytes of iteration 4\n")
+    before = size(log)
+    assert last_word(log, before) == f"it wrote nothing to {log}"
+    with log.open("a") as file:
+        file.write("srun: error: Unable to create step for job 5: Job is completing\n")
+    assert last_word(log, before).startswith("srun: error: Unable"), "nobody else said anything"

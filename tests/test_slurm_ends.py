@@ -154,3 +154,18 @@ def test_deputies_outlive_each_other_and_a_batch_node_that_ends_piece_by_piece(
         for name in lost:
             if slurm.is_lost(name):
                 slurm.start_node(name)
+
+
+@pytest.mark.all_layouts
+def test_a_cancelled_job_says_that_it_ends_and_why_nothing_is_drained(
+    slurm: SlurmCluster, submit: Submit
+) -> None:
+    """The log of drains has a line of the first drain, which succeeded."""
+    job = submit(run_flags=FLAGS, iterations=5000)
+    job.until_printed("is on disk after")
+    job.until_printed("committed (protected)")
+    slurm.run("scancel", job.id)
+    job.until_printed("the supervisor ended with 14")
+    said = job.text().partition("a last drain")[2]
+    assert "could not be written to disk; the job ends" in said, job.story()
+    assert "srun: error: " in said and "bytes of iteration" not in said, job.story()

@@ -34,6 +34,7 @@ from megatron_ft.config import SnapshotConfig
 from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.coordinator.plan import Sizes
 from megatron_ft.coordinator.timing import Timing
+from megatron_ft.doctor.slurm import no_kill, warning
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.errors import (
     ConfigError,
@@ -147,6 +148,8 @@ def main(arguments: argparse.Namespace) -> int:
     notes = state_folder(arguments.job, arguments.state_dir)
     meeting = agent_place.meeting_folder(arguments)
     place = run_place.place_of(arguments, settings.arena_dir, notes, meeting, settings.on_no_spare)
+    if arguments.launcher == run_place.SLURM and (said := warning(no_kill())):
+        say(said)
     code = 1
     try:
         code = _supervise(arguments, command, settings, place)

@@ -11,12 +11,16 @@ from collections.abc import Mapping
 
 from megatron_ft.launch.slurm.allocation import ask
 
-SET, MISSING, UNKNOWN = "set", "missing", "unknown"
+SET, IN_SCRIPT, MISSING, UNKNOWN = "set", "in the script", "missing", "unknown"
 _FLAG = re.compile(r"(?:^|\s)(?:--no-kill(?:=(?P<value>\S+))?|-k)(?=\s|$)")
 
 
 def no_kill(environment: Mapping[str, str] = os.environ) -> str | None:
-    """SET, MISSING or UNKNOWN; None outside of a Slurm job."""
+    """SET, IN_SCRIPT, MISSING or UNKNOWN; None outside of a Slurm job.
+
+    IN_SCRIPT where the batch script has it, and the command line, which may overrule the script,
+    cannot be seen: 22.05 shows it to nobody.
+    """
     job = environment.get("SLURM_JOB_ID")
     if not job:
         return None
@@ -39,9 +43,22 @@ def judge_no_kill(
         _in_script(script or ""),
     ]
     found = next((value for value in given if value is not None), None)
+    if found and submit_line is None:
+        return IN_SCRIPT
     if found is not None:
         return SET if found else MISSING
     return UNKNOWN if submit_line is None else MISSING
+
+
+def warning(found: str | None) -> str:
+    """A line for the start of a job that the loss of a node may kill, "" for others.  Pure."""
+    if found in (None, SET, IN_SCRIPT):
+        return ""
+    how = "is not set" if found == MISSING else "is not in the batch script"
+    return (
+        f"megatron-ft: warning: --no-kill {how}: without it Slurm kills the whole job, and its "
+        "memory, when a node is lost; put `#SBATCH --no-kill` into the batch script"
+    )
 
 
 def _in_line(line: str) -> bool | None:

@@ -11,7 +11,7 @@ from typing import Protocol
 from megatron_ft.environment import INCARNATION
 from megatron_ft.errors import DrainError
 from megatron_ft.launch.launcher import Launcher, ProcessHandle
-from megatron_ft.launch.log_end import last_word
+from megatron_ft.launch.log_end import last_word, size
 from megatron_ft.launch.outer_launcher import base_environment
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.priority import started_low
@@ -68,8 +68,9 @@ class DrainProcesses:
                 environment = {**base_environment(), **ENVIRONMENTS.get(step, {})}
                 environment |= self._spec.background_variables
                 environment[INCARNATION] = str(self._incarnation())
+                before = size(log)
                 handles.append(self._launcher.start(node, argv, environment, log))
-                ends.append(asyncio.create_task(self._end(step, handles[-1])))
+                ends.append(asyncio.create_task(self._end(step, handles[-1], before)))
             done, pending = await asyncio.wait(
                 ends, timeout=STEP_TIMEOUT_SECONDS, return_when=asyncio.FIRST_EXCEPTION
             )
@@ -84,10 +85,10 @@ class DrainProcesses:
                 end.cancel()
             await asyncio.gather(*ends, return_exceptions=True)
 
-    async def _end(self, step: str, handle: ProcessHandle) -> None:
+    async def _end(self, step: str, handle: ProcessHandle, before: int) -> None:
         status = await handle.wait()
         if status:
-            said = last_word(self._log_of(handle.node)) if status > 0 else "it was killed"
+            said = last_word(self._log_of(handle.node), before) if status > 0 else "it was killed"
             reason = f"{step} on {handle.node} ended with {status}: {said}"
             raise StepFailedError(reason, status)
 

@@ -301,12 +301,9 @@ class Drains:
 
     async def _failed(self, plan: DrainPlan, node: str, reason: str) -> None:
         self._count(reason)
-        self._tell(
-            "drain_failed",
-            f"iteration {plan.iteration} could not be written to disk, training goes on and what "
-            f"was there stays: {reason}",
-            plan,
-        )
+        then = "the job ends" if self._ending else "training continues"
+        text = f"iteration {plan.iteration} could not be written to disk; {then}, and what was"
+        self._tell("drain_failed", f"{text} there stays: {reason}", plan)
         # What it wrote would keep the space that the next one needs.
         with suppress(MegatronFTError, OSError):
             await self._processes.run("clear", {node: plan})

@@ -19,17 +19,30 @@ def last_lines(path: Path, count: int = 15) -> str:
         return f"(no log at {path}: {error.strerror})"
 
 
-def last_word(path: Path) -> str:
-    """The last line that the process itself wrote, as far as anybody can tell."""
+def size(path: Path) -> int:
+    """Bytes in a log, 0 if there is none: where what is started now begins to write."""
     try:
-        lines = _tail(path)
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def last_word(path: Path, since: int = 0) -> str:
+    """The last line that the process itself wrote, as far as anybody can tell.
+
+    With ``since`` only what follows that byte counts: earlier processes wrote the rest.
+    """
+    try:
+        lines = _tail(path, since)
     except OSError:
         return last_lines(path)
+    if since and not lines:
+        return f"it wrote nothing to {path}"
     own = [line for line in lines if line and not line.startswith(_NO_REASON)]
     return (own or lines or [""])[-1]
 
 
-def _tail(path: Path) -> list[str]:
+def _tail(path: Path, since: int = 0) -> list[str]:
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        file.seek(max(since, path.stat().st_size - _TAIL_BYTES))
         return file.read(_TAIL_BYTES).decode(errors="replace").splitlines()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_ft.doctor.facts import Facts
 from megatron_ft.doctor.finding import Finding, Verdict
-from megatron_ft.doctor.slurm import MISSING, SET
+from megatron_ft.doctor.slurm import IN_SCRIPT, MISSING, SET
 from megatron_ft.erasure.domains import check_domains
 from megatron_ft.errors import ProtectionError
 from megatron_ft.launch.placement import describe_domains
@@ -62,5 +62,9 @@ def slurm(facts: Facts) -> list[Finding]:
     if facts.no_kill == MISSING:
         text = "--no-kill is not set: Slurm kills the whole job when a node is lost"
         return [Finding("slurm", Verdict.REFUSED, text, advice)]
+    if facts.no_kill == IN_SCRIPT:
+        text = "unknown: --no-kill is in the batch script, but Slurm does not show sbatch's command"
+        advice = "see that it was submitted without --no-kill=off"
+        return [Finding("slurm", Verdict.WARNING, text, advice)]
     text = "--no-kill is not in the batch script, and Slurm does not tell how it was submitted"
     return [Finding("slurm", Verdict.WARNING, text, advice)]
