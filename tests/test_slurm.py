@@ -250,6 +250,7 @@ def test_the_epilog_frees_what_its_job_left_and_nobody_holds(number: str, freed:
     root = Path(f"/dev/shm/megatron-ft-{os.getpid() + 2**22}")
     folder = root / "job" / "n0"
     folder.mkdir(parents=True)
+    (root / "job" / ".worlds" / "w1").mkdir(parents=True)
     try:
         for name, content in (("slurm-job", "7"), ("smp.lock", ""), ("a.arena", "x")):
             (folder / name).write_text(content)
@@ -265,6 +266,6 @@ def test_the_epilog_frees_what_its_job_left_and_nobody_holds(number: str, freed:
             subprocess.run([script], env={**os.environ, **variables}, check=True)
             assert (folder / "a.arena").exists(), "it was held"
         subprocess.run([script], env={**os.environ, **variables}, check=True)
-        assert folder.exists() != freed
+        assert folder.exists() != freed and folder.parent.exists() != freed
     finally:
         subprocess.run(["rm", "-rf", root], check=True)

@@ -13,8 +13,10 @@ for job in "$root"/*; do
     for folder in "$job"/*; do
         [ -d "$folder" ] && [ ! -L "$folder" ] && [ ! -L "$job" ] || continue
         [ "$(cat "$folder/slurm-job" 2>/dev/null)" = "${SLURM_JOB_ID:?}" ] || continue
-        flock --nonblock "$folder/smp.lock" rm -rf "$folder" &&
-            rmdir --ignore-fail-on-non-empty "$job"
+        flock --nonblock "$folder/smp.lock" rm -rf "$folder" || continue
+        # What MPI keeps in .worlds is nobody's once the last node's folder is gone.
+        [ -n "$(ls "$job")" ] || rm -rf "$job"/.[!.]*
+        rmdir --ignore-fail-on-non-empty "$job"
     done
 done
 exit 0
