@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import fcntl
 import os
 import re
 import shlex
+import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -18,8 +21,10 @@ import pytest
 from megatron_ft import __version__, private_files
 from megatron_ft.cli import main as cli
 from megatron_ft.cli.clean import JobFolder
+from megatron_ft.cli.run_place import place_of
 from megatron_ft.environment import JOB, NODE_DIR
 from megatron_ft.errors import ConfigError, ControlPlaneError
+from megatron_ft.launch.job_state import JobHeldError, JobState, state_folder
 from megatron_ft.launch.virtual import VirtualCluster
 from megatron_ft.objects import decode, encode
 from megatron_ft.smp.local_query import ask
@@ -238,6 +243,72 @@ def test_job_with_a_living_process_is_left_alone(
         assert clean(tmp_path, "--job", "alive") == 1
         assert f"process {process.pid}, the SMP of node node-0" in capsys.readouterr().err
     assert clean(tmp_path, "--job", "alive") == 0
+
+
+@pytest.mark.parametrize("remove", ["socket", "folder"])
+def test_clean_ends_an_smp_that_nobody_can_ask(
+    tmp_path: Path, remove: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ignores SIGTERM; a process of the job that is no SMP keeps it, and so does a supervisor."""
+    node = SmpNode(tmp_path / "root" / "job")
+    node.environment.node_dir.parent.mkdir(parents=True, mode=0o700)
+    (tmp_path / "root").chmod(0o700)
+    words = ["--job", "job", "--state-dir", str(tmp_path / "state")]
+    try:
+        node.start()
+        asyncio.run(node.endpoint())
+        assert node.process is not None
+        assert clean(tmp_path / "root", "--all") == 0
+        assert "stopped, its SMPs keep its snapshots" in capsys.readouterr().err
+        if remove == "socket":
+            (node.environment.node_dir / "smp.sock").unlink()
+        else:
+            shutil.rmtree(node.environment.node_dir.parent)
+        waits = [sys.executable, "-c", "print(flush=True); input()"]
+        marked = {**os.environ, JOB: "job"}
+        with subprocess.Popen(
+            waits, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=marked
+        ) as trainer:
+            assert trainer.stdout is not None and trainer.stdout.readline()
+            code = 1 if remove == "socket" else 2
+            assert cli.main(["clean", "--arena-dir", str(tmp_path / "root"), *words]) == code
+            trainer.communicate(b"\n", 10)
+        with JobState(state_folder("job", tmp_path / "state"), "job"):
+            assert cli.main(["clean", "--arena-dir", str(tmp_path / "root"), *words]) == code
+        assert node.process.poll() is None
+        assert clean(tmp_path / "root", *words) == 0
+        assert node.process.wait(10) == -signal.SIGKILL
+        assert "ended 1 SMPs" in capsys.readouterr().out
+    finally:
+        node.kill()
+    assert not (tmp_path / "root" / "job").exists()
+
+
+def test_a_strangers_lock_is_not_taken_for_a_dead_supervisor(tmp_path: Path) -> None:
+    lock = state_folder("job", tmp_path) / "lock"
+    JobState(lock.parent, "job").close()
+    assert lock.read_text().strip() == str(os.getpid())
+    with subprocess.Popen(
+        ["flock", str(lock), "sh", "-c", "echo; read x"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as stranger:
+        assert stranger.stdout is not None and stranger.stdout.readline()
+        with pytest.raises(JobHeldError, match=f"holds its lock: process {stranger.pid}"):
+            JobState(lock.parent, "job")
+        stranger.communicate(b"\n", 10)
+
+
+def test_a_finished_job_leaves_no_file_of_a_daemon_that_died(tmp_path: Path) -> None:
+    flags = {"launcher": "virtual", "nodes": 1, "spares": 0, "job": "job"}
+    arguments = argparse.Namespace(**flags, srun_flags="", sbatch_flags="")
+    place = place_of(arguments, tmp_path / "root", tmp_path / "state", tmp_path / "meeting")
+    node = place.launcher.node_dir("node0")
+    node.mkdir(parents=True, exist_ok=True)
+    (node / "smp.pid").touch()
+    (node.parent / ".worlds").mkdir()
+    place.clean()
+    assert not (tmp_path / "root" / "job").exists()
 
 
 def test_reused_process_id_does_not_keep_a_job(tmp_path: Path) -> None:

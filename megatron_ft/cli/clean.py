@@ -1,8 +1,8 @@
 """Remove what jobs that no longer run left in shared memory: arenas, sockets and state.
 
 A job that has a supervisor is never touched.  With --job, SMPs that keep the snapshots of a
-stopped job are ended first; with --all, such a job is left alone.  What is removed cannot be
-restored from any more.
+stopped job are ended first, also those whose socket or folder is gone; with --all, such a job is
+left alone.  What is removed cannot be restored from any more.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import fcntl
 import os
 import select
 import shutil
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -22,14 +24,16 @@ from megatron_ft import private_files
 from megatron_ft.cli import arena_root
 from megatron_ft.environment import JOB, NODE_DIR, SOCKET_NAME
 from megatron_ft.errors import ConfigError, ControlPlaneError, UntrustedFileError
-from megatron_ft.launch.job_state import JobState, state_folder
-from megatron_ft.smp.local_query import ask
-from megatron_ft.smp.messages import Discard, Ok, Refused
+from megatron_ft.launch import procfs
+from megatron_ft.launch.job_state import JobState, is_supervised, state_folder
+from megatron_ft.smp.local_query import ask, has_listener
+from megatron_ft.smp.messages import Discard, Ok, Refused, Status, StatusRequest
 from megatron_ft.smp.ownership import LOCK_NAME, PID_NAME
 
 EXIT_CODES = {1: "the job given with --job still runs and was left alone"}
 
 SMP_END_SECONDS = 10.0
+ORPHAN_END_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -71,12 +75,16 @@ def main(arguments: argparse.Namespace) -> int:
     folders = find_jobs(root)
     if arguments.job is not None:
         folders = [f for f in folders if f.job == arguments.job]
+        gone = JobFolder(root / arguments.job)
+        if not folders and not arguments.dry_run and end_orphans(gone, arguments.state_dir):
+            return 0
         if not folders:
             raise ConfigError(f"no job {arguments.job!r} under {root}; see `--all --dry-run`")
     # SMPs take their arenas with them.
     sizes = {folder: folder.allocated_bytes() for folder in folders}
     if arguments.job is not None and not arguments.dry_run:
         end_idle_smps(folders[0])
+        end_orphans(folders[0], arguments.state_dir)
     running = [f for f, size in sizes.items() if not _clean_one(f, size, arguments)]
     if not folders:
         print(f"nothing to clean under {root}")
@@ -120,6 +128,56 @@ def end_idle_smps(folder: JobFolder) -> None:
             os.close(pidfd)
 
 
+def end_orphans(folder: JobFolder, state_dir: Path | None) -> int:
+    """End SMPs of the job that nobody can ask any more; how many.
+
+    Their socket or their folder was removed, and they ignore SIGTERM, as a scheduler sends it.
+    An SMP is the job's if this user started it with the job's name and a folder of the job.  None
+    is ended while anything else of the job lives, or a supervisor holds the job's state.
+    """
+    members = {p for p in procfs.own_processes() if _belongs(_environment(p), folder)}
+    if not members or not all(_is_orphan(pid, folder) for pid in members):
+        return 0
+    if is_supervised(folder.job, state_dir):
+        return 0
+    for pid in members:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + ORPHAN_END_SECONDS
+    while any(_is_orphan(pid, folder) for pid in members) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    whom = f"job {folder.job}"
+    procfs.kill_matching(lambda pid: pid in members and _is_orphan(pid, folder), whom)
+    print(f"{folder.job}: ended {len(members)} SMPs whose socket is gone")
+    return len(members)
+
+
+def _is_orphan(pid: int, folder: JobFolder) -> bool:
+    """Whether this is an SMP of the job whose socket nobody serves."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if b"megatron_ft.smp" not in command:
+            return False
+        marks = procfs.read_environment(pid)
+        inside = Path(marks.get(NODE_DIR, "")).parent == folder.path.absolute()
+        own = marks.get(JOB) == folder.job and inside
+        return own and not has_listener(Path(marks[NODE_DIR]) / SOCKET_NAME)
+    except (OSError, UntrustedFileError):
+        return False
+
+
+def keeps_snapshots(folder: JobFolder) -> bool:
+    """Whether all that lives of the job are SMPs that no supervisor leads."""
+    statuses: list[Status] = []
+    for node in folder.nodes():
+        with suppress(ControlPlaneError, UntrustedFileError, OSError):
+            answer = ask(node / SOCKET_NAME, StatusRequest())
+            statuses += [answer] if isinstance(answer, Status) else []
+    members = {p for p in procfs.own_processes() if _belongs(_environment(p), folder)}
+    idle = {s.pid for s in statuses if s.lease_seconds_left <= 0}
+    return bool(idle) and members <= idle
+
+
 def _allocated(file: Path) -> int:
     # A job that runs replaces files while they are counted.
     with suppress(FileNotFoundError):
@@ -141,6 +199,13 @@ def _clean_one(folder: JobFolder, size: int, arguments: argparse.Namespace) -> b
     mebibytes = size / (1 << 20)
     with locked(folder) as free:
         reason = "an SMP or supervisor holds its lock" if not free else living_process(folder)
+        if reason and keeps_snapshots(folder):
+            print(
+                f"{folder.job}: stopped, its SMPs keep its snapshots, left alone; free them with "
+                f"`megatron-ft clean --job {folder.job}`",
+                file=sys.stderr,
+            )
+            return False
         if reason:
             print(f"{folder.job}: still runs ({reason}), left alone", file=sys.stderr)
             return False

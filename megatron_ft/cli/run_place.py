@@ -105,7 +105,7 @@ def place_of(
         "snapshots stay in memory: run the same command again to go on, or free it with "
         f"`megatron-ft clean --job {arguments.job}`"
     )
-    return RunPlace(cluster, nodes, 0.0, lambda: None, cluster.destroy, hint)
+    return RunPlace(cluster, nodes, 0.0, cluster.clean, cluster.destroy, hint)
 
 
 def _refuse_slurms(arguments: argparse.Namespace, hold: bool) -> None:

@@ -315,11 +315,11 @@ def _take_lock(folder: Path, name: str) -> int:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
+        holder = _describe_holder(lock)
         os.close(lock)
         raise JobHeldError(
-            f"job {name!r} already has a supervisor, process {holder}; wait for it, end it, or "
-            "give this job another name"
+            f"job {name!r} already has a supervisor, {holder}; wait for it, end it, or give this "
+            "job another name"
         ) from error
     except OSError as error:
         os.close(lock)
@@ -333,6 +333,40 @@ def _take_lock(folder: Path, name: str) -> int:
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     return lock
+
+
+def _describe_holder(lock: int) -> str:
+    """Who holds a lock file, as the kernel has it: what is written there may be of a dead one."""
+    status = os.fstat(lock)
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    written = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
+    try:
+        table = Path("/proc/locks").read_text()
+    except OSError:
+        table = ""
+    # proc_locks(5): number, FLOCK, ADVISORY, WRITE, process, device and inode, ...
+    fields = [line.split() for line in table.splitlines()]
+    pids = [f[4] for f in fields if len(f) > 5 and f[1] == "FLOCK" and f[5] == device]
+    if not pids or not pids[0].isdecimal() or pids[0] == "0":
+        return f"process {written} of another machine or container"
+    if pids[0] != written:
+        return f"or another program holds its lock: process {pids[0]}"
+    return f"process {written}"
+
+
+def is_supervised(job: str, state_dir: Path | None) -> bool:
+    """Whether a supervisor holds the lock of the job's state in this folder."""
+    try:
+        lock = private_files.open_file(state_folder(job, state_dir) / _LOCK)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
 
 
 def _is_same_file(descriptor: int, path: Path) -> bool:

@@ -186,6 +186,10 @@ class VirtualCluster:
         procfs.kill_matching(self._is_of_job, f"job {self.job}")
         shutil.rmtree(self._job_dir, ignore_errors=True)
 
+    def clean(self) -> None:
+        """Remove all folders of a job that is done: small files of daemons that died stay there."""
+        shutil.rmtree(self._job_dir, ignore_errors=True)
+
     @property
     def _job_dir(self) -> Path:
         return self.root / self.job

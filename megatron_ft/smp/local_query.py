@@ -25,7 +25,8 @@ def sockets(root: Path, job: str | None) -> Iterator[Path]:
     yield from sorted(root.glob(f"{jobs}/*/{SOCKET_NAME}") if jobs else ())
 
 
-def _has_listener(path: Path) -> bool:
+def has_listener(path: Path) -> bool:
+    """Whether a process serves this socket; UntrustedFileError if it is not this user's alone."""
     # ZeroMQ would go on trying until the timeout: it cannot know that nobody will come.
     with unix.socket(unix.AF_UNIX, unix.SOCK_STREAM) as probe:
         try:
@@ -54,7 +55,7 @@ def ask(socket_path: Path, request: m.Message, timeout_seconds: float = 5.0) -> 
 
     UntrustedFileError, with nothing sent, if the socket is not this user's alone.
     """
-    if not _has_listener(socket_path):
+    if not has_listener(socket_path):
         raise ControlPlaneError(f"no SMP listens at {socket_path}: it is dead")
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
