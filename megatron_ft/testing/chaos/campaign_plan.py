@@ -128,11 +128,12 @@ def jobs(seed: int, protect: Sequence[str] = SCHEMES) -> Iterator[JobPlan]:
     """
     for number in itertools.count():
         chance = random.Random(f"megatron-ft chaos --random {seed} {number}")
+        turn, place = divmod(number, len(protect))
         drains = chance.random() < 0.5
         yield JobPlan(
             number=number,
-            protect=protect[number % len(protect)],
-            transport=TRANSPORTS[(number + number // len(protect)) % 2],
+            protect=protect[place],
+            transport=TRANSPORTS[(turn + place) % 2],
             spares=chance.randint(0, 2),
             slots=chance.randint(2, 3),
             drains=drains,

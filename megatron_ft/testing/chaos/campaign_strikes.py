@@ -76,7 +76,7 @@ class Striker:
             self._follow("trainers" if what.startswith(("socket", "state")) else fault.then, node)
 
     def _has_notes(self) -> bool:
-        return (self.job.place / "state" / self.job.name / "job.json").exists()
+        return (self.job.state_dir / "job.json").exists()
 
     def _note(
         self, text: str, *, lost: tuple[str, ...] = (), perhaps: tuple[str, ...] = (), away: bool
@@ -93,16 +93,23 @@ class Striker:
         self.strikes.append(Struck(self.quiet, text, gone, nodes, place))
 
     def _kill(self, what: str, node: str) -> None:
+        """Kill processes of a role: those of one node, or all where the role is a plural."""
         perhaps: tuple[str, ...] = ()
         if what.startswith("smp"):
             perhaps = tuple(self._active) if what == "smps" else (node,)
         one = what in ("trainer", "smp", "encoder")
-        self._note(f"{what} killed{f' on {node}' if one else ''}", perhaps=perhaps, away=False)
+        role = what if what == "world" else what.rstrip("s")
+        pids = [self.follower.process.pid]
+        if what != "supervisor":
+            pids = processes(self.job.name, role, node if one else "")
+        where = f" on {node}" if one else ""
+        if not pids:
+            self._note(f"no {what} to kill{where}", away=False)
+            return
+        self._note(f"{what} killed{where}", perhaps=perhaps, away=False)
         if what == "supervisor":
             self.follower.process.kill()
-        else:
-            role = what if what == "world" else what.rstrip("s")
-            send(processes(self.job.name, role, node if one else ""), signal.SIGKILL)
+        send(pids, signal.SIGKILL)
         if what.startswith(("trainer", "supervisor")):
             self.restarts = self.quiet
 
@@ -125,7 +132,11 @@ class Striker:
         self.restarts = self.quiet
         for node in nodes:
             self.cluster.kill_node(node)
-        self._later(BACK_SECONDS, lambda: [self.cluster.revive(n) for n in nodes], "nodes back")
+        self._later(BACK_SECONDS, lambda: self._revive(nodes), f"{', '.join(nodes)} back")
+
+    def _revive(self, nodes: list[str]) -> None:
+        for node in nodes:
+            self.cluster.revive(node)
 
     async def _damage(self, what: str, node: str, fault: Fault) -> None:
         """One arena of a node is damaged, then something happens that makes it show."""
@@ -186,7 +197,7 @@ class Striker:
 
     def _remove_state(self, node: str) -> None:
         self._note("the state folder removed", away=False)
-        shutil.rmtree(self.job.place / "state", ignore_errors=True)
+        shutil.rmtree(self.job.state_dir, ignore_errors=True)
 
     def _damage_writers(self, node: str) -> None:
         self._damage_file(node, writers.FILE_NAME)

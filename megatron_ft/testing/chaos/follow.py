@@ -85,7 +85,7 @@ class Follower:
 
     def active(self) -> list[str]:
         """The nodes that train, by position, as the job has noted."""
-        record = read_record(self.job.place / "state" / self.job.name, self.job.name)
+        record = read_record(self.job.state_dir, self.job.name)
         noted = [] if record is None else list(record.active)
         return noted or self.job.node_names[: self.job.nodes]
 

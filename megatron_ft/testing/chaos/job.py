@@ -72,6 +72,11 @@ class JobFile(msgspec.Struct, frozen=True):
         return self.place / "disk"
 
     @property
+    def state_dir(self) -> Path:
+        """The supervisor's notes."""
+        return self.place / "state" / self.name
+
+    @property
     def node_names(self) -> list[str]:
         """All nodes; those after the first ``nodes`` are spares."""
         return [f"n{number}" for number in range(self.nodes + self.spares)]
@@ -187,7 +192,7 @@ def main(arguments: Sequence[str]) -> int:
     events = EventFile(job.place / EVENTS)
     events.tell("supervisor", f"supervisor {os.getpid()} started", pid=os.getpid())
     try:
-        with JobState(job.place / "state", job.name) as state:
+        with JobState(job.state_dir, job.name) as state:
             supervisor = Supervisor(job.spec(), job.cluster(), state)
             supervisor.observers.add(events)
             asyncio.run(supervisor.run())
