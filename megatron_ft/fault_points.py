@@ -34,6 +34,7 @@ class Point:
 _ALL = (
     Point("capture.permitted", "trainer", "training", "permit read; nothing copied"),
     Point("capture.begun", "trainer", "training", "what may change is copied; the rest is not"),
+    Point("capture.piece", "trainer", "training", "a piece copied (GPU: queued), not all"),
     Point("capture.copied", "trainer", "training", "all bytes copied; no digests"),
     Point("capture.digested", "trainer", "training", "digests written; SEALED not told"),
     Point("smp.capturing.stored", "smp", "training", "header CAPTURING stored; no permit yet"),

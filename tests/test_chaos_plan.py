@@ -169,3 +169,18 @@ def test_the_table_has_every_point_process_and_fault(every_process: bool) -> Non
     struck = {(case.victim, case.fault) for case in cases}
     assert {(v, f) for v, faults in VICTIMS.items() for f in faults} == struck
     assert {case.losses for case in cases} == {0, 1, 2, 3} and len(set(cases)) == len(cases)
+
+
+@pytest.mark.parametrize(("nodes", "parity"), [(2, 1), (4, 1), (4, 2)])
+def test_in_pairs_every_process_and_every_number_of_losses_strike_at_every_point(
+    nodes: int, parity: int
+) -> None:
+    whole, pairs = table(nodes, parity, every_process=True), table(nodes, parity, pairs=True)
+    assert set(pairs) < set(whole) and len(pairs) < 0.65 * len(whole)
+
+    def kills(cases: list[Case], *fields: str) -> set[tuple[object, ...]]:
+        return {tuple(getattr(c, f) for f in fields) for c in cases if c.fault == "kill"}
+
+    for fields in (("point", "victim"), ("point", "losses"), ("victim", "losses")):
+        assert kills(pairs, *fields) == kills(whole, *fields)
+    assert [c for c in pairs if c.fault != "kill"] == [c for c in whole if c.fault != "kill"]

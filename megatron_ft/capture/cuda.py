@@ -13,6 +13,7 @@ import torch
 
 from megatron_ft.capture.copier import Bytes, CopyItem, batches, move
 from megatron_ft.capture.shared_pieces import SharedPieces, ShouldStop
+from megatron_ft.fault_points import reach
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class CudaCopier:
                     if should_stop():
                         return False
                     in_flight.append(self._start(batch))
+                    reach("capture.piece")
                     if len(in_flight) > PIECES_IN_FLIGHT:
                         in_flight.popleft().synchronize()
                 return True

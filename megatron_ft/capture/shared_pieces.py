@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 
+from megatron_ft.fault_points import reach
+
 logger = logging.getLogger(__name__)
 
 ShouldStop = Callable[[], bool]
@@ -89,4 +91,5 @@ class SharedPieces:
             except IndexError:
                 return True
             piece.move()
+            reach("capture.piece")
         return False

@@ -61,6 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all", action="store_true", help="with --table: kill every process at every point"
     )
+    parser.add_argument(
+        "--pairs",
+        action="store_true",
+        help="with --table: every process and every number of losses at every point, not all "
+        "of both together",
+    )
     parser.add_argument("--seed", type=int, default=0, help="draws cases, victims and moments")
     parser.add_argument("--cases", type=int, default=1, help="how many to draw (%(default)s)")
     chaos_random.add_arguments(parser)
@@ -160,7 +166,7 @@ def _cases(arguments: argparse.Namespace, settings: Settings) -> list[Case]:
     if arguments.case:
         return [Case.parse(text) for text in arguments.case]
     if arguments.table:
-        return table(settings.nodes, parity, every_process=arguments.all)
+        return table(settings.nodes, parity, every_process=arguments.all, pairs=arguments.pairs)
     return draw(settings.seed, arguments.cases, settings.nodes, parity)
 
 

@@ -109,7 +109,8 @@ class Striker:
         self._note(f"{what} killed{where}", perhaps=perhaps, away=False)
         if what == "supervisor":
             self.follower.process.kill()
-        send(pids, signal.SIGKILL)
+        else:
+            send(pids, signal.SIGKILL)
         if what.startswith(("trainer", "supervisor")):
             self.restarts = self.quiet
 

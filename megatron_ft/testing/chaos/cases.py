@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_ft.errors import ConfigError
@@ -139,21 +140,36 @@ def losses_of(parity: int) -> list[int]:
     return sorted({0, 1, parity, parity + 1})
 
 
-def table(nodes: int, parity: int, *, every_process: bool) -> list[Case]:
+def table(
+    nodes: int, parity: int, *, every_process: bool = False, pairs: bool = False
+) -> list[Case]:
     """The cases of the table.
 
     At each point the process that reaches it is killed, or, with ``every_process``, each of
-    those that live then; with each number of further losses, none first.  An exception strikes
-    at every point as well, every other fault at one point at least.
+    those that live then; with each number of further losses, none first.  With ``pairs`` each
+    of those processes is killed, and each number of losses strikes, but not all of both together.
+    An exception strikes at every point as well, every other fault at one point at least.
     """
-    cases = []
-    for point in POINTS.values():
-        victims = processes_at(point) if every_process else (point.role,)
-        cases += [Case(point.name, v, "kill", n) for v in victims for n in losses_of(parity)]
+    cases: list[Case] = []
+    for number, point in enumerate(POINTS.values()):
+        victims = processes_at(point) if every_process or pairs else (point.role,)
+        kills = [[Case(point.name, v, "kill", n) for n in losses_of(parity)] for v in victims]
+        possible = [[case for case in row if case.possible(nodes)] for row in kills]
+        cases += _in_pairs(possible, number) if pairs else itertools.chain(*possible)
         cases.append(Case(point.name, point.role, "exception"))
     cases += list(other_faults(parity))
     possible = [case for case in dict.fromkeys(cases) if case.possible(nodes)]
     return sorted(possible, key=lambda case: case.losses)
+
+
+def _in_pairs(rows: Sequence[Sequence[Case]], number: int) -> Iterator[Case]:
+    """One case at least of every row and of every column of a point; rows have one length.
+
+    ``number`` turns them, so that over the points each process meets each number of losses.
+    """
+    columns = len(rows[0])
+    for turn in range(max(len(rows), columns)):
+        yield rows[turn % len(rows)][(turn + number) % columns]
 
 
 def other_faults(parity: int) -> Iterator[Case]:
