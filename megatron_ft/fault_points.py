@@ -21,8 +21,8 @@ class Point:
     """One place: which process reaches it, on what occasion, what is done by then and what not.
 
     ``occasion`` is "training" for what every snapshot passes, else what must happen before
-    the place is reached: "drain", "capture given up", "trainer lost", "node lost", "smp lost" or
-    "supervisor lost".
+    the place is reached: "drain", "export", "capture given up", "trainer lost", "node lost", "smp lost"
+    or "supervisor lost".
     """
 
     name: str
@@ -59,6 +59,10 @@ _ALL = (
     Point("drain.shard_written", "drain", "drain", "a shard has its name; no manifest"),
     Point("drain.manifest", "drain", "drain", "manifest written; it has not its name"),
     Point("drain.published", "drain", "drain", "checkpoint complete; older ones not removed"),
+    Point("export.noted", "drain", "export", "the ledger names an export; nothing written"),
+    Point("export.written", "drain", "export", "all files written; they have not their name"),
+    Point("export.renamed", "drain", "export", "the export has its name; not announced"),
+    Point("export.announced", "drain", "export", "announced; older exports not removed"),
     Point("smp.admitting", "smp", "trainer lost", "incarnation noted; older writers alive"),
     Point("smp.admitted", "smp", "trainer lost", "older writers dead; inventory not answered"),
     Point("restore.verified", "trainer", "trainer lost", "objects checked; nothing loaded"),

@@ -27,6 +27,7 @@ from megatron_ft.errors import ExportError
 from megatron_ft.export.formats import Writer, format_of, writer_of
 from megatron_ft.export.hold import hold_to_write
 from megatron_ft.export.publish import partial_of
+from megatron_ft.fault_points import reach
 from megatron_ft.identity import Ancestor, SnapshotId
 from megatron_ft.recovery.lineage import on_lineage
 
@@ -96,8 +97,11 @@ def _export(plan: DrainPlan, directory: Path) -> None:
             return
         # First, so that one that is cut off is known to be ours.
         _note(directory, plan.job, Exported(folder.name, plan.snapshot))
+        reach("export.noted")
         writer.export(shards, folder)
+        reach("export.renamed")
         writer.announce(directory, plan.iteration)
+        reach("export.announced")
     log.info("exported iteration %d to %s", plan.iteration, folder)
     tidy(directory, plan.job, plan.keep.newest)
 

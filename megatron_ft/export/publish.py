@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_ft.disk.durable import Disk
 from megatron_ft.disk.source import OpenSnapshot
+from megatron_ft.fault_points import reach
 
 
 @contextmanager
@@ -25,6 +26,7 @@ def whole_folder(folder: Path, shards: OpenSnapshot, disk: Disk | None = None) -
     try:
         partial.mkdir(parents=True)
         yield partial
+        reach("export.written")
         shards.check()
         _sync(partial, disk)
         disk.rename(partial, folder)

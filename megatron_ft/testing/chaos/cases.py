@@ -154,8 +154,8 @@ def table(
     for number, point in enumerate(POINTS.values()):
         victims = processes_at(point) if every_process or pairs else (point.role,)
         kills = [[Case(point.name, v, "kill", n) for n in losses_of(parity)] for v in victims]
-        possible = [[case for case in row if case.possible(nodes)] for row in kills]
-        cases += _in_pairs(possible, number) if pairs else itertools.chain(*possible)
+        rows = [[case for case in row if case.possible(nodes)] for row in kills]
+        cases += _in_pairs(rows, number) if pairs else itertools.chain(*rows)
         cases.append(Case(point.name, point.role, "exception"))
     cases += list(other_faults(parity))
     possible = [case for case in dict.fromkeys(cases) if case.possible(nodes)]

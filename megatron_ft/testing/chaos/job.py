@@ -54,6 +54,7 @@ class JobFile(msgspec.Struct, frozen=True):
     slots: int = 2
     snapshot_interval: int = 2
     drain_interval: int = 0
+    exports: bool = False
     lease: float = 4.0
     warm: str = ""
     root: str = ""
@@ -110,6 +111,7 @@ class JobFile(msgspec.Struct, frozen=True):
             timing=Timing(lease=self.lease, node_timeout=1.5 * self.lease),
             drain_dir=self.drain_dir if self.drain_interval else None,
             drain_interval=self.drain_interval,
+            drain_export_dir=self.place / "exports" if self.exports else None,
             transport=self.transport,
         )
 
@@ -138,6 +140,7 @@ class ChaosCluster(VirtualCluster):
     ) -> LocalProcess:
         """Start or fork a process on a node; see Launcher."""
         role = role_of_command(argv)
+        argv = [EXPORT_MODULE if word == OWN_EXPORT_MODULE else word for word in argv]
         env = {**env, ROLE: role}
         if not self._warm or (role == "trainer" and not self._trains_warm):
             return super().start(node, argv, env, log_path, stdin)
@@ -151,6 +154,10 @@ class ChaosCluster(VirtualCluster):
         child.go()
         return process
 
+
+OWN_EXPORT_MODULE = "megatron_ft.export.drained"
+EXPORT_MODULE = "megatron_ft.testing.chaos.exporting"
+"""Runs in the place of the former, for it knows the form of our own training."""
 
 TRAINING_MODULE = "megatron_ft.testing.chaos.training"
 

@@ -30,6 +30,7 @@ PRELOADED = (
     "megatron_ft.launch.supervisor",
     "megatron_ft.disk.drain",
     "megatron_ft.disk.load",
+    "megatron_ft.export.drained",
     "megatron_ft.testing.chaos.trace",
 )
 

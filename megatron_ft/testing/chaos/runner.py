@@ -174,6 +174,8 @@ class _Case:
             return False
         drains = self.case.at.occasion == "drain" or self.case.victim == "disk"
         drained = not drains or follower.count("drained", inflicter.quiet) > 0
+        if self.case.at.occasion == "export":
+            drained = follower.count("exported", inflicter.quiet) > 0
         return drained and follower.protected_commits(inflicter.quiet) >= 2
 
     def _missing(self) -> str:

@@ -55,11 +55,14 @@ class Settings:
         )
         drains = case.disk and (
             case.nodes_lost() > job.parity
-            or case.at.occasion == "drain"
+            or case.at.occasion in ("drain", "export")
             or case.victim in ("drain", "disk")
         )
         return msgspec.structs.replace(
-            job, drain_interval=10 if drains else 0, network=case.victim == "network"
+            job,
+            drain_interval=10 if drains else 0,
+            exports=drains and case.at.occasion == "export",
+            network=case.victim == "network",
         )
 
     def training(self, stop: Path | None) -> tuple[str, ...]:

@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_ft import SnapshotConfig, SnapshotManager
+from megatron_ft.capture.mapping import MappingState
 from megatron_ft.capture.rng import RngState
+from megatron_ft.testing.chaos import exporting
 from megatron_ft.testing.chaos.trace import Trace
 
 WIDTH = 96
@@ -67,6 +69,14 @@ def digest(state: dict[str, Any]) -> str:
     return taken.hexdigest()
 
 
+class ExportableState(MappingState):
+    """The state, with what an export has to know of it."""
+
+    def checkpoint_form(self) -> bytes:
+        """See HasCheckpointForm."""
+        return exporting.form(dist.get_rank())
+
+
 def main() -> None:
     """Train to the last iteration, or until the file to stop is there."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -81,8 +91,9 @@ def main() -> None:
     iteration, snapshots = 0, None
     if "MEGATRON_FT_JOB" in os.environ and "MEGATRON_FT_NODE_DIR" in os.environ:
         replicated = {"model": dist.group.WORLD, "optimizer": dist.group.WORLD}
-        snapshots = SnapshotManager(SnapshotConfig.from_env(), replicated=replicated)
-        iteration = snapshots.load(into=state)
+        snapshots = SnapshotManager(SnapshotConfig.from_env())
+        followed = ExportableState(state, replicated=replicated)
+        iteration = snapshots.load(into=followed)
         trace.started(iteration)
         snapshots.register_fence(state["optimizer"])
     last = False
@@ -92,7 +103,7 @@ def main() -> None:
         loss, last = train_one(state, iteration, rank, stop)
         trace.write(iteration, loss=loss.hex(), state=digest(state))
         if snapshots is not None:
-            snapshots.save(iteration, state)
+            snapshots.save(iteration, followed)
         time.sleep(max(0.0, started + options.seconds - time.monotonic()))
     if snapshots is not None:
         snapshots.close()
