@@ -21,8 +21,8 @@ class Point:
     """One place: which process reaches it, on what occasion, what is done by then and what not.
 
     ``occasion`` is "training" for what every snapshot passes, else what must happen before
-    the place is reached: "drain", "export", "capture given up", "trainer lost", "node lost", "smp lost"
-    or "supervisor lost".
+    the place is reached: "drain", "export", "capture given up", "trainer lost", "node lost",
+    "smp lost" or "supervisor lost".
     """
 
     name: str

@@ -19,6 +19,7 @@ KILLS = {
     "kill-trainers": "all trainers are killed",
     "kill-smp": "the SMP of a node is killed",
     "kill-smps": "all SMPs are killed",
+    "kill-smp-at-start": "trainers are killed, and an SMP while the next ones start",
     "kill-encoder": "an encoder is killed",
     "kill-world": "the encoder world is killed with its launcher",
     "kill-supervisor": "the supervisor is killed; the command is run again",

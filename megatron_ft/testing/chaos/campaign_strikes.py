@@ -22,6 +22,9 @@ from megatron_ft.testing.chaos.processes import processes, send
 BACK_SECONDS = 1.0
 """A lost node is back so much later, empty, so that a job has as many spares as before."""
 
+START_SECONDS = 10.0
+"""So long trainers are given to be started again, before the fault strikes all the same."""
+
 KEPT_AWAY = 0.15
 """Encoders that are kept away are looked for this often, in seconds, and killed."""
 
@@ -61,7 +64,9 @@ class Striker:
         self._active = self.follower.active() if self._has_notes() else self._active
         node = self._active[fault.position % len(self._active)]
         kind, _, what = fault.kind.partition("-")
-        if kind == "kill":
+        if fault.kind == "kill-smp-at-start":
+            await self._kill_at_start(node, fault)
+        elif kind == "kill":
             self._kill(what, node)
         elif kind == "stop":
             self._suspend(what, node, fault.seconds)
@@ -113,6 +118,16 @@ class Striker:
             send(pids, signal.SIGKILL)
         if what.startswith(("trainer", "supervisor")):
             self.restarts = self.quiet
+
+    async def _kill_at_start(self, node: str, fault: Fault) -> None:
+        """Trainers that start ask their SMP what to restore; a new one may not know it yet."""
+        self._kill("trainers", "")
+        killed, deadline = self.quiet, self.quiet + START_SECONDS
+        while not self.follower.count("trainers_started", killed) and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+            self.follower.read()
+        await asyncio.sleep(random.Random(fault.seed).uniform(0.0, 0.5))
+        self._kill("smp", node)
 
     def _suspend(self, what: str, node: str, seconds: float) -> None:
         perhaps = tuple(self._active) if what == "supervisor" else (node,) * (what == "smp")
