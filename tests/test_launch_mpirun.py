@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from megatron_ft.errors import MpiError
 from megatron_ft.launch import procfs
 from megatron_ft.launch.launcher import NodeUnreachable, Placement
+from megatron_ft.launch.listeners import borrowed, open_to_all
 from megatron_ft.launch.mpirun import (
     MpiKind,
     MpiLauncher,
@@ -195,6 +197,36 @@ def test_losing_a_node_ends_the_world_and_only_it(cluster: VirtualCluster, tmp_p
     assert bystander.alive()
     with pytest.raises(NodeUnreachable, match="n1"):
         cluster.start_world([place(n, tmp_path) for n in NODES], tmp_path / "log")
+
+
+@pytest.mark.mpi
+def test_on_one_machine_nothing_of_mpi_listens_to_the_network(
+    cluster: VirtualCluster, tmp_path: Path
+) -> None:
+    world = start_waiting_world(cluster, tmp_path)
+    if cluster.mpi().kind is not MpiKind.OPEN_MPI:
+        pytest.skip("MPICH's launcher is not bound")
+    deadline = time.monotonic() + PROMPT
+    while exposed := [found for pid in members(world) for found in listening_to_all(pid)]:
+        assert world.alive() and time.monotonic() < deadline, f"open to all: {exposed}"
+        time.sleep(0.02)
+    world.kill()
+    world.join(TIMEOUT)
+
+
+def listening_to_all(pid: int) -> list[str]:
+    """What a process listens on at all addresses of all devices, by the kernel's own word."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        found = []
+        for number, _ in open_to_all(pid):
+            with borrowed(pidfd, number) as listener:
+                device = listener.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16)
+                if device.rstrip(b"\0") != b"lo":
+                    found.append(f"{pid}: {listener.getsockname()} on {device!r}")
+        return found
+    finally:
+        os.close(pidfd)
 
 
 @pytest.mark.mpi

@@ -248,8 +248,9 @@ def _wheel_folders() -> Iterator[Path]:
 
 def _ask(command: Sequence[str], environment: Mapping[str, str]) -> str:
     """All that a short command prints; what it prints is judged, not its status."""
+    home = environment.get("HOME") or "/"
     env = {**without_outer_launcher(environment), "OMPI_ALLOW_RUN_AS_ROOT": "1",
-           "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "HOME": environment.get("HOME") or "/"}  # fmt: skip
+           "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "HOME": home}  # fmt: skip
     try:
         answer = subprocess.run(
             command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

@@ -14,7 +14,9 @@ from megatron_ft.environment import JOB, NODE, NODE_DIR
 from megatron_ft.errors import ControlPlaneError, MpiError
 from megatron_ft.launch import procfs
 from megatron_ft.launch.launcher import Placement
+from megatron_ft.launch.listeners import keep_to_loopback
 from megatron_ft.launch.mpirun import (
+    MpiKind,
     MpiLauncher,
     split_environments,
     world_command,
@@ -79,6 +81,8 @@ class WorldProcess(LocalProcess):
         spread = spread or Spread()
         command = spread.entered(world_command(mpi, placements, own, spread.hosts, spread.here))
         child = open_session("", command, env, log_path)
+        if mpi.kind is MpiKind.OPEN_MPI and not spread.hosts:
+            keep_to_loopback(child.pid)
         return cls(child, job, world, scratch, spread.near)
 
     async def wait(self) -> int:
