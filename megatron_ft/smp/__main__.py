@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -14,14 +15,18 @@ import msgspec
 
 from megatron_ft import private_files
 from megatron_ft.affinity import bind_to_background_cpus
+from megatron_ft.arena.limits import format_bytes
 from megatron_ft.decoding import UNREADABLE
-from megatron_ft.environment import READY_NAME, ProcessEnvironment
+from megatron_ft.environment import NODE_DIR, READY_NAME, ProcessEnvironment
 from megatron_ft.errors import MegatronFTError
 from megatron_ft.smp.daemon import Credentials, run
 from megatron_ft.smp.ownership import PID_NAME, make_node_dir, own
 
 SLURM_JOB = "slurm-job"
 """Holds the number of the Slurm job that a node's folder is of, for scripts/slurm/epilog.sh."""
+
+NOTES_BYTES = 64 << 10
+"""Room for the small files of a node, and their successors; each takes a page at least."""
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -53,9 +58,25 @@ def main() -> int:
         with own(environment.node_dir, credentials.job):
             _serve(environment, credentials, arguments.address, ready)
     except (MegatronFTError, OSError, *UNREADABLE) as error:
-        logging.error("%s", error)
+        logging.error("%s", _full(error) or error)
         return 1
     return 0
+
+
+def _full(error: BaseException) -> str:
+    """The cause of an error and the way out, if the node's folder had no room for a small file."""
+    if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    folder = Path(os.environ[NODE_DIR])
+    while not folder.is_dir():
+        folder = folder.parent
+    space = os.statvfs(folder)
+    return (
+        f"{folder} is full: beside its arenas a node needs {format_bytes(NOTES_BYTES)} for its "
+        f"notes there, and {format_bytes(space.f_bavail * space.f_frsize)} of "
+        f"{format_bytes(space.f_blocks * space.f_frsize)} are free, with {space.f_favail} files; "
+        "free some, enlarge the file system, or give another --arena-dir"
+    )
 
 
 def _serve(
