@@ -117,15 +117,18 @@ def test_a_folder_that_cannot_serve_is_refused_in_one_line(
 def test_a_job_refused_after_its_smps_started_says_where_memory_is(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/no/such/interpreter\n")
+    program.chmod(0o755)
     with tempfile.TemporaryDirectory() as root:
         words = ["--nodes", "1", "--protect", "none", "--arena-dir", root, "--job", "refused"]
-        words += ["--state-dir", str(tmp_path), "--", "no-such-program"]
+        words += ["--state-dir", str(tmp_path), "--", str(program)]
         try:
             assert cli.main(["run", *words]) == 2
         finally:
             VirtualCluster("refused", ["node0"], Path(root)).destroy()
     said = capfd.readouterr()
-    assert "cannot start 'no-such-program'" in said.err
+    assert f"cannot start '{program}'" in said.err
     assert "free it with `megatron-ft clean --job refused`" in said.out
 
 
