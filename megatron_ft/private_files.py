@@ -8,10 +8,12 @@ the package but its errors.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_ft.errors import UntrustedFileError
@@ -20,6 +22,10 @@ OTHERS = 0o077
 """Permissions of everybody else: nothing of what is in memory or secret grants any."""
 OTHERS_WRITE = 0o022
 """What a checkpoint on disk must not grant; who may read it is the user's own umask."""
+
+_RESERVED_BYTES = 4096
+_HERE, _RENAME_EXCHANGE = -100, 2
+"""AT_FDCWD and the flag of renameat2(2), which Python does not name."""
 
 _KINDS: dict[Callable[[int], bool], str] = {
     stat.S_ISREG: "plain file",
@@ -176,6 +182,52 @@ def replace_file(path: Path, content: bytes, *, durable: bool = False) -> None:
     temporary.rename(path)
     if durable:
         _sync_folder(path.parent)
+
+
+def rewrite_file(path: Path, content: bytes) -> None:
+    """As ``replace_file``, and once made it needs no new space: for files on a full tmpfs.
+
+    Beside it lies a spare of the same length, which is written in place and then exchanged with
+    it.  Line feeds fill the length up.
+    """
+    spare = spare_of(path)
+    length = -(-max(len(content), 1) // _RESERVED_BYTES) * _RESERVED_BYTES
+    reserve(spare, length)
+    descriptor = open_file(spare, os.O_WRONLY)
+    with open(descriptor, "wb") as file:
+        file.write(content.ljust(max(length, os.fstat(descriptor).st_size), b"\n"))
+    if not _exchange(spare, path):
+        spare.rename(path)
+    # Without room for the next spare this content stays, and the next rewrite says so.
+    with suppress(OSError):
+        reserve(spare, length)
+
+
+def spare_of(path: Path) -> Path:
+    """Where ``rewrite_file`` keeps the spare of a file."""
+    return path.with_name(f".{path.name}.spare")
+
+
+def reserve(path: Path, length: int = _RESERVED_BYTES) -> None:
+    """Have a file of this user's with so many bytes allocated; its content says nothing."""
+    try:
+        descriptor = open_file(path, os.O_WRONLY | os.O_CREAT)
+    except UntrustedFileError:
+        path.unlink()
+        descriptor = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        os.posix_fallocate(descriptor, 0, length)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names at once; False where the second is not there or the system cannot."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    status: int = rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE)
+    return status == 0
 
 
 def _sync_folder(folder: Path) -> None:

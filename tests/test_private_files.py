@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -35,6 +36,7 @@ from megatron_ft.smp.messages import StatusRequest
 from megatron_ft.smp.state_file import NodeState
 from megatron_ft.smp.writers import Writers
 from tests.disk_samples import Memory
+from tests.test_arena_file import mount_tmpfs
 
 USER = 65534
 """Who runs the openers, so that this test's own user, root, is a stranger."""
@@ -442,6 +444,32 @@ def test_what_shall_be_durable_is_synced_before_it_has_its_name_and_the_name_aft
     private_files.replace_file(path, b"content", durable=True)
     file, folder = path.stat().st_ino, tmp_path.stat().st_ino
     assert steps == [("sync", file), ("rename", file), ("sync", folder)]
+
+
+def test_what_was_rewritten_once_needs_no_new_space(tmp_path: Path) -> None:
+    """On a tmpfs that somebody else has filled."""
+    for small in mount_tmpfs(tmp_path / "small", "size=1m,mode=0700"):
+        path = small / "node.json"
+        private_files.rewrite_file(path, b'{"first": 1}')
+        with pytest.raises(OSError, match="space"), open(small / "filler", "wb", 0) as filler:
+            while True:
+                filler.write(bytes(4096))
+        with pytest.raises(OSError, match="space"):
+            private_files.replace_file(path, b"{}")
+        for number in range(3):
+            content = json.dumps({"a": number * 1000}).encode()
+            private_files.rewrite_file(path, content)
+            assert json.loads(private_files.read_file(path)) == {"a": number * 1000}
+        assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_rewritten_file_grows_and_shrinks_and_replaces_a_link(tmp_path: Path) -> None:
+    path = tmp_path / "list.json"
+    path.symlink_to("elsewhere")
+    for content in ("x" * 10_000, "y", "z" * 5000):
+        private_files.rewrite_file(path, json.dumps(content).encode())
+        assert json.loads(private_files.read_file(path)) == content
+    assert not (tmp_path / "elsewhere").exists()
 
 
 @pytest.mark.parametrize(("mode", "trusted"), [(0o1777, True), (0o777, False), (0o770, False)])

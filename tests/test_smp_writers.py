@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft import private_files
 from megatron_ft.smp.writers import FILE_NAME, Writer, Writers
 
 WAIT = 20.0
@@ -26,7 +27,9 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 def keep_from_writing(folder: Path) -> None:
     """Whatever is to be in the list is first written beside it, where this lies now."""
-    (folder / f".{FILE_NAME}.tmp").mkdir()
+    spare = private_files.spare_of(folder / FILE_NAME)
+    spare.unlink(missing_ok=True)
+    spare.mkdir()
 
 
 def test_a_death_is_told_though_the_list_cannot_be_written(
@@ -43,7 +46,7 @@ def test_a_death_is_told_though_the_list_cannot_be_written(
 
     assert asyncio.run(watch()) == []
     assert [writer.pid for writer in died] == [process.pid]
-    (tmp_path / f".{FILE_NAME}.tmp").rmdir()
+    private_files.spare_of(tmp_path / FILE_NAME).rmdir()
     process.wait(WAIT)
 
     async def adopt() -> list[Writer]:

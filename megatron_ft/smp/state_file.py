@@ -36,8 +36,8 @@ class NodeState(msgspec.Struct, frozen=True):
             ) from error
 
     def save(self, directory: Path) -> None:
-        """Replace the file at once; it lives on a tmpfs, so nothing is flushed."""
-        private_files.replace_file(directory / FILE_NAME, msgspec.json.encode(self))
+        """Rewrite the file at once; it lives on a tmpfs, so nothing is flushed."""
+        private_files.rewrite_file(directory / FILE_NAME, msgspec.json.encode(self))
 
     def at(self, incarnation: int) -> NodeState:
         """The state with a new highest incarnation."""

@@ -192,5 +192,9 @@ class Writers:
                 "beside it"
             ) from error
 
+    def save(self) -> None:
+        """Write the list down, as the folder was made again."""
+        self._save()
+
     def _save(self) -> None:
-        private_files.replace_file(self._path, msgspec.json.encode(list(self._pidfds)))
+        private_files.rewrite_file(self._path, msgspec.json.encode(list(self._pidfds)))

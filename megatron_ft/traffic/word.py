@@ -37,6 +37,8 @@ class QuietWord:
         try:
             if create:
                 os.ftruncate(descriptor, PAGE_BYTES)
+                # Not a hole, which would be a SIGBUS on a full tmpfs.
+                os.posix_fallocate(descriptor, 0, PAGE_BYTES)
             self._map = mmap.mmap(descriptor, PAGE_BYTES)
         finally:
             os.close(descriptor)

@@ -90,7 +90,8 @@ class PulseFile:
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
         descriptor = private_files.open_file(path, flags)
         try:
-            os.ftruncate(descriptor, FILE_BYTES)
+            # Not a hole, which would be a SIGBUS on a full tmpfs.
+            os.posix_fallocate(descriptor, 0, FILE_BYTES)
             self._map = mmap.mmap(descriptor, FILE_BYTES)
         finally:
             os.close(descriptor)
