@@ -29,7 +29,7 @@ def test_an_smp_that_was_too_slow_does_not_pass_for_the_one_before(
         await smps.ensure("n0")
         first = state.record.smps["n0"]
         os.kill(first.pid, signal.SIGKILL)
-        assert await smps.first_exit() == "n0"
+        assert await smps.ended() == ["n0"]
         with monkeypatch.context() as patched:
             patched.setattr(fleet, "SMP_START_SECONDS", 0.05)
             with pytest.raises(ControlPlaneError, match="did not serve"):

@@ -82,8 +82,8 @@ class SmpFleet:
             return place.endpoint
         return await self._start(node)
 
-    async def first_exit(self) -> str:
-        """Wait until an SMP ends; the name of its node.  For ever where there is none."""
+    async def ended(self) -> list[str]:
+        """Wait until an SMP ends; the nodes of all that have.  For ever where there is none."""
         if not self._handles:
             await asyncio.Future()
         waits = {asyncio.ensure_future(h.wait()): node for node, h in self._handles.items()}
@@ -92,7 +92,8 @@ class SmpFleet:
         finally:
             for wait in waits:
                 wait.cancel()
-        return waits[done.pop()]
+        first = {waits[wait] for wait in done}
+        return [node for node in self._handles if node in first or not self.alive(node)]
 
     async def while_all_run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """The result of ``work``, which asks SMPs; ControlPlaneError as soon as one has ended.
@@ -102,8 +103,9 @@ class SmpFleet:
         return await unless(work, self._some_end())
 
     async def _some_end(self) -> ControlPlaneError:
-        node = await self.first_exit()
-        return ControlPlaneError(f"the SMP of {node} ended during the recovery", node)
+        nodes = await self.ended()
+        text = f"the SMP of {', '.join(nodes)} ended during the recovery"
+        return ControlPlaneError(text, nodes[0])
 
     def forget(self, node: str) -> None:
         """The node is lost, and its SMP with it."""

@@ -145,11 +145,11 @@ class Life:
         hang = asyncio.create_task(job.watch.until_hang())
         try:
             while True:
-                smp = asyncio.create_task(job.members.smps.first_exit())
+                smp = asyncio.create_task(job.members.smps.ended())
                 waits: set[asyncio.Task[Any]] = {trainers, silent, smp, rewind, hang}
                 waits |= set() if beginning.done() else {beginning}
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                dead = smp.result() if smp.done() else ""
+                dead = smp.result() if smp.done() else []
                 smp.cancel()
                 if trainers.done():
                     return await self._trainers_ended(trainers.result())
@@ -165,9 +165,8 @@ class Life:
                     silent = asyncio.create_task(job.coordinator.silent.wait())
                 if beginning.done():
                     beginning.result()
-                reason = await job.members.replace_smp(dead) if dead else ""
-                if reason:
-                    return Failure(reason, "a snapshot daemon was not replaced", dead)
+                if reason := await job.members.replace_smps(dead):
+                    return Failure(reason, "a snapshot daemon was not replaced", dead[0])
         finally:
             for task in (trainers, silent, rewind, hang, beginning):
                 task.cancel()
@@ -182,7 +181,7 @@ class Life:
             text = f"the coordinator failed: {failure!r}"
             return Failure(text, f"the coordinator failed with {type(failure).__name__}")
         job.coordinator.require_lead()
-        lost = job.coordinator.silent_nodes(list(job.coordinator.links))
+        lost = job.members.silent()
         if not lost or job.members.without(lost):
             return None
         job.watch.clock.detected(job.spec.timing.node_timeout)

@@ -220,6 +220,14 @@ class Membership:
             for node, inventory in admitted.inventories.items()
         ]
 
+    async def replace_smps(self, nodes: Sequence[str]) -> str:
+        """As ``replace_smp`` for each, all at once: one after the other the last would be silent.
+
+        Returns why one of them cannot be replaced, or an empty string.
+        """
+        reasons = await asyncio.gather(*(self.replace_smp(node) for node in nodes))
+        return next((reason for reason in reasons if reason), "")
+
     async def replace_smp(self, node: str) -> str:
         """Have a new SMP adopt the arenas of one that died by itself.
 
@@ -264,10 +272,15 @@ class Membership:
                 return ControlPlaneError(f"the coordinator failed: {coordinator.failure!r}")
             coordinator.require_lead()
             coordinator.silent.clear()
-            lost = coordinator.silent_nodes(list(coordinator.links))
+            lost = self.silent()
             if lost and not self.without(lost):
                 text = f"no heartbeat from {', '.join(lost)} during the recovery"
                 return ControlPlaneError(text, lost[0])
+
+    def silent(self) -> list[str]:
+        """Nodes that are not heard of though nobody knows of their SMP's end, which explains it."""
+        nodes = self._coordinator.silent_nodes(list(self._coordinator.links))
+        return [node for node in nodes if self.smps.alive(node)]
 
     async def _reachable(self) -> list[str]:
         """Nodes whose SMP runs, started where it does not; their links are connected."""
@@ -277,7 +290,7 @@ class Membership:
         return list(itertools.compress(nodes, there))
 
     async def _connect(self, node: str) -> bool:
-        if self._coordinator.silent_nodes([node]):
+        if node in self.silent():
             self._give_up(node)
             return False
         try:
