@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -20,10 +21,10 @@ from megatron_ft.decoding import UNREADABLE
 from megatron_ft.environment import NODE_DIR, READY_NAME, ProcessEnvironment
 from megatron_ft.errors import MegatronFTError
 from megatron_ft.smp.daemon import Credentials, run
-from megatron_ft.smp.ownership import PID_NAME, make_node_dir, own
+from megatron_ft.smp.keeper import NodePlace, write_pid
 
-SLURM_JOB = "slurm-job"
-"""Holds the number of the Slurm job that a node's folder is of, for scripts/slurm/epilog.sh."""
+READY_SPARE = ".ready"
+"""Space in the node's folder for the file by which the next SMP says that it serves."""
 
 NOTES_BYTES = 64 << 10
 """Room for the small files of a node, and their successors; each takes a page at least."""
@@ -52,11 +53,10 @@ def main() -> int:
         credentials = msgspec.json.decode(sys.stdin.buffer.read(), type=Credentials)
         environment = ProcessEnvironment.from_env()
         ready = arguments.ready or environment.node_dir / READY_NAME
-        make_node_dir(environment.node_dir)
-        if "SLURM_JOB_ID" in os.environ:
-            (environment.node_dir / SLURM_JOB).write_text(os.environ["SLURM_JOB_ID"])
-        with own(environment.node_dir, credentials.job):
-            _serve(environment, credentials, arguments.address, ready)
+        place = NodePlace(environment.node_dir, credentials.job)
+        place.take()
+        with closing(place):
+            _serve(environment, credentials, arguments.address, ready, place)
     except (MegatronFTError, OSError, *UNREADABLE) as error:
         logging.error("%s", _full(error) or error)
         return 1
@@ -80,13 +80,26 @@ def _full(error: BaseException) -> str:
 
 
 def _serve(
-    environment: ProcessEnvironment, credentials: Credentials, address: str, ready: Path
+    environment: ProcessEnvironment,
+    credentials: Credentials,
+    address: str,
+    ready: Path,
+    place: NodePlace,
 ) -> None:
     def announce(endpoint: str) -> None:
-        private_files.replace_file(environment.node_dir / PID_NAME, str(os.getpid()).encode())
-        private_files.replace_file(ready, msgspec.json.encode(Ready(os.getpid(), endpoint)))
+        write_pid(environment.node_dir)
+        _write_ready(environment.node_dir / READY_SPARE, ready, endpoint)
 
-    asyncio.run(run(environment, credentials, address, announce))
+    asyncio.run(run(environment, credentials, address, announce, place))
+
+
+def _write_ready(reserved: Path, ready: Path, endpoint: str) -> None:
+    """From space that an earlier SMP of this node reserved: the tmpfs may be full by now."""
+    private_files.rewrite_file(reserved, msgspec.json.encode(Ready(os.getpid(), endpoint)))
+    try:
+        reserved.rename(ready)
+    except OSError:  # another file system
+        private_files.replace_file(ready, reserved.read_bytes())
 
 
 if __name__ == "__main__":

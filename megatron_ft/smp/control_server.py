@@ -162,6 +162,8 @@ class ControlServer:
         elif isinstance(request, m.Retire):
             await host.retire(remove_arenas=request.remove_arenas)
         else:
+            if isinstance(request, m.Grant):
+                host.store.require_in_place()
             if isinstance(request, m.Adopt):
                 await host.keep_only(request.keep)
                 host.store.set_lineage(request.incarnation, request.lineage)
@@ -209,6 +211,7 @@ class ControlServer:
         highest = host.machine.highest_incarnation
         if request.incarnation <= highest:
             return m.Refused("StaleIncarnationError", f"incarnation {highest} was here already")
+        host.keep_place()
         host.set_state(host.state.at(request.incarnation))
         reach("smp.admitting")
         while host.writers.all():

@@ -18,6 +18,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from megatron_ft.environment import ProcessEnvironment
 from megatron_ft.smp.control_server import ControlServer
 from megatron_ft.smp.host import NodeHost
+from megatron_ft.smp.keeper import Keeper, NodePlace
 from megatron_ft.smp.local_server import LocalServer
 from megatron_ft.smp.scrub import Scrub
 from megatron_ft.smp.security import JobKeys
@@ -35,10 +36,11 @@ async def run(
     credentials: Credentials,
     address: str,
     announce: Callable[[str], None],
+    place: NodePlace,
 ) -> None:
     """Adopt what is in the node's folder and serve until the job retires this SMP.
 
-    ``announce`` gets the endpoint of the control plane once it is served.
+    ``announce`` gets the endpoint of the control plane once it is served; ``place`` is held.
     """
     host = NodeHost(environment, uuid.UUID(credentials.job))
     host.adopt()
@@ -49,10 +51,11 @@ async def run(
     authenticator.configure_curve_callback("*", credentials_provider=keys)
     local = LocalServer(host, context)
     control = ControlServer(host, context, keys, address)
-    scrub = Scrub(host)
+    scrub, keeper = Scrub(host), Keeper(host, local, place)
     announce(control.endpoint)
     try:
-        await _until(host.retired, local.serve(), control.serve(), host.watch_lease(), scrub.run())
+        loops = (local.serve(), control.serve(), host.watch_lease(), scrub.run(), keeper.run())
+        await _until(host.retired, *loops)
         if host.failure is not None:
             raise host.failure
     finally:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ class NodeHost:
         self.restore: m.RestoreReady | None = None
         self.told = asyncio.Event()
         self.preparing: dict[str, bytes] = {}
+        self.keep_place: Callable[[], None] = lambda: None
         self.upward = Upward(self.machine, self.later)
         self.send_local: SendTo
         self._identities: dict[str, bytes] = {}
@@ -100,6 +101,11 @@ class NodeHost:
         reach("adopt.done")
         if self.store.arenas:
             log.info("adopted %d arenas: %s", len(self.store.arenas), ", ".join(self.store.arenas))
+
+    def write_notes(self) -> None:
+        """Write down what this SMP knows, in a folder that was made again."""
+        self.state.save(self.environment.node_dir)
+        self.writers.save()
 
     def set_state(self, state: NodeState) -> None:
         """Remember a state beyond the life of this process, before anything relies on it."""
@@ -181,6 +187,7 @@ class NodeHost:
     async def retire(self, *, remove_arenas: bool) -> None:
         """End this SMP: ``retired`` is set once the answer to whoever asked has left."""
         await self.kill_writers(self.writers.all())
+        self.keep_place = lambda: None
         if remove_arenas:
             await asyncio.to_thread(free, self.store.give_up())
         asyncio.get_running_loop().call_later(0.05, self.retired.set)

@@ -11,18 +11,19 @@ from typing import Any
 
 import zmq.asyncio
 
+from megatron_ft.arena import upkeep
 from megatron_ft.errors import ControlPlaneError, MegatronFTError, StaleIncarnationError
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.host import NodeHost, resident_bytes
 from megatron_ft.smp.job_summary import merged
-from megatron_ft.smp.local_socket import bind
+from megatron_ft.smp.local_socket import bind, listen
 from megatron_ft.smp.pid_namespace import pid_namespace
 from megatron_ft.smp.writers import DRAIN, start_time_of
 
 log = logging.getLogger(__name__)
 
 TOLD_TIMEOUT_SECONDS = 50.0
-"""For the coordinator to say what an incarnation restores; less than trainers wait for an answer."""
+"""For the coordinator to say what an incarnation restores; trainers wait longer for an answer."""
 
 FROM_WRITERS = (
     m.Sealed
@@ -43,11 +44,27 @@ class LocalServer:
     def __init__(self, host: NodeHost, context: zmq.asyncio.Context) -> None:
         self._host = host
         self.socket = bind(context, host.environment.socket)
+        self._inode = host.environment.socket.lstat().st_ino
         host.send_local = self.send
 
     async def send(self, identity: bytes, body: m.Message) -> None:
         """Send one message to one peer; one that has left gets nothing."""
         await self.socket.send_multipart([identity, m.encode(body)])
+
+    def in_place(self) -> bool:
+        """Whether those who open the socket's path reach this server."""
+        try:
+            return self._host.environment.socket.lstat().st_ino == self._inode
+        except OSError:
+            return False
+
+    def bind_again(self) -> None:
+        """Make the socket's file again; connections that are open stay."""
+        path = self._host.environment.socket
+        self.socket.unbind(f"ipc://{path}")
+        upkeep.clear(path)
+        listen(self.socket, path)
+        self._inode = path.lstat().st_ino
 
     async def serve(self) -> None:
         """Answer until cancelled.  A frame that makes no sense is refused, never fatal."""

@@ -34,12 +34,17 @@ def bind(context: zmq.asyncio.Context, path: Path) -> zmq.asyncio.Socket:
     router = context.socket(zmq.ROUTER)
     router.linger = 0
     router.maxmsgsize = MOST_BYTES
+    listen(router, path)
+    return router
+
+
+def listen(router: zmq.asyncio.Socket, path: Path) -> None:
+    """Make the socket's file, which only the owner can open."""
     old = os.umask(0o177)
     try:
         router.bind(f"ipc://{path}")
     finally:
         os.umask(old)
-    return router
 
 
 def connect(socket: zmq.Socket[Any], path: Path) -> None:

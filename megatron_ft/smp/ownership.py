@@ -30,6 +30,7 @@ GIVE_WAY_SECONDS = 10.0
 """How long an older SMP of the same job may take to say who it is, and to go."""
 
 _POLL_SECONDS = 0.05
+_SIGNATURE_BYTES = 256
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ def own(directory: Path, job: str) -> BinaryIO:
         if not _take(lock):
             _send_away(directory, lock, job, deadline)
             lock.close()
-        elif _is_at(lock, directory / LOCK_NAME):
+        elif is_at(lock, directory):
             _sign(lock, job)
             return lock
         else:
@@ -81,15 +82,17 @@ def _take(lock: BinaryIO) -> bool:
     return True
 
 
-def _is_at(file: BinaryIO, path: Path) -> bool:
-    return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
+def is_at(lock: BinaryIO, directory: Path) -> bool:
+    """Whether the lock that is held is the one that others find in the folder."""
+    path = directory / LOCK_NAME
+    return path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())
 
 
 def _sign(lock: BinaryIO, job: str) -> None:
     content = msgspec.json.encode(Owner(job, os.getpid(), start_time_of(os.getpid())))
-    lock.truncate(0)
+    # In place, so that a full tmpfs keeps nobody from taking the lock over.
     lock.seek(0)
-    lock.write(content)
+    lock.write(content.ljust(_SIGNATURE_BYTES, b"\n"))
 
 
 def _send_away(directory: Path, lock: BinaryIO, job: str, deadline: float) -> None:

@@ -91,7 +91,7 @@ class ArenaStore:
             machine.highest_incarnation = max(machine.highest_incarnation, arena.header.incarnation)
 
     def put_right(self) -> None:
-        """Before ``adopt``, by the folder's owner: mend or set aside what no arena may look like."""
+        """Before ``adopt``, by the folder's owner: mend or set aside what could not be opened."""
         for path in self._paths():
             reason = upkeep.reason_in_the_way(path)
             if reason:
@@ -124,6 +124,15 @@ class ArenaStore:
             except (ArenaError, OSError) as error:
                 self._lost(shard_id, str(error))
                 self._forget(shard_id, machine).close()
+
+    def require_in_place(self) -> None:
+        """ControlPlaneError if the file of an arena is gone: what it held could not be restored."""
+        for arena in self.arenas.values():
+            if not arena.in_place():
+                raise ControlPlaneError(
+                    f"{arena.path} was removed, replaced or cut: no snapshot is taken before the "
+                    "job's next start, which rebuilds it"
+                )
 
     def _examine(self, shard_id: str, arena: Arena) -> None:
         if not arena.in_place():
