@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import sys
 from dataclasses import replace
@@ -66,7 +67,7 @@ def test_all_ranks_take_the_newer_checkpoint_and_snapshots_go_on(
 def test_a_doubtful_result_is_resumed_from_the_checkpoint_that_knows_of_it(
     megatron_corpus: Path, tmp_path: Path
 ) -> None:
-    """Megatron itself declares results doubtful, saves, and exits with 16, some times."""
+    """Megatron declares a result doubtful, saves, and exits with 16; memory is as new."""
     program = replace(packaged(_installed()), iterations=8)
     own, trace = str(tmp_path / "checkpoints"), tmp_path / "trace"
     flags = [*program.flags(megatron_corpus, trace), "--save", own, "--load", own]
@@ -80,12 +81,16 @@ def test_a_doubtful_result_is_resumed_from_the_checkpoint_that_knows_of_it(
         environment=program.environment(trace),
         timing=Timing(lease=30.0, node_timeout=45.0),
     )
+    job.at_event["from_disk"] = Job.interrupt
     try:
-        job.run()
+        with pytest.raises(asyncio.CancelledError):
+            job.run()
     finally:
         job.cluster.destroy()
-    ends = [event for event in job.events if event.kind == "trainer_died"]
-    assert ends and {event.fields["status"] for event in ends} == {16}, job.story()
-    resumed = [event.text for event in job.events if event.kind == "from_disk"]
-    assert len(resumed) == len(ends), job.story()
-    assert all("was saved to be resumed from" in text for text in resumed), job.story()
+    (end,) = (event for event in job.events if event.kind == "trainer_died")
+    (said,) = (event.text for event in job.events if event.kind == "from_disk")
+    committed = [e.fields["iteration"] for e in job.events if e.kind == "committed"]
+    assert end.fields["status"] == 16, job.story()
+    expected = f"iteration {max(committed)} was saved to be resumed from; memory keeps iteration"
+    assert f"{expected} {max(committed)}" in said, job.story()
+    assert "backoff" not in job.kinds(), "what Megatron saves is progress"
