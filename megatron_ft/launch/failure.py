@@ -13,6 +13,7 @@ from megatron_ft.launch.fleet import TrainerExit, TrainerFleet
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.launcher import Launcher
 from megatron_ft.launch.log_end import last_lines
+from megatron_ft.launch.oom import OomKills
 from megatron_ft.smp import messages as m
 
 RERUN_CODES = (16, 17)
@@ -32,8 +33,10 @@ class JobNotes:
         self._state, self._coordinator = state, coordinator
         self._corrupt: set[tuple[str, SnapshotId]] = set()
         self._unfit: m.Unfit | None = None
+        self.oom = OomKills()
         coordinator.listeners += [self._note_corruption, self._note_rebuilt, self._note_unfit]
         coordinator.observers.add(self._note_first_commit)
+        coordinator.observers.add(self._note_oom)
 
     @property
     def damaged(self) -> set[tuple[str, SnapshotId]]:
@@ -69,6 +72,11 @@ class JobNotes:
         if isinstance(event.body, m.Unfit):
             self._unfit = event.body
 
+    def _note_oom(self, event: JobEvent) -> None:
+        """An SMP or encoders that died alone may have been killed for want of memory."""
+        if event.kind in ("smp_restarted", "world_ended") and (why := self.oom.look()):
+            self._coordinator.observers.tell("oom", why.removeprefix("; "))
+
     def _note_first_commit(self, event: JobEvent) -> None:
         """From here on a start from nothing would lose work, so it has to be asked for."""
         if event.kind == "committed" and not self._state.record.committed:
@@ -76,13 +84,19 @@ class JobNotes:
 
 
 def trainer_failure(
-    first: TrainerExit, trainers: TrainerFleet, launcher: Launcher, coordinator: Coordinator
+    first: TrainerExit,
+    trainers: TrainerFleet,
+    launcher: Launcher,
+    coordinator: Coordinator,
+    oom: OomKills,
 ) -> Failure:
     """Say how the first trainer ended, with the end of its log, and whose fault that was."""
     rank, node, status = first.rank, first.node, first.status
     how = f"was killed by signal {-status}" if status < 0 else f"exited with {status}"
+    # Not in the failure itself: a count in its text would make each one another.
+    memory = oom.look() if status == -signal.SIGKILL else ""
     tell, who = coordinator.observers.tell, trainers.name_of(rank)
-    tell("trainer_died", f"{who} on {node} {how}", rank=rank, node=node, status=status)
+    tell("trainer_died", f"{who} on {node} {how}{memory}", rank=rank, node=node, status=status)
     if status > 0:
         log = trainers.log_of(rank)
         tell("log", f"end of {log}:\n{last_lines(log)}")
