@@ -1,8 +1,9 @@
 """In-memory snapshots for DeepSpeed.
 
 A job that runs under ``megatron-ft run`` with ``"inmem_snapshot": {"enabled": true,
-"follows_engine": true}`` in its DeepSpeed JSON needs nothing else, if the last is true of it.  ``import deepspeed_ext`` does the same where the training
-command drops PYTHONPATH, and ``deepspeed_ext.attach(engine)`` needs no JSON.
+"follows_engine": true}`` in its DeepSpeed JSON needs nothing else, if the last is true of it.
+``import deepspeed_ext`` does the same where the training command drops PYTHONPATH, and
+``deepspeed_ext.attach(engine)`` needs no JSON.
 
 Importing this imports neither torch nor deepspeed; the hook goes in behind the import of
 DeepSpeed's engine, or at once if that was imported before.

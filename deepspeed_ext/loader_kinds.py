@@ -164,9 +164,9 @@ def kind_of(loader: Any) -> Kind:
     deepspeed = sys.modules.get("deepspeed.runtime.dataloader")
     if deepspeed is not None and isinstance(loader, deepspeed.DeepSpeedDataLoader):
         return CurriculumLoader(loader) if loader.curriculum_learning_enabled else DeepSpeedLoader()
-    if callable(getattr(loader, "state_dict", None)) and callable(
-        getattr(loader, "load_state_dict", None)
-    ):
+    # Accelerate's loaders always have the methods, but they work only if this says so.
+    calls = [getattr(loader, name, None) for name in ("state_dict", "load_state_dict")]
+    if all(map(callable, calls)) and getattr(loader, "use_stateful_dataloader", True):
         return SelfResuming()
     own_iteration = type(loader).__iter__ is not DataLoader.__iter__
     if isinstance(loader, DataLoader) and not own_iteration:

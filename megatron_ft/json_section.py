@@ -1,7 +1,8 @@
 """The section ``"inmem_snapshot": {...}`` of a JSON configuration such as DeepSpeed's.
 
 Its keys are ``enabled``, the settings of :mod:`megatron_ft.config` under their own names,
-``client_state`` and ``follows_engine``.  JSON has types, so they are asked for: a number is not a text.
+``client_state`` and ``follows_engine``.  JSON has types, so they are asked for: a number is not a
+text.
 """
 
 from __future__ import annotations

@@ -135,10 +135,8 @@ def saving(folder: Path) -> dict[str, Any]:
     notes["last_save_before"] = _last_save(engine, folder / "ours")
     save(folder / "ours", tag="after")
     _keep_masters(engine, folder / MASTERS)
-    notes["after"], notes["last_save"] = (
-        latest(folder / "ours"),
-        _last_save(engine, folder / "ours"),
-    )
+    notes["after"] = latest(folder / "ours")
+    notes["last_save"] = _last_save(engine, folder / "ours")
     path, _ = engine.load_checkpoint(folder / "ours")
     notes["loaded"] = Path(path).parent.name
     engine.destroy()

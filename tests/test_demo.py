@@ -239,7 +239,8 @@ def test_a_deepspeed_script_gets_no_word_of_ours_but_in_the_json(tmp_path: Path)
     assert isinstance(framework, DeepSpeed)
     with_section = framework.json_config(settings, snapshots=True)
     section = with_section.pop(SECTION)
-    assert section == {"enabled": True, "snapshot_interval": settings.snapshot_interval}
+    switches = {"enabled": True, "follows_engine": True}
+    assert section == {**switches, "snapshot_interval": settings.snapshot_interval}
     assert with_section == framework.json_config(settings, snapshots=False)
     assert with_section["zero_optimization"]["stage"] == 2
     assert a_report(settings=settings).as_json()["settings"]["framework"] == {

@@ -13,9 +13,11 @@ from megatron_ft.capture.adapter import State, StateAdapter
 from megatron_ft.capture.boundary import Boundary
 from megatron_ft.capture.captures import Captures
 from megatron_ft.capture.client_protocol import SnapshotClient
+from megatron_ft.capture.clients import active_clients
 from megatron_ft.capture.copier import Copier
 from megatron_ft.capture.engine import CaptureEngine
 from megatron_ft.capture.fence import Fence
+from megatron_ft.capture.late_iterators import LateIterators
 from megatron_ft.capture.offered import OfferedSnapshot
 from megatron_ft.capture.plan import check_replicas, plan_state
 from megatron_ft.capture.preparation import choose_copier, required_bytes
@@ -101,6 +103,7 @@ class SnapshotManager:
             self.config.fixed_interval,
         )
         self._hooks: list[Any] = []
+        self._late_iterators = LateIterators(self._warn_of_late_iterator)
 
     @property
     def offered_iteration(self) -> int:
@@ -147,6 +150,8 @@ class SnapshotManager:
         seconds = time.monotonic() - started
         self.watch.restored(seconds)
         self._offered.say_restored(offer, seconds, aloud=self.rank == 0)
+        if isinstance(into, Mapping):
+            self._late_iterators.begin()
         return offer.record.iteration
 
     def prepare(self, state: State) -> None:
@@ -160,6 +165,9 @@ class SnapshotManager:
         assert captures.engine is None, "prepare was called twice"
         self._offered.require_whole()
         self._offered.get()
+        self._late_iterators.end()
+        if isinstance(state, Mapping):
+            self._warn_of_clients()
         adapted = self._adapt(state)
         layout = plan_state(adapted, self.config.replicated_split_bytes)
         check_replicas(adapted, layout)
@@ -246,6 +254,7 @@ class SnapshotManager:
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
+        self._late_iterators.end()
         self.watch.close()
         captures = self._captures
         engine, captures.engine = captures.engine, None
@@ -257,6 +266,26 @@ class SnapshotManager:
                     captures.judge(snapshot, "")
         finally:
             self._client.close()
+
+    def _warn_of_clients(self) -> None:
+        """What such a library keeps is in a snapshot only if the mapping has it."""
+        if self.rank == 0 and (found := active_clients()):
+            self._warn(
+                "clients",
+                "%s keeps training state of its own: the count of steps, schedules, the position "
+                "in the data. A snapshot holds what its mapping names and nothing else. After "
+                "a restore the script has to bring all the rest to the restored iteration",
+                ", ".join(sorted(found)),
+            )
+
+    def _warn_of_late_iterator(self) -> None:
+        self._warn(
+            "iterator",
+            "a pass over a DataLoader was begun after the restore: it draws from the random "
+            "states that were restored, so training differs from the run that was lost. Put "
+            "deepspeed_ext.ResumableLoader(loader) into the state and iterate that, or begin the "
+            "pass before load()",
+        )
 
     def _before_step(self) -> None:
         self._offered.require_whole()

@@ -89,7 +89,8 @@ class DeepSpeed:
 
     def json_config(self, settings: DemoSettings, *, snapshots: bool) -> dict[str, Any]:
         """What DeepSpeed is given, with our section or without."""
-        ours = {SECTION: {"enabled": True, "snapshot_interval": settings.snapshot_interval}}
+        switches = {"enabled": True, "follows_engine": True}
+        ours = {SECTION: {**switches, "snapshot_interval": settings.snapshot_interval}}
         iterations = settings.iterations
         return {
             "train_micro_batch_size_per_gpu": MICRO_BATCH,
