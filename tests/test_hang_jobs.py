@@ -66,9 +66,9 @@ def test_each_kind_of_hang_is_named_kept_and_survived(
 
 @pytest.mark.all_layouts
 def test_a_slow_rank_is_named_and_is_no_hang(new: Callable[..., Job]) -> None:
-    """Rank 1 takes longer than the others, which wait for it; from iteration 50 it is known."""
-    everybody = [f"*:slow:10:{rank}" for rank in range(3)]
-    job = new(*everybody, "*:slow:40:1", iterations=150, iteration_seconds=0.0)
+    """Rank 1 takes 6 % longer than the others, which wait for it; it is known after 50."""
+    everybody = [f"*:slow:100:{rank}" for rank in range(3)]
+    job = new(*everybody, "*:slow:6:1", iterations=150, iteration_seconds=0.0)
     job.run()
     named = [event for event in job.events if event.kind == "straggler"]
     assert [event.fields["ranks"] for event in named] == [[1]], job.story()
