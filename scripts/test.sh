@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
 # Make .venv with the development tools, then run every check: ruff, mypy, pytest.
 # Arguments go to pytest, for example: scripts/test.sh -k arena -x
+# With --all also the tests that CI leaves out because they take too long (some hours).
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/lib/environment.sh"
 
 # Seconds after which pytest starts no further test; single tests are limited in pyproject.toml.
 TEST_BUDGET_SECONDS=1320
+# With --all there are several times as many, on any machine.
+ALL_BUDGET_SECONDS=28800
 # Tests of jobs mostly wait for processes of theirs; more workers than this would wait for memory.
 MOST_WORKERS=4
 
@@ -31,6 +34,9 @@ check lint ruff check .
 check format ruff format --check .
 check types mypy
 workers="$(nproc)"
+for argument in "$@"; do
+    case "$argument" in --all | --all-layouts) TEST_BUDGET_SECONDS="$ALL_BUDGET_SECONDS" ;; esac
+done
 # Files in the order of tests/conftest.py, not by their number of tests.
 side_by_side=(--numprocesses=$((workers < MOST_WORKERS ? workers : MOST_WORKERS)) --dist=loadfile
     --no-loadscope-reorder --session-timeout="$TEST_BUDGET_SECONDS" --durations=15)

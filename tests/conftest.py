@@ -47,21 +47,24 @@ settings.register_profile(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
+        "--all",
         "--all-layouts",
+        dest="all_layouts",
         action="store_true",
-        help="Every cell of Megatron's matrix of layouts, not only those that pair all values; "
-        "every cell after a crash too, not only after the loss of nodes; every way to cut a "
-        "network and to suspend a process; longer jobs on Slurm.",
+        help="Everything that CI leaves out as it takes too long: every cell of Megatron's matrix "
+        "of layouts, not only those that pair all values; every cell after a crash too, not only "
+        "after the loss of nodes; every way to cut a network and to suspend a process; longer "
+        "jobs on Slurm.",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only --all-layouts asks for; long files first where files run side by side.
+    """Leave out what only --all asks for; long files first where files run side by side.
 
     A worker that began a long file last would run alone at the end.
     """
     left_out = [item for item in items if "all_layouts" in item.keywords]
-    if left_out and not config.getoption("--all-layouts"):
+    if left_out and not config.getoption("all_layouts"):
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if "all_layouts" not in item.keywords]
     if hasattr(config, "workerinput"):
@@ -79,7 +82,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """The matrix of layouts as a table."""
-    if not config.getoption("--all-layouts"):
+    if not config.getoption("all_layouts"):
         return
     passed = {
         report.nodeid.partition("[")[2].rstrip("]"): outcome == "passed"

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 def test_a_resumed_run_is_bit_identical(
     cell: Cell, deepspeed_runs: Runs, pytestconfig: pytest.Config
 ) -> None:
-    check_resume(deepspeed_runs, cell, crash=pytestconfig.getoption("--all-layouts"))
+    check_resume(deepspeed_runs, cell, crash=pytestconfig.getoption("all_layouts"))
 
 
 @pytest.mark.all_layouts

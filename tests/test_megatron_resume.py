@@ -49,7 +49,7 @@ def test_a_resumed_run_is_bit_identical(
 ) -> None:
     if layout.needs:
         pytest.importorskip(layout.needs)
-    check_resume(runs, layout, crash=pytestconfig.getoption("--all-layouts"))
+    check_resume(runs, layout, crash=pytestconfig.getoption("all_layouts"))
 
 
 @pytest.mark.all_layouts

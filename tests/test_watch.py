@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.environment import ProcessEnvironment
+from megatron_ft.smp.writers import Writer, Writers
 from megatron_ft.watch.blame import Witness, blame
 from megatron_ft.watch.iterations import (
     FIRST_ITERATIONS,
@@ -25,7 +26,17 @@ from megatron_ft.watch.iterations import (
     WindowSummary,
     summarise,
 )
-from megatron_ft.watch.pulse import FILE_BYTES, Phase, Pulse, PulseFile, pulse_path, read_pulse
+from megatron_ft.watch.node import NodeWatch
+from megatron_ft.watch.pulse import (
+    FILE_BYTES,
+    Phase,
+    Pulse,
+    PulseFile,
+    pulse_path,
+    read_pulse,
+    signs_path,
+    stacks_path,
+)
 from megatron_ft.watch.stacks import main_thread, of_training, waits_for_others
 from megatron_ft.watch.stragglers import LEAST_SECONDS, find_stragglers
 from megatron_ft.watch.timeout import HangSettings, allowance, learned_timeout
@@ -285,3 +296,54 @@ def test_training_goes_on_where_nothing_can_be_stored(environment: ProcessEnviro
     watch.step()
     watch.iteration_ended(1)
     watch.close()
+
+
+@pytest.fixture
+def gone(environment: ProcessEnvironment) -> Writer:
+    """A trainer's registration, outlived by the files that it has written."""
+    pulse = PulseFile(pulse_path(environment.node_dir, 5))
+    pulse.store(Pulse(rank=3, phase=Phase.TRAINING, iteration=17, marks=40, done=7, marked=1.0))
+    pulse.beat(2.0)
+    pulse.close()
+    stacks = stacks_path(environment.node_dir, 5)
+    stacks.write_text("Current thread (most recent call first):\n")
+    stacks.chmod(0o600)
+    return Writer("trainer", "dp0", 5, 0, b"")
+
+
+def test_what_a_crashed_trainer_did_last_is_kept_and_its_place_is_logged(
+    environment: ProcessEnvironment, gone: Writer, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = NodeWatch(environment.node_dir, Writers(environment.node_dir, lambda _: None))
+    watch.ended(gone)
+    kept = signs_path(environment.node_dir, "dp0")
+    text = kept.read_text()
+    assert text.startswith("rank 3 (pid 5) ended after iteration 17\nphase: training\n")
+    assert "Current thread" in text
+    assert str(kept) in caplog.text and "after iteration 17" in caplog.text
+    assert kept.stat().st_mode & 0o777 == 0o600
+    left = {path.name for path in environment.node_dir.iterdir()}
+    assert kept.name in left and not left & {"pulse-5", "stacks-5"}
+    watch.sweep()
+    assert kept.exists(), "the next incarnation does not remove it"
+
+
+def test_of_a_trainer_that_ended_by_itself_nothing_is_kept(
+    environment: ProcessEnvironment, gone: Writer
+) -> None:
+    watch = NodeWatch(environment.node_dir, Writers(environment.node_dir, lambda _: None))
+    watch.ended(gone)
+    pulse = PulseFile(pulse_path(environment.node_dir, 6))
+    pulse.store(Pulse(phase=Phase.ENDED))
+    pulse.close()
+    watch.ended(Writer("trainer", "dp0", 6, 0, b""))
+    assert not signs_path(environment.node_dir, "dp0").exists()
+
+
+def test_pulses_that_say_nothing_end_no_smp(environment: ProcessEnvironment) -> None:
+    watch = NodeWatch(environment.node_dir, Writers(environment.node_dir, lambda _: None))
+    pulse = PulseFile(pulse_path(environment.node_dir, 7))
+    pulse.store(Pulse(phase=77, marked=float("nan")))
+    pulse.close()
+    for who, pid in (("dp0", 7), ("dp0", 8), ("x" * 300, 9), ("a/b", 7)):
+        watch.ended(Writer("trainer", who, pid, 0, b""))

@@ -221,7 +221,7 @@ class NodeHost:
         self._identities.pop(f"{writer.role} {writer.who}", None)
         self.preparing.pop(writer.who, None)
         if writer.role == "trainer":
-            self.watch.forget(writer.pid)
+            self.watch.ended(writer)
             self.machine.trainer_gone(writer.who, writer.pid)
         elif writer.role != DRAIN:
             self.machine.encoder_gone(writer.who, writer.pid)

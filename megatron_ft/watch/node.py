@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import time
@@ -14,13 +15,24 @@ from megatron_ft import private_files
 from megatron_ft.errors import UntrustedFileError
 from megatron_ft.smp.watch_messages import PulseReport
 from megatron_ft.smp.writers import Writer, Writers
-from megatron_ft.watch.pulse import DUMP_SIGNAL, Pulse, pulse_path, read_pulse, stacks_path
+from megatron_ft.watch.pulse import (
+    DUMP_SIGNAL,
+    Phase,
+    Pulse,
+    pulse_path,
+    read_pulse,
+    signs_path,
+    stacks_path,
+)
+
+log = logging.getLogger(__name__)
 
 MOST_STACK_BYTES = 64 << 10
 """Of one rank's stacks; those of 100 frames in 100 threads would be some ten times as long."""
 
 _SETTLED_SECONDS = 0.2
 _LOOK_SECONDS = 0.05
+_PHASES = {phase.value: phase.name.lower() for phase in Phase}
 STACK_SECONDS = 3.0
 """Longest wait for stacks: a process that sleeps in the kernel writes none."""
 
@@ -52,9 +64,22 @@ class NodeWatch:
         await self._settled(asked)
         return {shard: self._written(writer) for shard, writer in asked.items()}
 
-    def forget(self, pid: int) -> None:
-        """Remove what a trainer that has ended left."""
-        for path in (pulse_path(self._folder, pid), stacks_path(self._folder, pid)):
+    def ended(self, writer: Writer) -> None:
+        """Remove the files of a trainer that is gone; of one that did not end by itself, keep
+        its last signs of life until the next trainer of the shard ends.
+        """
+        pulse = self._read(writer)
+        last_signs = signs_path(self._folder, writer.who)
+        try:
+            if pulse is not None and pulse.phase == Phase.ENDED:
+                last_signs.unlink(missing_ok=True)
+            elif pulse is not None:
+                text = _last_signs(writer, pulse, self._written(writer))
+                private_files.replace_file(last_signs, text.encode())
+                log.warning("%s: %s; see %s", writer.who, text.partition("\n")[0], last_signs)
+        except (OSError, UntrustedFileError) as error:
+            log.warning("the last signs of life of %s are not kept: %s", writer.who, error)
+        for path in (pulse_path(self._folder, writer.pid), stacks_path(self._folder, writer.pid)):
             with suppress(OSError):
                 path.unlink()
 
@@ -122,6 +147,22 @@ def _state(pid: int) -> str:
     except OSError:
         return "X"
     return text[text.rindex(")") + 2]
+
+
+def _last_signs(writer: Writer, pulse: Pulse, stacks: str) -> str:
+    now = time.monotonic()
+    signs = {
+        "phase": _PHASES.get(pulse.phase, "unknown"),
+        "iterations of this incarnation": pulse.done,
+        "seconds since the last mark": f"{now - pulse.marked:.1f}" if pulse.marked else "no mark",
+        "seconds since the last beat": f"{now - pulse.beat:.1f}" if pulse.beat else "no beat",
+        "seconds of an iteration": f"{pulse.typical:.3f}",
+        "seconds since the start": f"{now - pulse.started:.1f}",
+        "written": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }
+    lines = [f"{name}: {value}" for name, value in signs.items()]
+    head = f"rank {pulse.rank} (pid {writer.pid}) ended after iteration {pulse.iteration}"
+    return "\n".join([head, *lines, "stacks, written when asked for:", stacks or "none", ""])
 
 
 def _report(pulse: Pulse, pid: int, now: float) -> PulseReport:
