@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ft.arena.arena import Arena
+from megatron_ft.disk.rebuilt import Survivors, rebuild
 from megatron_ft.disk.source import OpenSnapshot, ShardBytes, SnapshotInfo, verified_shard
 from megatron_ft.errors import ArenaError, SnapshotUnavailableError
 from megatron_ft.identity import Ancestor, SealedRecord, SnapshotId
@@ -16,6 +18,8 @@ from megatron_ft.recovery.decide import Holding, owners
 from megatron_ft.smp.messages import Inventory
 from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.store import SUFFIX, ArenaStore
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -85,9 +89,19 @@ def _job_of(folders: Sequence[Path]) -> uuid.UUID:
 
 @contextmanager
 def hold(memory: Memory, info: SnapshotInfo, shards: Collection[str]) -> Iterator[OpenSnapshot]:
-    """Verify these shards of a snapshot and keep them from being overwritten meanwhile."""
-    held = [_Held.find(memory, shard_id, info.snapshot) for shard_id in sorted(shards)]
-    opened: dict[str, ShardBytes] = {one.record.shard_id: one.verified() for one in held}
+    """Verify these shards of a snapshot and keep them from being overwritten meanwhile.
+
+    One that is lost or damaged is rebuilt where ``memory`` holds enough of its stripe.
+    """
+    held: list[_Held] = []
+    opened: dict[str, ShardBytes] = {}
+    for shard_id in sorted(shards):
+        try:
+            one = _Held.find(memory, shard_id, info.snapshot)
+            opened[shard_id] = one.verified()
+            held.append(one)
+        except SnapshotUnavailableError as error:
+            opened[shard_id] = _rebuilt(memory, shard_id, info.snapshot, error)
 
     def check() -> None:
         for one in held:
@@ -96,6 +110,25 @@ def hold(memory: Memory, info: SnapshotInfo, shards: Collection[str]) -> Iterato
     check()
     yield OpenSnapshot(info, memory.job, memory.lineage, opened, check)
     check()
+
+
+def _rebuilt(
+    memory: Memory, shard_id: str, snapshot: SnapshotId, cause: SnapshotUnavailableError
+) -> ShardBytes:
+    """The shard from the rest of its stripe, every byte verified; ``cause`` is why."""
+    log.warning("%s; it is rebuilt from parity", cause)
+    holding = memory.holdings.get(shard_id)
+    own = None if holding is None else memory.arenas[holding.node, shard_id]
+    try:
+        survivors = Survivors.find(memory.holdings, shard_id, snapshot)
+        data = rebuild(survivors, snapshot, memory.arenas, own)
+        stripe = next(iter(survivors.holdings.values())).arena
+        data.flags.writeable = False
+        where = "the parity of its stripe"
+        block_bytes, algorithm = stripe.block_bytes, stripe.digest_algorithm
+        return verified_shard(data, survivors.record, block_bytes, algorithm, where)
+    except (SnapshotUnavailableError, ArenaError) as error:
+        raise SnapshotUnavailableError(f"{cause}; parity does not replace it: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,10 @@ from pathlib import Path
 
 from megatron_ft.arena.format import SlotState
 from megatron_ft.disk.arenas import Memory, hold, scan
+from megatron_ft.disk.rebuilt import Survivors
 from megatron_ft.disk.source import OpenSnapshot, SnapshotInfo
-from megatron_ft.errors import ConfigError
+from megatron_ft.errors import ConfigError, SnapshotUnavailableError
+from megatron_ft.identity import SnapshotId
 from megatron_ft.recovery.decide import Holding, candidates
 from megatron_ft.smp.messages import SlotReport
 from megatron_ft.smp.pin import pinned
@@ -88,7 +90,9 @@ def _members(holdings: Mapping[str, Holding]) -> set[str]:
 def complete_snapshots(
     memory: Memory, known: Collection[str] = ()
 ) -> tuple[list[SnapshotInfo], tuple[str, ...]]:
-    """Decided snapshots that every shard holds, newest first, and what is in the way of others."""
+    """Decided snapshots that every shard holds, or that parity gives back for those that do not,
+    newest first; and what is in the way of others.
+    """
     shards = _members(memory.holdings) | set(known)
     infos: list[SnapshotInfo] = []
     problems, undecided = list(memory.damaged), []
@@ -98,7 +102,8 @@ def complete_snapshots(
     for snapshot in candidates(memory.holdings):
         slots = {s: h.slot(snapshot) for s, h in memory.holdings.items()}
         held = [slot for slot in slots.values() if slot is not None]
-        lacking = sorted(s for s in shards if slots.get(s) is None)
+        absent = sorted(s for s in shards if slots.get(s) is None)
+        lacking = [s for s in absent if not _can_be_rebuilt(memory.holdings, s, snapshot)]
         if not _decided(held):
             undecided.append(f"snapshot {snapshot} is not committed")
         elif lacking:
@@ -108,6 +113,14 @@ def complete_snapshots(
             infos.append(SnapshotInfo(snapshot, held[0].iteration, level))
     # Beside a complete one, a snapshot that is still on its way is nothing to worry about.
     return infos, tuple(problems if infos else problems + undecided)
+
+
+def _can_be_rebuilt(holdings: Mapping[str, Holding], shard_id: str, snapshot: SnapshotId) -> bool:
+    try:
+        Survivors.find(holdings, shard_id, snapshot)
+    except SnapshotUnavailableError:
+        return False
+    return True
 
 
 def _decided(slots: Sequence[SlotReport]) -> bool:

@@ -21,7 +21,7 @@ from megatron_ft.arena.format import (
     SlotState,
 )
 from megatron_ft.erasure.checks import parity_digests_of, parity_root
-from megatron_ft.erasure.member import MemberView
+from megatron_ft.erasure.member import MemberView, StripeCode
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.erasure.slot_view import code_of, member_of
 from megatron_ft.erasure.solving import RowSolver, piece_of
@@ -129,18 +129,19 @@ class Stripe:
             member_of(arena, SLOT, header, writable=True)
             for arena, header in zip(self.arenas, headers, strict=True)
         ]
-        self._code_rows(views)
+        code_rows(self.code, views)
         for arena, header, view in zip(self.arenas, headers, views, strict=True):
             view.parity_digests[:] = parity_digests_of(self.code, view.parity)
             root = parity_root(view.parity_digests)
             arena.write_slot(SLOT, replace(header, parity_valid=True, parity_root=root))
 
-    def _code_rows(self, views: list[MemberView]) -> None:
-        code, solver = self.code, RowSolver(self.code)
-        whole = slice(0, code.chunk_bytes)
-        for row in range(code.members):
-            holders = [code.layout.holder(row, symbol) for symbol in range(code.members)]
-            data, parity = holders[: code.data_members], holders[code.data_members :]
-            sources = {n: piece_of(code, views[n], n, row, whole) for n in data}
-            for member, computed in zip(parity, solver.solve(row, sources, parity), strict=True):
-                piece_of(code, views[member], member, row, whole)[:] = computed
+
+def code_rows(code: StripeCode, views: list[MemberView]) -> None:
+    """Compute the parity of every row of a stripe whose data is sealed, in this process."""
+    solver, whole = RowSolver(code), slice(0, code.chunk_bytes)
+    for row in range(code.members):
+        holders = [code.layout.holder(row, symbol) for symbol in range(code.members)]
+        data, parity = holders[: code.data_members], holders[code.data_members :]
+        sources = {n: piece_of(code, views[n], n, row, whole) for n in data}
+        for member, computed in zip(parity, solver.solve(row, sources, parity), strict=True):
+            piece_of(code, views[member], member, row, whole)[:] = computed
