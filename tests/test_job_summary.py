@@ -9,12 +9,16 @@ from typing import Any
 
 from smp_node import SECRET, SmpNode, run
 
+from megatron_ft.capture.binding import layout_changed
+from megatron_ft.cli import status
+from megatron_ft.coordinator.actions import Ended
 from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.events import Observers
 from megatron_ft.coordinator.link import SmpLink
 from megatron_ft.coordinator.recovery import admit
 from megatron_ft.coordinator.summary import SummaryParts, summary
 from megatron_ft.coordinator.timing import Timing
+from megatron_ft.identity import SnapshotId
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.job_summary import digests, merged
 from megatron_ft.smp.local_query import ask
@@ -93,3 +97,22 @@ def test_an_smp_tells_what_it_has_and_shows_it(tmp_path: Path) -> None:
         run(story())
     finally:
         node.kill()
+
+
+def test_status_shows_why_no_snapshot_succeeds_until_one_does() -> None:
+    """As where a layout has changed in mid-run: each one is given up for the same reason."""
+    of, cause = coordinator(), layout_changed("moment is new")
+
+    def shown() -> str:
+        job = {"summary": json.loads(summary(of)), "nodes": {}, "supervised": True}
+        return status.render("job", job)
+
+    for sequence in (1, 2, 3):
+        assert ("given up" in shown()) == (sequence > 2)
+        of._ended(Ended(SnapshotId(1, sequence), sequence, "aborted", f"dp0: {cause}"))
+    assert f"the last 3 snapshots were given up: dp0: {cause}" in shown()
+    of._ended(Ended(SnapshotId(1, 4), 4, "aborted", "training ends", last=True))
+    of._ended(Ended(SnapshotId(1, 5), 5, "aborted", "its loss", gated=True))
+    assert "the last 3 snapshots were given up" in shown(), "these have causes of their own"
+    of._ended(Ended(SnapshotId(1, 6), 6, "local"))
+    assert "given up" not in shown()

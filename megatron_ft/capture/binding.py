@@ -99,6 +99,14 @@ def _facts(tensors: list[torch.Tensor]) -> list[list[Any]]:
     return [list(map(fact, tensors)) for fact in _FACTS]
 
 
+def layout_changed(mismatch: str) -> str:
+    """The reason of a snapshot that is not taken, for logs and status, with the way out."""
+    return (
+        f"the layout has changed since it was planned ({mismatch}); training continues without "
+        "newer snapshots until it is as before. Create all state before the first snapshot"
+    )
+
+
 class LayoutBinding:
     """What every snapshot needs of a layout, computed once.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from megatron_ft.arena.format import Permit
+from megatron_ft.capture.binding import layout_changed
 from megatron_ft.capture.client_protocol import SnapshotClient
 from megatron_ft.capture.engine import CaptureEngine
 from megatron_ft.capture.iteration_times import IterationTimes
@@ -98,7 +99,7 @@ class Captures:
         live = live_tensors(state)
         mismatch = self.engine.binding.mismatch(live)
         if mismatch:
-            raise ValueError(f"the layout has changed since it was planned ({mismatch})")
+            raise ValueError(layout_changed(mismatch))
         # Encoded now, as training goes on with them; put beside the layout by the copy thread.
         objects = encode(state.objects())
         meta = partial(pack_encoded, self.engine.binding.layout_bytes, objects, self.form)

@@ -12,7 +12,7 @@ import torch
 from megatron_ft.arena import digest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import Permit
-from megatron_ft.capture.binding import LayoutBinding
+from megatron_ft.capture.binding import LayoutBinding, layout_changed
 from megatron_ft.capture.copier import Copier, CopyItem
 from megatron_ft.capture.run import CaptureRun, StopWatch
 from megatron_ft.capture.ticket import Ticket
@@ -142,7 +142,7 @@ class CaptureEngine:
         """What is left to copy; ValueError if the state no longer fits the layout."""
         mismatch = self.binding.settle(run.live)
         if mismatch:
-            raise ValueError(f"the layout has changed since it was planned ({mismatch})")
+            raise ValueError(layout_changed(mismatch))
         _, later = self.binding.items(run.live, run.permit.slot)
         # As it is where it can be: copiers keep plans with the list.
         return run.staged + later if run.staged else later

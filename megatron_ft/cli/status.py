@@ -15,6 +15,9 @@ from megatron_ft.errors import ControlPlaneError, UntrustedFileError
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.local_query import ask, sockets
 
+SEVERAL = 2
+"""One snapshot that is given up is a hiccup; so many in a row have a cause worth a line."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``megatron-ft status``."""
@@ -97,6 +100,11 @@ def render(name: str, job: dict[str, Any]) -> str:
             lines.append(f"{node:10} {'(spare)':20}")
         else:
             lines += [_shard_line(node, s, v, view) for s, v in view["shards"].items()]
+    summary = job["summary"]
+    if summary.get("given_up", 0) >= SEVERAL:
+        lines.append(
+            f"the last {summary['given_up']} snapshots were given up: {summary['given_up_reason']}"
+        )
     lines.append(_scrub_line(job))
     return "\n".join(lines)
 

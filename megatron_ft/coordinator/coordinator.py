@@ -65,6 +65,8 @@ class Coordinator(Connections):
         self.skips = Skips()
         self.repairs = Repairs(self)
         self.gated = 0
+        self.given_up = (0, "")
+        """Snapshots aborted since the last commit, and why the last of them was."""
         self.world = ""
         self.world_nodes: tuple[str, ...] = ()
         self.listeners: list[Callable[[m.Event], None]] = []
@@ -290,6 +292,8 @@ class Coordinator(Connections):
         if ended.level == "aborted":
             self.gated += ended.gated
             kind = "gated" if ended.gated else "dropped" if ended.last else "aborted"
+            if kind == "aborted":
+                self.given_up = (self.given_up[0] + 1, ended.reason)
             self.observers.tell(
                 kind,
                 f"snapshot of iteration {ended.iteration} given up: {ended.reason}",
@@ -306,7 +310,7 @@ class Coordinator(Connections):
 
     def note_commit(self, snapshot: SnapshotId, iteration: int, level: str) -> None:
         """``snapshot`` is committed on every node: what a failure falls back to from now on."""
-        self.committed = (snapshot, iteration, level)
+        self.committed, self.given_up = (snapshot, iteration, level), (0, "")
         if level == "protected":
             self.protected = (snapshot, iteration)
 

@@ -65,6 +65,8 @@ def _state(of: Coordinator) -> dict[str, Any]:
         "drain_failures": of.drain_failures[0],
         "drain_failure": of.drain_failures[1],
         "gated": of.gated,
+        "given_up": of.given_up[0],
+        "given_up_reason": of.given_up[1],
         "blocks": {
             "bad": of.repairs.found,
             "repaired": of.repairs.repaired,
