@@ -370,3 +370,33 @@ def test_an_interval_that_is_not_fixed_counts_from_where_training_went_back_to()
     d.confirm(d.cycle.handle("n0", m.Missed("dp0", d.cycle.snapshot)))
     d.propose(50)
     assert d.cycle.iteration == 70
+
+
+OLDER = SnapshotId(6, 3)
+
+
+def test_a_local_snapshot_gets_parity_where_it_lies() -> None:
+    d = Driver()
+    sent = d.cycle.protect(OLDER, 8, WORLD)
+    assert to_all(sent, m.Encode) and d.cycle.snapshot == OLDER
+    sent = d.encoded()
+    assert level_of(sent) == "protected"
+    (ended,) = d.confirm(sent)
+    assert ended == Ended(OLDER, 8, "protected", again=True)
+    d.propose()
+    assert d.cycle.snapshot == FIRST
+
+
+def test_what_was_committed_is_never_aborted_when_its_parity_fails() -> None:
+    d = Driver()
+    d.cycle.protect(OLDER, 8, WORLD)
+    (kill,) = d.cycle.handle("n0", m.OrderFailed(OLDER, WORLD, "bad bytes", "dp0"))
+    assert isinstance(kill, KillWorld)
+    sent = d.encoders_die()
+    assert level_of(sent) == "local"
+    (ended,) = d.confirm(sent)
+    assert isinstance(ended, Ended) and ended.again and d.cycle.phase == Phase.IDLE
+
+
+def test_without_stripes_nothing_is_protected_later() -> None:
+    assert Driver(parity=False).cycle.protect(OLDER, 8, WORLD) == []

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from smp_node import SECRET, SmpNode, run
 
 from megatron_ft.capture.binding import layout_changed
 from megatron_ft.cli import status
-from megatron_ft.coordinator.actions import Ended
+from megatron_ft.coordinator.actions import Action, Ended, Send
 from megatron_ft.coordinator.coordinator import Coordinator
+from megatron_ft.coordinator.cycle import Phase, SnapshotCycle
 from megatron_ft.coordinator.events import Observers
+from megatron_ft.coordinator.exposure import fallbacks
 from megatron_ft.coordinator.link import SmpLink
+from megatron_ft.coordinator.plan import stripe_orders
 from megatron_ft.coordinator.recovery import admit
+from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.coordinator.summary import SummaryParts, summary
 from megatron_ft.coordinator.timing import Timing
 from megatron_ft.identity import SnapshotId
+from megatron_ft.recovery.decide import StripeState
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.job_summary import digests, merged
 from megatron_ft.smp.local_query import ask
 from megatron_ft.smp.security import JobKeys
+from megatron_ft.smp.slot_rules import MOST_SKIPPED
 
 
 class Leases(SmpLink):
@@ -65,6 +73,100 @@ def test_it_is_made_once_for_all_nodes_of_a_round() -> None:
     held = digests(parts.unknown_to({}))
     of.progress["dp0"] = 7
     assert parts.unknown_to(held) == {}
+
+
+PLACES = {"dp0": "n0", "dp1": "n1"}
+OLD, NEW = SnapshotId(1, 1), SnapshotId(1, 2)
+STRIPES = stripe_orders(
+    [StripeState("replica", 1, 1, 128, tuple(PLACES), 64, 1)], PLACES, sorted(PLACES.values())
+)
+
+
+def training(of: Coordinator, **held: tuple[m.HeldSnapshot, ...]) -> Coordinator:
+    """In the middle of training, with what each node has said to hold."""
+    of.cycle = SnapshotCycle(1, PLACES, STRIPES, Schedule(10))
+    of.held = dict(held)
+    of.note_commit(OLD, 10, "protected")
+    of.note_commit(NEW, 20, "local")
+    return of
+
+
+def headline(of: Coordinator) -> str:
+    job = {"summary": json.loads(summary(of)), "nodes": {}, "supervised": True}
+    return status.render("job", job).splitlines()[0]
+
+
+def test_the_headline_says_what_each_failure_falls_back_to_now() -> None:
+    old, new = m.HeldSnapshot(OLD, 10, True), m.HeldSnapshot(NEW, 20, False)
+    of = training(coordinator(), n0=(new, old), n1=(new, old))
+    assert "iteration 20 survives a crash, iteration 10 a node loss" in headline(of)
+    of.repairs.lost.add(("dp0", OLD))
+    assert "20 survives a crash, nothing in memory survives a node loss (1 sh" in headline(of)
+    of.held["n0"] = (new,)
+    of.repairs.lost.clear()
+    assert "20 survives a crash, nothing in memory survives a node loss" in headline(of)
+    of.repairs.lost.add(("dp1", NEW))
+    assert "nothing in memory survives a crash" in headline(of)
+
+
+def test_parity_makes_up_for_a_damaged_shard_or_for_a_lost_node() -> None:
+    new = m.HeldSnapshot(NEW, 20, True)
+    held = {"n0": (new,), "n1": (new,)}
+    assert fallbacks(held, PLACES, STRIPES, ()) == (new, new)
+    assert fallbacks(held, PLACES, STRIPES, {("dp0", NEW)}) == (new, None)
+    assert fallbacks(held, PLACES, (), ()) == (new, None)
+    both = {("dp0", NEW), ("dp1", NEW)}
+    assert fallbacks(held, PLACES, STRIPES, both) == (None, None)
+    assert fallbacks({"n0": (new,)}, PLACES, STRIPES, ()) == (None, None)
+
+
+def test_a_pause_that_comes_with_a_heartbeat_stops_the_permit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def story() -> Phase:
+        of = coordinator()
+        cycle = SnapshotCycle(1, PLACES, STRIPES, Schedule(10))
+        looked = asyncio.Event()
+
+        async def refresh() -> None:
+            of.links = dict.fromkeys(PLACES.values())  # type: ignore[assignment]
+            of._paused_on = {"n0"}
+            looked.set()
+
+        monkeypatch.setattr(of, "refresh", refresh)
+        of.start_snapshots(cycle)
+        await asyncio.wait_for(looked.wait(), 30)
+        phase = cycle.phase
+        of.links.clear()
+        await of.close()
+        return phase
+
+    assert run(story()) == Phase.IDLE
+
+
+def full(of: Coordinator, *, skipped: int, away: float) -> list[Action]:
+    """What is permitted beside a protected snapshot and a newer local one, without encoders."""
+    of._crowded_on = {"n0"}
+    of.links = dict.fromkeys(PLACES.values())  # type: ignore[assignment]
+    of._world_seen = time.monotonic() - away
+    assert of.cycle is not None
+    of.progress = dict.fromkeys(PLACES, 20)
+    assert of._next(of.cycle) == []
+    of.progress = dict.fromkeys(PLACES, 20 + 10 * skipped)
+    assert of._next(of.cycle) == [] or skipped >= MOST_SKIPPED
+    return of._next(of.cycle) if of.cycle.phase == Phase.IDLE else [Send("", m.Ok())]
+
+
+def test_captures_are_skipped_and_counted_until_the_protected_one_gives_way() -> None:
+    old, new = m.HeldSnapshot(OLD, 10, True), m.HeldSnapshot(NEW, 20, False)
+    held = {"n0": (new, old), "n1": (new, old)}
+    soon = training(coordinator(), **held)
+    assert full(soon, skipped=MOST_SKIPPED, away=1.0) == []
+    assert f"want of encoders, {MOST_SKIPPED} skipped so far" in headline(soon)
+    assert full(training(coordinator(), **held), skipped=1, away=1e6) == []
+    late = training(coordinator(), **held)
+    assert full(late, skipped=MOST_SKIPPED, away=1e6)
+    assert late.skips.total == MOST_SKIPPED
 
 
 async def until_quiet(of: Coordinator) -> None:

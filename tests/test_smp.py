@@ -320,6 +320,26 @@ def test_an_encoder_of_an_old_world_that_comes_late_does_not_end_the_new_one(
         assert "StaleIncarnationError" in run(story())
 
 
+def test_an_encoder_that_cannot_be_written_down_is_told_of_with_the_cause(node: SmpNode) -> None:
+    """As on a tmpfs that is full."""
+    worlds: list[subprocess.Popen[str]] = []
+
+    async def story() -> m.EncoderRefused:
+        link = await led(node)
+        await link.demand(create(), 30)
+        path = node.environment.node_dir / "writers.json"
+        path.unlink(missing_ok=True)
+        (path / "in the way").mkdir(parents=True)
+        worlds.append(encoder(node, "w1", 7))
+        told = await node.event(m.EncoderRefused)
+        link.close()
+        return told
+
+    with ended(worlds):
+        told = run(story())
+    assert told.world == "w1" and "writers.json" in told.reason
+
+
 def test_an_encoder_of_an_earlier_life_is_turned_away_where_there_is_no_other(
     node: SmpNode,
 ) -> None:

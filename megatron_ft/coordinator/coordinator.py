@@ -330,6 +330,9 @@ class Coordinator(Connections):
                 self._world_up.set()
                 if self.cycle is not None:
                     self.cycle.world_changed(self.world)
+        if isinstance(body, m.EncoderRefused) and body.world == self.world:
+            text = f"no parity: the SMP of {event.node} refused its encoder: {body.reason}"
+            self.observers.tell("encoder_refused", text)
         if isinstance(body, m.WriterGone) and body.role == "encoder" and body.who == self.world:
             self.world_lost()
         if self.cycle is not None:

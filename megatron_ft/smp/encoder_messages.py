@@ -147,6 +147,13 @@ class OrderDone(Message, frozen=True):
     world: str
 
 
+class EncoderRefused(Message, frozen=True):
+    """SMP to coordinator: an encoder of ``world`` was turned away, so the world cannot be up."""
+
+    world: str
+    reason: str
+
+
 class OrderFailed(Message, frozen=True):
     """Encoder to SMP: the order cannot be finished; ``corrupt`` names a shard with bad bytes."""
 

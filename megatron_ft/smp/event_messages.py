@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from megatron_ft.identity import Count, SnapshotId
-from megatron_ft.smp.encoder_messages import Encoded, EncoderHello, OrderDone, OrderFailed, Rebuilt
+from megatron_ft.smp.encoder_messages import (
+    Encoded,
+    EncoderHello,
+    EncoderRefused,
+    OrderDone,
+    OrderFailed,
+    Rebuilt,
+)
 from megatron_ft.smp.message_base import Message
 from megatron_ft.smp.trainer_messages import (
     Abandoned,
@@ -68,6 +75,7 @@ Told = (
     | Unfit
     | CaptureCost
     | EncoderHello
+    | EncoderRefused
     | Encoded
     | Rebuilt
     | OrderDone

@@ -83,7 +83,11 @@ class LocalServer:
         if isinstance(message, m.Hello):
             return await self._hello(identity, message)
         if isinstance(message, m.EncoderHello):
-            return await self._encoder_hello(identity, message)
+            try:
+                return await self._encoder_hello(identity, message)
+            except (MegatronFTError, OSError) as error:
+                await self._host.tell(m.EncoderRefused(message.world, str(error)))
+                raise
         if isinstance(message, m.Prepare):
             if self._host.writers.find("trainer", message.shard_id) is None:
                 reason = f"no trainer of {message.shard_id} has said hello here"

@@ -106,6 +106,21 @@ BUGS = (
     ),
     Bug(
         "3 parity overwritten before the global commit",
+        "the newest snapshot makes room if it is local and an older one is protected",
+        (
+            Edit(
+                "    if slot.local_only or give_up_protected:\n",
+                "    if slot.local_only and any(not o.local_only for o in others):\n"
+                "        return True\n"
+                "    if slot.local_only or give_up_protected:\n",
+            ),
+        ),
+        "model walk",
+        MODEL,
+        r"I2b: [\d.]+ must be served without \[\], got [\d.]+",
+    ),
+    Bug(
+        "3 parity overwritten before the global commit",
         "all slots keep their parity in one place",
         (
             Edit(
