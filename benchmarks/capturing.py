@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 
 from megatron_ft.arena import digest
 from megatron_ft.arena.arena import Arena
-from megatron_ft.arena.format import BLOCK_BYTES, ArenaHeader, Geometry, Permit
+from megatron_ft.arena.format import BLOCK_BYTES, ArenaHeader, Geometry, Permit, SlotState
 from megatron_ft.capture.engine import CaptureEngine
 from megatron_ft.capture.mapping import MappingState
 from megatron_ft.capture.plan import plan_state
@@ -26,6 +26,7 @@ from megatron_ft.capture.state import live_tensors
 from megatron_ft.capture.ticket import Ticket
 from megatron_ft.identity import Ancestor, SealedRecord, SnapshotId
 from megatron_ft.shard_meta import pack_meta
+from megatron_ft.smp.slot_table import EMPTY_SLOT
 
 SHARD = "pp0-tp0-dp0-ep0"
 MEBI = 1 << 20
@@ -50,6 +51,11 @@ class Capturing:
     record: SealedRecord | None = None
     run: CaptureRun | None = None
     sequence: int = 0
+
+    def give(self, snapshot: SnapshotId, iteration: int, slot: int) -> None:
+        """As the SMP does when a capture begins."""
+        header = replace(EMPTY_SLOT, state=SlotState.CAPTURING, snapshot=snapshot)
+        self.engine.arena.write_slot(slot, replace(header, iteration=iteration))
 
     def on_sealed(self, run: CaptureRun, record: SealedRecord) -> None:
         """Keep what was sealed."""
@@ -91,6 +97,7 @@ def capturing(state: dict[str, Any], arenas: Path = SHARED_MEMORY) -> Iterator[C
             SHARD,
             layout,
             choose_copier(adapted, 16 * MEBI),
+            lambda *promise: holder[0].give(*promise),
             lambda run, record: holder[0].on_sealed(run, record),
             lambda run, reason: _fail(reason),
         )

@@ -37,7 +37,7 @@ _ALL = (
     Point("capture.piece", "trainer", "training", "a piece copied (GPU: queued), not all"),
     Point("capture.copied", "trainer", "training", "all bytes copied; no digests"),
     Point("capture.digested", "trainer", "training", "digests written; SEALED not told"),
-    Point("smp.capturing.stored", "smp", "training", "header CAPTURING stored; no permit yet"),
+    Point("smp.capturing.stored", "smp", "training", "header CAPTURING stored; nothing written"),
     Point("smp.granted", "smp", "training", "permit word stored; not answered"),
     Point("smp.sealed", "smp", "training", "seal decided; its header not stored"),
     Point("smp.sealed.stored", "smp", "training", "header SEALED stored; coordinator not told"),

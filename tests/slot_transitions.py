@@ -21,7 +21,7 @@ Transition = tuple[str, str, str]
 """State, method, state."""
 
 ASK: dict[str, Callable[[ShardSlots], object]] = {
-    "grant": lambda slots: slots.grant(NEXT, 3),
+    "begin_capture": lambda slots: (slots.grant(NEXT, 3), slots.begin_capture(NEXT)),
     "seal": lambda slots: slots.seal(RECORD),
     "capture_ended": lambda slots: slots.capture_ended(),
     "begin_encode": lambda slots: slots.begin_encode(OLD),
@@ -55,7 +55,12 @@ def transitions() -> set[Transition]:
 
 def _headers() -> list[SlotHeader]:
     known = replace(EMPTY_SLOT, snapshot=OLD, iteration=1, record=RECORD)
-    return [EMPTY_SLOT, *(replace(known, state=s) for s in SlotState if s != SlotState.FREE)]
+    local = (SlotState.COMMITTED, SlotState.ENCODING)
+    return [
+        EMPTY_SLOT,
+        *(replace(known, state=s) for s in SlotState if s != SlotState.FREE),
+        *(replace(known, state=s, local_only=True) for s in local),
+    ]
 
 
 def figure() -> str:

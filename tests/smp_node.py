@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Coroutine
 from pathlib import Path
@@ -19,6 +20,7 @@ import zmq.asyncio
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import seal
+from megatron_ft.arena.format import Permit
 from megatron_ft.coordinator.link import SmpLink
 from megatron_ft.environment import READY_NAME, ProcessEnvironment
 from megatron_ft.identity import Ancestor, SnapshotId
@@ -110,11 +112,23 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(asyncio.wait_for(work, 120))
 
 
+def begin(node: SmpNode, arena: Arena) -> Permit:
+    """Have the permitted slot given, as a trainer does before it writes."""
+    permit = arena.permit()
+    assert permit is not None
+    shard = arena.header.shard_id
+    say(node, m.Begins(shard, permit.snapshot, permit.iteration, permit.slot))
+    until = time.monotonic() + 30
+    while arena.slot(permit.slot).snapshot != permit.snapshot:
+        assert time.monotonic() < until, f"no slot for {permit}: {node.log.read_text()}"
+        time.sleep(0.002)
+    return permit
+
+
 def capture(node: SmpNode, shard_id: str = "dp0") -> m.Sealed:
     """What a trainer does with a granted slot."""
     with Arena.open(node.environment.node_dir / f"{shard_id}.arena") as arena:
-        permit = arena.permit()
-        assert permit is not None
+        permit = begin(node, arena)
         data = arena.data(permit.slot, writable=True)
         data[:1000] = np.full(1000, permit.snapshot.sequence, np.uint8)
         record = seal(

@@ -205,8 +205,11 @@ def test_a_failed_registration_warns_and_is_not_undone(caplog: pytest.LogCapture
 def test_host_tensors_are_secured_at_once() -> None:
     copier = CudaCopier(4000, HERE, RecordedCuda())
     wanted = items(2)
-    assert copier.stage(wanted) == []
-    assert torch.equal(wanted[1].source, wanted[1].target)
+    secured = wanted[1].source.clone()
+    staged = copier.stage(wanted)
+    wanted[1].source.zero_()
+    assert not torch.equal(secured, wanted[1].target)  # an older snapshot's, until the copy
+    assert torch.equal(staged[1].source, secured) and staged[1].target is wanted[1].target
 
 
 def test_large_tensors_are_cut_in_pieces() -> None:

@@ -24,6 +24,7 @@ from megatron_ft.arena import digest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import first_meta_block
 from megatron_ft.arena.mapping import populate_read
+from megatron_ft.capture import engine
 from megatron_ft.capture.cpu import CpuCopier
 from megatron_ft.capture.fill import CHUNK_BYTES
 from megatron_ft.capture.manager import SnapshotManager
@@ -518,6 +519,30 @@ def test_a_permit_that_comes_during_a_capture_is_missed(smp: FakeSmp) -> None:
     copier.gate.set()
     smp.wait_ended()
     assert "revoked" in smp.abandoned_ids[first]
+    manager.close()
+
+
+def test_nothing_is_written_before_the_smp_gives_the_slot(
+    smp: FakeSmp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds an older snapshot until then, which outlives a trainer that dies now."""
+    monkeypatch.setattr(engine, "SLOT_SECONDS", 0.05)
+    state = {"weights": torch.full((200_000,), 1.0), "counter": torch.tensor(1)}
+    manager = make_manager(smp)
+    capture(smp, manager, state, 1)
+    assert smp.arena is not None
+    before = smp.arena.data(0).tobytes()
+    smp.gives = False
+    state["weights"].fill_(2.0)
+    state["counter"].fill_(2)
+    snapshot = smp.grant(2, slot=0)
+    assert not manager.save(2, state).captured.result(WAIT)
+    smp.wait_ended()
+    assert "its slot was not given" in smp.abandoned_ids[snapshot]
+    assert smp.begun[-1] == snapshot and smp.arena.data(0).tobytes() == before
+    smp.gives = True
+    capture(smp, manager, state, 3)
+    assert smp.arena.data(0).tobytes() != before
     manager.close()
 
 

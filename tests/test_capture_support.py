@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -13,12 +13,13 @@ import torch
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import default_algorithm
-from megatron_ft.arena.format import ArenaHeader, Geometry, Permit
+from megatron_ft.arena.format import ArenaHeader, Geometry, Permit, SlotState
 from megatron_ft.capture.cpu import CpuCopier
 from megatron_ft.capture.manager import SnapshotManager
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.fewer_ranks import RankRule
 from megatron_ft.identity import Ancestor, SealedRecord, SnapshotId
+from megatron_ft.smp.slot_table import EMPTY_SLOT
 
 WAIT = 20.0
 BLOCK = 4096
@@ -53,6 +54,8 @@ class FakeSmp:
     corrupt_calls: list[tuple[SnapshotId, int]] = field(default_factory=list)
     costs: list[tuple[SnapshotId, float, float, int]] = field(default_factory=list)
     slots: dict[SnapshotId, int] = field(default_factory=dict)
+    begun: list[SnapshotId] = field(default_factory=list)
+    gives: bool = True
     required: int = 0
     sequence: int = 0
     ended: Event = field(default_factory=Event)
@@ -119,6 +122,14 @@ class FakeSmp:
         permit = self.arena.permit()
         assert permit is not None
         self.arena.write_permit(Permit(permit.snapshot, permit.iteration, permit.slot, True))
+
+    def begins(self, snapshot: SnapshotId, iteration: int, slot: int) -> None:
+        """Give the slot at once, unless the test keeps it."""
+        self.begun.append(snapshot)
+        assert self.arena is not None
+        if self.gives:
+            header = replace(EMPTY_SLOT, state=SlotState.CAPTURING, snapshot=snapshot)
+            self.arena.write_slot(slot, replace(header, iteration=iteration))
 
     def sealed(
         self, snapshot: SnapshotId, record: SealedRecord, judged_later: bool = False

@@ -43,11 +43,23 @@ def machine(*shards: str, slots: int = 2) -> NodeMachine:
 
 
 def ok(node: NodeMachine, *messages: m.Message) -> list[Effect]:
-    """Handle messages that must be accepted; the effects of the last one."""
+    """Handle messages that must be accepted; the effects of the last one.
+
+    Trainers begin as soon as they are permitted to.
+    """
     for message in messages:
         node.take_effects()
         assert node.handle(message) == m.Ok()
+        if isinstance(message, m.Grant):
+            begin(node, message)
     return node.take_effects()
+
+
+def begin(node: NodeMachine, grant: m.Grant) -> None:
+    for shard, slots in node.shards.items():
+        if slots.promise is not None:
+            begins = m.Begins(shard, grant.snapshot, grant.iteration, slots.promise.slot)
+            assert node.handle(begins) == m.Ok()
 
 
 def state(node: NodeMachine, slot: int = 0) -> SlotState:
@@ -62,10 +74,71 @@ COMMIT = m.Commit(LIFE, ONE, "protected")
 ABORT = m.Abort(LIFE, ONE, "test")
 
 
-def test_a_permit_is_stored_after_the_slot_that_it_names() -> None:
-    slot, permit = ok(machine(), GRANT)
+def test_a_permit_changes_no_slot_until_its_trainer_begins() -> None:
+    node = machine()
+    node.handle(GRANT)
+    assert node.take_effects() == [StorePermit(HERE, Permit(ONE, 10, 0, False))]
+    begin(node, GRANT)
+    (slot,) = node.take_effects()
     assert isinstance(slot, StoreSlot) and slot.header.state == SlotState.CAPTURING
-    assert permit == StorePermit(HERE, Permit(ONE, 10, 0, False))
+
+
+def committed_twice() -> NodeMachine:
+    """Two protected snapshots, ONE and TWO, in two slots, and a permit for THREE."""
+    node = machine()
+    ok(node, GRANT, SEALED, ENCODE, ENCODED, COMMIT)
+    ok(node, m.Grant(LIFE, TWO, 12), m.Sealed(record_of(TWO, HERE, 12)))
+    table = tuple(record_of(TWO, shard, 12) for shard in PLACES)
+    ok(node, m.Encode(LIFE, TWO, WORLD, ORDERS), m.Encoded(TWO, WORLD, HERE, ROOT, table, 0, 0.0))
+    ok(node, m.Commit(LIFE, TWO, "protected"))
+    assert node.handle(m.Grant(LIFE, THREE, 14)) == m.Ok()
+    assert node.shards[HERE].promise is not None
+    return node
+
+
+THREE = SnapshotId(LIFE, 3)
+BEGINS = m.Begins(HERE, THREE, 14, 0)
+VOID = StorePermit(HERE, Permit(THREE, 14, 0, True))
+
+
+def test_what_a_permit_promises_stays_when_the_trainer_dies_before_it_begins() -> None:
+    node = committed_twice()
+    node.trainer_gone(HERE, 1)
+    assert [state(node, slot) for slot in (0, 1)] == [SlotState.COMMITTED] * 2
+    assert isinstance(node.handle(BEGINS), m.Refused)
+
+
+@pytest.mark.parametrize("how", ["aborted", "read since", "restarted", "missed"])
+def test_a_trainer_that_begins_too_late_is_shown_a_void_permit(how: str) -> None:
+    node = committed_twice()
+    if how == "aborted":
+        ok(node, m.Abort(LIFE, THREE, "test"))
+    elif how == "read since":
+        ok(node, m.Hold(LIFE, "drain", ONE))
+    elif how == "missed":
+        assert ToCoordinator(m.Missed(HERE, THREE)) in ok(node, m.Missed(HERE, THREE))
+    else:
+        slots, node = node.shards[HERE].slots, machine()
+        node.shards[HERE] = ShardSlots(HERE, slots)
+    node.take_effects()
+    assert isinstance(node.handle(BEGINS), m.Refused)
+    assert node.take_effects() == [VOID]
+    assert [state(node, slot) for slot in (0, 1)] == [SlotState.COMMITTED] * 2
+
+
+def test_an_abort_before_the_trainer_begins_tells_that_nothing_is_written() -> None:
+    effects = ok(committed_twice(), m.Abort(LIFE, THREE, "test"))
+    assert VOID in effects and ToCoordinator(m.SlotFreed(HERE, THREE)) in effects
+
+
+def test_a_late_begin_leaves_a_newer_permit_alone() -> None:
+    node = committed_twice()
+    four = m.Grant(LIFE, SnapshotId(LIFE, 4), 16)
+    assert node.handle(four) == m.Ok()
+    node.take_effects()
+    assert isinstance(node.handle(BEGINS), m.Refused) and node.take_effects() == []
+    begin(node, four)
+    assert state(node) == SlotState.CAPTURING
 
 
 def test_each_step_is_stored_before_anybody_is_told() -> None:
@@ -362,9 +435,6 @@ def held(*shards: str) -> NodeMachine:
             ok(node, m.Sealed(record_of(snapshot, shard, iteration)))
         ok(node, m.Commit(LIFE, snapshot, "local"))
     return node
-
-
-THREE = SnapshotId(LIFE, 3)
 
 
 @pytest.mark.parametrize(

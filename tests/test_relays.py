@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from smp_node import SECRET, SmpNode, capture, create, run, say
 
+from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotState
 from megatron_ft.coordinator import tree
 from megatron_ft.coordinator.coordinator import Coordinator
@@ -182,9 +183,20 @@ def states(node: SmpNode) -> list[SlotState]:
     return [SlotState(slot.state) for slot in arena.slots]
 
 
+def begin_if_permitted(node: SmpNode) -> None:
+    """What a trainer does before it writes, once it may."""
+    name = f"dp{node.environment.node}"
+    with Arena.open(node.environment.node_dir / f"{name}.arena") as arena:
+        permit = arena.permit()
+    if permit is not None and not permit.revoked:
+        say(node, m.Begins(name, permit.snapshot, permit.iteration, permit.slot))
+
+
 async def until_all(smps: list[SmpNode], state: SlotState) -> None:
     for node in smps:
         for _ in range(1500):
+            if state == SlotState.CAPTURING:
+                await asyncio.to_thread(begin_if_permitted, node)
             if state in await asyncio.to_thread(states, node):
                 break
             await asyncio.sleep(0.02)

@@ -36,8 +36,8 @@ class SnapshotClient(Protocol):
     """One trainer's conversation with the SMP of its node.
 
     ``hello`` and ``prepare`` come from the training thread, before any capture.
-    ``missed`` and ``abandoned`` may come from the training thread while ``sealed``
-    comes from the copy thread, so these must be safe to call from both and must not
+    ``missed`` and ``abandoned`` may come from the training thread while ``begins`` and
+    ``sealed`` come from the copy thread, so these must be safe to call from both and must not
     wait for an answer.
     """
 
@@ -57,6 +57,9 @@ class SnapshotClient(Protocol):
         rank_rule: RankRule | None = ...,
     ) -> Path:
         """Ask for an arena; returns its path when those of all ranks exist."""
+
+    def begins(self, snapshot: SnapshotId, iteration: int, slot: int) -> None:
+        """The slot is wanted now; its header says when it is this snapshot's."""
 
     def sealed(self, snapshot: SnapshotId, record: SealedRecord, judged_later: bool = ...) -> None:
         """All bytes and digests are in the granted slot; it may have to wait for ``judged``."""

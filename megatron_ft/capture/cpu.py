@@ -40,11 +40,9 @@ class CpuCopier:
         """Nothing to do: any mapped memory is a target."""
 
     def stage(self, items: Sequence[CopyItem]) -> list[CopyItem]:
-        """Copy at once; nothing is left for later."""
+        """Clone at once: the slot may hold an older snapshot until the copy begins."""
         with torch.no_grad():
-            for batch in batches(items, self._piece_bytes):
-                move(batch)
-        return []
+            return [CopyItem(source.detach().clone(), target) for source, target in items]
 
     def mark(self) -> None:
         """Work on the CPU is done when the call returns, so there is no point to remember."""

@@ -68,19 +68,14 @@ class CudaCopier:
             self._cuda._sleep(1)
 
     def stage(self, items: Sequence[CopyItem]) -> list[CopyItem]:
-        """Clone on the device, in order with training's own work; host tensors are copied now.
+        """Clone on the device, in order with training's own work, and host tensors there.
 
-        A clone costs device memory for a moment but no wait: the copy out of it is lazy.
+        A clone costs memory for a moment but no wait: the copy out of it is lazy.  The slot may
+        hold an older snapshot until the copy begins.
         """
         self._prepare(items, self._cuda.current_stream(self._device).synchronize)
-        left: list[CopyItem] = []
         with torch.no_grad():
-            for source, target in items:
-                if source.is_cuda:
-                    left.append(CopyItem(source.detach().clone(), target))
-                else:
-                    target.copy_(source)
-        return left
+            return [CopyItem(source.detach().clone(), target) for source, target in items]
 
     def mark(self) -> Any:
         """An event on the training thread's current stream."""

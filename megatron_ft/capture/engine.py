@@ -5,27 +5,35 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from megatron_ft.arena import digest
 from megatron_ft.arena.arena import Arena
-from megatron_ft.arena.format import Permit
+from megatron_ft.arena.format import Permit, SlotState
 from megatron_ft.capture.binding import LayoutBinding, layout_changed
-from megatron_ft.capture.copier import Copier, CopyItem
+from megatron_ft.capture.copier import Copier
 from megatron_ft.capture.run import CaptureRun, StopWatch
+from megatron_ft.capture.shared_pieces import SharedPieces, ShouldStop
 from megatron_ft.capture.ticket import Ticket
 from megatron_ft.capture.worker import CopyThread
-from megatron_ft.errors import ArenaForeignError, ControlPlaneError
+from megatron_ft.errors import ArenaCorruptError, ArenaForeignError, ControlPlaneError
 from megatron_ft.fault_points import reach
-from megatron_ft.identity import SealedRecord
+from megatron_ft.identity import SealedRecord, SnapshotId
 from megatron_ft.shard import ShardLayout
 
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 60.0
+SLOT_SECONDS = 1.0
+"""So long at most the SMP may take to give the slot; then the capture is abandoned."""
 
+FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.0001, 0.005
+"""Between two looks at the slot's header."""
+
+Begins = Callable[[SnapshotId, int, int], None]
 Sealed = Callable[[CaptureRun, SealedRecord], None]
 Abandoned = Callable[[CaptureRun, str], None]
 
@@ -33,8 +41,10 @@ Abandoned = Callable[[CaptureRun, str], None]
 class CaptureEngine:
     """Carries out captures into one arena, one at a time.
 
-    ``sealed`` and ``abandoned`` are called in the copy thread; exactly one of them per
-    run, and only when nothing writes to the slot any more.
+    ``begins``, with snapshot, iteration and slot, ``sealed`` and ``abandoned`` are called in
+    the copy thread.  The slot holds an older snapshot until its header says that it is this
+    capture's, for which ``begins`` asks.  Exactly one of the other two is called per run, and
+    only when nothing writes to the slot any more.
     """
 
     def __init__(
@@ -43,12 +53,14 @@ class CaptureEngine:
         shard_id: str,
         layout: ShardLayout,
         copier: Copier,
+        begins: Begins,
         sealed: Sealed,
         abandoned: Abandoned,
     ) -> None:
         """Map the arena at ``path`` and start the copy thread; nothing is kept on an error."""
         self._shard_id = shard_id
         self._copier = copier
+        self._begins = begins
         self._sealed = sealed
         self._abandoned = abandoned
         self.arena = Arena.open(path)
@@ -129,7 +141,10 @@ class CaptureEngine:
         complete, reason = False, "the copier stopped"
         try:
             watch = StopWatch(run, lambda: self.revoked(run.permit))
-            complete = self._copier.copy(self._items(run), run.mark, watch, run.shared)
+            if self._is_given(run):
+                complete = self._copy_items(run, watch)
+            else:
+                reason = f"its slot was not given in {SLOT_SECONDS:g} s: does the SMP answer?"
         except Exception as error:
             logger.warning("copy of snapshot %s failed", run.permit.snapshot, exc_info=True)
             reason = f"the copy failed: {error!r}"
@@ -138,14 +153,34 @@ class CaptureEngine:
         run.let_training_go()
         return good
 
-    def _items(self, run: CaptureRun) -> list[CopyItem]:
-        """What is left to copy; ValueError if the state no longer fits the layout."""
+    def _is_given(self, run: CaptureRun) -> bool:
+        """Ask for the slot and wait for its header: until then it is an older snapshot's."""
+        permit, pause = run.permit, FIRST_LOOK_SECONDS
+        until = time.monotonic() + SLOT_SECONDS
+        self._begins(permit.snapshot, permit.iteration, permit.slot)
+        while not run.stop_reason and time.monotonic() < until:
+            with suppress(ArenaCorruptError):  # it is being written
+                header = self.arena.slot(permit.slot)
+                if (header.state, header.snapshot) == (SlotState.CAPTURING, permit.snapshot):
+                    return True
+            if self.revoked(permit):
+                run.stop("its permit was revoked")
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_LOOK_SECONDS)
+        return False
+
+    def _copy_items(self, run: CaptureRun, should_stop: ShouldStop) -> bool:
+        """Copy what the boundary left, then the rest; ValueError if the layout has changed."""
         mismatch = self.binding.settle(run.live)
         if mismatch:
             raise ValueError(layout_changed(mismatch))
         _, later = self.binding.items(run.live, run.permit.slot)
-        # As it is where it can be: copiers keep plans with the list.
-        return run.staged + later if run.staged else later
+        # Apart from what was staged: copiers keep plans with the list.
+        staged = run.staged
+        if staged and not self._copier.copy(staged, run.mark, should_stop, SharedPieces()):
+            return False
+        return self._copier.copy(later, run.mark, should_stop, run.shared)
 
     def _seal(self, run: CaptureRun) -> SealedRecord | None:
         permit, slot = run.permit, run.permit.slot

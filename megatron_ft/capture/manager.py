@@ -183,7 +183,13 @@ class SnapshotManager:
         )
         copier = self._copier or choose_copier(adapted, self.config.copy_piece_bytes)
         captures.engine = CaptureEngine(
-            path, self.shard_id, layout, copier, captures.on_sealed, captures.on_abandoned
+            path,
+            self.shard_id,
+            layout,
+            copier,
+            self._client.begins,
+            captures.on_sealed,
+            captures.on_abandoned,
         )
         self.watch.training()
 

@@ -228,6 +228,8 @@ class Coordinator(Connections):
             self.observers.tell("held", f"{text}: captures are skipped while encoders are away")
 
     def _gives_way(self, cycle: SnapshotCycle) -> bool:
+        if set(cycle.nodes) - self.held.keys():
+            return False  # what a node holds is not known yet
         protected, durable = self.fallbacks().node_loss, self.durable
         return protected_gives_way(
             skipped=self.skips.now,

@@ -112,6 +112,10 @@ class TrainerClient:
         assert isinstance(answer, m.Prepared)
         return Path(answer.arena)
 
+    def begins(self, snapshot: SnapshotId, iteration: int, slot: int) -> None:
+        """The slot is wanted now; its header says when it is this snapshot's."""
+        self._send(m.Begins(self.shard_id, snapshot, iteration, slot))
+
     def sealed(
         self, snapshot: SnapshotId, record: SealedRecord, judged_later: bool = False
     ) -> None:

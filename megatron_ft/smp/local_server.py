@@ -26,7 +26,8 @@ TOLD_TIMEOUT_SECONDS = 50.0
 """For the coordinator to say what an incarnation restores; trainers wait longer for an answer."""
 
 FROM_WRITERS = (
-    m.Sealed
+    m.Begins
+    | m.Sealed
     | m.Missed
     | m.Abandoned
     | m.Encoded

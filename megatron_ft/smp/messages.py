@@ -71,6 +71,7 @@ from megatron_ft.smp.status_messages import (
 )
 from megatron_ft.smp.trainer_messages import (
     Abandoned,
+    Begins,
     CaptureCost,
     CorruptShard,
     Hello,
@@ -95,6 +96,7 @@ __all__ = [
     "ArenaReport",
     "ArenasReady",
     "BadBlocks",
+    "Begins",
     "CaptureCost",
     "Commit",
     "CorruptShard",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.identity import SealedRecord, SnapshotId
@@ -17,10 +18,20 @@ from megatron_ft.smp.slot_rules import (
     capturing,
     committed_local,
     ending,
+    may_reuse,
     oldest_reusable,
     still_written,
 )
 from megatron_ft.smp.slot_table import EMPTY_SLOT, NO_ROOT, SlotTable
+
+
+class Promise(NamedTuple):
+    """The slot of a permit, until its trainer begins to write."""
+
+    snapshot: SnapshotId
+    iteration: int
+    slot: int
+    give_up_protected: bool
 
 
 class ShardSlots(SlotTable):
@@ -30,6 +41,10 @@ class ShardSlots(SlotTable):
     its iteration, so that a restarted SMP knows it too.  It becomes free only when that
     writer says that it has stopped, or has died.
 
+    ``promise`` is the slot that a permit names.  Its header and bytes stay what they are until
+    the trainer begins.  It is in no header: a restarted SMP has promised nothing, and the
+    snapshot is given up.
+
     ``pins`` names the snapshot that each reader is reading.  They are not in any header:
     a restarted SMP has none, and readers look at headers again after their last read.
     """
@@ -37,6 +52,7 @@ class ShardSlots(SlotTable):
     def __init__(self, shard_id: str, slots: list[SlotHeader]) -> None:
         super().__init__(shard_id, slots)
         self.pins: dict[str, SnapshotId] = {}
+        self.promise: Promise | None = None
 
     def may_grant(self, *, give_up_protected: bool = False) -> bool:
         """Whether there is room for a new snapshot and the trainer has stopped with the last."""
@@ -90,17 +106,38 @@ class ShardSlots(SlotTable):
     def grant(
         self, snapshot: SnapshotId, iteration: int, *, give_up_protected: bool = False
     ) -> int:
-        """Give a slot to the trainer: FREE to CAPTURING.  Returns the slot's number."""
+        """Promise a slot to the trainer, whose content stays.  Returns the slot's number."""
         index = self.victim(give_up_protected)
         if self.held_back():
             raise PinnedError(f"{self.shard_id} has no slot for {snapshot} but those being read")
         if index is None or capturing(self.slots):
             raise TransitionRefusedError(f"{self.shard_id} has no free slot for {snapshot}")
-        self.put(
-            index,
-            replace(EMPTY_SLOT, state=SlotState.CAPTURING, snapshot=snapshot, iteration=iteration),
-        )
+        self.promise = Promise(snapshot, iteration, index, give_up_protected)
         return index
+
+    def begin_capture(self, snapshot: SnapshotId) -> None:
+        """The trainer is about to write: what the promised slot held is given up, CAPTURING.
+
+        A reader that has come since the promise goes before.
+        """
+        index = self.find(snapshot)
+        if index is not None and not ending(self.slots[index]):
+            return
+        promise = self.promise
+        if promise is None or promise.snapshot != snapshot:
+            raise TransitionRefusedError(f"{self.shard_id} has promised no slot for {snapshot}")
+        self.promise = None
+        slot, index = self.slots[promise.slot], promise.slot
+        if not may_reuse(self.slots, index, give_up_protected=promise.give_up_protected):
+            raise TransitionRefusedError(f"{self.shard_id} needs the slot promised to {snapshot}")
+        if slot.state != SlotState.FREE and slot.snapshot in self.pins.values():
+            raise PinnedError(f"{self.shard_id} is being read where {snapshot} would go")
+        begun = replace(EMPTY_SLOT, state=SlotState.CAPTURING, snapshot=snapshot)
+        self.put(index, replace(begun, iteration=promise.iteration))
+
+    def promised(self, snapshot: SnapshotId) -> bool:
+        """Whether the trainer has a permit for it and has not begun."""
+        return self.promise is not None and self.promise.snapshot == snapshot
 
     def seal(self, record: SealedRecord) -> bool:
         """The trainer has finished: CAPTURING to SEALED, or to FREE if it was aborted meanwhile.
@@ -117,9 +154,14 @@ class ShardSlots(SlotTable):
     def capture_ended(self, snapshot: SnapshotId | None = None) -> list[SnapshotId]:
         """The trainer does not write (any more) to slots in CAPTURING: they become FREE.
 
-        With ``snapshot`` only that one.  Returns the snapshots that were given up.
+        With ``snapshot`` only that one.  Returns the snapshots that were given up, promised
+        ones among them.
         """
-        return self._end(SlotState.CAPTURING, self.free, snapshot)
+        ended = self._end(SlotState.CAPTURING, self.free, snapshot)
+        if self.promise is not None and snapshot in (None, self.promise.snapshot):
+            ended.append(self.promise.snapshot)
+            self.promise = None
+        return ended
 
     def encoding_begun(self, snapshot: SnapshotId) -> bool:
         """Whether parity of the snapshot is being made, or complete and not decided upon yet."""
@@ -204,6 +246,8 @@ class ShardSlots(SlotTable):
         A slot that a live writer may still touch is only marked: a token cannot stop a
         process that has been suspended with its mapping.
         """
+        if self.promised(snapshot):
+            self.promise = None
         index = self.find(snapshot)
         if index is None:
             return True

@@ -53,6 +53,18 @@ class Prepared(Message, frozen=True):
     arena: str
 
 
+class Begins(Message, frozen=True):
+    """The permitted iteration is over: the slot is wanted now; nothing is written to it before.
+
+    There is no answer but the slot's header, which turns to CAPTURING, or a revoked permit.
+    """
+
+    shard_id: ShardId
+    snapshot: SnapshotId
+    iteration: Count
+    slot: Count
+
+
 class Sealed(Message, frozen=True):
     """All bytes and digests of the shard are in the granted slot; capture has ended.
 

@@ -28,7 +28,7 @@ from protocol_model.world import World
 View = tuple[Any, ...]
 KNOWN = {
     "NodeMachine": "node highest_incarnation shards paths trainers world newest effects _said",
-    "ShardSlots": "shard_id slots changes pins",
+    "ShardSlots": "shard_id slots changes pins promise",
     "SnapshotCycle": "incarnation places nodes stripes schedule _orders phase snapshot iteration "
     "level _capture _waiting _encoders _world _broken _corrupt _gated _last "
     "_sequence _again",
@@ -123,6 +123,13 @@ class _Describer:
                 tuple(sorted(map(str, (self._shard(node, s) for s in machine.trainers)))),
                 tuple(sorted((str(self._shard(node, shard)), s) for shard, s in pins)),
                 tuple(sorted(r.rstrip("0123456789") for r in machine.readers())),
+                tuple(
+                    sorted(
+                        (str(self._shard(node, shard)), x.promise[0], *x.promise[2:])
+                        for shard, x in machine.shards.items()
+                        if x.promise is not None
+                    )
+                ),
             )
         restore = None if node.restore is None else node.restore.snapshot
         return (
@@ -230,7 +237,8 @@ class _Describer:
         run = None if p.run is None else (p.run.snapshot, p.run.slot)
         age = self.world.incarnation - p.life
         ahead = self._ahead(p.iteration)
-        return self._shard(node, p.shard), age, ahead, arena, p.last_permit, run, p.copied
+        begun = p.copied, p.given
+        return self._shard(node, p.shard), age, ahead, arena, p.last_permit, run, *begun
 
     def _encoder(self, node: Node, p: Encoder) -> View:
         order: View = ()

@@ -89,7 +89,13 @@ def _process_steps(world: World, p: Process) -> Iterator[Weighted]:
 def _trainer_steps(world: World, p: Trainer) -> Iterator[Weighted]:
     if _has_a_reason_to_go_on(world, p) and p.iteration < _slowest(world, p.life) + MOST_DRIFT:
         yield 1.0, ("boundary", p.pid)
-    if p.run is not None:
+    if p.run is not None and not p.may_copy():
+        # It waits for its slot for a moment only; what it said may have been lost or refused.
+        if not p.waits():
+            yield 0.5, ("not_given", p.pid)
+        elif not world.bounds:
+            yield 0.05, ("not_given", p.pid)
+    elif p.run is not None:
         yield 2.0, ("copy", p.pid)
         if not world.bounds:
             yield (1.0 if p.revoked() else 0.02), ("abandon", p.pid)

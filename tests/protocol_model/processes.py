@@ -49,6 +49,7 @@ class Trainer(Process):
     last_permit: SnapshotId | None = None
     run: Permit | None = None
     copied: int = 0
+    given: bool = False
 
     def key(self) -> tuple[str, str]:
         return "trainer", self.shard
@@ -69,11 +70,25 @@ class Trainer(Process):
             self.outbox.append(m.Missed(self.shard, permit.snapshot))
         elif permit.iteration == self.iteration:
             self.last_permit = permit.snapshot
-            self.run, self.copied = permit, 0
+            self.run, self.copied, self.given = permit, 0, False
+            place = permit.iteration, permit.slot
+            self.outbox.append(m.Begins(self.shard, permit.snapshot, *place))
+
+    def may_copy(self) -> bool:
+        """Whether the slot is this capture's: its header has said so."""
+        assert self.run is not None and self.arena is not None
+        header = self.arena.slots[self.run.slot].header
+        given = (SlotState.CAPTURING, self.run.snapshot)
+        return self.given or (header.state, header.snapshot) == given
+
+    def waits(self) -> bool:
+        """Whether its word that it begins is still under way."""
+        return any(isinstance(message, m.Begins) for message in self.outbox)
 
     def copy(self) -> None:
         """One step of the running capture: a part of the bytes, or the seal."""
         assert self.run is not None and self.arena is not None
+        self.given = True
         slot = self.arena.slots[self.run.slot]
         if self.copied < len(slot.data):
             slot.write_data(self.copied, (self.run.snapshot, self.shard))

@@ -143,6 +143,9 @@ class World(SmpSteps, DiskSteps):
             self.judge.sealed[trainer.outbox[-1].record.snapshot].add(trainer.shard)
         self.changed = True
 
+    def _do_not_given(self, pid: int) -> None:
+        self._trainer(pid).abandon("its slot was not given in time")
+
     def _do_abandon(self, pid: int) -> None:
         self._trainer(pid).abandon("the fence timed out")
 

@@ -41,7 +41,8 @@ def _granted_before(node: NodeShards, snapshot: SnapshotId) -> m.Message:
     """Ok if the permit still stands, which changes nothing."""
     for slots in node.shards.values():
         index = slots.find(snapshot)
-        if snapshot != node.newest or index is None or ending(slots.slots[index]):
+        stands = index is not None and not ending(slots.slots[index])
+        if snapshot != node.newest or not (stands or slots.promised(snapshot)):
             raise TransitionRefusedError(f"{slots.shard_id} is past snapshot {snapshot}")
     return m.Ok()
 
@@ -118,6 +119,8 @@ def abort(node: NodeShards, message: m.Abort) -> m.Message:
     node.note_newest(message.snapshot)
     for shard_id, slots in node.shards.items():
         _revoke(node, shard_id, message.snapshot)
+        if slots.promised(message.snapshot):
+            node.tell(m.SlotFreed(shard_id, message.snapshot))
         freed = slots.abort(
             message.snapshot,
             trainer_alive=shard_id in node.trainers,
@@ -129,10 +132,12 @@ def abort(node: NodeShards, message: m.Abort) -> m.Message:
 
 
 def _revoke(node: NodeShards, shard_id: str, snapshot: SnapshotId) -> None:
-    """Have the trainer see that its permit is void; made from the header alone."""
+    """Have the trainer see that its permit is void."""
     slots = node.shards[shard_id]
-    index = slots.find(snapshot)
-    if index is not None and slots.slots[index].state == SlotState.CAPTURING:
+    index, promise = slots.find(snapshot), slots.promise
+    if promise is not None and slots.promised(snapshot):
+        node.say(StorePermit(shard_id, Permit(snapshot, promise.iteration, promise.slot, True)))
+    elif index is not None and slots.slots[index].state == SlotState.CAPTURING:
         revoked = Permit(snapshot, slots.slots[index].iteration, index, True)
         node.say(StorePermit(shard_id, revoked))
 

@@ -4,8 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_ft.arena.format import Permit
 from megatron_ft.smp import messages as m
+from megatron_ft.smp.effects import StorePermit
 from megatron_ft.smp.node_shards import NodeShards
+from megatron_ft.smp.refusals import TransitionRefusedError
+
+
+def begins(node: NodeShards, message: m.Begins) -> m.Message:
+    """The trainer wants the slot that it was promised; without one its permit is void."""
+    slots = node.slots_of(message.shard_id)
+    try:
+        slots.begin_capture(message.snapshot)
+    except TransitionRefusedError:
+        if slots.promise is None and message.slot < len(slots.slots):
+            void = Permit(message.snapshot, message.iteration, message.slot, True)
+            node.say(StorePermit(message.shard_id, void))
+        raise
+    return m.Ok()
 
 
 def sealed(node: NodeShards, message: m.Sealed) -> m.Message:
@@ -26,6 +42,7 @@ def gave_up(node: NodeShards, message: m.Missed | m.Abandoned) -> m.Message:
 
 
 REACTIONS: dict[type[m.Message], Any] = {
+    m.Begins: begins,
     m.Sealed: sealed,
     m.Missed: gave_up,
     m.Abandoned: gave_up,
