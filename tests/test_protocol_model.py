@@ -213,7 +213,7 @@ LATE_DRAINS = {"restart": 10.0, "orphan": 0.1, "drain": 10.0, "publish": 0.3, "w
 
 
 def test_permits_that_come_again_would_stop_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is lost by it, but the walks that commit most come to almost nothing."""
+    """Nothing is lost by it, but a job comes to less than half as many commits."""
     commits = []
     for switched_off in (False, True):
         if switched_off:
@@ -221,7 +221,7 @@ def test_permits_that_come_again_would_stop_a_job(monkeypatch: pytest.MonkeyPatc
         walks = [walk(TREE, seed, bias=CLIMATES[seed % len(CLIMATES)]) for seed in range(8)]
         assert not any(problem for _, _, problem in walks)
         commits.append(sum(world.commits for _, world, _ in walks))
-    assert commits[1] < commits[0] / 3
+    assert commits[1] < commits[0] / 2
 
 
 @dataclass(frozen=True)

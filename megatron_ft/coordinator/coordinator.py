@@ -335,6 +335,9 @@ class Coordinator(Connections):
         if isinstance(body, m.EncoderRefused) and body.world == self.world:
             text = f"no parity: the SMP of {event.node} refused its encoder: {body.reason}"
             self.observers.tell("encoder_refused", text)
+        if isinstance(body, m.ReaderStalled):
+            text = f"{body.reader} on {event.node} has not run for {body.seconds:.0f} s"
+            self.observers.tell("reader_stalled", f"{text}: it holds no snapshot any more")
         if isinstance(body, m.WriterGone) and body.role == "encoder" and body.who == self.world:
             self.world_lost()
         if self.cycle is not None:

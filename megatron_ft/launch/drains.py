@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -21,13 +22,14 @@ from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.disk.drain import DrainPlan
 from megatron_ft.disk.durable import mount_point
 from megatron_ft.disk.retention import Keep
-from megatron_ft.errors import MegatronFTError
+from megatron_ft.errors import DrainError, MegatronFTError
 from megatron_ft.identity import Ancestor, Seat, SnapshotId
 from megatron_ft.launch.drain_processes import DrainProcesses
 from megatron_ft.launch.job_state import DiskPlaces
 from megatron_ft.launch.launcher import Launcher
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.urgency import Urgency
+from megatron_ft.smp.stalls import STALL_SECONDS
 
 
 def is_due(last: int, committed: int, interval: int, urgent: bool = False) -> bool:
@@ -80,6 +82,7 @@ class Drains:
         self._lineage: tuple[Ancestor, ...] = ()
         self._last = 0
         self._news = asyncio.Event()
+        self._stalled = asyncio.Event()
         self._ending = False
         self._urgent = False
         self._busy = False
@@ -174,7 +177,23 @@ class Drains:
             self._count(repr(error))
             self._coordinator.observers.tell("drain_failed", f"drains had stopped: {error!r}")
 
+    async def _unless_stalled(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do it; DrainError when one of its processes does not get on."""
+        self._stalled.clear()
+        tasks = [asyncio.create_task(work), asyncio.create_task(self._stalled.wait())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not tasks[0].done():
+                raise DrainError(f"a process of it has not run for {STALL_SECONDS:.0f} s")
+            tasks[0].result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
     def _note(self, event: JobEvent) -> None:
+        if event.kind == "reader_stalled":
+            self._stalled.set()
         if event.kind == "committed":
             self._news.set()
 
@@ -241,7 +260,7 @@ class Drains:
         nodes = sorted(set(self._places.values()))
         try:
             await self._coordinator.hold(plan.snapshot, nodes)
-            await self._write(plan, nodes)
+            await self._unless_stalled(self._write(plan, nodes))
             self._coordinator.durable = (plan.snapshot, plan.iteration)
             await self._tidy(plan, nodes[0])
             reason = ""

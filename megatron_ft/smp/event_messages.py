@@ -63,6 +63,13 @@ class SlotFreed(Message, frozen=True):
     snapshot: SnapshotId
 
 
+class ReaderStalled(Message, frozen=True):
+    """A reader, or a process of a drain, has not run for long: its pin is dropped."""
+
+    reader: str
+    seconds: float
+
+
 Told = (
     Hello
     | Prepare
@@ -81,6 +88,7 @@ Told = (
     | OrderDone
     | OrderFailed
     | WriterGone
+    | ReaderStalled
     | SlotFreed
     | BadBlocks
     | Repaired

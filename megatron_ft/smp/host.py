@@ -31,6 +31,7 @@ from megatron_ft.smp.effects import (
 )
 from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.readers import Readers
+from megatron_ft.smp.stalls import STALL_SECONDS, Stalls
 from megatron_ft.smp.state_file import NodeState
 from megatron_ft.smp.store import ArenaStore, free
 from megatron_ft.smp.upward import SendTo, Upward
@@ -54,6 +55,7 @@ class NodeHost:
         self.writers = Writers(environment.node_dir, self._writer_died)
         self.watch = NodeWatch(environment.node_dir, self.writers)
         self.readers = Readers(self.machine.reader_gone)
+        self.stalls = Stalls()
         self.state = NodeState()
         self.quiet = QuietWord(environment.node_dir, create=True)
         self.retired = asyncio.Event()
@@ -192,6 +194,15 @@ class NodeHost:
             await asyncio.to_thread(free, self.store.give_up())
         asyncio.get_running_loop().call_later(0.05, self.retired.set)
 
+    async def drop_stalled(self) -> None:
+        """Readers that do not get on hold no slot any more; the coordinator hears of them."""
+        drains = {w.who: w.pid for w in self.writers.all() if w.role == DRAIN}
+        for name in self.stalls.look({**self.readers.pids(), **drains}):
+            log.warning("reader %s has not run for %.0f s: its pin is dropped", name, STALL_SECONDS)
+            self.readers.forget(name)
+            self.machine.reader_gone(name)
+            await self.tell(m.ReaderStalled(name, STALL_SECONDS))
+
     def begin_lease(self, seconds: float) -> None:
         """A coordinator was admitted just now; nobody of an earlier life writes any more."""
         self._heard = time.monotonic()
@@ -207,6 +218,7 @@ class NodeHost:
         """A node that the coordinator cannot reach stops its own trainers."""
         while True:
             await asyncio.sleep(0.1)
+            await self.drop_stalled()
             writers = self.writers.all()
             if writers and self.lease_until and time.monotonic() > self.lease_until:
                 log.error("no word from the coordinator: killing %d writers", len(writers))

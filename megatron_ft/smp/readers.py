@@ -23,6 +23,11 @@ class Readers:
     def __init__(self, on_death: Callable[[str], None]) -> None:
         self._on_death = on_death
         self._pidfds: dict[str, int] = {}
+        self._pids: dict[str, int] = {}
+
+    def pids(self) -> dict[str, int]:
+        """The processes of those that are watched."""
+        return dict(self._pids)
 
     def watch(self, reader: str, pid: int) -> None:
         """Watch a process under this name; ControlPlaneError if it is dead, or there are many."""
@@ -33,11 +38,12 @@ class Readers:
             pidfd = open_pidfd(pid)
         except ProcessLookupError as error:
             raise ControlPlaneError(f"process {pid} is gone") from error
-        self._pidfds[reader] = pidfd
+        self._pidfds[reader], self._pids[reader] = pidfd, pid
         asyncio.get_running_loop().add_reader(pidfd, self._died, reader)
 
     def forget(self, reader: str) -> None:
         """Watch it no more; one that is unknown is none of ours."""
+        self._pids.pop(reader, None)
         pidfd = self._pidfds.pop(reader, None)
         if pidfd is not None:
             asyncio.get_running_loop().remove_reader(pidfd)
