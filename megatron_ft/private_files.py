@@ -23,7 +23,8 @@ OTHERS = 0o077
 OTHERS_WRITE = 0o022
 """What a checkpoint on disk must not grant; who may read it is the user's own umask."""
 
-_RESERVED_BYTES = 4096
+SPARE_BYTES = 4096
+"""A file of ``rewrite_file`` takes a multiple of this, and its spare as much."""
 _HERE, _RENAME_EXCHANGE = -100, 2
 """AT_FDCWD and the flag of renameat2(2), which Python does not name."""
 
@@ -191,7 +192,7 @@ def rewrite_file(path: Path, content: bytes) -> None:
     it.  Line feeds fill the length up.
     """
     spare = spare_of(path)
-    length = -(-max(len(content), 1) // _RESERVED_BYTES) * _RESERVED_BYTES
+    length = -(-max(len(content), 1) // SPARE_BYTES) * SPARE_BYTES
     reserve(spare, length)
     descriptor = open_file(spare, os.O_WRONLY)
     with open(descriptor, "wb") as file:
@@ -208,7 +209,7 @@ def spare_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.spare")
 
 
-def reserve(path: Path, length: int = _RESERVED_BYTES) -> None:
+def reserve(path: Path, length: int = SPARE_BYTES) -> None:
     """Have a file of this user's with so many bytes allocated; its content says nothing."""
     try:
         descriptor = open_file(path, os.O_WRONLY | os.O_CREAT)

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megatron_ft
+from megatron_ft import private_files
 from megatron_ft.affinity import BACKGROUND_CPUS, bind_to_background_cpus, parse_cpus, shown
 from megatron_ft.arena import numa
 from megatron_ft.arena.numa import home_node, machine_nodes, node_of_process, preferring
@@ -354,9 +355,13 @@ def test_an_arena_is_made_on_the_node_of_its_rank(
     """Of two ranks one keeps to the CPUs of a node; the other has not come yet."""
     cpu, asked, allocate = min(os.sched_getaffinity(0)), list[int](), os.posix_fallocate
     monkeypatch.setattr(numa, "machine_nodes", lambda: {0: {cpu}, 1: {cpu + 1}})
-    monkeypatch.setattr(
-        os, "posix_fallocate", lambda *file: (asked.append(policy()), allocate(*file))
-    )
+
+    def noted(descriptor: int, offset: int, length: int) -> None:
+        if length > private_files.SPARE_BYTES:  # an arena, not the node's notes
+            asked.append(policy())
+        allocate(descriptor, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", noted)
     host = NodeHost(ProcessEnvironment("job", "node0", tmp_path, 1), uuid.UUID(int=7))
     host.machine.highest_incarnation = 1
     rank = subprocess.Popen(["sleep", "60"])
