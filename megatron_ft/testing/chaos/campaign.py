@@ -97,8 +97,12 @@ def run_campaign(
             run_job(plan, settings, oracles.of(plan.nodes), limits, note)
 
     with ThreadPoolExecutor(at_once) as pool:
-        for future in [pool.submit(work) for _ in range(at_once)]:
-            future.result()
+        try:
+            for future in [pool.submit(work) for _ in range(at_once)]:
+                future.result()
+        finally:
+            # Of an interrupted campaign each job ends with its episode, and leaves nothing.
+            limits.deadline = 0.0
     return results
 
 
