@@ -44,7 +44,7 @@ from megatron_ft.errors import (
 )
 from megatron_ft.fewer_ranks import SHRINK
 from megatron_ft.flags import argument_type, help_of
-from megatron_ft.launch import job_settings, torchrun
+from megatron_ft.launch import descriptors, job_settings, torchrun
 from megatron_ft.launch.job_state import JobState, state_folder
 from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.launch.placement import describe_domains
@@ -169,6 +169,7 @@ def _supervise(
         if arguments.launcher == run_place.VIRTUAL:
             check_command(command)
         spec = spec_from(arguments, command, settings, place)
+        descriptors.provide(descriptors.needed(spec))
         make_folder("--log-dir", arguments.log_dir)
     with JobState(notes, spec.name) as state, ExitStack() as held:
         with _leaving_nothing(place):
