@@ -29,11 +29,13 @@ class Program:
 
     config: Mapping[str, Any]
     deepspeed: Path | None = None
+    follows: bool = True
 
     def flags(self, folder: Path, *, snapshots: bool) -> list[str]:
         """Its flags; the JSON is written into ``folder``."""
         path = folder / "ds_config.json"
-        section = {"inmem_snapshot": SECTION} if snapshots else {}
+        ours = {**SECTION, "follows_engine": self.follows}
+        section = {"inmem_snapshot": ours} if snapshots else {}
         path.write_text(json.dumps({**BASE, **self.config, **section}))
         small = ["--hidden", "64", "--sequence", "16", "--text", str(DEEPSPEED_EXAMPLE)]
         steps = ["--steps", str(ITERATIONS), "--checkpoints", str(folder / "checkpoints")]

@@ -46,6 +46,16 @@ def test_zero_3_loses_a_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.all_layouts
+def test_a_script_that_promises_nothing_begins_again(tmp_path: Path) -> None:
+    """It declines what memory offers; the job goes on from scratch and takes snapshots anew."""
+    program = Program({"zero_optimization": {"stage": 1}}, follows=False)
+    job = check_identical(program, tmp_path, kill_held_rank, nodes=2)
+    said = log_of(job, 0)
+    assert "warning: starting from scratch, not from the snapshot of step" in said, job.story()
+    assert "no checkpoint was read" not in said
+
+
+@pytest.mark.all_layouts
 def test_zero_1_loses_a_trainer_and_leaves_deepspeeds_own_files(tmp_path: Path) -> None:
     program, exports = Program({"zero_optimization": {"stage": 1}}), tmp_path / "exports"
     job = check_identical(
