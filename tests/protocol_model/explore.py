@@ -195,8 +195,31 @@ class Explorer:
 MOST_STEPS = 1000
 """A longer run than this goes in circles that the key does not see."""
 ORDER = (
-    ("request", "local", "event", "reap", "end", "encoder", "load", "copy", "write", "held"),
-    ("boundary", "publish", "released", "scrub", "mend", "read", "world", "propose", "drain"),
+    (
+        "request",
+        "local",
+        "event",
+        "reap",
+        "end",
+        "encoder",
+        "load",
+        "copy",
+        "not_given",
+        "write",
+        "held",
+    ),
+    (
+        "boundary",
+        "publish",
+        "released",
+        "scrub",
+        "mend",
+        "read",
+        "world",
+        "protect",
+        "propose",
+        "drain",
+    ),
     ("start_life", "smp_start", "enforce", "expire", "timeout", "pin", "orphan"),
     ("resume", "thaw", "heal", "disk_back"),
 )
