@@ -198,9 +198,7 @@ class Life:
         if self._roll.stranger:
             check_shard(job.spec.name, self._roll.known, self._roll.stranger)
         job.notes.raise_if_unfit()
-        failure = trainer_failure(
-            first, job.trainers, job.launcher, job.coordinator, job.notes.oom
-        )
+        failure = trainer_failure(first, job.trainers, job.launcher, job.coordinator, job.notes.oom)
         seen = job.registered or self._roll.hellos
         if failure.training and not seen and await job.trainers.all_failed(ALL_FAIL_SECONDS):
             text = (
