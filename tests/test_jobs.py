@@ -323,9 +323,14 @@ def test_trainers_that_die_while_encoders_are_away_lose_no_commit(
         at = [e for e in job.events if e.kind == "committed"][-1].fields["iteration"]
         progress = job.supervisor.coordinator.progress
         wait_until(job, lambda: max(progress.values()) > at + 4, "for iterations after it")
-        line = status.render(job.name, status.collect(job.cluster.root, job.name)[job.name])
         newest.append([e for e in job.events if e.kind == "committed"][-1].fields["iteration"])
-        assert f"iteration {newest[0]} survives a crash" in line, line
+
+        def headline() -> str:
+            return status.render(job.name, status.collect(job.cluster.root, job.name)[job.name])
+
+        # Daemons learn what the coordinator knows with a heartbeat.
+        said = f"iteration {newest[0]} survives a crash"
+        wait_until(job, lambda: said in headline(), f"for the status to say: {said}")
         encoders.start = start  # type: ignore[method-assign]
         signal_trainers(job, signal.SIGKILL)
 
