@@ -41,22 +41,29 @@ def may_reuse(slots: Sequence[SlotHeader], index: int, *, give_up_protected: boo
     return any(not o.local_only and _newer(o, slot) for o in others)
 
 
+def reusable(
+    slots: Sequence[SlotHeader],
+    spared: Collection[SnapshotId] = (),
+    *,
+    give_up_protected: bool = False,
+) -> list[int]:
+    """The slots that nobody needs, as may_reuse says; those of ``spared`` snapshots are needed."""
+    return [
+        i
+        for i, slot in enumerate(slots)
+        if may_reuse(slots, i, give_up_protected=give_up_protected)
+        and (slot.state == SlotState.FREE or slot.snapshot not in spared)
+    ]
+
+
 def oldest_reusable(
     slots: Sequence[SlotHeader],
     spared: Collection[SnapshotId] = (),
     *,
     give_up_protected: bool = False,
 ) -> int | None:
-    """The slot for the next snapshot: a free one, else the oldest that nobody needs.
-
-    Those of ``spared`` snapshots are needed.  ``give_up_protected`` is for may_reuse.
-    """
-    usable = [
-        i
-        for i, slot in enumerate(slots)
-        if may_reuse(slots, i, give_up_protected=give_up_protected)
-        and (slot.state == SlotState.FREE or slot.snapshot not in spared)
-    ]
+    """The slot for the next snapshot: a free one, else the oldest that nobody needs."""
+    usable = reusable(slots, spared, give_up_protected=give_up_protected)
     return min(usable, key=lambda i: _age(slots[i]), default=None)
 
 

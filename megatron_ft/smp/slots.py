@@ -18,8 +18,8 @@ from megatron_ft.smp.slot_rules import (
     capturing,
     committed_local,
     ending,
-    may_reuse,
     oldest_reusable,
+    reusable,
     still_written,
 )
 from megatron_ft.smp.slot_table import EMPTY_SLOT, NO_ROOT, SlotTable
@@ -127,13 +127,11 @@ class ShardSlots(SlotTable):
         if promise is None or promise.snapshot != snapshot:
             raise TransitionRefusedError(f"{self.shard_id} has promised no slot for {snapshot}")
         self.promise = None
-        slot, index = self.slots[promise.slot], promise.slot
-        if not may_reuse(self.slots, index, give_up_protected=promise.give_up_protected):
-            raise TransitionRefusedError(f"{self.shard_id} needs the slot promised to {snapshot}")
-        if slot.state != SlotState.FREE and slot.snapshot in self.pins.values():
-            raise PinnedError(f"{self.shard_id} is being read where {snapshot} would go")
+        give_up, spared = promise.give_up_protected, self.pins.values()
+        if promise.slot not in reusable(self.slots, spared, give_up_protected=give_up):
+            raise TransitionRefusedError(f"the slot promised to {snapshot} is needed or read")
         begun = replace(EMPTY_SLOT, state=SlotState.CAPTURING, snapshot=snapshot)
-        self.put(index, replace(begun, iteration=promise.iteration))
+        self.put(promise.slot, replace(begun, iteration=promise.iteration))
 
     def promised(self, snapshot: SnapshotId) -> bool:
         """Whether the trainer has a permit for it and has not begun."""
