@@ -235,7 +235,7 @@ class Hole:
 
 
 HOLES: dict[Callable[[pytest.MonkeyPatch], None], Hole] = {
-    holes.no_doubt: Hole("reuses its slot in doubt", 1, "replica"),
+    holes.no_doubt: Hole("reuses its slot in doubt", 104, "replica"),
     holes.local_is_enough: Hole("no newer one is protected everywhere"),
     holes.protected_is_enough: Hole("I2b: "),
     holes.per_rank_skip: Hole("it is being captured"),
@@ -247,7 +247,7 @@ HOLES: dict[Callable[[pytest.MonkeyPatch], None], Hole] = {
     holes.parity_stays_valid: Hole("would be rebuilt from parity of"),
     holes.target_counts_as_whole: Hole("would be served as"),
     holes.anybody_owns: Hole("starts from nothing", 26, bias=COME_AND_GO),
-    holes.shadows: Hole("reuses its slot in doubt", 330),
+    holes.shadows: Hole("I2: ", 58),
     holes.no_pins: Hole("while pinned", shape="xor:3, readers", bias=SLOW_READERS),
     holes.no_second_look: Hole("a reader took", shape="xor:3, readers", bias=SLOW_READERS),
     holes.drain_unpinned: Hole("while pinned", 12, "replica, disk", bias=SLOW_DRAINS),
