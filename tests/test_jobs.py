@@ -25,6 +25,7 @@ from megatron_ft.errors import (
     ConfigError,
     LayoutMismatchError,
     ProtectionError,
+    RestartBudgetError,
     UnrecoverableError,
 )
 from megatron_ft.launch import procfs
@@ -292,6 +293,17 @@ def test_snapshots_of_another_job_are_not_written_over(made: list[Job], tmp_path
     assert arena.read_bytes() == before
 
 
+def test_the_same_failure_three_times_stops_the_job(made: list[Job], tmp_path: Path) -> None:
+    command = (sys.executable, "-c", "import sys; print('no such file'); sys.exit(3)")
+    job = Job(tmp_path, nodes=2, protect="xor:2", command=command)
+    made.append(job)
+    with pytest.raises(RestartBudgetError, match="rank . exited with 3"):
+        job.run()
+    assert any("no such file" in e.text for e in job.events if e.kind == "log"), job.story()
+    waits = [e.text for e in job.events if e.kind == "backoff"]
+    assert waits[:2] == [f"waiting {delay} s before the next start" for delay in ("0.1", "0.2")]
+
+
 def test_without_encoders_snapshots_go_on_locally(
     made: list[Job], tmp_path: Path, two: Result
 ) -> None:
@@ -313,7 +325,6 @@ def test_trainers_that_die_while_encoders_are_away_lose_no_commit(
     made: list[Job], tmp_path: Path, two: Result
 ) -> None:
     """Two slots: a protected snapshot, and a newer local one, which must outlive all trainers."""
-    newest: list[int] = []
 
     def no_more_worlds(job: Job) -> None:
         encoders = job.supervisor.world.encoders
@@ -323,25 +334,28 @@ def test_trainers_that_die_while_encoders_are_away_lose_no_commit(
         at = [e for e in job.events if e.kind == "committed"][-1].fields["iteration"]
         progress = job.supervisor.coordinator.progress
         wait_until(job, lambda: max(progress.values()) > at + 4, "for iterations after it")
-        newest.append([e for e in job.events if e.kind == "committed"][-1].fields["iteration"])
-
-        def headline() -> str:
-            return status.render(job.name, status.collect(job.cluster.root, job.name)[job.name])
-
-        # Daemons learn what the coordinator knows with a heartbeat.
-        said = f"iteration {newest[0]} survives a crash"
-        wait_until(job, lambda: said in headline(), f"for the status to say: {said}")
+        wait_until(job, lambda: _promise(job) in _status(job), "for what status promises")
         encoders.start = start  # type: ignore[method-assign]
         signal_trainers(job, signal.SIGKILL)
 
     job = Job(tmp_path, nodes=2, protect="xor:2", iterations=40)
     made.append(job)
     job.run((6, no_more_worlds), (8, in_life(2, lambda job: None)))
-    assert job.restores()[0] == (newest[0], "own memory"), job.story()
     restored = job.kinds().index("restoring")
+    newest = [e.fields for e in job.events[:restored] if e.kind == "committed"][-1]["iteration"]
+    assert job.restores()[0] == (newest, "own memory"), job.story()
     after = [e.fields for e in job.events[restored:] if e.kind == "committed"]
-    assert {"iteration": newest[0], "level": "protected"} in after, job.story()
+    assert {"iteration": newest, "level": "protected"} in after, job.story()
     assert not difference(job.result(), two), job.story()
+
+
+def _promise(job: Job) -> str:
+    newest = [e for e in job.events if e.kind == "committed"][-1]
+    return f"iteration {newest.fields['iteration']} survives a crash"
+
+
+def _status(job: Job) -> str:
+    return status.render(job.name, status.collect(job.cluster.root, job.name)[job.name])
 
 
 def _levels(job: Job) -> list[str]:

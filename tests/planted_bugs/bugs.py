@@ -116,7 +116,7 @@ BUGS = (
             ),
         ),
         "model walk",
-        MODEL,
+        MODEL.replace("xor:3", "replica"),
         r"I2b: [\d.]+ must be served without \[\], got [\d.]+",
     ),
     Bug(
@@ -190,14 +190,19 @@ BUGS = (
         "captures always take slot 0, the last snapshot or not",
         (
             Edit(
-                "        return oldest_reusable(self.slots, spared=self.pins.values())\n",
+                "        index = oldest_reusable(self.slots, spared)\n",
                 "        ready = self.slots[0].state in (SlotState.FREE, SlotState.COMMITTED)\n"
-                "        return 0 if ready else None\n",
+                "        index = 0 if ready else None\n",
+            ),
+            Edit(
+                "        if promise.slot not in reusable("
+                "self.slots, spared, give_up_protected=give_up):\n",
+                "        if promise.slot:\n",
             ),
         ),
         "model walk",
         MODEL,
-        r"I1: \w+ reuses [\d.]+; no newer one is protected everywhere",
+        r"I1: \w+ reuses [\d.]+; no newer one is protected everywhere|I2b: [\d.]+ must be served",
     ),
     Bug(
         "8 a copy still running when the optimizer steps",
