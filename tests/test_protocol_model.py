@@ -256,7 +256,7 @@ HOLES: dict[Callable[[pytest.MonkeyPatch], None], Hole] = {
     holes.late_words_obeyed: Hole("after a newer one", 2, "replica, disk", RESTARTS),
     holes.tidied_by_an_older_life: Hole("gone from the disk", 7, "replica, disk", LATE_DRAINS),
     holes.published_and_tidied_at_once: Hole("gone from the disk", 7, "replica, disk", LATE_DRAINS),
-    holes.encoded_again: Hole("must be served", 80, "xor:3, 2 stripes, tree", LATE_AND_LOST),
+    holes.encoded_again: Hole("must be served", 338, "xor:3, 2 stripes, tree", LATE_AND_LOST),
     holes.notes_ignored: Hole("rolled back and is served", 402, "replica, disk", CUTS_ONLY),
 }
 MOST_WALKS = 200
