@@ -47,7 +47,8 @@ def test_blocks_of_a_committed_slot_are_mended_before_it_is_given_away() -> None
     assert order.body.stripes[0].slots == {HERE: 0} and order.body.data_blocks == (3,)
     node.take_effects()
     assert node.handle(RECOMPUTED) == m.Ok()
-    for message in (m.Grant(LIFE, TWO, 12), m.Abort(LIFE, TWO, "test")):
+    given = m.Begins(HERE, TWO, 12, 1)
+    for message in (m.Grant(LIFE, TWO, 12), given, m.Abort(LIFE, TWO, "test")):
         node.handle(message)
     first, *later = node.take_effects()
     assert isinstance(first, MendSlot) and first.header.record == SEALED.record

@@ -166,9 +166,9 @@ def _supervise(
 ) -> int:
     notes = state_folder(arguments.job, arguments.state_dir)
     with _leaving_nothing(place):
+        spec = spec_from(arguments, command, settings, place)
         if arguments.launcher == run_place.VIRTUAL:
             check_command(command)
-        spec = spec_from(arguments, command, settings, place)
         descriptors.provide(descriptors.needed(spec))
         make_folder("--log-dir", arguments.log_dir)
     with JobState(notes, spec.name) as state, ExitStack() as held:
