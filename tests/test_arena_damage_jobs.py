@@ -9,6 +9,7 @@ import asyncio
 import os
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -202,7 +203,9 @@ def test_all_smps_killed_at_once_are_replaced_together(
 def test_a_full_tmpfs_keeps_no_trainer_from_its_memory(
     tmp_path: Path, victim: str, uninterrupted: Uninterrupted
 ) -> None:
-    for small in mount_tmpfs(tmp_path / "small", "size=48m,mode=0700"):
+    # A short path: there are sockets below.
+    place = tempfile.mkdtemp(prefix="mft-")
+    for small in mount_tmpfs(Path(place, "small"), "size=48m,mode=0700"):
         root = small / "root"
         root.mkdir(mode=0o700)
         job = Job(tmp_path, 3, protect="xor:3", iterations=ITERATIONS, transport="tcp", root=root)

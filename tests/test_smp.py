@@ -29,6 +29,7 @@ from megatron_ft.coordinator.link import SmpLink
 from megatron_ft.environment import ProcessEnvironment
 from megatron_ft.errors import ControlPlaneError, LayoutMismatchError, StaleIncarnationError
 from megatron_ft.identity import Ancestor
+from megatron_ft.private_files import spare_of
 from megatron_ft.smp import client as client_module
 from megatron_ft.smp import local_server
 from megatron_ft.smp import messages as m
@@ -327,9 +328,9 @@ def test_an_encoder_that_cannot_be_written_down_is_told_of_with_the_cause(node: 
     async def story() -> m.EncoderRefused:
         link = await led(node)
         await link.demand(create(), 30)
-        path = node.environment.node_dir / "writers.json"
-        path.unlink(missing_ok=True)
-        (path / "in the way").mkdir(parents=True)
+        spare = spare_of(node.environment.node_dir / "writers.json")
+        spare.unlink()
+        (spare / "in the way").mkdir(parents=True)
         worlds.append(encoder(node, "w1", 7))
         told = await node.event(m.EncoderRefused)
         link.close()

@@ -31,6 +31,7 @@ from megatron_ft.launch.job_state import (
 )
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.local_query import ask, sockets
+from megatron_ft.smp.store import SUFFIX
 
 EXIT_CODES: Mapping[int, str] = {3: "the job was told, but did not start again in time"}
 
@@ -86,11 +87,15 @@ def _require_older(root: Path, arguments: argparse.Namespace) -> None:
         raise ConfigError(
             f"{text}. Give a later iteration, or --from-disk if a checkpoint on disk shall serve"
         )
-    problems = [] if record is None else _against_disk(record, before)
-    if record is None or problems:
+    problems = ["the job has no notes"] if record is None else _against_disk(record, before)
+    known = set() if record is None else record.shards.keys()
+    here = {arena.stem for arena in (root / arguments.job).glob(f"*/*{SUFFIX}")}
+    if problems and known - here:
+        print(f"{len(known - here)} shards are on other machines, whose memory was not looked at")
+    elif problems:
         raise ConfigError(
-            f"{text}; nor on disk: {'; '.join(problems) or 'the job has no notes'}. Nothing was "
-            "changed; give a later iteration"
+            f"{text}; nor on disk: {'; '.join(problems)}. Nothing was changed; give a later "
+            "iteration"
         )
 
 
@@ -165,5 +170,5 @@ def _wait(root: Path, arguments: argparse.Namespace, life: int) -> int:
             print(f"job {arguments.job} resumes from {source}")
             return 0
         time.sleep(0.1)
-    print(f"job {arguments.job} was told, but has not started again; see its supervisor's output")
+    print(f"job {arguments.job} got the request, but has not started again; see its supervisor")
     return 3

@@ -74,7 +74,7 @@ class Coordinator(Connections):
         self._encoders_up: set[str] = set()
         self._world_up = asyncio.Event()
         self._kick = asyncio.Event()
-        self._encoding_since = self._world_seen = 0.0
+        self._encoding_since = self._world_seen = self._first_try = 0.0
         self._protect_tries: dict[SnapshotId, int] = {}
 
     def connect(self, node: str, endpoint: str) -> None:
@@ -148,6 +148,7 @@ class Coordinator(Connections):
     def start_snapshots(self, cycle: SnapshotCycle) -> None:
         """Permit one snapshot after the other until ``stop_snapshots``."""
         self.cycle = cycle
+        self._protect_tries.clear()
         self.repairs.begin_life()
         self._keep(self._pump(cycle))
 
@@ -202,6 +203,7 @@ class Coordinator(Connections):
         if newest is not None and newest[2] == "local" and world:
             tries = self._protect_tries.get(newest[0], 0)
             if tries < MOST_PROTECT_TRIES and (actions := cycle.protect(*newest[:2], world)):
+                self._first_try = self._first_try if tries else time.monotonic()
                 self._protect_tries = {newest[0]: tries + 1}
                 return actions
         give_up = self.crowded and not self.pinned and self._gives_way(cycle)
@@ -230,11 +232,17 @@ class Coordinator(Connections):
     def _gives_way(self, cycle: SnapshotCycle) -> bool:
         if set(cycle.nodes) - self.held.keys():
             return False  # what a node holds is not known yet
-        protected, durable = self.fallbacks().node_loss, self.durable
+        held = [one for node in cycle.nodes for one in self.held[node]]
+        protected = max((one.snapshot for one in held if one.protected), default=None)
+        crash, durable = self.fallbacks().crash, self.durable
+        if protected is not None and (crash is None or crash.snapshot <= protected):
+            return False  # the newer one is damaged: nothing whole would be left
+        # Encoders that are up and fail each time are as good as away.
+        failing = MOST_PROTECT_TRIES in self._protect_tries.values()
         return protected_gives_way(
             skipped=self.skips.now,
-            seconds_away=time.monotonic() - self._world_seen,
-            on_disk=protected is None or (durable is not None and durable[0] >= protected.snapshot),
+            seconds_away=time.monotonic() - (self._first_try if failing else self._world_seen),
+            on_disk=protected is None or (durable is not None and durable[0] >= protected),
             protectable=bool(cycle.stripes),
         )
 

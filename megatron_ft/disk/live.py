@@ -126,4 +126,6 @@ def _can_be_rebuilt(holdings: Mapping[str, Holding], shard_id: str, snapshot: Sn
 def _decided(slots: Sequence[SlotReport]) -> bool:
     """Rule 6: one COMMITTED slot, or PROTECTED everywhere, can only become COMMITTED everywhere."""
     states = {SlotState(slot.state) for slot in slots}
-    return SlotState.COMMITTED in states or states == {SlotState.PROTECTED}
+    # Committed without parity, and given some just now.
+    again = any(slot.state == SlotState.ENCODING and slot.local_only for slot in slots)
+    return again or SlotState.COMMITTED in states or states == {SlotState.PROTECTED}

@@ -74,7 +74,7 @@ class RestartBudget:
         if now.restarts_without_progress >= self.total_limit:
             raise RestartBudgetError(now._explain_total(failure))
         same = [one for one in now.failures if one.cause == failure.cause]
-        here = [one for one in same if one.place == failure.place]
+        here = [one for one in same if failure.place and one.place == failure.place]
         limit = self.same_failure_limit if failure.training else self.elsewhere_limit
         if len(same) < limit and len(here) < self.same_failure_limit:
             return now

@@ -135,8 +135,8 @@ class JobState:
         """
         assert self._lock is not None, "the state was closed"
         record = msgspec.structs.replace(self._record, **changes)
-        self._require_folder()
         try:
+            self._require_folder()
             write_record(self.folder, record)
         except OSError as error:
             raise ControlPlaneError(
@@ -149,29 +149,40 @@ class JobState:
     def restore(self) -> bool:
         """Write the notes again if somebody has removed them; whether that was so.
 
-        ControlPlaneError if they cannot be written, or are another supervisor's by now.
+        ControlPlaneError if they cannot be written, StaleIncarnationError if they are another
+        job's by now.
         """
-        if (self.folder / _FILE).exists() and not self._require_folder():
+        if not self.is_missing():
             return False
         self.update()
         return True
 
-    def _require_folder(self) -> bool:
-        """Have the folder and our lock in it; whether they had been removed."""
+    def is_missing(self) -> bool:
+        """Tell if notes or lock are not where they were; OSError of a disk that fails."""
+        assert self._lock is not None, "the state was closed"
+        return not (
+            (self.folder / _FILE).exists() and _is_same_file(self._lock, self.folder / _LOCK)
+        )
+
+    def _require_folder(self) -> None:
+        """Have the folder and our lock in it; notes of another job there stay as they are."""
         assert self._lock is not None, "the state was closed"
         if _is_same_file(self._lock, self.folder / _LOCK):
-            return False
+            return
         make_notes_folder(self.folder)
         lock = _take_lock(self.folder, self._record.name)
+        try:
+            found = read_record(self.folder, self._record.name)
+            if found is not None and found.job != self._record.job:
+                raise StaleIncarnationError(
+                    f"the notes in {self.folder} were removed, and belong to another job "
+                    f"{found.name!r} now; this one stops"
+                )
+        except BaseException:
+            os.close(lock)
+            raise
         os.close(self._lock)
         self._lock = lock
-        found = read_record(self.folder, self._record.name)
-        if found is not None and found.job != self._record.job:
-            raise StaleIncarnationError(
-                f"the notes in {self.folder} were removed, and belong to another job "
-                f"{found.name!r} now; this one stops"
-            )
-        return True
 
     def remove(self) -> None:
         """Forget the job: remove our files, the folder if then empty, and give back the lock."""

@@ -95,7 +95,8 @@ class Life:
         """
         job = self._job
         node, count = job.budget.suspect, len(job.state.record.shards) or None
-        if node not in job.members.active:
+        spares, lost = job.members.free_spares(), job.members.lost(admitted)
+        if node not in job.members.active or len(spares) <= len(lost):
             return
         others = {name: one for name, one in admitted.inventories.items() if name != node}
         without = choice.memory(Admitted(others, (*admitted.lost, node)), count)
@@ -199,7 +200,7 @@ class Life:
             check_shard(job.spec.name, self._roll.known, self._roll.stranger)
         job.notes.raise_if_unfit()
         failure = trainer_failure(first, job.trainers, job.launcher, job.coordinator, job.notes.oom)
-        seen = job.registered or self._roll.hellos
+        seen = job.registered or self._roll.hellos or job.state.record.shards
         if failure.training and not seen and await job.trainers.all_failed(ALL_FAIL_SECONDS):
             text = (
                 f"{failure.text}, as all ranks did before one of them had registered: see its log"

@@ -84,7 +84,11 @@ def borrowed(pidfd: int, number: int) -> socket.socket:
     if descriptor < 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
-    return socket.socket(fileno=descriptor)
+    try:
+        return socket.socket(fileno=descriptor)
+    except OSError:
+        os.close(descriptor)
+        raise
 
 
 def _listening(pid: int) -> Iterator[int]:

@@ -46,12 +46,11 @@ class RestoreChoice:
         job.state.update(
             incarnation=job.coordinator.incarnation,
             active=tuple(job.members.active),
-            scheme=str(job.spec.scheme),
             command_digest=command_digest(job.spec.command),
         )
         choice = await job.disk.look(memory, job.state.record)
         decision, source, lineage = self._settle(memory, choice)
-        job.state.update(lineage=lineage)
+        job.state.update(lineage=lineage, scheme=str(job.spec.scheme))
         plan = Restore(
             decision=decision,
             places=job.members.places(),
@@ -65,8 +64,8 @@ class RestoreChoice:
         if start is None or start.from_memory:
             self._tell(plan, memory, choice)
             return plan
-        text = f"starting from disk: {start.reason}; memory keeps iteration"
-        job.observers.tell("from_disk", f"{text} {plan.decision.iteration}")
+        text = f"starting from disk: {start.reason}; iteration {plan.decision.iteration} is kept"
+        job.observers.tell("from_disk", text)
         return replace(plan, framework_loads=True)
 
     async def _foreseen(self, plan: Restore) -> Start | None:
@@ -77,7 +76,7 @@ class RestoreChoice:
         rewound = await self._job.distrust.memory_first()
         try:
             return await in_thread(lambda: foresee(command, offered, rewound), LOOK_SECONDS)
-        except (asyncio.TimeoutError, OSError):
+        except (asyncio.TimeoutError, OSError, ValueError):
             return None
 
     def memory(self, admitted: Admitted, count: int | None) -> Decision:

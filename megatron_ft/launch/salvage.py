@@ -61,12 +61,12 @@ async def _drain(parts: JobParts, choice: RestoreChoice, admitted: Admitted, rea
     plan = _plan(parts, choice, admitted)
     if plan is None:
         return
-    parts.state.update(incarnation=plan.incarnation, lineage=plan.lineage)
     parts.observers.tell(
         "salvaging",
         f"{reason}: draining before anything else; {describe_restore(plan)[0]}",
     )
     try:
+        parts.state.update(incarnation=plan.incarnation, lineage=plan.lineage)
         await carry_out(parts, plan, tuple(admitted.inventories))
         shards = parts.state.record.shards
         durable = parts.coordinator.durable

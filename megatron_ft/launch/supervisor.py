@@ -25,6 +25,7 @@ from megatron_ft.launch.disk_restore import LoadError
 from megatron_ft.launch.failure import NODE_LOST
 from megatron_ft.launch.foresight import folder_of, newest_saved
 from megatron_ft.launch.hosts import hold_for_hosts
+from megatron_ft.launch.in_thread import in_thread
 from megatron_ft.launch.job_parts import JobParts
 from megatron_ft.launch.life import Life
 from megatron_ft.launch.membership import NoSpareError
@@ -33,6 +34,8 @@ from megatron_ft.smp import messages as m
 
 NOTES_SECONDS = 2.0
 """So often a supervisor looks whether its notes are still there."""
+NOTES_TIMEOUT_SECONDS = 10.0
+"""Longest wait for the file system that holds them."""
 
 
 class Supervisor(JobParts):
@@ -94,10 +97,14 @@ class Supervisor(JobParts):
         while True:
             await asyncio.sleep(NOTES_SECONDS)
             try:
+                # Beside the event loop, which renews leases: a network file system may hang.
+                missing = await in_thread(self.state.is_missing, NOTES_TIMEOUT_SECONDS)
                 text = f"{self.state.folder} was removed; its notes were written again"
-                text = text if self.state.restore() else ""
-            except ControlPlaneError as error:
-                text = str(error)
+                text = text if missing and self.state.restore() else ""
+            except (ControlPlaneError, StaleIncarnationError, OSError) as error:
+                text = f"the job's notes: {error}"
+            except asyncio.TimeoutError:
+                text = f"{self.state.folder} does not answer"
             if text and text != told:
                 self.observers.tell("notes_removed", text)
             told = text
@@ -126,7 +133,7 @@ class Supervisor(JobParts):
             raise
         except RegistrationError as error:
             self.observers.tell("interrupted", str(error))
-            never = error.none and not self.registered
+            never = error.none and not self.registered and not self.state.record.shards
             return Failure(str(error), "ranks did not register", training=True, final=never)
         except ControlPlaneError as error:
             self.observers.tell("interrupted", str(error))

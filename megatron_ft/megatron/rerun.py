@@ -35,7 +35,7 @@ def note_save(args: Any, iteration: int) -> None:
 def noted(folder: Path) -> int:
     """The iteration whose checkpoint in this folder is to be resumed from, -1 for none."""
     try:
-        word = (folder / NOTE).read_text().strip()
+        word = (folder / NOTE).read_text(errors="replace").strip()
     except OSError:
         return -1
     return int(word) if word.isdigit() else -1

@@ -47,7 +47,7 @@ def disk_of(args: Any) -> Disk:
 def tracked_iteration(tracker: Path) -> int:
     """The iteration that a tracker file names, 0 for a release, -1 if there is no such file."""
     try:
-        word = tracker.read_text().strip()
+        word = tracker.read_text(errors="replace").strip()
     except OSError:
         return -1
     return int(word) if word.isdigit() else 0

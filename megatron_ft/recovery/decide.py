@@ -236,8 +236,8 @@ def _serve(
 
 def usable(slot: SlotReport) -> bool:
     """Whether a reported slot holds complete, digested data."""
-    if slot.local_only and slot.record is not None:
-        return True  # committed without parity; it may be given some just now
+    if slot.state == SlotState.ENCODING and slot.local_only:
+        return slot.record is not None  # committed without parity, and given some just now
     return slot.record is not None and SlotState(slot.state) in (
         SlotState.SEALED,
         SlotState.PROTECTED,

@@ -184,14 +184,16 @@ class NodeHost:
 
         Beside the event loop: small pages take some 0.2 s a GiB, and heartbeats go on.
         """
-        await asyncio.to_thread(free, self.store.keep_only(shards, self.machine))
+        damaged = self.store.forget_damaged()
+        await asyncio.to_thread(free, self.store.keep_only(shards, self.machine), damaged)
 
     async def retire(self, *, remove_arenas: bool) -> None:
         """End this SMP: ``retired`` is set once the answer to whoever asked has left."""
         await self.kill_writers(self.writers.all())
         self.keep_place = lambda: None
         if remove_arenas:
-            await asyncio.to_thread(free, self.store.give_up())
+            damaged = self.store.forget_damaged()
+            await asyncio.to_thread(free, self.store.give_up(), damaged)
         asyncio.get_running_loop().call_later(0.05, self.retired.set)
 
     async def drop_stalled(self) -> None:

@@ -33,7 +33,7 @@ class NodePlace:
         self.directory, self._job = directory, job
         self._lock: BinaryIO | None = None
 
-    def take(self) -> None:
+    def take(self, *, send_away: bool = True) -> None:
         """Make the folder and hold its lock; errors as of ``own``."""
         directory = self.directory
         make_node_dir(directory)
@@ -41,7 +41,7 @@ class NodePlace:
         if number is not None:
             private_files.rewrite_file(directory / SLURM_JOB, number.encode())
         self.close()
-        self._lock = own(directory, self._job)
+        self._lock = own(directory, self._job, send_away=send_away)
 
     def whole(self) -> bool:
         """Whether folder and lock are where they were."""
@@ -71,7 +71,7 @@ class Keeper:
         whole = self._place.whole()
         if not whole:
             log.error("%s was removed: it is made again", self._place.directory)
-            self._place.take()
+            self._place.take(send_away=False)
             self._host.write_notes()
             self._host.quiet = QuietWord(self._place.directory, create=True)
             write_pid(self._place.directory)

@@ -51,11 +51,11 @@ def make_node_dir(node_dir: Path) -> None:
     private_files.make_folder(node_dir)
 
 
-def own(directory: Path, job: str) -> BinaryIO:
+def own(directory: Path, job: str, *, send_away: bool = True) -> BinaryIO:
     """Hold the folder's lock for as long as this process lives.
 
     ControlPlaneError if it is held by an SMP of another job, by one that this process cannot see
-    (another container's), or by one that does not go.
+    (another container's), or by one that does not go; without ``send_away`` by any SMP.
     """
     deadline = time.monotonic() + GIVE_WAY_SECONDS
     while True:
@@ -63,6 +63,9 @@ def own(directory: Path, job: str) -> BinaryIO:
             private_files.open_file(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT), "r+b", 0
         )
         if not _take(lock):
+            if not send_away:
+                lock.close()
+                raise ControlPlaneError(f"a newer SMP owns {directory}: this one ends")
             _send_away(directory, lock, job, deadline)
             lock.close()
         elif is_at(lock, directory):

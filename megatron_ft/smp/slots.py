@@ -118,7 +118,8 @@ class ShardSlots(SlotTable):
     def begin_capture(self, snapshot: SnapshotId) -> None:
         """The trainer is about to write: what the promised slot held is given up, CAPTURING.
 
-        A reader that has come since the promise goes before.
+        A reader that has come since the promise goes before.  A promise that cannot be kept
+        stands until its trainer gives it up: then the coordinator hears that it is over.
         """
         index = self.find(snapshot)
         if index is not None and not ending(self.slots[index]):
@@ -126,10 +127,10 @@ class ShardSlots(SlotTable):
         promise = self.promise
         if promise is None or promise.snapshot != snapshot:
             raise TransitionRefusedError(f"{self.shard_id} has promised no slot for {snapshot}")
-        self.promise = None
         give_up, spared = promise.give_up_protected, self.pins.values()
         if promise.slot not in reusable(self.slots, spared, give_up_protected=give_up):
             raise TransitionRefusedError(f"the slot promised to {snapshot} is needed or read")
+        self.promise = None
         begun = replace(EMPTY_SLOT, state=SlotState.CAPTURING, snapshot=snapshot)
         self.put(promise.slot, replace(begun, iteration=promise.iteration))
 

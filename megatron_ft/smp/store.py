@@ -123,7 +123,7 @@ class ArenaStore:
                 self._examine(shard_id, arena)
             except (ArenaError, OSError) as error:
                 self._lost(shard_id, str(error))
-                self._forget(shard_id, machine).close()
+                self._forget(shard_id, machine).close_beside()
 
     def require_in_place(self) -> None:
         """ControlPlaneError if the file of an arena is gone: what it held could not be restored."""
@@ -199,26 +199,24 @@ class ArenaStore:
             )
 
     def keep_only(self, shards: Collection[str], machine: NodeMachine) -> list[Arena]:
-        """Forget the arenas of shards that do not live here any more; they are to be freed.
-
-        What was damaged or set aside is removed: the decision what to restore was made without it.
-        """
-        self._remove_damaged()
+        """Forget the arenas of shards that do not live here any more; they are to be freed."""
         return [self._forget(shard_id, machine) for shard_id in self.arenas.keys() - set(shards)]
 
     def give_up(self) -> list[Arena]:
         """Forget every arena: the job has ended; they are to be freed."""
         gone, self.arenas = list(self.arenas.values()), {}
         self._headers.clear()
-        self._remove_damaged()
         return gone
 
-    def _remove_damaged(self) -> None:
-        for shard_id in self.damaged:
-            upkeep.remove(self.directory / f"{shard_id}{SUFFIX}")
-        for path in self.directory.glob(f"*{SUFFIX}{upkeep.ASIDE}*"):
-            upkeep.remove(path)
+    def forget_damaged(self) -> list[Path]:
+        """Forget what was damaged or set aside; these files are to be freed.
+
+        The decision what to restore was made without them.
+        """
+        paths = [self.directory / f"{shard_id}{SUFFIX}" for shard_id in self.damaged]
+        paths += self.directory.glob(f"*{SUFFIX}{upkeep.ASIDE}*")
         self.damaged.clear()
+        return paths
 
     def _forget(self, shard_id: str, machine: NodeMachine) -> Arena:
         del machine.shards[shard_id], machine.paths[shard_id]
@@ -308,8 +306,10 @@ class ArenaStore:
         )
 
 
-def free(arenas: Iterable[Arena]) -> None:
-    """Unmap and delete arenas that no store knows; slow, safe to call from another thread."""
+def free(arenas: Iterable[Arena], paths: Iterable[Path]) -> None:
+    """Delete arenas and files that no store knows; slow, safe to call from another thread."""
+    for path in paths:
+        upkeep.remove(path)
     for arena in arenas:
         arena.close()
         arena.path.unlink(missing_ok=True)

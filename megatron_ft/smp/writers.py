@@ -21,6 +21,7 @@ import msgspec
 from megatron_ft import private_files
 from megatron_ft.decoding import UNREADABLE
 from megatron_ft.errors import ControlPlaneError, MegatronFTError
+from megatron_ft.smp.store import SUFFIX
 
 log = logging.getLogger(__name__)
 
@@ -185,6 +186,11 @@ class Writers:
             raw = private_files.read_file(self._path)
             return msgspec.json.decode(raw, type=list[Writer])
         except FileNotFoundError:
+            # The list is written before the first arena is made.
+            if any(self._path.parent.glob(f"*{SUFFIX}")):
+                raise ControlPlaneError(
+                    f"{self._path} is gone, so nobody knows who may write to the arenas beside it"
+                ) from None
             return []
         except UNREADABLE as error:
             raise ControlPlaneError(

@@ -9,6 +9,7 @@ from megatron_ft.smp import messages as m
 from megatron_ft.smp.effects import StorePermit
 from megatron_ft.smp.node_shards import NodeShards
 from megatron_ft.smp.refusals import TransitionRefusedError
+from megatron_ft.smp.slot_rules import capturing
 
 
 def begins(node: NodeShards, message: m.Begins) -> m.Message:
@@ -17,7 +18,9 @@ def begins(node: NodeShards, message: m.Begins) -> m.Message:
     try:
         slots.begin_capture(message.snapshot)
     except TransitionRefusedError:
-        if slots.promise is None and message.slot < len(slots.slots):
+        # The one permit word may be that of a newer snapshot, which must stay valid.
+        theirs = slots.promise is None or slots.promised(message.snapshot)
+        if theirs and not capturing(slots.slots) and message.slot < len(slots.slots):
             void = Permit(message.snapshot, message.iteration, message.slot, True)
             node.say(StorePermit(message.shard_id, void))
         raise
