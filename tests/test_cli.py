@@ -249,7 +249,7 @@ def test_job_with_a_living_process_is_left_alone(
 def test_clean_ends_an_smp_that_nobody_can_ask(
     tmp_path: Path, remove: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It ignores SIGTERM; another process of the job keeps it, and so does a supervisor."""
+    """It is stopped; another process of the job keeps it, and so does a supervisor."""
     node = SmpNode(tmp_path / "root" / "job")
     node.environment.node_dir.parent.mkdir(parents=True, mode=0o700)
     (tmp_path / "root").chmod(0o700)
@@ -260,6 +260,8 @@ def test_clean_ends_an_smp_that_nobody_can_ask(
         assert node.process is not None
         assert clean(tmp_path / "root", "--all") == 0
         assert "stopped, its SMPs keep its snapshots" in capsys.readouterr().err
+        # One that runs makes them again.
+        os.kill(node.process.pid, signal.SIGSTOP)
         if remove == "socket":
             (node.environment.node_dir / "smp.sock").unlink()
         else:
