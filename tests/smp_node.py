@@ -36,9 +36,9 @@ T = TypeVar("T")
 class SmpNode:
     """Starts, kills and restarts one SMP; ``events`` collects what it tells the coordinator."""
 
-    def __init__(self, folder: Path, name: str = "node0") -> None:
+    def __init__(self, folder: Path, name: str = "node0", job: str = "job") -> None:
         self.job = uuid.UUID(int=7)
-        self.environment = ProcessEnvironment("job", name, folder / name, 1)
+        self.environment = ProcessEnvironment(job, name, folder / name, 1)
         self.log = folder / f"{name}.log"
         self.events: asyncio.Queue[m.Event] = asyncio.Queue()
         self.process: subprocess.Popen[bytes] | None = None

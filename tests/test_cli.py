@@ -250,10 +250,12 @@ def test_clean_ends_an_smp_that_nobody_can_ask(
     tmp_path: Path, remove: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is stopped; another process of the job keeps it, and so does a supervisor."""
-    node = SmpNode(tmp_path / "root" / "job")
+    # By its name alone a process of another test would be one of this job.
+    name = f"clean-{remove}-{os.getpid()}"
+    node = SmpNode(tmp_path / "root" / name, job=name)
     node.environment.node_dir.parent.mkdir(parents=True, mode=0o700)
     (tmp_path / "root").chmod(0o700)
-    words = ["--job", "job", "--state-dir", str(tmp_path / "state")]
+    words = ["--job", name, "--state-dir", str(tmp_path / "state")]
     try:
         node.start()
         asyncio.run(node.endpoint())
@@ -267,7 +269,7 @@ def test_clean_ends_an_smp_that_nobody_can_ask(
         else:
             shutil.rmtree(node.environment.node_dir.parent)
         waits = [sys.executable, "-c", "print(flush=True); input()"]
-        marked = {**os.environ, JOB: "job"}
+        marked = {**os.environ, JOB: name}
         with subprocess.Popen(
             waits, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=marked
         ) as trainer:
@@ -275,7 +277,7 @@ def test_clean_ends_an_smp_that_nobody_can_ask(
             code = 1 if remove == "socket" else 2
             assert cli.main(["clean", "--arena-dir", str(tmp_path / "root"), *words]) == code
             trainer.communicate(b"\n", 10)
-        with JobState(state_folder("job", tmp_path / "state"), "job"):
+        with JobState(state_folder(name, tmp_path / "state"), name):
             assert cli.main(["clean", "--arena-dir", str(tmp_path / "root"), *words]) == code
         assert node.process.poll() is None
         assert clean(tmp_path / "root", *words) == 0
@@ -283,7 +285,7 @@ def test_clean_ends_an_smp_that_nobody_can_ask(
         assert "ended 1 SMPs" in capsys.readouterr().out
     finally:
         node.kill()
-    assert not (tmp_path / "root" / "job").exists()
+    assert not (tmp_path / "root" / name).exists()
 
 
 def test_a_strangers_lock_is_not_taken_for_a_dead_supervisor(tmp_path: Path) -> None:
