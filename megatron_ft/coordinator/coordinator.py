@@ -69,6 +69,8 @@ class Coordinator(Connections):
         """Snapshots aborted since the last commit, and why the last of them was."""
         self.world = ""
         self.world_nodes: tuple[str, ...] = ()
+        self.world_joined, self.world_refused = False, ""
+        """Whether the expected world has been up, and why an SMP refused an encoder of it."""
         self.listeners: list[Callable[[m.Event], None]] = []
         self._kill_world = kill_world
         self._encoders_up: set[str] = set()
@@ -117,6 +119,7 @@ class Coordinator(Connections):
         self.world, self.world_nodes = world, nodes
         self._encoders_up = set()
         self._world_up.clear()
+        self.world_joined, self.world_refused = False, ""
 
     async def world_ready(self, timeout: float) -> None:
         """Wait until an encoder of the expected world has joined on every node of it."""
@@ -338,11 +341,12 @@ class Coordinator(Connections):
             self._encoders_up.add(event.node)
             if self._encoders_up >= set(self.world_nodes):
                 self._world_up.set()
+                self.world_joined = True
                 if self.cycle is not None:
                     self.cycle.world_changed(self.world)
         if isinstance(body, m.EncoderRefused) and body.world == self.world:
-            text = f"no parity: the SMP of {event.node} refused its encoder: {body.reason}"
-            self.observers.tell("encoder_refused", text)
+            # Told with the end of the world, which follows at once.
+            self.world_refused = f"the SMP of {event.node} refused its encoder: {body.reason}"
         if isinstance(body, m.ReaderStalled):
             text = f"{body.reader} on {event.node} has not run for {body.seconds:.0f} s"
             self.observers.tell("reader_stalled", f"{text}: it holds no snapshot any more")

@@ -26,12 +26,14 @@ from megatron_ft.launch.launcher import (
     ProcessGoneError,
     ProcessHandle,
 )
-from megatron_ft.launch.log_end import last_word
+from megatron_ft.launch.log_end import last_word, size, text_since
 from megatron_ft.launch.outer_launcher import base_environment
 from megatron_ft.launch.ports import free_port
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.startup import before_script
 from megatron_ft.launch.trainer_env import TrainerPlace
+from megatron_ft.launch.world import WorldProcess
+from megatron_ft.launch.world_end import why_ended
 from megatron_ft.launch.world_starter import WorldStarter
 from megatron_ft.smp.__main__ import Ready
 from megatron_ft.smp.daemon import Credentials
@@ -171,6 +173,7 @@ class EncoderWorld:
     def __init__(self, launcher: Launcher, spec: JobSpec) -> None:
         self._spec = spec
         self.starter = WorldStarter(launcher, spec.transport)
+        self._log, self._log_begin = spec.log_dir / "encoders.log", 0
         self._handle: ProcessHandle | None = None
         self.name = ""
 
@@ -183,13 +186,20 @@ class EncoderWorld:
         environment |= self._spec.background_variables
         environment[ENCODE_RATE] = str(self._spec.encode_bandwidth_mib * (1 << 20))
         placements = [Placement(node, argv, environment) for node in nodes]
-        self._handle = self.starter.start(placements, self._spec.log_dir / "encoders.log")
+        self._log_begin = size(self._log)
+        self._handle = self.starter.start(placements, self._log)
         return self.name
 
     async def ended(self) -> int:
         """Wait until the world is gone; its exit status."""
         assert self._handle is not None
         return await self._handle.wait()
+
+    def why_ended(self, status: int) -> str:
+        """The cause of its end, as far as its log tells; ``status`` is what ``ended`` gave."""
+        handle = self._handle
+        folder = str(handle.scratch.parent) if isinstance(handle, WorldProcess) else ""
+        return why_ended(text_since(self._log, self._log_begin), status, folder)
 
     def end(self) -> None:
         """End the world; ``ended`` returns once its processes are gone."""

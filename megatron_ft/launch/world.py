@@ -56,7 +56,7 @@ class WorldProcess(LocalProcess):
         Ranks on nodes that are not ``near`` are left to the SMPs there.
         """
         super().__init__("", child.pid, child)
-        self.job, self.world, self._scratch, self._near = job, world, scratch, near
+        self.job, self.world, self.scratch, self._near = job, world, scratch, near
 
     @classmethod
     def start(
@@ -102,11 +102,11 @@ class WorldProcess(LocalProcess):
         super().kill()
         procfs.close_all(procfs.signal_matching(self._is_member))
         # Also here, for callers that do not wait: shared memory of MPI is 16 MiB a rank.
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        shutil.rmtree(self.scratch, ignore_errors=True)
 
     def _clear(self) -> None:
         procfs.kill_matching(self._is_member, f"MPI world {self.world}")
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        shutil.rmtree(self.scratch, ignore_errors=True)
 
     def _is_member(self, pid: int) -> bool:
         env = procfs.read_environment(pid)

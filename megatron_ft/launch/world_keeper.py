@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Sequence
 
@@ -12,6 +13,9 @@ from megatron_ft.launch.fleet import EncoderWorld
 
 FIRST_DELAY_SECONDS = 0.5
 LONGEST_DELAY_SECONDS = 30.0
+
+_NUMBER = re.compile(r"\b\d+\b")
+"""Process numbers and counts make no cause another one."""
 
 
 class WorldKeeper:
@@ -24,6 +28,7 @@ class WorldKeeper:
         self.encoders = encoders
         self._coordinator: Coordinator
         self._task: asyncio.Task[None] | None = None
+        self._said = ""
 
     def serve(self, coordinator: Coordinator) -> None:
         """Tell ``coordinator`` which world to expect."""
@@ -37,6 +42,7 @@ class WorldKeeper:
     def start(self, nodes: Sequence[str]) -> None:
         """Keep a world over ``nodes`` from now on.  Raises if the first cannot be started."""
         self.stop()
+        self._said = ""
         self._launch(nodes)
         self._task = asyncio.create_task(self._keep(nodes))
 
@@ -61,12 +67,12 @@ class WorldKeeper:
         delay = FIRST_DELAY_SECONDS
         while True:
             begun = time.monotonic()
-            await self.encoders.ended()
+            status = await self.encoders.ended()
             if time.monotonic() - begun > LONGEST_DELAY_SECONDS:
                 # It did its work: that an earlier one broke days ago says nothing of the next.
                 delay = FIRST_DELAY_SECONDS
             self._coordinator.world_lost()
-            self._tell("world_ended", "the encoder world ended; a new one is started")
+            self._explain(status)
             started = False
             while not started:
                 await asyncio.sleep(delay)
@@ -76,10 +82,22 @@ class WorldKeeper:
     def _try(self, nodes: Sequence[str]) -> bool:
         try:
             self._launch(nodes)
-        except MegatronFTError as error:
+        except (MegatronFTError, OSError) as error:
             self._tell("world_refused", f"no encoder world, snapshots stay local: {error}")
             return False
         return True
 
+    def _explain(self, status: int) -> None:
+        """Tell why the world ended; of worlds that never were up each cause only once."""
+        why = self._coordinator.world_refused or self.encoders.why_ended(status)
+        if self._coordinator.world_joined:
+            self._said = ""
+        text = f"the encoder world ended: {why}; a new one is started"
+        self._tell("world_ended", text)
+
     def _tell(self, kind: str, text: str) -> None:
-        self._coordinator.observers.tell(kind, text)
+        """Tell this unless it was the last that was told and no world was up since."""
+        alike = _NUMBER.sub("0", text)
+        if alike != self._said:
+            self._said = alike
+            self._coordinator.observers.tell(kind, text)
