@@ -25,7 +25,6 @@ from megatron_ft.errors import (
     ConfigError,
     LayoutMismatchError,
     ProtectionError,
-    RestartBudgetError,
     UnrecoverableError,
 )
 from megatron_ft.launch import procfs
@@ -291,17 +290,6 @@ def test_snapshots_of_another_job_are_not_written_over(made: list[Job], tmp_path
     with pytest.raises(ArenaForeignError, match=r"--state-dir.*megatron-ft clean"):
         job.run()
     assert arena.read_bytes() == before
-
-
-def test_the_same_failure_three_times_stops_the_job(made: list[Job], tmp_path: Path) -> None:
-    command = (sys.executable, "-c", "import sys; print('no such file'); sys.exit(3)")
-    job = Job(tmp_path, nodes=2, protect="xor:2", command=command)
-    made.append(job)
-    with pytest.raises(RestartBudgetError, match="rank . exited with 3"):
-        job.run()
-    assert any("no such file" in e.text for e in job.events if e.kind == "log"), job.story()
-    waits = [e.text for e in job.events if e.kind == "backoff"]
-    assert waits[:2] == [f"waiting {delay} s before the next start" for delay in ("0.1", "0.2")]
 
 
 def test_without_encoders_snapshots_go_on_locally(

@@ -45,7 +45,10 @@ def run_oracle(settings: Settings) -> dict[int, Lines]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700, parents=True)
     job = settings.job(Case("commit.last", "node", "kill"), f"oracle-{time.monotonic_ns()}", folder)
-    job = msgspec.structs.replace(job, command=settings.command or settings.training(None))
+    # Not beside the arenas of jobs: nothing that lives would tell whose the folder is.
+    (root := folder / "memory").mkdir(mode=0o700)
+    command = settings.command or settings.training(None)
+    job = msgspec.structs.replace(job, command=command, root=str(root))
     asyncio.run(_run(job))
     return read_traces(folder / "trace", settings.ranks)
 
