@@ -91,6 +91,6 @@ def test_a_doubtful_result_is_resumed_from_the_checkpoint_that_knows_of_it(
     (said,) = (event.text for event in job.events if event.kind == "from_disk")
     committed = [e.fields["iteration"] for e in job.events if e.kind == "committed"]
     assert end.fields["status"] == 16, job.story()
-    expected = f"iteration {max(committed)} was saved to be resumed from; memory keeps iteration"
-    assert f"{expected} {max(committed)}" in said, job.story()
+    newest = f"iteration {max(committed)}"
+    assert f"{newest} was saved to be resumed from; {newest} is kept" in said, job.story()
     assert "backoff" not in job.kinds(), "what Megatron saves is progress"
