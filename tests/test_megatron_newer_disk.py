@@ -46,7 +46,7 @@ def test_all_ranks_take_the_newer_checkpoint_and_snapshots_go_on(
     job = survive_a_kill(program, megatron_corpus, tmp_path / "job", (*snapshots, *checkpoints))
     assert not job.restores(), "the supervisor says what trainers do"
     (said,) = (event.text for event in job.events if event.kind == "from_disk")
-    assert "starting from disk: the checkpoint of iteration 9 is newer; memory keeps" in said
+    assert "starting from disk: the checkpoint of iteration 9 is newer; iteration" in said
     assert "starting from disk: the job decided to start from disk" in log_of(job, 0)
     after = job.kinds()[job.kinds().index("from_disk") :]
     assert "committed" in after, job.story()
