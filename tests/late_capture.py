@@ -132,8 +132,8 @@ class ArenaManager(SnapshotManager):
         poison(live_tensors(into).values())
         poison(self._of(into))
 
-    def decline(self) -> None:
-        super().decline()
+    def decline(self, reason: str = "late", iteration: int = -1) -> None:
+        super().decline(reason, iteration)
         self._arenas.sequence = 1  # the first permit of a life would be for what was declined
 
     def prepare(self, state: Any) -> None:

@@ -127,7 +127,9 @@ def test_a_declined_snapshot_is_not_loaded_and_its_permit_is_missed(smp: FakeSmp
     second = make_manager(smp)
     assert second.offered_iteration == 5
     assert "structures" in second.offered_objects()
-    second.decline()
+    second.decline("older on disk", 3)
+    second.decline("again", 3)
+    assert [told[1:] for told in smp.declines] == [("older on disk", 3)]
     assert second.offered_iteration == -1 and second.load(into=state) == 0
     second.prepare(state)
     first = smp.grant(8)  # counted from iteration 5, which training has left behind

@@ -51,6 +51,7 @@ class FakeSmp:
     unfit_errors: list[Exception] = field(default_factory=list)
     abandoned_ids: dict[SnapshotId, str] = field(default_factory=dict)
     restored_calls: list[tuple[SnapshotId, float, str]] = field(default_factory=list)
+    declines: list[tuple[SnapshotId, str, int]] = field(default_factory=list)
     corrupt_calls: list[tuple[SnapshotId, int]] = field(default_factory=list)
     costs: list[tuple[SnapshotId, float, float, int]] = field(default_factory=list)
     slots: dict[SnapshotId, int] = field(default_factory=dict)
@@ -155,6 +156,9 @@ class FakeSmp:
         assert snapshot not in self.abandoned_ids
         self.abandoned_ids[snapshot] = reason
         self.ended.set()
+
+    def declined(self, snapshot: SnapshotId, reason: str, iteration: int) -> None:
+        self.declines.append((snapshot, reason, iteration))
 
     def restored(self, snapshot: SnapshotId, seconds: float, source: str) -> None:
         """Keep the call."""

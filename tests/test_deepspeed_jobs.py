@@ -52,6 +52,8 @@ def test_a_script_that_promises_nothing_begins_again(tmp_path: Path) -> None:
     job = check_identical(program, tmp_path, kill_held_rank, nodes=2)
     said = log_of(job, 0)
     assert "warning: starting from scratch, not from the snapshot of step" in said, job.story()
+    (told,) = [event for event in job.events if event.kind == "declined"]
+    assert "they start from scratch" in told.text and "follows the engine" in told.text, told
     assert "no checkpoint was read" not in said
 
 

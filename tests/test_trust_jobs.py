@@ -20,8 +20,9 @@ from megatron_ft.launch.job_state import read_record
 from megatron_ft.smp import messages as m
 from megatron_ft.smp import scrub as scrub_module
 from megatron_ft.smp.local_query import ask
+from tests.declining_training import REASON
 from tests.disk_jobs import signal_trainers
-from tests.jobs import POISONED, WAIT_SECONDS, Job, Result, difference, oracle
+from tests.jobs import POISONED, ROOT, WAIT_SECONDS, Job, Result, difference, oracle
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 
@@ -300,3 +301,29 @@ def test_a_snapshot_from_which_training_fails_twice_is_not_used_again(
     assert poisoned and all(poisoned.count(i) == 2 for i in poisoned), job.story()
     assert job.kinds().count("quarantined") == len(set(poisoned)), job.story()
     assert noted == [1], "it is in the notes before anybody hears of it"
+
+
+def test_trainers_that_decline_what_was_announced_are_told_of_once(tmp_path: Path) -> None:
+    """The supervisor has said that memory is restored: that must not stay its last word."""
+    script = ROOT / "tests" / "declining_training.py"
+    job = Job(
+        tmp_path,
+        nodes=2,
+        protect="none",
+        script=script,
+        environment={"PYTHONPATH": str(ROOT)},
+        iterations=40,
+        iteration_seconds=0.1,
+    )
+    try:
+        job.run((8, lambda job: os.kill(job.supervisor.trainers.pids()[1], signal.SIGKILL)))
+    finally:
+        job.cluster.destroy()
+    (offered, _), (told,) = job.restores()[0], [e for e in job.events if e.kind == "declined"]
+    assert told.text.startswith(
+        f"trainers do not take the snapshot of iteration {offered}: {REASON}; they start from "
+        "scratch; "
+    ), job.story()
+    assert job.supervisor.coordinator.resumed_from == -1
+    kinds = job.kinds()
+    assert kinds.index("restoring") < kinds.index("declined") < len(kinds) - 1, job.story()

@@ -125,12 +125,14 @@ class SnapshotManager:
         """
         self._offered.expect()
 
-    def decline(self) -> None:
+    def decline(self, reason: str = "the script declined it", iteration: int = -1) -> None:
         """Start without the offered snapshot; all ranks must, or none.
 
-        It stays in memory, and would be offered again, until a newer one is committed.
+        It stays in memory, and would be offered again, until a newer one is committed.  The job
+        is told the ``reason``, and the ``iteration`` of the checkpoint that is started from
+        instead, -1 for none.
         """
-        self._offered.decline()
+        self._offered.decline(reason, iteration)
 
     def load(self, into: State) -> int:
         """Restore the snapshot that the job agreed on, in place; its iteration, or 0 if none.

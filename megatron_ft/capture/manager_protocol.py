@@ -30,8 +30,8 @@ class Manager(Protocol):
     def expect_load(self) -> None:
         """``load`` will follow once something else is done: make it quick meanwhile."""
 
-    def decline(self) -> None:
-        """Start without the offered snapshot, as all ranks do."""
+    def decline(self, reason: str = ..., iteration: int = ...) -> None:
+        """Start without the offered snapshot, as all ranks do; see SnapshotManager."""
 
     def load(self, into: Any) -> int:
         """Restore the offered snapshot in place; its iteration."""

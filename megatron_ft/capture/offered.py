@@ -59,10 +59,12 @@ class OfferedSnapshot:
         with self.telling(), Arena.open(offer.arena_path) as arena:
             return read_objects(self._shard(arena, offer))
 
-    def decline(self) -> None:
-        """Start without it; it stays in memory until a newer one is committed."""
-        self.declined = self.get() is not None
-        self._offer = None
+    def decline(self, reason: str, iteration: int) -> None:
+        """Start without it, and tell the job; it stays in memory until a newer one is committed."""
+        offer = self.get()
+        if offer is not None:
+            self._client.declined(offer.record.snapshot, reason, iteration)
+            self.declined, self._offer = True, None
 
     def expect(self) -> None:
         """Do in a thread what ``load`` would begin with: read all but tensors, map the arena.

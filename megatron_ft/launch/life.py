@@ -29,6 +29,7 @@ from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.launch.restore_choice import RestoreChoice, carry_out
 from megatron_ft.launch.salvage import salvage
 from megatron_ft.launch.shrink import describe_fewer, go_on_with_fewer
+from megatron_ft.smp import messages as m
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ class Life:
     def __init__(self, parts: JobParts) -> None:
         self._job = parts
         self._roll: Roll
+        self._plan: Restore
+        self._declined = False
 
     async def run(self) -> Failure | None:
         """None when training has finished; errors of nodes and of memory are raised."""
@@ -50,13 +53,16 @@ class Life:
         if begun is None:
             return Failure("fewer nodes train", asked=True)
         plan, admitted = begun
+        self._plan = plan
         await carry_out(job, plan, admitted)
+        if plan.framework_loads:
+            job.coordinator.resumed_from = -1
         ranks = job.members.ranks
         await job.distrust.begin(plan.decision, plan.lineage, ranks)
         restored = plan.decision.snapshot is not None
         known = frozenset(job.state.record.shards) if restored else frozenset[str]()
         roll = self._roll = Roll(ranks, job.spec.domains, known=known)
-        job.coordinator.listeners.append(roll.hear)
+        job.coordinator.listeners += [roll.hear, self._note_declined]
         try:
             if job.spec.scheme.parity_members and not job.world.wanted:
                 job.world.start(plan.active)
@@ -67,7 +73,24 @@ class Life:
             return await self._watch(asyncio.create_task(self._begin_snapshots(roll, plan)))
         finally:
             job.registered |= bool(roll.hellos)
-            job.coordinator.listeners.remove(roll.hear)
+            for listener in (roll.hear, self._note_declined):
+                job.coordinator.listeners.remove(listener)
+
+    def _note_declined(self, event: m.Event) -> None:
+        """Tell once that trainers take another start than the one that was announced."""
+        body, job = event.body, self._job
+        if not isinstance(body, m.Declined) or self._declined:
+            return
+        self._declined, job.coordinator.resumed_from = True, body.iteration
+        if self._plan.framework_loads:
+            return
+        offered, found = self._plan.decision.iteration, body.iteration
+        source = "scratch" if found < 0 else f"the framework's checkpoint of iteration {found}"
+        text = f"trainers do not take the snapshot of iteration {offered}: {body.reason}; "
+        text += f"they start from {source}"
+        if job.reached >= 0:
+            text += f"; {max(0, job.reached - max(0, found))} iterations are lost"
+        job.observers.tell("declined", text, offered=offered, iteration=found, reason=body.reason)
 
     async def _begin(self) -> tuple[Restore, tuple[str, ...]] | None:
         """A new incarnation on all nodes, lost ones replaced, and what it starts from.

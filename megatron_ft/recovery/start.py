@@ -107,7 +107,7 @@ def agree(view: View, manager: Manager) -> Start | None:
     views = _all_ranks(view._replace(rewound=supervisor_rewound()))
     start = decide(views)
     if not start.from_memory:
-        manager.decline()
+        manager.decline(start.reason, views[0].disk.iteration)
     return start if max(each.offered for each in views) >= 0 else None
 
 

@@ -155,6 +155,10 @@ class TrainerClient:
                 self.shard_id,
             )
 
+    def declined(self, snapshot: SnapshotId, reason: str, iteration: int) -> None:
+        """All ranks start without ``snapshot``: from a checkpoint of ``iteration``, -1: scratch."""
+        self._send(m.Declined(self.shard_id, snapshot, reason, iteration))
+
     def corrupt(self, snapshot: SnapshotId, blocks: int) -> None:
         """The shard's bytes of ``snapshot`` fail their digests: it counts as lost from now on."""
         self._send(m.CorruptShard(self.shard_id, snapshot, blocks))

@@ -16,6 +16,7 @@ from megatron_ft.smp.trainer_messages import (
     Abandoned,
     CaptureCost,
     CorruptShard,
+    Declined,
     Hello,
     Judged,
     Missed,
@@ -78,6 +79,7 @@ Told = (
     | Missed
     | Abandoned
     | Restored
+    | Declined
     | CorruptShard
     | Unfit
     | CaptureCost

@@ -107,6 +107,18 @@ class Restored(Message, frozen=True):
     source: str
 
 
+class Declined(Message, frozen=True):
+    """The trainers have agreed to start without the snapshot that this one was offered.
+
+    ``iteration`` is that of the checkpoint they start from, -1 if they start from scratch.
+    """
+
+    shard_id: ShardId
+    snapshot: SnapshotId
+    reason: str
+    iteration: int = -1
+
+
 class Noted(Message, frozen=True):
     """The SMP has sent a Restored on, so the coordinator hears it whatever becomes of the rank."""
 
