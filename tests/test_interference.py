@@ -382,7 +382,7 @@ def test_an_arena_is_made_on_the_node_of_its_rank(
     finally:
         rank.kill()
         rank.wait(30)
-        free(host.store.give_up())
+        free(host.store.give_up(), [])
 
 
 def policy() -> int:

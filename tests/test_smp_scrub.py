@@ -31,7 +31,7 @@ def host(tmp_path: Path) -> Iterator[NodeHost]:
     """One SMP's state, without its servers."""
     host = NodeHost(ProcessEnvironment("job", "node0", tmp_path, 1), uuid.UUID(int=7))
     yield host
-    free(host.store.give_up())
+    free(host.store.give_up(), [])
 
 
 def entered(host: NodeHost, body: m.CreateArena) -> Arena:
@@ -63,7 +63,7 @@ class RemovesWhatFollows(Scrub):
     """While it reads one shard, a recovery removes all others from the node."""
 
     async def _slot(self, shard_id: str, slot: int) -> bool:
-        free(self._host.store.keep_only([shard_id], self._host.machine))
+        free(self._host.store.keep_only([shard_id], self._host.machine), [])
         return await super()._slot(shard_id, slot)
 
 
@@ -82,7 +82,7 @@ def test_a_shard_that_a_recovery_removes_meanwhile_is_passed_over(host: NodeHost
 def test_arenas_that_the_last_request_removed_are_nothing_to_read(host: NodeHost) -> None:
     """The store removes them at once; what the machine knows of slots stays to the end."""
     commit(host, entered(host, create()))
-    free(host.store.give_up())
+    free(host.store.give_up(), [])
     host.scrub_percent = 1.0
     scrub = Scrub(host)
     try:
