@@ -186,7 +186,7 @@ class SnapshotRun:
         if self._starts_from_memory(lambda *_: (disk, False)):
             raise ConfigError(f"a snapshot is in memory, but {_LOAD_FIRST}. It stays in memory")
         if not self._objection():
-            self._print(f"warning: after a failure this job will not go on, because {_LOAD_FIRST}")
+            self._print(f"warning: after a failure this job starts anew, because {_LOAD_FIRST}")
 
     def _objection(self, objects: Mapping[str, Any] | None = None) -> str:
         """Why no snapshot may serve the script around the engine; '' if one may.
@@ -196,11 +196,10 @@ class SnapshotRun:
         """
         found = self._outside.look()
         if objects is None:
-            return objection(Client(self._follows, self._client_state.provided, False, found))
+            return objection(Client(self._follows, self._client_state.provided, found))
         found = sorted({*found, *objects.get(outside.NAME, {}).get("found", ())})
         state = objects.get(client_state.NAME) or {}
-        exact = bool(state.get("entries")) and state["given_at"] == state["step"]
-        return objection(Client(self._follows, bool(state.get("provided")), exact, found))
+        return objection(Client(self._follows, bool(state.get("provided")), found))
 
     def around_step(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """``step`` or ``train_batch``: a snapshot behind each one that ended an iteration."""

@@ -22,14 +22,12 @@ class Client(NamedTuple):
     """All that is known of the script around an engine.
 
     ``follows`` is True if its configuration says that it follows the engine's counters,
-    ``provided`` if a function of it gives its state to each snapshot, ``exact`` if the
-    client_state in the snapshot is of the snapshot's step.  ``outside`` names what keeps state
-    that no snapshot holds.
+    ``provided`` if a function of it gives its state to each snapshot.  ``outside`` names what
+    keeps state that no snapshot holds.
     """
 
     follows: bool = False
     provided: bool = False
-    exact: bool = False
     outside: Sequence[str] = ()
 
 
@@ -42,7 +40,7 @@ def objection(client: Client) -> str:
             f"no snapshot holds the state of {', '.join(client.outside)}. For restarts from "
             f"memory {_WITH_FUNCTION}"
         )
-    if client.follows or client.exact:
+    if client.follows:
         return ""
     return (
         "nothing says that the script follows the engine's step. If its loop and its data follow "

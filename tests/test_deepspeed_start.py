@@ -173,7 +173,7 @@ def test_a_script_that_loads_nothing_is_told_so_and_gets_no_snapshot(
     assert "without calling engine.load_checkpoint: call it at every start" in life.error
     assert not life.losses[0]
     fresh = script.run("fresh", FOLLOWS, loads=(), ranks=1)
-    assert "after a failure this job will not go on, because the script" in fresh.outcome.output(0)
+    assert "after a failure this job starts anew, because the script" in fresh.outcome.output(0)
 
 
 def test_a_script_that_goes_on_after_errors_trains_nothing_else(

@@ -33,7 +33,7 @@ from megatron_ft.smp import messages as m
 from megatron_ft.smp.local_query import ask, sockets
 from megatron_ft.smp.store import SUFFIX
 
-EXIT_CODES: Mapping[int, str] = {3: "the job was told, but did not start again in time"}
+EXIT_CODES: Mapping[int, str] = {3: "the job got the request, but did not restart in time"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
