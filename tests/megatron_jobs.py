@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -86,15 +87,27 @@ def kill_held_rank(job: Job) -> None:
 
 
 def survive_a_kill(
-    program: Program, corpus: Path, folder: Path, flags: Sequence[str] = SNAPSHOTS
+    program: Program,
+    corpus: Path,
+    folder: Path,
+    flags: Sequence[str] = SNAPSHOTS,
+    hidden: Sequence[str] = (),
 ) -> Job:
-    """Train under the supervisor and kill a trainer in mid-iteration; the job, destroyed."""
+    """Train under the supervisor and kill a trainer in mid-iteration; the job, destroyed.
+
+    ``hidden`` flags stand in a shell script, where the supervisor does not see them.
+    """
     trace = folder / "trace"
+    command = (sys.executable, *program.flags(corpus, trace), *flags)
+    if hidden:
+        script = folder / "train.sh"
+        script.write_text(f"exec {shlex.join([*command, *hidden])}\n")
+        command = ("sh", str(script))
     holding = before_script(program.environment(trace), Path(held.__file__).parent)
     job = Job(
         folder,
         nodes=RANKS,
-        command=(sys.executable, *program.flags(corpus, trace), *flags),
+        command=command,
         environment=holding,
         # Imports of Megatron may keep every core of a small machine from the SMPs for a while.
         timing=Timing(lease=30.0, node_timeout=45.0),

@@ -34,21 +34,29 @@ def _installed() -> Path:
 @pytest.mark.megatron
 @pytest.mark.slow
 @needs_megatron
-def test_all_ranks_take_the_newer_checkpoint_and_snapshots_go_on(
-    megatron_corpus: Path, tmp_path: Path
+@pytest.mark.parametrize("hidden", [False, True], ids=["command", "script"])
+def test_all_ranks_take_the_newer_checkpoint(
+    megatron_corpus: Path, tmp_path: Path, hidden: bool
 ) -> None:
-    """Killed in iteration 11: memory holds 8 at most, disk 9."""
+    """Killed in iteration 11: memory holds 8 at most, disk 9.
+
+    Where a script hides --load the supervisor announces memory, and corrects that.
+    """
     program = replace(packaged(_installed()), iterations=40)
     own = str(tmp_path / "checkpoints")
     (tmp_path / "job").mkdir()
     checkpoints = ("--save", own, "--load", own, "--save-interval", "9")
     snapshots = ("--inmem-snapshot", "--inmem-snapshot-interval", "4")
-    job = survive_a_kill(program, megatron_corpus, tmp_path / "job", (*snapshots, *checkpoints))
-    assert not job.restores(), "the supervisor says what trainers do"
-    (said,) = (event.text for event in job.events if event.kind == "from_disk")
-    assert "starting from disk: the checkpoint of iteration 9 is newer; iteration" in said
-    assert "starting from disk: the job decided to start from disk" in log_of(job, 0)
-    after = job.kinds()[job.kinds().index("from_disk") :]
+    folder, kind = tmp_path / "job", "declined" if hidden else "from_disk"
+    if hidden:
+        job = survive_a_kill(program, megatron_corpus, folder, snapshots, checkpoints)
+    else:
+        job = survive_a_kill(program, megatron_corpus, folder, (*snapshots, *checkpoints))
+        assert not job.restores(), "the supervisor announces what trainers do"
+        assert "starting from disk: the job decided to start from disk" in log_of(job, 0)
+    (announced,) = (event.text for event in job.events if event.kind == kind)
+    assert "the checkpoint of iteration 9" in announced, job.story()
+    after = job.kinds()[job.kinds().index(kind) :]
     assert "committed" in after, job.story()
     train_alone(program, megatron_corpus, tmp_path / "alone")
     for rank in range(RANKS):

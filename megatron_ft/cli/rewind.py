@@ -166,7 +166,8 @@ def _wait(root: Path, arguments: argparse.Namespace, life: int) -> int:
         summary = summary.get("summary", {})
         if summary.get("incarnation", life) > life and summary.get("resumed_from") is not None:
             iteration = summary["resumed_from"]
-            source = f"iteration {iteration}" if iteration >= 0 else "the framework's checkpoint"
+            framework = "the framework's checkpoint, or scratch if there is none"
+            source = f"iteration {iteration}" if iteration >= 0 else framework
             print(f"job {arguments.job} resumes from {source}")
             return 0
         time.sleep(0.1)
