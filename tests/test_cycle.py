@@ -400,3 +400,77 @@ def test_what_was_committed_is_never_aborted_when_its_parity_fails() -> None:
 
 def test_without_stripes_nothing_is_protected_later() -> None:
     assert Driver(parity=False).cycle.protect(OLDER, 8, WORLD) == []
+
+
+def test_a_capture_that_never_ends_is_given_up_after_its_time() -> None:
+    """The daemons live; what one of them should have told was lost, or its trainer hangs."""
+    d = Driver()
+    d.propose(progress=10)
+    d.seal("dp0", "dp2")
+    assert d.cycle.overdue(12, 50.0, 300.0) == [], "a late verdict needs one more iteration"
+    assert d.cycle.overdue(13, 400.0, 300.0) == [], "its time begins now"
+    assert d.cycle.overdue(13, 699.0, 300.0) == []
+    aborts = d.cycle.overdue(14, 701.0, 300.0)
+    assert to_all(aborts, m.Abort)
+    (ended,) = d.confirm(aborts)
+    assert isinstance(ended, Ended) and ended.level == "aborted"
+    assert "dp1" in ended.reason and "dp0" not in ended.reason and "300 s" in ended.reason
+
+
+def test_each_capture_has_its_own_time() -> None:
+    d = Driver()
+    d.propose(progress=10)
+    d.cycle.overdue(13, 400.0, 300.0)
+    d.confirm(d.confirm(d.seal()) or d.encoded())
+    assert d.cycle.overdue(13, 701.0, 300.0) == []
+    d.propose(progress=13)
+    assert d.cycle.overdue(17, 701.0, 300.0) == []
+
+
+def refuse(d: Driver, error: str) -> None:
+    """The first node refuses the permit that is under way."""
+    grant = m.Grant(7, d.cycle.snapshot, d.cycle.iteration, False)
+    d.confirm(d.cycle.answered("n0", grant, m.Refused(error, "no")))
+    assert d.cycle.phase == Phase.IDLE
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_a_refusal_that_lasts_is_tried_again_when_its_iteration_is_reached(fixed: bool) -> None:
+    """An arena's file is gone: asked four times a second, the schedule would run away."""
+    d = Driver()
+    d.cycle.schedule.fixed = fixed
+    d.propose(progress=10)
+    refuse(d, "ControlPlaneError")
+    assert d.propose(progress=10) == [] and d.propose(progress=11) == []
+    assert to_all(d.propose(progress=12), m.Grant)
+    assert d.cycle.iteration == 14
+
+
+def test_a_refusal_does_not_delay_training_that_has_gone_back() -> None:
+    d = Driver()
+    d.propose(progress=10)
+    refuse(d, "ControlPlaneError")
+    assert to_all(d.propose(progress=3), m.Grant)
+
+
+@pytest.mark.parametrize("error", ["TransitionRefusedError", "PinnedError"])
+def test_what_may_end_at_any_moment_is_tried_again_at_once(error: str) -> None:
+    d = Driver()
+    d.propose(progress=10)
+    refuse(d, error)
+    assert to_all(d.propose(progress=10), m.Grant)
+
+
+def test_a_slot_that_a_stuck_trainer_keeps_is_not_asked_for_all_the_time() -> None:
+    d = Driver()
+    d.propose(progress=10)
+    d.cycle.overdue(13, 0.0, 300.0)
+    d.confirm(d.cycle.overdue(13, 301.0, 300.0))
+    d.propose(progress=13)
+    refuse(d, "TransitionRefusedError")
+    assert d.propose(progress=14) == []
+    d.propose(progress=16)
+    d.confirm(d.confirm(d.seal()) or d.encoded())
+    d.propose(progress=18)
+    refuse(d, "TransitionRefusedError")
+    assert to_all(d.propose(progress=18), m.Grant), "one was committed: it is stuck no more"

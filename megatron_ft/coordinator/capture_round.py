@@ -23,6 +23,11 @@ class CaptureRound:
         """Whether every shard is sealed, and judged where its loss is seen only later."""
         return self.all_sealed() and not self._unjudged
 
+    @property
+    def owing(self) -> set[str]:
+        """Shards that the snapshot waits for."""
+        return self.unsealed | self._unjudged
+
     def all_sealed(self) -> bool:
         """Whether no shard is still being captured: only then may encoding start."""
         return not self.unsealed

@@ -192,6 +192,9 @@ class Coordinator(Connections):
             elif cycle.phase == Phase.ENCODING and self._encoding_too_long():
                 reason = f"no parity after {self.timing.encode_timeout:.0f} s"
                 self._perform(cycle, cycle.give_up(reason))
+            elif cycle.phase == Phase.CAPTURING:
+                now, limit = time.monotonic(), self.timing.encode_timeout
+                self._perform(cycle, cycle.overdue(self._fastest(cycle), now, limit))
             self._kick.clear()
             try:
                 await asyncio.wait_for(self._kick.wait(), LOOK_SECONDS)
@@ -201,7 +204,7 @@ class Coordinator(Connections):
     def _next(self, cycle: SnapshotCycle) -> list[Action]:
         """Begin what is due: parity of the newest local snapshot, or a new one if it has room."""
         interval = cycle.schedule.interval
-        fastest = max((self.progress.get(s, -1) for s in cycle.places), default=-1)
+        fastest = self._fastest(cycle)
         newest, world = self.committed, self.usable_world
         if newest is not None and newest[2] == "local" and world:
             tries = self._protect_tries.get(newest[0], 0)
@@ -217,10 +220,14 @@ class Coordinator(Connections):
         if skipped is not None:
             text = f"captures go on, {skipped} were skipped"
             self.observers.tell("released", text, skipped=skipped)
-        if give_up:
+        actions = cycle.propose(fastest, world, give_up_protected=give_up)
+        if give_up and actions:
             text = "it makes room for the next capture: encoders have been away for too long"
             self.observers.tell("given_up", f"the last protected snapshot is given up: {text}")
-        return cycle.propose(fastest, world, give_up_protected=give_up)
+        return actions
+
+    def _fastest(self, cycle: SnapshotCycle) -> int:
+        return max((self.progress.get(s, -1) for s in cycle.places), default=-1)
 
     def _skip(self, progress: int, interval: int) -> None:
         """Count; the observers hear once of each time that something is in the way."""

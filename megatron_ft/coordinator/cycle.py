@@ -17,7 +17,10 @@ from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.fault_points import reach
 from megatron_ft.identity import SnapshotId
 from megatron_ft.smp import messages as m
-from megatron_ft.smp.refusals import WorldGoneError
+from megatron_ft.smp.refusals import PinnedError, TransitionRefusedError, WorldGoneError
+
+MOMENTARY = (TransitionRefusedError.__name__, PinnedError.__name__)
+"""Refusals of a permit that the next message of a trainer or reader may end."""
 
 
 class Phase(Enum):
@@ -64,6 +67,8 @@ class SnapshotCycle:
         self._last = False
         self._sequence = 0
         self._again = False
+        self._passed_since: float | None = None
+        self._stuck = False
 
     @property
     def ready(self) -> bool:
@@ -84,16 +89,19 @@ class SnapshotCycle:
         """
         if self.phase != Phase.IDLE or self._last:
             return []
+        self.schedule.reached(progress)
+        if self.schedule.waits(progress):
+            return []
         self._sequence += 1
         self.snapshot = SnapshotId(self.incarnation, self._sequence)
         self._again = False
-        self.schedule.reached(progress)
         self.iteration = self.schedule.next_iteration(progress)
         self.schedule.permitted(self.iteration)
         self.phase = Phase.CAPTURING
         self._world = world
         self._broken, self._corrupt, self._gated = "", False, False
         self._capture = CaptureRound(self.places)
+        self._passed_since = None
         grant = m.Grant(self.incarnation, self.snapshot, self.iteration, give_up_protected)
         return self._to_all(grant)
 
@@ -191,6 +199,25 @@ class SnapshotCycle:
             return self._break(reason)
         return []
 
+    def overdue(self, progress: int, now: float, limit: float) -> list[Action]:
+        """Abort a capture that has not ended ``limit`` seconds after its iteration was passed.
+
+        ``progress`` is as for ``propose``.  Once a trainer has finished the iteration after it,
+        every rank has been at this boundary, and every loss of a late verdict is known.
+        """
+        if self.phase != Phase.CAPTURING or progress <= self.iteration:
+            self._passed_since = None
+            return []
+        if self._passed_since is None:
+            self._passed_since = now
+        if now - self._passed_since <= limit:
+            return []
+        self._stuck = True
+        owing = sorted(self._capture.owing)
+        more = f" and {len(owing) - 3} others" if len(owing) > 3 else ""
+        text = f"no end of the capture of {', '.join(owing[:3])}{more}"
+        return self._abort(f"{text} {limit:.0f} s after its iteration")
+
     def _sealed(self, body: m.Sealed) -> list[Action]:
         if self.phase != Phase.CAPTURING or body.record.snapshot != self.snapshot:
             return []
@@ -283,6 +310,8 @@ class SnapshotCycle:
 
     def _refused(self, node: str, request: m.Message, answer: m.Refused) -> list[Action]:
         if isinstance(request, m.Grant) and self.phase == Phase.CAPTURING:
+            if self._stuck or answer.error not in MOMENTARY:
+                self.schedule.refused()
             return self._abort(answer.reason)
         if isinstance(request, m.Encode) and self.phase == Phase.ENCODING:
             if answer.error == WorldGoneError.__name__:
@@ -292,7 +321,7 @@ class SnapshotCycle:
 
     def _commit(self, level: str) -> list[Action]:
         reach("commit.first")
-        self.phase, self.level = Phase.COMMITTING, level
+        self.phase, self.level, self._stuck = Phase.COMMITTING, level, False
         self._waiting = set(self.nodes)
         return self._to_all(m.Commit(self.incarnation, self.snapshot, level))
 

@@ -23,6 +23,7 @@ class Schedule:
         self.interval, self.fixed, self.first = interval, fixed, first
         self.lead = self._least_lead()
         self._before = self._spent = self._reached = first
+        self._refused = -1
         self._commits_in_a_row = 0
 
     def next_iteration(self, progress: int) -> int:
@@ -42,12 +43,20 @@ class Schedule:
         snapshots of later iterations delay no other any more.
         """
         if 0 <= progress < self._reached:
-            self._before = self._spent = progress
+            self._before = self._spent = self._refused = progress
         self._reached = max(progress, 0)
 
     def permitted(self, iteration: int) -> None:
         """A snapshot of ``iteration`` is permitted: the next one counts from there."""
         self._before, self._spent = self._spent, iteration
+
+    def refused(self) -> None:
+        """A node cannot take snapshots for now: wait until the iteration of this one is reached."""
+        self._refused = self._spent
+
+    def waits(self, progress: int) -> bool:
+        """Whether the iteration of a refused permit is still to be reached."""
+        return progress < self._refused
 
     def missed(self) -> None:
         """The permit came too late for some rank.

@@ -10,7 +10,8 @@ from megatron_ft.errors import ConfigError
 @dataclass(frozen=True)
 class Timing:
     """Seconds.  A node that is silent for ``node_timeout`` is lost; it must exceed the lease,
-    so that a node which was only cut off has stopped its trainers before it is replaced."""
+    so that a node which was only cut off has stopped its trainers before it is replaced.
+    ``encode_timeout`` bounds parity, and a capture from when a trainer has passed its iteration."""
 
     heartbeat: float = 0.5
     lease: float = 10.0

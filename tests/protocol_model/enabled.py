@@ -27,7 +27,7 @@ FAULTS = {
     "drain_dies": "a process of a drain dies",
     "flip": "a block of a committed shard goes bad",
     "freeze": "an SMP is suspended",
-    "give_up": "encoding takes too long",
+    "give_up": "capturing or encoding takes too long",
     "lose": "a node is lost with all it holds",
     "mend_late": "a repair takes too long",
     "reader_dies": "a reader dies",
@@ -232,6 +232,8 @@ def _cycle_steps(world: World, life: Life) -> Iterator[Weighted]:
             yield 3.0, ("propose",)
     elif life.cycle.phase == Phase.ENCODING:
         yield 0.05, ("give_up",)
+    elif life.cycle.phase == Phase.CAPTURING and not world.bounds:
+        yield 0.005, ("give_up",)
     whole = all(world.nodes[name].alive for name in world.active)
     between = not world.bounds or (life.cycle.phase == Phase.IDLE and whole)
     if world.shape.parity and between and world.may_start_world(life):
