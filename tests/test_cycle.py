@@ -474,3 +474,12 @@ def test_a_slot_that_a_stuck_trainer_keeps_is_not_asked_for_all_the_time() -> No
     d.propose(progress=18)
     refuse(d, "TransitionRefusedError")
     assert to_all(d.propose(progress=18), m.Grant), "one was committed: it is stuck no more"
+
+
+def test_wrong_bytes_of_a_local_snapshot_are_named_when_it_gets_no_parity() -> None:
+    d = Driver()
+    d.cycle.protect(FIRST, 12, WORLD)
+    d.cycle.handle("n1", m.OrderFailed(FIRST, WORLD, "wrong bytes", "dp1"))
+    d.cycle.handle("n2", m.OrderFailed(FIRST, WORLD, "a member has left", ""))
+    (ended,) = d.confirm(d.encoders_die())
+    assert isinstance(ended, Ended) and ended.level == "local" and ended.corrupt == {"dp1"}

@@ -169,6 +169,20 @@ def test_captures_are_skipped_and_counted_until_the_protected_one_gives_way() ->
     assert late.skips.total == MOST_SKIPPED
 
 
+def test_a_local_snapshot_whose_parity_finds_wrong_bytes_counts_as_damaged() -> None:
+    """Without that word the headline would promise what no rank could load."""
+    new = m.HeldSnapshot(NEW, 20, False)
+    of = training(coordinator(), n0=(new,), n1=(new,))
+    assert "iteration 20 survives a crash" in headline(of)
+    of._ended(Ended(NEW, 20, "local", "wrong bytes", again=True, corrupt=frozenset({"dp0"})))
+    assert "nothing in memory survives a crash" in headline(of)
+    assert of.cycle is not None
+    of.world, of.links = "w1", dict.fromkeys(PLACES.values())  # type: ignore[assignment]
+    of._world_up.set()
+    grants = [a.message for a in of._next(of.cycle) if isinstance(a, Send)]
+    assert grants and all(isinstance(g, m.Grant) for g in grants), "no parity of wrong bytes"
+
+
 async def until_quiet(of: Coordinator) -> None:
     """Until a heartbeat has nothing to tell."""
     await of.refresh()

@@ -29,7 +29,7 @@ class Ended:
     """A snapshot is over: ``level`` is protected, local or aborted; ``last`` if training is too.
 
     ``gated`` says that it was given up because of the loss, ``again`` that it had been committed
-    as local before and was to get parity.
+    as local before and was to get parity.  ``corrupt`` are shards whose bytes encoders found wrong.
     """
 
     snapshot: SnapshotId
@@ -39,6 +39,7 @@ class Ended:
     last: bool = False
     gated: bool = False
     again: bool = False
+    corrupt: frozenset[str] = frozenset()
 
 
 Action = Send | KillWorld | Ended

@@ -208,6 +208,8 @@ class Coordinator(Connections):
         newest, world = self.committed, self.usable_world
         if newest is not None and newest[2] == "local" and world:
             tries = self._protect_tries.get(newest[0], 0)
+            damaged = any(snapshot == newest[0] for _, snapshot in self.repairs.lost)
+            tries = MOST_PROTECT_TRIES if damaged else tries
             if tries < MOST_PROTECT_TRIES and (actions := cycle.protect(*newest[:2], world)):
                 self._first_try = self._first_try if tries else time.monotonic()
                 self._protect_tries = {newest[0]: tries + 1}
@@ -308,7 +310,9 @@ class Coordinator(Connections):
 
     def _ended(self, ended: Ended) -> None:
         if ended.again and ended.level == "local":
-            return  # it is what it was; why the world broke has been told
+            # It is what it was, or known to be less; why the world broke has been told.
+            self.repairs.count_lost(ended.snapshot, ended.corrupt)
+            return
         if ended.level == "aborted":
             self.gated += ended.gated
             kind = "gated" if ended.gated else "dropped" if ended.last else "aborted"

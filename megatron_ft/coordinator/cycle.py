@@ -62,7 +62,7 @@ class SnapshotCycle:
         self._encoders: set[str] = set()
         self._world = ""
         self._broken = ""
-        self._corrupt = False
+        self._corrupt: frozenset[str] = frozenset()
         self._gated = False
         self._last = False
         self._sequence = 0
@@ -99,7 +99,7 @@ class SnapshotCycle:
         self.schedule.permitted(self.iteration)
         self.phase = Phase.CAPTURING
         self._world = world
-        self._broken, self._corrupt, self._gated = "", False, False
+        self._broken, self._corrupt, self._gated = "", frozenset(), False
         self._capture = CaptureRound(self.places)
         self._passed_since = None
         grant = m.Grant(self.incarnation, self.snapshot, self.iteration, give_up_protected)
@@ -113,7 +113,7 @@ class SnapshotCycle:
         if self.phase != Phase.IDLE or self._last or not self.stripes:
             return []
         self.snapshot, self.iteration, self._world = snapshot, iteration, world
-        self._broken, self._corrupt, self._gated, self._again = "", False, False, True
+        self._broken, self._corrupt, self._gated, self._again = "", frozenset(), False, True
         return self._encode()
 
     def world_changed(self, world: str) -> None:
@@ -270,7 +270,7 @@ class SnapshotCycle:
     def _order_failed(self, body: m.OrderFailed) -> list[Action]:
         if self.phase != Phase.ENCODING or body.snapshot != self.snapshot:
             return []
-        self._corrupt = self._corrupt or bool(body.corrupt)
+        self._corrupt |= {body.corrupt} if body.corrupt else set()
         return self._break(body.reason)
 
     def _writer_gone(self, node: str, body: m.WriterGone) -> list[Action]:
@@ -343,6 +343,7 @@ class SnapshotCycle:
                 self._last,
                 self._gated,
                 self._again,
+                self._corrupt,
             )
         ]
 

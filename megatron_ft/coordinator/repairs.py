@@ -8,7 +8,7 @@ have one order at a time, and the slot that is mended must not be given away.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from megatron_ft.coordinator.events import Observers
@@ -65,6 +65,15 @@ class Repairs:
         self._open.clear()
         self._attempts.clear()
         self._waiting = None
+
+    def count_lost(self, snapshot: SnapshotId, shards: Collection[str]) -> None:
+        """Shards of a local snapshot are damaged: no parity can repair them."""
+        for shard in sorted(shards):
+            if (shard, snapshot) not in self.lost:
+                self.lost.add((shard, snapshot))
+                text = f"{shard} in snapshot {snapshot} has wrong bytes and no parity"
+                text += "; it counts as lost"
+                self._control.observers.tell("corrupt", text, shard=shard)
 
     @property
     def due(self) -> bool:
