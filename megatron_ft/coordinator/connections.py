@@ -141,8 +141,7 @@ class Connections(ABC):
             self.pulses.note(answer.node, answer.pulses)
             self._heard(answer)
         elif link.clock and answer.error == StaleIncarnationError.__name__:
-            self._superseded = answer.reason
-            self.silent.set()
+            self.supersede(answer.reason)
 
     def _heard(self, answer: m.LeaseAnswer) -> None:
         if answer.rewind is not None:
@@ -160,6 +159,11 @@ class Connections(ABC):
         if self.paused != before:
             word = "paused" if self.paused else "resumed"
             self.observers.tell(word, f"snapshots {word} by request")
+
+    def supersede(self, reason: str) -> None:
+        """Another supervisor leads the job: have this one end, as ``require_lead`` says."""
+        self._superseded = reason
+        self.silent.set()
 
     def require_lead(self) -> None:
         """StaleIncarnationError when a node that obeyed this coordinator obeys a later life."""

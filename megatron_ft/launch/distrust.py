@@ -113,7 +113,7 @@ class Distrust:
             own = await self._own()
             after = after.giving_up(own.named if own and own.iteration > iteration else "")
         if after != before:
-            self._state.update(quarantine=after)
+            self._remember(after)
         if after.rejected == before.rejected:
             return False
         self._coordinator.observers.tell(
@@ -144,10 +144,15 @@ class Distrust:
         if isinstance(event.body, m.Restored):
             self._restored.add(event.body.shard_id)
 
+    def _remember(self, quarantine: Quarantine) -> None:
+        """It holds from now on; an outage of the notes ends no job that runs from memory."""
+        if reason := self._state.remember(quarantine=quarantine):
+            self._coordinator.observers.tell("notes_unwritten", reason)
+
     def rewind(self) -> str:
         """The user has asked for it: what this life ends with, for people."""
         before = self._coordinator.rewind_before
-        self._state.update(quarantine=self.quarantine.rewound(before))
+        self._remember(self.quarantine.rewound(before))
         text = f"rewinding to before iteration {before}"
         self._coordinator.observers.tell("rewind", text, before=before)
         return text

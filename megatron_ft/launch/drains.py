@@ -35,9 +35,10 @@ from megatron_ft.smp.stalls import STALL_SECONDS
 def is_due(last: int, committed: int, interval: int, urgent: bool = False) -> bool:
     """Whether ``committed`` is to be drained when ``last`` was the iteration before.  Pure.
 
-    What is ``urgent`` waits for no interval, but the same iteration is not drained again.
+    What is ``urgent`` waits for no interval, but the same iteration is not drained again.  A lower
+    one is of training that has gone back, and what is on disk of what was given up.
     """
-    return interval > 0 and committed >= last + (1 if urgent else interval)
+    return interval > 0 and (committed < last or committed >= last + (1 if urgent else interval))
 
 
 def noted_places(before: DiskPlaces, spec: JobSpec) -> DiskPlaces:

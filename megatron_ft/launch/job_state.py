@@ -146,6 +146,20 @@ class JobState:
         self._record = record
         return record
 
+    def remember(self, **changes: Any) -> str:
+        """Like ``update``, but what the disk does not take stays in memory for the next update.
+
+        Returns why it was not written, or nothing.
+        """
+        try:
+            self.update(**changes)
+        except StaleIncarnationError:
+            raise
+        except ControlPlaneError as error:
+            self._record = msgspec.structs.replace(self._record, **changes)
+            return str(error)
+        return ""
+
     def restore(self) -> bool:
         """Write the notes again if somebody has removed them; whether that was so.
 
@@ -338,11 +352,14 @@ def _take_lock(folder: Path, name: str) -> int:
             f"{folder} cannot be locked ({error.strerror}); give a --state-dir on a file system "
             "with locks"
         ) from error
-    if not _is_same_file(lock, folder / _LOCK):
+    try:
+        if not _is_same_file(lock, folder / _LOCK):
+            raise ControlPlaneError(f"job {name!r} was being removed just now; start again")
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    except BaseException:
         os.close(lock)
-        raise ControlPlaneError(f"job {name!r} was being removed just now; start again")
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        raise
     return lock
 
 

@@ -101,7 +101,11 @@ class Supervisor(JobParts):
                 missing = await in_thread(self.state.is_missing, NOTES_TIMEOUT_SECONDS)
                 text = f"{self.state.folder} was removed; its notes were written again"
                 text = text if missing and self.state.restore() else ""
-            except (ControlPlaneError, StaleIncarnationError, OSError) as error:
+            except StaleIncarnationError as error:
+                # Again and again: a recovery that begins just now forgets who was silent.
+                text = f"the job's notes: {error}"
+                self.coordinator.supersede(str(error))
+            except (ControlPlaneError, OSError) as error:
                 text = f"the job's notes: {error}"
             except asyncio.TimeoutError:
                 text = f"{self.state.folder} does not answer"
