@@ -136,11 +136,16 @@ def check_fewer_ranks(program: Program, corpus: Path, folder: Path, last: int, *
     That is: 2 ranks load a checkpoint of this iteration that 4 ranks of Megatron's have saved.
     Losses, samples and final states are equal bit by bit; our trace is in ``folder``/trace.
     """
-    own, fewer, ours = folder / "own", folder / "fewer", folder / "trace"
+    own, fewer = folder / "own", folder / "fewer"
     saving = ("--save", str(own), "--save-interval", str(last))
     train_alone(program, corpus, folder / "alone", *flags, *saving, ranks=4)
     loading = ("--load", str(own), "--ckpt-step", str(last))
     train_alone(program, corpus, fewer, *flags, *loading, ranks=2)
+    compare_fewer_ranks(program, folder / "trace", fewer, last)
+
+
+def compare_fewer_ranks(program: Program, ours: Path, fewer: Path, last: int) -> None:
+    """The traces of 2 ranks after iteration ``last``, and their final states, are equal."""
     result = Comparison()
     for rank in range(2):
         after = steps_after(fewer, rank, last)

@@ -19,7 +19,7 @@ from megatron_ft.environment import NODE
 from megatron_ft.errors import ConfigError
 from megatron_ft.fault_points import POINTS
 from megatron_ft.testing.chaos.armed import InjectedError, arm
-from megatron_ft.testing.chaos.cases import FAULTS, VICTIMS, Case, Chance, draw, table
+from megatron_ft.testing.chaos.cases import FAULTS, VICTIMS, Case, Chance, draw, table, tabled
 from megatron_ft.testing.chaos.plan import ARMED_NAME, SOCKET_NAME, Plan, Strike
 
 SOURCES = Path(megatron_ft.__file__).parent
@@ -165,7 +165,9 @@ def test_the_same_seed_draws_the_same_possible_cases(seed: int, shape: tuple[int
 @pytest.mark.parametrize("every_process", [False, True])
 def test_the_table_has_every_point_process_and_fault(every_process: bool) -> None:
     cases = table(4, 2, every_process=every_process)
-    assert {case.point for case in cases} == set(POINTS)
+    assert {case.point for case in cases} == set(tabled())
+    left_out = set(POINTS) - set(tabled())
+    assert left_out == {"shrink.chosen", "shrink.exported", "shrink.noted"}
     struck = {(case.victim, case.fault) for case in cases}
     assert {(v, f) for v, faults in VICTIMS.items() for f in faults} == struck
     assert {case.losses for case in cases} == {0, 1, 2, 3} and len(set(cases)) == len(cases)

@@ -16,6 +16,7 @@ from megatron_ft.disk.native import iteration_of, newest_checkpoint
 from megatron_ft.erasure.domains import Domains, check_domains
 from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.errors import ProtectionError
+from megatron_ft.fault_points import reach
 from megatron_ft.fewer_ranks import SHRINK, RankRule
 from megatron_ft.launch.distrust import memory_goes_first, reason_against_own
 from megatron_ft.launch.job_parts import JobParts
@@ -84,14 +85,17 @@ async def go_on_with_fewer(parts: JobParts, choice: RestoreChoice, admitted: Adm
         return False
     chosen, reasons = _choose(parts, admitted)
     if chosen:
+        reach("shrink.chosen")
         problem = await _exported(parts, choice, admitted)
         reasons = (problem,) if problem else ()
     if not chosen or reasons:
         text = "; ".join(reasons) or "no node is left"
         parts.observers.tell("not_shrunk", f"the job cannot go on with fewer nodes: {text}")
         return False
+    reach("shrink.exported")
     before = len(parts.members.active)
     parts.members.shrink_to(chosen)
+    reach("shrink.noted")
     ranks = parts.members.ranks
     text = f"going on with {len(chosen)} nodes instead of {before}, {ranks} ranks"
     parts.observers.tell("shrunk", f"{text}: {', '.join(chosen)}", nodes=chosen, ranks=ranks)

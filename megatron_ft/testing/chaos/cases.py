@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.fault_points import POINTS, Point
+from megatron_ft.fault_points import NO_SPARE, POINTS, Point
 
 ITSELF = ("exception", "delay", "clock")
 """Faults that a process can only inflict on itself, at its own points."""
@@ -92,6 +92,11 @@ class Case:
         """ConfigError if there is no such point, victim or fault."""
         if self.point not in POINTS:
             raise ConfigError(f"no point {self.point!r}; `megatron-ft chaos --list` has them")
+        if self.point not in tabled():
+            raise ConfigError(
+                f"no chaos job reaches {self.point}: it belongs to no framework, so it cannot go "
+                "on with fewer nodes"
+            )
         faults = VICTIMS.get(self.victim)
         if faults is None or self.fault not in faults:
             known = ", ".join(VICTIMS) if faults is None else ", ".join(faults)
@@ -120,6 +125,11 @@ class Case:
     def possible(self, nodes: int) -> bool:
         """Whether there are nodes enough to lose."""
         return self.nodes_lost() <= nodes
+
+
+def tabled() -> dict[str, Point]:
+    """The points that the table's job can reach; it belongs to no framework and cannot shrink."""
+    return {name: point for name, point in POINTS.items() if point.occasion != NO_SPARE}
 
 
 def processes_at(point: Point) -> tuple[str, ...]:
@@ -151,7 +161,7 @@ def table(
     An exception strikes at every point as well, every other fault at one point at least.
     """
     cases: list[Case] = []
-    for number, point in enumerate(POINTS.values()):
+    for number, point in enumerate(tabled().values()):
         victims = processes_at(point) if every_process or pairs else (point.role,)
         kills = [[Case(point.name, v, "kill", n) for n in losses_of(parity)] for v in victims]
         rows = [[case for case in row if case.possible(nodes)] for row in kills]

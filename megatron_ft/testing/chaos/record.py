@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.fault_points import POINTS
-from megatron_ft.testing.chaos.cases import Case
+from megatron_ft.testing.chaos.cases import Case, tabled
 from megatron_ft.testing.chaos.runner import Outcome
 from megatron_ft.testing.chaos.settings import Settings
 
@@ -72,9 +71,9 @@ def in_words(outcome: Outcome) -> str:
 
 
 def unreached(results: Iterable[Result]) -> list[str]:
-    """Points that no case has reached."""
+    """Points of the table that no case has reached."""
     reached = {Case.parse(result.case).point for result in results if result.reached}
-    return [name for name in POINTS if name not in reached]
+    return [name for name in tabled() if name not in reached]
 
 
 class _Table(msgspec.Struct):
