@@ -73,6 +73,7 @@ class Command:
         self.exports.mkdir()
         self.chaos.mkdir()
         self.cluster = VirtualCluster(self.name, NODES)
+        self.started: list[subprocess.Popen[str]] = []
         ours = {
             "job": self.name,
             "nodes": len(NODES),
@@ -91,7 +92,7 @@ class Command:
 
     def start(self) -> subprocess.Popen[str]:
         """Run it, or run it again."""
-        return subprocess.Popen(
+        process = subprocess.Popen(
             self.words,
             cwd=ROOT,
             env={
@@ -103,6 +104,8 @@ class Command:
             stderr=subprocess.STDOUT,
             text=True,
         )
+        self.started.append(process)
+        return process
 
     def arm(self, strike: Strike) -> socket.socket:
         """Where the process that reaches the point will report; it waits for an answer."""
@@ -119,6 +122,10 @@ def command(made: list[Any], tmp_path: Path, megatron_corpus: Path) -> Iterator[
     command = Command(tmp_path, megatron_corpus)
     made.append(SimpleNamespace(cluster=command.cluster))
     yield command
+    # Before its nodes are: a supervisor that a failed test leaves would start them again.
+    for process in command.started:
+        process.kill()
+        process.wait()
 
 
 def lose_a_node_once_protected(command: Command, process: subprocess.Popen[str]) -> str:
