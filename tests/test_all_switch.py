@@ -22,7 +22,7 @@ def test_long():
 """
 
 
-@pytest.mark.parametrize(("switches", "passed"), [([], 1), (["--all"], 2), (["--all-layouts"], 2)])
+@pytest.mark.parametrize(("switches", "passed"), [([], 1), (["--all"], 2)])
 def test_what_ci_leaves_out_runs_with_the_switch(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, switches: list[str], passed: int
 ) -> None:
