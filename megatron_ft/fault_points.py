@@ -24,8 +24,7 @@ class Point:
 
     ``occasion`` is "training" for what every snapshot passes, else what must happen before
     the place is reached: "drain", "export", "capture given up", "trainer lost", "node lost",
-    "smp lost", "supervisor lost" or "no spare", which only a job meets that can go on with
-    fewer nodes.
+    "smp lost", "supervisor lost" or "no spare" (only a job that can shrink meets it).
     """
 
     name: str

@@ -29,6 +29,14 @@ needs_megatron = pytest.mark.skipif(
     find_spec("megatron") is None or find_spec("megatron.training") is None,
     reason="needs megatron-core with megatron.training",
 )
+LONG_JOB = [
+    pytest.mark.mpi,
+    pytest.mark.megatron,
+    pytest.mark.all_layouts,
+    pytest.mark.timeout(900),
+    needs_megatron,
+]
+"""Marks of tests whose jobs take minutes: only ``--all`` runs them."""
 
 
 @dataclass(frozen=True)

@@ -246,7 +246,9 @@ def test_job_with_a_living_process_is_left_alone(
 
 
 @pytest.mark.parametrize("remove", ["socket", "folder"])
-def test_clean_ends_an_smp(tmp_path: Path, remove: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_clean_ends_a_stopped_smp(
+    tmp_path: Path, remove: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It is stopped; another process of the job keeps it, and so does a supervisor."""
     # By its name alone a process of another test would be one of this job.  A socket's path has
     # at most 107 characters.

@@ -422,9 +422,10 @@ def test_each_capture_has_its_own_time() -> None:
     d.propose(progress=10)
     d.cycle.overdue(13, 400.0, 300.0)
     d.confirm(d.confirm(d.seal()) or d.encoded())
-    assert d.cycle.overdue(13, 701.0, 300.0) == []
     d.propose(progress=13)
     assert d.cycle.overdue(17, 701.0, 300.0) == []
+    assert d.cycle.overdue(17, 1000.0, 300.0) == []
+    assert to_all(d.cycle.overdue(17, 1002.0, 300.0), m.Abort)
 
 
 def refuse(d: Driver, error: str) -> None:

@@ -54,3 +54,19 @@ def test_only_who_has_loaded_a_snapshot_can_fail_from_it(
 
     with JobState(tmp_path / "job", "job") as state:
         asyncio.run(asyncio.wait_for(story(state), 100))
+
+
+def test_an_outage_of_the_notes_keeps_no_job_from_rewinding(tmp_path: Path) -> None:
+    told: list[str] = []
+    with JobState(tmp_path / "job", "job") as state:
+        observers = Observers()
+        observers.add(lambda event: told.append(event.kind))
+        coordinator = Coordinator(
+            JobKeys.derive(bytes(32)), observers, lambda world: None, Timing()
+        )
+        coordinator.rewind_before = 7
+        (tmp_path / "job" / ".job.json.tmp").mkdir()
+        distrust = Distrust(state, coordinator, near=5)
+        distrust.rewind()
+        assert distrust.quarantine == Quarantine().rewound(7)
+    assert told == ["notes_unwritten", "rewind"]

@@ -169,6 +169,43 @@ def test_captures_are_skipped_and_counted_until_the_protected_one_gives_way() ->
     assert late.skips.total == MOST_SKIPPED
 
 
+def test_nothing_is_given_up_while_a_refused_permit_is_waited_for() -> None:
+    """A node cannot take snapshots for now: there is no capture that needs the room."""
+    old, new = m.HeldSnapshot(OLD, 10, True), m.HeldSnapshot(NEW, 20, False)
+    of = training(coordinator(), n0=(new, old), n1=(new, old))
+    told: list[str] = []
+    of.observers.add(lambda event: told.append(event.kind))
+    assert of.cycle is not None
+    of.cycle.schedule.permitted(1_000_000)
+    of.cycle.schedule.refused()
+    assert full(of, skipped=MOST_SKIPPED, away=1e6) == []
+    assert "given_up" not in told
+
+
+def test_the_coordinator_looks_how_long_a_capture_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, timing = JobKeys.derive(SECRET), Timing(encode_timeout=0.01)
+    of = training(Coordinator(keys, Observers(), lambda world: None, timing))
+    cycle = of.cycle
+    assert cycle is not None and cycle.propose(20, "")
+    of.progress = dict.fromkeys(PLACES, 1000)
+
+    async def story() -> None:
+        aborted = asyncio.Event()
+
+        def perform(cycle: SnapshotCycle, actions: list[Action]) -> None:
+            if any(isinstance(a, Send) and isinstance(a.message, m.Abort) for a in actions):
+                aborted.set()
+
+        monkeypatch.setattr(of, "_perform", perform)
+        pump = asyncio.create_task(of._pump(cycle))
+        try:
+            await asyncio.wait_for(aborted.wait(), 20)
+        finally:
+            pump.cancel()
+
+    run(story())
+
+
 def test_a_local_snapshot_whose_parity_finds_wrong_bytes_counts_as_damaged() -> None:
     """Without that word the headline would promise what no rank could load."""
     new = m.HeldSnapshot(NEW, 20, False)

@@ -16,6 +16,7 @@ import pytest
 
 from megatron_ft import private_files
 from megatron_ft.errors import ConfigError, ControlPlaneError
+from megatron_ft.launch import job_state
 from megatron_ft.launch.job_state import (
     JobState,
     SmpPlace,
@@ -208,3 +209,16 @@ def test_notes_that_cannot_be_written_are_refused_and_the_lock_given_back(
         JobState(tmp_path / "job", "job")
     monkeypatch.undo()
     JobState(tmp_path / "job", "job").close()
+
+
+def test_a_lock_is_given_back_if_its_file_cannot_be_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(lock: int, path: Path) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(job_state, "_is_same_file", gone)
+    with pytest.raises((OSError, ControlPlaneError)):
+        JobState(tmp_path / "llm", "llm")
+    monkeypatch.undo()
+    JobState(tmp_path / "llm", "llm").close()

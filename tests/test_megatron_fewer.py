@@ -21,16 +21,10 @@ from megatron_ft.launch.membership import NoSpareError
 from tests.disk_jobs import stop_until_drained
 from tests.fates import in_life
 from tests.jobs import Fault, Job
-from tests.megatron_jobs import Program, check_fewer_ranks, needs_megatron, packaged
+from tests.megatron_jobs import LONG_JOB, Program, check_fewer_ranks, packaged
 from tests.megatron_layouts import EP2, PP2, TP2
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.megatron,
-    pytest.mark.all_layouts,
-    pytest.mark.timeout(900),
-    needs_megatron,
-]
+pytestmark = LONG_JOB
 
 ITERATIONS = 40
 OVERLAPPED = ("--overlap-grad-reduce", "--overlap-param-gather")

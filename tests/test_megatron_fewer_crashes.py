@@ -26,16 +26,10 @@ from megatron_ft import fault_points
 from megatron_ft.launch.virtual import VirtualCluster
 from megatron_ft.testing.chaos.plan import ARMED_NAME, SOCKET_NAME, Arrival, Plan, Strike
 from tests.jobs import ROOT
-from tests.megatron_jobs import SNAPSHOTS, compare_fewer_ranks, needs_megatron, train_alone
+from tests.megatron_jobs import LONG_JOB, SNAPSHOTS, compare_fewer_ranks, train_alone
 from tests.test_megatron_fewer import program
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.megatron,
-    pytest.mark.all_layouts,
-    pytest.mark.timeout(900),
-    needs_megatron,
-]
+pytestmark = LONG_JOB
 
 NODES = [f"node{number}" for number in range(4)]
 LOST = NODES[3]
@@ -108,7 +102,7 @@ class Command:
         return process
 
     def arm(self, strike: Strike) -> socket.socket:
-        """Where the process that reaches the point will report; it waits for an answer."""
+        """The socket at which the process at the point reports, and waits for an answer."""
         Plan((strike,)).write(self.chaos)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(self.chaos / SOCKET_NAME))
@@ -129,7 +123,7 @@ def command(made: list[Any], tmp_path: Path, megatron_corpus: Path) -> Iterator[
 
 
 def lose_a_node_once_protected(command: Command, process: subprocess.Popen[str]) -> str:
-    """What it has printed until there is something to lose; the plan is armed by then."""
+    """Arm the plan and lose a node after the first protected commit; the output so far."""
     assert process.stdout is not None
     told = ""
     for line in process.stdout:
@@ -142,7 +136,7 @@ def lose_a_node_once_protected(command: Command, process: subprocess.Popen[str])
 
 
 def struck(listener: socket.socket, strike: Callable[[Arrival], None]) -> None:
-    """Wait for the process at the point, have it struck, and let it go on if it still can."""
+    """Wait for the process at the point, strike it, and release it if it still lives."""
     with closing(listener):
         connection, _ = listener.accept()
         with connection, connection.makefile("rb") as file:
@@ -150,7 +144,7 @@ def struck(listener: socket.socket, strike: Callable[[Arrival], None]) -> None:
 
 
 def check(command: Command, told: str, fewer: Oracle) -> None:
-    """Two nodes went on from what was committed, once, as Megatron alone would."""
+    """Two nodes resumed from what was committed, as Megatron alone would."""
     kept = re.findall(r"draining before anything else; .*?iteration (\d+)", told)
     starts = re.findall(r"starting from .*iter_(\d+)", told)
     assert kept and starts, told
@@ -161,7 +155,7 @@ def check(command: Command, told: str, fewer: Oracle) -> None:
     compare_fewer_ranks(program(), command.trace, fewer(last), last)
 
 
-# Arrivals are counted from the loss of the node: the first life drains, the second has fewer nodes.
+# Arrivals count from the loss of the node: incarnation one drains, the next has fewer nodes.
 @pytest.mark.parametrize(
     ("point", "nth"),
     [

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.launch.job_state import read_record
+from megatron_ft.errors import StaleIncarnationError
+from megatron_ft.launch.job_state import JobState, read_record
 from tests.disk_jobs import wait_for
 from tests.jobs import Job
 
@@ -33,3 +34,18 @@ def test_notes_that_are_removed_come_back_and_memory_serves(
 
     job.run((6, remove_notes_and_kill))
     assert [source for _, source in job.restores()] == ["own memory"], job.story()
+
+
+def test_a_supervisor_whose_notes_another_job_has_taken_ends(
+    made: list[Job], tmp_path: Path
+) -> None:
+    job = Job(tmp_path, nodes=2, protect="none", iterations=400)
+    made.append(job)
+    folder = tmp_path / "state" / job.name
+
+    def take_over(job: Job) -> None:
+        shutil.rmtree(folder)
+        JobState(folder, job.name).close()
+
+    with pytest.raises(StaleIncarnationError, match="belong to another job"):
+        job.run((6, take_over))

@@ -77,7 +77,7 @@ class SnapshotClient(Protocol):
         """The shard was verified and loaded; returns when that outlives this process."""
 
     def declined(self, snapshot: SnapshotId, reason: str, iteration: int) -> None:
-        """All ranks start without the offer, from a checkpoint of ``iteration`` (-1: nothing)."""
+        """All ranks start without the offer: from a checkpoint of ``iteration``, -1: scratch."""
 
     def corrupt(self, snapshot: SnapshotId, blocks: int) -> None:
         """So many blocks of the offered shard failed their digests; none of them was loaded."""

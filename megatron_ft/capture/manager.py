@@ -129,8 +129,8 @@ class SnapshotManager:
         """Start without the offered snapshot; all ranks must, or none.
 
         It stays in memory, and would be offered again, until a newer one is committed.  The job
-        is told the ``reason``, and the ``iteration`` of the checkpoint that is started from
-        instead, -1 for none.
+        reports the ``reason``, and the ``iteration`` of the checkpoint that training resumes
+        from instead (-1: it starts from scratch).
         """
         self._offered.decline(reason, iteration)
 

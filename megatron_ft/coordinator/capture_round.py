@@ -25,7 +25,7 @@ class CaptureRound:
 
     @property
     def owing(self) -> set[str]:
-        """Shards that the snapshot waits for."""
+        """Shards that have not sealed, or whose loss is not judged yet."""
         return self.unsealed | self._unjudged
 
     def all_sealed(self) -> bool:

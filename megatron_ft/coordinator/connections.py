@@ -169,8 +169,8 @@ class Connections(ABC):
         """StaleIncarnationError when a node that obeyed this coordinator obeys a later life."""
         if self._superseded:
             raise StaleIncarnationError(
-                f"another supervisor leads this job now: {self._superseded}. This one was "
-                "suspended or cut off and ends; the job is the other's"
+                f"another supervisor leads this job now: {self._superseded}. This one ends; the "
+                "job is the other's"
             )
 
     def silent_nodes(self, nodes: Iterable[str]) -> list[str]:

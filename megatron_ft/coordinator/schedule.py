@@ -55,7 +55,7 @@ class Schedule:
         self._refused = self._spent
 
     def waits(self, progress: int) -> bool:
-        """Whether the iteration of a refused permit is still to be reached."""
+        """True until training reaches the iteration of a refused permit."""
         return progress < self._refused
 
     def missed(self) -> None:

@@ -102,7 +102,7 @@ class Supervisor(JobParts):
                 text = f"{self.state.folder} was removed; its notes were written again"
                 text = text if missing and self.state.restore() else ""
             except StaleIncarnationError as error:
-                # Again and again: a recovery that begins just now forgets who was silent.
+                # Repeated every time: a recovery that begins meanwhile clears the signal.
                 text = f"the job's notes: {error}"
                 self.coordinator.supersede(str(error))
             except (ControlPlaneError, OSError) as error:

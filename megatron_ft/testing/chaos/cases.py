@@ -94,8 +94,8 @@ class Case:
             raise ConfigError(f"no point {self.point!r}; `megatron-ft chaos --list` has them")
         if self.point not in tabled():
             raise ConfigError(
-                f"no chaos job reaches {self.point}: it belongs to no framework, so it cannot go "
-                "on with fewer nodes"
+                f"no chaos job reaches {self.point}: its model belongs to no framework, so it "
+                "cannot shrink to fewer nodes; --list names the points, choose another"
             )
         faults = VICTIMS.get(self.victim)
         if faults is None or self.fault not in faults:
