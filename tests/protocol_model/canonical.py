@@ -31,13 +31,14 @@ KNOWN = {
     "ShardSlots": "shard_id slots changes pins promise",
     "SnapshotCycle": "incarnation places nodes stripes schedule _orders phase snapshot iteration "
     "level _capture _waiting _encoders _world _broken _corrupt _gated _last "
-    "_sequence _again",
-    "Schedule": "interval fixed first lead _before _spent _reached _commits_in_a_row",
+    "_sequence _again _passed_since _stuck",
+    "Schedule": "interval fixed first lead _before _spent _reached _refused _commits_in_a_row",
     "CaptureRound": "unsealed writing _unjudged _judged",
 }
 """What is described below, or decides nothing within the bounds of an exploration.
 
 _before, _spent and _reached count only where the interval is not fixed, and in the model it is;
+_passed_since and _stuck change only by the clock, which the model replaces by a step;
 writing says when it is worth while to ask for a permit, and the model asks at any time.
 """
 
@@ -419,9 +420,10 @@ class _Describer:
                 self._ahead(cycle.iteration),
                 cycle.level,
                 cycle.schedule.lead,
+                self._ahead(cycle.schedule._refused),
                 self.worlds.get(cycle._world, 0),
                 bool(cycle._broken),
-                cycle._corrupt,
+                bool(cycle._corrupt),
                 cycle._last,
                 cycle._sequence,
                 cycle._again,
