@@ -332,6 +332,6 @@ def read_whole_header(fd: int, path: Path) -> ArenaHeader:
 
     raw = record.read_settled(copies, place)
     if raw is None:
-        files.check_length(fd, path, Geometry(1, 1, 0, 1).file_bytes, exactly=False)
+        files.check_length(fd, path, Geometry(1, 1, 0, 1).file_bytes)
         raise ArenaCorruptError(_both_damaged(path, "arena header"))
     return binary.unpack_header(raw)

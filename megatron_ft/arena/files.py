@@ -11,7 +11,6 @@ from pathlib import Path
 from megatron_ft import private_files
 from megatron_ft.arena import huge_pages, limits
 from megatron_ft.errors import (
-    ArenaCorruptError,
     ArenaError,
     ArenaForeignError,
     ArenaMemoryError,
@@ -106,10 +105,10 @@ def open_file(path: Path) -> int:
         raise ArenaError(f"{path} cannot be opened: {error.strerror}") from error
 
 
-def check_length(fd: int, path: Path, length: int, *, exactly: bool = True) -> None:
-    """The file has ``length`` bytes, all of them with memory behind, so that none can fault.
+def check_length(fd: int, path: Path, length: int) -> None:
+    """Checks that the first ``length`` bytes are there, with memory behind: none can fault.
 
-    ArenaTruncatedError if it is shorter, ArenaCorruptError if it is longer.
+    ArenaTruncatedError if the file is shorter.  More bytes do no harm: nothing reads them.
     """
     info = os.fstat(fd)
     if info.st_size < length:
@@ -117,8 +116,6 @@ def check_length(fd: int, path: Path, length: int, *, exactly: bool = True) -> N
             f"{path} has {info.st_size} bytes where its header needs {length}: somebody cut it; "
             "the shard counts as lost, remove the file"
         )
-    if exactly and info.st_size > length:
-        raise ArenaCorruptError(f"{path} has {info.st_size} bytes, its header says {length}")
     holes = length - info.st_blocks * 512
     if holes > 0:
         # From a sparse copy: touching a hole on a full tmpfs would be a SIGBUS.
