@@ -25,6 +25,9 @@ BACK_SECONDS = 1.0
 START_SECONDS = 10.0
 """So long trainers are given to be started again, before the fault strikes all the same."""
 
+NEEDS_A_START = ("truncate", "folder", "link", "missing")
+"""Damage after which a shard has its arena again only when trainers start."""
+
 KEPT_AWAY = 0.15
 """Encoders that are kept away are looked for this often, in seconds, and killed."""
 
@@ -173,7 +176,9 @@ class Striker:
                 damage.damage(paths[0], what, random.Random(fault.seed))
         except (OSError, ArenaError, ValueError) as error:
             self._note(f"no damage to an arena of {node}: {error}", away=False)
-        self._follow(fault.then, node)
+        # Trainers that run have no arena any more, and take no snapshot until they start again.
+        waits = fault.then == "nothing" and what in NEEDS_A_START
+        self._follow("trainers" if waits else fault.then, node)
 
     def _follow(self, then: str, node: str) -> None:
         """What makes damage show.  A second node is lost only where parity is for two."""
