@@ -163,7 +163,7 @@ def check(command: Command, told: str, fewer: Oracle) -> None:
         ("shrink.exported", 1),
         ("shrink.noted", 1),
         ("recovery.admitting", 2),
-        ("recovery.ready", 2),
+        ("recovery.ready", 1),
         ("recovery.trainer_started", 1),
         ("drain.manifest", 1),
         ("export.noted", 1),

@@ -114,6 +114,7 @@ class Drains:
             self._start()
 
     def _start(self) -> None:
+        self._tries_at_end = 0
         self._task = asyncio.create_task(self._keep())
         self._watch = asyncio.create_task(self._look_out())
 
@@ -134,7 +135,7 @@ class Drains:
         """This life takes no more snapshots: drain the newest committed one without a cap.
 
         Whether it, or a newer one, is on disk after at most ``seconds``.  A drain that runs
-        under a cap is given up for it, and one that came to nothing is tried once more.
+        under a cap is given up for it, and one that failed is tried once more.
         """
         committed = self._coordinator.committed
         if self._task is None or committed is None:
@@ -321,12 +322,17 @@ class Drains:
 
     async def _failed(self, plan: DrainPlan, node: str, reason: str) -> None:
         self._count(reason)
-        then = "the job ends" if self._ending else "training continues"
+        then = "training continues"
+        if self._ending:
+            self._tries_at_end += 1
+            then = "it is tried once more" if self._tries_at_end == 1 else "the job ends"
         text = f"iteration {plan.iteration} could not be written to disk; {then}, and what was"
         self._tell("drain_failed", f"{text} there stays: {reason}", plan)
         # What it wrote would keep the space that the next one needs.
         with suppress(MegatronFTError, OSError):
             await self._processes.run("clear", {node: plan})
+        if self._tries_at_end == 1:
+            self._last, self._urgent = -1, True
 
     def _tell(self, kind: str, text: str, plan: DrainPlan) -> None:
         fields = {"iteration": plan.iteration, "folder": str(plan.folder)}
