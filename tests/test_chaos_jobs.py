@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import tempfile
 from collections.abc import Iterator
@@ -11,17 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from relay_job import STRIKES, run_with_strikes
 
-from megatron_ft import fault_points
 from megatron_ft.cli import chaos
 from megatron_ft.cli.main import main
-from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.testing.chaos import record, report
 from megatron_ft.testing.chaos.cases import Case
 from megatron_ft.testing.chaos.judge import judge
 from megatron_ft.testing.chaos.oracle import run_oracle, warm_python
-from megatron_ft.testing.chaos.plan import Plan
 from megatron_ft.testing.chaos.record import Result
 from megatron_ft.testing.chaos.runner import Outcome, run_case
 from megatron_ft.testing.chaos.settings import Settings
@@ -140,20 +135,3 @@ def test_points_victims_and_faults_are_listed(capsys: pytest.CaptureFixture[str]
     assert main(["chaos", "--list"]) == 0
     assert "half of the parity written" in capsys.readouterr().out
     assert chaos.listing().count("\n") > 60
-
-
-def test_a_relay_killed_in_each_round(
-    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the middle of permit, encode and commit; a job of 7 nodes passes requests on by twos."""
-    Plan(STRIKES).write(tmp_path)
-    monkeypatch.setenv(fault_points.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(fault_points, "_strike", None)  # not in this process
-    events: list[JobEvent] = []
-    try:
-        asyncio.run(asyncio.wait_for(run_with_strikes(tmp_path, settings.warm, events), 300))
-    finally:
-        print("\n".join(f"{e.monotonic - events[0].monotonic:6.2f} {e.text}" for e in events))
-    kinds = [event.kind for event in events]
-    assert "node_lost" not in kinds and "silent" not in kinds
-    assert kinds.count("training") == 1, "each life that was begun lost work"

@@ -88,7 +88,7 @@ def test_from_permit_to_commit() -> None:
 
 @pytest.mark.parametrize("word", ["commit", "abort"])
 def test_an_answer_on_the_snapshot_before_says_nothing_of_this_one(word: str) -> None:
-    """It came through a relay that was slow, when the node had answered directly."""
+    """It was sent again, and both were answered."""
     d = Driver()
 
     def decided() -> list[Action]:

@@ -205,7 +205,7 @@ def test_a_permit_that_comes_again_while_it_stands_changes_nothing() -> None:
 def test_a_permit_that_comes_after_its_snapshot_was_decided_is_refused(
     ended: list[m.Message],
 ) -> None:
-    """A relay was slow: the slot would wait for a capture that nobody makes."""
+    """From an older connection: the slot would wait for a capture that nobody makes."""
     node = machine()
     ok(node, *ended)
     before = list(node.shards[HERE].slots)

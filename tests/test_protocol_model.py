@@ -27,12 +27,12 @@ from megatron_ft.coordinator.cycle import Phase
 from megatron_ft.smp import messages as m
 
 SHORTEN = os.environ.get("MEGATRON_FT_MODEL_SHORTEN", "1") != "0"
-TREE = Shape("xor", 2, 1, spares=1, slots=2, stripes=2, tree=True)
+RESETS = Shape("xor", 2, 1, spares=1, slots=2, stripes=2, resets=True)
 SHAPES = {
     "xor:3": Shape("xor", 2, 1, spares=1, slots=2),
     "xor:3, 3 slots": Shape("xor", 2, 1, spares=1, slots=3),
     "xor:3, 2 stripes": Shape("xor", 2, 1, spares=1, slots=2, stripes=2),
-    "xor:3, 2 stripes, tree": TREE,
+    "xor:3, 2 stripes, resets": RESETS,
     "rs:2+2": Shape("rs", 2, 2, spares=1, slots=2),
     "none": Shape("none", 1, 0, spares=0, slots=2),
     "xor:3, readers": Shape("xor", 2, 1, spares=1, slots=2, readers=True),
@@ -207,7 +207,7 @@ def test_no_interleaving_loses_a_snapshot(name: str) -> None:
 
 CUTS = {"cut": 8.0, "heal": 0.5, "lose": 0.0, "smp_crash": 0.1}
 CUTS_ONLY = {"cut": 8.0, "heal": 0.5, "lose": 0.0}
-LATE_AND_LOST = {"relayed": 2.0, "event": 0.3, "lose": 3.0}
+LATE_AND_LOST = {"repeat": 2.0, "event": 0.3, "lose": 3.0}
 SLOW_DRAINS = {"write": 0.03, "drain": 5.0}
 LATE_DRAINS = {"restart": 10.0, "orphan": 0.1, "drain": 10.0, "publish": 0.3, "write": 5.0}
 
@@ -218,7 +218,7 @@ def test_permits_that_come_again_would_stop_a_job(monkeypatch: pytest.MonkeyPatc
     for switched_off in (False, True):
         if switched_off:
             holes.late_permits(monkeypatch)
-        walks = [walk(TREE, seed, bias=CLIMATES[seed % len(CLIMATES)]) for seed in range(8)]
+        walks = [walk(RESETS, seed, bias=CLIMATES[seed % len(CLIMATES)]) for seed in range(8)]
         assert not any(problem for _, _, problem in walks)
         commits.append(sum(world.commits for _, world, _ in walks))
     assert commits[1] < commits[0] / 2
@@ -256,7 +256,7 @@ HOLES: dict[Callable[[pytest.MonkeyPatch], None], Hole] = {
     holes.late_words_obeyed: Hole("after a newer one", 2, "replica, disk", RESTARTS),
     holes.tidied_by_an_older_life: Hole("gone from the disk", 7, "replica, disk", LATE_DRAINS),
     holes.published_and_tidied_at_once: Hole("gone from the disk", 7, "replica, disk", LATE_DRAINS),
-    holes.encoded_again: Hole("must be served", 338, "xor:3, 2 stripes, tree", LATE_AND_LOST),
+    holes.encoded_again: Hole("must be served", 338, "xor:3, 2 stripes, resets", LATE_AND_LOST),
     holes.notes_ignored: Hole("rolled back and is served", 402, "replica, disk", CUTS_ONLY),
 }
 MOST_WALKS = 200

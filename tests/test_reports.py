@@ -11,7 +11,7 @@ from protocol_model.memory import record_of
 
 from megatron_ft.identity import SnapshotId
 from megatron_ft.smp import messages as m
-from megatron_ft.smp.reports import MOST_LOOKS, Reports, snapshot_of
+from megatron_ft.smp.upward import MOST_LOOKS, Reports
 
 SHARDS = ("dp0", "dp1", "dp2")
 ONE, TWO = SnapshotId(1, 1), SnapshotId(1, 2)
@@ -91,11 +91,3 @@ def test_everything_leaves_once_and_in_its_order(said: list[Any]) -> None:
         left += reports.tell(told[-1], SHARDS)
         left += reports.look() if looks else []
     assert [*left, *reports.take()] == told
-
-
-def test_only_a_nodes_word_on_a_round_is_one_of_its_snapshot() -> None:
-    for last in (sealed("dp0"), m.Judged("dp0", ONE), m.OrderDone(ONE, "w1")):
-        assert snapshot_of([m.Missed("dp1", TWO), last]) == ONE
-    for last in (m.Missed("dp0", ONE), m.Judged("dp0", ONE, "nan"), cost("dp0")):
-        assert snapshot_of([sealed("dp0"), last]) is None
-    assert snapshot_of([]) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -11,13 +10,7 @@ from erasure_samples import ThreadTransport, ThreadWorld, make_code, make_member
 
 from benchmarks.scale.__main__ import shape_of
 from benchmarks.scale.counted import Count, count_all
-from benchmarks.scale.model import (
-    Shape,
-    control_messages,
-    depth,
-    encoder_bytes,
-    relay_messages,
-)
+from benchmarks.scale.model import Shape, control_messages, encoder_bytes
 from megatron_ft.coordinator.plan import orders_by_node, stripe_orders
 from megatron_ft.erasure.encode import encode
 from megatron_ft.erasure.scheme import Scheme
@@ -38,8 +31,7 @@ def require_model_of(counted: Count) -> None:
 
 def test_the_model_agrees_with_what_was_counted() -> None:
     counts = msgspec.json.decode(COUNTED.read_bytes(), type=list[Count])
-    jobs = [(counted.nodes, counted.fan_out) for counted in counts]
-    assert jobs == [(2, 32), (4, 32), (8, 32), (16, 32), (8, 4), (16, 4), (4, 2), (8, 2), (16, 2)]
+    assert [counted.nodes for counted in counts] == [2, 4, 8, 16]
     for counted in counts:
         require_model_of(counted)
 
@@ -69,30 +61,33 @@ def test_the_model_agrees_with_a_job_that_runs_now() -> None:
 
 @pytest.mark.all_layouts
 def test_the_model_agrees_with_larger_jobs_that_run_now() -> None:
-    for counted in [*count_all((4,), "xor:2"), *count_all((7,), "xor:2", 2)]:
+    for counted in count_all((4, 7), "xor:2"):
         require_model_of(counted)
 
 
 @pytest.mark.parametrize("protect", ["xor:4", "rs:6+2"])
 def test_a_node_and_a_rank_cost_the_same_in_a_larger_job(protect: str) -> None:
     small, large = (Shape(nodes, 4, protect, 48 << 20) for nodes in (16, 128))
-    small, large = (replace(shape, fan_out=1000) for shape in (small, large))
     one, other = control_messages(small), control_messages(large)
     assert one.messages * 8 == other.messages == 8 * 128
     assert other.length < 1.05 * 8 * one.length
     assert encoder_bytes(small) == encoder_bytes(large)
 
 
-def test_more_nodes_are_no_more_messages_at_the_coordinator() -> None:
-    shapes = [Shape(nodes, 1, "xor:2", 1 << 20, fan_out=4) for nodes in (4, 16, 64, 256)]
-    kinds = [control_messages(shape).kinds for shape in shapes]
-    assert kinds[0].keys() == {
+def test_a_node_costs_eight_messages_whatever_its_ranks_are() -> None:
+    kinds = {
         *("Grant", "Encode", "Commit", "Sealed", "OrderDone"),
         *("Grant answer", "Encode answer", "Commit answer"),
     }
-    assert [[count for count, _ in found.values()] for found in kinds] == [[4] * 8] * 4
-    assert [depth(shape) for shape in shapes] == [1, 2, 3, 4]
-    assert max(relay_messages(shape) for shape in shapes) == 3 * (2 + 2 * 4) + 2 * (1 + 4)
+    for ranks in (1, 8):
+        found = control_messages(Shape(16, ranks, "xor:2", 1 << 20)).kinds
+        assert {kind: count for kind, (count, _) in found.items()} == dict.fromkeys(kinds, 16)
+
+
+def test_the_coordinator_holds_2048_nodes() -> None:
+    """A snapshot takes 0.35 s of its processor time on a machine of today; twice is measured."""
+    shape = Shape(2048, 8, "rs:6+2", 6 << 30)
+    assert min(control_messages(shape).seconds for _ in range(2)) < 1.0
 
 
 def test_each_node_is_sent_its_own_stripes_in_one_sequence() -> None:

@@ -43,7 +43,6 @@ async def served(host: NodeHost) -> AsyncIterator[SmpLink]:
     finally:
         link.close()
         serving.cancel()
-        server.relay.close()
         server.socket.close(0)
         authenticator.stop()
         context.term()

@@ -1,36 +1,36 @@
-"""Which way a node's words go to the coordinator, and what waits for what."""
+"""A node's words reach the coordinator once and in order, whatever connections lose."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
+from megatron_ft.coordinator.link import Inbox, reported
 from megatron_ft.identity import SnapshotId
 from megatron_ft.smp import messages as m
-from megatron_ft.smp import upward as upward_module
-from megatron_ft.smp.gathering import Gathering
 from megatron_ft.smp.node import NodeMachine
-from megatron_ft.smp.outbox import MOST_UNHEARD
-from megatron_ft.smp.reports import MOST_LOOKS
-from megatron_ft.smp.upward import Upward
+from megatron_ft.smp.upward import MOST_LOOKS, MOST_UNHEARD, Outbox, Upward
 
-ONE, TWO = SnapshotId(1, 1), SnapshotId(1, 2)
-COORDINATOR, RELAY = b"coordinator", b"relay"
+ONE = SnapshotId(1, 1)
+COORDINATOR = b"coordinator"
 GONE = m.WriterGone("trainer", "dp0", 1)
-ENCODE = m.Encode(1, ONE, "w1", ())
+
+
+def word(name: str) -> Any:
+    return m.OrderDone(ONE, name)
 
 
 class Smp:
-    """Upward of node ``n1`` in life 1; ``sent`` is what left, ``timers`` what is to happen."""
+    """Upward of node ``n1`` in incarnation 1; ``sent`` is what left."""
 
     def __init__(self, coordinator: bytes = COORDINATOR) -> None:
-        self.machine = NodeMachine("n1", 1)
         self.sent: list[tuple[bytes, Any]] = []
-        self.timers: list[Awaitable[Any]] = []
-        self.upward = Upward(self.machine, self.timers.append)
+        self.upward = Upward(NodeMachine("n1", 1))
         self.upward.send = self._send
         self.upward.coordinator = coordinator
 
@@ -42,136 +42,27 @@ class Smp:
             asyncio.run(self.upward.tell(body))
 
     def look(self, told: int = 0) -> None:
-        asyncio.run(self.upward.look(m.Lease(1, 60.0, stream=self.upward.stream, told=told)))
-
-    def gather(self, node: str, incarnation: int = 1, sequence: int = 1) -> None:
-        frame = m.encode(m.Event(node, incarnation, done(node), 7, 1))
-        snapshot = SnapshotId(incarnation, sequence)
-        asyncio.run(self.upward.gather(m.Gathered(incarnation, node, snapshot, True, (frame,))))
-
-    def time_passes(self) -> None:
-        timers, self.timers[:] = list(self.timers), []
-        for timer in timers:
-            asyncio.run(timer)  # type: ignore[arg-type]
+        stream = self.upward._outbox.stream
+        asyncio.run(self.upward.look(m.Lease(1, 60.0, stream=stream, told=told)))
 
     def heard(self) -> list[tuple[bytes, list[str]]]:
-        """To whom, and the nodes of the reports or the word itself."""
-        found = [(to, _names(body)) for to, body in self.sent]
+        """To whom, and the kinds of words in each message."""
+        found = [(to, [type(e.body).__name__ for e in reported(event)]) for to, event in self.sent]
         self.sent.clear()
         return found
 
 
-def _names(body: Any) -> list[str]:
-    if isinstance(body, m.Gathered):
-        return [m.decode(frame).node for frame in body.frames]
-    bodies = body.body.bodies if isinstance(body.body, m.NodeReport) else (body.body,)
-    return [type(one).__name__ for one in bodies]
-
-
-def done(name: str) -> m.OrderDone:
-    return m.OrderDone(ONE, name)
-
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upward_module, "HOLD_SECONDS", 0.0)
-
-
-def test_every_life_and_every_smp_has_a_stream_of_its_own() -> None:
+def test_every_incarnation_and_every_smp_has_a_stream_of_its_own() -> None:
     """Else the coordinator would take the first words of the new one for repeats."""
     one, other = Smp().upward, Smp().upward
-    streams = {one.stream, other.stream}
-    one.begin_life()
-    assert len({*streams, one.stream, 0}) == 4
-
-
-def test_whoever_was_asked_through_a_relay_reports_to_it() -> None:
-    smp = Smp()
-    smp.tell(done("w"))
-    assert smp.heard() == [(COORDINATOR, ["OrderDone"])]
-    smp.upward.asked_through(ENCODE, RELAY, ())
-    smp.tell(done("w"), GONE, m.OrderDone(TWO, "w"))
-    ways = [(RELAY, ["n1"]), (COORDINATOR, ["OrderDone", "WriterGone"])]
-    assert smp.heard() == [*ways, (COORDINATOR, ["OrderDone"])]
-    smp.upward.asked(ENCODE)
-    smp.tell(done("w"))
-    assert smp.heard() == [(COORDINATOR, ["OrderDone"])]
-
-
-def test_a_commit_that_is_asked_directly_leaves_the_way_of_reports() -> None:
-    smp = Smp()
-    smp.upward.asked_through(ENCODE, RELAY, ())
-    smp.upward.asked(m.Commit(1, ONE, "local"))
-    smp.tell(done("w"))
-    assert smp.heard() == [(RELAY, ["n1"])]
-
-
-def test_a_branch_is_waited_for_and_not_for_long() -> None:
-    smp = Smp()
-    smp.upward.asked_through(ENCODE, RELAY, ("n2", "n3"))
-    smp.gather("n2")
-    smp.tell(done("w"))
-    assert smp.heard() == [] and len(smp.timers) == 1
-    smp.time_passes()
-    assert smp.heard() == [(RELAY, ["n2", "n1"])]
-    smp.gather("n3")
-    assert smp.heard() == [(RELAY, ["n3"])] and not smp.timers
-    smp.upward.asked_through(m.Encode(1, TWO, "w1", ()), RELAY, ("n2", "n3"))
-    smp.gather("n2", sequence=2)
-    assert not smp.sent
-    smp.time_passes()
-    assert smp.heard() == [(RELAY, ["n2"])]
-
-
-def test_a_branch_is_whole_only_with_its_relay() -> None:
-    smp = Smp()
-    smp.upward.asked_through(ENCODE, RELAY, ("n2",))
-    smp.gather("n2")
-    assert smp.heard() == []
-    smp.tell(done("w"))
-    assert smp.heard() == [(RELAY, ["n2", "n1"])]
-    smp.time_passes()
-    assert not smp.sent
-
-
-def test_a_branch_is_whole_when_all_of_it_have_reported_on_this_round() -> None:
-    def of(
-        node: str, frame: bytes, *, whole: bool = True, snapshot: SnapshotId = ONE
-    ) -> m.Gathered:
-        return m.Gathered(1, node, snapshot, whole, (frame,))
-
-    gathering, branch = Gathering(), {"n1", "n2"}
-    gathering.begin(ONE, RELAY, branch)
-    assert not gathering.add(of("n1", b"a")) and not gathering.add(of("n2", b"b", whole=False))
-    assert gathering.take("n1", 1) == m.Gathered(1, "n1", ONE, False, (b"a", b"b"))
-    assert gathering.add(of("n2", b"c"))
-    assert gathering.take("n1", 1) == m.Gathered(1, "n1", ONE, True, (b"c",))
-    assert gathering.take("n1", 1) is None
-    gathering.begin(ONE, RELAY, branch)  # the Encode after the Grant
-    assert not gathering.add(of("n1", b"d"))
-    assert gathering.add(of("n2", b"e", snapshot=SnapshotId(1, 0))), "late: nobody else comes"
-
-
-def test_a_new_life_passes_on_nothing_of_the_last() -> None:
-    smp = Smp()
-    smp.upward.asked_through(ENCODE, RELAY, ("n2", "n3"))
-    smp.gather("n2")
-    smp.machine.highest_incarnation = 2
-    smp.upward.begin_life()
-    smp.upward.asked_through(m.Encode(2, SnapshotId(2, 1), "w2", ()), RELAY, ("n2", "n3"))
-    smp.gather("n3", incarnation=2)
-    smp.gather("n3", incarnation=1)
-    assert len(smp.timers) == 2 and not smp.sent
-    old, new = smp.timers
-    asyncio.run(old)  # type: ignore[arg-type]
-    assert not smp.sent, "a timer of the last life"
-    asyncio.run(new)  # type: ignore[arg-type]
-    assert smp.heard() == [(RELAY, ["n3"])]
+    streams = {one._outbox.stream, other._outbox.stream}
+    one.begin_incarnation()
+    assert len({*streams, one._outbox.stream, 0}) == 4
 
 
 def test_what_was_told_before_the_coordinator_came_leaves_with_its_heartbeat() -> None:
     smp = Smp(coordinator=b"")
-    smp.tell(GONE, done("w"))
+    smp.tell(GONE, word("w"))
     assert not smp.sent
     smp.upward.coordinator = COORDINATOR
     smp.look()
@@ -192,13 +83,190 @@ def test_a_word_whose_others_never_come_leaves_after_some_heartbeats() -> None:
 
 def test_what_no_heartbeat_has_named_is_told_again() -> None:
     smp = Smp()
-    smp.tell(GONE, done("w"))
+    smp.tell(GONE, word("w"))
     smp.sent.clear()
     for _ in range(MOST_UNHEARD):
         assert not smp.sent
         smp.look(told=1)
     assert smp.heard() == [(COORDINATOR, ["OrderDone"])]
-    smp.look(told=2)
-    for _ in range(MOST_UNHEARD):
+    for _ in range(MOST_UNHEARD + 1):
         smp.look(told=2)
     assert not smp.sent
+
+
+def test_what_is_overdue_is_told_until_a_heartbeat_of_its_stream_names_it() -> None:
+    outbox = Outbox(7)
+    assert not any(outbox.overdue() for _ in range(9)), "nothing was told"
+    outbox.event("n0", 1, [word("a")])
+    outbox.event("n0", 1, [word("b"), word("c")])
+    assert [outbox.overdue() for _ in range(MOST_UNHEARD)] == [False] * (MOST_UNHEARD - 1) + [True]
+    outbox.heard(7, 2)
+    assert outbox.unheard == [word("c")]
+    outbox.heard(6, 3)
+    for _ in range(2):
+        assert outbox.again("n0", 1) == m.Event("n0", 1, word("c"), 7, 3)
+        assert [outbox.overdue() for _ in range(MOST_UNHEARD)][-1], "that may be lost as well"
+    outbox.heard(7, 3)
+    assert not outbox.unheard and not outbox.overdue()
+
+
+def test_a_report_is_unpacked_to_what_was_told() -> None:
+    bodies = [word("a"), word("b")]
+    for some in (bodies, bodies[:1]):
+        event = m.decode(m.encode(Outbox(7).event("n0", 1, some)))
+        assert reported(event) == [m.Event("n0", 1, b, 7, 1 + i) for i, b in enumerate(some)]
+
+
+@dataclass
+class Path:
+    """An SMP, its connection and its coordinator: words are told by themselves or in twos.
+
+    ``queue`` is the connection, ``beat`` what a heartbeat under way says has been heard.
+    ``resets`` of the connection, deaths of the SMP and needless repeats are as many as given.
+    """
+
+    resets: int = 1
+    deaths: int = 1
+    needless: int = 1
+    told: int = 0
+    owed: int = 0
+    outbox: Outbox = field(default_factory=lambda: Outbox(1))
+    inbox: Inbox = field(default_factory=Inbox)
+    queue: tuple[m.Event, ...] = ()
+    beat: tuple[int, int] | None = None
+    heard: tuple[int, ...] = ()
+
+    WORDS = 4
+
+    def key(self) -> Any:
+        """The same for the same states."""
+        outbox, inbox = self.outbox, self.inbox
+        ends = (outbox.stream, outbox._last, len(outbox.unheard), inbox.stream, inbox.number)
+        left = (self.resets, self.deaths, self.needless, self.told, self.owed)
+        return ends, left, self.queue, self.beat, self.heard
+
+    def steps(self) -> Iterator[tuple[str, Callable[[Path], None]]]:
+        """What can come next; without faults, all of it comes some time."""
+        for count in (1, 2):
+            if self.told + count <= self.WORDS:
+                yield f"tell {count}", lambda path, count=count: path.tell(count)  # type: ignore[misc]
+        lost = bool(self.outbox.unheard) and not self.queue
+        if (lost and self.beat is None) or (self.outbox.unheard and self.needless):
+            yield "again", Path.again
+        said = (self.inbox.stream, self.inbox.number)
+        if self.beat is None and self.outbox.unheard and said[1]:
+            yield "beat", Path.begin_beat
+        if self.beat is not None:
+            yield "acknowledge", Path.acknowledge
+        if self.queue:
+            yield "arrive", Path.arrive
+        if self.resets:
+            yield "fault: reset", Path.reset
+        if self.deaths:
+            yield "fault: die", Path.die
+
+    def tell(self, count: int) -> None:
+        bodies = [word(str(self.told + number)) for number in range(count)]
+        self.told += count
+        self.queue += (self.outbox.event("n1", 1, bodies),)
+
+    def again(self) -> None:
+        self.needless -= 1 if self.queue or self.beat is not None else 0
+        self.queue += (self.outbox.again("n1", 1),)
+
+    def begin_beat(self) -> None:
+        self.beat = (self.inbox.stream, self.inbox.number)
+
+    def acknowledge(self) -> None:
+        assert self.beat is not None
+        self.outbox.heard(*self.beat)
+        self.beat = None
+
+    def arrive(self) -> None:
+        event, self.queue = self.queue[0], self.queue[1:]
+        self.heard += tuple(int(one.body.world) for one in self.inbox.take(event))  # type: ignore[union-attr]
+        known = [n for n in self.heard if n >= self.owed]
+        assert list(self.heard) == sorted(set(self.heard)), f"heard as {self.heard}"
+        assert known == list(range(self.owed, self.owed + len(known))), f"heard as {self.heard}"
+
+    def reset(self) -> None:
+        self.resets, self.queue = self.resets - 1, ()
+
+    def die(self) -> None:
+        """Another SMP begins; what this one had told and was not heard is lost with it."""
+        self.deaths, self.queue, self.owed = self.deaths - 1, (), self.told
+        self.outbox = Outbox(self.outbox.stream + 1)
+
+
+def explore() -> int:
+    """Take every step from every state; how many there are."""
+    seen, waiting = {Path().key()}, [Path()]
+    while waiting:
+        path = waiting.pop()
+        steps = list(path.steps())
+        if all(name.startswith("fault") for name, _ in steps):
+            assert set(range(path.owed, path.told)) <= set(path.heard), f"only {path.heard} came"
+        for _, perform in steps:
+            after = copy.copy(path)
+            after.outbox, after.inbox = copy.copy(path.outbox), copy.copy(path.inbox)
+            perform(after)
+            if after.key() not in seen:
+                seen.add(after.key())
+                waiting.append(after)
+    return len(seen)
+
+
+def test_every_order_of_steps_brings_everything_once_and_in_its_order() -> None:
+    assert explore() > 5000
+
+
+def entrusted(self: Outbox, node: str, incarnation: int, bodies: list[Any]) -> m.Event:
+    """A connection loses nothing."""
+    event = EVENT(self, node, incarnation, bodies)
+    self.unheard = []
+    return event
+
+
+def confirmed_by_any(self: Outbox, stream: int, number: int) -> None:
+    """A heartbeat to the SMP before this one counts."""
+    HEARD(self, self.stream, number)
+
+
+def taken_with_gaps(self: Inbox, event: m.Event) -> list[m.Event]:
+    """What came before it may come later."""
+    if event.stream != self.stream:
+        self.stream, self.number = event.stream, 0
+    new = [one for one in reported(event) if one.first > self.number]
+    self.number = new[-1].first if new else self.number
+    return new
+
+
+def taken_as_one_stream(self: Inbox, event: m.Event) -> list[m.Event]:
+    """Words of an SMP that was replaced are taken for those of its successor."""
+    self.stream = event.stream
+    return TAKE(self, event)
+
+
+def taken_again(self: Inbox, event: m.Event) -> list[m.Event]:
+    """What has come is taken again."""
+    TAKE(self, event)
+    return reported(event)
+
+
+EVENT, HEARD, TAKE = Outbox.event, Outbox.heard, Inbox.take
+MISTAKES: list[tuple[type, str, Callable[..., Any]]] = [
+    (Outbox, "event", entrusted),
+    (Outbox, "heard", confirmed_by_any),
+    (Inbox, "take", taken_with_gaps),
+    (Inbox, "take", taken_as_one_stream),
+    (Inbox, "take", taken_again),
+]
+
+
+@pytest.mark.parametrize("of, name, instead", MISTAKES, ids=[m[2].__name__ for m in MISTAKES])
+def test_each_mistake_is_found(
+    of: type, name: str, instead: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of, name, instead)
+    with pytest.raises(AssertionError, match="heard as|came"):
+        explore()

@@ -13,9 +13,8 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.scale.tally import EVENTS, Tally, kind_of, told
-from megatron_ft.coordinator.link import SmpLink
-from megatron_ft.coordinator.relays import FAN_OUT
+from benchmarks.scale.tally import EVENTS, Tally, kind_of
+from megatron_ft.coordinator.link import SmpLink, reported
 from megatron_ft.identity import SnapshotId
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.supervisor import Supervisor
@@ -27,7 +26,7 @@ LIMIT_SECONDS = 400.0
 SNAPSHOTS = 5
 """So many are waited for; of the later ones that with the fewest messages counts.
 
-A relay sends reports of one round in two messages if one comes late, as on a busy machine.
+An SMP tells twice what a heartbeat has not named in time, as on a busy machine.
 """
 
 
@@ -40,7 +39,6 @@ class Count(msgspec.Struct, frozen=True):
     encoder_bytes: int
     shard_bytes: int
     block_bytes: int
-    fan_out: int
     kinds: dict[str, tuple[int, int]]
 
 
@@ -54,36 +52,30 @@ class CountingLink(SmpLink):
     async def ask(self, request: m.Message, timeout: float) -> Any:
         """Note request and answer."""
         answer = await super().ask(request, timeout)
-        inner = m.decode(request.request) if isinstance(request, m.PassOn) else request
-        if isinstance(inner, m.Grant | m.Encode | m.Commit | m.Abort):
-            kind, tally = type(inner).__name__, self.tallies[inner.snapshot]
-            tally.note(kind, request)
-            tally.note(f"{kind} answer", answer)
+        if isinstance(request, m.Grant | m.Encode | m.Commit | m.Abort):
+            kind, tally = type(request).__name__, self.tallies[request.snapshot]
+            tally.note(kind, m.encode(request))
+            tally.note(f"{kind} answer", m.encode(answer))
         return answer
 
-    def _hear(self, report: m.Event | m.Gathered) -> None:
-        self._note_report(report)
-        super()._hear(report)
-
-    def _note_report(self, report: m.Event | m.Gathered) -> None:
-        bodies: list[Any] = [one.body for one in told(report)]
+    def _hear(self, message: m.Event) -> None:
+        bodies: list[Any] = [one.body for one in reported(message)]
         last: Any = bodies[-1]
         if isinstance(last, EVENTS):
             snapshot = last.record.snapshot if isinstance(last, m.Sealed) else last.snapshot
-            self.tallies[snapshot].note(kind_of(report), report)
+            self.tallies[snapshot].note(kind_of(message), m.encode(message))
             encoded = (body for body in bodies if isinstance(body, m.Encoded))
             self.sent[snapshot] += [body.bytes_sent for body in encoded]
+        super()._hear(message)
 
 
-def count(nodes: int, protect: str, warm: str = "", fan_out: int = FAN_OUT) -> Count:
+def count(nodes: int, protect: str, warm: str = "") -> Count:
     """Run a job until it has committed a few snapshots; what the last one has cost."""
     with tempfile.TemporaryDirectory(prefix="mft-") as folder:
-        return asyncio.run(
-            asyncio.wait_for(_count(nodes, protect, warm, folder, fan_out), LIMIT_SECONDS)
-        )
+        return asyncio.run(asyncio.wait_for(_count(nodes, protect, warm, folder), LIMIT_SECONDS))
 
 
-async def _count(nodes: int, protect: str, warm: str, folder: str, fan_out: int) -> Count:
+async def _count(nodes: int, protect: str, warm: str, folder: str) -> Count:
     CountingLink.tallies.clear()
     CountingLink.sent.clear()
     name = f"scale-{uuid.uuid4().hex[:8]}"
@@ -96,7 +88,6 @@ async def _count(nodes: int, protect: str, warm: str, folder: str, fan_out: int)
             spec = dataclasses.replace(job.spec(), transport="tcp")
             supervisor = Supervisor(spec, cluster, state)
             supervisor.coordinator.link_type = CountingLink
-            supervisor.coordinator.relays.fan_out = fan_out
             run = asyncio.create_task(supervisor.run())
             snapshots = await _committed(supervisor, run)
             assert supervisor.coordinator.cycle is not None
@@ -109,7 +100,7 @@ async def _count(nodes: int, protect: str, warm: str, folder: str, fan_out: int)
     tally, sent = CountingLink.tallies[snapshot], CountingLink.sent[snapshot]
     return Count(
         nodes, tally.messages, tally.length, max(sent), stripe.data_bytes, stripe.block_bytes,
-        fan_out, dict(tally.kinds),
+        dict(tally.kinds),
     )  # fmt: skip
 
 
@@ -128,10 +119,10 @@ async def _committed(supervisor: Supervisor, run: asyncio.Task[Any]) -> list[Sna
     return seen
 
 
-def count_all(sizes: tuple[int, ...], protect: str, fan_out: int = FAN_OUT) -> list[Count]:
+def count_all(sizes: tuple[int, ...], protect: str) -> list[Count]:
     """Jobs of these sizes, one after the other; their processes are forked from one server."""
     warm = warm_python()
     try:
-        return [count(nodes, protect, warm.path, fan_out) for nodes in sizes]
+        return [count(nodes, protect, warm.path) for nodes in sizes]
     finally:
         warm.close()

@@ -12,8 +12,7 @@ import zmq.asyncio
 
 from megatron_ft.coordinator.awake import Awake
 from megatron_ft.coordinator.events import Observers
-from megatron_ft.coordinator.inbox import Inbox
-from megatron_ft.coordinator.link import SmpLink
+from megatron_ft.coordinator.link import Inbox, SmpLink
 from megatron_ft.coordinator.timing import Timing
 from megatron_ft.errors import ControlPlaneError, StaleIncarnationError
 from megatron_ft.smp import messages as m
@@ -83,9 +82,7 @@ class Connections(ABC):
         """Use ``endpoint`` for ``node`` from now on."""
         self.disconnect(node)
         inbox = self._inboxes.setdefault(node, Inbox())
-        link = self.link_type(
-            self._context, node, endpoint, self._keys, self._on_event, self.links, inbox
-        )
+        link = self.link_type(self._context, node, endpoint, self._keys, self._on_event, inbox)
         self.links[node] = link
         if not self._tasks:
             self._keep(self._awake.watch())
@@ -136,7 +133,6 @@ class Connections(ABC):
             return
         if isinstance(answer, m.LeaseAnswer):
             link.clock, link.summary = max(link.clock, answer.clock), answer.summary
-            link.inbox.begin(answer.stream)
             self.progress.update(answer.progress)
             self.pulses.note(answer.node, answer.pulses)
             self._heard(answer)

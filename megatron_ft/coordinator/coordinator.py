@@ -18,12 +18,10 @@ from megatron_ft.coordinator.connections import REQUEST_TIMEOUT_SECONDS, Connect
 from megatron_ft.coordinator.cycle import Phase, SnapshotCycle
 from megatron_ft.coordinator.events import Observers
 from megatron_ft.coordinator.exposure import Fallbacks, fallbacks
-from megatron_ft.coordinator.relays import Relays
 from megatron_ft.coordinator.repairs import Repairs
 from megatron_ft.coordinator.skips import Skips
 from megatron_ft.coordinator.summary import SummaryParts
 from megatron_ft.coordinator.timing import Timing
-from megatron_ft.coordinator.tree import Branch
 from megatron_ft.errors import ControlPlaneError
 from megatron_ft.identity import SnapshotId
 from megatron_ft.smp import messages as m
@@ -52,7 +50,6 @@ class Coordinator(Connections):
         timing: Timing,
     ) -> None:
         super().__init__(keys, observers, timing)
-        self.relays = Relays(self.links)
         self._summary = SummaryParts(self, timing.heartbeat / 2)
         self.cycle: SnapshotCycle | None = None
         self.committed: tuple[SnapshotId, int, str] | None = None
@@ -78,11 +75,6 @@ class Coordinator(Connections):
         self._kick = asyncio.Event()
         self._encoding_since = self._world_seen = self._first_try = 0.0
         self._protect_tries: dict[SnapshotId, int] = {}
-
-    def connect(self, node: str, endpoint: str) -> None:
-        """Use ``endpoint`` for ``node`` from now on."""
-        super().connect(node, endpoint)
-        self.relays.trust(node)
 
     async def close(self) -> None:
         """End all tasks and connections; the SMPs stay."""
@@ -262,32 +254,17 @@ class Coordinator(Connections):
         return time.monotonic() - self._encoding_since > self.timing.encode_timeout
 
     def _perform(self, cycle: SnapshotCycle, actions: Iterable[Action]) -> None:
-        sends = {action.node: action for action in actions if isinstance(action, Send)}
-        if any(isinstance(action.message, m.Encode) for action in sends.values()):
-            self._encoding_since = time.monotonic()
-        direct, tree = self.relays.split(list(sends))
-        for node in direct:
-            self._keep(self._send(cycle, sends[node]))
-        for branch in tree:
-            self._keep(self._send_through(cycle, branch, sends))
         for action in actions:
-            if isinstance(action, KillWorld):
+            if isinstance(action, Send):
+                if isinstance(action.message, m.Encode):
+                    self._encoding_since = time.monotonic()
+                self._keep(self._send(cycle, action))
+            elif isinstance(action, KillWorld):
                 self.end_world(action.world, action.reason)
             elif isinstance(action, Ended):
                 self._ended(action)
         if cycle.ready:
             self._kick.set()
-
-    async def _send_through(
-        self, cycle: SnapshotCycle, branch: Branch, sends: Mapping[str, Send]
-    ) -> None:
-        """Send to a branch through its relay, and directly to whoever has not answered so."""
-        requests = {node: sends[node].message for node in branch.nodes()}
-        async for node, answer in self.relays.ask(branch, cycle.incarnation, requests):
-            if answer is not None:
-                self._answered(cycle, sends[node], answer)
-            elif cycle.waits_for(requests[node]):
-                self._keep(self._send(cycle, sends[node]))
 
     async def _send(self, cycle: SnapshotCycle, action: Send) -> None:
         """Send until answered: without a Commit's or Abort's answer nothing would ever go on."""
@@ -299,14 +276,11 @@ class Coordinator(Connections):
                     self._perform(cycle, cycle.give_up(str(error)))
                     return
                 continue
-            self._answered(cycle, action, answer)
+            if isinstance(answer, m.Refused) and isinstance(action.message, m.Commit | m.Abort):
+                self.observers.tell("refused", f"{action.node}: {answer.reason}")
+            if self.cycle is cycle:
+                self._perform(cycle, cycle.answered(action.node, action.message, answer))
             return
-
-    def _answered(self, cycle: SnapshotCycle, action: Send, answer: m.Message) -> None:
-        if isinstance(answer, m.Refused) and isinstance(action.message, m.Commit | m.Abort):
-            self.observers.tell("refused", f"{action.node}: {answer.reason}")
-        if self.cycle is cycle:
-            self._perform(cycle, cycle.answered(action.node, action.message, answer))
 
     def _ended(self, ended: Ended) -> None:
         if ended.again and ended.level == "local":

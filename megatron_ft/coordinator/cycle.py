@@ -160,17 +160,6 @@ class SnapshotCycle:
             reach("commit.between" if self._waiting else "commit.last")
         return [] if self._waiting else self._over()
 
-    def waits_for(self, request: m.Message) -> bool:
-        """Whether the snapshot under way still is where this request makes sense."""
-        if getattr(request, "snapshot", None) != self.snapshot:
-            return False
-        return self.phase == {
-            m.Grant: Phase.CAPTURING,
-            m.Encode: Phase.ENCODING,
-            m.Commit: Phase.COMMITTING,
-            m.Abort: Phase.ABORTING,
-        }.get(type(request))
-
     def smp_restarted(self, node: str) -> list[Action]:
         """The SMP of ``node`` was replaced by one that adopted its arenas.
 

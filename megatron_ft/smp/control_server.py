@@ -17,7 +17,6 @@ from megatron_ft.smp.host import NodeHost, resident_bytes
 from megatron_ft.smp.job_summary import digests
 from megatron_ft.smp.local_server import refusal, unexpected
 from megatron_ft.smp.message_base import MOST_BYTES
-from megatron_ft.smp.relay import Relay
 from megatron_ft.smp.security import JobKeys
 
 FROM_COORDINATOR = (
@@ -38,19 +37,15 @@ FROM_COORDINATOR = (
     | m.StacksRequest
 )
 
-RELAYED = m.Grant | m.Encode | m.Commit | m.Abort
-"""What may come through another SMP: words to all nodes on one snapshot."""
-
 
 class ControlServer:
-    """Serves one NodeHost to the coordinator, and to SMPs that pass its requests on."""
+    """Serves one NodeHost to the coordinator."""
 
     def __init__(
         self, host: NodeHost, context: zmq.asyncio.Context, keys: JobKeys, address: str
     ) -> None:
         self._host = host
         self._busy = asyncio.Lock()
-        self.relay = Relay(context, keys, self._gathered)
         self.socket = context.socket(zmq.ROUTER)
         self.socket.linger = 1000
         self.socket.maxmsgsize = MOST_BYTES
@@ -88,44 +83,6 @@ class ControlServer:
         await self.socket.send_multipart([identity, correlation, m.encode(body)])
 
     async def _answer(self, identity: bytes, correlation: bytes, request: Any) -> None:
-        if isinstance(request, m.PassOn):
-            answer = await self._pass_on(identity, request)
-        else:
-            self._host.upward.asked(request)
-            answer = await self._one_by_one(identity, request)
-        await self._reply(identity, correlation, answer)
-
-    async def _pass_on(self, identity: bytes, request: m.PassOn) -> m.Message:
-        """Our own request and those of others at once.
-
-        A frame may have lain in a connection to an address that another SMP has now: the name says
-        whose it is.
-        """
-        machine = self._host.machine
-        if request.node != machine.node:
-            return m.Refused("ControlPlaneError", f"this is {machine.node}, not {request.node}")
-        if request.incarnation != machine.highest_incarnation:
-            return self._stale()
-        try:
-            own = m.decode(request.request)
-        except MegatronFTError as error:
-            return refusal(error)
-        if not isinstance(own, RELAYED):
-            reason = f"{type(own).__name__} is not passed on"
-            return m.Refused("ControlPlaneError", reason)
-        below = [onward.node for onward in request.below]
-        self._host.upward.asked_through(own, identity, below)
-        return await self.relay.pass_on(request, self._one_by_one(identity, own))
-
-    def _gathered(self, report: m.Gathered) -> None:
-        self._host.later(self._host.upward.gather(report))
-
-    def _stale(self) -> m.Refused:
-        machine = self._host.machine
-        reason = f"node {machine.node} is at incarnation {machine.highest_incarnation}"
-        return m.Refused("StaleIncarnationError", reason)
-
-    async def _one_by_one(self, identity: bytes, request: Any) -> m.Message:
         """One request at a time; heartbeats overtake, so that a long one is no silence."""
         answer: m.Message
         async with self._busy:
@@ -136,7 +93,7 @@ class ControlServer:
             except Exception as error:
                 answer = unexpected(request, error)
             await self._host.carry_out()
-        return answer
+        await self._reply(identity, correlation, answer)
 
     async def _decide(self, identity: bytes, request: Any) -> m.Message:
         host = self._host
@@ -145,8 +102,10 @@ class ControlServer:
         if not isinstance(request, FROM_COORDINATOR):
             reason = f"{type(request).__name__} does not belong on the control plane"
             return m.Refused("ControlPlaneError", reason)
-        if getattr(request, "incarnation", None) != host.machine.highest_incarnation:
-            return self._stale()
+        highest = host.machine.highest_incarnation
+        if getattr(request, "incarnation", None) != highest:
+            reason = f"node {host.machine.node} is at incarnation {highest}"
+            return m.Refused("StaleIncarnationError", reason)
         if isinstance(request, m.CreateArena):
             trainer = host.writers.find("trainer", request.shard_id)
             node = node_of_process(trainer.pid) if trainer else None
@@ -189,7 +148,6 @@ class ControlServer:
             rewind=host.rewind,
             pulses=host.watch.reports(),
             summary=digests(host.summary),
-            stream=host.upward.stream,
             crowded=host.machine.crowded(),
             held=host.machine.held(),
         )
@@ -224,7 +182,7 @@ class ControlServer:
         host.set_restore(None)
         host.preparing.clear()
         host.machine.admit(request.incarnation)
-        host.upward.begin_life()
+        host.upward.begin_incarnation()
         host.readers.forget_all()
         host.store.forget_progress()
         host.watch.sweep()

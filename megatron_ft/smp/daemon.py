@@ -62,7 +62,6 @@ async def run(
         scrub.close()
         authenticator.stop()
         local.socket.close()
-        control.relay.close()
         control.socket.close()
         context.term()
 

@@ -108,7 +108,7 @@ class Event(Message, frozen=True):
     """Something happened on ``node``; ``body`` is one of the messages of this module.
 
     ``first`` is its number, or that of the first thing of a report, in the SMP's ``stream`` of
-    events (outbox.py).
+    events (upward.py).
     """
 
     node: str

@@ -70,7 +70,7 @@ class NodeHost:
         self.told = asyncio.Event()
         self.preparing: dict[str, bytes] = {}
         self.keep_place: Callable[[], None] = lambda: None
-        self.upward = Upward(self.machine, self.later)
+        self.upward = Upward(self.machine)
         self.send_local: SendTo
         self._identities: dict[str, bytes] = {}
         self._sending = asyncio.Lock()

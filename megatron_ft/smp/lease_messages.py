@@ -46,7 +46,7 @@ class LeaseAnswer(Message, frozen=True):
     node have committed.
     ``rewind`` is what the user has asked for and whoever leads now has not acted on yet.
     ``pulses`` maps shard ids to their trainers' signs of life, ``summary`` the parts of the
-    job's summary that the node has to their digests.  ``stream`` is that of the node's events.
+    job's summary that the node has to their digests.
     """
 
     node: str
@@ -59,6 +59,5 @@ class LeaseAnswer(Message, frozen=True):
     rewind: int | None = None
     pulses: dict[str, PulseReport] = {}
     summary: dict[str, bytes] = {}
-    stream: Count = 0
     crowded: bool = False
     held: tuple[HeldSnapshot, ...] = ()

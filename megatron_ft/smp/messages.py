@@ -60,7 +60,6 @@ from megatron_ft.smp.recovery_messages import (
     Retire,
     SlotReport,
 )
-from megatron_ft.smp.relay_messages import Gathered, Onward, Passed, PassOn
 from megatron_ft.smp.snapshot_messages import Abort, Commit, Encode, Grant, Hold, Repair, Unhold
 from megatron_ft.smp.status_messages import (
     Discard,
@@ -112,7 +111,6 @@ __all__ = [
     "EncoderRefused",
     "EncoderWelcome",
     "Event",
-    "Gathered",
     "Grant",
     "Hello",
     "Hold",
@@ -130,9 +128,6 @@ __all__ = [
     "Ok",
     "OrderDone",
     "OrderFailed",
-    "Onward",
-    "PassOn",
-    "Passed",
     "Outcome",
     "Pause",
     "Pin",

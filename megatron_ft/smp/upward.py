@@ -1,46 +1,146 @@
-"""All that one SMP tells its coordinator: directly, or through the relay that asked it."""
+"""All that one SMP tells its coordinator: one message for all ranks of a round, and none lost.
+
+``Reports`` holds words back until those of the node's other ranks are there, ``Outbox`` numbers
+what leaves and keeps it until it has arrived, ``Upward`` sends it.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
+from megatron_ft.identity import SnapshotId
 from megatron_ft.smp import messages as m
-from megatron_ft.smp.gathering import HOLD_SECONDS, Gathering
 from megatron_ft.smp.node import NodeMachine
-from megatron_ft.smp.outbox import Outbox
-from megatron_ft.smp.reports import Reports, snapshot_of
 
 SendTo = Callable[[bytes, m.Message], Awaitable[None]]
-Later = Callable[[Awaitable[Any]], None]
+
+MOST_LOOKS = 10
+"""Heartbeats after which a word waits no longer, should the others never be said."""
+
+MOST_UNHEARD = 3
+"""Heartbeats after which what should have arrived is sent once more.
+
+The first may have left before it: with the usual heartbeats of 0.5 s this is 1.0 s at least.
+"""
+
+
+class Reports:
+    """Events that wait for those of the node's other ranks.  Pure.
+
+    The coordinator goes on only when *all* ranks have sealed and been judged, or been encoded. So
+    the word of one of a node's ranks waits here for those of the others, and all of them leave
+    as one message, in the order in which they were said.  Anything else (a capture that was
+    missed, a writer that has died) leaves at once, and takes along what was said before it.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: list[Any] = []
+        self.snapshot: SnapshotId | None = None
+        self.sealed: set[str] = set()
+        self.unjudged: set[str] = set()
+        self.judged: set[str] = set()
+        self._looks = 0
+
+    def tell(self, body: Any, shards: Collection[str]) -> list[Any]:
+        """Events that leave now because of ``body``, oldest first; ``shards`` are the node's."""
+        self.waiting.append(body)
+        return [] if self._waits(body, shards) else self.take()
+
+    def look(self) -> list[Any]:
+        """A heartbeat: events that have waited too long."""
+        self._looks += 1 if self.waiting else 0
+        return self.take() if self._looks >= MOST_LOOKS else []
+
+    def take(self) -> list[Any]:
+        """All that waits."""
+        taken, self.waiting, self._looks = self.waiting, [], 0
+        return taken
+
+    def _waits(self, body: Any, shards: Collection[str]) -> bool:
+        if isinstance(body, m.CaptureCost | m.Encoded):
+            return True  # Sealed and OrderDone come after them
+        if not self._note(body):
+            return False
+        return not (self.sealed >= set(shards) and self.unjudged <= self.judged)
+
+    def _note(self, body: Any) -> bool:
+        """Whether it is a word that waits for those of other ranks on the newest snapshot."""
+        if isinstance(body, m.Sealed) and self._begin(body.record.snapshot):
+            self.sealed.add(body.record.shard_id)
+            self.unjudged |= {body.record.shard_id} if body.judged_later else set()
+            return True
+        if isinstance(body, m.Judged) and not body.problem and self._begin(body.snapshot):
+            self.judged.add(body.shard_id)
+            return True
+        return False
+
+    def _begin(self, snapshot: SnapshotId) -> bool:
+        """There is one snapshot at a time: what was said of another counts no more."""
+        if self.snapshot is None or snapshot > self.snapshot:
+            self.snapshot = snapshot
+            self.sealed, self.unjudged, self.judged = set(), set(), set()
+        return snapshot == self.snapshot
+
+
+class Outbox:
+    """Events with their numbers, and those of which no heartbeat says that they arrived.  Pure.
+
+    A connection that is made anew loses what was under way.  So every event is kept in ``unheard``
+    until a heartbeat names it, and told again if none does in time.  Numbers count from 1 in each
+    ``stream``, which no other outbox of the node has.
+    """
+
+    def __init__(self, stream: int = 0) -> None:
+        self.stream = stream
+        self.unheard: list[Any] = []
+        self._last = 0
+        self._looks = 0
+
+    def event(self, node: str, incarnation: int, bodies: list[Any]) -> m.Event:
+        """One message with these, numbered behind all that was told."""
+        self._looks = self._looks if self.unheard else 0
+        first, self._last = self._last + 1, self._last + len(bodies)
+        self.unheard = [*self.unheard, *bodies]
+        return self._message(node, incarnation, bodies, first)
+
+    def again(self, node: str, incarnation: int) -> m.Event:
+        """One message with all that may have been lost."""
+        self._looks = 0
+        first = self._last - len(self.unheard) + 1
+        return self._message(node, incarnation, self.unheard, first)
+
+    def heard(self, stream: int, number: int) -> None:
+        """The coordinator has all events up to this number of a stream."""
+        left = max(self._last - number, 0)
+        if stream == self.stream and left < len(self.unheard):
+            self.unheard, self._looks = self.unheard[len(self.unheard) - left :], 0
+
+    def overdue(self) -> bool:
+        """A heartbeat: whether something has been under way for too long."""
+        self._looks += 1 if self.unheard else 0
+        return self._looks >= MOST_UNHEARD
+
+    def _message(self, node: str, incarnation: int, bodies: list[Any], first: int) -> m.Event:
+        body = bodies[0] if len(bodies) == 1 else m.NodeReport(tuple(bodies))
+        return m.Event(node, incarnation, body, self.stream, first)
 
 
 class Upward:
-    """``send`` is set by the server; ``coordinator`` is who has had the lease last, if anybody.
-
-    ``later`` runs what is to happen when a relay waits no longer.
-    """
+    """``send`` is set by the server; ``coordinator`` is who has had the lease last, if anybody."""
 
     send: SendTo
 
-    def __init__(self, machine: NodeMachine, later: Later) -> None:
+    def __init__(self, machine: NodeMachine) -> None:
         self.coordinator = b""
-        self._machine, self._later = machine, later
-        self.begin_life()
+        self._machine = machine
+        self.begin_incarnation()
 
-    def begin_life(self) -> None:
-        """Forget what was told of an older incarnation."""
+    def begin_incarnation(self) -> None:
+        """Forget what was told of an older one."""
         self._reports, self._outbox = Reports(), Outbox(1 + secrets.randbits(31))
-        self._gathering = Gathering()
-        self._holding = False
         self._early: list[Any] = []
-
-    @property
-    def stream(self) -> int:
-        """Of the events that are told in this life of the job."""
-        return self._outbox.stream
 
     async def tell(self, body: Any) -> None:
         """Let the coordinator know: at once, or with the node's others, or once it is here."""
@@ -50,65 +150,18 @@ class Upward:
         """A heartbeat, which says what has arrived: send what has waited or is missing."""
         self._outbox.heard(lease.stream, lease.told)
         early, self._early = self._early, []
-        await self._leave(early)
-        await self._leave(self._reports.look())
+        await self._leave([*early, *self._reports.look()])
         if self._outbox.overdue():
             machine = self._machine
             event = self._outbox.again(machine.node, machine.highest_incarnation)
             await self.send(self.coordinator, event)
-
-    def asked(self, request: Any) -> None:
-        """The coordinator itself has sent a request: it gets the report on it directly."""
-        if isinstance(request, m.Grant | m.Encode):
-            self._gathering.end()
-
-    def asked_through(self, request: Any, above: bytes, below: Collection[str]) -> None:
-        """``above`` has passed a request on, which goes on to ``below``."""
-        if isinstance(request, m.Grant | m.Encode):
-            self._gathering.begin(request.snapshot, above, {self._machine.node, *below})
-        else:
-            self._gathering.end()
-
-    async def gather(self, report: m.Gathered) -> None:
-        """A branch below has reported."""
-        if report.incarnation != self._machine.highest_incarnation:
-            return
-        if self._gathering.add(report):
-            await self._pass_up()
-        elif not self._holding:
-            self._holding = True
-            self._later(self._hold(self._gathering))
-
-    async def _hold(self, gathering: Gathering) -> None:
-        await asyncio.sleep(HOLD_SECONDS)
-        if gathering is self._gathering:
-            self._holding = False
-            await self._pass_up()
-
-    async def _pass_up(self) -> None:
-        machine = self._machine
-        report = self._gathering.take(machine.node, machine.highest_incarnation)
-        if report is not None:
-            await self.send(self._gathering.above, report)
 
     async def _leave(self, bodies: list[Any]) -> None:
         """These leave now, as one message; nothing if there are none."""
         if not self.coordinator:
             # An encoder may find a restarted SMP before the coordinator does.
             self._early += bodies
-            return
-        if not bodies:
-            return
-        snapshot = snapshot_of(bodies)
-        if not self._gathering.takes(snapshot):
-            await self._directly(bodies)
-            return
-        assert snapshot is not None
-        node, incarnation = self._machine.node, self._machine.highest_incarnation
-        event = self._outbox.relayed(node, incarnation, bodies)
-        await self.gather(m.Gathered(incarnation, node, snapshot, True, (m.encode(event),)))
-
-    async def _directly(self, bodies: list[Any]) -> None:
-        machine = self._machine
-        event = self._outbox.direct(machine.node, machine.highest_incarnation, bodies)
-        await self.send(self.coordinator, event)
+        elif bodies:
+            machine = self._machine
+            event = self._outbox.event(machine.node, machine.highest_incarnation, bodies)
+            await self.send(self.coordinator, event)

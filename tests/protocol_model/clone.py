@@ -10,12 +10,11 @@ from typing import Any
 
 from megatron_ft.coordinator.capture_round import CaptureRound
 from megatron_ft.coordinator.cycle import SnapshotCycle
-from megatron_ft.coordinator.inbox import Inbox
+from megatron_ft.coordinator.link import Inbox
 from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.smp.node import NodeMachine
-from megatron_ft.smp.outbox import Outbox
-from megatron_ft.smp.reports import Reports
 from megatron_ft.smp.slots import ShardSlots
+from megatron_ft.smp.upward import Outbox, Reports
 from protocol_model.drain import Drain
 from protocol_model.encoder import Encoder, MpiWorld, Session
 from protocol_model.judge import Judge

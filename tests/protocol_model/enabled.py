@@ -31,7 +31,7 @@ FAULTS = {
     "lose": "a node is lost with all it holds",
     "mend_late": "a repair takes too long",
     "reader_dies": "a reader dies",
-    "relay_loses": "a relay dies with what it has of a node",
+    "reset": "a connection is made anew without what was under way",
     "resend": "the answer to Commit or Abort takes too long",
     "restart": "the supervisor dies and is started again",
     "smp_crash": "an SMP dies",
@@ -131,15 +131,13 @@ def _node_steps(world: World, node: Node) -> Iterator[Weighted]:
             yield 0.5, ("expire", name)
     if node.events and node.reachable:
         yield 4.0, ("event", name)
-    for index in range(len(node.passed)):
-        yield 0.5, ("passed", name, index)
-    for index in range(len(node.climbing)):
-        yield 2.0, ("risen", name, index)
-    if node.relayed or node.passed or node.climbing:
-        yield 0.05, ("relay_loses", name)
+    for index in range(len(node.late_answers)):
+        yield 0.5, ("late_answer", name, index)
+    if node.repeats or node.late_answers or any(event[0] == "report" for event in node.events):
+        yield 0.05, ("reset", name)
     if node.reports.waiting and node.working:
         yield 0.05, ("look", name)
-    if node.outbox.behind and node.working and node.reachable:
+    if node.outbox.unheard and node.working and node.reachable:
         yield 0.2, ("unheard", name)
         yield 1.0, ("heard", name)
     if node.machine is None:
@@ -178,8 +176,8 @@ def _request_steps(world: World, node: Node) -> Iterator[Weighted]:
             yield 4.0, step
             if world.shape.coarse:
                 yield 0.01, ("smp_crash_in", node.name, 1, step)
-    for index in range(len(node.relayed)):
-        yield 0.2, ("relayed", node.name, index)
+    for index in range(len(node.repeats)):
+        yield 0.2, ("repeat", node.name, index)
 
 
 def _may_read(world: World) -> bool:

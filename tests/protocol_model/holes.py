@@ -308,10 +308,10 @@ def notes_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def late_permits(patch: pytest.MonkeyPatch) -> None:
-    """A permit that a relay brings late, or again, is given once more."""
+    """A permit that comes late, or again, is given once more."""
     patch.setattr(node.NodeMachine, "too_late", lambda self, snapshot: False)
 
 
 def encoded_again(patch: pytest.MonkeyPatch) -> None:
-    """An order to encode that a relay brings again makes complete parity invalid."""
+    """An order to encode that comes again makes complete parity invalid."""
     patch.setattr(ShardSlots, "encoding_begun", lambda self, snapshot: False)

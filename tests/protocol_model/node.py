@@ -7,18 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ft.arena.format import SlotState
-from megatron_ft.coordinator.inbox import Inbox
+from megatron_ft.coordinator.link import Inbox
 from megatron_ft.smp import effects as e
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.node import NodeMachine
-from megatron_ft.smp.outbox import Outbox
-from megatron_ft.smp.reports import Reports, snapshot_of
 from megatron_ft.smp.slots import ShardSlots
+from megatron_ft.smp.upward import Outbox, Reports
 from protocol_model.judge import Violation
 from protocol_model.memory import DAMAGED, MemoryArena, MemorySlot, damaged
 from protocol_model.processes import Loader, Process, Trainer
 
-CYCLE, DRAIN, REPAIR, RELAYED = -1, -2, -3, -4
+CYCLE, DRAIN, REPAIR, REPEATED = -1, -2, -3, -4
 """Whose request it is, where it is not one of a recovery's, which are numbered from 0."""
 
 
@@ -29,9 +28,9 @@ class Node:
     ``frozen``: the SMP is suspended.  ``expired``: the coordinator's lease has run out, ``late``
     if the SMP has not acted upon it because it was suspended.
     ``generation`` counts its SMPs.  ``requests`` are those of each life, ``events`` what is
-    on its way to a coordinator, ``told`` the damage that the scrub has reported.  ``relayed`` are
-    requests that relays have, ``passed`` answers that they bring back, in any order, and
-    ``climbing`` are reports that they have.  ``inbox`` is the coordinator's.
+    on its way to a coordinator, ``told`` the damage that the scrub has reported.  ``repeats`` are
+    requests that come once more, ``late_answers`` those to them, both in any order.  ``inbox`` is
+    the coordinator's.
     """
 
     name: str
@@ -52,9 +51,8 @@ class Node:
     requests: dict[int, deque[Any]] = field(default_factory=dict)
     events: deque[Any] = field(default_factory=deque)
     told: set[Any] = field(default_factory=set)
-    relayed: list[Any] = field(default_factory=list)
-    passed: list[Any] = field(default_factory=list)
-    climbing: list[m.Event] = field(default_factory=list)
+    repeats: list[Any] = field(default_factory=list)
+    late_answers: list[Any] = field(default_factory=list)
     reports: Reports = field(default_factory=Reports)
     outbox: Outbox = field(default_factory=Outbox)
     inbox: Inbox = field(default_factory=Inbox)
@@ -100,7 +98,7 @@ class SmpSteps:
         node.batch = deque()
         node.answers = []
         node.requests = {}
-        node.relayed = []
+        node.repeats = []
         node.told.clear()
 
     def _do_smp_crash_in(self, name: str, effects: int, step: tuple[Any, ...]) -> None:
@@ -268,17 +266,15 @@ class SmpSteps:
             self._answer(node, effect)
 
     def _tell(self, node: Node, incarnation: int, body: Any) -> None:
-        if self.shape.tree:
+        if self.shape.resets:
             self._report(node, incarnation, node.reports.tell(body, node.machine.shards))
         elif not (self.shape.coarse and isinstance(body, m.OrderDone | m.SlotFreed)):
             node.events.append(("event", incarnation, body))
 
     def _report(self, node: Node, incarnation: int, bodies: list[Any]) -> None:
-        """Upward._leave: a node's report goes through relays, all else directly."""
-        if snapshot_of(bodies) is not None:
-            node.climbing.append(node.outbox.relayed(node.name, incarnation, bodies))
-        elif bodies:
-            node.events.append(("report", node.outbox.direct(node.name, incarnation, bodies)))
+        """Upward._leave."""
+        if bodies:
+            node.events.append(("report", node.outbox.event(node.name, incarnation, bodies)))
 
     def _begin_stream(self, node: Node) -> None:
         self.streams += 1
@@ -290,7 +286,7 @@ class SmpSteps:
         self._report(node, node.highest, node.reports.take())
 
     def _do_unheard(self, name: str) -> None:
-        """What should have arrived by now is sent directly, once more."""
+        """What should have arrived by now is sent once more."""
         node = self.nodes[name]
         node.events.append(("report", node.outbox.again(name, node.highest)))
 
@@ -301,8 +297,8 @@ class SmpSteps:
 
     def _answer(self, node: Node, effect: tuple[Any, ...]) -> None:
         life, number, (request, answer) = effect
-        if number == RELAYED:
-            node.passed.append((life, CYCLE, (request, answer)))
+        if number == REPEATED:
+            node.late_answers.append((life, CYCLE, (request, answer)))
             return
         nothing = number == -1 and isinstance(request, m.Grant | m.Encode)
         if not (self.shape.coarse and nothing and isinstance(answer, m.Ok)):
@@ -348,17 +344,18 @@ class SmpSteps:
         answer = self._serve(node, request)
         node.answers.append((life, number, (request, answer)))
 
-    def _do_relayed(self, name: str, index: int) -> None:
-        """A relay brings a request, maybe long after it was sent and answered directly."""
+    def _do_repeat(self, name: str, index: int) -> None:
+        """A request comes from an older connection, maybe long after it was answered."""
         node = self.nodes[name]
-        life, request = node.relayed.pop(index)
-        node.answers.append((life, RELAYED, (request, self._serve(node, request))))
+        life, request = node.repeats.pop(index)
+        node.answers.append((life, REPEATED, (request, self._serve(node, request))))
 
-    def _do_relay_loses(self, name: str) -> None:
+    def _do_reset(self, name: str) -> None:
+        """The connection is made anew: what the node has told is lost."""
         node = self.nodes[name]
-        node.relayed.clear()
-        node.passed.clear()
-        node.climbing.clear()
+        node.repeats.clear()
+        node.late_answers.clear()
+        node.events = deque(event for event in node.events if event[0] != "report")
 
     def _serve(self, node: Node, request: Any) -> m.Message:
         if isinstance(request, m.Admit):

@@ -17,8 +17,8 @@ class Shape:
     ``readers``, ``disk`` and ``damage`` say whether there are readers, drains to disk, and blocks
     that go bad.  A ``coarse`` job takes larger steps: a region is written at once and not in
     two halves, and an SMP carries out all effects of one message before it takes the next.
-    With a ``tree`` each request of a snapshot comes once more through relays, at any time or never,
-    as does its answer, and what a node tells waits for the words of all its ranks.
+    With ``resets`` connections are made anew: each request of a snapshot comes once more, at any
+    time or never, as does its answer, and what a node has told may be lost.
     """
 
     codec: str
@@ -31,7 +31,7 @@ class Shape:
     disk: bool = False
     damage: bool = False
     coarse: bool = False
-    tree: bool = False
+    resets: bool = False
 
     @property
     def halves(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from megatron_ft.arena.format import SlotHeader
 from megatron_ft.coordinator.cycle import Phase
-from megatron_ft.coordinator.inbox import Inbox
+from megatron_ft.coordinator.link import Inbox
 from megatron_ft.identity import SnapshotId
 from megatron_ft.recovery.decide import Decision
 from megatron_ft.smp import messages as m
@@ -291,25 +291,18 @@ class World(SmpSteps, DiskSteps):
         if event[0] == "event":
             life.heard(self, name, event[1], event[2])
         elif event[0] == "report":
-            self._hear(self.nodes[name].inbox.direct(event[1]))
+            self._hear(self.nodes[name].inbox.take(event[1]))
         elif event[1] == life.number:
             life.answered(self, name, event[2], event[3])
-
-    def _do_risen(self, name: str, index: int) -> None:
-        """A relay brings a report, maybe after it was sent directly."""
-        node = self.nodes[name]
-        event = node.climbing.pop(index)
-        if self.life is not None and not self.life.failed:
-            self._hear(node.inbox.relayed(event))
 
     def _hear(self, events: list[m.Event]) -> None:
         for event in events:
             if self.life is not None and not self.life.failed:
                 self.life.heard(self, event.node, event.incarnation, event.body)
 
-    def _do_passed(self, name: str, index: int) -> None:
-        """A relay brings an answer."""
-        number, whose, pair = self.nodes[name].passed.pop(index)
+    def _do_late_answer(self, name: str, index: int) -> None:
+        """An answer comes from an older connection."""
+        number, whose, pair = self.nodes[name].late_answers.pop(index)
         if self.life is not None and not self.life.failed and number == self.life.number:
             self.life.answered(self, name, whose, pair)
 
@@ -378,8 +371,8 @@ class World(SmpSteps, DiskSteps):
         if self.nodes[name].up:
             queue = self.nodes[name].requests.setdefault(life.number, deque())
             queue.append((number, request))
-            if self.shape.tree and number == CYCLE:
-                self.nodes[name].relayed.append((life.number, request))
+            if self.shape.resets and number == CYCLE:
+                self.nodes[name].repeats.append((life.number, request))
 
     def note_request(self, request: m.Message) -> None:
         if isinstance(request, m.Encode):

@@ -18,7 +18,7 @@ from megatron_ft.smp.slot_rules import ending
 def grant(node: NodeShards, message: m.Grant) -> m.Message:
     """Give each shard's trainer a slot for a future iteration, or none of them.
 
-    A permit may come twice, or after its snapshot was decided: from a relay that was slow.
+    A permit may come twice, or after its snapshot was decided: over a connection made anew.
     """
     if node.too_late(message.snapshot):
         return _granted_before(node, message.snapshot)
