@@ -19,6 +19,7 @@ from megatron_ft.coordinator.recovery import admit
 from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.coordinator.timing import Timing
 from megatron_ft.errors import ControlPlaneError
+from megatron_ft.launch.descriptors import provide
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.security import JobKeys
 
@@ -60,6 +61,19 @@ def test_permits_go_on_after_an_smp_was_replaced() -> None:
             await asyncio.sleep(0.01)
         await coordinator.close()
 
+    asyncio.run(asyncio.wait_for(story(), 100))
+
+
+def test_a_coordinator_holds_more_nodes_than_libzmq_has_sockets_by_default() -> None:
+    async def story() -> None:
+        coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
+        try:
+            for number in range(1100):
+                coordinator.connect(f"n{number}", NOBODY)
+        finally:
+            await coordinator.close()
+
+    provide(4000)
     asyncio.run(asyncio.wait_for(story(), 100))
 
 

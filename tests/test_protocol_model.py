@@ -207,7 +207,7 @@ def test_no_interleaving_loses_a_snapshot(name: str) -> None:
 
 CUTS = {"cut": 8.0, "heal": 0.5, "lose": 0.0, "smp_crash": 0.1}
 CUTS_ONLY = {"cut": 8.0, "heal": 0.5, "lose": 0.0}
-LATE_AND_LOST = {"repeat": 2.0, "event": 0.3, "lose": 3.0}
+LATE_AND_LOST = {"repeat": 2.0, "event": 0.3, "propose": 0.3, "lose": 3.0, "reset": 0.0}
 SLOW_DRAINS = {"write": 0.03, "drain": 5.0}
 LATE_DRAINS = {"restart": 10.0, "orphan": 0.1, "drain": 10.0, "publish": 0.3, "write": 5.0}
 
@@ -256,7 +256,7 @@ HOLES: dict[Callable[[pytest.MonkeyPatch], None], Hole] = {
     holes.late_words_obeyed: Hole("after a newer one", 2, "replica, disk", RESTARTS),
     holes.tidied_by_an_older_life: Hole("gone from the disk", 7, "replica, disk", LATE_DRAINS),
     holes.published_and_tidied_at_once: Hole("gone from the disk", 7, "replica, disk", LATE_DRAINS),
-    holes.encoded_again: Hole("must be served", 338, "xor:3, 2 stripes, resets", LATE_AND_LOST),
+    holes.encoded_again: Hole("must be served", 8, "xor:3, 2 stripes, resets", LATE_AND_LOST),
     holes.notes_ignored: Hole("rolled back and is served", 402, "replica, disk", CUTS_ONLY),
 }
 MOST_WALKS = 200

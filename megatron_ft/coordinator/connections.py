@@ -21,6 +21,9 @@ from megatron_ft.watch.board import PulseBoard
 
 REQUEST_TIMEOUT_SECONDS = 30.0
 
+MOST_NODES = 16384
+"""Connections that libzmq provides for; by default it refuses the 1,024th."""
+
 
 class Connections(ABC):
     """One connection and one heartbeat for each node; ``observers`` are told what happens.
@@ -50,6 +53,7 @@ class Connections(ABC):
         self.held: dict[str, tuple[m.HeldSnapshot, ...]] = {}
         self._keys = keys
         self._context = zmq.asyncio.Context()
+        self._context.set(zmq.MAX_SOCKETS, MOST_NODES)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._inboxes: dict[str, Inbox] = {}
         self._awake = Awake(timing.heartbeat)
