@@ -11,7 +11,7 @@ import torch
 from benchmarks.methods import WAIT_SECONDS, Asked, State
 from megatron_ft.arena.digest import default_algorithm, digest_blocks, table_entries
 from megatron_ft.arena.format import BLOCK_BYTES
-from megatron_ft.isal import Bytes
+from megatron_ft.core.isal import Bytes
 
 
 class BareCopies(Asked):

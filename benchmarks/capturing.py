@@ -24,8 +24,8 @@ from megatron_ft.capture.preparation import choose_copier
 from megatron_ft.capture.run import CaptureRun
 from megatron_ft.capture.state import live_tensors
 from megatron_ft.capture.ticket import Ticket
-from megatron_ft.identity import Ancestor, SealedRecord, SnapshotId
-from megatron_ft.shard_meta import pack_meta
+from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
+from megatron_ft.core.shard_meta import pack_meta
 from megatron_ft.smp.slot_table import EMPTY_SLOT
 
 SHARD = "pp0-tp0-dp0-ep0"

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ft import isal
 from megatron_ft.arena.digest import digest_blocks
 from megatron_ft.arena.format import DIGEST_CRC64
+from megatron_ft.core import isal
 
 Digest = Callable[[Any], object]
 OURS = "CRC-64, ISA-L, as arenas use it"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_ft import SnapshotConfig, SnapshotManager
 from megatron_ft.capture.ticket import Ticket
 from megatron_ft.coordinator.timing import Timing
-from megatron_ft.environment import ProcessEnvironment
+from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.local_query import ask
 

@@ -12,7 +12,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from megatron_ft.errors import ControlPlaneError
+from megatron_ft.core.errors import ControlPlaneError
 
 _PREFIX = "deepspeed_ext/agreement"
 _SLICE_SECONDS = 1.0

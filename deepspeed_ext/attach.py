@@ -16,10 +16,10 @@ from deepspeed_ext.run import SnapshotRun
 from deepspeed_ext.unsupported import refusals
 from megatron_ft import job_choice
 from megatron_ft.config import SnapshotConfig, Source, environment_source, resolve
-from megatron_ft.errors import ConfigError
-from megatron_ft.fewer_ranks import SHRINK
+from megatron_ft.core.errors import ConfigError
+from megatron_ft.core.fewer_ranks import SHRINK
+from megatron_ft.core.wrapping import Function
 from megatron_ft.json_section import SECTION, Section, read_section
-from megatron_ft.wrapping import Function
 
 _RUN = "_inmem_snapshot_run"
 _CANNOT_SHRINK = (

@@ -14,7 +14,7 @@ from deepspeed_ext.optimizers.view import OptimizerView
 from deepspeed_ext.parameter_names import ParameterNames
 from megatron_ft.capture.addresses import AddressBook, Window
 from megatron_ft.capture.plan import dtype_name
-from megatron_ft.errors import ExportError
+from megatron_ft.core.errors import ExportError
 from megatron_ft.export import form
 from megatron_ft.export.form import Wanted
 

@@ -78,7 +78,7 @@ def _record(engine: Any) -> _Record:
 
 def set_client_state(engine: Any, provider: Provider) -> None:
     """Have each snapshot hold what ``provider()`` returns at that step; small values that
-    objects.encode takes.
+    core.objects.encode takes.
 
     ``load_checkpoint`` hands it back after a restore from memory, as it does after one from disk.
     """

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ft.errors import SnapshotUnavailableError
+from megatron_ft.core.errors import SnapshotUnavailableError
 
 _SUFFIXES = (".bin", ".idx")
 _KEPT_BYTES = 64 << 20

@@ -16,7 +16,7 @@ import torch
 
 from deepspeed_ext.optimizers.view import OptimizerView
 from deepspeed_ext.parameter_names import ParameterNames
-from megatron_ft.shard import LogicalPlace, Piece
+from megatron_ft.core.shard import LogicalPlace, Piece
 
 MASTER, WEIGHT = "fp32", "weight"
 """Kinds of state: masters as in DeepSpeed's universal checkpoints, weights captured beside them.

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from megatron_ft.capture.manager_protocol import Manager
-from megatron_ft.wrapping import Function
+from megatron_ft.core.wrapping import Function
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from deepspeed_ext.place import place_of
 from megatron_ft.capture.manager import SnapshotManager
 from megatron_ft.capture.manager_protocol import Manager
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.errors import ConfigError
 
 _owner: list[weakref.ref[Any]] = []
 

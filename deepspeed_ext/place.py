@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_ft.errors import ConfigError
-from megatron_ft.identity import shard_id
+from megatron_ft.core.errors import ConfigError
+from megatron_ft.core.identity import shard_id
 
 _PIPELINE_RANK = ("get_pipeline_model_parallel_rank", "get_pipe_parallel_rank")
 _TENSOR_RANK = (

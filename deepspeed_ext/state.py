@@ -26,8 +26,8 @@ from deepspeed_ext.optimizers.view import Master, Weight
 from megatron_ft.capture.extra_state import extra_states, load_extra_states
 from megatron_ft.capture.state import live_tensors
 from megatron_ft.capture.values import host_copy, same_bits
-from megatron_ft.errors import LayoutMismatchError
-from megatron_ft.shard import LogicalPlace
+from megatron_ft.core.errors import LayoutMismatchError
+from megatron_ft.core.shard import LogicalPlace
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Stateful(Protocol):
     """A part of the state that keeps itself; the protocol of torch.distributed.checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Small values that objects.encode takes, as of now."""
+        """Small values that core.objects.encode takes, as of now."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what ``state_dict`` gave."""

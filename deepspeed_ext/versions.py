@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_ft.errors import UnsupportedVersionError
-from megatron_ft.required_names import Required, missing_names, owner_at, version_numbers
-from megatron_ft.supported import DEEPSPEED
+from megatron_ft.core.errors import UnsupportedVersionError
+from megatron_ft.core.required_names import Required, missing_names, owner_at, version_numbers
+from megatron_ft.core.supported import DEEPSPEED
 
 OLDEST, WORKING = DEEPSPEED.oldest, DEEPSPEED.working
 

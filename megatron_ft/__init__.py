@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatron_ft.capture.manager import SnapshotManager
     from megatron_ft.capture.quiet import pause_traffic, quiet, resume_traffic
     from megatron_ft.config import SnapshotConfig
-    from megatron_ft.objects import register_class
+    from megatron_ft.core.objects import register_class
 
 __all__ = [
     "SnapshotConfig",
@@ -32,7 +32,7 @@ _HOME = {
     "SnapshotManager": "megatron_ft.capture.manager",
     "pause_traffic": "megatron_ft.capture.quiet",
     "quiet": "megatron_ft.capture.quiet",
-    "register_class": "megatron_ft.objects",
+    "register_class": "megatron_ft.core.objects",
     "resume_traffic": "megatron_ft.capture.quiet",
 }
 

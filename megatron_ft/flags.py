@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from megatron_ft.config import SETTINGS, SWITCH, SWITCH_HELP, Source, nearest, refuse
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.errors import ConfigError
 from megatron_ft.setting import FLAG_PREFIX, Setting
 
 

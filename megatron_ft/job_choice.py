@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from megatron_ft.config import SETTINGS, Source, differences, environment_source
-from megatron_ft.environment import JOB
+from megatron_ft.core.environment import JOB
 
 
 def contradictions(

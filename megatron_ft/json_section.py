@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_ft.config import SETTINGS, SWITCH_HELP, Source, nearest, refuse
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.errors import ConfigError
 from megatron_ft.setting import Setting
 
 SECTION = "inmem_snapshot"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.affinity import parse_cpus, shown
-from megatron_ft.erasure.scheme import Scheme
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.affinity import parse_cpus, shown
+from megatron_ft.core.errors import ConfigError
+from megatron_ft.core.scheme import Scheme
 
 ENVIRONMENT_PREFIX = "MEGATRON_FT_"
 FLAG_PREFIX = "--inmem-"

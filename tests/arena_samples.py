@@ -6,7 +6,7 @@ import uuid
 from typing import Any
 
 from megatron_ft.arena.format import ArenaHeader, Geometry, SlotHeader, SlotState
-from megatron_ft.identity import Ancestor, SealedRecord, SnapshotId
+from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 
 JOB = uuid.UUID("00112233-4455-6677-8899-aabbccddeeff")
 SHARD = "pp0-tp1-dp3-ep0"

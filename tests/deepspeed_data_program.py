@@ -23,7 +23,7 @@ from deepspeed_program import make_engine
 from torch import nn
 from torch.utils.data import Dataset, RandomSampler
 
-from megatron_ft.objects import decode, encode
+from megatron_ft.core.objects import decode, encode
 
 SAMPLES, EPOCHS = 12, 3
 Seen = tuple[list[int], float]

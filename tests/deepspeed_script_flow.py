@@ -16,7 +16,7 @@ import torch
 from deepspeed_program import LIVES, make_manager, train_step
 from late_capture import LOAD_FROM, ArenaManager
 
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.errors import ConfigError
 
 
 def run() -> None:

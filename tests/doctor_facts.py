@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from megatron_ft.core.scheme import Scheme
 from megatron_ft.doctor.facts import (
     ArenaPlace,
     Clock,
@@ -22,7 +23,6 @@ from megatron_ft.doctor.facts import (
     WorldRank,
 )
 from megatron_ft.doctor.pairs import all_pairs
-from megatron_ft.erasure.scheme import Scheme
 
 GIB = 1 << 30
 NODES = ("n0", "n1", "n2", "n3", "n4")

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron_ft.arena.digest import required_bytes, seal
+from megatron_ft.core.identity import SnapshotId
+from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.encode import EncodeResult
 from megatron_ft.erasure.member import MemberView, StripeCode
 from megatron_ft.erasure.stripes import padded_bytes
 from megatron_ft.erasure.transport import Kind
-from megatron_ft.identity import SnapshotId
-from megatron_ft.isal import Bytes
 
 SNAPSHOT = SnapshotId(3, 14)
 META = b"small objects"

@@ -13,6 +13,8 @@ import numpy as np
 from erasure_samples import make_code, make_lost, make_member, protected
 
 from benchmarks.stripe.counting import CountingTransport
+from megatron_ft.core.errors import TransportError, UnrecoverableError
+from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure import member as member_module
 from megatron_ft.erasure.encode import encode
 from megatron_ft.erasure.member import MemberView, StripeCode
@@ -20,8 +22,6 @@ from megatron_ft.erasure.rebuild import rebuild
 from megatron_ft.erasure.transport import Link, barrier
 from megatron_ft.erasure.verify import verify
 from megatron_ft.erasure.world import join_world
-from megatron_ft.errors import TransportError, UnrecoverableError
-from megatron_ft.isal import Bytes
 
 WORLD = join_world()
 RANK, SIZE = WORLD.transport().rank, WORLD.transport().size

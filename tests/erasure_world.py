@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from megatron_ft.environment import NODE
+from megatron_ft.core.environment import NODE
 from megatron_ft.erasure.world import MPI, TCP
 from megatron_ft.launch.launcher import Launcher, Placement
 from megatron_ft.launch.mpirun import MpiLauncher, find_mpi

@@ -15,11 +15,11 @@ from typing import ClassVar
 from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.coordinator.plan import Sizes
 from megatron_ft.coordinator.timing import Timing
-from megatron_ft.environment import TREE
-from megatron_ft.erasure.scheme import Scheme
+from megatron_ft.core.environment import TREE
+from megatron_ft.core.ports import free_port
+from megatron_ft.core.scheme import Scheme
 from megatron_ft.launch.budget import RestartBudget
 from megatron_ft.launch.job_state import JobState
-from megatron_ft.launch.ports import free_port
 from megatron_ft.launch.process import LocalProcess
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.stop import Stop

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from megatron_ft.capture.plan import dtype_from_name
+from megatron_ft.core.errors import ExportError
 from megatron_ft.disk import native
 from megatron_ft.disk.source import OpenSnapshot
-from megatron_ft.errors import ExportError
 from megatron_ft.export.form import Wanted
 from megatron_ft.megatron import checkpoint_form
 from megatron_ft.megatron.export.tensors import CapturedTensors

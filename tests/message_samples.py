@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_ft.errors import ControlPlaneError
+from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.smp import messages as m
 
 TYPES = m.MESSAGES

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from megatron_ft.launch import procfs
-from megatron_ft.launch.ports import free_port
+from megatron_ft.core import procfs
+from megatron_ft.core.ports import free_port
 
 PROGRAMS = (
     "munged",

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from megatron_ft.environment import JOB, NODE
-from megatron_ft.launch import procfs
+from megatron_ft.core import procfs
+from megatron_ft.core.environment import JOB, NODE
 from megatron_ft.launch.virtual import default_root
 from tests.jobs import EXAMPLE, ROOT, Result, read_losses
 from tests.slurm_cluster import SlurmCluster

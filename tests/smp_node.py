@@ -22,8 +22,8 @@ from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import seal
 from megatron_ft.arena.format import Permit
 from megatron_ft.coordinator.link import SmpLink
-from megatron_ft.environment import READY_NAME, ProcessEnvironment
-from megatron_ft.identity import Ancestor, SnapshotId
+from megatron_ft.core.environment import READY_NAME, ProcessEnvironment
+from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.__main__ import Ready
 from megatron_ft.smp.daemon import Credentials

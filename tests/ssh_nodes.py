@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_ft.environment import JOB, NODE
-from megatron_ft.launch import procfs
+from megatron_ft.core import procfs
+from megatron_ft.core.environment import JOB, NODE
 from megatron_ft.testing.network import NodeNetwork
 
 START_SECONDS = 30.0

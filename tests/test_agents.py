@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.cli import main as cli
-from megatron_ft.environment import JOB, NODE
-from megatron_ft.errors import ConfigError, MissingEnvironmentError
-from megatron_ft.launch import procfs
+from megatron_ft.core import procfs
+from megatron_ft.core.environment import JOB, NODE
+from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
 from megatron_ft.launch.agents import messages as m
 from megatron_ft.launch.agents import remote_shell
 from megatron_ft.launch.agents.front import Front

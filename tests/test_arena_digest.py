@@ -16,11 +16,11 @@ from arena_samples import SHARD, make_record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft import isal
 from megatron_ft.arena import digest
 from megatron_ft.arena.joined_crc import joined_crcs
-from megatron_ft.errors import ArenaCorruptError, ArenaError
-from megatron_ft.identity import SealedRecord, SnapshotId
+from megatron_ft.core import isal
+from megatron_ft.core.errors import ArenaCorruptError, ArenaError
+from megatron_ft.core.identity import SealedRecord, SnapshotId
 
 BLOCK = 256
 ALGORITHMS = [

@@ -24,7 +24,7 @@ from megatron_ft.arena import huge_pages
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import Geometry, Permit, SlotHeader
 from megatron_ft.arena.mapping import Mapping
-from megatron_ft.errors import (
+from megatron_ft.core.errors import (
     ArenaCorruptError,
     ArenaError,
     ArenaForeignError,
@@ -32,7 +32,7 @@ from megatron_ft.errors import (
     ArenaTruncatedError,
     ArenaVersionError,
 )
-from megatron_ft.identity import Ancestor, SnapshotId
+from megatron_ft.core.identity import Ancestor, SnapshotId
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts, foreign owners")
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from megatron_ft.arena import binary
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import Geometry, Permit, SlotHeader, SlotState
-from megatron_ft.errors import ArenaCorruptError
-from megatron_ft.identity import Ancestor, SealedRecord, SnapshotId
+from megatron_ft.core.errors import ArenaCorruptError
+from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 
 # Every number in this test is written out from docs/arena-format.md, none is imported.
 

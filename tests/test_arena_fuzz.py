@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from megatron_ft.arena import binary, digest, record
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import Geometry, Permit, SlotHeader
-from megatron_ft.errors import ArenaError, ArenaForeignError
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.errors import ArenaError, ArenaForeignError
+from megatron_ft.core.identity import SnapshotId
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "100"))
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_ft.arena import limits
 from megatron_ft.arena.format import Geometry
 from megatron_ft.arena.limits import MemoryReading, memory_shortfall
-from megatron_ft.errors import ArenaMemoryError
+from megatron_ft.core.errors import ArenaMemoryError
 
 # Made-up limits are in MiB, so that the real file system below them always has room.
 MIB, GIB = 1 << 20, 1 << 30

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron_ft.arena import record
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.record import RecordPlace, Store
-from megatron_ft.errors import ArenaCorruptError
+from megatron_ft.core.errors import ArenaCorruptError
 
 PLACE = RecordPlace(offset=64, copy_bytes=128, payload_bytes=40, kind=3, index=2)
 

@@ -22,7 +22,7 @@ from megatron_ft.capture.mapping import MappingState
 from megatron_ft.capture.run import CaptureRun
 from megatron_ft.capture.stats import CaptureStats
 from megatron_ft.capture.warner import Warner
-from megatron_ft.identity import SealedRecord, SnapshotId
+from megatron_ft.core.identity import SealedRecord, SnapshotId
 
 WARN = Warner(logging.getLogger(__name__))
 

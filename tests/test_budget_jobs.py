@@ -9,13 +9,13 @@ import pytest
 
 from megatron_ft.cli.main import main
 from megatron_ft.cli.run import check_command
-from megatron_ft.errors import RestartBudgetError
+from megatron_ft.core.errors import RestartBudgetError
 from tests.jobs import Job
 
 REGISTERED = """
 import os, sys
 from megatron_ft.capture import supervised
-from megatron_ft.identity import shard_id
+from megatron_ft.core.identity import shard_id
 rank, life = int(os.environ["RANK"]), int(os.environ["MEGATRON_FT_INCARNATION"])
 client = supervised.connect(rank)
 client.hello(shard_id(dp=rank), (), int(os.environ["WORLD_SIZE"]))

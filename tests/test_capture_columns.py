@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_ft.capture.columns import WholeLayout, WholeTensors
 from megatron_ft.capture.plan import Planned
-from megatron_ft.shard import (
+from megatron_ft.core.shard import (
     LAYOUT_VERSION,
     LayoutEntry,
     LogicalPlace,

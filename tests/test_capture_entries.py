@@ -24,8 +24,8 @@ from megatron_ft.capture.enumeration import (
 )
 from megatron_ft.capture.mapping import MappingState
 from megatron_ft.capture.rng import RngState
-from megatron_ft.objects import encode
-from megatron_ft.objects.encode import Part
+from megatron_ft.core.objects import encode
+from megatron_ft.core.objects.encode import Part
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "150"))
 

@@ -30,7 +30,7 @@ from megatron_ft.capture.fill import CHUNK_BYTES
 from megatron_ft.capture.manager import SnapshotManager
 from megatron_ft.capture.overlaps import that_touch
 from megatron_ft.capture.restore import SealedShard
-from megatron_ft.errors import (
+from megatron_ft.core.errors import (
     ArenaCorruptError,
     ConfigError,
     CorruptBlockError,

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_ft.capture.mapping import MappingState
 from megatron_ft.capture.plan import plan_state
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.errors import ConfigError
 
 
 class Wrapper(torch.Tensor):

@@ -13,7 +13,7 @@ from megatron_ft.capture.binding import region_tensor, stored_view
 from megatron_ft.capture.fill import CHUNK_BYTES, PIECE_BYTES
 from megatron_ft.capture.mapping import MappingState
 from megatron_ft.capture.plan import plan_state
-from megatron_ft.errors import ConfigError, CorruptBlockError, LayoutMismatchError
+from megatron_ft.core.errors import ConfigError, CorruptBlockError, LayoutMismatchError
 
 
 def flip(smp: FakeSmp, at: int) -> None:

@@ -7,7 +7,7 @@ from threading import Event, Thread
 from megatron_ft.arena.format import Permit
 from megatron_ft.capture.run import CaptureRun
 from megatron_ft.capture.ticket import Ticket
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.identity import SnapshotId
 
 WAIT = 30.0
 SNAPSHOT = SnapshotId(1, 1)

@@ -17,8 +17,8 @@ from megatron_ft.arena.format import ArenaHeader, Geometry, Permit, SlotState
 from megatron_ft.capture.cpu import CpuCopier
 from megatron_ft.capture.manager import SnapshotManager
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.fewer_ranks import RankRule
-from megatron_ft.identity import Ancestor, SealedRecord, SnapshotId
+from megatron_ft.core.fewer_ranks import RankRule
+from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 from megatron_ft.smp.slot_table import EMPTY_SLOT
 
 WAIT = 20.0

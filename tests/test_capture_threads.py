@@ -16,7 +16,7 @@ from megatron_ft.capture import fill
 from megatron_ft.capture.copier import Bytes, CopyItem
 from megatron_ft.capture.fill import Cuts, VerifiedCopy, chunk_blocks, copy_in_threads
 from megatron_ft.capture.threads import MOST, spare_threads
-from megatron_ft.identity import SealedRecord, SnapshotId
+from megatron_ft.core.identity import SealedRecord, SnapshotId
 
 BLOCK = 512
 

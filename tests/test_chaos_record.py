@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ft.cli import chaos
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.errors import ConfigError
 from megatron_ft.testing.chaos import record, report
 from megatron_ft.testing.chaos.cases import Case, table
 from megatron_ft.testing.chaos.record import FAILED, Restore, Result

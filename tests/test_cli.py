@@ -18,15 +18,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft import __version__, private_files
+from megatron_ft import __version__
 from megatron_ft.cli import main as cli
 from megatron_ft.cli.clean import JobFolder
 from megatron_ft.cli.run_place import place_of
-from megatron_ft.environment import JOB, NODE_DIR
-from megatron_ft.errors import ConfigError, ControlPlaneError
+from megatron_ft.core import private_files
+from megatron_ft.core.environment import JOB, NODE_DIR
+from megatron_ft.core.errors import ConfigError, ControlPlaneError
+from megatron_ft.core.objects import decode, encode
 from megatron_ft.launch.job_state import JobHeldError, JobState, state_folder
 from megatron_ft.launch.virtual import VirtualCluster
-from megatron_ft.objects import decode, encode
 from megatron_ft.smp.local_query import ask
 from megatron_ft.smp.messages import StatusRequest
 from tests.smp_node import SmpNode

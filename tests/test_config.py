@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft import environment
 from megatron_ft.config import SETTINGS, SnapshotConfig, Source, differences, resolve
-from megatron_ft.errors import ConfigError
+from megatron_ft.core import environment
+from megatron_ft.core.errors import ConfigError
 
 VALID: dict[str, st.SearchStrategy[object]] = {
     "snapshot_interval": st.integers(1, 10**6),

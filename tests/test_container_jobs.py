@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.environment import JOB, TREE
-from megatron_ft.launch import procfs
+from megatron_ft.core import procfs
+from megatron_ft.core.environment import JOB, TREE
 from megatron_ft.launch.virtual_network import HOST
 from megatron_ft.testing.network import NodeNetwork
 from tests import containers

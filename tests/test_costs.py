@@ -19,7 +19,6 @@ from erasure_samples import make_code, make_lost, make_member, protected
 from test_capture_support import WAIT, FakeSmp, make_manager
 from test_erasure_verbs import succeed
 
-from megatron_ft import isal
 from megatron_ft.arena import digest
 from megatron_ft.capture.client_protocol import SnapshotClient
 from megatron_ft.capture.cpu import CpuCopier
@@ -30,6 +29,10 @@ from megatron_ft.capture.shared_pieces import SharedPieces
 from megatron_ft.coordinator.actions import Ended, Send
 from megatron_ft.coordinator.cycle import SnapshotCycle
 from megatron_ft.coordinator.schedule import Schedule
+from megatron_ft.core import isal
+from megatron_ft.core.identity import SealedRecord
+from megatron_ft.core.isal import Bytes
+from megatron_ft.core.word import QuietWord
 from megatron_ft.erasure import checks, row_encoder, run_check
 from megatron_ft.erasure import encode as encoding
 from megatron_ft.erasure import member as member_module
@@ -46,10 +49,7 @@ from megatron_ft.erasure.transport import (
     barrier,
     kind_of,
 )
-from megatron_ft.identity import SealedRecord
-from megatron_ft.isal import Bytes
 from megatron_ft.smp import messages as m
-from megatron_ft.traffic.word import QuietWord
 
 SIZE = 40_000
 """Elements of a tensor: more than torch would copy in one thread, and no counter."""

@@ -9,7 +9,7 @@ from megatron_ft.coordinator.actions import Action, Ended, KillWorld, Send
 from megatron_ft.coordinator.cycle import Phase, SnapshotCycle
 from megatron_ft.coordinator.plan import stripe_orders
 from megatron_ft.coordinator.schedule import Schedule
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.identity import SnapshotId
 from megatron_ft.recovery.decide import StripeState
 from megatron_ft.smp import messages as m
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from deepspeed_ext.agreement import Agreement  # noqa: E402
-from megatron_ft.errors import ControlPlaneError  # noqa: E402
+from megatron_ft.core.errors import ControlPlaneError  # noqa: E402
 
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=0.2)
 

@@ -6,7 +6,7 @@ import pytest
 
 from deepspeed_ext.optimizers.groups import group_names
 from deepspeed_ext.place import check_unique, mpu_rank
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.errors import ConfigError
 
 
 class OldMpu:

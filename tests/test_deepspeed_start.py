@@ -18,7 +18,7 @@ from deepspeed_cells import zero  # noqa: E402
 from fork_server import ForkServer, Outcome, Request  # noqa: E402
 from late_capture import LOAD_FROM, NO_OFFER, SAVE_AT, SAVE_TO  # noqa: E402
 
-from megatron_ft.environment import RESTORE  # noqa: E402
+from megatron_ft.core.environment import RESTORE  # noqa: E402
 
 pytestmark = pytest.mark.deepspeed
 

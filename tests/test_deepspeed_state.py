@@ -16,7 +16,7 @@ from deepspeed_ext.optimizers import view_of  # noqa: E402
 from deepspeed_ext.optimizers.states import materialise  # noqa: E402
 from deepspeed_ext.optimizers.view import Master  # noqa: E402
 from megatron_ft.capture.values import host_copy, same_bits  # noqa: E402
-from megatron_ft.errors import ConfigError  # noqa: E402
+from megatron_ft.core.errors import ConfigError  # noqa: E402
 
 CASES = {
     "replicas_are_shared_out": 2,

@@ -28,12 +28,12 @@ from rich.console import Console  # noqa: E402
 
 from megatron_ft.cli import demo as cli  # noqa: E402
 from megatron_ft.coordinator.events import JobEvent  # noqa: E402
-from megatron_ft.errors import (  # noqa: E402
+from megatron_ft.core.errors import (  # noqa: E402
     ConfigError,
     MissingEnvironmentError,
     ProtectionError,
 )
-from megatron_ft.identity import SnapshotId  # noqa: E402
+from megatron_ft.core.identity import SnapshotId  # noqa: E402
 from megatron_ft.json_section import SECTION  # noqa: E402
 from megatron_ft.launch.virtual import default_root  # noqa: E402
 from megatron_ft.smp import messages as m  # noqa: E402

@@ -21,9 +21,18 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft import private_files
 from megatron_ft.cli import drain as drain_command
 from megatron_ft.cli import main as cli
+from megatron_ft.core import private_files
+from megatron_ft.core.errors import (
+    CheckpointDamagedError,
+    ConfigError,
+    DrainError,
+    SnapshotUnavailableError,
+)
+from megatron_ft.core.identity import Ancestor, SnapshotId
+from megatron_ft.core.objects import decode
+from megatron_ft.core.pace import Pace
 from megatron_ft.disk import manifest as mf
 from megatron_ft.disk.checkpoint import open_checkpoint
 from megatron_ft.disk.drain import DrainPlan, finish, tidy
@@ -33,15 +42,6 @@ from megatron_ft.disk.reader import read_manifest
 from megatron_ft.disk.retention import Keep, clean_up, clear_unfinished, superfluous
 from megatron_ft.disk.source import open_newest
 from megatron_ft.disk.write import publish, write_shards
-from megatron_ft.errors import (
-    CheckpointDamagedError,
-    ConfigError,
-    DrainError,
-    SnapshotUnavailableError,
-)
-from megatron_ft.identity import Ancestor, SnapshotId
-from megatron_ft.objects import decode
-from megatron_ft.pace import Pace
 from tests.disk_drains import Recorder, drain, killed, newest_of, same, suicide
 from tests.disk_samples import JOB, Memory
 

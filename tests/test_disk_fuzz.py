@@ -15,6 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.arena import digest
+from megatron_ft.core.errors import (
+    ArenaError,
+    CheckpointDamagedError,
+    ConfigError,
+    DrainError,
+    LayoutMismatchError,
+    MegatronFTError,
+    SnapshotUnavailableError,
+)
+from megatron_ft.core.shard import ShardLayout
+from megatron_ft.core.shard_meta import pack_meta, unpack_meta
 from megatron_ft.disk import safetensors
 from megatron_ft.disk.checkpoint import open_checkpoint
 from megatron_ft.disk.drained import find
@@ -24,17 +35,6 @@ from megatron_ft.disk.manifest import NAME, Manifest
 from megatron_ft.disk.reader import read_manifest
 from megatron_ft.disk.source import open_newest
 from megatron_ft.disk.write import publish, write_shards
-from megatron_ft.errors import (
-    ArenaError,
-    CheckpointDamagedError,
-    ConfigError,
-    DrainError,
-    LayoutMismatchError,
-    MegatronFTError,
-    SnapshotUnavailableError,
-)
-from megatron_ft.shard import ShardLayout
-from megatron_ft.shard_meta import pack_meta, unpack_meta
 from tests.disk_samples import ALGORITHM, BLOCK, Memory, layout, waiting
 
 FOLDER = "iter_0000010-1.1-00000000"

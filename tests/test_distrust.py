@@ -10,7 +10,7 @@ import pytest
 from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.events import Observers
 from megatron_ft.coordinator.timing import Timing
-from megatron_ft.identity import Ancestor, SnapshotId
+from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.launch.distrust import Distrust
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.recovery.decide import Decision

@@ -22,6 +22,7 @@ import pytest
 from doctor_facts import wishes
 
 from megatron_ft.cli import main as cli
+from megatron_ft.core.environment import INCARNATION, JOB, NODE, NODE_DIR
 from megatron_ft.doctor import as_trainer, machine
 from megatron_ft.doctor.answer import MARK, answers, last_words
 from megatron_ft.doctor.examine import DrainToken
@@ -35,7 +36,6 @@ from megatron_ft.doctor.facts import (
     Wishes,
 )
 from megatron_ft.doctor.rates import measure_drain
-from megatron_ft.environment import INCARNATION, JOB, NODE, NODE_DIR
 from megatron_ft.export.hold import Holder, hold
 from megatron_ft.launch.job_state import JobState, state_folder
 

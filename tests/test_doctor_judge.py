@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 
 from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.cli.doctor import EXIT_CODES
+from megatron_ft.core.scheme import Scheme
 from megatron_ft.doctor.examine import clock_between
 from megatron_ft.doctor.facts import (
     Clock,
@@ -41,7 +42,6 @@ from megatron_ft.doctor.judge import judge
 from megatron_ft.doctor.needs import node_bytes, parameters_of, shard_size, shortest_scheme
 from megatron_ft.doctor.pairs import all_pairs
 from megatron_ft.doctor.slurm import judge_no_kill, warning
-from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.launch.container import python_of
 
 RS = Scheme.parse("rs:3+1")

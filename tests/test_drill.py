@@ -13,8 +13,8 @@ from erasure_samples import ThreadTransport, ThreadWorld
 
 from megatron_ft.arena.format import SlotState
 from megatron_ft.cli.main import main
+from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.encode import encode
-from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.testing.bit_flips.stripe import SLOT, Stripe
 
 

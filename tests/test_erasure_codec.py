@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft import isal
+from megatron_ft.core import isal
+from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
+from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.codec import (
     Codec,
     IsalCodec,
@@ -17,8 +19,6 @@ from megatron_ft.erasure.codec import (
     PyEClibCodec,
     open_codec,
 )
-from megatron_ft.errors import ConfigError, MissingEnvironmentError
-from megatron_ft.isal import Bytes
 
 SHAPES = [(1, 1), (2, 1), (3, 2), (6, 2), (5, 3), (1, 2), (8, 4)]
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ft.core.errors import TransportError
 from megatron_ft.erasure.mailbox import CREDIT, Mailbox, Receive
-from megatron_ft.errors import TransportError
 
 TIMEOUT = 20.0
 places = st.tuples(st.integers(0, 2), st.integers(0, 1))

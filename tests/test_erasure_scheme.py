@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.erasure.scheme import MAX_MEMBERS, Scheme, largest_scheme
-from megatron_ft.errors import ConfigError, ProtectionError
+from megatron_ft.core.errors import ConfigError, ProtectionError
+from megatron_ft.core.scheme import MAX_MEMBERS, Scheme, largest_scheme
 
 schemes = st.one_of(
     st.integers(2, MAX_MEMBERS).map(lambda n: Scheme("xor", n - 1, 1)),

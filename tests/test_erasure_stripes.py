@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ft.core.errors import ProtectionError
+from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.domains import check_domains
-from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.erasure.stripes import RankPlace, StripePlan, padded_bytes, plan_stripes
-from megatron_ft.errors import ProtectionError
 
 BLOCK = 4096
 

@@ -22,6 +22,9 @@ from erasure_samples import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ft.core.errors import CorruptBlockError, UnrecoverableError
+from megatron_ft.core.identity import SnapshotId
+from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure import member as member_module
 from megatron_ft.erasure.checks import CorruptMemberError, parity_digests_of, parity_root
 from megatron_ft.erasure.codec import PyEClibCodec
@@ -36,9 +39,6 @@ from megatron_ft.erasure.transport import (
     Kind,
 )
 from megatron_ft.erasure.verify import VerifyResult, verify
-from megatron_ft.errors import CorruptBlockError, UnrecoverableError
-from megatron_ft.identity import SnapshotId
-from megatron_ft.isal import Bytes
 
 MOST_OFFERED = TURNS_EARLY + TURNS_LATE + 2 * EXCHANGES_IN_FLIGHT
 """Messages that a member has started to send; a bound that does not know the data's length."""

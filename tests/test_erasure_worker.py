@@ -18,14 +18,14 @@ from erasure_world import BOTH, JOB, World, join, start_world
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import required_bytes, seal
 from megatron_ft.arena.format import ArenaHeader, Geometry, SlotHeader, SlotState
-from megatron_ft.environment import ProcessEnvironment
+from megatron_ft.core.environment import ProcessEnvironment
+from megatron_ft.core.errors import ControlPlaneError
+from megatron_ft.core.identity import Ancestor
+from megatron_ft.core.word import QuietWord
 from megatron_ft.erasure.stripes import padded_bytes
 from megatron_ft.erasure.worker import ENCODE_RATE, EXIT_SMP_GONE, SmpConnection
 from megatron_ft.erasure.world import TCP
-from megatron_ft.errors import ControlPlaneError
-from megatron_ft.identity import Ancestor
 from megatron_ft.smp import messages as m
-from megatron_ft.traffic.word import QuietWord
 
 TIMEOUT = 90.0
 HELD_SECONDS = 1.0

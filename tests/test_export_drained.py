@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ft.core.errors import ExportError
+from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.disk.drain import DrainPlan
 from megatron_ft.disk.native import (
     LATEST,
@@ -20,7 +22,6 @@ from megatron_ft.disk.native import (
     newest_checkpoint,
     point_tracker,
 )
-from megatron_ft.errors import ExportError
 from megatron_ft.export.drained import (
     LEDGER,
     Exported,
@@ -31,7 +32,6 @@ from megatron_ft.export.drained import (
     withdraw,
 )
 from megatron_ft.export.publish import partial_of
-from megatron_ft.identity import Ancestor, SnapshotId
 
 
 @settings(derandomize=True, deadline=None)

@@ -16,9 +16,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from megatron_ft.core.errors import ConfigError
 from megatron_ft.disk.drain import DrainPlan
 from megatron_ft.disk.manifest import folder_name
-from megatron_ft.errors import ConfigError
 from megatron_ft.export.hold import LOCK, Holder, hold
 from tests.disk_drains import drain
 from tests.disk_samples import JOB, Memory

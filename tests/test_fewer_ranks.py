@@ -17,6 +17,10 @@ from megatron_ft.coordinator.events import JobEvent, Observers
 from megatron_ft.coordinator.recovery import Admitted
 from megatron_ft.coordinator.registration import Roll
 from megatron_ft.coordinator.timing import Timing
+from megatron_ft.core.errors import ConfigError, ProtectionError
+from megatron_ft.core.fewer_ranks import RankRule
+from megatron_ft.core.identity import Ancestor, Seat
+from megatron_ft.core.scheme import Scheme
 from megatron_ft.disk.arenas import scan
 from megatron_ft.disk.drained import find
 from megatron_ft.disk.live import open_live
@@ -25,10 +29,6 @@ from megatron_ft.disk.native import TRACKER, checkpoint_folder, naming
 from megatron_ft.disk.source import open_newest
 from megatron_ft.disk.write import publish, write_shards
 from megatron_ft.erasure.domains import check_domains
-from megatron_ft.erasure.scheme import Scheme
-from megatron_ft.errors import ConfigError, ProtectionError
-from megatron_ft.fewer_ranks import RankRule
-from megatron_ft.identity import Ancestor, Seat
 from megatron_ft.launch import torchrun
 from megatron_ft.launch.disk_restore import DiskRestores
 from megatron_ft.launch.job_state import JobRecord, JobState

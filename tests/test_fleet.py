@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.errors import ControlPlaneError
+from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.launch import fleet
 from megatron_ft.launch.fleet import SmpFleet
 from megatron_ft.launch.job_state import JobState

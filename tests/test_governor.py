@@ -22,7 +22,7 @@ from megatron_ft.coordinator.governor import (
     mean_time_between_failures,
 )
 from megatron_ft.coordinator.schedule import Schedule
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.identity import SnapshotId
 from megatron_ft.launch.pacing import Pacing
 from megatron_ft.smp import messages as m
 from tests.jobs import ROOT, Job

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.errors import RestartBudgetError
+from megatron_ft.core.errors import RestartBudgetError
 from megatron_ft.watch.timeout import HangSettings
 from tests.jobs import HANGING, Job, Result, difference, oracle
 

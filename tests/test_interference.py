@@ -19,26 +19,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megatron_ft
-from megatron_ft import private_files
-from megatron_ft.affinity import BACKGROUND_CPUS, bind_to_background_cpus, parse_cpus, shown
 from megatron_ft.arena import numa
 from megatron_ft.arena.numa import home_node, machine_nodes, node_of_process, preferring
 from megatron_ft.capture.quiet import QuietWindows
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.environment import ProcessEnvironment
-from megatron_ft.errors import ConfigError, DrainError
+from megatron_ft.core import private_files
+from megatron_ft.core.affinity import BACKGROUND_CPUS, bind_to_background_cpus, parse_cpus, shown
+from megatron_ft.core.environment import ProcessEnvironment
+from megatron_ft.core.errors import ConfigError, DrainError
+from megatron_ft.core.gate import MOST_HELD_SECONDS, QuietGate
+from megatron_ft.core.pace import Pace
+from megatron_ft.core.priority import started_low
+from megatron_ft.core.word import MOST_SECONDS, SLOTS, QuietWord, open_word
 from megatron_ft.launch.drain_processes import DrainProcesses
 from megatron_ft.launch.launcher import Launcher
 from megatron_ft.launch.spec import JobSpec
-from megatron_ft.pace import Pace
-from megatron_ft.priority import started_low
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.control_server import ControlServer
 from megatron_ft.smp.host import NodeHost
 from megatron_ft.smp.security import JobKeys
 from megatron_ft.smp.store import free
-from megatron_ft.traffic.gate import MOST_HELD_SECONDS, QuietGate
-from megatron_ft.traffic.word import MOST_SECONDS, SLOTS, QuietWord, open_word
 from tests.smp_node import SECRET, create, run
 
 X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of system calls")
@@ -231,8 +231,8 @@ def test_cpus_that_the_job_may_not_use_are_named(
 
 THREADS = """
 import os, sys, threading
-from megatron_ft.affinity import bind_to_background_cpus
-from megatron_ft.priority import lower_priority
+from megatron_ft.core.affinity import bind_to_background_cpus
+from megatron_ft.core.priority import lower_priority
 bind_to_background_cpus()
 lower_priority()
 done = threading.Event()
@@ -266,7 +266,8 @@ def test_every_thread_has_the_low_priority_and_its_cpus() -> None:
 
 def test_background_work_has_its_priority_from_its_start() -> None:
     """And calling it low once more does not lower it further."""
-    shows = "from os import nice; print(nice(0)); from megatron_ft.priority import lower_priority; "
+    shows = "from os import nice; print(nice(0)); "
+    shows += "from megatron_ft.core.priority import lower_priority; "
     command = [sys.executable, "-c", shows + "lower_priority(); print(nice(0))"]
     said = subprocess.run(started_low(command), capture_output=True, check=True, timeout=30)
     own = os.getpriority(os.PRIO_PROCESS, 0)

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft import isal
-from megatron_ft.errors import MissingEnvironmentError
+from megatron_ft.core import isal
+from megatron_ft.core.errors import MissingEnvironmentError
 
 bytes_of_field = st.integers(0, 255)
 

@@ -24,7 +24,7 @@ from megatron_ft.coordinator.recovery import admit
 from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.coordinator.summary import SummaryParts, summary
 from megatron_ft.coordinator.timing import Timing
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.identity import SnapshotId
 from megatron_ft.recovery.decide import StripeState
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.job_summary import digests, merged

@@ -18,8 +18,8 @@ from megatron_ft.arena.format import DIGEST_BLAKE2B, SlotState
 from megatron_ft.cli import status
 from megatron_ft.coordinator.plan import Sizes
 from megatron_ft.coordinator.timing import Timing
-from megatron_ft.disk.native import TRACKER
-from megatron_ft.errors import (
+from megatron_ft.core import procfs
+from megatron_ft.core.errors import (
     ArenaForeignError,
     ArenaMemoryError,
     ConfigError,
@@ -27,7 +27,7 @@ from megatron_ft.errors import (
     ProtectionError,
     UnrecoverableError,
 )
-from megatron_ft.launch import procfs
+from megatron_ft.disk.native import TRACKER
 from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.local_query import ask

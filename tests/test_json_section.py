@@ -14,7 +14,7 @@ import pytest
 
 import deepspeed_ext
 from megatron_ft.config import SETTINGS, SnapshotConfig, resolve
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.errors import ConfigError
 from megatron_ft.job_choice import contradictions
 from megatron_ft.json_section import read_command, read_section, schema
 from megatron_ft.launch.job_settings import settle

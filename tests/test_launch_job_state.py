@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft import private_files
-from megatron_ft.errors import ConfigError, ControlPlaneError
+from megatron_ft.core import private_files
+from megatron_ft.core.errors import ConfigError, ControlPlaneError
 from megatron_ft.launch import job_state
 from megatron_ft.launch.job_state import (
     JobState,

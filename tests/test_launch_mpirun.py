@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.errors import MpiError
-from megatron_ft.launch import procfs
+from megatron_ft.core import procfs
+from megatron_ft.core.errors import MpiError
 from megatron_ft.launch.launcher import NodeUnreachable, Placement
 from megatron_ft.launch.listeners import borrowed, open_to_all
 from megatron_ft.launch.mpirun import (

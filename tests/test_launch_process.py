@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.errors import ControlPlaneError, MissingEnvironmentError
-from megatron_ft.launch import procfs
+from megatron_ft.core import procfs
+from megatron_ft.core.errors import ControlPlaneError, MissingEnvironmentError
 from megatron_ft.launch.launcher import UNKNOWN_EXIT, ProcessGoneError
 from megatron_ft.launch.process import LocalProcess
 from megatron_ft.launch.slurm.allocation import Allocation

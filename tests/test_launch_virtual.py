@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.environment import JOB, NODE, ProcessEnvironment
-from megatron_ft.errors import ConfigError, MissingEnvironmentError
-from megatron_ft.launch import procfs
+from megatron_ft.core import procfs
+from megatron_ft.core.environment import JOB, NODE, ProcessEnvironment
+from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
 from megatron_ft.launch.launcher import Launcher, NodeUnreachable, Placement, ProcessGoneError
 from megatron_ft.launch.process import LocalProcess
 from megatron_ft.launch.virtual import VirtualCluster, default_root

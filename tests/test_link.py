@@ -18,7 +18,7 @@ from megatron_ft.coordinator.link import ARENA_TIMEOUT_SECONDS, SmpLink
 from megatron_ft.coordinator.recovery import admit
 from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.coordinator.timing import Timing
-from megatron_ft.errors import ControlPlaneError
+from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.launch.descriptors import provide
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.security import JobKeys

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.launch.log_end import last_lines, last_word, size
+from megatron_ft.core.log_end import last_lines, last_word, size
 
 STEP_ENDED = "srun: error: n3: task 0: Exited with exit code 1"
 

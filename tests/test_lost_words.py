@@ -17,7 +17,7 @@ from megatron_ft.coordinator.link import SmpLink
 from megatron_ft.coordinator.recovery import admit
 from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.coordinator.timing import Timing
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.identity import SnapshotId
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.local_query import ask
 from megatron_ft.smp.security import JobKeys

@@ -13,9 +13,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from megatron_ft import environment  # noqa: E402
 from megatron_ft.config import SETTINGS, SnapshotConfig  # noqa: E402
-from megatron_ft.errors import ConfigError  # noqa: E402
+from megatron_ft.core import environment  # noqa: E402
+from megatron_ft.core.errors import ConfigError  # noqa: E402
 from megatron_ft.megatron import arguments, hooks  # noqa: E402
 
 
@@ -178,7 +178,7 @@ cpu_device.install()
 import megatron_ft.megatron
 megatron_ft.megatron.install()
 from megatron.training import arguments, yaml_arguments
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.errors import ConfigError
 
 def refused(*flags):
     sys.argv = ["train.py", *demo_model.demo_arguments(iterations=2, data_path="/none"), *flags]

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft import environment
-from megatron_ft.errors import UnsupportedVersionError
+from megatron_ft.core import environment
+from megatron_ft.core.errors import UnsupportedVersionError
 from megatron_ft.launch.startup import FOLDER, before_script, sitecustomize
 from megatron_ft.launch.startup.sitecustomize import AfterImport, install_snapshots
 from megatron_ft.megatron import autoload, versions

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatron_ft import fault_points
+from megatron_ft.core import fault_points
 from megatron_ft.launch.virtual import VirtualCluster
 from megatron_ft.testing.chaos.plan import ARMED_NAME, SOCKET_NAME, Arrival, Plan, Strike
 from tests.jobs import ROOT

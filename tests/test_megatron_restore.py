@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from megatron_ft.environment import RESTORE  # noqa: E402  # needs torch
+from megatron_ft.core.environment import RESTORE  # noqa: E402  # needs torch
 from megatron_ft.megatron import start  # noqa: E402
 
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ft.errors import UnsupportedVersionError
+from megatron_ft.core.errors import UnsupportedVersionError
+from megatron_ft.core.required_names import Required, version_numbers
 from megatron_ft.megatron import versions
-from megatron_ft.required_names import Required, version_numbers
 
 
 def exit_with_renamed(iteration: int, flops: float, train_data_iterator: object) -> None: ...

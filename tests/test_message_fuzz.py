@@ -15,7 +15,7 @@ from megatron_ft.coordinator.cycle import SnapshotCycle
 from megatron_ft.coordinator.registration import Roll
 from megatron_ft.coordinator.repairs import Repairs
 from megatron_ft.coordinator.schedule import Schedule
-from megatron_ft.errors import ControlPlaneError
+from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.smp import messages as m
 from megatron_ft.smp import node as smp_node
 from megatron_ft.smp.control_server import FROM_COORDINATOR
@@ -138,7 +138,7 @@ def test_the_coordinator_hears_any_events_in_any_order(seed: int) -> None:
 @quick
 @given(raw=st.binary(max_size=binary.SLOT_BYTES), at=st.integers(0, binary.SLOT_BYTES - 1))
 def test_slot_headers_and_permits_of_any_bytes(raw: bytes, at: int) -> None:
-    from megatron_ft.errors import ArenaError
+    from megatron_ft.core.errors import ArenaError
 
     good = binary.pack_slot(SlotHeader())
     for unpack, size in ((binary.unpack_slot, binary.SLOT_BYTES),):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.errors import ConfigError, MissingEnvironmentError
+from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
 from megatron_ft.launch.launcher import UNKNOWN_EXIT
 from megatron_ft.launch.virtual_network import HOST, RemoteProcess
 from megatron_ft.testing import namespaces, network_notes

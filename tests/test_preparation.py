@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_ft import environment
 from megatron_ft.arena import digest
 from megatron_ft.capture import cuda, supervised
 from megatron_ft.capture.cpu import CpuCopier
@@ -22,8 +21,9 @@ from megatron_ft.capture.preparation import (
     choose_copier,
     required_bytes,
 )
-from megatron_ft.errors import ConfigError, NotUnderSupervisorError
-from megatron_ft.shard_meta import pack_meta
+from megatron_ft.core import environment
+from megatron_ft.core.errors import ConfigError, NotUnderSupervisorError
+from megatron_ft.core.shard_meta import pack_meta
 
 
 @given(st.integers(0, 200_000), st.integers(0, 300_000), st.integers(16, 22))

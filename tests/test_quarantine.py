@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from test_decide import NEW, OLD, decided, everywhere
 
 from megatron_ft.coordinator.events import Observers
+from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.disk.native import TRACKER, checkpoint_folder, naming
-from megatron_ft.identity import Ancestor, SnapshotId
 from megatron_ft.launch.distrust import Distrust, memory_goes_first, reason_against_own
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.recovery.decide import Decision

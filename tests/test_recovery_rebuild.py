@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ft.coordinator import recovery
 from megatron_ft.coordinator.recovery import RebuildError, Restore
-from megatron_ft.identity import SealedRecord, SnapshotId
+from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.recovery.decide import Decision, StripeState
 from megatron_ft.smp import messages as m
 

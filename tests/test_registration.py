@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from megatron_ft.coordinator.registration import Roll, wait_for_all
-from megatron_ft.errors import ControlPlaneError
+from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.smp import messages as m
 
 

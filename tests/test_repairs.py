@@ -26,7 +26,7 @@ from test_node import ORDERS as STRIPES
 
 from megatron_ft.coordinator.events import JobEvent, Observers
 from megatron_ft.coordinator.repairs import MOST_ATTEMPTS, Repairs
-from megatron_ft.errors import ControlPlaneError
+from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.effects import MendSlot, StoreSlot, ToEncoder
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.errors import LayoutMismatchError
-from megatron_ft.shard import (
+from megatron_ft.core.errors import LayoutMismatchError
+from megatron_ft.core.shard import (
     ALIGNMENT,
     LogicalPlace,
     Piece,

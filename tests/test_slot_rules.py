@@ -18,7 +18,7 @@ from test_slots import (
 )
 
 from megatron_ft.arena.format import SlotHeader, SlotState
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.identity import SnapshotId
 from megatron_ft.smp.slot_rules import (
     ENCODERS_BACK_SECONDS,
     MOST_SKIPPED,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from protocol_model.memory import record_of
 
 from megatron_ft.arena.format import SlotHeader, SlotState
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.identity import SnapshotId
 from megatron_ft.smp.refusals import PinnedError, TransitionRefusedError
 from megatron_ft.smp.slot_recovery import begin_rebuild, forget, rebuilt
 from megatron_ft.smp.slot_rules import ending

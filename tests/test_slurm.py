@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.cli import main as cli
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.errors import ConfigError
 from megatron_ft.launch.mpirun import MpiKind, MpiLauncher, world_environment
 from megatron_ft.launch.outer_launcher import outside_of_steps
 from megatron_ft.launch.slurm import allocation, remote_shell

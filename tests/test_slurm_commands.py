@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.environment import JOB
-from megatron_ft.launch import procfs
+from megatron_ft.core import procfs
+from megatron_ft.core.environment import JOB
 from tests import slurm_cluster
 from tests.jobs import EXAMPLE, TORCHRUN, Uninterrupted, difference
 from tests.slurm_cluster import SlurmCluster

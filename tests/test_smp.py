@@ -26,10 +26,10 @@ from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotState
 from megatron_ft.cli.main import main
 from megatron_ft.coordinator.link import SmpLink
-from megatron_ft.environment import ProcessEnvironment
-from megatron_ft.errors import ControlPlaneError, LayoutMismatchError, StaleIncarnationError
-from megatron_ft.identity import Ancestor
-from megatron_ft.private_files import spare_of
+from megatron_ft.core.environment import ProcessEnvironment
+from megatron_ft.core.errors import ControlPlaneError, LayoutMismatchError, StaleIncarnationError
+from megatron_ft.core.identity import Ancestor
+from megatron_ft.core.private_files import spare_of
 from megatron_ft.smp import client as client_module
 from megatron_ft.smp import local_server
 from megatron_ft.smp import messages as m
@@ -42,7 +42,7 @@ from tests.smp_node import SECRET, SmpNode, capture, create, run, say, snapshot
 TRAINER = """
 import sys, os
 sys.path.insert(0, {root!r})
-from megatron_ft.environment import ProcessEnvironment
+from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.smp.client import TrainerClient
 client = TrainerClient(ProcessEnvironment.from_env(), 0)
 try:
@@ -55,8 +55,8 @@ sys.stdin.read()
 RESTORED = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
-from megatron_ft.environment import ProcessEnvironment
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.environment import ProcessEnvironment
+from megatron_ft.core.identity import SnapshotId
 from megatron_ft.smp import client as module
 module.NOTED_TIMEOUT_SECONDS = 600.0
 client = module.TrainerClient(ProcessEnvironment.from_env(), 0)
@@ -70,7 +70,7 @@ import os, sys
 sys.path.insert(0, {root!r})
 from pathlib import Path
 from megatron_ft.arena.arena import Arena
-from megatron_ft.environment import ProcessEnvironment
+from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.erasure.worker import SmpConnection
 from megatron_ft.smp.messages import EncoderHello
 path, world, value, *held = sys.argv[1:]
@@ -812,7 +812,7 @@ def test_clean_says_how_long_to_wait_and_then_what_it_freed(
 READER = """
 import os, sys
 from pathlib import Path
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.identity import SnapshotId
 from megatron_ft.smp.pin import pinned
 with pinned([Path(p) for p in sys.argv[1:]], SnapshotId(1, 1)):
     print("pinned", flush=True)

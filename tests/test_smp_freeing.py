@@ -14,7 +14,7 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from megatron_ft.coordinator.link import SmpLink
-from megatron_ft.environment import ProcessEnvironment
+from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.control_server import ControlServer
 from megatron_ft.smp.host import NodeHost

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.coordinator.link import SmpLink
-from megatron_ft.errors import ControlPlaneError
-from megatron_ft.identity import Ancestor
+from megatron_ft.core.errors import ControlPlaneError
+from megatron_ft.core.identity import Ancestor
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.local_query import ask
 from megatron_ft.smp.message_base import MOST_BYTES

@@ -15,7 +15,7 @@ import pytest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import seal
 from megatron_ft.arena.format import BLOCK_BYTES, SlotHeader, SlotState
-from megatron_ft.environment import ProcessEnvironment
+from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.erasure.inspection import Damage, SlotInspector
 from megatron_ft.smp import messages as m
 from megatron_ft.smp import scrub as scrub_module

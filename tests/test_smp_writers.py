@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft import private_files
+from megatron_ft.core import private_files
 from megatron_ft.smp.writers import FILE_NAME, Writer, Writers
 
 WAIT = 20.0

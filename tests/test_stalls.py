@@ -10,7 +10,7 @@ import sys
 import uuid
 from pathlib import Path
 
-from megatron_ft.environment import ProcessEnvironment
+from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.host import NodeHost
 from megatron_ft.smp.stalls import STALL_SECONDS, Stalls, switches

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.cli import main as cli
+from megatron_ft.core.errors import ConfigError, MissingEnvironmentError, ProtectionError
+from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.domains import check_domains, crowded, possible_scheme, stripe_sets
-from megatron_ft.erasure.scheme import Scheme
-from megatron_ft.errors import ConfigError, MissingEnvironmentError, ProtectionError
 from megatron_ft.launch.placement import (
     choose_active,
     choose_spares,

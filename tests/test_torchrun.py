@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.cli import main as cli
-from megatron_ft.environment import TREE
-from megatron_ft.errors import ConfigError
-from megatron_ft.launch import procfs
+from megatron_ft.core import procfs
+from megatron_ft.core.environment import TREE
+from megatron_ft.core.errors import ConfigError
 from megatron_ft.launch.process import LocalProcess
 from megatron_ft.launch.torchrun import check, is_torchrun, ranks_of
 from tests.fates import in_life

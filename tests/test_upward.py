@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.coordinator.link import Inbox, reported
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.identity import SnapshotId
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.upward import MOST_LOOKS, MOST_UNHEARD, Outbox, Upward

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.erasure.scheme import Scheme
+from megatron_ft.core.scheme import Scheme
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.virtual import VirtualCluster
 from megatron_ft.launch.warm_spares import WarmSpares, modules_of

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.environment import ProcessEnvironment
+from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.smp.writers import Writer, Writers
 from megatron_ft.watch.blame import Witness, blame
 from megatron_ft.watch.iterations import (

@@ -12,7 +12,7 @@ import pytest
 from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.events import JobEvent, Observers
 from megatron_ft.coordinator.timing import Timing
-from megatron_ft.erasure.scheme import Scheme
+from megatron_ft.core.scheme import Scheme
 from megatron_ft.launch import world_keeper
 from megatron_ft.launch.fleet import EncoderWorld
 from megatron_ft.launch.spec import JobSpec
@@ -37,7 +37,7 @@ signal 9 (Killed).
 """
 REFUSED = """Traceback (most recent call last):
   File "x.py", line 1, in serve
-megatron_ft.errors.ControlPlaneError: process 7 is gone
+megatron_ft.core.errors.ControlPlaneError: process 7 is gone
 prterun has exited due to process rank 1 with PID 0 on node vm calling "abort".
 """
 

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_ft.environment import ProcessEnvironment
+from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.smp.writers import FILE_NAME
 from megatron_ft.testing import warm_python
 

@@ -10,7 +10,7 @@ from megatron_ft.capture.adapter import State, StateAdapter
 from megatron_ft.capture.manager import SnapshotManager
 from megatron_ft.capture.state import live_tensors
 from megatron_ft.capture.ticket import Ticket
-from megatron_ft.wrapping import Function, wrap
+from megatron_ft.core.wrapping import Function, wrap
 
 WARM_UP = 3
 """Captures at the begin that do not count: the first one plans the layout, and each slot is

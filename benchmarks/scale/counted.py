@@ -15,7 +15,7 @@ import msgspec
 
 from benchmarks.scale.tally import EVENTS, Tally, kind_of
 from megatron_ft.coordinator.link import SmpLink, reported
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.identity import SnapshotId
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.supervisor import Supervisor
 from megatron_ft.smp import messages as m

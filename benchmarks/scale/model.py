@@ -18,9 +18,9 @@ from megatron_ft.coordinator.link import Inbox
 from megatron_ft.coordinator.plan import Sizes, stripe_orders
 from megatron_ft.coordinator.registration import new_stripes
 from megatron_ft.coordinator.schedule import Schedule
-from megatron_ft.erasure.scheme import Scheme
+from megatron_ft.core.identity import SealedRecord, SnapshotId
+from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import RankPlace
-from megatron_ft.identity import SealedRecord, SnapshotId
 from megatron_ft.recovery.decide import StripeState
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.upward import Outbox, Reports

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.transport import Kind, Pending, Transport, kind_of
-from megatron_ft.isal import Bytes
 
 PAYLOAD = (Kind.SOURCE, Kind.RESULT)
 """What is counted against bounds; records and digests are not."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 
+from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.member import MemberView, StripeCode, chunk_of
 from megatron_ft.erasure.pieces import SparePieces
 from megatron_ft.erasure.row_encoder import copies_only
@@ -20,7 +21,6 @@ from megatron_ft.erasure.transport import (
     Pending,
     Window,
 )
-from megatron_ft.isal import Bytes
 
 Turn = tuple[int, slice, int]
 """Number, part of a chunk and step: N-1 steps a part, first k of sources, then m-1 of results."""

@@ -9,7 +9,7 @@ from deepspeed_ext import client_state
 from deepspeed_ext.checkpoint_form import EXTRA_STATE
 from deepspeed_ext.optimizers.groups import group_names
 from deepspeed_ext.optimizers.scalars import set_fields
-from megatron_ft.errors import ExportError
+from megatron_ft.core.errors import ExportError
 
 Tree = dict[str, Any]
 

@@ -12,7 +12,7 @@ from deepspeed_ext.optimizers.unsharded import FusedView, PlainView, UnfusedView
 from deepspeed_ext.optimizers.view import OptimizerView
 from deepspeed_ext.optimizers.zero3 import Zero3View
 from deepspeed_ext.optimizers.zero12 import Zero12View
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.errors import ConfigError
 
 FAMILIES: Mapping[str, Callable[[Any], OptimizerView]] = {
     "DeepSpeedZeroOptimizer": Zero12View,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_ft.capture import inner_optimizer
-from megatron_ft.errors import LayoutMismatchError
+from megatron_ft.core.errors import LayoutMismatchError
 
 
 def group_names(groups: Iterable[Mapping[str, Any]]) -> list[str]:

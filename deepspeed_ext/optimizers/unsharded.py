@@ -14,7 +14,7 @@ from torch import distributed
 from deepspeed_ext.optimizers.groups import group_names
 from deepspeed_ext.optimizers.scalars import load_wrapper_scalars, wrapper_scalars
 from deepspeed_ext.optimizers.view import Master, Weight, round_masters
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.errors import ConfigError
 
 
 class PlainView:

@@ -24,7 +24,7 @@ from megatron_ft.arena import format as fmt
 from megatron_ft.arena.format import ArenaHeader, Geometry, Permit, SlotHeader
 from megatron_ft.arena.mapping import Mapping
 from megatron_ft.arena.record import RecordPlace
-from megatron_ft.errors import ArenaCorruptError, ArenaForeignError
+from megatron_ft.core.errors import ArenaCorruptError, ArenaForeignError
 
 NO_PROGRESS = -1
 

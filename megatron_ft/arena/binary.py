@@ -15,8 +15,8 @@ from typing import TypeVar
 
 from megatron_ft.arena import format as fmt
 from megatron_ft.arena.format import ArenaHeader, Geometry, Permit, SlotHeader, SlotState
-from megatron_ft.errors import ArenaCorruptError, ArenaTruncatedError, ArenaVersionError
-from megatron_ft.identity import Ancestor, SealedRecord, SnapshotId
+from megatron_ft.core.errors import ArenaCorruptError, ArenaTruncatedError, ArenaVersionError
+from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 
 _PREAMBLE = struct.Struct("<8sII")
 _HEADER = struct.Struct("<16s64sQ8I4Q")

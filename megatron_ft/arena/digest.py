@@ -17,11 +17,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ft import isal
 from megatron_ft.arena.format import DIGEST_BLAKE2B, DIGEST_CRC64, HASH_BYTES, round_up
 from megatron_ft.arena.joined_crc import joined_crcs
-from megatron_ft.errors import ArenaCorruptError, ArenaError
-from megatron_ft.identity import SealedRecord, SnapshotId
+from megatron_ft.core import isal
+from megatron_ft.core.errors import ArenaCorruptError, ArenaError
+from megatron_ft.core.identity import SealedRecord, SnapshotId
 
 ALIGNMENT = 64
 ENTRY_BYTES = 8

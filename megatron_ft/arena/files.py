@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_ft import private_files
 from megatron_ft.arena import huge_pages, limits
-from megatron_ft.errors import (
+from megatron_ft.core import private_files
+from megatron_ft.core.errors import (
     ArenaError,
     ArenaForeignError,
     ArenaMemoryError,

@@ -11,7 +11,7 @@ import uuid
 from dataclasses import dataclass
 from enum import IntEnum
 
-from megatron_ft.identity import Ancestor, SealedRecord, SnapshotId
+from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 
 MAGIC = b"MFTARENA"
 FORMAT_VERSION = 1

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ft import isal
+from megatron_ft.core import isal
 
 Table = NDArray[np.uint64]
 

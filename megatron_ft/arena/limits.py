@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_ft.arena.format import Geometry
-from megatron_ft.errors import ArenaMemoryError
+from megatron_ft.core.errors import ArenaMemoryError
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 PROC = Path("/proc")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatron_ft.arena import libc
 from megatron_ft.arena.huge_pages import huge_page_bytes
-from megatron_ft.errors import ArenaMemoryError, ArenaTruncatedError
+from megatron_ft.core.errors import ArenaMemoryError, ArenaTruncatedError
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_ft.errors import ArenaCorruptError
+from megatron_ft.core.errors import ArenaCorruptError
 
 _TAG = struct.Struct("<QII")
 COMMIT_WORD_BYTES = 16

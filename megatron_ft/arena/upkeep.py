@@ -11,11 +11,11 @@ import stat
 from pathlib import Path
 from uuid import UUID
 
-from megatron_ft import private_files
 from megatron_ft.arena import binary, files
 from megatron_ft.arena.arena import read_whole_header
 from megatron_ft.arena.format import ArenaHeader
-from megatron_ft.errors import ArenaError
+from megatron_ft.core import private_files
+from megatron_ft.core.errors import ArenaError
 
 ASIDE = ".aside"
 """Ends the names of what was set aside."""

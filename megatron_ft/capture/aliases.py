@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from megatron_ft.shard import LayoutEntry
+from megatron_ft.core.shard import LayoutEntry
 
 
 class Alias(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from megatron_ft.capture.addresses import has_memory
 from megatron_ft.capture.copier import Bytes, CopyItem, CopyList
 from megatron_ft.capture.plan import dtype_from_name, known_dtype
-from megatron_ft.shard import LayoutEntry, ShardLayout
+from megatron_ft.core.shard import LayoutEntry, ShardLayout
 
 _NEVER_COPIED = {
     known_dtype(f"{sign}{bits}") for sign in ("int", "uint") for bits in range(1, 8)

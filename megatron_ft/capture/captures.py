@@ -17,9 +17,9 @@ from megatron_ft.capture.state import TrainingState, live_tensors
 from megatron_ft.capture.stats import CaptureStats, LastCapture
 from megatron_ft.capture.ticket import Ticket, TicketBook
 from megatron_ft.capture.warner import Warner
-from megatron_ft.identity import SealedRecord, SnapshotId
-from megatron_ft.objects import encode
-from megatron_ft.shard_meta import pack_encoded
+from megatron_ft.core.identity import SealedRecord, SnapshotId
+from megatron_ft.core.objects import encode
+from megatron_ft.core.shard_meta import pack_encoded
 
 
 class Captures:

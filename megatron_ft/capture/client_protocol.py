@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from megatron_ft.fewer_ranks import RankRule
-from megatron_ft.identity import SealedRecord, SnapshotId
+from megatron_ft.core.fewer_ranks import RankRule
+from megatron_ft.core.identity import SealedRecord, SnapshotId
 
 OutcomeCallback = Callable[[SnapshotId, str], None]
 

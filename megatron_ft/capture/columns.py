@@ -18,7 +18,7 @@ from megatron_ft.capture.addresses import has_memory
 from megatron_ft.capture.aliases import Alias
 from megatron_ft.capture.enumeration import DENSE
 from megatron_ft.capture.plan import Planned, dtype_name, known_dtype
-from megatron_ft.shard import ALIGNMENT, LayoutEntry, LogicalPlace, ShardLayout
+from megatron_ft.core.shard import ALIGNMENT, LayoutEntry, LogicalPlace, ShardLayout
 
 _LAYOUT, _DTYPE = attrgetter("layout"), attrgetter("dtype")
 _IS_CPU, _IS_META = attrgetter("is_cpu"), attrgetter("is_meta")

@@ -13,7 +13,7 @@ import torch
 
 from megatron_ft.capture.copier import Bytes, CopyItem, batches, move
 from megatron_ft.capture.shared_pieces import SharedPieces, ShouldStop
-from megatron_ft.fault_points import reach
+from megatron_ft.core.fault_points import reach
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from megatron_ft.capture.run import CaptureRun, StopWatch
 from megatron_ft.capture.shared_pieces import SharedPieces, ShouldStop
 from megatron_ft.capture.ticket import Ticket
 from megatron_ft.capture.worker import CopyThread
-from megatron_ft.errors import ArenaCorruptError, ArenaForeignError, ControlPlaneError
-from megatron_ft.fault_points import reach
-from megatron_ft.identity import SealedRecord, SnapshotId
-from megatron_ft.shard import ShardLayout
+from megatron_ft.core.errors import ArenaCorruptError, ArenaForeignError, ControlPlaneError
+from megatron_ft.core.fault_points import reach
+from megatron_ft.core.identity import SealedRecord, SnapshotId
+from megatron_ft.core.shard import ShardLayout
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_ft.errors import LayoutMismatchError
-from megatron_ft.shard import LayoutEntry, split_range
+from megatron_ft.core.errors import LayoutMismatchError
+from megatron_ft.core.shard import LayoutEntry, split_range
 
 
 class SplitTensor(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megatron_ft.capture.values import host_copy
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.errors import ConfigError
 
 KNOWN_STATE = frozenset(
     ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param", "momentum_buffer")

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import deque
 
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.identity import SnapshotId
 
 HISTORY = 64
 LEAST_HISTORY = 8

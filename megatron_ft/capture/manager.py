@@ -27,8 +27,8 @@ from megatron_ft.capture.stats import CaptureStats
 from megatron_ft.capture.ticket import Ticket
 from megatron_ft.capture.warner import Warner
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.fewer_ranks import RankRule
-from megatron_ft.identity import shard_id as make_shard_id
+from megatron_ft.core.fewer_ranks import RankRule
+from megatron_ft.core.identity import shard_id as make_shard_id
 from megatron_ft.watch.trainer import TrainerWatch
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class SnapshotManager:
     snapshot: what fails is warned of, counted in ``stats`` and reported to the SMP.
 
     ``state`` is a mapping of names to tensors, DTensors, objects with state_dict and
-    load_state_dict, or small values that objects.encode takes; or a TrainingState.
+    load_state_dict, or small values that core.objects.encode takes; or a TrainingState.
     """
 
     def __init__(

@@ -10,16 +10,16 @@ import torch
 
 from megatron_ft.capture.entries import Entries
 from megatron_ft.capture.enumeration import Enumeration, is_optimizer, is_stateful, local_tensor
-from megatron_ft.errors import LayoutMismatchError
-from megatron_ft.objects import decode, encode
-from megatron_ft.objects.encode import Lasting, Part
+from megatron_ft.core.errors import LayoutMismatchError
+from megatron_ft.core.objects import decode, encode
+from megatron_ft.core.objects.encode import Lasting, Part
 
 _NAMES = "names"
 _STRUCTURES = "structures"
 
 
 class MappingState:
-    """Adapts names to tensors, DTensors, Stateful objects and small values (objects.encode).
+    """Adapts names to tensors, DTensors, Stateful objects and small values (core.objects.encode).
 
     Loads are in place: tensors keep their identity, dicts and lists are updated,
     Stateful objects get ``load_state_dict``, other values replace the mapping's own,

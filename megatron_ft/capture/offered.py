@@ -14,8 +14,8 @@ from megatron_ft.arena.arena import Arena
 from megatron_ft.capture.client_protocol import RestoreOffer, SnapshotClient
 from megatron_ft.capture.restore import SealedShard, compare, read_objects, restore_shard
 from megatron_ft.capture.state import TrainingState
-from megatron_ft.errors import CorruptBlockError, LayoutMismatchError
-from megatron_ft.shard import ShardLayout
+from megatron_ft.core.errors import CorruptBlockError, LayoutMismatchError
+from megatron_ft.core.shard import ShardLayout
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import torch
 
 from megatron_ft.capture.addresses import reach_bytes
 from megatron_ft.capture.binding import live_part, stored_view
-from megatron_ft.errors import LayoutMismatchError
-from megatron_ft.shard import LayoutEntry
+from megatron_ft.core.errors import LayoutMismatchError
+from megatron_ft.core.shard import LayoutEntry
 
 
 class Filled(NamedTuple):

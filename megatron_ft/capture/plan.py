@@ -13,8 +13,8 @@ from megatron_ft.arena.digest import default_algorithm, digest_block
 from megatron_ft.capture.addresses import has_lazy_sign, has_memory
 from megatron_ft.capture.exchange import exchange_device
 from megatron_ft.capture.state import HasLogicalMap, TrainingState, live_tensors
-from megatron_ft.errors import ConfigError
-from megatron_ft.shard import LogicalPlace, ShardLayout, TensorSpec, plan_layout
+from megatron_ft.core.errors import ConfigError
+from megatron_ft.core.shard import LogicalPlace, ShardLayout, TensorSpec, plan_layout
 
 
 @cache

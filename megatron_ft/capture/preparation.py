@@ -8,9 +8,9 @@ from megatron_ft.arena import digest
 from megatron_ft.capture.copier import Copier
 from megatron_ft.capture.cpu import CpuCopier
 from megatron_ft.capture.state import TrainingState, live_tensors
-from megatron_ft.errors import ConfigError
-from megatron_ft.shard import ShardLayout
-from megatron_ft.shard_meta import pack_meta
+from megatron_ft.core.errors import ConfigError
+from megatron_ft.core.shard import ShardLayout
+from megatron_ft.core.shard_meta import pack_meta
 
 META_SPARE_BYTES = 65536
 """Room for small objects to grow beyond twice their first size."""

@@ -11,9 +11,9 @@ from functools import cache
 
 from megatron_ft.capture.warner import Warner
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.environment import ProcessEnvironment
-from megatron_ft.errors import NotUnderSupervisorError
-from megatron_ft.traffic.word import QuietWord, open_word
+from megatron_ft.core.environment import ProcessEnvironment
+from megatron_ft.core.errors import NotUnderSupervisorError
+from megatron_ft.core.word import QuietWord, open_word
 
 FORGOTTEN = (
     "background traffic was to keep still for %.3f s, which is longer than quiet_seconds (%g s): "

@@ -21,12 +21,12 @@ from megatron_ft.capture.fill import Cuts, Spans, VerifiedCopy, chunk_blocks, co
 from megatron_ft.capture.overlaps import Filled, require_all_held
 from megatron_ft.capture.plan import Planned, dtype_from_name, dtype_name
 from megatron_ft.capture.state import AdoptsTensors, TrainingState, live_tensors
-from megatron_ft.errors import CorruptBlockError, LayoutMismatchError
-from megatron_ft.fault_points import reach
-from megatron_ft.identity import SealedRecord
-from megatron_ft.objects import decode
-from megatron_ft.shard import LayoutEntry, ShardLayout, layout_differences
-from megatron_ft.shard_meta import Meta, unpack_meta
+from megatron_ft.core.errors import CorruptBlockError, LayoutMismatchError
+from megatron_ft.core.fault_points import reach
+from megatron_ft.core.identity import SealedRecord
+from megatron_ft.core.objects import decode
+from megatron_ft.core.shard import LayoutEntry, ShardLayout, layout_differences
+from megatron_ft.core.shard_meta import Meta, unpack_meta
 
 Report = Callable[[int], None]
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_ft.fault_points import reach
+from megatron_ft.core.fault_points import reach
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from megatron_ft.shard import LogicalPlace
+from megatron_ft.core.shard import LogicalPlace
 
 
 @runtime_checkable
@@ -26,7 +26,9 @@ class TrainingState(Protocol):
         """Live tensors that forward or backward may change: secured at the boundary."""
 
     def objects(self) -> dict[str, Any]:
-        """Small values that objects.encode takes, as of now: counters, schedules, generators."""
+        """Small values that core.objects.encode takes, as of now: counters, schedules,
+        generators.
+        """
 
     def replicas(self) -> Mapping[str, Any]:
         """Names of tensors that are equal on all ranks of a group, with that process group."""

@@ -10,7 +10,7 @@ import torch
 
 from megatron_ft.capture.contents import Contents, same_objects
 from megatron_ft.capture.enumeration import DENSE, Enumeration, enumerate_structure
-from megatron_ft.objects.format import PLAIN
+from megatron_ft.core.objects.format import PLAIN
 
 _HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
 _READ = ("state", "param_groups", *_HOOKS)

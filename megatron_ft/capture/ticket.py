@@ -6,7 +6,7 @@ from collections import OrderedDict
 from concurrent.futures import Future
 from threading import Lock
 
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.identity import SnapshotId
 
 
 class Ticket:

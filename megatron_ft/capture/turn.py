@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum, auto
 
 from megatron_ft.arena.format import Permit
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.identity import SnapshotId
 
 
 class Turn(Enum):

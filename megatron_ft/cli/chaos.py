@@ -26,9 +26,9 @@ from pathlib import Path
 
 from megatron_ft.cli import chaos_random
 from megatron_ft.cli.run import command_of
-from megatron_ft.erasure.scheme import Scheme
-from megatron_ft.errors import ConfigError
-from megatron_ft.fault_points import POINTS
+from megatron_ft.core.errors import ConfigError
+from megatron_ft.core.fault_points import POINTS
+from megatron_ft.core.scheme import Scheme
 from megatron_ft.testing.chaos import network, record, report
 from megatron_ft.testing.chaos.cases import FAULTS, VICTIMS, Case, draw, table
 from megatron_ft.testing.chaos.oracle import OracleError, run_oracle, warm_python

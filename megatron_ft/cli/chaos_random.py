@@ -18,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_ft.erasure.scheme import Scheme
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.errors import ConfigError
+from megatron_ft.core.scheme import Scheme
 from megatron_ft.testing.chaos.campaign import EpisodeResult, Limits, run_campaign, table
 from megatron_ft.testing.chaos.campaign_plan import SCHEMES, JobPlan, jobs
 from megatron_ft.testing.chaos.judge import OUTCOMES

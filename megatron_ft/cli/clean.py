@@ -20,11 +20,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ft import private_files
 from megatron_ft.cli import arena_root
-from megatron_ft.environment import JOB, NODE_DIR, SOCKET_NAME
-from megatron_ft.errors import ConfigError, ControlPlaneError, UntrustedFileError
-from megatron_ft.launch import procfs
+from megatron_ft.core import private_files, procfs
+from megatron_ft.core.environment import JOB, NODE_DIR, SOCKET_NAME
+from megatron_ft.core.errors import ConfigError, ControlPlaneError, UntrustedFileError
 from megatron_ft.launch.job_state import JobState, is_supervised, state_folder
 from megatron_ft.smp.local_query import ask, has_listener
 from megatron_ft.smp.messages import Discard, Ok, Refused, Status, StatusRequest

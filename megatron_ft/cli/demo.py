@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ft.errors import ConfigError, MissingEnvironmentError
+from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
 
 if TYPE_CHECKING:
     from megatron_ft.testing.demo.frameworks import Framework

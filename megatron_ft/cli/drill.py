@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from megatron_ft.cli import arena_root
+from megatron_ft.core.errors import ConfigError, SnapshotUnavailableError
+from megatron_ft.core.pace import Pace
+from megatron_ft.core.priority import lower_priority
 from megatron_ft.disk.live import node_folders
-from megatron_ft.errors import ConfigError, SnapshotUnavailableError
-from megatron_ft.pace import Pace
-from megatron_ft.priority import lower_priority
 from megatron_ft.recovery.drill import DrillReport, run_drill
 
 EXIT_CODES: Mapping[int, str] = {

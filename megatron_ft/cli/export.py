@@ -20,10 +20,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_ft.cli import arena_root
+from megatron_ft.core.errors import ConfigError
 from megatron_ft.disk.checkpoint import open_checkpoint
 from megatron_ft.disk.live import open_live
 from megatron_ft.disk.source import OpenSnapshot, SnapshotSource, open_newest
-from megatron_ft.errors import ConfigError
 from megatron_ft.export.formats import FORMATS
 from megatron_ft.launch.job_state import known_shards
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from megatron_ft import __version__
 from megatron_ft.cli.say import discard_output, flush_output, show_any_text
-from megatron_ft.errors import MegatronFTError, MissingEnvironmentError
+from megatron_ft.core.errors import MegatronFTError, MissingEnvironmentError
 
 
 class Command(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 from megatron_ft.cli import arena_root
-from megatron_ft.errors import ControlPlaneError, UntrustedFileError
+from megatron_ft.core.errors import ControlPlaneError, UntrustedFileError
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.local_query import ask, sockets
 

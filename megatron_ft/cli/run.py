@@ -24,7 +24,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from megatron_ft import isal
 from megatron_ft.cli import agent_place, run_place
 from megatron_ft.cli.run_folders import folders_ready, make_folder
 from megatron_ft.cli.run_place import RunPlace
@@ -34,15 +33,16 @@ from megatron_ft.config import SnapshotConfig
 from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.coordinator.plan import Sizes
 from megatron_ft.coordinator.timing import Timing
-from megatron_ft.doctor.slurm import no_kill, warning
-from megatron_ft.erasure.scheme import Scheme
-from megatron_ft.errors import (
+from megatron_ft.core import isal
+from megatron_ft.core.errors import (
     ConfigError,
     MegatronFTError,
     RestartBudgetError,
     UnrecoverableError,
 )
-from megatron_ft.fewer_ranks import SHRINK
+from megatron_ft.core.fewer_ranks import SHRINK
+from megatron_ft.core.scheme import Scheme
+from megatron_ft.doctor.slurm import no_kill, warning
 from megatron_ft.flags import argument_type, help_of
 from megatron_ft.launch import descriptors, job_settings, torchrun
 from megatron_ft.launch.job_state import JobState, state_folder

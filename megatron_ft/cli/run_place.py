@@ -12,11 +12,11 @@ from pathlib import Path
 from megatron_ft.cli import agent_place
 from megatron_ft.cli.agent_place import HOSTFILE, NODES
 from megatron_ft.cli.say import say
-from megatron_ft.errors import ConfigError
-from megatron_ft.fewer_ranks import HOLD, STOP
+from megatron_ft.core.errors import ConfigError
+from megatron_ft.core.fewer_ranks import HOLD, STOP
+from megatron_ft.core.node_names import check_sockets
 from megatron_ft.launch.job_state import make_notes_folder
 from megatron_ft.launch.launcher import HostSource, Launcher
-from megatron_ft.launch.node_names import check_sockets
 from megatron_ft.launch.slurm.allocation import Allocation
 from megatron_ft.launch.slurm.launcher import SlurmLauncher
 from megatron_ft.launch.slurm.replacement import ReplacementHosts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.errors import ConfigError
 
 
 def refuse(problems: list[str]) -> None:

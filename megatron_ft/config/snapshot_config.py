@@ -9,8 +9,8 @@ from typing import Any
 from megatron_ft.config.problems import refuse
 from megatron_ft.config.sources import Source, environment_source, first_given
 from megatron_ft.config.table import SETTINGS, Settings
-from megatron_ft.errors import ConfigError
-from megatron_ft.fewer_ranks import SHRINK
+from megatron_ft.core.errors import ConfigError
+from megatron_ft.core.fewer_ranks import SHRINK
 
 DRAIN_ONLY = (
     "drain_interval",

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_ft.config.problems import nearest, refuse
 from megatron_ft.config.table import SETTINGS
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.errors import ConfigError
 from megatron_ft.setting import Setting
 
 

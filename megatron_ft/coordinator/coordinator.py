@@ -22,8 +22,8 @@ from megatron_ft.coordinator.repairs import Repairs
 from megatron_ft.coordinator.skips import Skips
 from megatron_ft.coordinator.summary import SummaryParts
 from megatron_ft.coordinator.timing import Timing
-from megatron_ft.errors import ControlPlaneError
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.errors import ControlPlaneError
+from megatron_ft.core.identity import SnapshotId
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.security import JobKeys
 from megatron_ft.smp.slot_rules import protected_gives_way

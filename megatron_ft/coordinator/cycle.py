@@ -14,8 +14,8 @@ from megatron_ft.coordinator.actions import Action, Ended, KillWorld, Send
 from megatron_ft.coordinator.capture_round import CaptureRound
 from megatron_ft.coordinator.plan import orders_by_node
 from megatron_ft.coordinator.schedule import Schedule
-from megatron_ft.fault_points import reach
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.fault_points import reach
+from megatron_ft.core.identity import SnapshotId
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.refusals import PinnedError, TransitionRefusedError, WorldGoneError
 

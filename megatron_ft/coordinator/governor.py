@@ -12,7 +12,7 @@ import math
 from collections import deque
 from statistics import median
 
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.identity import SnapshotId
 
 FIRST_ITERATIONS = 2
 """The interval while nothing is known of the cost."""

@@ -12,7 +12,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from megatron_ft.errors import ArenaMemoryError, ControlPlaneError, NoRoomError, error_class
+from megatron_ft.core.errors import ArenaMemoryError, ControlPlaneError, NoRoomError, error_class
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.security import JobKeys
 

@@ -15,9 +15,9 @@ from typing import Any
 from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.link import ARENA_TIMEOUT_SECONDS
 from megatron_ft.coordinator.plan import create_requests, orders_by_node, stripe_orders
-from megatron_ft.errors import ControlPlaneError, MegatronFTError
-from megatron_ft.fault_points import reach
-from megatron_ft.identity import Ancestor, SnapshotId
+from megatron_ft.core.errors import ControlPlaneError, MegatronFTError
+from megatron_ft.core.fault_points import reach
+from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.recovery.decide import Decision
 from megatron_ft.smp import messages as m
 

@@ -8,12 +8,17 @@ from dataclasses import dataclass, field
 
 from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.plan import Sizes, create_requests
+from megatron_ft.core.errors import (
+    ConfigError,
+    LayoutMismatchError,
+    MegatronFTError,
+    RegistrationError,
+)
+from megatron_ft.core.fewer_ranks import RankRule
+from megatron_ft.core.identity import Ancestor, Seat
+from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.domains import Domains, domain_of
-from megatron_ft.erasure.scheme import Scheme
 from megatron_ft.erasure.stripes import RankPlace, plan_stripes
-from megatron_ft.errors import ConfigError, LayoutMismatchError, MegatronFTError, RegistrationError
-from megatron_ft.fewer_ranks import RankRule
-from megatron_ft.identity import Ancestor, Seat
 from megatron_ft.recovery.decide import StripeState
 from megatron_ft.smp import messages as m
 

@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from megatron_ft.coordinator.events import Observers
-from megatron_ft.errors import MegatronFTError
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.errors import MegatronFTError
+from megatron_ft.core.identity import SnapshotId
 from megatron_ft.smp import messages as m
 
 REPAIR_TIMEOUT_SECONDS = 60.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -17,22 +17,22 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_ft.affinity import bind_to_background_cpus
+from megatron_ft.core.affinity import bind_to_background_cpus
+from megatron_ft.core.environment import ProcessEnvironment
+from megatron_ft.core.errors import DrainError, MegatronFTError
+from megatron_ft.core.fault_points import reach
+from megatron_ft.core.gate import QuietGate
+from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
+from megatron_ft.core.pace import Pace
+from megatron_ft.core.priority import lower_priority
+from megatron_ft.core.word import open_word
 from megatron_ft.disk.arenas import hold, scan
 from megatron_ft.disk.manifest import folder_name, is_complete
 from megatron_ft.disk.retention import Keep, clean_up, clear_unfinished
 from megatron_ft.disk.source import SnapshotInfo
 from megatron_ft.disk.write import publish, write_shards
-from megatron_ft.environment import ProcessEnvironment
-from megatron_ft.errors import DrainError, MegatronFTError
-from megatron_ft.fault_points import reach
-from megatron_ft.identity import Ancestor, Seat, SnapshotId
-from megatron_ft.pace import Pace
-from megatron_ft.priority import lower_priority
 from megatron_ft.smp.errand import begin_errand
 from megatron_ft.smp.pin import pinned
-from megatron_ft.traffic.gate import QuietGate
-from megatron_ft.traffic.word import open_word
 
 log = logging.getLogger(__name__)
 

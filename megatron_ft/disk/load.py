@@ -20,18 +20,18 @@ import msgspec
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import ArenaCapacityError, Bytes
 from megatron_ft.arena.format import SlotState
-from megatron_ft.disk.durable import Disk
-from megatron_ft.disk.manifest import Manifest
-from megatron_ft.disk.reader import ShardReader, open_shard, read_manifest
-from megatron_ft.environment import ProcessEnvironment
-from megatron_ft.errors import (
+from megatron_ft.core.environment import ProcessEnvironment
+from megatron_ft.core.errors import (
     CheckpointDamagedError,
     ControlPlaneError,
     DrainError,
     MegatronFTError,
     error_class,
 )
-from megatron_ft.identity import SealedRecord, SnapshotId
+from megatron_ft.core.identity import SealedRecord, SnapshotId
+from megatron_ft.disk.durable import Disk
+from megatron_ft.disk.manifest import Manifest
+from megatron_ft.disk.reader import ShardReader, open_shard, read_manifest
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.local_query import ask
 from megatron_ft.smp.store import SUFFIX

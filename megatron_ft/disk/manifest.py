@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_ft.decoding import UNREADABLE
-from megatron_ft.errors import CheckpointDamagedError
-from megatron_ft.identity import Ancestor, Seat, SnapshotId
+from megatron_ft.core.decoding import UNREADABLE
+from megatron_ft.core.errors import CheckpointDamagedError
+from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
 
 NAME = "manifest.json"
 SHARD_SUFFIX = ".safetensors"

@@ -13,6 +13,8 @@ from typing import TypeVar
 
 import msgspec
 
+from megatron_ft.core.environment import TREE
+from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.doctor import as_trainer
 from megatron_ft.doctor.answer import answers, last_words
 from megatron_ft.doctor.export_folders import export_folders
@@ -27,8 +29,6 @@ from megatron_ft.doctor.facts import (
 )
 from megatron_ft.doctor.slurm import no_kill
 from megatron_ft.doctor.worlds import Worlds
-from megatron_ft.environment import TREE
-from megatron_ft.errors import MegatronFTError
 from megatron_ft.launch import container
 from megatron_ft.launch.launcher import Launcher
 from megatron_ft.launch.outer_launcher import base_environment

@@ -6,7 +6,7 @@ import uuid
 
 import msgspec
 
-from megatron_ft.erasure.scheme import Scheme
+from megatron_ft.core.scheme import Scheme
 
 
 class ProbeRequest(msgspec.Struct, frozen=True):

@@ -11,8 +11,8 @@ from pathlib import Path
 import megatron_ft
 from megatron_ft.arena.limits import memory_readings
 from megatron_ft.cli.clean import find_jobs, living_process
+from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.doctor.facts import ArenaPlace, Leftover, MemoryLimit
-from megatron_ft.errors import MegatronFTError
 from megatron_ft.smp.ownership import make_node_dir
 
 LOGIND_FOLDERS = ("/etc/systemd", "/run/systemd", "/usr/local/lib/systemd", "/usr/lib/systemd")

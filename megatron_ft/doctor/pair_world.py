@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
+from megatron_ft.core.environment import NODE, NODE_DIR
 from megatron_ft.doctor.answer import say
 from megatron_ft.doctor.facts import WorldRank
 from megatron_ft.doctor.pair_meter import PairMeter, WorldRequest, meet
 from megatron_ft.doctor.pairs import round_robin
-from megatron_ft.environment import NODE, NODE_DIR
 from megatron_ft.erasure.world import join_world
 
 

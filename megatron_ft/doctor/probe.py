@@ -16,6 +16,9 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_ft.core.environment import ProcessEnvironment
+from megatron_ft.core.pid_namespace import pid_namespace
+from megatron_ft.core.scheme import Scheme
 from megatron_ft.doctor.answer import say
 from megatron_ft.doctor.as_trainer import PACKAGES, versions
 from megatron_ft.doctor.export_folders import try_folder
@@ -30,9 +33,6 @@ from megatron_ft.doctor.machine import (
     soft_limit,
 )
 from megatron_ft.doctor.rates import measure_drain, measure_rates
-from megatron_ft.environment import ProcessEnvironment
-from megatron_ft.erasure.scheme import Scheme
-from megatron_ft.smp.pid_namespace import pid_namespace
 
 
 def examine(request: ProbeRequest, where: ProcessEnvironment, began: float) -> NodeFacts:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.doctor.answer import answers, last_words
 from megatron_ft.doctor.facts import WorldFacts, WorldRank
 from megatron_ft.doctor.pair_meter import Measured, WorldRequest
@@ -24,7 +25,6 @@ from megatron_ft.doctor.pairs import (
     pair_of,
     second_round,
 )
-from megatron_ft.errors import MegatronFTError
 from megatron_ft.launch.launcher import Launcher, Placement
 from megatron_ft.launch.outer_launcher import base_environment
 from megatron_ft.launch.world_starter import AUTO, WorldStarter

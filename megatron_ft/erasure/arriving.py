@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_ft.arena.digest import digest_block, digest_table, tail_is_zero, verify_root
+from megatron_ft.core.identity import SealedRecord
 from megatron_ft.erasure.checks import CorruptMemberError, parity_digests_of
 from megatron_ft.erasure.member import Digests, MemberView, StripeCode, chunk_of
-from megatron_ft.identity import SealedRecord
 
 
 class ArrivingMember:

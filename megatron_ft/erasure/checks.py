@@ -8,11 +8,11 @@ from typing import Protocol
 import numpy as np
 
 from megatron_ft.arena.digest import digest_blocks, digest_root
+from megatron_ft.core.errors import CorruptBlockError
+from megatron_ft.core.identity import SealedRecord
+from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.member import Digests, MemberView, StripeCode
 from megatron_ft.erasure.run_check import RunCheck
-from megatron_ft.errors import CorruptBlockError
-from megatron_ft.identity import SealedRecord
-from megatron_ft.isal import Bytes
 
 
 class CorruptMemberError(CorruptBlockError):

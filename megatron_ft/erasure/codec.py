@@ -16,9 +16,9 @@ from typing import Protocol, cast
 
 import numpy as np
 
-from megatron_ft import isal
-from megatron_ft.errors import ConfigError, MissingEnvironmentError
-from megatron_ft.isal import Bytes
+from megatron_ft.core import isal
+from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
+from megatron_ft.core.isal import Bytes
 
 Kernel = Callable[[Sequence[Bytes], Sequence[Bytes]], None]
 """``kernel(sources, outputs)``: all buffers have one length, any below 2 GiB."""

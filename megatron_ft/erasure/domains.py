@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from megatron_ft.erasure.scheme import Scheme, largest_scheme
-from megatron_ft.errors import ProtectionError
+from megatron_ft.core.errors import ProtectionError
+from megatron_ft.core.scheme import Scheme, largest_scheme
 
 Domains = Mapping[str, str]
 """Failure domain by node; a node that is not named is a domain of its own."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.checks import Check, DataCheck, ParityCheck, digest_table_of
 from megatron_ft.erasure.member import MemberView, StripeCode
 from megatron_ft.erasure.solving import RowSolver, piece_of
-from megatron_ft.isal import Bytes
 
 Checks = tuple[DataCheck, ParityCheck]
 

@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 
+from megatron_ft.core.identity import SealedRecord
 from megatron_ft.erasure.checks import (
     CorruptMemberError,
     parity_root,
@@ -35,7 +36,6 @@ from megatron_ft.erasure.transport import (
     Window,
     barrier,
 )
-from megatron_ft.identity import SealedRecord
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import product
 
+from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.member import StripeCode, chunk_of
 from megatron_ft.erasure.pieces import SparePieces
 from megatron_ft.erasure.transport import (
@@ -23,7 +24,6 @@ from megatron_ft.erasure.transport import (
     Window,
     buffer_sets,
 )
-from megatron_ft.isal import Bytes
 
 OnColumn = Callable[[int, slice, Bytes], None]
 """Called with (column, part of the chunk, bytes) when a source piece has arrived."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.checks import (
     CorruptMemberError,
     DataCheck,
@@ -13,7 +14,6 @@ from megatron_ft.erasure.checks import (
     parity_digests_of,
 )
 from megatron_ft.erasure.member import MemberView, StripeCode
-from megatron_ft.isal import Bytes
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
+from megatron_ft.core.errors import CorruptBlockError
+from megatron_ft.core.identity import SealedRecord
 from megatron_ft.erasure.checks import (
     CorruptMemberError,
     DataCheck,
@@ -15,8 +17,6 @@ from megatron_ft.erasure.checks import (
 )
 from megatron_ft.erasure.member import MemberView, StripeCode
 from megatron_ft.erasure.transport import Link, exchange
-from megatron_ft.errors import CorruptBlockError
-from megatron_ft.identity import SealedRecord
 
 
 class Introduction(msgspec.Struct, frozen=True):

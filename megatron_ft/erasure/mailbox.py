@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from megatron_ft.core.errors import TransportError
+from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.transport import wrong_length
-from megatron_ft.errors import TransportError
-from megatron_ft.isal import Bytes
 
 CREDIT = 4
 """How many messages to one peer may be under way beside the one that is waited for."""

@@ -9,9 +9,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ft.core.identity import SealedRecord
+from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.layout import Layout
-from megatron_ft.identity import SealedRecord
-from megatron_ft.isal import Bytes
 
 Digests = npt.NDArray[np.uint64]
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.checks import (
     CorruptMemberError,
     DataCheck,
@@ -19,7 +20,6 @@ from megatron_ft.erasure.checks import (
 )
 from megatron_ft.erasure.inspection import block_of
 from megatron_ft.erasure.member import MemberView, StripeCode
-from megatron_ft.isal import Bytes
 
 Blocks = Mapping[int, Bytes]
 """Block numbers, and the whole blocks that belong there."""

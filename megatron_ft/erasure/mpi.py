@@ -8,8 +8,8 @@ from typing import cast
 
 from mpi4py import MPI
 
+from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.transport import Pending, wrong_length
-from megatron_ft.isal import Bytes
 
 _SPIN_SECONDS = 200e-6
 """So long a wait only yields: on a fast network a piece is there by then."""

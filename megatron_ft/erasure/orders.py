@@ -17,6 +17,12 @@ from uuid import UUID
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotHeader
+from megatron_ft.core.errors import ControlPlaneError
+from megatron_ft.core.fault_points import reach
+from megatron_ft.core.gate import QuietGate
+from megatron_ft.core.identity import SnapshotId
+from megatron_ft.core.pace import Pace
+from megatron_ft.core.word import QuietWord
 from megatron_ft.erasure.encode import EncodeResult, encode
 from megatron_ft.erasure.inspection import Damage
 from megatron_ft.erasure.member import MemberView, StripeCode
@@ -25,10 +31,6 @@ from megatron_ft.erasure.rebuild import RebuildResult, rebuild
 from megatron_ft.erasure.repair import RecomputedBlocks, recompute
 from megatron_ft.erasure.transport import Transport
 from megatron_ft.erasure.verify import VerifyResult, verify
-from megatron_ft.errors import ControlPlaneError
-from megatron_ft.fault_points import reach
-from megatron_ft.identity import SnapshotId
-from megatron_ft.pace import Pace
 from megatron_ft.smp.messages import (
     Encoded,
     EncodeOrder,
@@ -42,8 +44,6 @@ from megatron_ft.smp.messages import (
     StripeOrder,
     VerifyOrder,
 )
-from megatron_ft.traffic.gate import QuietGate
-from megatron_ft.traffic.word import QuietWord
 
 Order = EncodeOrder | RebuildOrder | VerifyOrder | RepairOrder
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_ft.core.isal import Bytes
+from megatron_ft.core.pace import Pace
 from megatron_ft.erasure.transport import Pending, Transport
-from megatron_ft.isal import Bytes
-from megatron_ft.pace import Pace
 
 
 class PacedTransport:

@@ -15,8 +15,8 @@ from types import TracebackType
 import numpy as np
 
 from megatron_ft.arena.huge_pages import huge_page_bytes
+from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.member import StripeCode
-from megatron_ft.isal import Bytes
 
 _LINE_BYTES = 64
 _STAGGER_BYTES = 5 * _LINE_BYTES

@@ -15,6 +15,10 @@ from itertools import product
 
 import numpy as np
 
+from megatron_ft.core.errors import UnrecoverableError
+from megatron_ft.core.fault_points import reach
+from megatron_ft.core.identity import SealedRecord
+from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.arriving import ArrivingMember
 from megatron_ft.erasure.checks import (
     Check,
@@ -43,10 +47,6 @@ from megatron_ft.erasure.transport import (
     barrier,
     buffer_sets,
 )
-from megatron_ft.errors import UnrecoverableError
-from megatron_ft.fault_points import reach
-from megatron_ft.identity import SealedRecord
-from megatron_ft.isal import Bytes
 
 _Checks = tuple[DataCheck, ParityCheck]
 

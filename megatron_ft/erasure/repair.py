@@ -13,6 +13,7 @@ from functools import partial
 
 import numpy as np
 
+from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.checks import Check, CorruptMemberError
 from megatron_ft.erasure.codec import Codec
 from megatron_ft.erasure.inspection import Damage
@@ -20,7 +21,6 @@ from megatron_ft.erasure.introduce import Introduction, agreed_records, introduc
 from megatron_ft.erasure.member import MemberView, StripeCode
 from megatron_ft.erasure.solving import Checks, Place, RowSolver, piece_of, places_of
 from megatron_ft.erasure.transport import Kind, Link, Transport, Window, barrier
-from megatron_ft.isal import Bytes
 
 
 @dataclass

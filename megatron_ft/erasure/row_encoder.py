@@ -7,13 +7,13 @@ from functools import partial
 
 import numpy as np
 
+from megatron_ft.core.fault_points import reach
+from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.checks import DataCheck, parity_digests_of
 from megatron_ft.erasure.codec import Codec, open_codec
 from megatron_ft.erasure.member import MemberView, StripeCode, chunk_of
 from megatron_ft.erasure.pieces import SparePieces
 from megatron_ft.erasure.transport import Exchange, Kind, Link, Pending
-from megatron_ft.fault_points import reach
-from megatron_ft.isal import Bytes
 
 COPYING = ("xor", "replica")
 """Kinds whose parity of one data column is that column."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from megatron_ft.arena.digest import digest_block
 from megatron_ft.arena.format import DIGEST_CRC64
 from megatron_ft.arena.joined_crc import joined_crcs
+from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.member import Digests, StripeCode
-from megatron_ft.isal import Bytes
 
 
 class RunCheck:

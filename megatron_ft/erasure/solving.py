@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.checks import Check
 from megatron_ft.erasure.codec import Codec, Kernel
 from megatron_ft.erasure.inspection import Damage
 from megatron_ft.erasure.member import MemberView, StripeCode, chunk_of
 from megatron_ft.erasure.row_encoder import open_row_codec
-from megatron_ft.isal import Bytes
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ft.arena.format import BLOCK_BYTES
+from megatron_ft.core.errors import ProtectionError
+from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.domains import check_domains, stripe_sets
-from megatron_ft.erasure.scheme import Scheme
-from megatron_ft.errors import ProtectionError
 
 
 @dataclass(frozen=True)

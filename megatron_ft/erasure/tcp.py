@@ -20,7 +20,9 @@ from typing import NamedTuple
 import msgspec
 import zmq
 
-from megatron_ft import private_files
+from megatron_ft.core import private_files
+from megatron_ft.core.errors import TransportError
+from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.mailbox import Mailbox, Receive
 from megatron_ft.erasure.tcp_sockets import (
     IO_THREADS,
@@ -32,8 +34,6 @@ from megatron_ft.erasure.tcp_sockets import (
 )
 from megatron_ft.erasure.ticket import Listening, Ticket
 from megatron_ft.erasure.transport import Pending
-from megatron_ft.errors import TransportError
-from megatron_ft.isal import Bytes
 from megatron_ft.smp.message_base import MOST_BYTES
 
 TABLE_SECONDS = 120.0

@@ -17,7 +17,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
-from megatron_ft.isal import Bytes
+from megatron_ft.core.isal import Bytes
 from megatron_ft.smp.message_base import MOST_BYTES
 from megatron_ft.smp.security import JobKeys
 

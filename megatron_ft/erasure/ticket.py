@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from megatron_ft.decoding import UNREADABLE
-from megatron_ft.errors import ControlPlaneError
+from megatron_ft.core.decoding import UNREADABLE
+from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.smp.message_base import Name
 from megatron_ft.smp.security import JobKeys
 

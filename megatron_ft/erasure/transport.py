@@ -20,9 +20,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from megatron_ft.erasure.scheme import MAX_MEMBERS
-from megatron_ft.errors import TransportError
-from megatron_ft.isal import Bytes
+from megatron_ft.core.errors import TransportError
+from megatron_ft.core.isal import Bytes
+from megatron_ft.core.scheme import MAX_MEMBERS
 
 Pending = object
 """A transfer that was started and not waited for; only its transport knows what it is."""

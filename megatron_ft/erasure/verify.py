@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.checks import (
     Check,
     CorruptMemberError,
@@ -26,7 +27,6 @@ from megatron_ft.erasure.member import Digests, MemberView, StripeCode
 from megatron_ft.erasure.pieces import SparePieces
 from megatron_ft.erasure.row_encoder import encode_kernel, open_row_codec
 from megatron_ft.erasure.transport import Exchange, Link, Transport, exchange
-from megatron_ft.isal import Bytes
 
 
 @dataclass(frozen=True)

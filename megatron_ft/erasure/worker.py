@@ -21,14 +21,15 @@ from uuid import UUID
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from megatron_ft.affinity import bind_to_background_cpus
-from megatron_ft.environment import ProcessEnvironment
+from megatron_ft.core.affinity import bind_to_background_cpus
+from megatron_ft.core.environment import ProcessEnvironment
+from megatron_ft.core.errors import ControlPlaneError
+from megatron_ft.core.priority import lower_priority
+from megatron_ft.core.word import open_word
 from megatron_ft.erasure.checks import CorruptMemberError
 from megatron_ft.erasure.orders import Order, OrderRunner
 from megatron_ft.erasure.transport import Transport
 from megatron_ft.erasure.world import join_world
-from megatron_ft.errors import ControlPlaneError
-from megatron_ft.priority import lower_priority
 from megatron_ft.smp import local_socket
 from megatron_ft.smp.messages import (
     EncodeOrder,
@@ -43,7 +44,6 @@ from megatron_ft.smp.messages import (
     decode,
     encode,
 )
-from megatron_ft.traffic.word import open_word
 
 WELCOME_SECONDS = 60.0
 FLUSH_SECONDS = 5.0

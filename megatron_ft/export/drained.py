@@ -17,19 +17,19 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_ft.decoding import UNREADABLE
+from megatron_ft.core.decoding import UNREADABLE
+from megatron_ft.core.errors import ExportError
+from megatron_ft.core.fault_points import reach
+from megatron_ft.core.identity import Ancestor, SnapshotId
+from megatron_ft.core.lineage import on_lineage
 from megatron_ft.disk.checkpoint import open_checkpoint
 from megatron_ft.disk.drain import DrainPlan, run_step
 from megatron_ft.disk.durable import Disk
 from megatron_ft.disk.native import iteration_of, retract
 from megatron_ft.disk.source import open_newest
-from megatron_ft.errors import ExportError
 from megatron_ft.export.formats import Writer, format_of, writer_of
 from megatron_ft.export.hold import hold_to_write
 from megatron_ft.export.publish import partial_of
-from megatron_ft.fault_points import reach
-from megatron_ft.identity import Ancestor, SnapshotId
-from megatron_ft.recovery.lineage import on_lineage
 
 log = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from megatron_ft.decoding import UNREADABLE
-from megatron_ft.errors import ExportError
-from megatron_ft.objects import decode, encode
-from megatron_ft.objects.encode import Part
-from megatron_ft.objects.format import MOST_BYTES
+from megatron_ft.core.decoding import UNREADABLE
+from megatron_ft.core.errors import ExportError
+from megatron_ft.core.objects import decode, encode
+from megatron_ft.core.objects.encode import Part
+from megatron_ft.core.objects.format import MOST_BYTES
 
 FORM_VERSION = 3
 
@@ -97,7 +97,7 @@ def dump(value: Any, describe: Callable[[Any], Wanted | None]) -> bytes:
     """``value`` encoded and compressed, with what ``describe`` gives in the place of its parts.
 
     ``describe`` gets every object in it but numbers and texts, and returns None for those that
-    are kept as they are.  What it raises comes through; UnencodableError as of objects.encode.
+    are kept as they are.  What it raises comes through; UnencodableError as of core.objects.encode.
     """
 
     def stand_in(part: Any) -> Part | None:

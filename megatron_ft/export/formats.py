@@ -6,8 +6,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
+from megatron_ft.core.errors import ConfigError, ExportError
 from megatron_ft.disk.source import OpenSnapshot
-from megatron_ft.errors import ConfigError, ExportError
 from megatron_ft.export.form import CheckpointForm
 
 _WRITERS = {

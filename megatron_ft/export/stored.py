@@ -9,8 +9,8 @@ import torch
 
 from megatron_ft.capture.binding import region_tensor
 from megatron_ft.capture.plan import dtype_from_name
+from megatron_ft.core.shard import LayoutEntry
 from megatron_ft.disk.source import ShardBytes
-from megatron_ft.shard import LayoutEntry
 
 
 class StoredTensors:

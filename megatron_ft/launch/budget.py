@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from megatron_ft.errors import RestartBudgetError
+from megatron_ft.core.errors import RestartBudgetError
 
 _DOUBLINGS_LIMIT = 30
 OTHER_STARTS = 3

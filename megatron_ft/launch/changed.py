@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from megatron_ft.errors import ConfigError, LayoutMismatchError
-from megatron_ft.fewer_ranks import SHRINK
+from megatron_ft.core.errors import ConfigError, LayoutMismatchError
+from megatron_ft.core.fewer_ranks import SHRINK
 from megatron_ft.launch.job_state import JobRecord
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.recovery.decide import Decision

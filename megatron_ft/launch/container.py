@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_ft.environment import INCARNATION, JOB, NODE, NODE_DIR, TREE
+from megatron_ft.core.environment import INCARNATION, JOB, NODE, NODE_DIR, TREE
 from megatron_ft.launch.outer_launcher import base_environment
 
 _CLIENTS = ("docker", "podman", "nerdctl")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 
-from megatron_ft.errors import MissingEnvironmentError
+from megatron_ft.core.errors import MissingEnvironmentError
 from megatron_ft.launch.spec import JobSpec
 
 _ALWAYS, _A_NODE, _A_PROCESS = 48, 5, 3

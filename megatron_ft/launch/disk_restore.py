@@ -14,16 +14,16 @@ from pathlib import Path
 
 from megatron_ft.coordinator.recovery import DiskSource, Restore
 from megatron_ft.coordinator.registration import new_stripes
+from megatron_ft.core.errors import ConfigError, DrainError, MegatronFTError
+from megatron_ft.core.identity import Ancestor, SnapshotId
+from megatron_ft.core.in_thread import in_thread
 from megatron_ft.disk.drained import Choice, Drained, Wanted, choose, find, of_one_job
 from megatron_ft.disk.load import EXIT_DAMAGED, LoadPlan
 from megatron_ft.disk.native import iteration_of, newest_checkpoint
 from megatron_ft.erasure.domains import domain_of
 from megatron_ft.erasure.stripes import RankPlace
-from megatron_ft.errors import ConfigError, DrainError, MegatronFTError
-from megatron_ft.identity import Ancestor, SnapshotId
 from megatron_ft.launch.distrust import memory_goes_first, reason_against_own
 from megatron_ft.launch.drain_processes import DrainProcesses, StepFailedError
-from megatron_ft.launch.in_thread import in_thread
 from megatron_ft.launch.job_state import JobRecord
 from megatron_ft.launch.launcher import Launcher
 from megatron_ft.launch.spec import JobSpec

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from megatron_ft.environment import INCARNATION
-from megatron_ft.errors import DrainError
+from megatron_ft.core.environment import INCARNATION
+from megatron_ft.core.errors import DrainError
+from megatron_ft.core.log_end import last_word, size
+from megatron_ft.core.priority import started_low
 from megatron_ft.launch.launcher import Launcher, ProcessHandle
-from megatron_ft.launch.log_end import last_word, size
 from megatron_ft.launch.outer_launcher import base_environment
 from megatron_ft.launch.spec import JobSpec
-from megatron_ft.priority import started_low
 
 STEP_TIMEOUT_SECONDS = 3600.0
 MODULES = {"load": "megatron_ft.disk.load", "export": "megatron_ft.export.drained"}

@@ -6,13 +6,13 @@ import signal
 
 from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.events import JobEvent
-from megatron_ft.errors import error_class
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.errors import error_class
+from megatron_ft.core.identity import SnapshotId
+from megatron_ft.core.log_end import last_lines
 from megatron_ft.launch.budget import Failure
 from megatron_ft.launch.fleet import TrainerExit, TrainerFleet
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.launcher import Launcher
-from megatron_ft.launch.log_end import last_lines
 from megatron_ft.launch.oom import OomKills
 from megatron_ft.smp import messages as m
 

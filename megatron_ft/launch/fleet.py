@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from megatron_ft import private_files
-from megatron_ft.environment import INCARNATION, TREE
+from megatron_ft.core import private_files
+from megatron_ft.core.environment import INCARNATION, TREE
+from megatron_ft.core.errors import ControlPlaneError
+from megatron_ft.core.fault_points import reach
+from megatron_ft.core.log_end import last_word, size, text_since
+from megatron_ft.core.ports import free_port
 from megatron_ft.erasure.worker import ENCODE_RATE
-from megatron_ft.errors import ControlPlaneError
-from megatron_ft.fault_points import reach
 from megatron_ft.launch import container
 from megatron_ft.launch.job_state import JobState, SmpPlace
 from megatron_ft.launch.launcher import (
@@ -26,9 +28,7 @@ from megatron_ft.launch.launcher import (
     ProcessGoneError,
     ProcessHandle,
 )
-from megatron_ft.launch.log_end import last_word, size, text_since
 from megatron_ft.launch.outer_launcher import base_environment
-from megatron_ft.launch.ports import free_port
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.startup import before_script
 from megatron_ft.launch.trainer_env import TrainerPlace

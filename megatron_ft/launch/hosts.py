@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from megatron_ft.errors import MegatronFTError
+from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.launch.job_parts import JobParts
 from megatron_ft.launch.launcher import HostSource
 

@@ -17,7 +17,7 @@ from megatron_ft.config import (
     environment_source,
     resolve,
 )
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.errors import ConfigError
 from megatron_ft.flags import read_command
 
 SHARED = tuple(setting for setting in SETTINGS.values() if setting.job)

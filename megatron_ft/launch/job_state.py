@@ -15,17 +15,17 @@ from typing import Any
 
 import msgspec
 
-from megatron_ft import private_files
-from megatron_ft.decoding import UNREADABLE
-from megatron_ft.errors import (
+from megatron_ft.core import private_files
+from megatron_ft.core.decoding import UNREADABLE
+from megatron_ft.core.errors import (
     ConfigError,
     ControlPlaneError,
     StaleIncarnationError,
     UntrustedFileError,
 )
-from megatron_ft.fault_points import reach
-from megatron_ft.fewer_ranks import RankRule
-from megatron_ft.identity import Ancestor, Seat
+from megatron_ft.core.fault_points import reach
+from megatron_ft.core.fewer_ranks import RankRule
+from megatron_ft.core.identity import Ancestor, Seat
 from megatron_ft.recovery.quarantine import Quarantine
 
 VERSION = 2

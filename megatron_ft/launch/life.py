@@ -17,9 +17,9 @@ from megatron_ft.coordinator.registration import (
     settle_stripes,
     wait_for_all,
 )
-from megatron_ft.environment import RESTORE
-from megatron_ft.errors import ConfigError
-from megatron_ft.fewer_ranks import SHRINK, RankRule
+from megatron_ft.core.environment import RESTORE
+from megatron_ft.core.errors import ConfigError
+from megatron_ft.core.fewer_ranks import SHRINK, RankRule
 from megatron_ft.launch.budget import Failure
 from megatron_ft.launch.changed import check_shard
 from megatron_ft.launch.failure import NODE_LOST, trainer_failure

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_ft.launch import procfs
+from megatron_ft.core import procfs
 
 LOOPBACK = b"lo\0"
 LONGEST_SECONDS = 10.0

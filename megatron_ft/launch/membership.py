@@ -11,14 +11,14 @@ import msgspec
 
 from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.recovery import Admitted, LifeHigherError, admit
-from megatron_ft.erasure.domains import check_domains, crowded
-from megatron_ft.errors import (
+from megatron_ft.core.errors import (
     ArenaForeignError,
     ControlPlaneError,
     MegatronFTError,
     NoRoomError,
     StaleIncarnationError,
 )
+from megatron_ft.erasure.domains import check_domains, crowded
 from megatron_ft.launch.changed import check_nodes
 from megatron_ft.launch.fleet import Result, SmpFleet, unless
 from megatron_ft.launch.job_state import JobState

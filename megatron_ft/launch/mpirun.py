@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from megatron_ft.environment import INCARNATION, JOB, NODE, NODE_DIR
+from megatron_ft.core.environment import INCARNATION, JOB, NODE, NODE_DIR
+from megatron_ft.core.errors import NoMpiError
 from megatron_ft.erasure.member import PIECE_BYTES
-from megatron_ft.errors import NoMpiError
 from megatron_ft.launch.launcher import Placement
 from megatron_ft.launch.outer_launcher import without_outer_launcher
 

@@ -6,8 +6,8 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.domains import Domains, domain_of, members_of, stripe_sets
-from megatron_ft.erasure.scheme import Scheme
 
 MOST_TRIED = 10_000
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_ft.environment import TREE
-from megatron_ft.errors import ControlPlaneError, MissingEnvironmentError
-from megatron_ft.launch import procfs
+from megatron_ft.core import procfs
+from megatron_ft.core.environment import TREE
+from megatron_ft.core.errors import ControlPlaneError, MissingEnvironmentError
 from megatron_ft.launch.launcher import UNKNOWN_EXIT, ProcessGoneError
 
 # The smallest a pipe can be: what fits is written before the process exists, without blocking.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from megatron_ft.coordinator.recovery import Admitted, Restore, describe_restore
-from megatron_ft.errors import MegatronFTError
+from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.launch.job_parts import JobParts
 from megatron_ft.launch.restore_choice import RestoreChoice, carry_out
 

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ft.coordinator.recovery import Admitted
+from megatron_ft.core.errors import ProtectionError
+from megatron_ft.core.fault_points import reach
+from megatron_ft.core.fewer_ranks import SHRINK, RankRule
+from megatron_ft.core.scheme import Scheme
 from megatron_ft.disk.drained import Drained
 from megatron_ft.disk.native import iteration_of, newest_checkpoint
 from megatron_ft.erasure.domains import Domains, check_domains
-from megatron_ft.erasure.scheme import Scheme
-from megatron_ft.errors import ProtectionError
-from megatron_ft.fault_points import reach
-from megatron_ft.fewer_ranks import SHRINK, RankRule
 from megatron_ft.launch.distrust import memory_goes_first, reason_against_own
 from megatron_ft.launch.job_parts import JobParts
 from megatron_ft.launch.placement import choose_active

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_ft.affinity import BACKGROUND_CPUS
 from megatron_ft.coordinator.plan import Sizes
 from megatron_ft.coordinator.timing import Timing
+from megatron_ft.core.affinity import BACKGROUND_CPUS
+from megatron_ft.core.errors import ConfigError, ProtectionError
+from megatron_ft.core.fewer_ranks import SHRINK, STOP
+from megatron_ft.core.scheme import Scheme, largest_scheme
 from megatron_ft.erasure.domains import Domains
-from megatron_ft.erasure.scheme import Scheme, largest_scheme
-from megatron_ft.errors import ConfigError, ProtectionError
-from megatron_ft.fewer_ranks import SHRINK, STOP
 from megatron_ft.launch.budget import RestartBudget
 from megatron_ft.watch.timeout import HangSettings
 

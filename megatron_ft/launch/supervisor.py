@@ -11,7 +11,7 @@ import asyncio
 from dataclasses import replace
 
 from megatron_ft.coordinator.recovery import RebuildError
-from megatron_ft.errors import (
+from megatron_ft.core.errors import (
     ConfigError,
     ControlPlaneError,
     MegatronFTError,
@@ -20,12 +20,12 @@ from megatron_ft.errors import (
     RestartBudgetError,
     StaleIncarnationError,
 )
+from megatron_ft.core.in_thread import in_thread
 from megatron_ft.launch.budget import Failure
 from megatron_ft.launch.disk_restore import LoadError
 from megatron_ft.launch.failure import NODE_LOST
 from megatron_ft.launch.foresight import folder_of, newest_saved
 from megatron_ft.launch.hosts import hold_for_hosts
-from megatron_ft.launch.in_thread import in_thread
 from megatron_ft.launch.job_parts import JobParts
 from megatron_ft.launch.life import Life
 from megatron_ft.launch.membership import NoSpareError

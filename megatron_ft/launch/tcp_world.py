@@ -20,12 +20,12 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_ft import private_files
+from megatron_ft.core import private_files
+from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.erasure.tcp import EXIT_PEER_GONE
 from megatron_ft.erasure.tcp_sockets import send_table
 from megatron_ft.erasure.ticket import Listening, Ticket
 from megatron_ft.erasure.world import RANK_TRANSPORT, TCP
-from megatron_ft.errors import MegatronFTError
 from megatron_ft.launch.launcher import Launcher, Placement, ProcessHandle
 from megatron_ft.launch.world import WORLD, WORLD_NODES
 from megatron_ft.smp.security import SECRET_BYTES

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from megatron_ft.errors import ConfigError, MissingEnvironmentError
+from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
 
 SLURM = "slurm"
 """The word that stands for the topology of the Slurm cluster that we are on."""

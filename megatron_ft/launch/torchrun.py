@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.errors import ConfigError
 
 _DEEPSPEED = ("deepspeed", "ds")
 _MODULES = ("torch.distributed.run", "torch.distributed.launch")

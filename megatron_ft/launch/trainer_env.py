@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_ft.environment import TREE
+from megatron_ft.core.environment import TREE
 
 # The supervisor restarts all ranks itself, and torch must not look for an agent's store.
 _FIXED = {

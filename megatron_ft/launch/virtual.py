@@ -14,13 +14,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron_ft import private_files
-from megatron_ft.environment import INCARNATION, JOB, NODE, NODE_DIR, READY_NAME
-from megatron_ft.errors import ConfigError, MissingEnvironmentError, UntrustedFileError
-from megatron_ft.launch import procfs
+from megatron_ft.core import private_files, procfs
+from megatron_ft.core.environment import INCARNATION, JOB, NODE, NODE_DIR, READY_NAME
+from megatron_ft.core.errors import ConfigError, MissingEnvironmentError, UntrustedFileError
+from megatron_ft.core.node_names import check_names
 from megatron_ft.launch.launcher import NodeUnreachable, Placement, ProcessGoneError
 from megatron_ft.launch.mpirun import MpiLauncher, find_mpi
-from megatron_ft.launch.node_names import check_names
 from megatron_ft.launch.process import LocalProcess
 from megatron_ft.launch.spread import Spread
 from megatron_ft.launch.virtual_network import HOST, Network, RemoteProcess, spread_over

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from megatron_ft.environment import NODE
-from megatron_ft.errors import NoMpiError
+from megatron_ft.core.environment import NODE
+from megatron_ft.core.errors import NoMpiError
 from megatron_ft.launch.launcher import UNKNOWN_EXIT
 from megatron_ft.launch.mpirun import MpiKind, MpiLauncher
 from megatron_ft.launch.process import LocalProcess

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from megatron_ft import json_section
-from megatron_ft.environment import TREE
-from megatron_ft.errors import MegatronFTError
+from megatron_ft.core.environment import TREE
+from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.flags import read_command
 from megatron_ft.launch import container
 from megatron_ft.launch.launcher import Launcher, ProcessHandle

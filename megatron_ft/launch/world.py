@@ -10,9 +10,9 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from megatron_ft.environment import JOB, NODE, NODE_DIR
-from megatron_ft.errors import ControlPlaneError, MpiError
-from megatron_ft.launch import procfs
+from megatron_ft.core import procfs
+from megatron_ft.core.environment import JOB, NODE, NODE_DIR
+from megatron_ft.core.errors import ControlPlaneError, MpiError
 from megatron_ft.launch.launcher import Placement
 from megatron_ft.launch.listeners import keep_to_loopback
 from megatron_ft.launch.mpirun import (

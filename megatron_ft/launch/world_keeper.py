@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from megatron_ft.coordinator.coordinator import Coordinator
-from megatron_ft.errors import MegatronFTError
+from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.launch.fleet import EncoderWorld
 
 FIRST_DELAY_SECONDS = 0.5

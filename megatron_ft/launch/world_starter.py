@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_ft.core.errors import NoMpiError
 from megatron_ft.erasure.world import MPI, RANK_TRANSPORT, TCP
-from megatron_ft.errors import NoMpiError
 from megatron_ft.launch.launcher import Launcher, Placement, ProcessHandle
 from megatron_ft.launch.tcp_world import TcpWorldProcess
 

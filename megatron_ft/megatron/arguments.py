@@ -16,8 +16,8 @@ from megatron_ft.config import (
     refuse,
     resolve,
 )
-from megatron_ft.errors import ConfigError
-from megatron_ft.fewer_ranks import SHRINK
+from megatron_ft.core.errors import ConfigError
+from megatron_ft.core.fewer_ranks import SHRINK
 from megatron_ft.flags import add_flags, attribute_of, flag_source, read_command
 from megatron_ft.megatron import fewer_ranks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megatron_ft.errors import UnsupportedVersionError
+from megatron_ft.core.errors import UnsupportedVersionError
 from megatron_ft.megatron.hooks import install
 
 

@@ -9,13 +9,13 @@ import torch
 
 from megatron_ft.capture.addresses import AddressBook, Window
 from megatron_ft.capture.plan import dtype_name
-from megatron_ft.errors import ExportError
+from megatron_ft.core.errors import ExportError
+from megatron_ft.core.shard import Piece
 from megatron_ft.export import form
 from megatron_ft.export.form import Wanted
 from megatron_ft.megatron.logical_map import place_of
 from megatron_ft.megatron.optimizer import MAIN, Master
 from megatron_ft.megatron.save_form import SaveForm, meta_key, sharded_tensors
-from megatron_ft.shard import Piece
 
 
 class RankTensors(NamedTuple):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.errors import ConfigError
 
 RESERVED_BYTES = 1 << 20
 """Room that is planned for the state of an external loader, which exists only later."""
@@ -51,7 +51,7 @@ def check(data_iterator: Any) -> None:
 
 
 def capture(data_iterator: Any) -> list[Any]:
-    """The state of each loader on this rank; of values that objects.encode takes."""
+    """The state of each loader on this rank; of values that core.objects.encode takes."""
     return [_methods(loader)[0]() for loader in _loaders(data_iterator)]
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from megatron_ft.core.shard import LogicalPlace, Piece
 from megatron_ft.export.form import CheckpointForm
 from megatron_ft.megatron import checkpoint_form, logical_map, save_form
 from megatron_ft.megatron.checkpoint_form import RankTensors
-from megatron_ft.shard import LogicalPlace, Piece
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_ft.errors import LayoutMismatchError
+from megatron_ft.core.errors import LayoutMismatchError
 
 _MODEL = ("num_layers", "hidden_size", "num_attention_heads", "add_position_embedding")
 _VOCABULARY = ("max_position_embeddings", "make_vocab_size_divisible_by", "tokenizer_type")

@@ -7,7 +7,7 @@ from typing import Any
 from megatron_ft.capture.manager import SnapshotManager
 from megatron_ft.capture.manager_protocol import Manager
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.identity import shard_id
+from megatron_ft.core.identity import shard_id
 from megatron_ft.megatron.fewer_ranks import rule_of
 
 

@@ -18,7 +18,8 @@ from megatron_ft.capture import inner_optimizer
 from megatron_ft.capture.extra_state import extra_states, load_extra_states
 from megatron_ft.capture.master_tensors import MasterTensors, Owned, as_captured
 from megatron_ft.capture.values import host_copy
-from megatron_ft.errors import LayoutMismatchError
+from megatron_ft.core.errors import LayoutMismatchError
+from megatron_ft.core.shard import LogicalPlace
 from megatron_ft.megatron import counters, data_position, fixed_arguments
 from megatron_ft.megatron import optimizer as optimizers
 from megatron_ft.megatron.checkpoint_form import RankTensors
@@ -29,7 +30,6 @@ from megatron_ft.megatron.random_states import capture_random_states, restore_ra
 from megatron_ft.megatron.replicas import replica_group
 from megatron_ft.megatron.start import wish_of
 from megatron_ft.recovery.start import WISH
-from megatron_ft.shard import LogicalPlace
 
 logger = logging.getLogger(__name__)
 

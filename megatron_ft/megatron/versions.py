@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatron_ft.errors import UnsupportedVersionError
-from megatron_ft.required_names import Required, missing_names, owner_at, version_numbers
-from megatron_ft.supported import MEGATRON
+from megatron_ft.core.errors import UnsupportedVersionError
+from megatron_ft.core.required_names import Required, missing_names, owner_at, version_numbers
+from megatron_ft.core.supported import MEGATRON
 
 OLDEST, WORKING = MEGATRON.oldest, MEGATRON.working
 

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_ft.arena.format import SlotState
-from megatron_ft.identity import Ancestor, SealedRecord, SnapshotId
-from megatron_ft.recovery.lineage import on_lineage
+from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
+from megatron_ft.core.lineage import on_lineage
 from megatron_ft.recovery.quarantine import Quarantine
 from megatron_ft.smp.messages import ArenaReport, Inventory, SlotReport
 

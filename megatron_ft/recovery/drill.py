@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ft.arena.format import SlotHeader, SlotState
+from megatron_ft.core.errors import SnapshotUnavailableError
+from megatron_ft.core.identity import SnapshotId
 from megatron_ft.disk.arenas import Memory, scan
 from megatron_ft.erasure.checks import CorruptMemberError
 from megatron_ft.erasure.drill import drill
 from megatron_ft.erasure.slot_view import code_of, member_of
-from megatron_ft.errors import SnapshotUnavailableError
-from megatron_ft.identity import SnapshotId
 from megatron_ft.recovery.decide import candidates
 from megatron_ft.smp.pin import pinned
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.identity import SnapshotId
 
 FAILURE_LIMIT = 2
 MOST_REJECTED = 64

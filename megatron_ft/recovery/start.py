@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_ft.capture.manager_protocol import Manager
-from megatron_ft.environment import RESTORE
+from megatron_ft.core.environment import RESTORE
 
 WISH = "load_wish"
 """Key, in a snapshot's objects, of what the user asked the framework to load in that life."""

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_ft import private_files
-from megatron_ft.affinity import bind_to_background_cpus
 from megatron_ft.arena.limits import format_bytes
-from megatron_ft.decoding import UNREADABLE
-from megatron_ft.environment import NODE_DIR, READY_NAME, ProcessEnvironment
-from megatron_ft.errors import MegatronFTError
+from megatron_ft.core import private_files
+from megatron_ft.core.affinity import bind_to_background_cpus
+from megatron_ft.core.decoding import UNREADABLE
+from megatron_ft.core.environment import NODE_DIR, READY_NAME, ProcessEnvironment
+from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.smp.daemon import Credentials, run
 from megatron_ft.smp.keeper import NodePlace, write_pid
 

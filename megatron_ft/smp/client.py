@@ -16,13 +16,13 @@ from pathlib import Path
 
 import zmq
 
-from megatron_ft.environment import ProcessEnvironment
-from megatron_ft.errors import ControlPlaneError, UntrustedFileError, error_class
-from megatron_ft.fewer_ranks import RankRule
-from megatron_ft.identity import SealedRecord, SnapshotId
+from megatron_ft.core.environment import ProcessEnvironment
+from megatron_ft.core.errors import ControlPlaneError, UntrustedFileError, error_class
+from megatron_ft.core.fewer_ranks import RankRule
+from megatron_ft.core.identity import SealedRecord, SnapshotId
+from megatron_ft.core.pid_namespace import pid_namespace
 from megatron_ft.smp import local_socket
 from megatron_ft.smp import messages as m
-from megatron_ft.smp.pid_namespace import pid_namespace
 
 log = logging.getLogger(__name__)
 

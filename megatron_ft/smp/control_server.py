@@ -10,8 +10,8 @@ import zmq
 import zmq.asyncio
 
 from megatron_ft.arena.numa import node_of_process
-from megatron_ft.errors import MegatronFTError
-from megatron_ft.fault_points import reach
+from megatron_ft.core.errors import MegatronFTError
+from megatron_ft.core.fault_points import reach
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.host import NodeHost, resident_bytes
 from megatron_ft.smp.job_summary import digests

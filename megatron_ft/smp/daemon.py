@@ -15,7 +15,7 @@ import msgspec
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from megatron_ft.environment import ProcessEnvironment
+from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.smp.control_server import ControlServer
 from megatron_ft.smp.host import NodeHost
 from megatron_ft.smp.keeper import Keeper, NodePlace

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from megatron_ft.arena.format import MAX_MEMBERS
-from megatron_ft.identity import Hash, SealedRecord, ShardId, SnapshotId
+from megatron_ft.core.identity import Hash, SealedRecord, ShardId, SnapshotId
 from megatron_ft.smp.message_base import Message, Name, Pid
 
 Members = Annotated[tuple[SealedRecord, ...], msgspec.Meta(max_length=MAX_MEMBERS)]

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 
-from megatron_ft.environment import ProcessEnvironment
-from megatron_ft.errors import ControlPlaneError, NotUnderSupervisorError, StaleIncarnationError
+from megatron_ft.core.environment import ProcessEnvironment
+from megatron_ft.core.errors import (
+    ControlPlaneError,
+    NotUnderSupervisorError,
+    StaleIncarnationError,
+)
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.local_query import ask
 from megatron_ft.smp.pin import serves

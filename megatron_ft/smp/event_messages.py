@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_ft.identity import Count, SnapshotId
+from megatron_ft.core.identity import Count, SnapshotId
 from megatron_ft.smp.encoder_messages import (
     Encoded,
     EncoderHello,

@@ -16,9 +16,10 @@ from typing import Any
 import msgspec
 
 from megatron_ft.arena import upkeep
-from megatron_ft.environment import ProcessEnvironment
-from megatron_ft.errors import ControlPlaneError, UntrustedFileError
-from megatron_ft.fault_points import reach
+from megatron_ft.core.environment import ProcessEnvironment
+from megatron_ft.core.errors import ControlPlaneError, UntrustedFileError
+from megatron_ft.core.fault_points import reach
+from megatron_ft.core.word import QuietWord
 from megatron_ft.smp import messages as m
 from megatron_ft.smp import state_file, writers
 from megatron_ft.smp.effects import (
@@ -36,7 +37,6 @@ from megatron_ft.smp.state_file import NodeState
 from megatron_ft.smp.store import ArenaStore, free
 from megatron_ft.smp.upward import SendTo, Upward
 from megatron_ft.smp.writers import DRAIN, Writer, Writers
-from megatron_ft.traffic.word import QuietWord
 from megatron_ft.watch.node import NodeWatch
 
 log = logging.getLogger(__name__)

@@ -12,11 +12,11 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron_ft import private_files
+from megatron_ft.core import private_files
+from megatron_ft.core.word import QuietWord
 from megatron_ft.smp.host import NodeHost
 from megatron_ft.smp.local_server import LocalServer
 from megatron_ft.smp.ownership import PID_NAME, is_at, make_node_dir, own
-from megatron_ft.traffic.word import QuietWord
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_ft.identity import Count, Iteration, SnapshotId
+from megatron_ft.core.identity import Count, Iteration, SnapshotId
 from megatron_ft.smp.message_base import Message, Seconds
 from megatron_ft.smp.watch_messages import PulseReport
 

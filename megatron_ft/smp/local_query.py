@@ -12,9 +12,9 @@ from typing import Any
 
 import zmq
 
-from megatron_ft import private_files
-from megatron_ft.environment import SOCKET_NAME
-from megatron_ft.errors import ControlPlaneError, UntrustedFileError
+from megatron_ft.core import private_files
+from megatron_ft.core.environment import SOCKET_NAME
+from megatron_ft.core.errors import ControlPlaneError, UntrustedFileError
 from megatron_ft.smp import local_socket
 from megatron_ft.smp import messages as m
 

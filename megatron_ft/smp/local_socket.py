@@ -10,8 +10,8 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from megatron_ft import private_files
-from megatron_ft.errors import MissingEnvironmentError
+from megatron_ft.core import private_files
+from megatron_ft.core.errors import MissingEnvironmentError
 from megatron_ft.smp.message_base import MOST_BYTES
 
 LONGEST_PATH = 107

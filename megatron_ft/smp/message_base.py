@@ -33,7 +33,7 @@ class Ok(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The request was not carried out; ``error`` names a class of megatron_ft.errors."""
+    """The request was not carried out; ``error`` names a class of megatron_ft.core.errors."""
 
     error: str
     reason: str

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from megatron_ft.decoding import UNREADABLE
-from megatron_ft.errors import ControlPlaneError
+from megatron_ft.core.decoding import UNREADABLE
+from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.smp.encoder_messages import (
     Encoded,
     EncodeOrder,

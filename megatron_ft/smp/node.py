@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ft.errors import StaleIncarnationError
-from megatron_ft.identity import Ancestor, SnapshotId
-from megatron_ft.recovery.lineage import on_lineage
+from megatron_ft.core.errors import StaleIncarnationError
+from megatron_ft.core.identity import Ancestor, SnapshotId
+from megatron_ft.core.lineage import on_lineage
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.effects import StorePermit
 from megatron_ft.smp.node_shards import NodeShards

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from megatron_ft.errors import StaleIncarnationError
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.errors import StaleIncarnationError
+from megatron_ft.core.identity import SnapshotId
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.effects import Effect, StoreSlot, ToCoordinator
 from megatron_ft.smp.refusals import TransitionRefusedError, WorldGoneError

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron_ft.environment import SOCKET_NAME
-from megatron_ft.errors import ControlPlaneError, SnapshotUnavailableError
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.environment import SOCKET_NAME
+from megatron_ft.core.errors import ControlPlaneError, SnapshotUnavailableError
+from megatron_ft.core.identity import SnapshotId
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.local_query import ask
 

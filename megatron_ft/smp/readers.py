@@ -10,7 +10,7 @@ import asyncio
 import os
 from collections.abc import Callable
 
-from megatron_ft.errors import ControlPlaneError
+from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.smp.writers import open_pidfd
 
 MOST_READERS = 256

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from megatron_ft.arena.format import DIGEST_CRC64
-from megatron_ft.identity import Ancestor, Count, SealedRecord, ShardId, SnapshotId
+from megatron_ft.core.identity import Ancestor, Count, SealedRecord, ShardId, SnapshotId
 from megatron_ft.smp.encoder_messages import StripeOrder
 from megatron_ft.smp.message_base import Message, Seconds
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_ft.errors import MegatronFTError
+from megatron_ft.core.errors import MegatronFTError
 
 
 class TransitionRefusedError(MegatronFTError):

@@ -14,7 +14,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.errors import ConfigError
 
 SECRET_BYTES = 32
 

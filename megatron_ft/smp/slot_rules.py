@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from megatron_ft.arena.format import SlotHeader, SlotState
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.identity import SnapshotId
 from megatron_ft.smp.slot_table import EMPTY_SLOT
 
 MOST_SKIPPED = 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_ft.arena.format import SlotHeader, SlotState
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.identity import SnapshotId
 from megatron_ft.smp.refusals import TransitionRefusedError
 
 NO_ROOT = bytes(32)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_ft.arena.format import SlotHeader, SlotState
-from megatron_ft.identity import SealedRecord, SnapshotId
+from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.smp.refusals import PinnedError, TransitionRefusedError
 from megatron_ft.smp.slot_rules import (
     capturing,

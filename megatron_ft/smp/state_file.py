@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_ft import private_files
-from megatron_ft.decoding import UNREADABLE
-from megatron_ft.errors import ControlPlaneError
+from megatron_ft.core import private_files
+from megatron_ft.core.decoding import UNREADABLE
+from megatron_ft.core.errors import ControlPlaneError
 
 FILE_NAME = "node.json"
 

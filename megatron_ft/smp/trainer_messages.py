@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_ft.fewer_ranks import RankRule
-from megatron_ft.identity import Count, SealedRecord, ShardId, SnapshotId
+from megatron_ft.core.fewer_ranks import RankRule
+from megatron_ft.core.identity import Count, SealedRecord, ShardId, SnapshotId
 from megatron_ft.smp.message_base import Message, Pid
 
 
@@ -134,7 +134,7 @@ class CorruptShard(Message, frozen=True):
 class Unfit(Message, frozen=True):
     """The trainer's shard cannot take the snapshot, now or ever: starting again will not help.
 
-    ``error`` names a class of megatron_ft.errors.
+    ``error`` names a class of megatron_ft.core.errors.
     """
 
     shard_id: ShardId

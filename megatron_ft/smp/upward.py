@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.identity import SnapshotId
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.node import NodeMachine
 

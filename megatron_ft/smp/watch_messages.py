@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from megatron_ft.identity import Count
+from megatron_ft.core.identity import Count
 from megatron_ft.smp.message_base import Message
 
 

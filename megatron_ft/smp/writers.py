@@ -18,9 +18,9 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_ft import private_files
-from megatron_ft.decoding import UNREADABLE
-from megatron_ft.errors import ControlPlaneError, MegatronFTError
+from megatron_ft.core import private_files
+from megatron_ft.core.decoding import UNREADABLE
+from megatron_ft.core.errors import ControlPlaneError, MegatronFTError
 from megatron_ft.smp.store import SUFFIX
 
 log = logging.getLogger(__name__)

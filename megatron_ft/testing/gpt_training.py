@@ -17,7 +17,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.errors import ConfigError
 
 _BATCH_KEYS = {
     "tokens": torch.int64,

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ft.errors import MissingEnvironmentError
+from megatron_ft.core.errors import MissingEnvironmentError
 
 FOLDER = Path("/run/netns")
 """Where ``ip netns`` keeps the names of namespaces (ip-netns(8))."""

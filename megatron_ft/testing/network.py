@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from itertools import product
 from types import TracebackType
 
-from megatron_ft.errors import ConfigError, MissingEnvironmentError
+from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
 from megatron_ft.launch.virtual_network import HOST
 from megatron_ft.testing import namespaces as ns
 from megatron_ft.testing import network_notes as notes

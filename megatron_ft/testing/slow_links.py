@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from megatron_ft.errors import MissingEnvironmentError
+from megatron_ft.core.errors import MissingEnvironmentError
 from megatron_ft.launch.virtual_network import HOST
 from megatron_ft.testing import namespaces as ns
 from megatron_ft.testing import network_notes as notes

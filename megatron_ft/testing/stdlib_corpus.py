@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_ft.errors import MissingEnvironmentError
+from megatron_ft.core.errors import MissingEnvironmentError
 
 END_OF_DOCUMENT = 256
 VOCABULARY_SIZE = 257

@@ -9,7 +9,7 @@ from typing import TextIO
 
 import msgspec
 
-from megatron_ft.environment import INCARNATION
+from megatron_ft.core.environment import INCARNATION
 from megatron_ft.testing.trace import TraceLine, trace_path
 
 

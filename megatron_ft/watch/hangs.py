@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ft.errors import ControlPlaneError
+from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.smp import messages as m
 from megatron_ft.watch.blame import Blame, Witness, blame
 from megatron_ft.watch.board import Heard

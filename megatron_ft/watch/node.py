@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_ft import private_files
-from megatron_ft.errors import UntrustedFileError
+from megatron_ft.core import private_files
+from megatron_ft.core.errors import UntrustedFileError
 from megatron_ft.smp.watch_messages import PulseReport
 from megatron_ft.smp.writers import Writer, Writers
 from megatron_ft.watch.pulse import (

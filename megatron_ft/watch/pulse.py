@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from megatron_ft import private_files
+from megatron_ft.core import private_files
 
 _FIELDS = struct.Struct("<Q?qqqqqddqdddddddddQ")
 _BEAT = struct.Struct("<d")

@@ -6,8 +6,8 @@ import os
 import time
 from pathlib import Path
 
+from megatron_ft.core.wrapping import Function, wrap
 from megatron_ft.watch.pulse import Pulse
-from megatron_ft.wrapping import Function, wrap
 
 _communicators = 0.0
 

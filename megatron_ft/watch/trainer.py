@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from megatron_ft import private_files
-from megatron_ft.environment import ProcessEnvironment
-from megatron_ft.errors import UntrustedFileError
+from megatron_ft.core import private_files
+from megatron_ft.core.environment import ProcessEnvironment
+from megatron_ft.core.errors import UntrustedFileError
 from megatron_ft.watch.iterations import Iterations
 from megatron_ft.watch.last_gradient import LastGradient
 from megatron_ft.watch.pulse import (

@@ -11,7 +11,7 @@ import signal
 import time
 from typing import Any
 
-from megatron_ft.environment import INCARNATION
+from megatron_ft.core.environment import INCARNATION
 from megatron_ft.launch.startup.sitecustomize import DEEPSPEED, LOOP, AfterImport, run_hidden
 
 RANK, ITERATION = "1", 11

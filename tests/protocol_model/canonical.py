@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_ft.coordinator.cycle import Phase
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.identity import SnapshotId
 from megatron_ft.smp import messages as m
 from protocol_model.encoder import Encoder
 from protocol_model.memory import DAMAGED, MemoryArena, MemorySlot

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
 from megatron_ft.disk.drained import Drained, Wanted, choose
 from megatron_ft.disk.manifest import Manifest, ShardFile
 from megatron_ft.disk.retention import Keep, superfluous
-from megatron_ft.identity import Ancestor, Seat, SnapshotId
 from megatron_ft.launch.disk_restore import DiskRestores
 from megatron_ft.recovery.decide import Decision, StripeState
 from megatron_ft.smp import messages as m

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from megatron_ft.arena.format import SlotState
 from megatron_ft.coordinator.cycle import Phase
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.identity import SnapshotId
 from protocol_model.encoder import Encoder
 from protocol_model.life import Life
 from protocol_model.node import Node

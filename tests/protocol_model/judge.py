@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import combinations
 
 from megatron_ft.arena.format import SlotHeader, SlotState
-from megatron_ft.identity import Ancestor, SnapshotId
+from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.recovery import decide as decide_module
 from megatron_ft.recovery.decide import Decision, StripeState
 from megatron_ft.smp import messages as m

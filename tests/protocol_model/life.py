@@ -14,9 +14,9 @@ from megatron_ft.coordinator.cycle import Phase, SnapshotCycle
 from megatron_ft.coordinator.plan import create_requests, stripe_orders
 from megatron_ft.coordinator.repairs import MOST_ATTEMPTS
 from megatron_ft.coordinator.schedule import Schedule
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.identity import SnapshotId
+from megatron_ft.core.lineage import extend
 from megatron_ft.recovery.decide import Decision
-from megatron_ft.recovery.lineage import extend
 from megatron_ft.smp import messages as m
 from protocol_model.drain import Checkpoint, Drain, decide_with
 from protocol_model.node import CYCLE, DRAIN, REPAIR

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from megatron_ft.arena.format import Permit, SlotHeader
-from megatron_ft.identity import Ancestor, SealedRecord, SnapshotId
+from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 from megatron_ft.recovery.decide import StripeState
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.node import NodeMachine

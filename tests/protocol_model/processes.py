@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ft.arena.format import Permit, SlotState
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.identity import SnapshotId
 from megatron_ft.smp import messages as m
 from protocol_model.memory import DAMAGED, MemoryArena, MemorySlot, Tag, record_of
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from megatron_ft.arena.format import SlotHeader
 from megatron_ft.coordinator.cycle import Phase
 from megatron_ft.coordinator.link import Inbox
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.identity import SnapshotId
 from megatron_ft.recovery.decide import Decision
 from megatron_ft.smp import messages as m
 from protocol_model.disk import DiskSteps

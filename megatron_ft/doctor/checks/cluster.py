@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from megatron_ft.core.errors import ProtectionError
 from megatron_ft.doctor.facts import Facts
 from megatron_ft.doctor.finding import Finding, Verdict
 from megatron_ft.doctor.slurm import IN_SCRIPT, MISSING, SET
 from megatron_ft.erasure.domains import check_domains
-from megatron_ft.errors import ProtectionError
 from megatron_ft.launch.placement import describe_domains
 
 

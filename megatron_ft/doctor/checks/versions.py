@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from megatron_ft.core.required_names import version_numbers
+from megatron_ft.core.supported import DEEPSPEED, MEGATRON, Releases
 from megatron_ft.doctor.facts import Facts, TrainerFacts
 from megatron_ft.doctor.finding import Finding, Judged, Verdict, by_node
-from megatron_ft.required_names import version_numbers
-from megatron_ft.supported import DEEPSPEED, MEGATRON, Releases
 
 OLDEST_PYTHON = (3, 10)
 

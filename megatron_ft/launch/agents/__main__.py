@@ -15,7 +15,7 @@ import sys
 
 import msgspec
 
-from megatron_ft.errors import MegatronFTError
+from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.launch.agents.agent import Agent
 from megatron_ft.launch.agents.meeting import AgentOrders
 

@@ -14,10 +14,9 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from megatron_ft import private_files
-from megatron_ft.environment import JOB, NODE, NODE_DIR
-from megatron_ft.errors import MegatronFTError
-from megatron_ft.launch import procfs
+from megatron_ft.core import private_files, procfs
+from megatron_ft.core.environment import JOB, NODE, NODE_DIR
+from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.launch.agents import messages as m
 from megatron_ft.launch.agents.meeting import (
     HELLO_SECONDS,

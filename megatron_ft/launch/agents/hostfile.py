@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.errors import ConfigError
 
 _LINE = re.compile(r"(\S+?)(?::\d+)?((?:\s+(?:slots|max[_-]slots)\s*=\s*\d+)*)")
 

@@ -19,7 +19,7 @@ import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from megatron_ft.errors import ConfigError, ControlPlaneError, error_class
+from megatron_ft.core.errors import ConfigError, ControlPlaneError, error_class
 from megatron_ft.launch.agents import messages as m
 from megatron_ft.launch.agents.meeting import SILENT_SECONDS, Meeting
 from megatron_ft.launch.agents.process import AgentProcess

@@ -7,8 +7,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_ft.environment import INCARNATION, JOB, NODE, NODE_DIR
-from megatron_ft.errors import ConfigError, ControlPlaneError
+from megatron_ft.core.environment import INCARNATION, JOB, NODE, NODE_DIR
+from megatron_ft.core.errors import ConfigError, ControlPlaneError
 from megatron_ft.launch.agents import messages as m
 from megatron_ft.launch.agents.hub import AgentHub
 from megatron_ft.launch.agents.process import AgentProcess

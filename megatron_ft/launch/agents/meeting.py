@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_ft import private_files
-from megatron_ft.decoding import UNREADABLE
+from megatron_ft.core import private_files
+from megatron_ft.core.decoding import UNREADABLE
 from megatron_ft.smp.security import JobKeys
 
 FILE_NAME = "supervisor.json"

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from megatron_ft.decoding import UNREADABLE
-from megatron_ft.errors import ControlPlaneError
+from megatron_ft.core.decoding import UNREADABLE
+from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.smp.message_base import Message as Message
 from megatron_ft.smp.message_base import Name, Pid
 from megatron_ft.smp.message_base import Refused as Refused
@@ -71,7 +71,9 @@ class Running(Message, frozen=True):
 
 
 class NotRunning(Message, frozen=True):
-    """It does not; ``error`` names a class of megatron_ft.errors, or is empty if it has ended."""
+    """It does not; ``error`` names a class of megatron_ft.core.errors, or is empty if it has
+    ended.
+    """
 
     id: Name
     error: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.errors import ConfigError
 
 # torchrun and deepspeed; Open MPI; MPICH, its descendants and srun --mpi=pmi2; srun.
 _SOURCES = (

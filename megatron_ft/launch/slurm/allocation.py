@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
-from megatron_ft.errors import ConfigError, MissingEnvironmentError
+from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
 
 ASK_SECONDS = 2.0
 FRESH_SECONDS = 1.0

@@ -9,8 +9,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_ft.environment import INCARNATION, JOB, NODE, NODE_DIR
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.environment import INCARNATION, JOB, NODE, NODE_DIR
+from megatron_ft.core.errors import ConfigError
 from megatron_ft.launch.launcher import NodeUnreachable, Placement
 from megatron_ft.launch.mpirun import MpiLauncher, find_mpi
 from megatron_ft.launch.slurm.allocation import Allocation

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_ft.errors import ControlPlaneError
+from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.launch.outer_launcher import outside_of_steps
 from megatron_ft.launch.slurm.allocation import Allocation, ask
 

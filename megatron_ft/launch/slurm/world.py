@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_ft.launch import procfs
+from megatron_ft.core import procfs
 from megatron_ft.launch.mpirun import MpiKind, MpiLauncher, mpich_by, open_mpi_by
 from megatron_ft.launch.slurm import remote_shell
 from megatron_ft.launch.slurm.step import END_SECONDS, step_prefix

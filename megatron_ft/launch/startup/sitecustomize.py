@@ -24,7 +24,7 @@ DEEPSPEED = "deepspeed"
 """Not its engine's module: what that needs of the package is complete only behind all of it."""
 
 SUPERVISED = "MEGATRON_FT_JOB"
-"""megatron_ft.environment.JOB, which cannot be imported as cheaply."""
+"""megatron_ft.core.environment.JOB, which cannot be imported as cheaply."""
 
 
 class AfterImport:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_ft.errors import ExportError
+from megatron_ft.core.errors import ExportError
 
 Tree = dict[str, Any]
 

@@ -14,16 +14,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_ft.core.errors import ExportError
+from megatron_ft.core.objects import decode
 from megatron_ft.disk import native
 from megatron_ft.disk.source import OpenSnapshot
-from megatron_ft.errors import ExportError
 from megatron_ft.export.form import CheckpointForm, Wanted
 from megatron_ft.export.publish import whole_folder
 from megatron_ft.megatron import checkpoint_form, optional_packages
 from megatron_ft.megatron.description import FRAMEWORK, megatron_version
 from megatron_ft.megatron.export.objects import fill, fill_random_states, random_state_count
 from megatron_ft.megatron.export.tensors import CapturedTensors
-from megatron_ft.objects import decode
 
 _OTHERS = "megatron_ft_other_ranks"
 

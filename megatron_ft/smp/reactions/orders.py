@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_ft.arena.format import Permit, SlotState
-from megatron_ft.identity import SnapshotId
+from megatron_ft.core.identity import SnapshotId
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.effects import StorePermit, ToEncoder, ToTrainer
 from megatron_ft.smp.node_shards import NodeShards

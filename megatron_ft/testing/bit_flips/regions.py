@@ -9,7 +9,7 @@ from megatron_ft.arena import binary
 from megatron_ft.arena import format as fmt
 from megatron_ft.arena.format import Geometry
 from megatron_ft.arena.record import ENVELOPE_BYTES
-from megatron_ft.identity import SealedRecord
+from megatron_ft.core.identity import SealedRecord
 
 DATA, TABLE, PADDING = "data", "digest table", "padding"
 PARITY, PARITY_DIGESTS = "parity", "digests of parity"

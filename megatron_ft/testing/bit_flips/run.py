@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_ft.erasure.scheme import Scheme
+from megatron_ft.core.scheme import Scheme
 from megatron_ft.testing.bit_flips.stripe import Stripe
 from megatron_ft.testing.bit_flips.trials import Count, Trials
 

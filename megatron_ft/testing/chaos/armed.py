@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_ft.environment import NODE
+from megatron_ft.core.environment import NODE
 from megatron_ft.testing.chaos.plan import ARMED_NAME, SOCKET_NAME, Arrival, Plan, Strike
 
 RUNNER_SECONDS = 120.0

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_ft.erasure.scheme import Scheme
+from megatron_ft.core.scheme import Scheme
 from megatron_ft.testing.chaos.cases import VICTIMS
 
 SCHEMES = ("xor:2", "xor:4", "rs:3+1", "rs:2+2", "replica:2")

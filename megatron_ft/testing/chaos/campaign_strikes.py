@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from megatron_ft.environment import SOCKET_NAME
-from megatron_ft.errors import ArenaError
+from megatron_ft.core.environment import SOCKET_NAME
+from megatron_ft.core.errors import ArenaError
 from megatron_ft.smp import state_file, writers
 from megatron_ft.testing.chaos import damage
 from megatron_ft.testing.chaos.campaign_plan import ENCODERS_AWAY, Fault

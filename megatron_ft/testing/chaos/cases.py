@@ -7,8 +7,8 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_ft.errors import ConfigError
-from megatron_ft.fault_points import NO_SPARE, POINTS, Point
+from megatron_ft.core.errors import ConfigError
+from megatron_ft.core.fault_points import NO_SPARE, POINTS, Point
 
 ITSELF = ("exception", "delay", "clock")
 """Faults that a process can only inflict on itself, at its own points."""

@@ -17,12 +17,12 @@ from typing import Any
 
 import msgspec
 
-from megatron_ft import fault_points
 from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.coordinator.plan import Sizes
 from megatron_ft.coordinator.timing import Timing
-from megatron_ft.erasure.scheme import Scheme
-from megatron_ft.errors import MegatronFTError
+from megatron_ft.core import fault_points
+from megatron_ft.core.errors import MegatronFTError
+from megatron_ft.core.scheme import Scheme
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.process import LocalProcess
 from megatron_ft.launch.spec import JobSpec

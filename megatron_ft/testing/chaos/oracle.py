@@ -10,9 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_ft.errors import MegatronFTError
+from megatron_ft.core.errors import MegatronFTError
+from megatron_ft.core.log_end import last_lines
 from megatron_ft.launch.fleet import TrainerFleet
-from megatron_ft.launch.log_end import last_lines
 from megatron_ft.launch.process import LocalProcess
 from megatron_ft.testing.chaos import trace
 from megatron_ft.testing.chaos.cases import Case

@@ -7,8 +7,8 @@ import signal
 from collections.abc import Iterable
 from contextlib import suppress
 
-from megatron_ft.environment import JOB, NODE
-from megatron_ft.launch import procfs
+from megatron_ft.core import procfs
+from megatron_ft.core.environment import JOB, NODE
 from megatron_ft.launch.world import WORLD
 from megatron_ft.testing.chaos.job import ROLE
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.errors import ConfigError
 from megatron_ft.testing.chaos.cases import Case, tabled
 from megatron_ft.testing.chaos.runner import Outcome
 from megatron_ft.testing.chaos.settings import Settings

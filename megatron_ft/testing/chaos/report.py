@@ -7,7 +7,7 @@ import platform
 import shlex
 from collections.abc import Sequence
 
-from megatron_ft.erasure.scheme import Scheme
+from megatron_ft.core.scheme import Scheme
 from megatron_ft.testing.chaos.cases import FAULTS, VICTIMS, Case, losses_of
 from megatron_ft.testing.chaos.record import Result
 from megatron_ft.testing.chaos.runner import Outcome

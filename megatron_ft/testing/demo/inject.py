@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from megatron_ft.coordinator.events import JobEvent
-from megatron_ft.errors import ControlPlaneError
+from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.launch.supervisor import Supervisor
 from megatron_ft.launch.virtual import VirtualCluster
 from megatron_ft.testing.chaos.processes import processes, send

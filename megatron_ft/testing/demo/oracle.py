@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_ft.errors import MegatronFTError
+from megatron_ft.core.errors import MegatronFTError
+from megatron_ft.core.log_end import last_lines
 from megatron_ft.launch.fleet import TrainerFleet
-from megatron_ft.launch.log_end import last_lines
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.virtual import VirtualCluster
 from megatron_ft.testing.demo.inject import POLL_SECONDS

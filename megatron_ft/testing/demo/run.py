@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from megatron_ft.coordinator.events import JobEvent
-from megatron_ft.errors import MegatronFTError, RestartBudgetError, UnrecoverableError
+from megatron_ft.core.errors import MegatronFTError, RestartBudgetError, UnrecoverableError
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.launch.spec import JobSpec

@@ -7,7 +7,7 @@ import random
 import signal
 from collections.abc import Awaitable, Callable
 
-from megatron_ft.errors import MegatronFTError
+from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.smp import messages as m
 from megatron_ft.smp.local_query import ask, sockets
 from megatron_ft.testing.chaos.damage import damage

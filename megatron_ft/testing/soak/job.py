@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_ft.environment import JOB, NODE
-from megatron_ft.errors import MegatronFTError
-from megatron_ft.launch import procfs
+from megatron_ft.core import procfs
+from megatron_ft.core.environment import JOB, NODE
+from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.process import LocalProcess
 from megatron_ft.launch.supervisor import Supervisor

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_ft.errors import MissingEnvironmentError
+from megatron_ft.core.errors import MissingEnvironmentError
 from megatron_ft.launch.startup import before_script
 
 CHECKOUT = "MEGATRON_LM_PATH"

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.errors import ConfigError
 from megatron_ft.testing import stdlib_corpus, stock_script
 from megatron_ft.testing.demo.frameworks import CORPUS_BYTES, MICRO_BATCH
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from megatron_ft.errors import UnencodableError
-from megatron_ft.objects.arrays import array_to_plain, scalar_to_plain
-from megatron_ft.objects.format import MAGIC, MOST_BYTES, MOST_DEPTH, PLAIN, Tag
-from megatron_ft.objects.frameworks import framework_class
-from megatron_ft.objects.registry import KnownClass, known_class, name_of
+from megatron_ft.core.errors import UnencodableError
+from megatron_ft.core.objects.arrays import array_to_plain, scalar_to_plain
+from megatron_ft.core.objects.format import MAGIC, MOST_BYTES, MOST_DEPTH, PLAIN, Tag
+from megatron_ft.core.objects.frameworks import framework_class
+from megatron_ft.core.objects.registry import KnownClass, known_class, name_of
 
 
 class Part(NamedTuple):
@@ -151,7 +151,7 @@ class _Encoder:
             elif isinstance(value, np.generic):
                 return [Tag.SCALAR, *scalar_to_plain(value)]
             elif "torch" in sys.modules:
-                from megatron_ft.objects.tensors import torch_to_plain
+                from megatron_ft.core.objects.tensors import torch_to_plain
 
                 plain = torch_to_plain(value)
         except ValueError as error:

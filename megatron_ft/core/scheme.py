@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from megatron_ft.errors import ConfigError, ProtectionError
+from megatron_ft.core.errors import ConfigError, ProtectionError
 
 MAX_MEMBERS = 64
 """Most members of one stripe: the arena's member table has this many places."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron_ft.objects.arrays import checked_shape
-from megatron_ft.objects.format import Tag
+from megatron_ft.core.objects.arrays import checked_shape
+from megatron_ft.core.objects.format import Tag
 
 PARAMETER = 1
 REQUIRES_GRAD = 2

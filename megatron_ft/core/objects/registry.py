@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, Flag
 from typing import Any
 
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.errors import ConfigError
 
 ToPlain = Callable[[Any], Any]
 FromPlain = Callable[[Any], Any]

@@ -11,7 +11,7 @@ import sys
 from enum import Enum
 from typing import Any
 
-from megatron_ft.objects.registry import KnownClass, name_of, usual_way
+from megatron_ft.core.objects.registry import KnownClass, name_of, usual_way
 
 ENUMERATIONS = frozenset(
     {

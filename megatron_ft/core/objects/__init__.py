@@ -6,10 +6,10 @@ or an error.  The layout of the bytes is in format.py and docs/arena-format.md.
 
 from __future__ import annotations
 
-from megatron_ft.objects.decode import decode
-from megatron_ft.objects.encode import encode
-from megatron_ft.objects.registry import register_class
-from megatron_ft.objects.standard import register_standard_classes
+from megatron_ft.core.objects.decode import decode
+from megatron_ft.core.objects.encode import encode
+from megatron_ft.core.objects.registry import register_class
+from megatron_ft.core.objects.standard import register_standard_classes
 
 register_standard_classes()
 

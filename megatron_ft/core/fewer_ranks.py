@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from megatron_ft.identity import Count
+from megatron_ft.core.identity import Count
 
 Positive = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ft import private_files
+from megatron_ft.core import private_files
 
 FILE_NAME = "quiet"
 SLOTS = 512

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.errors import ConfigError
 
 BACKGROUND_CPUS = "MEGATRON_FT_BACKGROUND_CPUS"
 """The environment variable that tells SMPs, encoders and drains their CPUs; empty: any."""

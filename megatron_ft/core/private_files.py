@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_ft.errors import UntrustedFileError
+from megatron_ft.core.errors import UntrustedFileError
 
 OTHERS = 0o077
 """Permissions of everybody else: nothing of what is in memory or secret grants any."""

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from megatron_ft.decoding import UNREADABLE
-from megatron_ft.errors import LayoutMismatchError
-from megatron_ft.objects import encode
+from megatron_ft.core.decoding import UNREADABLE
+from megatron_ft.core.errors import LayoutMismatchError
+from megatron_ft.core.objects import encode
 
 
 class Meta(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from megatron_ft.traffic.word import QuietWord
+from megatron_ft.core.word import QuietWord
 
 STEP_SECONDS = 0.001
 """How long a window may be over before traffic goes on, and how often a waiting process wakes."""

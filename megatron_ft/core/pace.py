@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from megatron_ft.traffic.gate import QuietGate
+from megatron_ft.core.gate import QuietGate
 
 
 class Pace:

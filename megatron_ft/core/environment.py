@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ft.errors import NotUnderSupervisorError
+from megatron_ft.core.errors import NotUnderSupervisorError
 
 JOB = "MEGATRON_FT_JOB"
 NODE = "MEGATRON_FT_NODE"

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from megatron_ft.decoding import UNREADABLE
-from megatron_ft.errors import LayoutMismatchError
+from megatron_ft.core.decoding import UNREADABLE
+from megatron_ft.core.errors import LayoutMismatchError
 
 ALIGNMENT = 64
 LAYOUT_VERSION = 2

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ft.objects.registry import register_class
+from megatron_ft.core.objects.registry import register_class
 
 _FACTORIES: dict[str, Callable[[], Any] | None] = {
     kind.__name__: kind for kind in (bool, int, float, str, bytes, list, tuple, dict, set)

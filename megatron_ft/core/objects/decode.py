@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from megatron_ft.errors import MegatronFTError, UndecodableError
-from megatron_ft.objects.arrays import array_from_plain, scalar_from_plain
-from megatron_ft.objects.format import MAGIC, MOST_BYTES, MOST_DEPTH, PLAIN, Tag
-from megatron_ft.objects.frameworks import framework_name
-from megatron_ft.objects.registry import KnownClass, known_name
+from megatron_ft.core.errors import MegatronFTError, UndecodableError
+from megatron_ft.core.objects.arrays import array_from_plain, scalar_from_plain
+from megatron_ft.core.objects.format import MAGIC, MOST_BYTES, MOST_DEPTH, PLAIN, Tag
+from megatron_ft.core.objects.frameworks import framework_name
+from megatron_ft.core.objects.registry import KnownClass, known_name
 
 Make = Callable[[Any], Any]
 
@@ -116,13 +116,13 @@ class _Decoder:
         return scalar_from_plain(dtype, _typed(data, bytes))
 
     def _tensor(self, dtype: Any, shape: Any, device: str, flags: int, data: bytes) -> Any:
-        from megatron_ft.objects.tensors import tensor_from_plain
+        from megatron_ft.core.objects.tensors import tensor_from_plain
 
         checked = (_typed(device, str), _typed(flags, int), _typed(data, bytes))
         return self._number(tensor_from_plain(dtype, shape, *checked))
 
     def _torch_dtype(self, name: str) -> Any:
-        from megatron_ft.objects.tensors import dtype_of
+        from megatron_ft.core.objects.tensors import dtype_of
 
         return dtype_of(name)
 

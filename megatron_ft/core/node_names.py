@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ft.environment import SOCKET_NAME
-from megatron_ft.errors import ConfigError
+from megatron_ft.core.environment import SOCKET_NAME
+from megatron_ft.core.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # struct sockaddr_un, unix(7), less the final zero.

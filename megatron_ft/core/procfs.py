@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_ft.errors import ControlPlaneError
+from megatron_ft.core.errors import ControlPlaneError
 
 PROC = Path("/proc")
 

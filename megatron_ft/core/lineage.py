@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_ft.identity import Ancestor, SnapshotId
+from megatron_ft.core.identity import Ancestor, SnapshotId
 
 
 def on_lineage(snapshot: SnapshotId, lineage: Sequence[Ancestor]) -> bool:

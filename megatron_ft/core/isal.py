@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ft.errors import MissingEnvironmentError
+from megatron_ft.core.errors import MissingEnvironmentError
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -1,0 +1,1 @@
+"""What every other package needs: ids, errors, layout tables, /proc, small objects."""
