@@ -14,12 +14,11 @@ from typing import Any
 from deepspeed_ext import manager, saving
 from deepspeed_ext.run import SnapshotRun
 from deepspeed_ext.unsupported import refusals
-from megatron_ft import job_choice
-from megatron_ft.config import SnapshotConfig, Source, environment_source, resolve
+from megatron_ft.config import SnapshotConfig, Source, environment_source, job_choice, resolve
+from megatron_ft.config.json_section import SECTION, Section, read_section
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.fewer_ranks import SHRINK
 from megatron_ft.core.wrapping import Function
-from megatron_ft.json_section import SECTION, Section, read_section
 
 _RUN = "_inmem_snapshot_run"
 _CANNOT_SHRINK = (

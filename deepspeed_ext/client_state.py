@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed_ext.per_engine import PerEngine
-from megatron_ft.json_section import CONSTANT, COUNTERS
+from megatron_ft.config.json_section import CONSTANT, COUNTERS
 
 logger = logging.getLogger(__name__)
 

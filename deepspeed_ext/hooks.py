@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from megatron_ft.config.json_section import SECTION
 from megatron_ft.core.errors import ConfigError, UnsupportedVersionError
 from megatron_ft.core.wrapping import Function, wrap
-from megatron_ft.json_section import SECTION
 
 ENGINE_MODULE = "deepspeed"
 

@@ -23,9 +23,9 @@ from deepspeed_ext.trust import Client, objection
 from deepspeed_ext.wish import Wish
 from megatron_ft.capture.manager_protocol import Manager
 from megatron_ft.config import SnapshotConfig
+from megatron_ft.config.json_section import Section
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.wrapping import Function
-from megatron_ft.json_section import Section
 from megatron_ft.recovery.start import WISH, Disk, Start, View, agree, supervisor_chose_disk
 
 _LOAD_FIRST = (

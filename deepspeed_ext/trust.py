@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_ft.json_section import FOLLOWS_ENGINE
+from megatron_ft.config.json_section import FOLLOWS_ENGINE
 
 _WITH_FUNCTION = (
     "give this state to deepspeed_ext.set_client_state(engine, function) before training, and set "

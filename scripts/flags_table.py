@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ft.config import SETTINGS, SWITCH, SWITCH_HELP
-from megatron_ft.json_section import (
+from megatron_ft.config.json_section import (
     CLIENT_STATE,
     CLIENT_STATE_HELP,
     ENABLED,
@@ -21,7 +21,7 @@ from megatron_ft.json_section import (
     FOLLOWS_ENGINE_HELP,
     schema,
 )
-from megatron_ft.setting import Setting
+from megatron_ft.config.setting import Setting
 
 ROOT = Path(__file__).parents[1]
 MEGATRON = ROOT / "docs" / "megatron.md"

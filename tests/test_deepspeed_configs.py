@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.json_section import read_section
+from megatron_ft.config.json_section import read_section
 from megatron_ft.launch.job_settings import settle
 
 FOLDER = Path(__file__).parents[1] / "configs"

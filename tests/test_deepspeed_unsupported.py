@@ -16,8 +16,8 @@ attach = pytest.importorskip("deepspeed_ext.attach")  # The package has a functi
 
 from deepspeed_ext.unsupported import REFUSALS, config_refusals  # noqa: E402
 from megatron_ft.config import Source  # noqa: E402
+from megatron_ft.config.json_section import Section  # noqa: E402
 from megatron_ft.core.errors import ConfigError  # noqa: E402
-from megatron_ft.json_section import Section  # noqa: E402
 
 pytestmark = pytest.mark.deepspeed
 

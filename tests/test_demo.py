@@ -27,6 +27,7 @@ import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 from megatron_ft.cli import demo as cli  # noqa: E402
+from megatron_ft.config.json_section import SECTION  # noqa: E402
 from megatron_ft.coordinator.events import JobEvent  # noqa: E402
 from megatron_ft.core.errors import (  # noqa: E402
     ConfigError,
@@ -34,7 +35,6 @@ from megatron_ft.core.errors import (  # noqa: E402
     ProtectionError,
 )
 from megatron_ft.core.identity import SnapshotId  # noqa: E402
-from megatron_ft.json_section import SECTION  # noqa: E402
 from megatron_ft.launch.virtual import default_root  # noqa: E402
 from megatron_ft.smp import messages as m  # noqa: E402
 from megatron_ft.testing import stock_script  # noqa: E402

@@ -14,9 +14,9 @@ import pytest
 
 import deepspeed_ext
 from megatron_ft.config import SETTINGS, SnapshotConfig, resolve
+from megatron_ft.config.job_choice import contradictions
+from megatron_ft.config.json_section import read_command, read_section, schema
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.job_choice import contradictions
-from megatron_ft.json_section import read_command, read_section, schema
 from megatron_ft.launch.job_settings import settle
 
 
@@ -92,7 +92,7 @@ def test_the_file_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
     path = _write(tmp_path, enabled=True)
     path.write_bytes(b'{"inmem_snapshot": {"enabled": true, "drain_dir": "/b\xc3\xbcro"}}')
     called = f"read_command(['--deepspeed', {str(path)!r}])"
-    told = f"from megatron_ft.json_section import read_command; print({called})"
+    told = f"from megatron_ft.config.json_section import read_command; print({called})"
     shown = subprocess.run(
         [sys.executable, "-X", "utf8=0", "-c", told],
         env={

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from megatron_ft.config.flags import read_command
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import RankPlace, plan_stripes
-from megatron_ft.flags import read_command
 from megatron_ft.launch.job_settings import settle
 
 FOLDER = Path(__file__).parents[1] / "configs" / "megatron"

@@ -18,11 +18,11 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
-from megatron_ft import json_section
 from megatron_ft.cli import agent_place, run, run_place
 from megatron_ft.cli.run_folders import EXPORTS, flag_of, make_folder
 from megatron_ft.cli.run_place import RunPlace
-from megatron_ft.config import SnapshotConfig
+from megatron_ft.config import SnapshotConfig, json_section
+from megatron_ft.config.flags import read_command
 from megatron_ft.core.errors import ConfigError, ControlPlaneError, ProtectionError
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.disk.drained import of_one_job
@@ -31,7 +31,6 @@ from megatron_ft.doctor.facts import Facts, ProbeRequest, Wishes
 from megatron_ft.doctor.finding import Verdict, as_json, render, worst
 from megatron_ft.doctor.judge import judge
 from megatron_ft.doctor.needs import shard_size
-from megatron_ft.flags import read_command
 from megatron_ft.launch import job_settings, torchrun
 from megatron_ft.launch.container import python_of, runtime_of
 from megatron_ft.launch.job_state import read_record, state_folder

@@ -30,6 +30,8 @@ from megatron_ft.cli.run_place import RunPlace
 from megatron_ft.cli.run_summary import RunSummary
 from megatron_ft.cli.say import say
 from megatron_ft.config import SnapshotConfig
+from megatron_ft.config.flags import argument_type, help_of
+from megatron_ft.config.setting import FOLDER
 from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.coordinator.plan import Sizes
 from megatron_ft.coordinator.timing import Timing
@@ -43,7 +45,6 @@ from megatron_ft.core.errors import (
 from megatron_ft.core.fewer_ranks import SHRINK
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.doctor.slurm import no_kill, warning
-from megatron_ft.flags import argument_type, help_of
 from megatron_ft.launch import descriptors, job_settings, torchrun
 from megatron_ft.launch.job_state import JobState, state_folder
 from megatron_ft.launch.membership import NoSpareError
@@ -53,7 +54,6 @@ from megatron_ft.launch.stop import EXIT_DRAINED, EXIT_INTERRUPTED, EXIT_NOT_DRA
 from megatron_ft.launch.supervisor import Supervisor
 from megatron_ft.launch.topology import read_domains
 from megatron_ft.launch.warm_spares import modules_of
-from megatron_ft.setting import FOLDER
 from megatron_ft.watch.timeout import HangSettings
 
 EXIT_CODES: Mapping[int, str] = {

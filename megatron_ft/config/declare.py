@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import field
 from typing import Any
 
-from megatron_ft.setting import FOLDER, NUMBER, WHOLE, WORD, Kind, Setting
+from megatron_ft.config.setting import FOLDER, NUMBER, WHOLE, WORD, Kind, Setting
 
 
 def setting(

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ft.config.declare import folder, one_of, seconds, seconds_or_never, setting
+from megatron_ft.config.setting import NUMBER, WORD
 from megatron_ft.core.fewer_ranks import HOLD, SHRINK, STOP
-from megatron_ft.setting import NUMBER, WORD
 
 
 @dataclass(frozen=True, kw_only=True)

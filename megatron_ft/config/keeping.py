@@ -14,8 +14,8 @@ from megatron_ft.config.declare import (
     setting,
     whole,
 )
+from megatron_ft.config.setting import CPUS, NUMBER
 from megatron_ft.core.word import MOST_SECONDS
-from megatron_ft.setting import CPUS, NUMBER
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ft.config.declare import folder, setting
-from megatron_ft.setting import AUTO, INTERVAL, NUMBER, SCHEME, WHOLE
+from megatron_ft.config.setting import AUTO, INTERVAL, NUMBER, SCHEME, WHOLE
 
 
 @dataclass(frozen=True, kw_only=True)

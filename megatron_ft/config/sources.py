@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ft.config.problems import nearest, refuse
+from megatron_ft.config.setting import Setting
 from megatron_ft.config.table import SETTINGS
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.setting import Setting
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from megatron_ft.config.capture import CaptureSettings
 from megatron_ft.config.failures import FailureSettings
 from megatron_ft.config.keeping import KeepingSettings
+from megatron_ft.config.setting import Setting
 from megatron_ft.config.snapshots import SnapshotSettings
-from megatron_ft.setting import Setting
 
 SWITCH = "--inmem-snapshot"
 SWITCH_HELP = "Keep snapshots of the training state in host memory and restore from them."

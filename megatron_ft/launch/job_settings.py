@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_ft import json_section
 from megatron_ft.config import (
     SETTINGS,
     SWITCH,
@@ -15,10 +14,11 @@ from megatron_ft.config import (
     Source,
     differences,
     environment_source,
+    json_section,
     resolve,
 )
+from megatron_ft.config.flags import read_command
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.flags import read_command
 
 SHARED = tuple(setting for setting in SETTINGS.values() if setting.job)
 """Settings that ``megatron-ft run`` has flags for."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 
-from megatron_ft import json_section
+from megatron_ft.config import json_section
+from megatron_ft.config.flags import read_command
 from megatron_ft.core.environment import TREE
 from megatron_ft.core.errors import MegatronFTError
-from megatron_ft.flags import read_command
 from megatron_ft.launch import container
 from megatron_ft.launch.launcher import Launcher, ProcessHandle
 from megatron_ft.launch.outer_launcher import base_environment

@@ -6,19 +6,19 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_ft import job_choice
 from megatron_ft.config import (
     SETTINGS,
     SWITCH,
     SnapshotConfig,
     environment_source,
+    job_choice,
     nearest,
     refuse,
     resolve,
 )
+from megatron_ft.config.flags import add_flags, attribute_of, flag_source, read_command
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.fewer_ranks import SHRINK
-from megatron_ft.flags import add_flags, attribute_of, flag_source, read_command
 from megatron_ft.megatron import fewer_ranks
 
 GROUP_TITLE = "in-memory snapshots (megatron-ft)"

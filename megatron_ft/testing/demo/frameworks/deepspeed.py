@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from megatron_ft.config.json_section import SECTION
 from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
-from megatron_ft.json_section import SECTION
 from megatron_ft.testing import deepspeed_script, stdlib_corpus
 from megatron_ft.testing.demo.frameworks import CORPUS_BYTES, MICRO_BATCH
 

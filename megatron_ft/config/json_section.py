@@ -17,8 +17,8 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_ft.config import SETTINGS, SWITCH_HELP, Source, nearest, refuse
+from megatron_ft.config.setting import Setting
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.setting import Setting
 
 SECTION = "inmem_snapshot"
 ENABLED, CLIENT_STATE, FOLLOWS_ENGINE = "enabled", "client_state", "follows_engine"

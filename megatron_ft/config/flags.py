@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from megatron_ft.config import SETTINGS, SWITCH, SWITCH_HELP, Source, nearest, refuse
+from megatron_ft.config.setting import FLAG_PREFIX, Setting
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.setting import FLAG_PREFIX, Setting
 
 
 def attribute_of(name: str) -> str:
