@@ -17,8 +17,8 @@ from megatron_ft import SnapshotConfig, SnapshotManager
 from megatron_ft.capture.ticket import Ticket
 from megatron_ft.coordinator.timing import Timing
 from megatron_ft.core.environment import ProcessEnvironment
-from megatron_ft.smp import messages as m
-from megatron_ft.smp.local_query import ask
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.local_query import ask
 
 WAIT_SECONDS = 120.0
 

@@ -26,7 +26,7 @@ from megatron_ft.core.scheme import Scheme
 from megatron_ft.disk.source import OpenSnapshot, SnapshotInfo, verified_shard
 from megatron_ft.erasure.orders import OrderRunner
 from megatron_ft.erasure.stripes import RankPlace, StripePlan, plan_stripes
-from megatron_ft.smp.messages import Encoded, EncodeOrder, RebuildOrder, Rebuilt, StripeOrder
+from megatron_ft.rpc.messages import Encoded, EncodeOrder, RebuildOrder, Rebuilt, StripeOrder
 from megatron_ft.smp.store import MATRIX_OF
 
 BLOCK_BYTES = 4096

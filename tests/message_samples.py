@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from megatron_ft.core.errors import ControlPlaneError
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 
 TYPES = m.MESSAGES
 SHARDS = ("dp0", "dp1", "nobody")

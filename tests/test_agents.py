@@ -32,7 +32,7 @@ from megatron_ft.launch.agents.meeting import FILE_NAME, AgentOrders, Meeting
 from megatron_ft.launch.agents.node_rank import node_rank
 from megatron_ft.launch.agents.process import AgentProcess
 from megatron_ft.launch.launcher import UNKNOWN_EXIT, Launcher, NodeUnreachable, ProcessGoneError
-from megatron_ft.smp.security import SECRET_BYTES
+from megatron_ft.rpc.security import SECRET_BYTES
 
 TIMEOUT = 30.0
 

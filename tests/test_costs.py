@@ -49,7 +49,7 @@ from megatron_ft.erasure.transport import (
     barrier,
     kind_of,
 )
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 
 SIZE = 40_000
 """Elements of a tensor: more than torch would copy in one thread, and no counter."""

@@ -11,7 +11,7 @@ from megatron_ft.coordinator.plan import stripe_orders
 from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.recovery.decide import StripeState
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 
 NODES = ("n0", "n1", "n2")
 PLACES = {f"dp{i}": node for i, node in enumerate(NODES)}

@@ -14,7 +14,7 @@ from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 from megatron_ft.core.lineage import on_lineage
 from megatron_ft.recovery.decide import Decision, StripeState, decide
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 from megatron_ft.smp.slot_table import EMPTY_SLOT
 
 OLD, NEW, ROLLED_BACK = SnapshotId(1, 4), SnapshotId(2, 1), SnapshotId(1, 5)

@@ -15,8 +15,8 @@ from megatron_ft.launch.distrust import Distrust
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.recovery.decide import Decision
 from megatron_ft.recovery.quarantine import FAILURE_LIMIT, Quarantine
-from megatron_ft.smp import messages as m
-from megatron_ft.smp.security import JobKeys
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.security import JobKeys
 
 SNAPSHOT = SnapshotId(1, 1)
 START = Decision(SNAPSHOT, 10, True, (), {})

@@ -25,7 +25,7 @@ from megatron_ft.core.word import QuietWord
 from megatron_ft.erasure.stripes import padded_bytes
 from megatron_ft.erasure.worker import ENCODE_RATE, EXIT_SMP_GONE, SmpConnection
 from megatron_ft.erasure.world import TCP
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 
 TIMEOUT = 90.0
 HELD_SECONDS = 1.0

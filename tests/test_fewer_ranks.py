@@ -39,7 +39,7 @@ from megatron_ft.launch.virtual import VirtualCluster
 from megatron_ft.megatron.fewer_ranks import refusals, rule_of
 from megatron_ft.recovery.decide import Decision
 from megatron_ft.recovery.quarantine import Quarantine
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 from tests.disk_samples import JOB, SHARDS, Memory
 
 SEATS = {name: Seat(rank, (), 1) for rank, name in enumerate(SHARDS)}

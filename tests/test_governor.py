@@ -24,7 +24,7 @@ from megatron_ft.coordinator.governor import (
 from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.launch.pacing import Pacing
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 from tests.jobs import ROOT, Job
 
 BUDGET = 0.01

@@ -34,10 +34,10 @@ from megatron_ft.core.word import MOST_SECONDS, SLOTS, QuietWord, open_word
 from megatron_ft.launch.drain_processes import DrainProcesses
 from megatron_ft.launch.launcher import Launcher
 from megatron_ft.launch.spec import JobSpec
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.security import JobKeys
 from megatron_ft.smp.control_server import ControlServer
 from megatron_ft.smp.host import NodeHost
-from megatron_ft.smp.security import JobKeys
 from megatron_ft.smp.store import free
 from tests.smp_node import SECRET, create, run
 

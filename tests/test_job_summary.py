@@ -26,10 +26,10 @@ from megatron_ft.coordinator.summary import SummaryParts, summary
 from megatron_ft.coordinator.timing import Timing
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.recovery.decide import StripeState
-from megatron_ft.smp import messages as m
-from megatron_ft.smp.job_summary import digests, merged
-from megatron_ft.smp.local_query import ask
-from megatron_ft.smp.security import JobKeys
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.job_summary import digests, merged
+from megatron_ft.rpc.local_query import ask
+from megatron_ft.rpc.security import JobKeys
 from megatron_ft.smp.slot_rules import MOST_SKIPPED
 
 

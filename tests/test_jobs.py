@@ -29,8 +29,8 @@ from megatron_ft.core.errors import (
 )
 from megatron_ft.disk.native import TRACKER
 from megatron_ft.launch.membership import NoSpareError
-from megatron_ft.smp import messages as m
-from megatron_ft.smp.local_query import ask
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.local_query import ask
 from tests.disk_jobs import signal_trainers, wait_until
 from tests.fates import in_life, of_node
 from tests.jobs import ROOT, Fault, Job, Result, difference, oracle

@@ -20,8 +20,8 @@ from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.coordinator.timing import Timing
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.launch.descriptors import provide
-from megatron_ft.smp import messages as m
-from megatron_ft.smp.security import JobKeys
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.security import JobKeys
 
 KEYS = JobKeys.derive(bytes(32))
 NOBODY = "tcp://127.0.0.1:9"

@@ -18,7 +18,7 @@ from megatron_ft.config import SnapshotConfig
 from megatron_ft.coordinator.actions import Ended
 from megatron_ft.coordinator.cycle import Phase
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 
 losses = st.floats(0.1, 1.0)
 

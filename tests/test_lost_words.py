@@ -18,9 +18,9 @@ from megatron_ft.coordinator.recovery import admit
 from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.coordinator.timing import Timing
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.smp import messages as m
-from megatron_ft.smp.local_query import ask
-from megatron_ft.smp.security import JobKeys
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.local_query import ask
+from megatron_ft.rpc.security import JobKeys
 
 NAMES = ("n0", "n1")
 

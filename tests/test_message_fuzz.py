@@ -16,7 +16,7 @@ from megatron_ft.coordinator.registration import Roll
 from megatron_ft.coordinator.repairs import Repairs
 from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.core.errors import ControlPlaneError
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 from megatron_ft.smp import node as smp_node
 from megatron_ft.smp.control_server import FROM_COORDINATOR
 from megatron_ft.smp.effects import StorePermit, StoreSlot

@@ -18,7 +18,7 @@ from megatron_ft.coordinator.timing import Timing
 from megatron_ft.launch.failure import JobNotes
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.oom import OomKills
-from megatron_ft.smp.security import JobKeys
+from megatron_ft.rpc.security import JobKeys
 from tests.slurm_cluster import missing_cgroups
 
 MISSING = missing_cgroups() if os.geteuid() == 0 else "needs root"

@@ -29,10 +29,10 @@ from megatron_ft.disk.write import publish, write_shards
 from megatron_ft.erasure.worker import SmpConnection
 from megatron_ft.launch.job_state import JobState, read_record
 from megatron_ft.launch.virtual import VirtualCluster
+from megatron_ft.rpc.client import TrainerClient
+from megatron_ft.rpc.local_query import ask
+from megatron_ft.rpc.messages import StatusRequest
 from megatron_ft.smp import ownership
-from megatron_ft.smp.client import TrainerClient
-from megatron_ft.smp.local_query import ask
-from megatron_ft.smp.messages import StatusRequest
 from megatron_ft.smp.state_file import NodeState
 from megatron_ft.smp.writers import Writers
 from tests.disk_samples import Memory

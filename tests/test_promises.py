@@ -9,7 +9,7 @@ from megatron_ft.coordinator.actions import Action, Send
 from megatron_ft.coordinator.cycle import Phase, SnapshotCycle
 from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 from megatron_ft.smp.effects import ToCoordinator
 from megatron_ft.smp.node import NodeMachine
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ft.cli.run_summary import RunSummary
 from megatron_ft.coordinator.events import JobEvent
-from megatron_ft.smp.watch_messages import PulseReport
+from megatron_ft.rpc.watch_messages import PulseReport
 from megatron_ft.watch import recoveries
 from megatron_ft.watch.board import Heard, PulseBoard
 from megatron_ft.watch.peers import StragglerFinder

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ft.coordinator.registration import Roll, wait_for_all
 from megatron_ft.core.errors import ControlPlaneError
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 
 
 def missing(roll: Roll) -> str:

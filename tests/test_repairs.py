@@ -27,7 +27,7 @@ from test_node import ORDERS as STRIPES
 from megatron_ft.coordinator.events import JobEvent, Observers
 from megatron_ft.coordinator.repairs import MOST_ATTEMPTS, Repairs
 from megatron_ft.core.errors import ControlPlaneError
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 from megatron_ft.smp.effects import MendSlot, StoreSlot, ToEncoder
 
 REPAIR = m.Repair(LIFE, ONE, WORLD, STRIPES, HERE, (3,), ())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from protocol_model.memory import record_of
 
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 from megatron_ft.smp.upward import MOST_LOOKS, Reports
 
 SHARDS = ("dp0", "dp1", "dp2")

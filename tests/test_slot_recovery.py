@@ -19,7 +19,7 @@ from test_slots import (
 )
 
 from megatron_ft.arena.format import SlotHeader, SlotState
-from megatron_ft.smp.refusals import TransitionRefusedError
+from megatron_ft.rpc.refusals import TransitionRefusedError
 from megatron_ft.smp.slot_recovery import begin_rebuild, loaded, rebuilt, repairable
 from megatron_ft.smp.slot_table import SlotTable
 

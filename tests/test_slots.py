@@ -12,7 +12,7 @@ from protocol_model.memory import record_of
 
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.smp.refusals import PinnedError, TransitionRefusedError
+from megatron_ft.rpc.refusals import PinnedError, TransitionRefusedError
 from megatron_ft.smp.slot_recovery import begin_rebuild, forget, rebuilt
 from megatron_ft.smp.slot_rules import ending
 from megatron_ft.smp.slot_table import EMPTY_SLOT

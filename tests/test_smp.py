@@ -30,20 +30,20 @@ from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import ControlPlaneError, LayoutMismatchError, StaleIncarnationError
 from megatron_ft.core.identity import Ancestor
 from megatron_ft.core.private_files import spare_of
-from megatron_ft.smp import client as client_module
+from megatron_ft.rpc import client as client_module
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.local_query import ask
+from megatron_ft.rpc.security import JobKeys
 from megatron_ft.smp import local_server
-from megatron_ft.smp import messages as m
 from megatron_ft.smp.host import NodeHost
-from megatron_ft.smp.local_query import ask
 from megatron_ft.smp.local_server import LocalServer
-from megatron_ft.smp.security import JobKeys
 from tests.smp_node import SECRET, SmpNode, capture, create, run, say, snapshot
 
 TRAINER = """
 import sys, os
 sys.path.insert(0, {root!r})
 from megatron_ft.core.environment import ProcessEnvironment
-from megatron_ft.smp.client import TrainerClient
+from megatron_ft.rpc.client import TrainerClient
 client = TrainerClient(ProcessEnvironment.from_env(), 0)
 try:
     print("offer", client.hello("dp0", (), 1), flush=True)
@@ -57,7 +57,7 @@ import os, signal, sys
 sys.path.insert(0, {root!r})
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.smp import client as module
+from megatron_ft.rpc import client as module
 module.NOTED_TIMEOUT_SECONDS = 600.0
 client = module.TrainerClient(ProcessEnvironment.from_env(), 0)
 client.shard_id = "dp0"
@@ -72,7 +72,7 @@ from pathlib import Path
 from megatron_ft.arena.arena import Arena
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.erasure.worker import SmpConnection
-from megatron_ft.smp.messages import EncoderHello
+from megatron_ft.rpc.messages import EncoderHello
 path, world, value, *held = sys.argv[1:]
 environment = ProcessEnvironment.from_env()
 with SmpConnection(environment, lambda: None) as smp:
@@ -575,7 +575,7 @@ def test_an_smp_that_was_restarted_ends_nobody_before_it_has_a_lease(node: SmpNo
 
 ERRAND = """
 import sys, time
-from megatron_ft.smp.errand import begin_errand
+from megatron_ft.rpc.errand import begin_errand
 begin_errand("write")
 print("begun", flush=True)
 time.sleep(60)
@@ -813,7 +813,7 @@ READER = """
 import os, sys
 from pathlib import Path
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.smp.pin import pinned
+from megatron_ft.rpc.pin import pinned
 with pinned([Path(p) for p in sys.argv[1:]], SnapshotId(1, 1)):
     print("pinned", flush=True)
     sys.stdin.read()

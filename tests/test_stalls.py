@@ -11,7 +11,7 @@ import uuid
 from pathlib import Path
 
 from megatron_ft.core.environment import ProcessEnvironment
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 from megatron_ft.smp.host import NodeHost
 from megatron_ft.smp.stalls import STALL_SECONDS, Stalls, switches
 

@@ -27,7 +27,7 @@ from megatron_ft.erasure.ticket import Listening, Ticket
 from megatron_ft.launch import tcp_world
 from megatron_ft.launch.launcher import Launcher, Placement
 from megatron_ft.launch.tcp_world import TcpWorldProcess, world_status
-from megatron_ft.smp.security import SECRET_BYTES, JobKeys
+from megatron_ft.rpc.security import SECRET_BYTES, JobKeys
 
 TIMEOUT = 60.0
 RANKS = 3

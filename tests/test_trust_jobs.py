@@ -17,9 +17,9 @@ from megatron_ft.arena.format import SlotState
 from megatron_ft.cli import status
 from megatron_ft.cli.main import main
 from megatron_ft.launch.job_state import read_record
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.local_query import ask
 from megatron_ft.smp import scrub as scrub_module
-from megatron_ft.smp.local_query import ask
 from tests.declining_training import REASON
 from tests.disk_jobs import signal_trainers
 from tests.jobs import POISONED, ROOT, WAIT_SECONDS, Job, Result, difference, oracle

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ft.coordinator.link import Inbox, reported
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.upward import MOST_LOOKS, MOST_UNHEARD, Outbox, Upward
 

@@ -16,6 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.core.environment import ProcessEnvironment
+from megatron_ft.rpc.pulse import (
+    FILE_BYTES,
+    Phase,
+    Pulse,
+    PulseFile,
+    pulse_path,
+    read_pulse,
+    signs_path,
+    stacks_path,
+)
 from megatron_ft.smp.writers import Writer, Writers
 from megatron_ft.watch.blame import Witness, blame
 from megatron_ft.watch.iterations import (
@@ -27,16 +37,6 @@ from megatron_ft.watch.iterations import (
     summarise,
 )
 from megatron_ft.watch.node import NodeWatch
-from megatron_ft.watch.pulse import (
-    FILE_BYTES,
-    Phase,
-    Pulse,
-    PulseFile,
-    pulse_path,
-    read_pulse,
-    signs_path,
-    stacks_path,
-)
 from megatron_ft.watch.stacks import main_thread, of_training, waits_for_others
 from megatron_ft.watch.stragglers import LEAST_SECONDS, find_stragglers
 from megatron_ft.watch.timeout import HangSettings, allowance, learned_timeout

@@ -23,8 +23,8 @@ from megatron_ft.launch.world_keeper import (
     LONGEST_DELAY_SECONDS,
     WorldKeeper,
 )
-from megatron_ft.smp import messages as m
-from megatron_ft.smp.security import JobKeys
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.security import JobKeys
 from tests.test_arena_file import mount_tmpfs
 
 BUS_ERROR = """[vm:15153] *** Process received signal ***

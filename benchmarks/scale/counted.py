@@ -18,7 +18,7 @@ from megatron_ft.coordinator.link import SmpLink, reported
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.supervisor import Supervisor
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 from megatron_ft.testing.chaos.job import TRAINING_MODULE, JobFile
 from megatron_ft.testing.chaos.oracle import warm_python
 

@@ -22,7 +22,7 @@ from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import RankPlace
 from megatron_ft.recovery.decide import StripeState
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 from megatron_ft.smp.upward import Outbox, Reports
 
 WORLD = "w1"

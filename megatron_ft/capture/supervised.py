@@ -6,7 +6,7 @@ import os
 
 from megatron_ft.capture.client_protocol import SnapshotClient
 from megatron_ft.core.environment import ProcessEnvironment
-from megatron_ft.smp.client import TrainerClient
+from megatron_ft.rpc.client import TrainerClient
 from megatron_ft.watch.trainer import TrainerWatch
 
 

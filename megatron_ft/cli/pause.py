@@ -9,8 +9,8 @@ import argparse
 
 from megatron_ft.cli import arena_root
 from megatron_ft.core.errors import ControlPlaneError, UntrustedFileError
-from megatron_ft.smp import messages as m
-from megatron_ft.smp.local_query import ask, sockets
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.local_query import ask, sockets
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -29,8 +29,8 @@ from megatron_ft.launch.job_state import (
     read_record,
     state_folder,
 )
-from megatron_ft.smp import messages as m
-from megatron_ft.smp.local_query import ask, sockets
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.local_query import ask, sockets
 from megatron_ft.smp.store import SUFFIX
 
 EXIT_CODES: Mapping[int, str] = {3: "the job got the request, but did not restart in time"}

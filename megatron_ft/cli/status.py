@@ -12,8 +12,8 @@ import msgspec
 from megatron_ft.arena.format import SlotState
 from megatron_ft.cli import arena_root
 from megatron_ft.core.errors import ControlPlaneError, UntrustedFileError
-from megatron_ft.smp import messages as m
-from megatron_ft.smp.local_query import ask, sockets
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.local_query import ask, sockets
 
 SEVERAL = 2
 """One snapshot that is given up is a hiccup; so many in a row have a cause worth a line."""

@@ -15,8 +15,8 @@ from megatron_ft.coordinator.events import Observers
 from megatron_ft.coordinator.link import Inbox, SmpLink
 from megatron_ft.coordinator.timing import Timing
 from megatron_ft.core.errors import ControlPlaneError, StaleIncarnationError
-from megatron_ft.smp import messages as m
-from megatron_ft.smp.security import JobKeys
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.security import JobKeys
 from megatron_ft.watch.board import PulseBoard
 
 REQUEST_TIMEOUT_SECONDS = 30.0

@@ -24,8 +24,8 @@ from megatron_ft.coordinator.summary import SummaryParts
 from megatron_ft.coordinator.timing import Timing
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.smp import messages as m
-from megatron_ft.smp.security import JobKeys
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.security import JobKeys
 from megatron_ft.smp.slot_rules import protected_gives_way
 
 LOOK_SECONDS = 0.25

@@ -16,8 +16,8 @@ from megatron_ft.coordinator.plan import orders_by_node
 from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.smp import messages as m
-from megatron_ft.smp.refusals import PinnedError, TransitionRefusedError, WorldGoneError
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.refusals import PinnedError, TransitionRefusedError, WorldGoneError
 
 MOMENTARY = (TransitionRefusedError.__name__, PinnedError.__name__)
 """Refusals of a permit that the next message of a trainer or reader may end."""

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 
 
 class Fallbacks(NamedTuple):

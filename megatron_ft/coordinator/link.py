@@ -13,8 +13,8 @@ import zmq
 import zmq.asyncio
 
 from megatron_ft.core.errors import ArenaMemoryError, ControlPlaneError, NoRoomError, error_class
-from megatron_ft.smp import messages as m
-from megatron_ft.smp.security import JobKeys
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.security import JobKeys
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from megatron_ft.core.errors import ControlPlaneError, MegatronFTError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.recovery.decide import Decision
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 
 ADMIT_TIMEOUT_SECONDS = ARENA_TIMEOUT_SECONDS + 30.0
 """For fencing a node that goes on answering heartbeats: what it was asked for before comes first,

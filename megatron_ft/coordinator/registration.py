@@ -20,7 +20,7 @@ from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.domains import Domains, domain_of
 from megatron_ft.erasure.stripes import RankPlace, plan_stripes
 from megatron_ft.recovery.decide import StripeState
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import Protocol
 from megatron_ft.coordinator.events import Observers
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 
 REPAIR_TIMEOUT_SECONDS = 60.0
 MOST_ATTEMPTS = 3

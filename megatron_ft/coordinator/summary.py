@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron_ft.smp.job_summary import digest, merged
+from megatron_ft.rpc.job_summary import digest, merged
 
 if TYPE_CHECKING:
     from megatron_ft.coordinator.coordinator import Coordinator

@@ -15,7 +15,7 @@ from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 from megatron_ft.disk.rebuilt import Survivors, rebuild
 from megatron_ft.disk.source import OpenSnapshot, ShardBytes, SnapshotInfo, verified_shard
 from megatron_ft.recovery.decide import Holding, owners
-from megatron_ft.smp.messages import Inventory
+from megatron_ft.rpc.messages import Inventory
 from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.store import SUFFIX, ArenaStore
 

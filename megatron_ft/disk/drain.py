@@ -31,8 +31,8 @@ from megatron_ft.disk.manifest import folder_name, is_complete
 from megatron_ft.disk.retention import Keep, clean_up, clear_unfinished
 from megatron_ft.disk.source import SnapshotInfo
 from megatron_ft.disk.write import publish, write_shards
-from megatron_ft.smp.errand import begin_errand
-from megatron_ft.smp.pin import pinned
+from megatron_ft.rpc.errand import begin_errand
+from megatron_ft.rpc.pin import pinned
 
 log = logging.getLogger(__name__)
 

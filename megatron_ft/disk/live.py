@@ -18,8 +18,8 @@ from megatron_ft.disk.arenas import Memory, hold, scan
 from megatron_ft.disk.rebuilt import Survivors
 from megatron_ft.disk.source import OpenSnapshot, SnapshotInfo
 from megatron_ft.recovery.decide import Holding, candidates
-from megatron_ft.smp.messages import SlotReport
-from megatron_ft.smp.pin import pinned
+from megatron_ft.rpc.messages import SlotReport
+from megatron_ft.rpc.pin import pinned
 from megatron_ft.smp.store import SUFFIX
 
 

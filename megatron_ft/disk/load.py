@@ -32,8 +32,8 @@ from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.disk.durable import Disk
 from megatron_ft.disk.manifest import Manifest
 from megatron_ft.disk.reader import ShardReader, open_shard, read_manifest
-from megatron_ft.smp import messages as m
-from megatron_ft.smp.local_query import ask
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.local_query import ask
 from megatron_ft.smp.store import SUFFIX
 
 log = logging.getLogger(__name__)

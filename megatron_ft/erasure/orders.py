@@ -31,7 +31,7 @@ from megatron_ft.erasure.rebuild import RebuildResult, rebuild
 from megatron_ft.erasure.repair import RecomputedBlocks, recompute
 from megatron_ft.erasure.transport import Transport
 from megatron_ft.erasure.verify import VerifyResult, verify
-from megatron_ft.smp.messages import (
+from megatron_ft.rpc.messages import (
     Encoded,
     EncodeOrder,
     Message,

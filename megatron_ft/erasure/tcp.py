@@ -34,7 +34,7 @@ from megatron_ft.erasure.tcp_sockets import (
 )
 from megatron_ft.erasure.ticket import Listening, Ticket
 from megatron_ft.erasure.transport import Pending
-from megatron_ft.smp.message_base import MOST_BYTES
+from megatron_ft.rpc.message_base import MOST_BYTES
 
 TABLE_SECONDS = 120.0
 LEAVE_SECONDS = 10.0

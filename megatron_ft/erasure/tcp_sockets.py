@@ -18,8 +18,8 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from megatron_ft.core.isal import Bytes
-from megatron_ft.smp.message_base import MOST_BYTES
-from megatron_ft.smp.security import JobKeys
+from megatron_ft.rpc.message_base import MOST_BYTES
+from megatron_ft.rpc.security import JobKeys
 
 IO_THREADS = 2
 """Threads of libzmq that encrypt, send, receive and decrypt."""

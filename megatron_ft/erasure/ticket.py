@@ -10,8 +10,8 @@ import msgspec
 
 from megatron_ft.core.decoding import UNREADABLE
 from megatron_ft.core.errors import ControlPlaneError
-from megatron_ft.smp.message_base import Name
-from megatron_ft.smp.security import JobKeys
+from megatron_ft.rpc.message_base import Name
+from megatron_ft.rpc.security import JobKeys
 
 
 class Ticket(msgspec.Struct, frozen=True):

@@ -30,8 +30,8 @@ from megatron_ft.erasure.checks import CorruptMemberError
 from megatron_ft.erasure.orders import Order, OrderRunner
 from megatron_ft.erasure.transport import Transport
 from megatron_ft.erasure.world import join_world
-from megatron_ft.smp import local_socket
-from megatron_ft.smp.messages import (
+from megatron_ft.rpc import local_socket
+from megatron_ft.rpc.messages import (
     EncodeOrder,
     EncoderHello,
     EncoderWelcome,

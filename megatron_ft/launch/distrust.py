@@ -14,7 +14,7 @@ from megatron_ft.disk.native import iteration_of, naming, newest_checkpoint
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.recovery.decide import Decision
 from megatron_ft.recovery.quarantine import Quarantine
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 
 LOOK_TIMEOUT_SECONDS = 10.0
 """Longest that a recovery waits for the folder of the framework's own checkpoints."""

@@ -14,7 +14,7 @@ from megatron_ft.launch.fleet import TrainerExit, TrainerFleet
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.launcher import Launcher
 from megatron_ft.launch.oom import OomKills
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 
 RERUN_CODES = (16, 17)
 """Of Megatron's rerun state machine: a result was doubtful, which is no fault of the snapshot."""

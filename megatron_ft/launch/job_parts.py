@@ -16,7 +16,7 @@ from megatron_ft.launch.pacing import Pacing
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.warm_spares import WarmSpares
 from megatron_ft.launch.world_keeper import WorldKeeper
-from megatron_ft.smp.security import JobKeys
+from megatron_ft.rpc.security import JobKeys
 from megatron_ft.watch.job import JobWatch
 
 

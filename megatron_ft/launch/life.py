@@ -29,7 +29,7 @@ from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.launch.restore_choice import RestoreChoice, carry_out
 from megatron_ft.launch.salvage import salvage
 from megatron_ft.launch.shrink import describe_fewer, go_on_with_fewer
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 
 log = logging.getLogger(__name__)
 

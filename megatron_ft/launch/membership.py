@@ -26,7 +26,7 @@ from megatron_ft.launch.launcher import Launcher, NodeUnreachable
 from megatron_ft.launch.leases import OutstandingLeases
 from megatron_ft.launch.placement import choose_active, choose_spares, stripes_by_position
 from megatron_ft.launch.spec import JobSpec
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 
 
 class NoSpareError(MegatronFTError):

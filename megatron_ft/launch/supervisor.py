@@ -30,7 +30,7 @@ from megatron_ft.launch.job_parts import JobParts
 from megatron_ft.launch.life import Life
 from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.launch.salvage import salvage_without_trainers
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 
 NOTES_SECONDS = 2.0
 """So often a supervisor looks whether its notes are still there."""

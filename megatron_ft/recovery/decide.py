@@ -15,7 +15,7 @@ from megatron_ft.arena.format import SlotState
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 from megatron_ft.core.lineage import on_lineage
 from megatron_ft.recovery.quarantine import Quarantine
-from megatron_ft.smp.messages import ArenaReport, Inventory, SlotReport
+from megatron_ft.rpc.messages import ArenaReport, Inventory, SlotReport
 
 NOTHING_REJECTED = Quarantine()
 

@@ -19,7 +19,7 @@ from megatron_ft.erasure.checks import CorruptMemberError
 from megatron_ft.erasure.drill import drill
 from megatron_ft.erasure.slot_view import code_of, member_of
 from megatron_ft.recovery.decide import candidates
-from megatron_ft.smp.pin import pinned
+from megatron_ft.rpc.pin import pinned
 
 MOST_TRIES = 16
 

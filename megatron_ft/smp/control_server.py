@@ -12,12 +12,12 @@ import zmq.asyncio
 from megatron_ft.arena.numa import node_of_process
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.fault_points import reach
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.job_summary import digests
+from megatron_ft.rpc.message_base import MOST_BYTES
+from megatron_ft.rpc.security import JobKeys
 from megatron_ft.smp.host import NodeHost, resident_bytes
-from megatron_ft.smp.job_summary import digests
 from megatron_ft.smp.local_server import refusal, unexpected
-from megatron_ft.smp.message_base import MOST_BYTES
-from megatron_ft.smp.security import JobKeys
 
 FROM_COORDINATOR = (
     m.Adopt

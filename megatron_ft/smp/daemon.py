@@ -16,12 +16,12 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from megatron_ft.core.environment import ProcessEnvironment
+from megatron_ft.rpc.security import JobKeys
 from megatron_ft.smp.control_server import ControlServer
 from megatron_ft.smp.host import NodeHost
 from megatron_ft.smp.keeper import Keeper, NodePlace
 from megatron_ft.smp.local_server import LocalServer
 from megatron_ft.smp.scrub import Scrub
-from megatron_ft.smp.security import JobKeys
 
 
 class Credentials(msgspec.Struct, frozen=True):

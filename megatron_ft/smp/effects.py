@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ft.arena.format import Permit, SlotHeader
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 
 
 @dataclass(frozen=True)

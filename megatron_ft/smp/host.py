@@ -20,7 +20,7 @@ from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import ControlPlaneError, UntrustedFileError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.word import QuietWord
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 from megatron_ft.smp import state_file, writers
 from megatron_ft.smp.effects import (
     Effect,

@@ -14,10 +14,10 @@ import zmq.asyncio
 from megatron_ft.arena import upkeep
 from megatron_ft.core.errors import ControlPlaneError, MegatronFTError, StaleIncarnationError
 from megatron_ft.core.pid_namespace import pid_namespace
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.job_summary import merged
+from megatron_ft.rpc.local_socket import bind, listen
 from megatron_ft.smp.host import NodeHost, resident_bytes
-from megatron_ft.smp.job_summary import merged
-from megatron_ft.smp.local_socket import bind, listen
 from megatron_ft.smp.writers import DRAIN, start_time_of
 
 log = logging.getLogger(__name__)

@@ -13,11 +13,11 @@ from typing import Any
 from megatron_ft.core.errors import StaleIncarnationError
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.core.lineage import on_lineage
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.refusals import TransitionRefusedError
 from megatron_ft.smp.effects import StorePermit
 from megatron_ft.smp.node_shards import NodeShards
 from megatron_ft.smp.reactions import encoders, orders, readers, trainers
-from megatron_ft.smp.refusals import TransitionRefusedError
 from megatron_ft.smp.slot_recovery import forget
 from megatron_ft.smp.slot_rules import is_committed
 

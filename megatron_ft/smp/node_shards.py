@@ -8,9 +8,9 @@ import msgspec
 
 from megatron_ft.core.errors import StaleIncarnationError
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.refusals import TransitionRefusedError, WorldGoneError
 from megatron_ft.smp.effects import Effect, StoreSlot, ToCoordinator
-from megatron_ft.smp.refusals import TransitionRefusedError, WorldGoneError
 from megatron_ft.smp.slots import ShardSlots
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.core.identity import SealedRecord, SnapshotId
-from megatron_ft.smp.refusals import TransitionRefusedError
+from megatron_ft.rpc.refusals import TransitionRefusedError
 from megatron_ft.smp.slot_rules import ending, oldest_reusable
 from megatron_ft.smp.slot_table import EMPTY_SLOT, SlotTable
 

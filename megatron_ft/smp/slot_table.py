@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.smp.refusals import TransitionRefusedError
+from megatron_ft.rpc.refusals import TransitionRefusedError
 
 NO_ROOT = bytes(32)
 EMPTY_SLOT = SlotHeader(

@@ -34,7 +34,7 @@ from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import Ancestor, SealedRecord
 from megatron_ft.erasure.mending import Blocks, mend_data, mend_parity
 from megatron_ft.erasure.slot_view import code_of, member_of
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 from megatron_ft.smp.effects import MendSlot, StorePermit, StoreSlot
 from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.slots import ShardSlots

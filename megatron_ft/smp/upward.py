@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 from megatron_ft.smp.node import NodeMachine
 
 SendTo = Callable[[bytes, m.Message], Awaitable[None]]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ft.core.errors import ControlPlaneError
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 from megatron_ft.watch.blame import Blame, Witness, blame
 from megatron_ft.watch.board import Heard
 from megatron_ft.watch.node import STACK_SECONDS

@@ -15,9 +15,7 @@ from typing import Any
 from megatron_ft.core import private_files
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import UntrustedFileError
-from megatron_ft.watch.iterations import Iterations
-from megatron_ft.watch.last_gradient import LastGradient
-from megatron_ft.watch.pulse import (
+from megatron_ft.rpc.pulse import (
     DUMP_SIGNAL,
     Phase,
     Pulse,
@@ -25,6 +23,8 @@ from megatron_ft.watch.pulse import (
     pulse_path,
     stacks_path,
 )
+from megatron_ft.watch.iterations import Iterations
+from megatron_ft.watch.last_gradient import LastGradient
 from megatron_ft.watch.start_parts import StartParts
 
 log = logging.getLogger(__name__)

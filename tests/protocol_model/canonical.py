@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_ft.coordinator.cycle import Phase
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 from protocol_model.encoder import Encoder
 from protocol_model.memory import DAMAGED, MemoryArena, MemorySlot
 from protocol_model.node import Node

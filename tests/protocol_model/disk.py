@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_ft.arena.format import SlotState
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.recovery.decide import Decision
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 from protocol_model.drain import Checkpoint, Drain, choice, tidied
 from protocol_model.judge import Violation
 from protocol_model.life import DRAIN, Life, LifeFailed

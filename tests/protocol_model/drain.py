@@ -18,7 +18,7 @@ from megatron_ft.disk.manifest import Manifest, ShardFile
 from megatron_ft.disk.retention import Keep, superfluous
 from megatron_ft.launch.disk_restore import DiskRestores
 from megatron_ft.recovery.decide import Decision, StripeState
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 from protocol_model.memory import Tag, root_of
 from protocol_model.processes import Reader
 

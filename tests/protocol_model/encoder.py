@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ft.core.identity import SealedRecord
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 from protocol_model.memory import MemoryArena, MemorySlot, Tag, root_of
 from protocol_model.processes import Process
 

@@ -18,7 +18,7 @@ from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.disk import drained, retention
 from megatron_ft.recovery import decide
 from megatron_ft.recovery.decide import Holding, usable
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 from megatron_ft.smp import node, slot_rules, slots
 from megatron_ft.smp.effects import StoreSlot
 from megatron_ft.smp.reactions import orders

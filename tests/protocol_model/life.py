@@ -17,7 +17,7 @@ from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.core.lineage import extend
 from megatron_ft.recovery.decide import Decision
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 from protocol_model.drain import Checkpoint, Drain, decide_with
 from protocol_model.node import CYCLE, DRAIN, REPAIR
 

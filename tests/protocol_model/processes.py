@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ft.arena.format import Permit, SlotState
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 from protocol_model.memory import DAMAGED, MemoryArena, MemorySlot, Tag, record_of
 
 

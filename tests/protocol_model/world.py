@@ -10,7 +10,7 @@ from megatron_ft.coordinator.cycle import Phase
 from megatron_ft.coordinator.link import Inbox
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.recovery.decide import Decision
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 from protocol_model.disk import DiskSteps
 from protocol_model.drain import Checkpoint, Drain
 from protocol_model.encoder import Encoder, MpiWorld

@@ -29,7 +29,7 @@ from megatron_ft.launch.agents.meeting import (
 from megatron_ft.launch.launcher import ProcessGoneError
 from megatron_ft.launch.process import LocalProcess
 from megatron_ft.launch.world import WORLD
-from megatron_ft.smp.message_base import MOST_BYTES
+from megatron_ft.rpc.message_base import MOST_BYTES
 
 FAILURE_SECONDS = 2.0
 

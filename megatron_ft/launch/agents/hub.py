@@ -25,8 +25,8 @@ from megatron_ft.launch.agents.meeting import SILENT_SECONDS, Meeting
 from megatron_ft.launch.agents.process import AgentProcess
 from megatron_ft.launch.launcher import UNKNOWN_EXIT, NodeUnreachable, ProcessGoneError
 from megatron_ft.launch.spread import IN_FOLDER
-from megatron_ft.smp.message_base import MOST_BYTES
-from megatron_ft.smp.security import SECRET_BYTES
+from megatron_ft.rpc.message_base import MOST_BYTES
+from megatron_ft.rpc.security import SECRET_BYTES
 
 ANSWER_SECONDS = 5.0
 _LOOK_SECONDS = 0.5

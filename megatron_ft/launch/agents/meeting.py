@@ -9,7 +9,7 @@ import msgspec
 
 from megatron_ft.core import private_files
 from megatron_ft.core.decoding import UNREADABLE
-from megatron_ft.smp.security import JobKeys
+from megatron_ft.rpc.security import JobKeys
 
 FILE_NAME = "supervisor.json"
 

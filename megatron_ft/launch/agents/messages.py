@@ -11,9 +11,9 @@ import msgspec
 
 from megatron_ft.core.decoding import UNREADABLE
 from megatron_ft.core.errors import ControlPlaneError
-from megatron_ft.smp.message_base import Message as Message
-from megatron_ft.smp.message_base import Name, Pid
-from megatron_ft.smp.message_base import Refused as Refused
+from megatron_ft.rpc.message_base import Message as Message
+from megatron_ft.rpc.message_base import Name, Pid
+from megatron_ft.rpc.message_base import Refused as Refused
 
 
 class Hello(Message, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 from megatron_ft.smp.node_shards import NodeShards
 
 

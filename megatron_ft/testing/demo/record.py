@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from megatron_ft.coordinator.events import JobEvent
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import messages as m
 from megatron_ft.testing.demo.scenario import Fault
 
 

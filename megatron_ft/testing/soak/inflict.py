@@ -8,8 +8,8 @@ import signal
 from collections.abc import Awaitable, Callable
 
 from megatron_ft.core.errors import MegatronFTError
-from megatron_ft.smp import messages as m
-from megatron_ft.smp.local_query import ask, sockets
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.local_query import ask, sockets
 from megatron_ft.testing.chaos.damage import damage
 from megatron_ft.testing.chaos.processes import processes, send
 from megatron_ft.testing.soak import plan as p

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_ft.core.identity import Count, Iteration, SnapshotId
-from megatron_ft.smp.message_base import Message, Seconds
-from megatron_ft.smp.watch_messages import PulseReport
+from megatron_ft.rpc.message_base import Message, Seconds
+from megatron_ft.rpc.watch_messages import PulseReport
 
 
 class Lease(Message, frozen=True):

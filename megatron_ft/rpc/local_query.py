@@ -15,8 +15,8 @@ import zmq
 from megatron_ft.core import private_files
 from megatron_ft.core.environment import SOCKET_NAME
 from megatron_ft.core.errors import ControlPlaneError, UntrustedFileError
-from megatron_ft.smp import local_socket
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import local_socket
+from megatron_ft.rpc import messages as m
 
 
 def sockets(root: Path, job: str | None) -> Iterator[Path]:

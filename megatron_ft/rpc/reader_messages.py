@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_ft.core.identity import Count, SnapshotId
-from megatron_ft.smp.message_base import Message, Name, Pid
+from megatron_ft.rpc.message_base import Message, Name, Pid
 
 
 class Pin(Message, frozen=True):

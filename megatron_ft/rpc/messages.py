@@ -15,7 +15,7 @@ import msgspec
 
 from megatron_ft.core.decoding import UNREADABLE
 from megatron_ft.core.errors import ControlPlaneError
-from megatron_ft.smp.encoder_messages import (
+from megatron_ft.rpc.encoder_messages import (
     Encoded,
     EncodeOrder,
     EncoderHello,
@@ -31,7 +31,7 @@ from megatron_ft.smp.encoder_messages import (
     StripeOrder,
     VerifyOrder,
 )
-from megatron_ft.smp.event_messages import (
+from megatron_ft.rpc.event_messages import (
     BadBlocks,
     Event,
     NodeReport,
@@ -40,14 +40,14 @@ from megatron_ft.smp.event_messages import (
     SlotFreed,
     WriterGone,
 )
-from megatron_ft.smp.lease_messages import HeldSnapshot, Lease, LeaseAnswer
-from megatron_ft.smp.message_base import (
+from megatron_ft.rpc.lease_messages import HeldSnapshot, Lease, LeaseAnswer
+from megatron_ft.rpc.message_base import (
     Message,
     Ok,
     Refused,
 )
-from megatron_ft.smp.reader_messages import Errand, Pin, Unpin
-from megatron_ft.smp.recovery_messages import (
+from megatron_ft.rpc.reader_messages import Errand, Pin, Unpin
+from megatron_ft.rpc.recovery_messages import (
     Admit,
     Adopt,
     ArenaReport,
@@ -60,8 +60,8 @@ from megatron_ft.smp.recovery_messages import (
     Retire,
     SlotReport,
 )
-from megatron_ft.smp.snapshot_messages import Abort, Commit, Encode, Grant, Hold, Repair, Unhold
-from megatron_ft.smp.status_messages import (
+from megatron_ft.rpc.snapshot_messages import Abort, Commit, Encode, Grant, Hold, Repair, Unhold
+from megatron_ft.rpc.status_messages import (
     Discard,
     Pause,
     Rewind,
@@ -69,7 +69,7 @@ from megatron_ft.smp.status_messages import (
     Status,
     StatusRequest,
 )
-from megatron_ft.smp.trainer_messages import (
+from megatron_ft.rpc.trainer_messages import (
     Abandoned,
     Begins,
     CaptureCost,
@@ -87,7 +87,7 @@ from megatron_ft.smp.trainer_messages import (
     Unfit,
     Welcome,
 )
-from megatron_ft.smp.watch_messages import PulseReport, Stacks, StacksRequest
+from megatron_ft.rpc.watch_messages import PulseReport, Stacks, StacksRequest
 
 __all__ = [
     "Abandoned",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from megatron_ft.core.identity import Count
-from megatron_ft.smp.message_base import Message
+from megatron_ft.rpc.message_base import Message
 
 
 class PulseReport(msgspec.Struct, frozen=True, array_like=True):
@@ -14,7 +14,7 @@ class PulseReport(msgspec.Struct, frozen=True, array_like=True):
     ``idle`` is how long it has passed no mark, ``quiet`` how long its watching thread has not
     run, ``state`` the kernel's letter for its process (proc(5)), ``age`` how long the process
     is there.  The parts of its start are 0 until its first iteration has ended.  See
-    watch.pulse.Pulse for the rest.
+    rpc.pulse.Pulse for the rest.
     """
 
     rank: int

@@ -10,9 +10,9 @@ from megatron_ft.core.errors import (
     NotUnderSupervisorError,
     StaleIncarnationError,
 )
-from megatron_ft.smp import messages as m
-from megatron_ft.smp.local_query import ask
-from megatron_ft.smp.pin import serves
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.local_query import ask
+from megatron_ft.rpc.pin import serves
 
 
 def begin_errand(what: str) -> None:

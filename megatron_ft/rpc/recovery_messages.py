@@ -6,8 +6,8 @@ import msgspec
 
 from megatron_ft.arena.format import DIGEST_CRC64
 from megatron_ft.core.identity import Ancestor, Count, SealedRecord, ShardId, SnapshotId
-from megatron_ft.smp.encoder_messages import StripeOrder
-from megatron_ft.smp.message_base import Message, Seconds
+from megatron_ft.rpc.encoder_messages import StripeOrder
+from megatron_ft.rpc.message_base import Message, Seconds
 
 
 class Admit(Message, frozen=True):

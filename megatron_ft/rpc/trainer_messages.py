@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_ft.core.fewer_ranks import RankRule
 from megatron_ft.core.identity import Count, SealedRecord, ShardId, SnapshotId
-from megatron_ft.smp.message_base import Message, Pid
+from megatron_ft.rpc.message_base import Message, Pid
 
 
 class Hello(Message, frozen=True):

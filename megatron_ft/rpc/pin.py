@@ -12,8 +12,8 @@ from pathlib import Path
 from megatron_ft.core.environment import SOCKET_NAME
 from megatron_ft.core.errors import ControlPlaneError, SnapshotUnavailableError
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.smp import messages as m
-from megatron_ft.smp.local_query import ask
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.local_query import ask
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron_ft.core.identity import Count, SnapshotId
-from megatron_ft.smp.encoder_messages import StripeOrder
-from megatron_ft.smp.message_base import Message
+from megatron_ft.rpc.encoder_messages import StripeOrder
+from megatron_ft.rpc.message_base import Message
 
 
 class Grant(Message, frozen=True):

@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from megatron_ft.core import private_files
 from megatron_ft.core.errors import MissingEnvironmentError
-from megatron_ft.smp.message_base import MOST_BYTES
+from megatron_ft.rpc.message_base import MOST_BYTES
 
 LONGEST_PATH = 107
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_ft.core.identity import Count, SnapshotId
-from megatron_ft.smp.encoder_messages import (
+from megatron_ft.rpc.encoder_messages import (
     Encoded,
     EncoderHello,
     EncoderRefused,
@@ -11,8 +11,8 @@ from megatron_ft.smp.encoder_messages import (
     OrderFailed,
     Rebuilt,
 )
-from megatron_ft.smp.message_base import Message
-from megatron_ft.smp.trainer_messages import (
+from megatron_ft.rpc.message_base import Message
+from megatron_ft.rpc.trainer_messages import (
     Abandoned,
     CaptureCost,
     CorruptShard,

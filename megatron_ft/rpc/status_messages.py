@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from megatron_ft.core.identity import Iteration
-from megatron_ft.smp.message_base import Message
-from megatron_ft.smp.recovery_messages import ArenaReport
+from megatron_ft.rpc.message_base import Message
+from megatron_ft.rpc.recovery_messages import ArenaReport
 
 
 class Pause(Message, frozen=True):

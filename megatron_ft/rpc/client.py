@@ -21,8 +21,8 @@ from megatron_ft.core.errors import ControlPlaneError, UntrustedFileError, error
 from megatron_ft.core.fewer_ranks import RankRule
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.core.pid_namespace import pid_namespace
-from megatron_ft.smp import local_socket
-from megatron_ft.smp import messages as m
+from megatron_ft.rpc import local_socket
+from megatron_ft.rpc import messages as m
 
 log = logging.getLogger(__name__)
 

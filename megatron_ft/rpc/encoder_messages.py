@@ -8,7 +8,7 @@ import msgspec
 
 from megatron_ft.arena.format import MAX_MEMBERS
 from megatron_ft.core.identity import Hash, SealedRecord, ShardId, SnapshotId
-from megatron_ft.smp.message_base import Message, Name, Pid
+from megatron_ft.rpc.message_base import Message, Name, Pid
 
 Members = Annotated[tuple[SealedRecord, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
 """The records of a stripe's members, in order."""
