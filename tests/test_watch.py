@@ -26,6 +26,7 @@ from megatron_ft.rpc.pulse import (
     signs_path,
     stacks_path,
 )
+from megatron_ft.smp.trainer_pulses import NodeWatch
 from megatron_ft.smp.writers import Writer, Writers
 from megatron_ft.watch.blame import Witness, blame
 from megatron_ft.watch.iterations import (
@@ -36,7 +37,6 @@ from megatron_ft.watch.iterations import (
     WindowSummary,
     summarise,
 )
-from megatron_ft.watch.node import NodeWatch
 from megatron_ft.watch.stacks import main_thread, of_training, waits_for_others
 from megatron_ft.watch.stragglers import LEAST_SECONDS, find_stragglers
 from megatron_ft.watch.timeout import HangSettings, allowance, learned_timeout

@@ -35,9 +35,9 @@ from megatron_ft.smp.readers import Readers
 from megatron_ft.smp.stalls import STALL_SECONDS, Stalls
 from megatron_ft.smp.state_file import NodeState
 from megatron_ft.smp.store import ArenaStore, free
+from megatron_ft.smp.trainer_pulses import NodeWatch
 from megatron_ft.smp.upward import SendTo, Upward
 from megatron_ft.smp.writers import DRAIN, Writer, Writers
-from megatron_ft.watch.node import NodeWatch
 
 log = logging.getLogger(__name__)
 

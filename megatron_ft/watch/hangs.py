@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.rpc import messages as m
+from megatron_ft.smp.trainer_pulses import STACK_SECONDS
 from megatron_ft.watch.blame import Blame, Witness, blame
 from megatron_ft.watch.board import Heard
-from megatron_ft.watch.node import STACK_SECONDS
 from megatron_ft.watch.timeout import HangSettings, allowance, learned_timeout
 
 if TYPE_CHECKING:
