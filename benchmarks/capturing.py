@@ -17,16 +17,16 @@ import torch
 from megatron_ft.arena import digest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import BLOCK_BYTES, ArenaHeader, Geometry, Permit, SlotState
-from megatron_ft.capture.engine import CaptureEngine
-from megatron_ft.capture.mapping import MappingState
-from megatron_ft.capture.plan import plan_state
-from megatron_ft.capture.preparation import choose_copier
-from megatron_ft.capture.run import CaptureRun
-from megatron_ft.capture.state import live_tensors
-from megatron_ft.capture.ticket import Ticket
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 from megatron_ft.core.shard_meta import pack_meta
 from megatron_ft.smp.slot_table import EMPTY_SLOT
+from megatron_ft.trainer.engine import CaptureEngine
+from megatron_ft.trainer.mapping import MappingState
+from megatron_ft.trainer.plan import plan_state
+from megatron_ft.trainer.preparation import choose_copier
+from megatron_ft.trainer.run import CaptureRun
+from megatron_ft.trainer.state import live_tensors
+from megatron_ft.trainer.ticket import Ticket
 
 SHARD = "pp0-tp0-dp0-ep0"
 MEBI = 1 << 20

@@ -16,8 +16,8 @@ from benchmarks import restores
 from benchmarks.capturing import MEBI, Capturing, capturing, plain_copy, tensors
 from benchmarks.rounds import ratios, seconds
 from benchmarks.table import Row
-from megatron_ft.capture.binding import region_tensor
-from megatron_ft.capture.cuda import CudaCopier
+from megatron_ft.trainer.binding import region_tensor
+from megatron_ft.trainer.cuda import CudaCopier
 
 TURNS = 3
 """Turns of a round here: each takes a fifth of a second, and for that long, now and then, a shared

@@ -12,11 +12,11 @@ from deepspeed_ext import recording
 from deepspeed_ext.fragments import MASTER
 from deepspeed_ext.optimizers.view import OptimizerView
 from deepspeed_ext.parameter_names import ParameterNames
-from megatron_ft.capture.addresses import AddressBook, Window
-from megatron_ft.capture.plan import dtype_name
 from megatron_ft.core.errors import ExportError
 from megatron_ft.export import form
 from megatron_ft.export.form import Wanted
+from megatron_ft.trainer.addresses import AddressBook, Window
+from megatron_ft.trainer.plan import dtype_name
 
 EXTRA_STATE = "_extra_state"
 """What torch adds to a module's name for what it keeps outside parameters and buffers."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deepspeed_ext.optimizers.scalars import plain_fields, set_fields
-from megatron_ft.capture.values import host_copy
+from megatron_ft.trainer.values import host_copy
 
 COUNTERS = (
     "global_steps",

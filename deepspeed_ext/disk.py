@@ -9,7 +9,7 @@ from typing import Any
 
 from deepspeed_ext.saving import step_on_disk
 from megatron_ft.disk.native import step_of_tag
-from megatron_ft.recovery.start import Disk
+from megatron_ft.trainer.start_choice import Disk
 
 logger = logging.getLogger(__name__)
 

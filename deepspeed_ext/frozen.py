@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_ft.capture.values import same_bits
 from megatron_ft.core.errors import ConfigError
+from megatron_ft.trainer.values import same_bits
 
 _SAMPLES = 64
 """Elements that are looked at of each: a moving average changes nearly all of them."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from megatron_ft.capture.manager_protocol import Manager
 from megatron_ft.core.wrapping import Function
+from megatron_ft.trainer.manager_protocol import Manager
 
 log = logging.getLogger(__name__)
 

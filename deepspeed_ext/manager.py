@@ -6,10 +6,10 @@ import weakref
 from typing import Any
 
 from deepspeed_ext.place import place_of
-from megatron_ft.capture.manager import SnapshotManager
-from megatron_ft.capture.manager_protocol import Manager
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import ConfigError
+from megatron_ft.trainer.manager import SnapshotManager
+from megatron_ft.trainer.manager_protocol import Manager
 
 _owner: list[weakref.ref[Any]] = []
 

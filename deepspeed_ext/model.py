@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from megatron_ft.capture.contents import Contents
-from megatron_ft.capture.enumeration import DENSE
-from megatron_ft.capture.master_tensors import as_captured
-from megatron_ft.capture.module_tree import ModuleTree
+from megatron_ft.trainer.contents import Contents
+from megatron_ft.trainer.enumeration import DENSE
+from megatron_ft.trainer.master_tensors import as_captured
+from megatron_ft.trainer.module_tree import ModuleTree
 
 BUFFER, FROZEN = "buffer/", "frozen/"
 """Begin the names of captured buffers and of parameters that no optimizer owns."""

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_ft.capture.clients import active_clients
+from megatron_ft.trainer.clients import active_clients
 
 NAME = "outside"
 """Name of :class:`Outside` among the parts of a snapshot."""

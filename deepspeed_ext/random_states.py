@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_ft.capture.rng import RngState
+from megatron_ft.trainer.rng import RngState
 
 
 class RandomStates:

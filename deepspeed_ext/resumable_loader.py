@@ -14,8 +14,8 @@ from typing import Any
 
 from deepspeed_ext.epoch_numbers import EpochNumbers, samplers_of
 from deepspeed_ext.loader_kinds import Kind, kind_of
-from megatron_ft.capture.rng import RngState
 from megatron_ft.core.errors import ConfigError
+from megatron_ft.trainer.rng import RngState
 
 
 class ResumableLoader:

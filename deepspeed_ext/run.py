@@ -21,12 +21,12 @@ from deepspeed_ext.snapshot_log import SnapshotLog
 from deepspeed_ext.state import EngineState, Stateful
 from deepspeed_ext.trust import Client, objection
 from deepspeed_ext.wish import Wish
-from megatron_ft.capture.manager_protocol import Manager
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.config.json_section import Section
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.wrapping import Function
-from megatron_ft.recovery.start import WISH, Disk, Start, View, agree, supervisor_chose_disk
+from megatron_ft.trainer.manager_protocol import Manager
+from megatron_ft.trainer.start_choice import WISH, Disk, Start, View, agree, supervisor_chose_disk
 
 _LOAD_FIRST = (
     "the script trains without calling engine.load_checkpoint: call it at every start, before the "

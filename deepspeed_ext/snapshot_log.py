@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from megatron_ft.capture.figures import TAG, figures
-from megatron_ft.capture.stats import CaptureStats
+from megatron_ft.trainer.figures import TAG, figures
+from megatron_ft.trainer.stats import CaptureStats
 
 log = logging.getLogger(__name__)
 

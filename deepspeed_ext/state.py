@@ -23,11 +23,11 @@ from deepspeed_ext.optimizers.groups import group_scalars, load_group_scalars
 from deepspeed_ext.optimizers.sharing import share_states, shared_states
 from deepspeed_ext.optimizers.states import materialise
 from deepspeed_ext.optimizers.view import Master, Weight
-from megatron_ft.capture.extra_state import extra_states, load_extra_states
-from megatron_ft.capture.state import live_tensors
-from megatron_ft.capture.values import host_copy, same_bits
 from megatron_ft.core.errors import LayoutMismatchError
 from megatron_ft.core.shard import LogicalPlace
+from megatron_ft.trainer.extra_state import extra_states, load_extra_states
+from megatron_ft.trainer.state import live_tensors
+from megatron_ft.trainer.values import host_copy, same_bits
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Stateful(Protocol):
 
 
 class EngineState:
-    """Implements ``capture.state.TrainingState`` for an engine that is complete.
+    """Implements ``trainer.state.TrainingState`` for an engine that is complete.
 
     Tensors are those of the last ``refresh``.  Making one creates moments that do not exist
     before the first step, and finds out which weights do not follow from masters: those are

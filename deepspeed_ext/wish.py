@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deepspeed_ext import saving
-from megatron_ft.recovery.start import WISH
+from megatron_ft.trainer.start_choice import WISH
 
 
 class Wish:

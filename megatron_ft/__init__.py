@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from megatron_ft.capture.manager import SnapshotManager
-    from megatron_ft.capture.quiet import pause_traffic, quiet, resume_traffic
     from megatron_ft.config import SnapshotConfig
     from megatron_ft.core.objects import register_class
+    from megatron_ft.trainer.manager import SnapshotManager
+    from megatron_ft.trainer.quiet import pause_traffic, quiet, resume_traffic
 
 __all__ = [
     "SnapshotConfig",
@@ -29,11 +29,11 @@ __all__ = [
 
 _HOME = {
     "SnapshotConfig": "megatron_ft.config",
-    "SnapshotManager": "megatron_ft.capture.manager",
-    "pause_traffic": "megatron_ft.capture.quiet",
-    "quiet": "megatron_ft.capture.quiet",
+    "SnapshotManager": "megatron_ft.trainer.manager",
+    "pause_traffic": "megatron_ft.trainer.quiet",
+    "quiet": "megatron_ft.trainer.quiet",
     "register_class": "megatron_ft.core.objects",
-    "resume_traffic": "megatron_ft.capture.quiet",
+    "resume_traffic": "megatron_ft.trainer.quiet",
 }
 
 

@@ -22,8 +22,8 @@ from test_capture_support import WAIT, FakeSmp, bits, make_manager
 from torch import distributed, nn
 
 from deepspeed_ext.state import EngineState
-from megatron_ft.capture.binding import live_part
-from megatron_ft.capture.state import live_tensors
+from megatron_ft.trainer.binding import live_part
+from megatron_ft.trainer.state import live_tensors
 
 PRECISION = {0: "fp32", 2: "bf16", 3: "bf16"}
 

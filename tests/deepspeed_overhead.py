@@ -19,11 +19,11 @@ from deepspeed_program import make_engine, train_step
 from test_capture_support import FakeSmp
 from torch import distributed, nn
 
-from megatron_ft.capture.cpu import CpuCopier
-from megatron_ft.capture.manager import SnapshotManager
-from megatron_ft.capture.rng import RngState
-from megatron_ft.capture.state import live_tensors
 from megatron_ft.config import SnapshotConfig
+from megatron_ft.trainer.cpu import CpuCopier
+from megatron_ft.trainer.manager import SnapshotManager
+from megatron_ft.trainer.rng import RngState
+from megatron_ft.trainer.state import live_tensors
 
 ROUNDS, WIDTH = 25, 4608
 

@@ -17,9 +17,9 @@ from deepspeed_program import make_engine, train_step
 from torch import distributed
 
 from deepspeed_ext.state import RANDOM, EngineState
-from megatron_ft.capture.plan import plan_state
-from megatron_ft.capture.state import live_tensors
 from megatron_ft.core.errors import ConfigError, LayoutMismatchError
+from megatron_ft.trainer.plan import plan_state
+from megatron_ft.trainer.state import live_tensors
 
 
 def engine_of(stage: int, precision: str, model: str = "deepspeed_models:small") -> Any:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 
 from megatron_ft import SnapshotConfig, SnapshotManager
-from megatron_ft.capture.copier import CopyItem
-from megatron_ft.capture.cpu import CpuCopier
+from megatron_ft.trainer.copier import CopyItem
+from megatron_ft.trainer.cpu import CpuCopier
 
 
 class DearCopier(CpuCopier):

@@ -23,12 +23,12 @@ from arena_folder import SLOT, arena_path, header_of, plan, read_record, record_
 from test_capture_support import FakeSmp, Offer
 
 from megatron_ft.arena.arena import Arena
-from megatron_ft.capture.cpu import CpuCopier
-from megatron_ft.capture.manager import SnapshotManager
-from megatron_ft.capture.state import live_tensors
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.fewer_ranks import RankRule
 from megatron_ft.erasure.stripes import RankPlace
+from megatron_ft.trainer.cpu import CpuCopier
+from megatron_ft.trainer.manager import SnapshotManager
+from megatron_ft.trainer.state import live_tensors
 
 SAVE_AT, SAVE_TO, LOAD_FROM = "TEST_SAVE_AT", "TEST_SAVE_TO", "TEST_LOAD_FROM"
 SCHEME, RANKS_PER_NODE = "TEST_SCHEME", "TEST_RANKS_PER_NODE"

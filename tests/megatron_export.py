@@ -17,7 +17,6 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from megatron_ft.capture.plan import dtype_from_name
 from megatron_ft.core.errors import ExportError
 from megatron_ft.disk import native
 from megatron_ft.disk.source import OpenSnapshot
@@ -27,6 +26,7 @@ from megatron_ft.megatron.export.tensors import CapturedTensors
 from megatron_ft.megatron.export.write import export, form_of
 from megatron_ft.megatron.save_form import sharded_tensors
 from megatron_ft.testing import final_state
+from megatron_ft.trainer.plan import dtype_from_name
 
 ARENAS, EXPORTED, REFERENCE = "TEST_ARENAS", "TEST_EXPORTED", "TEST_REFERENCE"
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from megatron_ft.capture.ticket import Ticket
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.testing import cpu_device
+from megatron_ft.trainer.ticket import Ticket
 
 RECORDS = "TEST_LOG_RECORDS"
 OUTCOME_SECONDS = 60

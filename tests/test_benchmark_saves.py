@@ -16,7 +16,7 @@ from benchmarks.bookkeeping import CAPTURES, DEEPSPEED, MEGATRON, PLAIN, Program
 from benchmarks.capturing import SHARED_MEMORY
 from benchmarks.frameworks.save_calls import WARM_UP, SaveCalls
 from benchmarks.jobs import Jobs
-from megatron_ft.capture.manager import SnapshotManager
+from megatron_ft.trainer.manager import SnapshotManager
 
 
 def needs(program: Program) -> pytest.MarkDecorator:

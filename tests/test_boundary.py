@@ -12,17 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_capture_support import WAIT, FakeSmp, GatedCopier, gated, make_manager
 
-from megatron_ft.capture.adapter import StateAdapter
-from megatron_ft.capture.boundary import Boundary
-from megatron_ft.capture.captures import Captures
-from megatron_ft.capture.engine import CaptureEngine
-from megatron_ft.capture.fence import Fence
-from megatron_ft.capture.manager import SnapshotManager
-from megatron_ft.capture.mapping import MappingState
-from megatron_ft.capture.run import CaptureRun
-from megatron_ft.capture.stats import CaptureStats
-from megatron_ft.capture.warner import Warner
 from megatron_ft.core.identity import SealedRecord, SnapshotId
+from megatron_ft.trainer.adapter import StateAdapter
+from megatron_ft.trainer.boundary import Boundary
+from megatron_ft.trainer.captures import Captures
+from megatron_ft.trainer.engine import CaptureEngine
+from megatron_ft.trainer.fence import Fence
+from megatron_ft.trainer.manager import SnapshotManager
+from megatron_ft.trainer.mapping import MappingState
+from megatron_ft.trainer.run import CaptureRun
+from megatron_ft.trainer.stats import CaptureStats
+from megatron_ft.trainer.warner import Warner
 
 WARN = Warner(logging.getLogger(__name__))
 

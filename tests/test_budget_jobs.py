@@ -14,7 +14,7 @@ from tests.jobs import Job
 
 REGISTERED = """
 import os, sys
-from megatron_ft.capture import supervised
+from megatron_ft.trainer import supervised
 from megatron_ft.core.identity import shard_id
 rank, life = int(os.environ["RANK"]), int(os.environ["MEGATRON_FT_INCARNATION"])
 client = supervised.connect(rank)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ft.capture.binding import Items, LayoutBinding
-from megatron_ft.capture.mapping import MappingState
-from megatron_ft.capture.plan import plan_state
-from megatron_ft.capture.state import live_tensors
+from megatron_ft.trainer.binding import Items, LayoutBinding
+from megatron_ft.trainer.mapping import MappingState
+from megatron_ft.trainer.plan import plan_state
+from megatron_ft.trainer.state import live_tensors
 
 State = dict[str, torch.Tensor]
 
@@ -216,7 +216,7 @@ def test_the_training_thread_leaves_known_tensors_to_the_copy_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     adapted, binding = bound(made())
-    monkeypatch.setattr("megatron_ft.capture.binding._facts", lambda tensors: pytest.fail("looked"))
+    monkeypatch.setattr("megatron_ft.trainer.binding._facts", lambda tensors: pytest.fail("looked"))
     assert binding.mismatch(live_tensors(adapted)) == ""
 
 

@@ -10,8 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.capture.columns import WholeLayout, WholeTensors
-from megatron_ft.capture.plan import Planned
 from megatron_ft.core.shard import (
     LAYOUT_VERSION,
     LayoutEntry,
@@ -20,6 +18,8 @@ from megatron_ft.core.shard import (
     ShardLayout,
     layout_differences,
 )
+from megatron_ft.trainer.columns import WholeLayout, WholeTensors
+from megatron_ft.trainer.plan import Planned
 
 Live = dict[str, torch.Tensor]
 

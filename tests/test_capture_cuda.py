@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ft.capture import cuda as cuda_module
-from megatron_ft.capture.copier import CopyItem
-from megatron_ft.capture.cuda import CudaCopier
-from megatron_ft.capture.shared_pieces import SharedPieces
+from megatron_ft.trainer import cuda as cuda_module
+from megatron_ft.trainer.copier import CopyItem
+from megatron_ft.trainer.cuda import CudaCopier
+from megatron_ft.trainer.shared_pieces import SharedPieces
 
 HERE = 2
 """The third GPU."""

@@ -10,8 +10,8 @@ from test_capture_support import WAIT, FakeSmp, make_manager
 
 from megatron_ft.arena import digest
 from megatron_ft.arena.digest import tail_is_zero
-from megatron_ft.capture.cpu import CpuCopier
 from megatron_ft.core.identity import SnapshotId
+from megatron_ft.trainer.cpu import CpuCopier
 
 
 def test_each_slot_ends_with_zeros_whatever_earlier_lives_have_left(smp: FakeSmp) -> None:

@@ -16,16 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_costs import calls_of_save
 
-from megatron_ft.capture.enumeration import (
+from megatron_ft.core.objects import encode
+from megatron_ft.core.objects.encode import Part
+from megatron_ft.trainer.enumeration import (
     COUNTER_BYTES,
     Enumeration,
     enumerate_entry,
     enumerate_plain,
 )
-from megatron_ft.capture.mapping import MappingState
-from megatron_ft.capture.rng import RngState
-from megatron_ft.core.objects import encode
-from megatron_ft.core.objects.encode import Part
+from megatron_ft.trainer.mapping import MappingState
+from megatron_ft.trainer.rng import RngState
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "150"))
 

@@ -24,12 +24,6 @@ from megatron_ft.arena import digest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import first_meta_block
 from megatron_ft.arena.mapping import populate_read
-from megatron_ft.capture import engine
-from megatron_ft.capture.cpu import CpuCopier
-from megatron_ft.capture.fill import CHUNK_BYTES
-from megatron_ft.capture.manager import SnapshotManager
-from megatron_ft.capture.overlaps import that_touch
-from megatron_ft.capture.restore import SealedShard
 from megatron_ft.core.errors import (
     ArenaCorruptError,
     ConfigError,
@@ -37,6 +31,12 @@ from megatron_ft.core.errors import (
     LayoutMismatchError,
     UnencodableError,
 )
+from megatron_ft.trainer import engine
+from megatron_ft.trainer.cpu import CpuCopier
+from megatron_ft.trainer.fill import CHUNK_BYTES
+from megatron_ft.trainer.manager import SnapshotManager
+from megatron_ft.trainer.overlaps import that_touch
+from megatron_ft.trainer.restore import SealedShard
 
 
 def capture(smp: FakeSmp, manager: Any, state: Any, iteration: int = 1, slot: int = 0) -> Any:

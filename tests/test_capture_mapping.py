@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ft.capture.mapping import MappingState
+from megatron_ft.trainer.mapping import MappingState
 
 
 def test_a_tensor_that_was_given_another_name_is_found_under_it() -> None:

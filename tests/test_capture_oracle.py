@@ -11,7 +11,7 @@ import pytest
 from small_training import advance, fingerprint, make_training
 from test_capture_support import WAIT, FakeSmp, make_manager
 
-from megatron_ft.capture.cpu import CpuCopier
+from megatron_ft.trainer.cpu import CpuCopier
 
 PATIENCE_SECONDS = 0.5
 """How long a copy waits for a step that must not come; a step that nothing holds takes 1 ms."""

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.capture import cpu
-from megatron_ft.capture.copier import CopyItem
-from megatron_ft.capture.plain_copy import PlainCopy, copy_all
+from megatron_ft.trainer import cpu
+from megatron_ft.trainer.copier import CopyItem
+from megatron_ft.trainer.plain_copy import PlainCopy, copy_all
 
 NUMBERS = torch.arange(5000, dtype=torch.int32).view(torch.uint8)
 

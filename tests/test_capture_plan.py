@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_ft.capture.mapping import MappingState
-from megatron_ft.capture.plan import plan_state
 from megatron_ft.core.errors import ConfigError
+from megatron_ft.trainer.mapping import MappingState
+from megatron_ft.trainer.plan import plan_state
 
 
 class Wrapper(torch.Tensor):

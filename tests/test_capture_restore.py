@@ -9,11 +9,11 @@ import pytest
 import torch
 from test_capture_support import BLOCK, FakeSmp, bits, make_manager, saved
 
-from megatron_ft.capture.binding import region_tensor, stored_view
-from megatron_ft.capture.fill import CHUNK_BYTES, PIECE_BYTES
-from megatron_ft.capture.mapping import MappingState
-from megatron_ft.capture.plan import plan_state
 from megatron_ft.core.errors import ConfigError, CorruptBlockError, LayoutMismatchError
+from megatron_ft.trainer.binding import region_tensor, stored_view
+from megatron_ft.trainer.fill import CHUNK_BYTES, PIECE_BYTES
+from megatron_ft.trainer.mapping import MappingState
+from megatron_ft.trainer.plan import plan_state
 
 
 def flip(smp: FakeSmp, at: int) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from threading import Event, Thread
 
 from megatron_ft.arena.format import Permit
-from megatron_ft.capture.run import CaptureRun
-from megatron_ft.capture.ticket import Ticket
 from megatron_ft.core.identity import SnapshotId
+from megatron_ft.trainer.run import CaptureRun
+from megatron_ft.trainer.ticket import Ticket
 
 WAIT = 30.0
 SNAPSHOT = SnapshotId(1, 1)

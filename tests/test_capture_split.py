@@ -15,12 +15,12 @@ from test_capture_support import WAIT, FakeSmp, bits, make_manager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from megatron_ft.capture import restore
-from megatron_ft.capture.enumeration import local_tensor
-from megatron_ft.capture.mapping import MappingState
-from megatron_ft.capture.plan import check_replicas, plan_state
 from megatron_ft.core import isal
 from megatron_ft.core.errors import ConfigError, LayoutMismatchError
+from megatron_ft.trainer import restore
+from megatron_ft.trainer.enumeration import local_tensor
+from megatron_ft.trainer.mapping import MappingState
+from megatron_ft.trainer.plan import check_replicas, plan_state
 
 WORLD = 2
 

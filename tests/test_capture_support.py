@@ -14,12 +14,12 @@ import torch
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import default_algorithm
 from megatron_ft.arena.format import ArenaHeader, Geometry, Permit, SlotState
-from megatron_ft.capture.cpu import CpuCopier
-from megatron_ft.capture.manager import SnapshotManager
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.fewer_ranks import RankRule
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 from megatron_ft.smp.slot_table import EMPTY_SLOT
+from megatron_ft.trainer.cpu import CpuCopier
+from megatron_ft.trainer.manager import SnapshotManager
 
 WAIT = 20.0
 BLOCK = 4096

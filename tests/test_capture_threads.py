@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.arena import digest
-from megatron_ft.capture import fill
-from megatron_ft.capture.copier import Bytes, CopyItem
-from megatron_ft.capture.fill import Cuts, VerifiedCopy, chunk_blocks, copy_in_threads
-from megatron_ft.capture.threads import MOST, spare_threads
 from megatron_ft.core.identity import SealedRecord, SnapshotId
+from megatron_ft.trainer import fill
+from megatron_ft.trainer.copier import Bytes, CopyItem
+from megatron_ft.trainer.fill import Cuts, VerifiedCopy, chunk_blocks, copy_in_threads
+from megatron_ft.trainer.threads import MOST, spare_threads
 
 BLOCK = 512
 

@@ -20,12 +20,6 @@ from test_capture_support import WAIT, FakeSmp, make_manager
 from test_erasure_verbs import succeed
 
 from megatron_ft.arena import digest
-from megatron_ft.capture.client_protocol import SnapshotClient
-from megatron_ft.capture.cpu import CpuCopier
-from megatron_ft.capture.fill import chunk_blocks
-from megatron_ft.capture.manager import SnapshotManager
-from megatron_ft.capture.quiet import QuietWindows
-from megatron_ft.capture.shared_pieces import SharedPieces
 from megatron_ft.coordinator.actions import Ended, Send
 from megatron_ft.coordinator.cycle import SnapshotCycle
 from megatron_ft.coordinator.schedule import Schedule
@@ -50,6 +44,12 @@ from megatron_ft.erasure.transport import (
     kind_of,
 )
 from megatron_ft.rpc import messages as m
+from megatron_ft.trainer.client_protocol import SnapshotClient
+from megatron_ft.trainer.cpu import CpuCopier
+from megatron_ft.trainer.fill import chunk_blocks
+from megatron_ft.trainer.manager import SnapshotManager
+from megatron_ft.trainer.quiet import QuietWindows
+from megatron_ft.trainer.shared_pieces import SharedPieces
 
 SIZE = 40_000
 """Elements of a tensor: more than torch would copy in one thread, and no counter."""

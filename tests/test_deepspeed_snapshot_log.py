@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ext.snapshot_log import SnapshotLog
-from megatron_ft.capture.stats import CaptureStats, LastCapture
+from megatron_ft.trainer.stats import CaptureStats, LastCapture
 
 
 class Monitor:

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.capture.iteration_times import IterationTimes
 from megatron_ft.coordinator.cycle import SnapshotCycle
 from megatron_ft.coordinator.events import Observers
 from megatron_ft.coordinator.governor import (
@@ -25,6 +24,7 @@ from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.launch.pacing import Pacing
 from megatron_ft.rpc import messages as m
+from megatron_ft.trainer.iteration_times import IterationTimes
 from tests.jobs import ROOT, Job
 
 BUDGET = 0.01

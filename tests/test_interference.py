@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 import megatron_ft
 from megatron_ft.arena import numa
 from megatron_ft.arena.numa import home_node, machine_nodes, node_of_process, preferring
-from megatron_ft.capture.quiet import QuietWindows
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core import private_files
 from megatron_ft.core.affinity import BACKGROUND_CPUS, bind_to_background_cpus, parse_cpus, shown
@@ -39,6 +38,7 @@ from megatron_ft.rpc.security import JobKeys
 from megatron_ft.smp.control_server import ControlServer
 from megatron_ft.smp.host import NodeHost
 from megatron_ft.smp.store import free
+from megatron_ft.trainer.quiet import QuietWindows
 from tests.smp_node import SECRET, create, run
 
 X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of system calls")

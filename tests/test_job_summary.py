@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from smp_node import SECRET, SmpNode, run
 
-from megatron_ft.capture.binding import layout_changed
 from megatron_ft.cli import status
 from megatron_ft.coordinator.actions import Action, Ended, Send
 from megatron_ft.coordinator.coordinator import Coordinator
@@ -31,6 +30,7 @@ from megatron_ft.rpc.job_summary import digests, merged
 from megatron_ft.rpc.local_query import ask
 from megatron_ft.rpc.security import JobKeys
 from megatron_ft.smp.slot_rules import MOST_SKIPPED
+from megatron_ft.trainer.binding import layout_changed
 
 
 class Leases(SmpLink):

@@ -19,11 +19,11 @@ pytest.importorskip("torch")
 
 import megatron_logging_program  # noqa: E402
 
-from megatron_ft.capture.figures import figures  # noqa: E402
-from megatron_ft.capture.stats import CaptureStats, LastCapture  # noqa: E402
 from megatron_ft.megatron import snapshot_log  # noqa: E402
 from megatron_ft.megatron.snapshot_log import SnapshotLog, text_line  # noqa: E402
 from megatron_ft.testing import demo_model, stdlib_corpus  # noqa: E402
+from megatron_ft.trainer.figures import figures  # noqa: E402
+from megatron_ft.trainer.stats import CaptureStats, LastCapture  # noqa: E402
 from tests.jobs import Job  # noqa: E402
 
 ITERATIONS, TEXT_INTERVAL, SCALAR_INTERVAL = 20, 5, 2

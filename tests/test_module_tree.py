@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron_ft.capture.extra_state import has_extra_state
-from megatron_ft.capture.module_tree import ModuleTree
+from megatron_ft.trainer.extra_state import has_extra_state
+from megatron_ft.trainer.module_tree import ModuleTree
 
 
 class Keeping(nn.Linear):

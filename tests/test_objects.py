@@ -27,11 +27,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_ft import register_class
-from megatron_ft.capture.rng import RngState
 from megatron_ft.core.errors import ConfigError, UndecodableError, UnencodableError
 from megatron_ft.core.objects import decode, encode
 from megatron_ft.core.objects.encode import Lasting, Part
 from megatron_ft.core.objects.format import MAGIC, MOST_DEPTH, Tag
+from megatron_ft.trainer.rng import RngState
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "80"))
 some = settings(max_examples=EXAMPLES, deadline=None)

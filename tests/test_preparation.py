@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_ft.arena import digest
-from megatron_ft.capture import cuda, supervised
-from megatron_ft.capture.cpu import CpuCopier
-from megatron_ft.capture.mapping import MappingState
-from megatron_ft.capture.plan import plan_state
-from megatron_ft.capture.preparation import (
+from megatron_ft.core import environment
+from megatron_ft.core.errors import ConfigError, NotUnderSupervisorError
+from megatron_ft.core.shard_meta import pack_meta
+from megatron_ft.trainer import cuda, supervised
+from megatron_ft.trainer.cpu import CpuCopier
+from megatron_ft.trainer.mapping import MappingState
+from megatron_ft.trainer.plan import plan_state
+from megatron_ft.trainer.preparation import (
     META_SPARE_BYTES,
     PLANNING_BLOCK_BYTES,
     choose_copier,
     required_bytes,
 )
-from megatron_ft.core import environment
-from megatron_ft.core.errors import ConfigError, NotUnderSupervisorError
-from megatron_ft.core.shard_meta import pack_meta
 
 
 @given(st.integers(0, 200_000), st.integers(0, 300_000), st.integers(16, 22))

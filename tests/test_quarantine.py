@@ -21,8 +21,8 @@ from megatron_ft.launch.distrust import Distrust, memory_goes_first, reason_agai
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.recovery.decide import Decision
 from megatron_ft.recovery.quarantine import FAILURE_LIMIT, MOST_REJECTED, Quarantine
-from megatron_ft.recovery.start import Disk, View, decide
 from megatron_ft.rpc import messages as m
+from megatron_ft.trainer.start_choice import Disk, View, decide
 
 NEAR = 10
 snapshots = st.builds(SnapshotId, st.integers(1, 3), st.integers(1, 3))

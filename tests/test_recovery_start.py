@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.recovery.start import Disk, View, decide
+from megatron_ft.trainer.start_choice import Disk, View, decide
 
 iterations = st.integers(-1, 50)
 disks = st.builds(

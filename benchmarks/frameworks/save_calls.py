@@ -6,11 +6,11 @@ import json
 import time
 from pathlib import Path
 
-from megatron_ft.capture.adapter import State, StateAdapter
-from megatron_ft.capture.manager import SnapshotManager
-from megatron_ft.capture.state import live_tensors
-from megatron_ft.capture.ticket import Ticket
 from megatron_ft.core.wrapping import Function, wrap
+from megatron_ft.trainer.adapter import State, StateAdapter
+from megatron_ft.trainer.manager import SnapshotManager
+from megatron_ft.trainer.state import live_tensors
+from megatron_ft.trainer.ticket import Ticket
 
 WARM_UP = 3
 """Captures at the begin that do not count: the first one plans the layout, and each slot is

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from deepspeed_ext.optimizers.view import Master
-from megatron_ft.capture import inner_optimizer
-from megatron_ft.capture.master_tensors import MasterTensors, Owned
+from megatron_ft.trainer import inner_optimizer
+from megatron_ft.trainer.master_tensors import MasterTensors, Owned
 
 _MASTER, _SEPARATOR = "master", "/"
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron_ft.capture import inner_optimizer
 from megatron_ft.core.errors import LayoutMismatchError
+from megatron_ft.trainer import inner_optimizer
 
 
 def group_names(groups: Iterable[Mapping[str, Any]]) -> list[str]:

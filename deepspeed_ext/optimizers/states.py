@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from deepspeed_ext.optimizers.view import Master
-from megatron_ft.capture import inner_optimizer
-from megatron_ft.capture.inner_optimizer import StateMaker
+from megatron_ft.trainer import inner_optimizer
+from megatron_ft.trainer.inner_optimizer import StateMaker
 
 
 def materialise(master: Master) -> None:

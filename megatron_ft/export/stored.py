@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_ft.capture.binding import region_tensor
-from megatron_ft.capture.plan import dtype_from_name
 from megatron_ft.core.shard import LayoutEntry
 from megatron_ft.disk.source import ShardBytes
+from megatron_ft.trainer.binding import region_tensor
+from megatron_ft.trainer.plan import dtype_from_name
 
 
 class StoredTensors:

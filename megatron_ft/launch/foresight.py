@@ -15,7 +15,7 @@ from megatron_ft.config import SWITCH
 from megatron_ft.core.in_thread import in_thread
 from megatron_ft.disk.native import iteration_of, newest_checkpoint
 from megatron_ft.launch.spec import JobSpec
-from megatron_ft.recovery.start import Start, View, decide
+from megatron_ft.trainer.start_choice import Start, View, decide
 
 LOOK_SECONDS = 10.0
 

@@ -25,7 +25,7 @@ from megatron_ft.launch.foresight import LOOK_SECONDS, foresee
 from megatron_ft.launch.job_parts import JobParts
 from megatron_ft.launch.job_state import command_digest
 from megatron_ft.recovery.decide import Decision, decide
-from megatron_ft.recovery.start import Start
+from megatron_ft.trainer.start_choice import Start
 
 
 class RestoreChoice:

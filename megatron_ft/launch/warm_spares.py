@@ -19,7 +19,7 @@ from megatron_ft.launch.outer_launcher import base_environment
 from megatron_ft.launch.spec import JobSpec
 
 AUTO, NONE = "auto", "none"
-_ALWAYS = ("torch", "torch.distributed", "torch.nn.parallel", "megatron_ft.capture.manager")
+_ALWAYS = ("torch", "torch.distributed", "torch.nn.parallel", "megatron_ft.trainer.manager")
 _MEGATRON = ("megatron.training.training", "megatron_ft.megatron.autoload")
 _DEEPSPEED = ("deepspeed", "deepspeed_ext.hooks")
 

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_ft.capture.addresses import AddressBook, Window
-from megatron_ft.capture.plan import dtype_name
 from megatron_ft.core.errors import ExportError
 from megatron_ft.core.shard import Piece
 from megatron_ft.export import form
@@ -16,6 +14,8 @@ from megatron_ft.export.form import Wanted
 from megatron_ft.megatron.logical_map import place_of
 from megatron_ft.megatron.optimizer import MAIN, Master
 from megatron_ft.megatron.save_form import SaveForm, meta_key, sharded_tensors
+from megatron_ft.trainer.addresses import AddressBook, Window
+from megatron_ft.trainer.plan import dtype_name
 
 
 class RankTensors(NamedTuple):

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from megatron_ft.capture.manager_protocol import Manager
 from megatron_ft.config import SWITCH, SnapshotConfig
 from megatron_ft.core.environment import RESTORE
 from megatron_ft.core.errors import ConfigError
@@ -25,6 +24,7 @@ from megatron_ft.megatron import arguments, rerun
 from megatron_ft.megatron.manager import make_manager
 from megatron_ft.megatron.run import SnapshotRun, without_disk_load
 from megatron_ft.megatron.versions import check_megatron
+from megatron_ft.trainer.manager_protocol import Manager
 
 ManagerFactory = Callable[[SnapshotConfig], Manager]
 

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import torch
 
-from megatron_ft.capture import inner_optimizer
-from megatron_ft.capture.addresses import AddressBook
 from megatron_ft.core.shard import LogicalPlace, Piece
 from megatron_ft.megatron.optimizer import MAIN, WEIGHT, Master, is_distributed, optimizer_parts
 from megatron_ft.megatron.save_form import sharded_tensors
+from megatron_ft.trainer import inner_optimizer
+from megatron_ft.trainer.addresses import AddressBook
 
 _STATE_PREFIX = re.compile(r"optimizer\.state\.[^.]+\.")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_ft.capture.module_tree import ModuleTree
+from megatron_ft.trainer.module_tree import ModuleTree
 
 
 def plain_name(name: str) -> str:

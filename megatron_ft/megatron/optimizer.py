@@ -1,7 +1,7 @@
 """Megatron's optimizers as fp32 masters, their moments, and the weights that follow from them.
 
 Covers DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer and chains of
-them; what is inside these is the matter of :mod:`megatron_ft.capture.inner_optimizer`.
+them; what is inside these is the matter of :mod:`megatron_ft.trainer.inner_optimizer`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_ft.capture import inner_optimizer
-from megatron_ft.capture.values import host_copy, same_bits
+from megatron_ft.trainer import inner_optimizer
+from megatron_ft.trainer.values import host_copy, same_bits
 
 _MODEL_AND_MASTER_GROUPS = (
     ("model_float16_groups", "shard_fp32_from_float16_groups"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_ft.capture.rng import RngState
-from megatron_ft.capture.values import host_copy
+from megatron_ft.trainer.rng import RngState
+from megatron_ft.trainer.values import host_copy
 
 
 def capture_random_states() -> dict[str, Any]:

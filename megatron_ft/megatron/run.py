@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from megatron_ft.capture.manager_protocol import Manager
 from megatron_ft.megatron import fewer_ranks, missed_save, start
 from megatron_ft.megatron.optimizer import optimizer_parts
 from megatron_ft.megatron.snapshot_log import SnapshotLog
 from megatron_ft.megatron.state import MegatronState
-from megatron_ft.recovery.start import WISH, View, agree, supervisor_chose_disk
+from megatron_ft.trainer.manager_protocol import Manager
+from megatron_ft.trainer.start_choice import WISH, View, agree, supervisor_chose_disk
 
 log = logging.getLogger(__name__)
 

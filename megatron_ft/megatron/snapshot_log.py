@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from megatron_ft.capture.figures import TAG, Figure, figures
-from megatron_ft.capture.stats import CaptureStats
+from megatron_ft.trainer.figures import TAG, Figure, figures
+from megatron_ft.trainer.stats import CaptureStats
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_ft.disk.native import TRACKER
 from megatron_ft.megatron.rerun import noted
-from megatron_ft.recovery.start import Disk
+from megatron_ft.trainer.start_choice import Disk
 
 
 def wish_of(args: Any) -> tuple[int | None, ...]:

@@ -14,10 +14,6 @@ from typing import Any
 
 import torch
 
-from megatron_ft.capture import inner_optimizer
-from megatron_ft.capture.extra_state import extra_states, load_extra_states
-from megatron_ft.capture.master_tensors import MasterTensors, Owned, as_captured
-from megatron_ft.capture.values import host_copy
 from megatron_ft.core.errors import LayoutMismatchError
 from megatron_ft.core.shard import LogicalPlace
 from megatron_ft.megatron import counters, data_position, fixed_arguments
@@ -29,7 +25,11 @@ from megatron_ft.megatron.optimizer import MAIN, WEIGHT
 from megatron_ft.megatron.random_states import capture_random_states, restore_random_states
 from megatron_ft.megatron.replicas import replica_group
 from megatron_ft.megatron.start import wish_of
-from megatron_ft.recovery.start import WISH
+from megatron_ft.trainer import inner_optimizer
+from megatron_ft.trainer.extra_state import extra_states, load_extra_states
+from megatron_ft.trainer.master_tensors import MasterTensors, Owned, as_captured
+from megatron_ft.trainer.start_choice import WISH
+from megatron_ft.trainer.values import host_copy
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _MAIN = MAIN.removeprefix(".")
 
 
 class MegatronState:
-    """Implements ``capture.state.TrainingState`` for a model, its optimizer and its schedule.
+    """Implements ``trainer.state.TrainingState`` for a model, its optimizer and its schedule.
 
     Making one creates the optimizer's state where it is still empty, and finds out which
     weights do not follow from masters: those are captured too.  ``at`` must be called

@@ -31,7 +31,7 @@ ROOM_VARIABLE = "TEST_WARM_PYTHON_ROOM"
 ROOM_BYTES = 100_000
 """The server starts with an environment of this size, so that any other fits into its place."""
 
-TRAINING = ("torch", "torch.distributed", "torch.nn.parallel", "megatron_ft.capture.manager")
+TRAINING = ("torch", "torch.distributed", "torch.nn.parallel", "megatron_ft.trainer.manager")
 _REQUEST_SECONDS = 30.0
 
 

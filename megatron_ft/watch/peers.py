@@ -6,8 +6,8 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
+from megatron_ft.trainer.watch.iterations import WINDOW, WindowSummary
 from megatron_ft.watch.board import Heard
-from megatron_ft.watch.iterations import WINDOW, WindowSummary
 from megatron_ft.watch.stragglers import Straggler, find_stragglers
 
 _DATA_PARALLEL = re.compile(r"dp\d+")

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_ft.rpc.pulse import Phase
-from megatron_ft.watch.iterations import FIRST_ITERATIONS
+from megatron_ft.trainer.watch.iterations import FIRST_ITERATIONS
 
 START = 0.8
 """Share of ``first`` that a start may take: the job gives up with it, and says less of why."""

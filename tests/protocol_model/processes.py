@@ -40,7 +40,7 @@ class Process:
 
 @dataclass
 class Trainer(Process):
-    """capture/manager.py and its copy thread, reduced to what touches shared memory."""
+    """trainer/manager.py and its copy thread, reduced to what touches shared memory."""
 
     shard: str = ""
     life: int = 0

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_ft.capture.plan import dtype_from_name, dtype_name
 from megatron_ft.core.errors import ExportError
 from megatron_ft.core.shard import LayoutEntry
 from megatron_ft.disk.source import ShardBytes
@@ -17,6 +16,7 @@ from megatron_ft.export.form import Wanted
 from megatron_ft.export.stored import Range, StoredTensors, joined
 from megatron_ft.megatron.logical_map import place_of
 from megatron_ft.megatron.optimizer import MAIN, WEIGHT
+from megatron_ft.trainer.plan import dtype_from_name, dtype_name
 
 _STAGE = re.compile(r"pp\d+-tp\d+")
 

@@ -24,9 +24,9 @@ from megatron_ft.testing.warm_python import WarmPython, start_at
 PRELOADED = (
     "torch",
     "torch.distributed",
-    "megatron_ft.capture.manager",
-    "megatron_ft.capture.cpu",
-    "megatron_ft.capture.rng",
+    "megatron_ft.trainer.manager",
+    "megatron_ft.trainer.cpu",
+    "megatron_ft.trainer.rng",
     "megatron_ft.launch.supervisor",
     "megatron_ft.disk.drain",
     "megatron_ft.disk.load",

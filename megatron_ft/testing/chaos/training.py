@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_ft import SnapshotConfig, SnapshotManager
-from megatron_ft.capture.mapping import MappingState
-from megatron_ft.capture.rng import RngState
 from megatron_ft.testing.chaos import exporting
 from megatron_ft.testing.chaos.trace import Trace
+from megatron_ft.trainer.mapping import MappingState
+from megatron_ft.trainer.rng import RngState
 
 WIDTH = 96
 

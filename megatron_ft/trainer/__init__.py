@@ -1,0 +1,1 @@
+"""Runs inside the training process: SnapshotManager, capture, restore, heartbeats."""

@@ -1,0 +1,113 @@
+"""What every copier promises: bytes of live tensors, in an arena, without stopping training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatron_ft.trainer.shared_pieces import SharedPieces, ShouldStop
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class CopyItem(NamedTuple):
+    """One copy: ``target`` is a view of the arena with the shape and dtype of ``source``."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+
+
+class CopyList(list[CopyItem]):
+    """Copies that are made again and again: nobody changes the list.
+
+    In ``plan`` a copier keeps what it found out about its tensors.  Whoever keeps the list
+    drops it when one of them is given other memory, or another form.
+    """
+
+    plan: Any = None
+
+
+class Copier(Protocol):
+    """Moves tensors into an arena.
+
+    Calling sequence: ``attach`` once with the data regions of the slots; then for each
+    snapshot ``stage`` and ``mark`` in the training thread at the iteration boundary and
+    ``copy`` in the copy thread; ``detach`` before the regions are unmapped.
+    """
+
+    def attach(self, regions: Sequence[Bytes]) -> None:
+        """Make the regions ready as targets; called once."""
+
+    def stage(self, items: Sequence[CopyItem]) -> list[CopyItem]:
+        """Secure tensors that forward may change; returns what ``copy`` has still to move."""
+
+    def mark(self) -> Any:
+        """Remember this point of the training thread's work: copies must come after it."""
+
+    def copy(
+        self,
+        items: Sequence[CopyItem],
+        mark: Any,
+        should_stop: ShouldStop,
+        shared: SharedPieces,
+    ) -> bool:
+        """Copy all items; True when every byte has arrived.
+
+        ``should_stop`` is asked before each piece; False is returned when it said so.
+        A training thread that waits for the copy takes pieces that are offered in ``shared``.
+        On every way out, exceptions included, nothing writes to the targets any more.
+        """
+
+    def enter_thread(self) -> None:
+        """Called once in the copy thread before its first copy."""
+
+    def detach(self) -> None:
+        """Forget the regions; no copy may be running."""
+
+
+def pieces(item: CopyItem, piece_bytes: int) -> Iterator[CopyItem]:
+    """Cut a copy so that it can be stopped in between.
+
+    Nothing is cut of what is not contiguous, on either side: its flattening would be a copy.
+    """
+    source, target = item
+    if source.nbytes <= piece_bytes or not (source.is_contiguous() and target.is_contiguous()):
+        yield item
+        return
+    step = max(1, piece_bytes // source.element_size())
+    flat_source, flat_target = source.view(-1), target.view(-1)
+    for start in range(0, flat_source.numel(), step):
+        yield CopyItem(flat_source[start : start + step], flat_target[start : start + step])
+
+
+MAX_BATCH = 256
+"""Most tensors in one call: a stop is noticed between calls."""
+
+
+def batches(items: Iterable[CopyItem], piece_bytes: int) -> Iterator[list[CopyItem]]:
+    """Pieces, with neighbours gathered up to ``piece_bytes``.
+
+    One call for many small tensors, made with move(), takes the GIL once and not for
+    each of them: thousands of calls would fight with the training thread for it.
+    """
+    batch: list[CopyItem] = []
+    gathered = 0
+    for item in items:
+        for piece in pieces(item, piece_bytes):
+            if batch and (gathered + piece.source.nbytes > piece_bytes or len(batch) == MAX_BATCH):
+                yield batch
+                batch, gathered = [], 0
+            batch.append(piece)
+            gathered += piece.source.nbytes
+    if batch:
+        yield batch
+
+
+def move(batch: Sequence[CopyItem], non_blocking: bool = False) -> None:
+    """Copy a batch; with ``non_blocking`` a pinned target is complete when its stream is."""
+    targets = [target for _, target in batch]
+    torch._foreach_copy_(targets, [source for source, _ in batch], non_blocking)

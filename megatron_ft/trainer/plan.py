@@ -1,0 +1,195 @@
+"""From live tensors to a layout: the only place that looks at tensors' memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_ft.arena.digest import default_algorithm, digest_block
+from megatron_ft.core.errors import ConfigError
+from megatron_ft.core.shard import LogicalPlace, ShardLayout, TensorSpec, plan_layout
+from megatron_ft.trainer.addresses import has_lazy_sign, has_memory
+from megatron_ft.trainer.exchange import exchange_device
+from megatron_ft.trainer.state import HasLogicalMap, TrainingState, live_tensors
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def known_dtype(name: str) -> torch.dtype | None:
+    """The inverse of dtype_name; None for a dtype that this torch lacks."""
+    dtype = getattr(torch, name, None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """As known_dtype, but ConfigError for a dtype that this torch lacks."""
+    dtype = known_dtype(name)
+    if dtype is None:
+        raise ConfigError(f"dtype {name!r} is unknown to torch {torch.__version__}; upgrade torch")
+    return dtype
+
+
+class Planned(NamedTuple):
+    """What a layout is planned from, asked of a complete state once.
+
+    ``splits`` says of which tensors this rank captures a part, as (part, parts).  The state must
+    hold on to its tensors while this is used: memory is compared by address.
+    """
+
+    live: Mapping[str, torch.Tensor]
+    boundary: Collection[str]
+    splits: Mapping[str, tuple[int, int]]
+    places: Mapping[str, LogicalPlace]
+
+    @classmethod
+    def of(cls, state: TrainingState, split_bytes: int) -> Planned:
+        """Replicated tensors of at least ``split_bytes`` bytes are split over their group."""
+        live = live_tensors(state)
+        boundary = state.boundary_tensors().keys()
+        splits = _splits(live, boundary, state.replicas(), split_bytes)
+        places = state.logical_map() if isinstance(state, HasLogicalMap) else {}
+        return cls(live, boundary, splits, places)
+
+    def layout(self) -> ShardLayout:
+        """Plan it; tensors of unsupported kinds raise ConfigError."""
+        live, boundary, splits, places = self
+        return plan_layout(
+            _spec(name, tensor, name in boundary, splits.get(name, (0, 1)), places.get(name))
+            for name, tensor in live.items()
+        )
+
+
+def plan_state(state: TrainingState, split_bytes: int) -> ShardLayout:
+    """The layout of a complete state; see Planned."""
+    return Planned.of(state, split_bytes).layout()
+
+
+def _splits(
+    live: Mapping[str, torch.Tensor],
+    boundary: Any,
+    replicas: Mapping[str, Any],
+    split_bytes: int,
+) -> dict[str, tuple[int, int]]:
+    """Which part of which tensor this rank captures.
+
+    A tensor that is not contiguous stays whole: cutting its memory order would need a
+    copy; so does one that forward may change, which need not be equal everywhere.
+    """
+    return {
+        name: (dist.get_rank(group), dist.get_world_size(group))
+        for name, group in replicas.items()
+        if name in live
+        and name not in boundary
+        and live[name].is_contiguous()
+        and live[name].nbytes >= max(split_bytes, 1)
+    }
+
+
+def check_replicas(state: TrainingState, layout: ShardLayout) -> None:
+    """Check that every tensor that is to be split holds the same bytes on all its replicas.
+
+    Parts of unequal replicas would be restored as a mixture of them.  Collective over
+    each group; costs one digest of the split tensors, of the kind that all ranks can make, and
+    8 bytes a tensor on the wire.
+    Raises ConfigError, on all ranks of the group, naming the first tensor that differs.
+    """
+    live, groups = live_tensors(state), state.replicas()
+    by_group: dict[Any, list[str]] = {}
+    for name in sorted(entry.name for entry in layout.entries if entry.parts > 1):
+        by_group.setdefault(groups[name], []).append(name)
+    for group, names in by_group.items():
+        unequal = _unequal([live[name] for name in names], group)
+        if unequal:
+            raise ConfigError(
+                f"{len(unequal)} tensors declared replicated differ between ranks,"
+                f" {names[unequal[0]]} first: take them out of `replicated`, or make all ranks "
+                "compute the same bits"
+            )
+
+
+def _unequal(tensors: list[torch.Tensor], group: Any) -> list[int]:
+    device = exchange_device(group)
+    # ISA-L may be on some nodes only, and digests of two kinds are never equal.  Of the highest
+    # number is the one that needs no library.
+    algorithm = torch.tensor([default_algorithm()], device=device)
+    dist.all_reduce(algorithm, dist.ReduceOp.MAX, group=group)
+    made = [_digest(tensor, int(algorithm)) for tensor in tensors]
+    digests = torch.tensor(made, device=device)
+    every = [torch.empty_like(digests) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, digests, group=group)
+    return [i for i in range(len(tensors)) if any(other[i] != every[0][i] for other in every)]
+
+
+def _digest(tensor: torch.Tensor, algorithm: int) -> int:
+    data = tensor.detach().cpu().view(-1).view(torch.uint8).numpy()
+    # Halved, because torch has no unsigned 64-bit integers for collectives.
+    return digest_block(data, algorithm) >> 1
+
+
+def _spec(
+    name: str,
+    tensor: torch.Tensor,
+    boundary: bool,
+    split: tuple[int, int],
+    logical: LogicalPlace | None,
+) -> TensorSpec:
+    _check_kind(name, tensor)
+    return TensorSpec(
+        name=name,
+        dtype=dtype_name(tensor.dtype),
+        item_bytes=tensor.element_size(),
+        shape=tuple(tensor.shape),
+        address=tensor.data_ptr(),
+        contiguous=tensor.is_contiguous() and not has_lazy_sign(tensor),
+        boundary=boundary,
+        split=split,
+        logical=logical,
+    )
+
+
+def _check_kind(name: str, tensor: torch.Tensor) -> None:
+    """Refuse what has no plain memory of its own, for each element."""
+    advice = "give its inner tensors under names of their own"
+    if tensor.is_meta or hasattr(tensor, "fake_mode"):
+        place = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__}"
+        kind = f"{place}, which has a shape and no values"
+        advice = "make it outside of FakeTensorMode and torch.device('meta'), or fill it before"
+    elif tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        layout = "nested" if tensor.is_nested else tensor.layout
+        kind = f"{layout}, {tensor.device}, {tensor.dtype}"
+    elif hasattr(tensor, "__tensor_flatten__") or _only_wraps(tensor):
+        kind = f"a {type(tensor).__name__}, which keeps its values in other tensors"
+    else:
+        return _check_memory(name, tensor)
+    raise ConfigError(
+        f"tensor {name!r} is {kind}: only dense tensors and DTensors can be captured; {advice}"
+    )
+
+
+def _only_wraps(tensor: torch.Tensor) -> bool:
+    """Whether its storage has a size and is nowhere; one that was freed has no size either."""
+    return not has_memory(tensor) and tensor.untyped_storage().nbytes() > 0
+
+
+def _check_memory(name: str, tensor: torch.Tensor) -> None:
+    """Refuse what has no memory now, and what could be captured but not filled again in place."""
+    if not has_memory(tensor):
+        raise ConfigError(
+            f"tensor {name!r} of shape {list(tensor.shape)} has no memory: its storage was resized "
+            "to nothing, as frameworks do that shard it; give the shards that they keep instead"
+        )
+    repeated = zip(tensor.shape, tensor.stride(), strict=True)
+    if not tensor.is_contiguous() and any(size > 1 and step == 0 for size, step in repeated):
+        raise ConfigError(
+            f"tensor {name!r} is expanded: elements of its shape {list(tensor.shape)} share "
+            "memory, so that a snapshot could not be loaded into it; give each its own with "
+            ".clone()"
+        )

@@ -1,0 +1,123 @@
+"""Where a life of the job starts from: memory or disk.  Decided once, by all ranks together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from megatron_ft.core.environment import RESTORE
+from megatron_ft.trainer.manager_protocol import Manager
+
+WISH = "load_wish"
+"""Key, in a snapshot's objects, of what the user asked the framework to load in that life."""
+
+
+class Disk(NamedTuple):
+    """What the framework itself would start from: an iteration, -1 if it would load nothing.
+
+    ``asked`` is how the user named that checkpoint, empty if it is just the newest.
+    ``to_resume`` says that the framework saved it to be resumed from, and that it holds more than
+    a snapshot of the same iteration: what Megatron has found out about a doubtful result.
+    """
+
+    iteration: int
+    asked: str = ""
+    to_resume: bool = False
+
+    def goes_before(self, offered: int) -> bool:
+        """Whether it goes before a snapshot of iteration ``offered``; of equal ones memory serves,
+        unless the checkpoint holds more."""
+        return self.iteration > offered or (self.to_resume and self.iteration == offered)
+
+
+class View(NamedTuple):
+    """What one rank sees before the decision.
+
+    ``offered`` is the iteration of its snapshot in memory, -1 for none; ``disk_only`` is True
+    if the supervisor decided for disk; ``wish_changed`` if the user asks for another
+    checkpoint than in the life of the snapshot; ``problem`` says why this rank cannot use the
+    snapshot, empty if it can; ``rewound`` is True if newer checkpoints are of what was given up.
+    """
+
+    offered: int
+    disk: Disk
+    disk_only: bool = False
+    wish_changed: bool = False
+    problem: str = ""
+    rewound: bool = False
+
+
+class Start(NamedTuple):
+    """The decision, and the reason for it in words."""
+
+    from_memory: bool
+    reason: str
+
+
+def supervisor_chose_disk(environment: Mapping[str, str] | None = None) -> bool:
+    """True if the supervisor decided that this life starts from the framework's own files."""
+    return (os.environ if environment is None else environment).get(RESTORE) == "disk"
+
+
+def supervisor_rewound(environment: Mapping[str, str] | None = None) -> bool:
+    """True if the supervisor gave up what is newer than the snapshot, on disk as well."""
+    return (os.environ if environment is None else environment).get(RESTORE) == "rewound"
+
+
+def decide(views: Sequence[View]) -> Start:
+    """Choose for all ranks from what they see, by rank; what is on disk, the first one says.
+
+    Memory serves if every rank has the same snapshot, and what the framework would load is
+    not newer.  If both are of one iteration, memory serves, unless the framework saved the
+    checkpoint to be resumed from.  A checkpoint that the user names, and did not name when the
+    snapshot was taken, is what he wants, even if it is older; one that he named before was loaded
+    before.
+    """
+    disk, newest = views[0].disk, max(view.offered for view in views)
+    if newest < 0:
+        return Start(False, "no snapshot is in memory")
+    if any(view.disk_only for view in views):
+        return Start(False, "the job decided to start from disk")
+    if any(view.offered != newest for view in views):
+        lacking = [rank for rank, view in enumerate(views) if view.offered != newest]
+        return Start(False, f"ranks {lacking} were not offered the snapshot of iteration {newest}")
+    if disk.asked and any(view.wish_changed for view in views):
+        return Start(False, f"{disk.asked} was asked for")
+    rewound = any(view.rewound for view in views)
+    if not disk.asked and disk.goes_before(newest) and not rewound:
+        newer = "is newer" if disk.iteration > newest else "was saved to be resumed from"
+        return Start(False, f"the checkpoint of iteration {disk.iteration} {newer}")
+    problem = next((view.problem for view in views if view.problem), "")
+    if problem:
+        return Start(False, problem)
+    if disk.asked:
+        return Start(True, f"{disk.asked} was loaded in an earlier life")
+    if disk.goes_before(newest):
+        return Start(True, f"the job was rewound to before what is on disk ({_disk_text(disk)})")
+    how = "as new as" if disk.iteration == newest else "newer than"
+    return Start(True, f"{how} what is on disk ({_disk_text(disk)})")
+
+
+def agree(view: View, manager: Manager) -> Start | None:
+    """Decide with all other ranks; the manager declines what is not used.  Collective.
+
+    None if no rank was offered anything: there was nothing to decide.
+    """
+    views = _all_ranks(view._replace(rewound=supervisor_rewound()))
+    start = decide(views)
+    if not start.from_memory:
+        manager.decline(start.reason, views[0].disk.iteration)
+    return start if max(each.offered for each in views) >= 0 else None
+
+
+def _all_ranks(view: View) -> list[View]:
+    from torch import distributed
+
+    views: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(views, view)
+    return views
+
+
+def _disk_text(disk: Disk) -> str:
+    return "nothing" if disk.iteration < 0 else f"iteration {disk.iteration}"
