@@ -21,9 +21,9 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
 
 from deepspeed_ext.agreement import Agreement, world_agreement
 from deepspeed_ext.plain_state import detached, safe_to_load
+from megatron_ft.checkpoint.durable import Disk
+from megatron_ft.checkpoint.native import LATEST
 from megatron_ft.core.errors import CheckpointSaveError
-from megatron_ft.disk.durable import Disk
-from megatron_ft.disk.native import LATEST
 
 
 class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc]

@@ -12,9 +12,9 @@ from deepspeed_ext import recording
 from deepspeed_ext.fragments import MASTER
 from deepspeed_ext.optimizers.view import OptimizerView
 from deepspeed_ext.parameter_names import ParameterNames
+from megatron_ft.checkpoint import form
+from megatron_ft.checkpoint.form import Wanted
 from megatron_ft.core.errors import ExportError
-from megatron_ft.export import form
-from megatron_ft.export.form import Wanted
 from megatron_ft.trainer.addresses import AddressBook, Window
 from megatron_ft.trainer.plan import dtype_name
 

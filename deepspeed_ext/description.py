@@ -15,8 +15,8 @@ import torch
 from deepspeed_ext import checkpoint_form
 from deepspeed_ext.fragments import places
 from deepspeed_ext.optimizers.view import OptimizerView
+from megatron_ft.checkpoint.form import CheckpointForm
 from megatron_ft.core.shard import LogicalPlace
-from megatron_ft.export.form import CheckpointForm
 
 logger = logging.getLogger(__name__)
 

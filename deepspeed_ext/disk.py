@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.saving import step_on_disk
-from megatron_ft.disk.native import step_of_tag
+from megatron_ft.checkpoint.native import step_of_tag
 from megatron_ft.trainer.start_choice import Disk
 
 logger = logging.getLogger(__name__)

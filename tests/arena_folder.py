@@ -21,9 +21,9 @@ from erasure_samples import ThreadTransport, ThreadWorld
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import default_algorithm
 from megatron_ft.arena.format import ArenaHeader, Geometry, SlotHeader, SlotState
+from megatron_ft.checkpoint.source import OpenSnapshot, SnapshotInfo, verified_shard
 from megatron_ft.core.identity import Ancestor, SealedRecord
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.disk.source import OpenSnapshot, SnapshotInfo, verified_shard
 from megatron_ft.erasure.orders import OrderRunner
 from megatron_ft.erasure.stripes import RankPlace, StripePlan, plan_stripes
 from megatron_ft.rpc.messages import Encoded, EncodeOrder, RebuildOrder, Rebuilt, StripeOrder

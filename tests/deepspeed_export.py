@@ -13,8 +13,8 @@ import torch
 from arena_folder import open_arenas
 from deepspeed_program import ENVIRONMENT, line, make_engine, train_step
 
+from megatron_ft.checkpoint.formats import export
 from megatron_ft.core.errors import ExportError
-from megatron_ft.export.formats import export
 from megatron_ft.testing.trace import trace_path
 
 ARENAS, EXPORTED, REFERENCE = "TEST_ARENAS", "TEST_EXPORTED", "TEST_REFERENCE"

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+from megatron_ft.checkpoint import native
+from megatron_ft.checkpoint.form import Wanted
+from megatron_ft.checkpoint.source import OpenSnapshot
 from megatron_ft.core.errors import ExportError
-from megatron_ft.disk import native
-from megatron_ft.disk.source import OpenSnapshot
-from megatron_ft.export.form import Wanted
 from megatron_ft.megatron import checkpoint_form
 from megatron_ft.megatron.export.tensors import CapturedTensors
 from megatron_ft.megatron.export.write import export, form_of

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
+from megatron_ft.checkpoint.checkpoint import open_checkpoint
+from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.core.decoding import UNREADABLE
 from megatron_ft.core.objects.format import MAGIC
-from megatron_ft.disk.checkpoint import open_checkpoint
-from megatron_ft.disk.source import open_newest
 
 
 def check_holds_no_pickle(directory: Path) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from protocol_model.memory import record_of
 
+from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.coordinator.actions import Action, Ended, KillWorld, Send
 from megatron_ft.coordinator.cycle import Phase, SnapshotCycle
 from megatron_ft.coordinator.plan import stripe_orders
 from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.recovery.decide import StripeState
 from megatron_ft.rpc import messages as m
 
 NODES = ("n0", "n1", "n2")

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from protocol_model.memory import MemoryArena, MemorySlot, inventory_after_fence, record_of
 
 from megatron_ft.arena.format import SlotHeader, SlotState
+from megatron_ft.checkpoint.decide import Decision, StripeState, decide
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 from megatron_ft.core.lineage import on_lineage
-from megatron_ft.recovery.decide import Decision, StripeState, decide
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.slot_table import EMPTY_SLOT
 

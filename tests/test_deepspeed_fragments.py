@@ -16,10 +16,10 @@ from hypothesis import strategies as st  # noqa: E402
 from deepspeed_ext.export.tensors import CapturedTensors  # noqa: E402
 from deepspeed_ext.fragments import MASTER, WEIGHT, fragments  # noqa: E402
 from deepspeed_ext.optimizers.view import Master, Weight  # noqa: E402
+from megatron_ft.checkpoint.form import Wanted  # noqa: E402
+from megatron_ft.checkpoint.source import ShardBytes  # noqa: E402
 from megatron_ft.core.errors import ExportError  # noqa: E402
 from megatron_ft.core.shard import LogicalPlace, Piece, TensorSpec, plan_layout  # noqa: E402
-from megatron_ft.disk.source import ShardBytes  # noqa: E402
-from megatron_ft.export.form import Wanted  # noqa: E402
 
 
 @dataclass

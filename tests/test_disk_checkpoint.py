@@ -21,6 +21,15 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ft.checkpoint import manifest as mf
+from megatron_ft.checkpoint.checkpoint import open_checkpoint
+from megatron_ft.checkpoint.drain import DrainPlan, finish, tidy
+from megatron_ft.checkpoint.live import open_live
+from megatron_ft.checkpoint.manifest import folder_name
+from megatron_ft.checkpoint.reader import read_manifest
+from megatron_ft.checkpoint.retention import Keep, clean_up, clear_unfinished, superfluous
+from megatron_ft.checkpoint.source import open_newest
+from megatron_ft.checkpoint.write import publish, write_shards
 from megatron_ft.cli import drain as drain_command
 from megatron_ft.cli import main as cli
 from megatron_ft.core import private_files
@@ -33,15 +42,6 @@ from megatron_ft.core.errors import (
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.core.objects import decode
 from megatron_ft.core.pace import Pace
-from megatron_ft.disk import manifest as mf
-from megatron_ft.disk.checkpoint import open_checkpoint
-from megatron_ft.disk.drain import DrainPlan, finish, tidy
-from megatron_ft.disk.live import open_live
-from megatron_ft.disk.manifest import folder_name
-from megatron_ft.disk.reader import read_manifest
-from megatron_ft.disk.retention import Keep, clean_up, clear_unfinished, superfluous
-from megatron_ft.disk.source import open_newest
-from megatron_ft.disk.write import publish, write_shards
 from tests.disk_drains import Recorder, drain, killed, newest_of, same, suicide
 from tests.disk_samples import JOB, Memory
 
@@ -543,5 +543,5 @@ def test_a_cap_on_bandwidth_spreads_the_bytes() -> None:
 
 
 def test_the_disk_tier_needs_no_torch() -> None:
-    program = "import sys; sys.modules['torch'] = None; import megatron_ft.disk.checkpoint"
+    program = "import sys; sys.modules['torch'] = None; import megatron_ft.checkpoint.checkpoint"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

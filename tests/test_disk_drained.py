@@ -16,25 +16,25 @@ from hypothesis import strategies as st
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import tail_is_zero, verify_shard
 from megatron_ft.arena.format import DIGEST_CRC64, SlotState
+from megatron_ft.checkpoint.decide import Decision
+from megatron_ft.checkpoint.drained import Drained, Wanted, choose, find, of_one_job
+from megatron_ft.checkpoint.durable import Disk
+from megatron_ft.checkpoint.live import open_live
+from megatron_ft.checkpoint.load import fill
+from megatron_ft.checkpoint.manifest import Manifest, ShardFile, folder_name
+from megatron_ft.checkpoint.native import TRACKER, iteration_of
+from megatron_ft.checkpoint.reader import read_manifest
+from megatron_ft.checkpoint.source import open_newest
+from megatron_ft.checkpoint.write import publish, write_shards
 from megatron_ft.core.errors import CheckpointDamagedError, ConfigError, DrainError
 from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
 from megatron_ft.core.lineage import on_lineage
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.disk.drained import Drained, Wanted, choose, find, of_one_job
-from megatron_ft.disk.durable import Disk
-from megatron_ft.disk.live import open_live
-from megatron_ft.disk.load import fill
-from megatron_ft.disk.manifest import Manifest, ShardFile, folder_name
-from megatron_ft.disk.native import TRACKER, iteration_of
-from megatron_ft.disk.reader import read_manifest
-from megatron_ft.disk.source import open_newest
-from megatron_ft.disk.write import publish, write_shards
 from megatron_ft.launch import disk_restore
 from megatron_ft.launch.disk_restore import DiskRestores
 from megatron_ft.launch.job_state import JobRecord
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.virtual import VirtualCluster
-from megatron_ft.recovery.decide import Decision
 from tests.disk_samples import ALGORITHM, BLOCK, JOB, SHARDS, Memory, waiting
 
 SEATS = {shard: Seat(rank, (), 5000) for rank, shard in enumerate(SHARDS)}

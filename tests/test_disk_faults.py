@@ -12,10 +12,10 @@ import pytest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import verify_shard
 from megatron_ft.arena.format import SlotState
-from megatron_ft.disk import write
-from megatron_ft.disk.durable import Disk
-from megatron_ft.disk.load import fill
-from megatron_ft.disk.reader import read_manifest
+from megatron_ft.checkpoint import write
+from megatron_ft.checkpoint.durable import Disk
+from megatron_ft.checkpoint.load import fill
+from megatron_ft.checkpoint.reader import read_manifest
 from tests.disk_drains import Recorder, drain, killed, newest_of, suicide
 from tests.disk_samples import ALGORITHM, BLOCK, Memory, waiting
 

@@ -15,6 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.arena import digest
+from megatron_ft.checkpoint import safetensors
+from megatron_ft.checkpoint.checkpoint import open_checkpoint
+from megatron_ft.checkpoint.drained import find
+from megatron_ft.checkpoint.live import open_live
+from megatron_ft.checkpoint.load import fill
+from megatron_ft.checkpoint.manifest import NAME, Manifest
+from megatron_ft.checkpoint.reader import read_manifest
+from megatron_ft.checkpoint.source import open_newest
+from megatron_ft.checkpoint.write import publish, write_shards
 from megatron_ft.core.errors import (
     ArenaError,
     CheckpointDamagedError,
@@ -26,15 +35,6 @@ from megatron_ft.core.errors import (
 )
 from megatron_ft.core.shard import ShardLayout
 from megatron_ft.core.shard_meta import pack_meta, unpack_meta
-from megatron_ft.disk import safetensors
-from megatron_ft.disk.checkpoint import open_checkpoint
-from megatron_ft.disk.drained import find
-from megatron_ft.disk.live import open_live
-from megatron_ft.disk.load import fill
-from megatron_ft.disk.manifest import NAME, Manifest
-from megatron_ft.disk.reader import read_manifest
-from megatron_ft.disk.source import open_newest
-from megatron_ft.disk.write import publish, write_shards
 from tests.disk_samples import ALGORITHM, BLOCK, Memory, layout, waiting
 
 FOLDER = "iter_0000010-1.1-00000000"

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import safetensors.numpy
 
+from megatron_ft.checkpoint.checkpoint import open_checkpoint
+from megatron_ft.checkpoint.live import open_live
+from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.cli import main as cli
-from megatron_ft.disk.checkpoint import open_checkpoint
-from megatron_ft.disk.live import open_live
-from megatron_ft.disk.source import open_newest
 from tests.disk_jobs import SHARDS, of_kind, signal_trainers, stop_until_drained, wait_for
 from tests.fates import in_life
 from tests.jobs import Job

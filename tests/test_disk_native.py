@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.disk.native import (
+from megatron_ft.checkpoint.native import (
     LATEST,
     TRACKER,
     latest_tag,

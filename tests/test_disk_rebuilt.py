@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from megatron_ft.arena.arena import Arena
+from megatron_ft.checkpoint.live import open_live
+from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.core.errors import SnapshotUnavailableError
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.disk.live import open_live
-from megatron_ft.disk.source import open_newest
 from tests.disk_samples import Memory, content
 
 SHARDS = ("dp0", "dp1", "dp2", "dp3")

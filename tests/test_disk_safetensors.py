@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.arena import digest
+from megatron_ft.checkpoint import safetensors as ours
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.core.shard import TensorSpec, plan_layout
-from megatron_ft.disk import safetensors as ours
 
 SIZES = {"float32": 4, "bfloat16": 2, "int64": 8, "uint8": 1, "bool": 1, "complex64": 8}
 specs = st.builds(

@@ -9,12 +9,12 @@ import pytest
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotHeader, SlotState
+from megatron_ft.checkpoint.live import open_live
+from megatron_ft.checkpoint.source import SnapshotInfo, open_newest
 from megatron_ft.core.errors import ConfigError, SnapshotUnavailableError
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.core.objects import decode
 from megatron_ft.core.shard import ShardLayout
-from megatron_ft.disk.live import open_live
-from megatron_ft.disk.source import SnapshotInfo, open_newest
 from tests.disk_samples import JOB, SHARDS, Memory, content
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft.checkpoint.checkpoint import open_checkpoint
+from megatron_ft.checkpoint.durable import mount_point
+from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.coordinator.summary import summary
-from megatron_ft.disk.checkpoint import open_checkpoint
-from megatron_ft.disk.durable import mount_point
-from megatron_ft.disk.source import open_newest
 from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.launch.stop import EXIT_DRAINED, EXIT_NOT_DRAINED
 from megatron_ft.launch.virtual import VirtualCluster

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft.checkpoint.decide import Decision
+from megatron_ft.checkpoint.quarantine import FAILURE_LIMIT, Quarantine
 from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.events import Observers
 from megatron_ft.coordinator.timing import Timing
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.launch.distrust import Distrust
 from megatron_ft.launch.job_state import JobState
-from megatron_ft.recovery.decide import Decision
-from megatron_ft.recovery.quarantine import FAILURE_LIMIT, Quarantine
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.security import JobKeys
 

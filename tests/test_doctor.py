@@ -21,6 +21,7 @@ import msgspec
 import pytest
 from doctor_facts import wishes
 
+from megatron_ft.checkpoint.hold import Holder, hold
 from megatron_ft.cli import main as cli
 from megatron_ft.core.environment import INCARNATION, JOB, NODE, NODE_DIR
 from megatron_ft.doctor import as_trainer, machine
@@ -36,7 +37,6 @@ from megatron_ft.doctor.facts import (
     Wishes,
 )
 from megatron_ft.doctor.rates import measure_drain
-from megatron_ft.export.hold import Holder, hold
 from megatron_ft.launch.job_state import JobState, state_folder
 
 MIB = 1 << 20

@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.disk.durable import mount_point
+from megatron_ft.checkpoint.durable import mount_point
 from megatron_ft.launch.drains import is_due, noted_places
 from megatron_ft.launch.job_state import DiskPlaces
 from megatron_ft.launch.salvage import doubled_up

@@ -12,17 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.core.errors import ExportError
-from megatron_ft.core.identity import Ancestor, SnapshotId
-from megatron_ft.disk.drain import DrainPlan
-from megatron_ft.disk.native import (
-    LATEST,
-    TRACKER,
-    checkpoint_folder,
-    newest_checkpoint,
-    point_tracker,
-)
-from megatron_ft.export.drained import (
+from megatron_ft.checkpoint.drain import DrainPlan
+from megatron_ft.checkpoint.export_drained import (
     LEDGER,
     Exported,
     given_up,
@@ -31,7 +22,16 @@ from megatron_ft.export.drained import (
     tidy,
     withdraw,
 )
-from megatron_ft.export.publish import partial_of
+from megatron_ft.checkpoint.native import (
+    LATEST,
+    TRACKER,
+    checkpoint_folder,
+    newest_checkpoint,
+    point_tracker,
+)
+from megatron_ft.checkpoint.publish import partial_of
+from megatron_ft.core.errors import ExportError
+from megatron_ft.core.identity import Ancestor, SnapshotId
 
 
 @settings(derandomize=True, deadline=None)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft.checkpoint.hold import LOCK, Holder, hold
 from megatron_ft.cli import main as cli
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.export.hold import LOCK, Holder, hold
 from megatron_ft.launch.virtual import VirtualCluster
 from tests.jobs import ROOT
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft.checkpoint.durable import Disk
+from megatron_ft.checkpoint.publish import whole_folder
+from megatron_ft.checkpoint.source import OpenSnapshot, SnapshotInfo
 from megatron_ft.core.errors import SnapshotUnavailableError
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.disk.durable import Disk
-from megatron_ft.disk.source import OpenSnapshot, SnapshotInfo
-from megatron_ft.export.publish import whole_folder
 
 JOB, OTHER = uuid.UUID(int=1 << 120), uuid.UUID(int=2 << 120)
 

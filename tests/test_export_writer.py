@@ -16,10 +16,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from megatron_ft.checkpoint.drain import DrainPlan
+from megatron_ft.checkpoint.hold import LOCK, Holder, hold
+from megatron_ft.checkpoint.manifest import folder_name
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.disk.drain import DrainPlan
-from megatron_ft.disk.manifest import folder_name
-from megatron_ft.export.hold import LOCK, Holder, hold
 from tests.disk_drains import drain
 from tests.disk_samples import JOB, Memory
 from tests.jobs import ROOT
@@ -33,7 +33,7 @@ SUPERVISOR = """
 import subprocess, sys
 from pathlib import Path
 import msgspec
-from megatron_ft.export.hold import Holder, hold
+from megatron_ft.checkpoint.hold import Holder, hold
 folder, holder, program, plan = sys.argv[1:]
 with hold(Path(folder), msgspec.json.decode(holder, type=Holder)):
     subprocess.run([sys.executable, "-c", program, "export", plan], start_new_session=True)
@@ -41,9 +41,9 @@ with hold(Path(folder), msgspec.json.decode(holder, type=Holder)):
 
 EXPORTER = """
 import sys
-from megatron_ft.disk.drain import run_step
-from megatron_ft.disk.native import checkpoint_folder, point_tracker
-from megatron_ft.export import drained
+from megatron_ft.checkpoint.drain import run_step
+from megatron_ft.checkpoint.native import checkpoint_folder, point_tracker
+from megatron_ft.checkpoint import export_drained as drained
 
 class Framework:
     folder_of, announce = staticmethod(checkpoint_folder), staticmethod(point_tracker)

@@ -12,6 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ft.checkpoint.arenas import scan
+from megatron_ft.checkpoint.decide import Decision
+from megatron_ft.checkpoint.drained import find
+from megatron_ft.checkpoint.live import open_live
+from megatron_ft.checkpoint.manifest import folder_name
+from megatron_ft.checkpoint.native import TRACKER, checkpoint_folder, naming
+from megatron_ft.checkpoint.quarantine import Quarantine
+from megatron_ft.checkpoint.source import open_newest
+from megatron_ft.checkpoint.write import publish, write_shards
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.coordinator.events import JobEvent, Observers
 from megatron_ft.coordinator.recovery import Admitted
@@ -21,13 +30,6 @@ from megatron_ft.core.errors import ConfigError, ProtectionError
 from megatron_ft.core.fewer_ranks import RankRule
 from megatron_ft.core.identity import Ancestor, Seat
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.disk.arenas import scan
-from megatron_ft.disk.drained import find
-from megatron_ft.disk.live import open_live
-from megatron_ft.disk.manifest import folder_name
-from megatron_ft.disk.native import TRACKER, checkpoint_folder, naming
-from megatron_ft.disk.source import open_newest
-from megatron_ft.disk.write import publish, write_shards
 from megatron_ft.erasure.domains import check_domains
 from megatron_ft.launch import torchrun
 from megatron_ft.launch.disk_restore import DiskRestores
@@ -37,8 +39,6 @@ from megatron_ft.launch.shrink import NOTHING, fewer_nodes, go_on_with_fewer
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.virtual import VirtualCluster
 from megatron_ft.megatron.fewer_ranks import refusals, rule_of
-from megatron_ft.recovery.decide import Decision
-from megatron_ft.recovery.quarantine import Quarantine
 from megatron_ft.rpc import messages as m
 from tests.disk_samples import JOB, SHARDS, Memory
 

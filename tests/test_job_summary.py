@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from smp_node import SECRET, SmpNode, run
 
+from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.cli import status
 from megatron_ft.coordinator.actions import Action, Ended, Send
 from megatron_ft.coordinator.coordinator import Coordinator
@@ -24,7 +25,6 @@ from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.coordinator.summary import SummaryParts, summary
 from megatron_ft.coordinator.timing import Timing
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.recovery.decide import StripeState
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.job_summary import digests, merged
 from megatron_ft.rpc.local_query import ask

@@ -15,6 +15,7 @@ import pytest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import first_meta_block
 from megatron_ft.arena.format import DIGEST_BLAKE2B, SlotState
+from megatron_ft.checkpoint.native import TRACKER
 from megatron_ft.cli import status
 from megatron_ft.coordinator.plan import Sizes
 from megatron_ft.coordinator.timing import Timing
@@ -27,7 +28,6 @@ from megatron_ft.core.errors import (
     ProtectionError,
     UnrecoverableError,
 )
-from megatron_ft.disk.native import TRACKER
 from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask

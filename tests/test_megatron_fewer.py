@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft.checkpoint.drained import find
 from megatron_ft.coordinator.timing import Timing
-from megatron_ft.disk.drained import find
 from megatron_ft.launch.membership import NoSpareError
 from tests.disk_jobs import stop_until_drained
 from tests.fates import in_life

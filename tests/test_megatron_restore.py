@@ -61,7 +61,7 @@ from megatron_layouts import Layout, words  # noqa: E402
 from megatron_programs import EXTERNAL, program  # noqa: E402
 from megatron_runs import ITERATIONS, SNAPSHOT_AT, SNAPSHOTS, Runs  # noqa: E402
 
-from megatron_ft.disk.native import TRACKER, checkpoint_folder  # noqa: E402
+from megatron_ft.checkpoint.native import TRACKER, checkpoint_folder  # noqa: E402
 from megatron_ft.megatron.missed_save import NOTE  # noqa: E402
 
 # Megatron's own resume is exact only if data loaders leave the generator of dropout alone.

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from megatron_ft.disk.native import TRACKER
+from megatron_ft.checkpoint.native import TRACKER
 from megatron_ft.megatron.missed_save import NOTE, is_missed
 
 

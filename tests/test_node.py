@@ -6,9 +6,9 @@ import pytest
 from protocol_model.memory import record_of
 
 from megatron_ft.arena.format import Permit, SlotState
+from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.coordinator.plan import stripe_orders
 from megatron_ft.core.identity import Ancestor, SnapshotId
-from megatron_ft.recovery.decide import StripeState
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.effects import (
     Effect,

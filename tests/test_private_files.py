@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 
 from megatron_ft.arena.arena import Arena
+from megatron_ft.checkpoint.checkpoint import open_checkpoint
+from megatron_ft.checkpoint.live import open_live
+from megatron_ft.checkpoint.manifest import NAME
+from megatron_ft.checkpoint.reader import open_shard, read_manifest
+from megatron_ft.checkpoint.source import open_newest
+from megatron_ft.checkpoint.write import publish, write_shards
 from megatron_ft.cli import clean
 from megatron_ft.core import private_files
 from megatron_ft.core.environment import SOCKET_NAME, ProcessEnvironment
 from megatron_ft.core.errors import ControlPlaneError, MegatronFTError, UntrustedFileError
-from megatron_ft.disk.checkpoint import open_checkpoint
-from megatron_ft.disk.live import open_live
-from megatron_ft.disk.manifest import NAME
-from megatron_ft.disk.reader import open_shard, read_manifest
-from megatron_ft.disk.source import open_newest
-from megatron_ft.disk.write import publish, write_shards
 from megatron_ft.erasure.worker import SmpConnection
 from megatron_ft.launch.job_state import JobState, read_record
 from megatron_ft.launch.virtual import VirtualCluster

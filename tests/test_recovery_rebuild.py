@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from megatron_ft.checkpoint.decide import Decision, StripeState
 from megatron_ft.coordinator import recovery
 from megatron_ft.coordinator.recovery import RebuildError, Restore
 from megatron_ft.core.identity import SealedRecord, SnapshotId
-from megatron_ft.recovery.decide import Decision, StripeState
 from megatron_ft.rpc import messages as m
 
 LIFE, WORLD, SNAPSHOT = 4, "w4", SnapshotId(3, 7)

@@ -8,11 +8,11 @@ from functools import partial
 import torch
 
 from deepspeed_ext.fragments import WEIGHT
+from megatron_ft.checkpoint.form import Wanted
+from megatron_ft.checkpoint.source import ShardBytes
+from megatron_ft.checkpoint.stored import Range, StoredTensors, joined
 from megatron_ft.core.errors import ExportError
 from megatron_ft.core.shard import LayoutEntry, Piece
-from megatron_ft.disk.source import ShardBytes
-from megatron_ft.export.form import Wanted
-from megatron_ft.export.stored import Range, StoredTensors, joined
 from megatron_ft.trainer.plan import dtype_from_name
 
 

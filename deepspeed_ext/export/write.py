@@ -10,14 +10,14 @@ from deepspeed_ext.checkpoint_form import files_of
 from deepspeed_ext.description import FRAMEWORK, deepspeed_version
 from deepspeed_ext.export.tensors import CapturedTensors
 from deepspeed_ext.export.values import fill
+from megatron_ft.checkpoint import form
+from megatron_ft.checkpoint.durable import Disk
+from megatron_ft.checkpoint.form import CheckpointForm, Wanted
+from megatron_ft.checkpoint.native import LATEST, latest_tag, step_of_tag
+from megatron_ft.checkpoint.publish import whole_folder
+from megatron_ft.checkpoint.source import OpenSnapshot
 from megatron_ft.core.errors import ExportError
 from megatron_ft.core.objects import decode
-from megatron_ft.disk.durable import Disk
-from megatron_ft.disk.native import LATEST, latest_tag, step_of_tag
-from megatron_ft.disk.source import OpenSnapshot
-from megatron_ft.export import form
-from megatron_ft.export.form import CheckpointForm, Wanted
-from megatron_ft.export.publish import whole_folder
 
 _RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 

@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
+from megatron_ft.checkpoint.drained import of_one_job
 from megatron_ft.cli import agent_place, run, run_place
 from megatron_ft.cli.run_folders import EXPORTS, flag_of, make_folder
 from megatron_ft.cli.run_place import RunPlace
@@ -25,7 +26,6 @@ from megatron_ft.config import SnapshotConfig, json_section
 from megatron_ft.config.flags import read_command
 from megatron_ft.core.errors import ConfigError, ControlPlaneError, ProtectionError
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.disk.drained import of_one_job
 from megatron_ft.doctor.examine import Examination
 from megatron_ft.doctor.facts import Facts, ProbeRequest, Wishes
 from megatron_ft.doctor.finding import Verdict, as_json, render, worst

@@ -14,15 +14,15 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron_ft.checkpoint.live import open_live
+from megatron_ft.checkpoint.manifest import folder_name, is_complete
+from megatron_ft.checkpoint.retention import remove_checkpoint
+from megatron_ft.checkpoint.source import OpenSnapshot, open_newest
+from megatron_ft.checkpoint.write import publish, write_shards
 from megatron_ft.cli import arena_root
 from megatron_ft.core.errors import DrainError, SnapshotUnavailableError
 from megatron_ft.core.identity import Seat
 from megatron_ft.core.pace import Pace
-from megatron_ft.disk.live import open_live
-from megatron_ft.disk.manifest import folder_name, is_complete
-from megatron_ft.disk.retention import remove_checkpoint
-from megatron_ft.disk.source import OpenSnapshot, open_newest
-from megatron_ft.disk.write import publish, write_shards
 from megatron_ft.launch.job_state import known_shards
 
 

@@ -17,12 +17,12 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import asdict
 
+from megatron_ft.checkpoint.live import node_folders
+from megatron_ft.checkpoint.memory_drill import DrillReport, run_drill
 from megatron_ft.cli import arena_root
 from megatron_ft.core.errors import ConfigError, SnapshotUnavailableError
 from megatron_ft.core.pace import Pace
 from megatron_ft.core.priority import lower_priority
-from megatron_ft.disk.live import node_folders
-from megatron_ft.recovery.drill import DrillReport, run_drill
 
 EXIT_CODES: Mapping[int, str] = {
     3: "what was rebuilt is not what is there, or a source is damaged",

@@ -19,12 +19,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron_ft.checkpoint.checkpoint import open_checkpoint
+from megatron_ft.checkpoint.formats import FORMATS
+from megatron_ft.checkpoint.live import open_live
+from megatron_ft.checkpoint.source import OpenSnapshot, SnapshotSource, open_newest
 from megatron_ft.cli import arena_root
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.disk.checkpoint import open_checkpoint
-from megatron_ft.disk.live import open_live
-from megatron_ft.disk.source import OpenSnapshot, SnapshotSource, open_newest
-from megatron_ft.export.formats import FORMATS
 from megatron_ft.launch.job_state import known_shards
 
 EXIT_CODES: Mapping[int, str] = {
@@ -83,7 +83,7 @@ def _import(module: str) -> None:
 
 def _export(shards: OpenSnapshot, directory: Path, name: str | None) -> tuple[Path, str]:
     # Imported late: whatever was wrong with the source is said before torch is there.
-    from megatron_ft.export.formats import export
+    from megatron_ft.checkpoint.formats import export
 
     return export(shards, directory, name)
 

@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_ft.checkpoint.drained import Wanted, choose, find
+from megatron_ft.checkpoint.live import node_folders, open_live
+from megatron_ft.checkpoint.native import iteration_of, newest_checkpoint
 from megatron_ft.cli import arena_root
 from megatron_ft.cli.status import collect
 from megatron_ft.core.errors import ConfigError, ControlPlaneError, SnapshotUnavailableError
-from megatron_ft.disk.drained import Wanted, choose, find
-from megatron_ft.disk.live import node_folders, open_live
-from megatron_ft.disk.native import iteration_of, newest_checkpoint
 from megatron_ft.launch.job_state import (
     JobHeldError,
     JobRecord,

@@ -10,11 +10,11 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
+from megatron_ft.checkpoint.durable import Disk
+from megatron_ft.checkpoint.hold import Holder, hold
 from megatron_ft.cli.say import say
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.in_thread import in_thread
-from megatron_ft.disk.durable import Disk
-from megatron_ft.export.hold import Holder, hold
 from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.spec import JobSpec
 

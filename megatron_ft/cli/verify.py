@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_ft.checkpoint.checkpoint import open_checkpoint
+from megatron_ft.checkpoint.live import open_live
+from megatron_ft.checkpoint.source import SnapshotSource
 from megatron_ft.cli import arena_root
 from megatron_ft.core.errors import SnapshotUnavailableError
-from megatron_ft.disk.checkpoint import open_checkpoint
-from megatron_ft.disk.live import open_live
-from megatron_ft.disk.source import SnapshotSource
 from megatron_ft.launch.job_state import known_shards
 
 EXIT_CODES: Mapping[int, str] = {

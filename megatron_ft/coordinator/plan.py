@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ft.arena.format import BLOCK_BYTES, DIGEST_BLAKE2B, DIGEST_CRC64
+from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.core.identity import Ancestor
-from megatron_ft.recovery.decide import StripeState
 from megatron_ft.rpc import messages as m
 
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_ft.checkpoint.decide import Decision
 from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.link import ARENA_TIMEOUT_SECONDS
 from megatron_ft.coordinator.plan import create_requests, orders_by_node, stripe_orders
 from megatron_ft.core.errors import ControlPlaneError, MegatronFTError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import Ancestor, SnapshotId
-from megatron_ft.recovery.decide import Decision
 from megatron_ft.rpc import messages as m
 
 ADMIT_TIMEOUT_SECONDS = ARENA_TIMEOUT_SECONDS + 30.0

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.plan import Sizes, create_requests
 from megatron_ft.core.errors import (
@@ -19,7 +20,6 @@ from megatron_ft.core.identity import Ancestor, Seat
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.domains import Domains, domain_of
 from megatron_ft.erasure.stripes import RankPlace, plan_stripes
-from megatron_ft.recovery.decide import StripeState
 from megatron_ft.rpc import messages as m
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from megatron_ft.checkpoint.hold import held_by_other
 from megatron_ft.doctor.facts import ExportFolder, ExportPlace, Wishes
-from megatron_ft.export.hold import held_by_other
 
 
 @contextmanager

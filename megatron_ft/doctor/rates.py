@@ -12,11 +12,11 @@ import numpy as np
 
 from megatron_ft.arena import huge_pages
 from megatron_ft.arena.mapping import Mapping
+from megatron_ft.checkpoint.durable import Disk
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.isal import Bytes
 from megatron_ft.core.private_files import OTHERS_WRITE, reason_against
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.disk.durable import Disk
 from megatron_ft.doctor.facts import DrainPlace, Rates
 from megatron_ft.erasure.codec import open_codec
 

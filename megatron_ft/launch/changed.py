@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from megatron_ft.checkpoint.decide import Decision
 from megatron_ft.core.errors import ConfigError, LayoutMismatchError
 from megatron_ft.core.fewer_ranks import SHRINK
 from megatron_ft.launch.job_state import JobRecord
 from megatron_ft.launch.spec import JobSpec
-from megatron_ft.recovery.decide import Decision
 
 
 def check_nodes(spec: JobSpec, record: JobRecord) -> None:

@@ -12,14 +12,16 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_ft.checkpoint.decide import Decision, StripeState
+from megatron_ft.checkpoint.drained import Choice, Drained, Wanted, choose, find, of_one_job
+from megatron_ft.checkpoint.load import EXIT_DAMAGED, LoadPlan
+from megatron_ft.checkpoint.native import iteration_of, newest_checkpoint
+from megatron_ft.checkpoint.quarantine import Quarantine
 from megatron_ft.coordinator.recovery import DiskSource, Restore
 from megatron_ft.coordinator.registration import new_stripes
 from megatron_ft.core.errors import ConfigError, DrainError, MegatronFTError
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.core.in_thread import in_thread
-from megatron_ft.disk.drained import Choice, Drained, Wanted, choose, find, of_one_job
-from megatron_ft.disk.load import EXIT_DAMAGED, LoadPlan
-from megatron_ft.disk.native import iteration_of, newest_checkpoint
 from megatron_ft.erasure.domains import domain_of
 from megatron_ft.erasure.stripes import RankPlace
 from megatron_ft.launch.distrust import memory_goes_first, reason_against_own
@@ -27,8 +29,6 @@ from megatron_ft.launch.drain_processes import DrainProcesses, StepFailedError
 from megatron_ft.launch.job_state import JobRecord
 from megatron_ft.launch.launcher import Launcher
 from megatron_ft.launch.spec import JobSpec
-from megatron_ft.recovery.decide import Decision, StripeState
-from megatron_ft.recovery.quarantine import Quarantine
 
 LOOK_TIMEOUT_SECONDS = 120.0
 

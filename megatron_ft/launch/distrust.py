@@ -6,14 +6,14 @@ import asyncio
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_ft.checkpoint.decide import Decision
+from megatron_ft.checkpoint.native import iteration_of, naming, newest_checkpoint
+from megatron_ft.checkpoint.quarantine import Quarantine
 from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.core.identity import Ancestor
 from megatron_ft.core.in_thread import in_thread
 from megatron_ft.core.lineage import on_lineage
-from megatron_ft.disk.native import iteration_of, naming, newest_checkpoint
 from megatron_ft.launch.job_state import JobState
-from megatron_ft.recovery.decide import Decision
-from megatron_ft.recovery.quarantine import Quarantine
 from megatron_ft.rpc import messages as m
 
 LOOK_TIMEOUT_SECONDS = 10.0

@@ -17,8 +17,8 @@ from megatron_ft.launch.outer_launcher import base_environment
 from megatron_ft.launch.spec import JobSpec
 
 STEP_TIMEOUT_SECONDS = 3600.0
-MODULES = {"load": "megatron_ft.disk.load", "export": "megatron_ft.export.drained"}
-"""Which module does a step, where it is not disk/drain.py."""
+MODULES = {"load": "megatron_ft.checkpoint.load", "export": "megatron_ft.checkpoint.export_drained"}
+"""Which module does a step, where it is not checkpoint/drain.py."""
 
 AWAITED = {"load"}
 """Steps that training waits for; all others are background work."""
@@ -61,7 +61,7 @@ class DrainProcesses:
         ends: list[asyncio.Task[None]] = []
         try:
             for node, plan in plans.items():
-                module = MODULES.get(step, "megatron_ft.disk.drain")
+                module = MODULES.get(step, "megatron_ft.checkpoint.drain")
                 argv = [sys.executable, "-m", module, step, plan.to_json()]
                 argv = argv if step in AWAITED else started_low(argv)
                 log = self._log_of(node)

@@ -17,13 +17,13 @@ from typing import Any
 
 import msgspec
 
+from megatron_ft.checkpoint.drain import DrainPlan
+from megatron_ft.checkpoint.durable import mount_point
+from megatron_ft.checkpoint.retention import Keep
 from megatron_ft.coordinator.coordinator import Coordinator
 from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.core.errors import DrainError, MegatronFTError
 from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
-from megatron_ft.disk.drain import DrainPlan
-from megatron_ft.disk.durable import mount_point
-from megatron_ft.disk.retention import Keep
 from megatron_ft.launch.drain_processes import DrainProcesses
 from megatron_ft.launch.job_state import DiskPlaces
 from megatron_ft.launch.launcher import Launcher

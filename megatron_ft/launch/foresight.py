@@ -11,9 +11,9 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_ft.checkpoint.native import iteration_of, newest_checkpoint
 from megatron_ft.config import SWITCH
 from megatron_ft.core.in_thread import in_thread
-from megatron_ft.disk.native import iteration_of, newest_checkpoint
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.trainer.start_choice import Start, View, decide
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from megatron_ft.checkpoint.quarantine import Quarantine
 from megatron_ft.core import private_files
 from megatron_ft.core.decoding import UNREADABLE
 from megatron_ft.core.errors import (
@@ -26,7 +27,6 @@ from megatron_ft.core.errors import (
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.fewer_ranks import RankRule
 from megatron_ft.core.identity import Ancestor, Seat
-from megatron_ft.recovery.quarantine import Quarantine
 
 VERSION = 2
 SECRET_BYTES = 32

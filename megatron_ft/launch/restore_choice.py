@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+from megatron_ft.checkpoint.decide import Decision, decide
+from megatron_ft.checkpoint.drained import Choice
+from megatron_ft.checkpoint.native import LATEST, TRACKER, newest_checkpoint
 from megatron_ft.coordinator.recovery import (
     Admitted,
     DiskSource,
@@ -16,15 +19,12 @@ from megatron_ft.core.errors import UnrecoverableError
 from megatron_ft.core.identity import Ancestor
 from megatron_ft.core.in_thread import in_thread
 from megatron_ft.core.lineage import extend
-from megatron_ft.disk.drained import Choice
-from megatron_ft.disk.native import LATEST, TRACKER, newest_checkpoint
 from megatron_ft.launch.changed import check_memory
 from megatron_ft.launch.disk_restore import lineage_before
 from megatron_ft.launch.distrust import reason_against_own
 from megatron_ft.launch.foresight import LOOK_SECONDS, foresee
 from megatron_ft.launch.job_parts import JobParts
 from megatron_ft.launch.job_state import command_digest
-from megatron_ft.recovery.decide import Decision, decide
 from megatron_ft.trainer.start_choice import Start
 
 

@@ -10,19 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_ft.checkpoint.decide import Decision
+from megatron_ft.checkpoint.drained import Drained
+from megatron_ft.checkpoint.native import iteration_of, newest_checkpoint
 from megatron_ft.coordinator.recovery import Admitted
 from megatron_ft.core.errors import ProtectionError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.fewer_ranks import SHRINK, RankRule
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.disk.drained import Drained
-from megatron_ft.disk.native import iteration_of, newest_checkpoint
 from megatron_ft.erasure.domains import Domains, check_domains
 from megatron_ft.launch.distrust import memory_goes_first, reason_against_own
 from megatron_ft.launch.job_parts import JobParts
 from megatron_ft.launch.placement import choose_active
 from megatron_ft.launch.restore_choice import RestoreChoice
-from megatron_ft.recovery.decide import Decision
 
 NOTHING = Decision(None, -1, False, (), {})
 

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_ft.checkpoint import form
+from megatron_ft.checkpoint.form import Wanted
 from megatron_ft.core.errors import ExportError
 from megatron_ft.core.shard import Piece
-from megatron_ft.export import form
-from megatron_ft.export.form import Wanted
 from megatron_ft.megatron.logical_map import place_of
 from megatron_ft.megatron.optimizer import MAIN, Master
 from megatron_ft.megatron.save_form import SaveForm, meta_key, sharded_tensors

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from megatron_ft.checkpoint.form import CheckpointForm
 from megatron_ft.core.shard import LogicalPlace, Piece
-from megatron_ft.export.form import CheckpointForm
 from megatron_ft.megatron import checkpoint_form, logical_map, save_form
 from megatron_ft.megatron.checkpoint_form import RankTensors
 

@@ -11,9 +11,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+from megatron_ft.checkpoint.form import CheckpointForm
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.fewer_ranks import RankRule
-from megatron_ft.export.form import CheckpointForm
 
 SAME_BUCKETS_RANKS = 40
 """Up to so many data-parallel ranks the default size of a gradient bucket does not depend on

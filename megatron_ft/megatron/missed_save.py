@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.disk.native import TRACKER
+from megatron_ft.checkpoint.native import TRACKER
 from megatron_ft.megatron.start import tracked_iteration
 
 log = logging.getLogger(__name__)

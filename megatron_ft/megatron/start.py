@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.disk.native import TRACKER
+from megatron_ft.checkpoint.native import TRACKER
 from megatron_ft.megatron.rerun import noted
 from megatron_ft.trainer.start_choice import Disk
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron_ft.arena.format import SlotState
+from megatron_ft.checkpoint.decide import Decision
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.recovery.decide import Decision
 from megatron_ft.rpc import messages as m
 from protocol_model.drain import Checkpoint, Drain, choice, tidied
 from protocol_model.judge import Violation
@@ -59,7 +59,7 @@ class DiskSteps:
         if machine is not None:
             machine.reader_gone(str(number))
 
-    # Drains: launch/drains.py and disk/drain.py.
+    # Drains: launch/drains.py and checkpoint/drain.py.
 
     def _do_drain(self) -> None:
         """Begin to drain the newest committed snapshot: clear what is unfinished, and hold."""
@@ -174,7 +174,7 @@ class DiskSteps:
         assert self.life is not None
         self.life.drain = None
 
-    # Going on from disk: launch/disk_restore.py and disk/load.py.
+    # Going on from disk: launch/disk_restore.py and checkpoint/load.py.
 
     def choose_from_disk(self, memory: Decision) -> Checkpoint | None:
         if not self.shape.disk or self.disk_away or not self.judge.registered:

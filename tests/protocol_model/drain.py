@@ -1,7 +1,7 @@
 """Drains of the protocol model, what is on the disk, and the choice that a recovery makes.
 
-Choosing (disk/drained.py), what must be loaded (launch/disk_restore.py) and what is removed
-(disk/retention.py) are the real ones.
+Choosing (checkpoint/drained.py), what must be loaded (launch/disk_restore.py) and what is removed
+(checkpoint/retention.py) are the real ones.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ft.checkpoint.decide import Decision, StripeState
+from megatron_ft.checkpoint.drained import Drained, Wanted, choose
+from megatron_ft.checkpoint.manifest import Manifest, ShardFile
+from megatron_ft.checkpoint.retention import Keep, superfluous
 from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
-from megatron_ft.disk.drained import Drained, Wanted, choose
-from megatron_ft.disk.manifest import Manifest, ShardFile
-from megatron_ft.disk.retention import Keep, superfluous
 from megatron_ft.launch.disk_restore import DiskRestores
-from megatron_ft.recovery.decide import Decision, StripeState
 from megatron_ft.rpc import messages as m
 from protocol_model.memory import Tag, root_of
 from protocol_model.processes import Reader

@@ -11,13 +11,12 @@ from dataclasses import replace
 import pytest
 
 from megatron_ft.arena.format import SlotHeader, SlotState
+from megatron_ft.checkpoint import decide, drained, retention
+from megatron_ft.checkpoint.decide import Holding, usable
 from megatron_ft.coordinator.actions import Action
 from megatron_ft.coordinator.capture_round import CaptureRound
 from megatron_ft.coordinator.cycle import Phase, SnapshotCycle
 from megatron_ft.core.identity import SealedRecord, SnapshotId
-from megatron_ft.disk import drained, retention
-from megatron_ft.recovery import decide
-from megatron_ft.recovery.decide import Holding, usable
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp import node, slot_rules, slots
 from megatron_ft.smp.effects import StoreSlot

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import combinations
 
 from megatron_ft.arena.format import SlotHeader, SlotState
+from megatron_ft.checkpoint import decide as decide_module
+from megatron_ft.checkpoint.decide import Decision, StripeState
 from megatron_ft.core.identity import Ancestor, SnapshotId
-from megatron_ft.recovery import decide as decide_module
-from megatron_ft.recovery.decide import Decision, StripeState
 from megatron_ft.rpc import messages as m
 from protocol_model import memory
 from protocol_model.memory import DAMAGED, Memory, MemorySlot, inventory_after_fence, record_of

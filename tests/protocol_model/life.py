@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megatron_ft.checkpoint.decide import Decision
 from megatron_ft.coordinator.actions import Action, KillWorld, Send
 from megatron_ft.coordinator.cycle import Phase, SnapshotCycle
 from megatron_ft.coordinator.plan import create_requests, stripe_orders
@@ -16,7 +17,6 @@ from megatron_ft.coordinator.repairs import MOST_ATTEMPTS
 from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.core.lineage import extend
-from megatron_ft.recovery.decide import Decision
 from megatron_ft.rpc import messages as m
 from protocol_model.drain import Checkpoint, Drain, decide_with
 from protocol_model.node import CYCLE, DRAIN, REPAIR

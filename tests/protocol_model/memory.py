@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from megatron_ft.arena.format import Permit, SlotHeader
+from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
-from megatron_ft.recovery.decide import StripeState
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.slot_table import EMPTY_SLOT

@@ -113,7 +113,7 @@ class Trainer(Process):
 
 @dataclass
 class Loader(Process):
-    """disk/load.py: fills the slots that wait for shards of a drained checkpoint.
+    """checkpoint/load.py: fills the slots that wait for shards of a drained checkpoint.
 
     ``stored`` says that its SMP has answered the last Loaded: then it ends well.
     """
@@ -160,7 +160,7 @@ class Loader(Process):
 
 @dataclass
 class Reader:
-    """A reader of disk/live.py: it has pinned a snapshot, reads its parts, looks once more.
+    """A reader of checkpoint/live.py: it has pinned a snapshot, reads its parts, looks once more.
 
     ``pinned_by`` is what the node's ``pins_hold`` was when the pin was given.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ft.recovery.decide import StripeState
+from megatron_ft.checkpoint.decide import StripeState
 
 Step = tuple[object, ...]
 """Name of a step and its arguments: pids, node names, numbers of lives."""

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Mapping
 
 from megatron_ft.arena.format import SlotHeader
+from megatron_ft.checkpoint.decide import Decision
 from megatron_ft.coordinator.cycle import Phase
 from megatron_ft.coordinator.link import Inbox
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.recovery.decide import Decision
 from megatron_ft.rpc import messages as m
 from protocol_model.disk import DiskSteps
 from protocol_model.drain import Checkpoint, Drain

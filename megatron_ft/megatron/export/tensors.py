@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_ft.checkpoint.form import Wanted
+from megatron_ft.checkpoint.source import ShardBytes
+from megatron_ft.checkpoint.stored import Range, StoredTensors, joined
 from megatron_ft.core.errors import ExportError
 from megatron_ft.core.shard import LayoutEntry
-from megatron_ft.disk.source import ShardBytes
-from megatron_ft.export.form import Wanted
-from megatron_ft.export.stored import Range, StoredTensors, joined
 from megatron_ft.megatron.logical_map import place_of
 from megatron_ft.megatron.optimizer import MAIN, WEIGHT
 from megatron_ft.trainer.plan import dtype_from_name, dtype_name

@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_ft.checkpoint import native
+from megatron_ft.checkpoint.form import CheckpointForm, Wanted
+from megatron_ft.checkpoint.publish import whole_folder
+from megatron_ft.checkpoint.source import OpenSnapshot
 from megatron_ft.core.errors import ExportError
 from megatron_ft.core.objects import decode
-from megatron_ft.disk import native
-from megatron_ft.disk.source import OpenSnapshot
-from megatron_ft.export.form import CheckpointForm, Wanted
-from megatron_ft.export.publish import whole_folder
 from megatron_ft.megatron import checkpoint_form, optional_packages
 from megatron_ft.megatron.description import FRAMEWORK, megatron_version
 from megatron_ft.megatron.export.objects import fill, fill_random_states, random_state_count

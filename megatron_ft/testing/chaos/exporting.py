@@ -2,8 +2,8 @@
 
     python -m megatron_ft.testing.chaos.exporting export PLAN
 
-It is megatron_ft.export.drained with one format more: the sealed bytes of each shard, in a
-file of its own.
+It is megatron_ft.checkpoint.export_drained with one format more: the sealed bytes of each shard, in
+a file of its own.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron_ft.disk import native
-from megatron_ft.disk.drain import run_step
-from megatron_ft.disk.source import OpenSnapshot
-from megatron_ft.export import drained
-from megatron_ft.export.form import CheckpointForm
-from megatron_ft.export.formats import add_format
-from megatron_ft.export.publish import whole_folder
+from megatron_ft.checkpoint import export_drained as drained
+from megatron_ft.checkpoint import native
+from megatron_ft.checkpoint.drain import run_step
+from megatron_ft.checkpoint.form import CheckpointForm
+from megatron_ft.checkpoint.formats import add_format
+from megatron_ft.checkpoint.publish import whole_folder
+from megatron_ft.checkpoint.source import OpenSnapshot
 
 FRAMEWORK = "megatron-ft-chaos"
 MODULE = "megatron_ft.testing.chaos.exporting"

@@ -155,7 +155,7 @@ class ChaosCluster(VirtualCluster):
         return process
 
 
-OWN_EXPORT_MODULE = "megatron_ft.export.drained"
+OWN_EXPORT_MODULE = "megatron_ft.checkpoint.export_drained"
 EXPORT_MODULE = "megatron_ft.testing.chaos.exporting"
 """Runs in the place of the former, for it knows the form of our own training."""
 
@@ -168,7 +168,7 @@ def role_of_command(argv: Sequence[str]) -> str:
     module = words[1] if words[:1] == ["-m"] else ""
     if module == "megatron_ft.smp":
         return "smp"
-    return "drain" if module.startswith(("megatron_ft.disk.", "megatron_ft.export.")) else "trainer"
+    return "drain" if module.startswith("megatron_ft.checkpoint.") else "trainer"
 
 
 def python_words(argv: Sequence[str]) -> list[str]:

@@ -28,9 +28,9 @@ PRELOADED = (
     "megatron_ft.trainer.cpu",
     "megatron_ft.trainer.rng",
     "megatron_ft.launch.supervisor",
-    "megatron_ft.disk.drain",
-    "megatron_ft.disk.load",
-    "megatron_ft.export.drained",
+    "megatron_ft.checkpoint.drain",
+    "megatron_ft.checkpoint.load",
+    "megatron_ft.checkpoint.export_drained",
     "megatron_ft.testing.chaos.trace",
 )
 

@@ -15,16 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ft.arena import digest
+from megatron_ft.checkpoint import manifest as mf
+from megatron_ft.checkpoint import safetensors as st
+from megatron_ft.checkpoint.durable import Disk
+from megatron_ft.checkpoint.manifest import Manifest, ShardFile
+from megatron_ft.checkpoint.reader import check_folder, open_trusted
+from megatron_ft.checkpoint.source import OpenSnapshot, ShardBytes, SnapshotInfo
 from megatron_ft.core.errors import CheckpointDamagedError, DrainError, SnapshotUnavailableError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import Ancestor, Seat
 from megatron_ft.core.pace import Pace
-from megatron_ft.disk import manifest as mf
-from megatron_ft.disk import safetensors as st
-from megatron_ft.disk.durable import Disk
-from megatron_ft.disk.manifest import Manifest, ShardFile
-from megatron_ft.disk.reader import check_folder, open_trusted
-from megatron_ft.disk.source import OpenSnapshot, ShardBytes, SnapshotInfo
 
 PIECE_BYTES = 4 << 20
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_ft.checkpoint.durable import Disk
+from megatron_ft.checkpoint.source import OpenSnapshot
 from megatron_ft.core.fault_points import reach
-from megatron_ft.disk.durable import Disk
-from megatron_ft.disk.source import OpenSnapshot
 
 
 @contextmanager

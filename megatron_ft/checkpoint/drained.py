@@ -11,12 +11,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_ft.checkpoint import manifest as mf
+from megatron_ft.checkpoint.manifest import Manifest
+from megatron_ft.checkpoint.reader import read_manifest
 from megatron_ft.core.errors import CheckpointDamagedError, ConfigError
 from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
 from megatron_ft.core.lineage import on_lineage
-from megatron_ft.disk import manifest as mf
-from megatron_ft.disk.manifest import Manifest
-from megatron_ft.disk.reader import read_manifest
 
 Objection = Callable[[SnapshotId, int], str]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ft.arena.mapping import Mapping
+from megatron_ft.checkpoint import manifest as mf
+from megatron_ft.checkpoint.manifest import Manifest
+from megatron_ft.checkpoint.reader import open_shard, read_manifest
+from megatron_ft.checkpoint.source import OpenSnapshot, ShardBytes, SnapshotInfo, take_apart
 from megatron_ft.core.errors import CheckpointDamagedError, ConfigError, SnapshotUnavailableError
-from megatron_ft.disk import manifest as mf
-from megatron_ft.disk.manifest import Manifest
-from megatron_ft.disk.reader import open_shard, read_manifest
-from megatron_ft.disk.source import OpenSnapshot, ShardBytes, SnapshotInfo, take_apart
 
 LEVEL = "durable"
 

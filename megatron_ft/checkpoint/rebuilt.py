@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_ft.arena.arena import Arena
+from megatron_ft.checkpoint.decide import Holding
 from megatron_ft.core.errors import ArenaError, SnapshotUnavailableError
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.core.isal import Bytes
@@ -21,7 +22,6 @@ from megatron_ft.erasure.inspection import block_of
 from megatron_ft.erasure.member import MemberView, StripeCode
 from megatron_ft.erasure.slot_view import code_of, member_of
 from megatron_ft.erasure.solving import Checks, RowSolver, piece_of, place_of
-from megatron_ft.recovery.decide import Holding
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ class Quarantine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``before`` is an iteration to which the user has asked to rewind and which no recovery
     has carried out yet.  With ``over_disk`` memory, and what was drained of it, goes before the
     training framework's own checkpoints even where those are newer: they are of what was given up,
-    until the newest is named (disk.native.naming) in another way than ``named``, None if not known.
+    until the newest is named (checkpoint.native.naming) in another way than ``named``, None if not
+    known.
     ``own`` is how one of those was named that is not used, come what may.
     """
 

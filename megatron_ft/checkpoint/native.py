@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from megatron_ft.disk.durable import Disk
+from megatron_ft.checkpoint.durable import Disk
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Megatron-LM's file that names its newest checkpoint."""

@@ -1,4 +1,4 @@
-"""Export what was drained: ``python -m megatron_ft.export.drained export PLAN``.
+"""Export what was drained: ``python -m megatron_ft.checkpoint.export_drained export PLAN``.
 
 The supervisor starts this short-lived process on one node after a drain, when it was asked to.
 Exports that were made so are written down in their folder, because only they may be removed:
@@ -17,19 +17,19 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_ft.checkpoint.checkpoint import open_checkpoint
+from megatron_ft.checkpoint.drain import DrainPlan, run_step
+from megatron_ft.checkpoint.durable import Disk
+from megatron_ft.checkpoint.formats import Writer, format_of, writer_of
+from megatron_ft.checkpoint.hold import hold_to_write
+from megatron_ft.checkpoint.native import iteration_of, retract
+from megatron_ft.checkpoint.publish import partial_of
+from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.core.decoding import UNREADABLE
 from megatron_ft.core.errors import ExportError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.core.lineage import on_lineage
-from megatron_ft.disk.checkpoint import open_checkpoint
-from megatron_ft.disk.drain import DrainPlan, run_step
-from megatron_ft.disk.durable import Disk
-from megatron_ft.disk.native import iteration_of, retract
-from megatron_ft.disk.source import open_newest
-from megatron_ft.export.formats import Writer, format_of, writer_of
-from megatron_ft.export.hold import hold_to_write
-from megatron_ft.export.publish import partial_of
 
 log = logging.getLogger(__name__)
 
@@ -198,4 +198,4 @@ def _write(directory: Path, ledger: Ledger) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_step({"export": export}, "python -m megatron_ft.export.drained"))
+    sys.exit(run_step({"export": export}, "python -m megatron_ft.checkpoint.export_drained"))

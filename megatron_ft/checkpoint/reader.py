@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ft.arena import digest
+from megatron_ft.checkpoint import safetensors as st
+from megatron_ft.checkpoint.durable import Disk
+from megatron_ft.checkpoint.manifest import NAME, Manifest, ShardFile
+from megatron_ft.checkpoint.safetensors import ShardHeader
 from megatron_ft.core import private_files
 from megatron_ft.core.errors import CheckpointDamagedError, UntrustedFileError
 from megatron_ft.core.identity import SealedRecord
-from megatron_ft.disk import safetensors as st
-from megatron_ft.disk.durable import Disk
-from megatron_ft.disk.manifest import NAME, Manifest, ShardFile
-from megatron_ft.disk.safetensors import ShardHeader
 
 PIECE_BYTES = 4 << 20
 """Most that is read at once; memory for reading does not grow with the shard."""

@@ -1,4 +1,5 @@
-"""Load shards of a drained checkpoint into a node's arenas: ``python -m megatron_ft.disk.load``.
+"""Load shards of a drained checkpoint into a node's arenas: ``python -m
+megatron_ft.checkpoint.load``.
 
 A short-lived process, one on each node that lacks shards.  To its SMP it is an encoder
 world of its own: it is watched and fenced as one, and what it has not finished when it
@@ -20,6 +21,9 @@ import msgspec
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import ArenaCapacityError, Bytes
 from megatron_ft.arena.format import SlotState
+from megatron_ft.checkpoint.durable import Disk
+from megatron_ft.checkpoint.manifest import Manifest
+from megatron_ft.checkpoint.reader import ShardReader, open_shard, read_manifest
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import (
     CheckpointDamagedError,
@@ -29,9 +33,6 @@ from megatron_ft.core.errors import (
     error_class,
 )
 from megatron_ft.core.identity import SealedRecord, SnapshotId
-from megatron_ft.disk.durable import Disk
-from megatron_ft.disk.manifest import Manifest
-from megatron_ft.disk.reader import ShardReader, open_shard, read_manifest
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask
 from megatron_ft.smp.store import SUFFIX
@@ -65,7 +66,7 @@ class LoadPlan(msgspec.Struct, frozen=True):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Load.  Exit codes: 0 done, 1 failed, 3 the checkpoint is damaged; the last line says why."""
-    parser = argparse.ArgumentParser(prog="python -m megatron_ft.disk.load")
+    parser = argparse.ArgumentParser(prog="python -m megatron_ft.checkpoint.load")
     parser.add_argument("step", choices=["load"])
     parser.add_argument("plan", type=LoadPlan.from_json)
     options = parser.parse_args(arguments)

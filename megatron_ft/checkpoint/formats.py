@@ -6,9 +6,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
+from megatron_ft.checkpoint.form import CheckpointForm
+from megatron_ft.checkpoint.source import OpenSnapshot
 from megatron_ft.core.errors import ConfigError, ExportError
-from megatron_ft.disk.source import OpenSnapshot
-from megatron_ft.export.form import CheckpointForm
 
 _WRITERS = {
     "torch_dist": "megatron_ft.megatron.export.write",

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ft.arena.arena import Arena
+from megatron_ft.checkpoint.decide import Holding, owners
+from megatron_ft.checkpoint.rebuilt import Survivors, rebuild
+from megatron_ft.checkpoint.source import OpenSnapshot, ShardBytes, SnapshotInfo, verified_shard
 from megatron_ft.core.errors import ArenaError, SnapshotUnavailableError
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
-from megatron_ft.disk.rebuilt import Survivors, rebuild
-from megatron_ft.disk.source import OpenSnapshot, ShardBytes, SnapshotInfo, verified_shard
-from megatron_ft.recovery.decide import Holding, owners
 from megatron_ft.rpc.messages import Inventory
 from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.store import SUFFIX, ArenaStore

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ft.checkpoint import manifest as mf
+from megatron_ft.checkpoint.durable import Disk
+from megatron_ft.checkpoint.reader import read_manifest
 from megatron_ft.core.errors import CheckpointDamagedError
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.core.lineage import on_lineage
-from megatron_ft.disk import manifest as mf
-from megatron_ft.disk.durable import Disk
-from megatron_ft.disk.reader import read_manifest
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_ft.arena.format import SlotState
+from megatron_ft.checkpoint.arenas import Memory, hold, scan
+from megatron_ft.checkpoint.decide import Holding, candidates
+from megatron_ft.checkpoint.rebuilt import Survivors
+from megatron_ft.checkpoint.source import OpenSnapshot, SnapshotInfo
 from megatron_ft.core.errors import ConfigError, SnapshotUnavailableError
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.disk.arenas import Memory, hold, scan
-from megatron_ft.disk.rebuilt import Survivors
-from megatron_ft.disk.source import OpenSnapshot, SnapshotInfo
-from megatron_ft.recovery.decide import Holding, candidates
 from megatron_ft.rpc.messages import SlotReport
 from megatron_ft.rpc.pin import pinned
 from megatron_ft.smp.store import SUFFIX

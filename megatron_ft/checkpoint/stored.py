@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_ft.checkpoint.source import ShardBytes
 from megatron_ft.core.shard import LayoutEntry
-from megatron_ft.disk.source import ShardBytes
 from megatron_ft.trainer.binding import region_tensor
 from megatron_ft.trainer.plan import dtype_from_name
 

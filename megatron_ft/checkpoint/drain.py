@@ -1,4 +1,4 @@
-"""Drain one snapshot: ``python -m megatron_ft.disk.drain {clear,write,publish,tidy} PLAN``.
+"""Drain one snapshot: ``python -m megatron_ft.checkpoint.drain {clear,write,publish,tidy} PLAN``.
 
 The supervisor starts these short-lived processes on nodes: ``clear``, ``publish`` and
 ``tidy`` on one, ``write`` on every node that has shards.  PLAN is a DrainPlan as JSON.
@@ -17,6 +17,11 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_ft.checkpoint.arenas import hold, scan
+from megatron_ft.checkpoint.manifest import folder_name, is_complete
+from megatron_ft.checkpoint.retention import Keep, clean_up, clear_unfinished
+from megatron_ft.checkpoint.source import SnapshotInfo
+from megatron_ft.checkpoint.write import publish, write_shards
 from megatron_ft.core.affinity import bind_to_background_cpus
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import DrainError, MegatronFTError
@@ -26,11 +31,6 @@ from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
 from megatron_ft.core.pace import Pace
 from megatron_ft.core.priority import lower_priority
 from megatron_ft.core.word import open_word
-from megatron_ft.disk.arenas import hold, scan
-from megatron_ft.disk.manifest import folder_name, is_complete
-from megatron_ft.disk.retention import Keep, clean_up, clear_unfinished
-from megatron_ft.disk.source import SnapshotInfo
-from megatron_ft.disk.write import publish, write_shards
 from megatron_ft.rpc.errand import begin_errand
 from megatron_ft.rpc.pin import pinned
 
@@ -165,4 +165,4 @@ STEPS: Mapping[str, Callable[[DrainPlan], None]] = {
 
 
 if __name__ == "__main__":
-    sys.exit(run_step(STEPS, "python -m megatron_ft.disk.drain"))
+    sys.exit(run_step(STEPS, "python -m megatron_ft.checkpoint.drain"))

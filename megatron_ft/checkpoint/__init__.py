@@ -1,0 +1,1 @@
+"""Snapshots on disk and exports: drain, read, keep, and the frameworks' own formats."""
