@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ft.core.ports import free_port
-from megatron_ft.launch.virtual import VirtualCluster
+from megatron_ft.launchers.virtual import VirtualCluster
 
 END_SECONDS = 60.0
 

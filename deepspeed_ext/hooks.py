@@ -18,7 +18,7 @@ ENGINE_MODULE = "deepspeed"
 
 def install_after_import() -> None:
     """Wrap DeepSpeed's engine class now if it was imported, else right behind its import."""
-    from megatron_ft.launch.startup.sitecustomize import AfterImport
+    from megatron_ft.launchers.startup.sitecustomize import AfterImport
 
     if ENGINE_MODULE in sys.modules:
         install()

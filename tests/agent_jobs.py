@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import JOB, NODE, NODE_DIR
-from megatron_ft.launch.virtual import default_root
+from megatron_ft.launchers.virtual import default_root
 from tests import warm_trainer
 from tests.jobs import EXAMPLE, ROOT, Result, WarmCluster, read_losses
 

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from job_folders import unused
 
 from megatron_ft.cli import clean
-from megatron_ft.launch.virtual import default_root
+from megatron_ft.launchers.virtual import default_root
 
 # Children inherit it, so processes of this run are told apart from those of any other.
 SESSION_VARIABLE = "MEGATRON_FT_TEST_SESSION"

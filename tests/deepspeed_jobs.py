@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.coordinator.timing import Timing
-from megatron_ft.launch.startup import before_script
+from megatron_ft.launchers.startup import before_script
 from megatron_ft.testing import deepspeed_script
 from megatron_ft.testing.demo.compare import compare_runs
 from megatron_ft.testing.trace import read_trace

@@ -20,9 +20,9 @@ from pathlib import Path
 
 from megatron_ft.doctor.pairs import judge_pairs
 from megatron_ft.doctor.worlds import Worlds
-from megatron_ft.launch.launcher import Placement
-from megatron_ft.launch.virtual import VirtualCluster
-from megatron_ft.launch.world import WorldProcess
+from megatron_ft.launchers.launcher import Placement
+from megatron_ft.launchers.virtual import VirtualCluster
+from megatron_ft.launchers.world import WorldProcess
 
 HELD_BACK = """
 import time

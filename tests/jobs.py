@@ -20,12 +20,12 @@ from megatron_ft.core.ports import free_port
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.launch.budget import RestartBudget
 from megatron_ft.launch.job_state import JobState
-from megatron_ft.launch.process import LocalProcess
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.stop import Stop
 from megatron_ft.launch.supervisor import Supervisor
-from megatron_ft.launch.virtual import VirtualCluster
-from megatron_ft.launch.virtual_network import HOST
+from megatron_ft.launchers.process import LocalProcess
+from megatron_ft.launchers.virtual import VirtualCluster
+from megatron_ft.launchers.virtual_network import HOST
 from megatron_ft.testing.network import NodeNetwork
 from megatron_ft.testing.warm_python import WarmChild, WarmPython
 from megatron_ft.watch.timeout import HangSettings

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import JOB, NODE
-from megatron_ft.launch.virtual import default_root
+from megatron_ft.launchers.virtual import default_root
 from tests.jobs import EXAMPLE, ROOT, Result, read_losses
 from tests.slurm_cluster import SlurmCluster
 

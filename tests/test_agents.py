@@ -22,16 +22,16 @@ from megatron_ft.cli import main as cli
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import JOB, NODE
 from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
-from megatron_ft.launch.agents import messages as m
-from megatron_ft.launch.agents import remote_shell
-from megatron_ft.launch.agents.front import Front
-from megatron_ft.launch.agents.hostfile import parse_hostfile
-from megatron_ft.launch.agents.hub import AgentHub
-from megatron_ft.launch.agents.launcher import AgentLauncher
-from megatron_ft.launch.agents.meeting import FILE_NAME, AgentOrders, Meeting
-from megatron_ft.launch.agents.node_rank import node_rank
-from megatron_ft.launch.agents.process import AgentProcess
-from megatron_ft.launch.launcher import UNKNOWN_EXIT, Launcher, NodeUnreachable, ProcessGoneError
+from megatron_ft.launchers.agents import messages as m
+from megatron_ft.launchers.agents import remote_shell
+from megatron_ft.launchers.agents.front import Front
+from megatron_ft.launchers.agents.hostfile import parse_hostfile
+from megatron_ft.launchers.agents.hub import AgentHub
+from megatron_ft.launchers.agents.launcher import AgentLauncher
+from megatron_ft.launchers.agents.meeting import FILE_NAME, AgentOrders, Meeting
+from megatron_ft.launchers.agents.node_rank import node_rank
+from megatron_ft.launchers.agents.process import AgentProcess
+from megatron_ft.launchers.launcher import UNKNOWN_EXIT, Launcher, NodeUnreachable, ProcessGoneError
 from megatron_ft.rpc.security import SECRET_BYTES
 
 TIMEOUT = 30.0

@@ -17,7 +17,7 @@ import pytest
 
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import JOB, TREE
-from megatron_ft.launch.virtual_network import HOST
+from megatron_ft.launchers.virtual_network import HOST
 from megatron_ft.testing.network import NodeNetwork
 from tests import containers
 from tests.agent_jobs import AgentJob

@@ -18,7 +18,7 @@ from deepspeed_cells import zero  # noqa: E402
 from deepspeed_program import ENVIRONMENT  # noqa: E402
 
 from megatron_ft.core.environment import JOB  # noqa: E402
-from megatron_ft.launch.startup import before_script  # noqa: E402
+from megatron_ft.launchers.startup import before_script  # noqa: E402
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 

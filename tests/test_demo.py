@@ -35,7 +35,7 @@ from megatron_ft.core.errors import (  # noqa: E402
     ProtectionError,
 )
 from megatron_ft.core.identity import SnapshotId  # noqa: E402
-from megatron_ft.launch.virtual import default_root  # noqa: E402
+from megatron_ft.launchers.virtual import default_root  # noqa: E402
 from megatron_ft.rpc import messages as m  # noqa: E402
 from megatron_ft.testing import stock_script  # noqa: E402
 from megatron_ft.testing.demo import compare, outcome, overhead, plot, report  # noqa: E402

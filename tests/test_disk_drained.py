@@ -34,7 +34,7 @@ from megatron_ft.launch import disk_restore
 from megatron_ft.launch.disk_restore import DiskRestores
 from megatron_ft.launch.job_state import JobRecord
 from megatron_ft.launch.spec import JobSpec
-from megatron_ft.launch.virtual import VirtualCluster
+from megatron_ft.launchers.virtual import VirtualCluster
 from tests.disk_samples import ALGORITHM, BLOCK, JOB, SHARDS, Memory, waiting
 
 SEATS = {shard: Seat(rank, (), 5000) for rank, shard in enumerate(SHARDS)}

@@ -29,10 +29,10 @@ from megatron_ft.doctor.pairs import (
 )
 from megatron_ft.doctor.worlds import Worlds
 from megatron_ft.erasure.world import MPI, TCP
-from megatron_ft.launch.launcher import Placement
-from megatron_ft.launch.process import LocalProcess
-from megatron_ft.launch.virtual import VirtualCluster
-from megatron_ft.launch.world import WorldProcess
+from megatron_ft.launchers.launcher import Placement
+from megatron_ft.launchers.process import LocalProcess
+from megatron_ft.launchers.virtual import VirtualCluster
+from megatron_ft.launchers.world import WorldProcess
 
 NODES = [f"n{i:02d}" for i in range(12)]
 

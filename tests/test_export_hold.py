@@ -17,7 +17,7 @@ import pytest
 from megatron_ft.checkpoint.hold import LOCK, Holder, hold
 from megatron_ft.cli import main as cli
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.launch.virtual import VirtualCluster
+from megatron_ft.launchers.virtual import VirtualCluster
 from tests.jobs import ROOT
 
 FIRST = Holder("first", uuid.UUID(int=1), "here", 11)

@@ -37,7 +37,7 @@ from megatron_ft.launch.job_state import JobRecord, JobState
 from megatron_ft.launch.membership import Membership
 from megatron_ft.launch.shrink import NOTHING, fewer_nodes, go_on_with_fewer
 from megatron_ft.launch.spec import JobSpec
-from megatron_ft.launch.virtual import VirtualCluster
+from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.megatron.fewer_ranks import refusals, rule_of
 from megatron_ft.rpc import messages as m
 from tests.disk_samples import JOB, SHARDS, Memory

@@ -351,7 +351,7 @@ def _levels(job: Job) -> list[str]:
 
 
 def _refuse(*_: object) -> str:
-    from megatron_ft.launch.launcher import NodeUnreachable
+    from megatron_ft.launchers.launcher import NodeUnreachable
 
     raise NodeUnreachable("no encoders in this test")
 

@@ -17,10 +17,10 @@ import pytest
 
 from megatron_ft.core import procfs
 from megatron_ft.core.errors import ControlPlaneError, MissingEnvironmentError
-from megatron_ft.launch.launcher import UNKNOWN_EXIT, ProcessGoneError
-from megatron_ft.launch.process import LocalProcess
-from megatron_ft.launch.slurm.allocation import Allocation
-from megatron_ft.launch.slurm.step import StepProcess
+from megatron_ft.launchers.launcher import UNKNOWN_EXIT, ProcessGoneError
+from megatron_ft.launchers.process import LocalProcess
+from megatron_ft.launchers.slurm.allocation import Allocation
+from megatron_ft.launchers.slurm.step import StepProcess
 
 TIMEOUT = 20.0
 SLEEP = ["sleep", "60"]
@@ -194,7 +194,7 @@ def test_attach_refuses_another_start_time_and_the_dead(
 STARTER = """
 import os, signal, sys
 from pathlib import Path
-from megatron_ft.launch.process import LocalProcess
+from megatron_ft.launchers.process import LocalProcess
 process = LocalProcess.spawn("n0", ["sleep", "60"], os.environ, Path(sys.argv[1]))
 print(process.pid, process.start_time, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)

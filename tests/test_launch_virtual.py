@@ -16,9 +16,9 @@ import pytest
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import JOB, NODE, ProcessEnvironment
 from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
-from megatron_ft.launch.launcher import Launcher, NodeUnreachable, Placement, ProcessGoneError
-from megatron_ft.launch.process import LocalProcess
-from megatron_ft.launch.virtual import VirtualCluster, default_root
+from megatron_ft.launchers.launcher import Launcher, NodeUnreachable, Placement, ProcessGoneError
+from megatron_ft.launchers.process import LocalProcess
+from megatron_ft.launchers.virtual import VirtualCluster, default_root
 
 TIMEOUT = 20.0
 SLEEP = ["sleep", "60"]
@@ -183,7 +183,7 @@ def test_a_root_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
 
 
 def test_launching_needs_no_torch() -> None:
-    check = "import sys, megatron_ft.launch.virtual; sys.exit('torch' in sys.modules)"
+    check = "import sys, megatron_ft.launchers.virtual; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", check], timeout=TIMEOUT, check=True)
 
 

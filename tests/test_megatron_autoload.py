@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from megatron_ft.core import environment
 from megatron_ft.core.errors import UnsupportedVersionError
-from megatron_ft.launch.startup import FOLDER, before_script, sitecustomize
-from megatron_ft.launch.startup.sitecustomize import AfterImport, install_snapshots
+from megatron_ft.launchers.startup import FOLDER, before_script, sitecustomize
+from megatron_ft.launchers.startup.sitecustomize import AfterImport, install_snapshots
 from megatron_ft.megatron import autoload, versions
 from megatron_ft.testing import demo_model, stock_script
 

@@ -23,7 +23,7 @@ from megatron_layouts import DISTRIBUTED, EP2, PP2, TP2, VPP, Layout, words  # n
 from megatron_runs import ITERATIONS, SNAPSHOT_AT, SNAPSHOTS, Runs  # noqa: E402
 
 from megatron_ft.checkpoint import native  # noqa: E402
-from megatron_ft.launch.virtual import VirtualCluster  # noqa: E402
+from megatron_ft.launchers.virtual import VirtualCluster  # noqa: E402
 from megatron_ft.testing import demo_model  # noqa: E402
 from tests.no_pickle import check_holds_no_pickle  # noqa: E402
 

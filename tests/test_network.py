@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
-from megatron_ft.launch.launcher import UNKNOWN_EXIT
-from megatron_ft.launch.virtual_network import HOST, RemoteProcess
+from megatron_ft.launchers.launcher import UNKNOWN_EXIT
+from megatron_ft.launchers.virtual_network import HOST, RemoteProcess
 from megatron_ft.testing import namespaces, network_notes
 from megatron_ft.testing.network import NodeNetwork, remove_leftovers
 from megatron_ft.testing.network_names import NetworkNames

@@ -28,7 +28,7 @@ from megatron_ft.core.environment import SOCKET_NAME, ProcessEnvironment
 from megatron_ft.core.errors import ControlPlaneError, MegatronFTError, UntrustedFileError
 from megatron_ft.erasure.worker import SmpConnection
 from megatron_ft.launch.job_state import JobState, read_record
-from megatron_ft.launch.virtual import VirtualCluster
+from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.rpc.client import TrainerClient
 from megatron_ft.rpc.local_query import ask
 from megatron_ft.rpc.messages import StatusRequest

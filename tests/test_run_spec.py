@@ -16,7 +16,7 @@ from megatron_ft.cli import run, run_place
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.launch import job_settings
 from megatron_ft.launch.spec import JobSpec
-from megatron_ft.launch.virtual import VirtualCluster
+from megatron_ft.launchers.virtual import VirtualCluster
 
 GIVEN = {
     "--drain-dir": "/data/drains",

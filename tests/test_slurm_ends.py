@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from megatron_ft.launch.virtual import default_root
+from megatron_ft.launchers.virtual import default_root
 from tests import slurm_cluster
 from tests.jobs import Uninterrupted, difference
 from tests.slurm_cluster import SlurmCluster

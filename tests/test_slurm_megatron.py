@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.launch.startup import before_script
+from megatron_ft.launchers.startup import before_script
 from megatron_ft.testing import stock_script
 from megatron_ft.testing.demo.compare import compare_runs
 from tests import slurm_cluster

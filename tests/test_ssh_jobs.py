@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.launch.virtual_network import HOST
+from megatron_ft.launchers.virtual_network import HOST
 from megatron_ft.testing.network import NodeNetwork
 from tests import ssh_nodes
 from tests.agent_jobs import AgentJob

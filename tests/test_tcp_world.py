@@ -25,8 +25,8 @@ from megatron_ft.erasure.tcp import EXIT_PEER_GONE
 from megatron_ft.erasure.tcp_sockets import Word, packed
 from megatron_ft.erasure.ticket import Listening, Ticket
 from megatron_ft.launch import tcp_world
-from megatron_ft.launch.launcher import Launcher, Placement
 from megatron_ft.launch.tcp_world import TcpWorldProcess, world_status
+from megatron_ft.launchers.launcher import Launcher, Placement
 from megatron_ft.rpc.security import SECRET_BYTES, JobKeys
 
 TIMEOUT = 60.0

@@ -14,8 +14,8 @@ import pytest
 
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.launch.spec import JobSpec
-from megatron_ft.launch.virtual import VirtualCluster
 from megatron_ft.launch.warm_spares import WarmSpares, modules_of
+from megatron_ft.launchers.virtual import VirtualCluster
 
 WAIT_SECONDS = 60.0
 MODULE = """

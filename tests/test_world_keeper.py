@@ -16,13 +16,13 @@ from megatron_ft.core.scheme import Scheme
 from megatron_ft.launch import world_keeper
 from megatron_ft.launch.fleet import EncoderWorld
 from megatron_ft.launch.spec import JobSpec
-from megatron_ft.launch.virtual import VirtualCluster
 from megatron_ft.launch.world_end import why_ended
 from megatron_ft.launch.world_keeper import (
     FIRST_DELAY_SECONDS,
     LONGEST_DELAY_SECONDS,
     WorldKeeper,
 )
+from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.security import JobKeys
 from tests.test_arena_file import mount_tmpfs

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from megatron_ft.config import SETTINGS
-from megatron_ft.launch.virtual import default_root
+from megatron_ft.launchers.virtual import default_root
 
 _SETTING = SETTINGS["arena_dir"]
 

@@ -36,7 +36,7 @@ from megatron_ft.launch.container import python_of, runtime_of
 from megatron_ft.launch.job_state import read_record, state_folder
 from megatron_ft.launch.placement import choose_active
 from megatron_ft.launch.topology import read_domains
-from megatron_ft.launch.virtual import default_root
+from megatron_ft.launchers.virtual import default_root
 
 EXIT_CODES: Mapping[int, str] = {
     0: "nothing is refused (there may be warnings)",

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from megatron_ft.launch.slurm.allocation import ask
+from megatron_ft.launchers.slurm.allocation import ask
 
 SET, IN_SCRIPT, MISSING, UNKNOWN = "set", "in the script", "missing", "unknown"
 _FLAG = re.compile(r"(?:^|\s)(?:--no-kill(?:=(?P<value>\S+))?|-k)(?=\s|$)")

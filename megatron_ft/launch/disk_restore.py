@@ -27,8 +27,8 @@ from megatron_ft.erasure.stripes import RankPlace
 from megatron_ft.launch.distrust import memory_goes_first, reason_against_own
 from megatron_ft.launch.drain_processes import DrainProcesses, StepFailedError
 from megatron_ft.launch.job_state import JobRecord
-from megatron_ft.launch.launcher import Launcher
 from megatron_ft.launch.spec import JobSpec
+from megatron_ft.launchers.launcher import Launcher
 
 LOOK_TIMEOUT_SECONDS = 120.0
 

@@ -12,9 +12,9 @@ from megatron_ft.core.environment import INCARNATION
 from megatron_ft.core.errors import DrainError
 from megatron_ft.core.log_end import last_word, size
 from megatron_ft.core.priority import started_low
-from megatron_ft.launch.launcher import Launcher, ProcessHandle
-from megatron_ft.launch.outer_launcher import base_environment
 from megatron_ft.launch.spec import JobSpec
+from megatron_ft.launchers.launcher import Launcher, ProcessHandle
+from megatron_ft.launchers.outer_launcher import base_environment
 
 STEP_TIMEOUT_SECONDS = 3600.0
 MODULES = {"load": "megatron_ft.checkpoint.load", "export": "megatron_ft.checkpoint.export_drained"}

@@ -26,9 +26,9 @@ from megatron_ft.core.errors import DrainError, MegatronFTError
 from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
 from megatron_ft.launch.drain_processes import DrainProcesses
 from megatron_ft.launch.job_state import DiskPlaces
-from megatron_ft.launch.launcher import Launcher
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.urgency import Urgency
+from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.smp.stalls import STALL_SECONDS
 
 

@@ -12,8 +12,8 @@ from megatron_ft.core.log_end import last_lines
 from megatron_ft.launch.budget import Failure
 from megatron_ft.launch.fleet import TrainerExit, TrainerFleet
 from megatron_ft.launch.job_state import JobState
-from megatron_ft.launch.launcher import Launcher
 from megatron_ft.launch.oom import OomKills
+from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.rpc import messages as m
 
 RERUN_CODES = (16, 17)

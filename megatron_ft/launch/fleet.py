@@ -21,20 +21,20 @@ from megatron_ft.core.ports import free_port
 from megatron_ft.erasure.worker import ENCODE_RATE
 from megatron_ft.launch import container
 from megatron_ft.launch.job_state import JobState, SmpPlace
-from megatron_ft.launch.launcher import (
+from megatron_ft.launch.spec import JobSpec
+from megatron_ft.launch.trainer_env import TrainerPlace
+from megatron_ft.launch.world_end import why_ended
+from megatron_ft.launch.world_starter import WorldStarter
+from megatron_ft.launchers.launcher import (
     Launcher,
     NodeUnreachable,
     Placement,
     ProcessGoneError,
     ProcessHandle,
 )
-from megatron_ft.launch.outer_launcher import base_environment
-from megatron_ft.launch.spec import JobSpec
-from megatron_ft.launch.startup import before_script
-from megatron_ft.launch.trainer_env import TrainerPlace
-from megatron_ft.launch.world import WorldProcess
-from megatron_ft.launch.world_end import why_ended
-from megatron_ft.launch.world_starter import WorldStarter
+from megatron_ft.launchers.outer_launcher import base_environment
+from megatron_ft.launchers.startup import before_script
+from megatron_ft.launchers.world import WorldProcess
 from megatron_ft.smp.__main__ import Ready
 from megatron_ft.smp.daemon import Credentials
 

@@ -11,7 +11,7 @@ import time
 
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.launch.job_parts import JobParts
-from megatron_ft.launch.launcher import HostSource
+from megatron_ft.launchers.launcher import HostSource
 
 LOOK_SECONDS = 1.0
 

@@ -10,12 +10,12 @@ from megatron_ft.launch.drains import Drains, noted_places
 from megatron_ft.launch.failure import JobNotes
 from megatron_ft.launch.fleet import EncoderWorld, TrainerFleet
 from megatron_ft.launch.job_state import JobState
-from megatron_ft.launch.launcher import HostSource, Launcher
 from megatron_ft.launch.membership import Membership
 from megatron_ft.launch.pacing import Pacing
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.warm_spares import WarmSpares
 from megatron_ft.launch.world_keeper import WorldKeeper
+from megatron_ft.launchers.launcher import HostSource, Launcher
 from megatron_ft.rpc.security import JobKeys
 from megatron_ft.watch.job import JobWatch
 

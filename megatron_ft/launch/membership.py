@@ -22,10 +22,10 @@ from megatron_ft.erasure.domains import check_domains, crowded
 from megatron_ft.launch.changed import check_nodes
 from megatron_ft.launch.fleet import Result, SmpFleet, unless
 from megatron_ft.launch.job_state import JobState
-from megatron_ft.launch.launcher import Launcher, NodeUnreachable
 from megatron_ft.launch.leases import OutstandingLeases
 from megatron_ft.launch.placement import choose_active, choose_spares, stripes_by_position
 from megatron_ft.launch.spec import JobSpec
+from megatron_ft.launchers.launcher import Launcher, NodeUnreachable
 from megatron_ft.rpc import messages as m
 
 

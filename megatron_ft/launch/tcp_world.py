@@ -26,8 +26,8 @@ from megatron_ft.erasure.tcp import EXIT_PEER_GONE
 from megatron_ft.erasure.tcp_sockets import send_table
 from megatron_ft.erasure.ticket import Listening, Ticket
 from megatron_ft.erasure.world import RANK_TRANSPORT, TCP
-from megatron_ft.launch.launcher import Launcher, Placement, ProcessHandle
-from megatron_ft.launch.world import WORLD, WORLD_NODES
+from megatron_ft.launchers.launcher import Launcher, Placement, ProcessHandle
+from megatron_ft.launchers.world import WORLD, WORLD_NODES
 from megatron_ft.rpc.security import SECRET_BYTES
 
 START_SECONDS = 60.0

@@ -14,9 +14,9 @@ from megatron_ft.config.flags import read_command
 from megatron_ft.core.environment import TREE
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.launch import container
-from megatron_ft.launch.launcher import Launcher, ProcessHandle
-from megatron_ft.launch.outer_launcher import base_environment
 from megatron_ft.launch.spec import JobSpec
+from megatron_ft.launchers.launcher import Launcher, ProcessHandle
+from megatron_ft.launchers.outer_launcher import base_environment
 
 AUTO, NONE = "auto", "none"
 _ALWAYS = ("torch", "torch.distributed", "torch.nn.parallel", "megatron_ft.trainer.manager")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megatron_ft.core.errors import NoMpiError
 from megatron_ft.erasure.world import MPI, RANK_TRANSPORT, TCP
-from megatron_ft.launch.launcher import Launcher, Placement, ProcessHandle
 from megatron_ft.launch.tcp_world import TcpWorldProcess
+from megatron_ft.launchers.launcher import Launcher, Placement, ProcessHandle
 
 AUTO = "auto"
 TRANSPORTS = (AUTO, MPI, TCP)

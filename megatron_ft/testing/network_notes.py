@@ -13,7 +13,7 @@ import msgspec
 
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import NODE
-from megatron_ft.launch.virtual_network import HOST
+from megatron_ft.launchers.virtual_network import HOST
 from megatron_ft.testing import namespaces as ns
 from megatron_ft.testing.network_names import NOTES, NetworkNames
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from megatron_ft.core.errors import MissingEnvironmentError
-from megatron_ft.launch.virtual_network import HOST
+from megatron_ft.launchers.virtual_network import HOST
 from megatron_ft.testing import namespaces as ns
 from megatron_ft.testing import network_notes as notes
 from megatron_ft.testing.network_names import INTERFACE, NetworkNames

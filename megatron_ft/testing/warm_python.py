@@ -95,7 +95,7 @@ def start_at(
 
 @dataclass(frozen=True)
 class WarmChild:
-    """What launch.process needs of its child: subprocess.Popen's ``pid`` and ``wait``."""
+    """What launchers.process needs of its child: subprocess.Popen's ``pid`` and ``wait``."""
 
     pid: int
     server: str

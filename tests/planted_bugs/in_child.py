@@ -38,7 +38,7 @@ def main() -> None:
     phases = (Phase.explicit, Phase.generate)
     settings.register_profile("planted", phases=phases, derandomize=True)
     settings.load_profile("planted")
-    from megatron_ft.launch import virtual
+    from megatron_ft.launchers import virtual
 
     # A root of its own: what other jobs of this machine leave in theirs is no error of these tests.
     with tempfile.TemporaryDirectory(prefix="mft-", dir="/dev/shm") as root:

@@ -24,10 +24,10 @@ from megatron_ft.core import fault_points
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.launch.job_state import JobState
-from megatron_ft.launch.process import LocalProcess
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.supervisor import Supervisor
-from megatron_ft.launch.virtual import VirtualCluster
+from megatron_ft.launchers.process import LocalProcess
+from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.testing.chaos import trace
 from megatron_ft.testing.chaos.network import network_of
 from megatron_ft.testing.warm_python import start_at

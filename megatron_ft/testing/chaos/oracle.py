@@ -13,7 +13,7 @@ import msgspec
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.log_end import last_lines
 from megatron_ft.launch.fleet import TrainerFleet
-from megatron_ft.launch.process import LocalProcess
+from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.testing.chaos import trace
 from megatron_ft.testing.chaos.cases import Case
 from megatron_ft.testing.chaos.job import TRAINING_MODULE, ChaosCluster, JobFile

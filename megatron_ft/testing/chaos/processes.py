@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import JOB, NODE
-from megatron_ft.launch.world import WORLD
+from megatron_ft.launchers.world import WORLD
 from megatron_ft.testing.chaos.job import ROLE
 
 

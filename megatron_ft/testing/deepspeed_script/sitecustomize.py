@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron_ft.launch.startup.sitecustomize import DEEPSPEED, AfterImport, run_hidden
+from megatron_ft.launchers.startup.sitecustomize import DEEPSPEED, AfterImport, run_hidden
 from megatron_ft.testing.deepspeed_script import TRACE_DIRECTORY
 
 

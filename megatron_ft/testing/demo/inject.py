@@ -12,7 +12,7 @@ from statistics import median
 from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.launch.supervisor import Supervisor
-from megatron_ft.launch.virtual import VirtualCluster
+from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.testing.chaos.processes import processes, send
 from megatron_ft.testing.demo.record import Record, Strike, now
 from megatron_ft.testing.demo.scenario import Fault, FaultKind

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_ft import __version__
 from megatron_ft.cli import status
 from megatron_ft.core.errors import NoMpiError
-from megatron_ft.launch.virtual import VirtualCluster
+from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.testing.demo.frameworks import Framework
 
 _PACKAGES = ("torch", "numpy", "mpi4py", "pyeclib", "pyzmq")

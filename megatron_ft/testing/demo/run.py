@@ -12,7 +12,7 @@ from megatron_ft.launch.job_state import JobState
 from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launch.supervisor import Supervisor
-from megatron_ft.launch.virtual import VirtualCluster
+from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.testing.demo import compare, memory
 from megatron_ft.testing.demo.inject import Injector
 from megatron_ft.testing.demo.interrupt import interruptible

@@ -13,10 +13,10 @@ from megatron_ft.core import procfs
 from megatron_ft.core.environment import JOB, NODE
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.launch.job_state import JobState
-from megatron_ft.launch.process import LocalProcess
 from megatron_ft.launch.supervisor import Supervisor
-from megatron_ft.launch.virtual import VirtualCluster
-from megatron_ft.launch.world import WORLD
+from megatron_ft.launchers.process import LocalProcess
+from megatron_ft.launchers.virtual import VirtualCluster
+from megatron_ft.launchers.world import WORLD
 from megatron_ft.testing.chaos.follow import Follower
 from megatron_ft.testing.chaos.job import (
     EVENTS,

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_ft.launch.startup.sitecustomize import LOOP, AfterImport, run_hidden
+from megatron_ft.launchers.startup.sitecustomize import LOOP, AfterImport, run_hidden
 from megatron_ft.testing.stock_script import TRACE_DIRECTORY
 
 

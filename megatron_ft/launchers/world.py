@@ -13,17 +13,17 @@ from pathlib import Path
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import JOB, NODE, NODE_DIR
 from megatron_ft.core.errors import ControlPlaneError, MpiError
-from megatron_ft.launch.launcher import Placement
-from megatron_ft.launch.listeners import keep_to_loopback
-from megatron_ft.launch.mpirun import (
+from megatron_ft.launchers.launcher import Placement
+from megatron_ft.launchers.listeners import keep_to_loopback
+from megatron_ft.launchers.mpirun import (
     MpiKind,
     MpiLauncher,
     split_environments,
     world_command,
     world_environment,
 )
-from megatron_ft.launch.process import LocalProcess, open_session
-from megatron_ft.launch.spread import Spread
+from megatron_ft.launchers.process import LocalProcess, open_session
+from megatron_ft.launchers.spread import Spread
 
 WORLD = "MEGATRON_FT_WORLD"
 WORLD_NODES = "MEGATRON_FT_WORLD_NODES"

@@ -1,6 +1,6 @@
 """Stands in for ssh where mpirun starts its daemons: the agent of the node runs the words.
 
-mpirun calls ``python -m megatron_ft.launch.agents.remote_shell [-x] NODE WORDS...``.
+mpirun calls ``python -m megatron_ft.launchers.agents.remote_shell [-x] NODE WORDS...``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import zmq
 
-from megatron_ft.launch.agents import messages as m
-from megatron_ft.launch.agents.meeting import read_meeting
+from megatron_ft.launchers.agents import messages as m
+from megatron_ft.launchers.agents.meeting import read_meeting
 
 MEETING = "MEGATRON_FT_MEETING"
 """The file that says where the supervisor is."""

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from megatron_ft.core.environment import INCARNATION, JOB, NODE, NODE_DIR
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.launch.launcher import NodeUnreachable, Placement
-from megatron_ft.launch.mpirun import MpiLauncher, find_mpi
-from megatron_ft.launch.slurm.allocation import Allocation
-from megatron_ft.launch.slurm.step import StepProcess, step_prefix
-from megatron_ft.launch.slurm.world import StepWorld, reach_by_steps
-from megatron_ft.launch.spread import Spread
-from megatron_ft.launch.world import probe_world
+from megatron_ft.launchers.launcher import NodeUnreachable, Placement
+from megatron_ft.launchers.mpirun import MpiLauncher, find_mpi
+from megatron_ft.launchers.slurm.allocation import Allocation
+from megatron_ft.launchers.slurm.step import StepProcess, step_prefix
+from megatron_ft.launchers.slurm.world import StepWorld, reach_by_steps
+from megatron_ft.launchers.spread import Spread
+from megatron_ft.launchers.world import probe_world
 
 CLEAN_SECONDS = 30.0
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_ft.core.errors import ControlPlaneError
-from megatron_ft.launch.outer_launcher import outside_of_steps
-from megatron_ft.launch.slurm.allocation import Allocation, ask
+from megatron_ft.launchers.outer_launcher import outside_of_steps
+from megatron_ft.launchers.slurm.allocation import Allocation, ask
 
 SUBMIT_SECONDS = 30.0
 

@@ -1,7 +1,7 @@
 """Stands in for ssh where mpirun starts its daemons: a job step on the node instead.
 
-mpirun calls ``python -m megatron_ft.launch.slurm.remote_shell NODE WORDS...``; the words are for a
-shell on that node.
+mpirun calls ``python -m megatron_ft.launchers.slurm.remote_shell NODE WORDS...``; the words are for
+a shell on that node.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from megatron_ft.launch.spread import IN_FOLDER
+from megatron_ft.launchers.spread import IN_FOLDER
 
 SRUN = "MEGATRON_FT_SRUN"
 """JSON: srun with its flags, up to the node."""

@@ -9,9 +9,9 @@ from contextlib import suppress
 
 import msgspec
 
-from megatron_ft.launch.agents.meeting import AgentOrders
+from megatron_ft.launchers.agents.meeting import AgentOrders
 
-COMMAND = (sys.executable, "-m", "megatron_ft.launch.agents")
+COMMAND = (sys.executable, "-m", "megatron_ft.launchers.agents")
 
 
 class Front:

@@ -9,15 +9,15 @@ from pathlib import Path
 
 from megatron_ft.core.environment import INCARNATION, JOB, NODE, NODE_DIR
 from megatron_ft.core.errors import ConfigError, ControlPlaneError
-from megatron_ft.launch.agents import messages as m
-from megatron_ft.launch.agents.hub import AgentHub
-from megatron_ft.launch.agents.process import AgentProcess
-from megatron_ft.launch.agents.world import AgentWorld, spread_by_agents
-from megatron_ft.launch.launcher import NodeUnreachable, Placement
-from megatron_ft.launch.mpirun import MpiLauncher, find_mpi
-from megatron_ft.launch.outer_launcher import base_environment
-from megatron_ft.launch.spread import Spread
-from megatron_ft.launch.world import probe_world
+from megatron_ft.launchers.agents import messages as m
+from megatron_ft.launchers.agents.hub import AgentHub
+from megatron_ft.launchers.agents.process import AgentProcess
+from megatron_ft.launchers.agents.world import AgentWorld, spread_by_agents
+from megatron_ft.launchers.launcher import NodeUnreachable, Placement
+from megatron_ft.launchers.mpirun import MpiLauncher, find_mpi
+from megatron_ft.launchers.outer_launcher import base_environment
+from megatron_ft.launchers.spread import Spread
+from megatron_ft.launchers.world import probe_world
 
 CLEAN_SECONDS = 30.0
 

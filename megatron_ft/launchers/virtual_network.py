@@ -16,10 +16,10 @@ from typing import Protocol
 
 from megatron_ft.core.environment import NODE
 from megatron_ft.core.errors import NoMpiError
-from megatron_ft.launch.launcher import UNKNOWN_EXIT
-from megatron_ft.launch.mpirun import MpiKind, MpiLauncher
-from megatron_ft.launch.process import LocalProcess
-from megatron_ft.launch.spread import Spread
+from megatron_ft.launchers.launcher import UNKNOWN_EXIT
+from megatron_ft.launchers.mpirun import MpiKind, MpiLauncher
+from megatron_ft.launchers.process import LocalProcess
+from megatron_ft.launchers.spread import Spread
 
 HOST = "host"
 """The place of a process that is on no node."""

@@ -13,9 +13,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_ft.launch.outer_launcher import STEP_PLACES, outside_of_steps
-from megatron_ft.launch.process import LocalProcess, open_session
-from megatron_ft.launch.slurm.allocation import Allocation
+from megatron_ft.launchers.outer_launcher import STEP_PLACES, outside_of_steps
+from megatron_ft.launchers.process import LocalProcess, open_session
+from megatron_ft.launchers.slurm.allocation import Allocation
 
 END_SECONDS = 4.0
 """How long srun may take to end a step before it is given up; a lost node never answers it."""

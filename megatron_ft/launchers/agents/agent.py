@@ -17,8 +17,8 @@ import zmq.asyncio
 from megatron_ft.core import private_files, procfs
 from megatron_ft.core.environment import JOB, NODE, NODE_DIR
 from megatron_ft.core.errors import MegatronFTError
-from megatron_ft.launch.agents import messages as m
-from megatron_ft.launch.agents.meeting import (
+from megatron_ft.launchers.agents import messages as m
+from megatron_ft.launchers.agents.meeting import (
     HELLO_SECONDS,
     SILENT_SECONDS,
     AgentOrders,
@@ -26,9 +26,9 @@ from megatron_ft.launch.agents.meeting import (
     address_towards,
     read_meeting,
 )
-from megatron_ft.launch.launcher import ProcessGoneError
-from megatron_ft.launch.process import LocalProcess
-from megatron_ft.launch.world import WORLD
+from megatron_ft.launchers.launcher import ProcessGoneError
+from megatron_ft.launchers.process import LocalProcess
+from megatron_ft.launchers.world import WORLD
 from megatron_ft.rpc.message_base import MOST_BYTES
 
 FAILURE_SECONDS = 2.0

@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron_ft.core import procfs
-from megatron_ft.launch.mpirun import MpiKind, MpiLauncher, mpich_by, open_mpi_by
-from megatron_ft.launch.slurm import remote_shell
-from megatron_ft.launch.slurm.step import END_SECONDS, step_prefix
-from megatron_ft.launch.world import WorldProcess
+from megatron_ft.launchers.mpirun import MpiKind, MpiLauncher, mpich_by, open_mpi_by
+from megatron_ft.launchers.slurm import remote_shell
+from megatron_ft.launchers.slurm.step import END_SECONDS, step_prefix
+from megatron_ft.launchers.world import WorldProcess
 
 _POLL_SECONDS = 0.05
 

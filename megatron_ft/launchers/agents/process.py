@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 
-from megatron_ft.launch.agents import messages as m
-from megatron_ft.launch.launcher import UNKNOWN_EXIT
+from megatron_ft.launchers.agents import messages as m
+from megatron_ft.launchers.launcher import UNKNOWN_EXIT
 
 
 class AgentProcess:

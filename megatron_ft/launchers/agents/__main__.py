@@ -1,4 +1,4 @@
-"""Start an agent: ``python -m megatron_ft.launch.agents`` with AgentOrders as a line on stdin.
+"""Start an agent: ``python -m megatron_ft.launchers.agents`` with AgentOrders as a line on stdin.
 
 The agent leaves the process tree and the session of who started it: some launchers end what
 descends from what they started, and the node's SMP is a child of the agent's.  It ends when its
@@ -16,8 +16,8 @@ import sys
 import msgspec
 
 from megatron_ft.core.errors import MegatronFTError
-from megatron_ft.launch.agents.agent import Agent
-from megatron_ft.launch.agents.meeting import AgentOrders
+from megatron_ft.launchers.agents.agent import Agent
+from megatron_ft.launchers.agents.meeting import AgentOrders
 
 
 def main() -> int:

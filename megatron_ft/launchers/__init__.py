@@ -1,0 +1,1 @@
+"""Start and stop processes on nodes, and decide nothing."""

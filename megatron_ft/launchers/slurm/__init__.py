@@ -1,0 +1,1 @@
+"""Processes in an allocation of Slurm."""
