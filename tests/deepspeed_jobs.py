@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.coordinator.timing import Timing
 from megatron_ft.launchers.startup import before_script
+from megatron_ft.supervisor.timing import Timing
 from megatron_ft.testing import deepspeed_script
 from megatron_ft.testing.demo.compare import compare_runs
 from megatron_ft.testing.trace import read_trace

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from megatron_ft.coordinator.events import JobEvent
+from megatron_ft.supervisor.events import JobEvent
 from tests.jobs import WAIT_SECONDS, Job
 
 SHARDS = ["pp0-tp0-dp0-ep0", "pp0-tp0-dp1-ep0"]

@@ -14,11 +14,11 @@ import pytest
 
 from megatron_ft.core.environment import NODE
 from megatron_ft.erasure.world import MPI, TCP
-from megatron_ft.launch.tcp_world import TcpWorldProcess
 from megatron_ft.launchers.launcher import Launcher, Placement
 from megatron_ft.launchers.mpirun import MpiLauncher, find_mpi
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.world import WorldProcess
+from megatron_ft.supervisor.tcp_world import TcpWorldProcess
 
 JOB = "00112233-4455-6677-8899-aabbccddeeff"
 TESTS = Path(__file__).parent

@@ -12,23 +12,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from megatron_ft.coordinator.events import JobEvent
-from megatron_ft.coordinator.plan import Sizes
-from megatron_ft.coordinator.timing import Timing
 from megatron_ft.core.environment import TREE
 from megatron_ft.core.ports import free_port
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.launch.budget import RestartBudget
-from megatron_ft.launch.job_state import JobState
-from megatron_ft.launch.spec import JobSpec
-from megatron_ft.launch.stop import Stop
-from megatron_ft.launch.supervisor import Supervisor
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.launchers.virtual_network import HOST
+from megatron_ft.supervisor.budget import RestartBudget
+from megatron_ft.supervisor.events import JobEvent
+from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.supervisor.plan import Sizes
+from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.stop import Stop
+from megatron_ft.supervisor.supervisor import Supervisor
+from megatron_ft.supervisor.timing import Timing
+from megatron_ft.supervisor.watch.timeout import HangSettings
 from megatron_ft.testing.network import NodeNetwork
 from megatron_ft.testing.warm_python import WarmChild, WarmPython
-from megatron_ft.watch.timeout import HangSettings
 from tests.gated_training import GATE
 
 ROOT = Path(__file__).parent.parent

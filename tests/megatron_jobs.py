@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.coordinator.timing import Timing
 from megatron_ft.launchers.startup import before_script
+from megatron_ft.supervisor.timing import Timing
 from megatron_ft.testing import demo_model, stock_script
 from megatron_ft.testing.demo.compare import Comparison, compare_runs, compare_states
 from megatron_ft.testing.trace import final_lines, read_trace

@@ -21,13 +21,13 @@ import zmq.asyncio
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import seal
 from megatron_ft.arena.format import Permit
-from megatron_ft.coordinator.link import SmpLink
 from megatron_ft.core.environment import READY_NAME, ProcessEnvironment
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.security import JobKeys
 from megatron_ft.smp.__main__ import Ready
 from megatron_ft.smp.daemon import Credentials
+from megatron_ft.supervisor.link import SmpLink
 
 SECRET = bytes(range(32))
 T = TypeVar("T")

@@ -8,8 +8,8 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.coordinator.awake import Awake
-from megatron_ft.launch.leases import OutstandingLeases
+from megatron_ft.supervisor.awake import Awake
+from megatron_ft.supervisor.leases import OutstandingLeases
 
 BEAT = 0.5
 

@@ -26,10 +26,10 @@ from megatron_ft.core import private_files
 from megatron_ft.core.environment import JOB, NODE_DIR
 from megatron_ft.core.errors import ConfigError, ControlPlaneError
 from megatron_ft.core.objects import decode, encode
-from megatron_ft.launch.job_state import JobHeldError, JobState, state_folder
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.rpc.local_query import ask
 from megatron_ft.rpc.messages import StatusRequest
+from megatron_ft.supervisor.job_state import JobHeldError, JobState, state_folder
 from tests.smp_node import SmpNode
 
 

@@ -15,8 +15,8 @@ from megatron_ft.core.environment import TREE
 from megatron_ft.doctor.checks import container as checks
 from megatron_ft.doctor.facts import Facts
 from megatron_ft.doctor.finding import Verdict
-from megatron_ft.launch.container import mount_advice, runtime_of, told
 from megatron_ft.launchers.slurm.step import step_command
+from megatron_ft.supervisor.container import mount_advice, runtime_of, told
 from tests import doctor_facts
 
 PODMAN = ["podman", "--log-level", "error", "run", "--rm", "image", "python", "train.py"]

@@ -20,9 +20,6 @@ from test_capture_support import WAIT, FakeSmp, make_manager
 from test_erasure_verbs import succeed
 
 from megatron_ft.arena import digest
-from megatron_ft.coordinator.actions import Ended, Send
-from megatron_ft.coordinator.cycle import SnapshotCycle
-from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.core import isal
 from megatron_ft.core.identity import SealedRecord
 from megatron_ft.core.isal import Bytes
@@ -44,6 +41,9 @@ from megatron_ft.erasure.transport import (
     kind_of,
 )
 from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.actions import Ended, Send
+from megatron_ft.supervisor.cycle import SnapshotCycle
+from megatron_ft.supervisor.schedule import Schedule
 from megatron_ft.trainer.client_protocol import SnapshotClient
 from megatron_ft.trainer.cpu import CpuCopier
 from megatron_ft.trainer.fill import chunk_blocks

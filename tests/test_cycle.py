@@ -6,12 +6,12 @@ import pytest
 from protocol_model.memory import record_of
 
 from megatron_ft.checkpoint.decide import StripeState
-from megatron_ft.coordinator.actions import Action, Ended, KillWorld, Send
-from megatron_ft.coordinator.cycle import Phase, SnapshotCycle
-from megatron_ft.coordinator.plan import stripe_orders
-from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.actions import Action, Ended, KillWorld, Send
+from megatron_ft.supervisor.cycle import Phase, SnapshotCycle
+from megatron_ft.supervisor.plan import stripe_orders
+from megatron_ft.supervisor.schedule import Schedule
 
 NODES = ("n0", "n1", "n2")
 PLACES = {f"dp{i}": node for i, node in enumerate(NODES)}

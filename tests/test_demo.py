@@ -28,7 +28,6 @@ from rich.console import Console  # noqa: E402
 
 from megatron_ft.cli import demo as cli  # noqa: E402
 from megatron_ft.config.json_section import SECTION  # noqa: E402
-from megatron_ft.coordinator.events import JobEvent  # noqa: E402
 from megatron_ft.core.errors import (  # noqa: E402
     ConfigError,
     MissingEnvironmentError,
@@ -37,6 +36,7 @@ from megatron_ft.core.errors import (  # noqa: E402
 from megatron_ft.core.identity import SnapshotId  # noqa: E402
 from megatron_ft.launchers.virtual import default_root  # noqa: E402
 from megatron_ft.rpc import messages as m  # noqa: E402
+from megatron_ft.supervisor.events import JobEvent  # noqa: E402
 from megatron_ft.testing import stock_script  # noqa: E402
 from megatron_ft.testing.demo import compare, outcome, overhead, plot, report  # noqa: E402
 from megatron_ft.testing.demo.frameworks import deepspeed  # noqa: E402

@@ -30,11 +30,11 @@ from megatron_ft.core.errors import CheckpointDamagedError, ConfigError, DrainEr
 from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
 from megatron_ft.core.lineage import on_lineage
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.launch import disk_restore
-from megatron_ft.launch.disk_restore import DiskRestores
-from megatron_ft.launch.job_state import JobRecord
-from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launchers.virtual import VirtualCluster
+from megatron_ft.supervisor import disk_restore
+from megatron_ft.supervisor.disk_restore import DiskRestores
+from megatron_ft.supervisor.job_state import JobRecord
+from megatron_ft.supervisor.spec import JobSpec
 from tests.disk_samples import ALGORITHM, BLOCK, JOB, SHARDS, Memory, waiting
 
 SEATS = {shard: Seat(rank, (), 5000) for rank, shard in enumerate(SHARDS)}

@@ -9,14 +9,14 @@ import pytest
 
 from megatron_ft.checkpoint.decide import Decision
 from megatron_ft.checkpoint.quarantine import FAILURE_LIMIT, Quarantine
-from megatron_ft.coordinator.coordinator import Coordinator
-from megatron_ft.coordinator.events import Observers
-from megatron_ft.coordinator.timing import Timing
 from megatron_ft.core.identity import Ancestor, SnapshotId
-from megatron_ft.launch.distrust import Distrust
-from megatron_ft.launch.job_state import JobState
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.security import JobKeys
+from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.distrust import Distrust
+from megatron_ft.supervisor.events import Observers
+from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.supervisor.timing import Timing
 
 SNAPSHOT = SnapshotId(1, 1)
 START = Decision(SNAPSHOT, 10, True, (), {})

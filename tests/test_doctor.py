@@ -37,7 +37,7 @@ from megatron_ft.doctor.facts import (
     Wishes,
 )
 from megatron_ft.doctor.rates import measure_drain
-from megatron_ft.launch.job_state import JobState, state_folder
+from megatron_ft.supervisor.job_state import JobState, state_folder
 
 MIB = 1 << 20
 TIMEOUT = 60

@@ -42,7 +42,7 @@ from megatron_ft.doctor.judge import judge
 from megatron_ft.doctor.needs import node_bytes, parameters_of, shard_size, shortest_scheme
 from megatron_ft.doctor.pairs import all_pairs
 from megatron_ft.doctor.slurm import judge_no_kill, warning
-from megatron_ft.launch.container import python_of
+from megatron_ft.supervisor.container import python_of
 
 RS = Scheme.parse("rs:3+1")
 SLOW_PAIRS = {p: 2e9 if "n2" in p else 20e9 for p in all_pairs(NODES)}

@@ -22,24 +22,24 @@ from megatron_ft.checkpoint.quarantine import Quarantine
 from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.checkpoint.write import publish, write_shards
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.coordinator.events import JobEvent, Observers
-from megatron_ft.coordinator.recovery import Admitted
-from megatron_ft.coordinator.registration import Roll
-from megatron_ft.coordinator.timing import Timing
 from megatron_ft.core.errors import ConfigError, ProtectionError
 from megatron_ft.core.fewer_ranks import RankRule
 from megatron_ft.core.identity import Ancestor, Seat
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.domains import check_domains
-from megatron_ft.launch import torchrun
-from megatron_ft.launch.disk_restore import DiskRestores
-from megatron_ft.launch.job_state import JobRecord, JobState
-from megatron_ft.launch.membership import Membership
-from megatron_ft.launch.shrink import NOTHING, fewer_nodes, go_on_with_fewer
-from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.megatron.fewer_ranks import refusals, rule_of
 from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor import torchrun
+from megatron_ft.supervisor.disk_restore import DiskRestores
+from megatron_ft.supervisor.events import JobEvent, Observers
+from megatron_ft.supervisor.job_state import JobRecord, JobState
+from megatron_ft.supervisor.membership import Membership
+from megatron_ft.supervisor.registration import Roll
+from megatron_ft.supervisor.restore import Admitted
+from megatron_ft.supervisor.shrink import NOTHING, fewer_nodes, go_on_with_fewer
+from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.timing import Timing
 from tests.disk_samples import JOB, SHARDS, Memory
 
 SEATS = {name: Seat(rank, (), 1) for rank, name in enumerate(SHARDS)}

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.core.errors import ControlPlaneError
-from megatron_ft.launch import fleet
-from megatron_ft.launch.fleet import SmpFleet
-from megatron_ft.launch.job_state import JobState
+from megatron_ft.supervisor import fleet
+from megatron_ft.supervisor.fleet import SmpFleet
+from megatron_ft.supervisor.job_state import JobState
 from tests.jobs import Job
 
 WAIT_SECONDS = 100.0

@@ -12,18 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.coordinator.cycle import SnapshotCycle
-from megatron_ft.coordinator.events import Observers
-from megatron_ft.coordinator.governor import (
+from megatron_ft.core.identity import SnapshotId
+from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.cycle import SnapshotCycle
+from megatron_ft.supervisor.events import Observers
+from megatron_ft.supervisor.governor import (
     FIRST_ITERATIONS,
     IntervalGovernor,
     best_seconds,
     mean_time_between_failures,
 )
-from megatron_ft.coordinator.schedule import Schedule
-from megatron_ft.core.identity import SnapshotId
-from megatron_ft.launch.pacing import Pacing
-from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.pacing import Pacing
+from megatron_ft.supervisor.schedule import Schedule
 from megatron_ft.trainer.iteration_times import IterationTimes
 from tests.jobs import ROOT, Job
 

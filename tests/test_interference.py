@@ -30,14 +30,14 @@ from megatron_ft.core.gate import MOST_HELD_SECONDS, QuietGate
 from megatron_ft.core.pace import Pace
 from megatron_ft.core.priority import started_low
 from megatron_ft.core.word import MOST_SECONDS, SLOTS, QuietWord, open_word
-from megatron_ft.launch.drain_processes import DrainProcesses
-from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.security import JobKeys
 from megatron_ft.smp.control_server import ControlServer
 from megatron_ft.smp.host import NodeHost
 from megatron_ft.smp.store import free
+from megatron_ft.supervisor.drain_processes import DrainProcesses
+from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.trainer.quiet import QuietWindows
 from tests.smp_node import SECRET, create, run
 

@@ -15,7 +15,7 @@ SUPERVISOR = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from megatron_ft.launch.job_state import JobState
+from megatron_ft.supervisor.job_state import JobState
 with JobState(Path(sys.argv[1]), "led"):
     print("leads", flush=True)
     sys.stdin.read()

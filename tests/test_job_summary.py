@@ -13,23 +13,23 @@ from smp_node import SECRET, SmpNode, run
 
 from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.cli import status
-from megatron_ft.coordinator.actions import Action, Ended, Send
-from megatron_ft.coordinator.coordinator import Coordinator
-from megatron_ft.coordinator.cycle import Phase, SnapshotCycle
-from megatron_ft.coordinator.events import Observers
-from megatron_ft.coordinator.exposure import fallbacks
-from megatron_ft.coordinator.link import SmpLink
-from megatron_ft.coordinator.plan import stripe_orders
-from megatron_ft.coordinator.recovery import admit
-from megatron_ft.coordinator.schedule import Schedule
-from megatron_ft.coordinator.summary import SummaryParts, summary
-from megatron_ft.coordinator.timing import Timing
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.job_summary import digests, merged
 from megatron_ft.rpc.local_query import ask
 from megatron_ft.rpc.security import JobKeys
 from megatron_ft.smp.slot_rules import MOST_SKIPPED
+from megatron_ft.supervisor.actions import Action, Ended, Send
+from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.cycle import Phase, SnapshotCycle
+from megatron_ft.supervisor.events import Observers
+from megatron_ft.supervisor.exposure import fallbacks
+from megatron_ft.supervisor.link import SmpLink
+from megatron_ft.supervisor.plan import stripe_orders
+from megatron_ft.supervisor.restore import admit
+from megatron_ft.supervisor.schedule import Schedule
+from megatron_ft.supervisor.summary import SummaryParts, summary
+from megatron_ft.supervisor.timing import Timing
 from megatron_ft.trainer.binding import layout_changed
 
 

@@ -17,8 +17,6 @@ from megatron_ft.arena.digest import first_meta_block
 from megatron_ft.arena.format import DIGEST_BLAKE2B, SlotState
 from megatron_ft.checkpoint.native import TRACKER
 from megatron_ft.cli import status
-from megatron_ft.coordinator.plan import Sizes
-from megatron_ft.coordinator.timing import Timing
 from megatron_ft.core import procfs
 from megatron_ft.core.errors import (
     ArenaForeignError,
@@ -28,9 +26,11 @@ from megatron_ft.core.errors import (
     ProtectionError,
     UnrecoverableError,
 )
-from megatron_ft.launch.membership import NoSpareError
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask
+from megatron_ft.supervisor.membership import NoSpareError
+from megatron_ft.supervisor.plan import Sizes
+from megatron_ft.supervisor.timing import Timing
 from tests.disk_jobs import signal_trainers, wait_until
 from tests.fates import in_life, of_node
 from tests.jobs import ROOT, Fault, Job, Result, difference, oracle

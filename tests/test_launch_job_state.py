@@ -16,8 +16,8 @@ import pytest
 
 from megatron_ft.core import private_files
 from megatron_ft.core.errors import ConfigError, ControlPlaneError
-from megatron_ft.launch import job_state
-from megatron_ft.launch.job_state import (
+from megatron_ft.supervisor import job_state
+from megatron_ft.supervisor.job_state import (
     JobState,
     SmpPlace,
     command_digest,
@@ -28,7 +28,7 @@ from megatron_ft.launch.job_state import (
 HOLD = """
 import sys
 from pathlib import Path
-from megatron_ft.launch.job_state import JobState
+from megatron_ft.supervisor.job_state import JobState
 JobState(Path(sys.argv[1]), "llm")
 print("held", flush=True)
 sys.stdin.read()

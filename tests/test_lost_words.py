@@ -10,17 +10,17 @@ from smp_node import SECRET, SmpNode, capture, create, run, say
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotState
-from megatron_ft.coordinator.coordinator import Coordinator
-from megatron_ft.coordinator.cycle import Phase, SnapshotCycle
-from megatron_ft.coordinator.events import Observers
-from megatron_ft.coordinator.link import SmpLink
-from megatron_ft.coordinator.recovery import admit
-from megatron_ft.coordinator.schedule import Schedule
-from megatron_ft.coordinator.timing import Timing
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask
 from megatron_ft.rpc.security import JobKeys
+from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.cycle import Phase, SnapshotCycle
+from megatron_ft.supervisor.events import Observers
+from megatron_ft.supervisor.link import SmpLink
+from megatron_ft.supervisor.restore import admit
+from megatron_ft.supervisor.schedule import Schedule
+from megatron_ft.supervisor.timing import Timing
 
 NAMES = ("n0", "n1")
 

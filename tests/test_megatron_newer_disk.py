@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.coordinator.timing import Timing
+from megatron_ft.supervisor.timing import Timing
 from megatron_ft.testing.trace import read_trace
 from tests.jobs import Job
 from tests.megatron_jobs import (

@@ -11,10 +11,6 @@ from hypothesis import strategies as st
 
 from megatron_ft.arena import binary
 from megatron_ft.arena.format import SlotHeader
-from megatron_ft.coordinator.cycle import SnapshotCycle
-from megatron_ft.coordinator.registration import Roll
-from megatron_ft.coordinator.repairs import Repairs
-from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp import node as smp_node
@@ -23,6 +19,10 @@ from megatron_ft.smp.effects import StorePermit, StoreSlot
 from megatron_ft.smp.local_server import FROM_WRITERS
 from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.slots import ShardSlots
+from megatron_ft.supervisor.cycle import SnapshotCycle
+from megatron_ft.supervisor.registration import Roll
+from megatron_ft.supervisor.repairs import Repairs
+from megatron_ft.supervisor.schedule import Schedule
 from tests.message_samples import Maker
 
 PIDS = (1,)

@@ -7,7 +7,6 @@ from protocol_model.memory import record_of
 
 from megatron_ft.arena.format import Permit, SlotState
 from megatron_ft.checkpoint.decide import StripeState
-from megatron_ft.coordinator.plan import stripe_orders
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.effects import (
@@ -22,6 +21,7 @@ from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.slot_recovery import forget
 from megatron_ft.smp.slot_table import EMPTY_SLOT
 from megatron_ft.smp.slots import ShardSlots
+from megatron_ft.supervisor.plan import stripe_orders
 
 HERE, LIFE, WORLD = "dp0", 3, "w3"
 ONE, TWO = SnapshotId(LIFE, 1), SnapshotId(LIFE, 2)

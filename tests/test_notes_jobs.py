@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.core.errors import StaleIncarnationError
-from megatron_ft.launch.job_state import JobState, read_record
+from megatron_ft.supervisor.job_state import JobState, read_record
 from tests.disk_jobs import wait_for
 from tests.jobs import Job
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import redirect_stdout, suppress
 
 from megatron_ft.cli.run import Printer
-from megatron_ft.coordinator.events import JobEvent, Observers
+from megatron_ft.supervisor.events import JobEvent, Observers
 
 
 def test_a_log_on_a_full_disk_stops_nobody() -> None:

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.coordinator.coordinator import Coordinator
-from megatron_ft.coordinator.events import JobEvent, Observers
-from megatron_ft.coordinator.timing import Timing
-from megatron_ft.launch.failure import JobNotes
-from megatron_ft.launch.job_state import JobState
-from megatron_ft.launch.oom import OomKills
 from megatron_ft.rpc.security import JobKeys
+from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.events import JobEvent, Observers
+from megatron_ft.supervisor.failure import JobNotes
+from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.supervisor.oom import OomKills
+from megatron_ft.supervisor.timing import Timing
 from tests.slurm_cluster import missing_cgroups
 
 MISSING = missing_cgroups() if os.geteuid() == 0 else "needs root"

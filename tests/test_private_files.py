@@ -27,7 +27,6 @@ from megatron_ft.core import private_files
 from megatron_ft.core.environment import SOCKET_NAME, ProcessEnvironment
 from megatron_ft.core.errors import ControlPlaneError, MegatronFTError, UntrustedFileError
 from megatron_ft.erasure.worker import SmpConnection
-from megatron_ft.launch.job_state import JobState, read_record
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.rpc.client import TrainerClient
 from megatron_ft.rpc.local_query import ask
@@ -35,6 +34,7 @@ from megatron_ft.rpc.messages import StatusRequest
 from megatron_ft.smp import ownership
 from megatron_ft.smp.state_file import NodeState
 from megatron_ft.smp.writers import Writers
+from megatron_ft.supervisor.job_state import JobState, read_record
 from tests.disk_samples import Memory
 from tests.test_arena_file import mount_tmpfs
 

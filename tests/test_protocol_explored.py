@@ -19,11 +19,11 @@ from protocol_model.shape import Bounds
 from protocol_model.world import World
 from slot_transitions import figure
 
-from megatron_ft.coordinator.capture_round import CaptureRound
-from megatron_ft.coordinator.cycle import SnapshotCycle
-from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.slots import ShardSlots
+from megatron_ft.supervisor.capture_round import CaptureRound
+from megatron_ft.supervisor.cycle import SnapshotCycle
+from megatron_ft.supervisor.schedule import Schedule
 
 DOCS = Path(__file__).parents[1] / "docs" / "protocol.md"
 ROWS = [

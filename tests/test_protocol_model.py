@@ -23,8 +23,8 @@ from protocol_model.walks import Part, Until, directed, explain, walk
 from protocol_model.world import World
 
 from megatron_ft.arena.format import SlotState
-from megatron_ft.coordinator.cycle import Phase
 from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.cycle import Phase
 
 SHORTEN = os.environ.get("MEGATRON_FT_MODEL_SHORTEN", "1") != "0"
 RESETS = Shape("xor", 2, 1, spares=1, slots=2, stripes=2, resets=True)

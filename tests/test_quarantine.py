@@ -17,11 +17,11 @@ from test_decide import NEW, OLD, decided, everywhere
 from megatron_ft.checkpoint.decide import Decision
 from megatron_ft.checkpoint.native import TRACKER, checkpoint_folder, naming
 from megatron_ft.checkpoint.quarantine import FAILURE_LIMIT, MOST_REJECTED, Quarantine
-from megatron_ft.coordinator.events import Observers
 from megatron_ft.core.identity import Ancestor, SnapshotId
-from megatron_ft.launch.distrust import Distrust, memory_goes_first, reason_against_own
-from megatron_ft.launch.job_state import JobState
 from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.distrust import Distrust, memory_goes_first, reason_against_own
+from megatron_ft.supervisor.events import Observers
+from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.trainer.start_choice import Disk, View, decide
 
 NEAR = 10

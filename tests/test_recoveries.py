@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from megatron_ft.cli.run_summary import RunSummary
-from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.rpc.watch_messages import PulseReport
-from megatron_ft.watch import recoveries
-from megatron_ft.watch.board import Heard, PulseBoard
-from megatron_ft.watch.peers import StragglerFinder
-from megatron_ft.watch.recoveries import RecoveryClock
+from megatron_ft.supervisor.events import JobEvent
+from megatron_ft.supervisor.watch import recoveries
+from megatron_ft.supervisor.watch.board import Heard, PulseBoard
+from megatron_ft.supervisor.watch.peers import StragglerFinder
+from megatron_ft.supervisor.watch.recoveries import RecoveryClock
 
 
 def report(rank: int, **known: Any) -> PulseReport:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megatron_ft.checkpoint.decide import Decision, StripeState
-from megatron_ft.coordinator import recovery
-from megatron_ft.coordinator.recovery import RebuildError, Restore
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor import restore as recovery
+from megatron_ft.supervisor.restore import RebuildError, Restore
 
 LIFE, WORLD, SNAPSHOT = 4, "w4", SnapshotId(3, 7)
 STRIPE = StripeState("xor", 1, 1, 1 << 20, ("dp0", "dp1"), 4096, 1)

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from megatron_ft.coordinator.registration import Roll, wait_for_all
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.registration import Roll, wait_for_all
 
 
 def missing(roll: Roll) -> str:

@@ -24,11 +24,11 @@ from test_node import (
 )
 from test_node import ORDERS as STRIPES
 
-from megatron_ft.coordinator.events import JobEvent, Observers
-from megatron_ft.coordinator.repairs import MOST_ATTEMPTS, Repairs
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.effects import MendSlot, StoreSlot, ToEncoder
+from megatron_ft.supervisor.events import JobEvent, Observers
+from megatron_ft.supervisor.repairs import MOST_ATTEMPTS, Repairs
 
 REPAIR = m.Repair(LIFE, ONE, WORLD, STRIPES, HERE, (3,), ())
 RECOMPUTED = m.Recomputed(ONE, WORLD, HERE, {3: b"x"}, {}, 0)

@@ -12,7 +12,7 @@ from megatron_ft.checkpoint.native import TRACKER, checkpoint_folder, iteration_
 from megatron_ft.cli import status
 from megatron_ft.cli.main import main
 from megatron_ft.core.errors import UnrecoverableError
-from megatron_ft.launch.job_state import read_record
+from megatron_ft.supervisor.job_state import read_record
 from tests.disk_jobs import of_kind, signal_trainers, stop_until_drained, wait_for, wait_until
 from tests.jobs import Job, Result, difference
 

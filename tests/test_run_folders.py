@@ -10,8 +10,8 @@ import pytest
 from megatron_ft.cli import run_folders
 from megatron_ft.cli.run_folders import folders_ready
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.launch.job_state import JobState
-from megatron_ft.launch.spec import JobSpec
+from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.supervisor.spec import JobSpec
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.coordinator.schedule import Schedule
+from megatron_ft.supervisor.schedule import Schedule
 
 INTERVALS = st.integers(1, 50)
 ITERATIONS = st.integers(0, 10_000)

@@ -25,7 +25,6 @@ import zmq.asyncio
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotState
 from megatron_ft.cli.main import main
-from megatron_ft.coordinator.link import SmpLink
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import ControlPlaneError, LayoutMismatchError, StaleIncarnationError
 from megatron_ft.core.identity import Ancestor
@@ -37,6 +36,7 @@ from megatron_ft.rpc.security import JobKeys
 from megatron_ft.smp import local_server
 from megatron_ft.smp.host import NodeHost
 from megatron_ft.smp.local_server import LocalServer
+from megatron_ft.supervisor.link import SmpLink
 from tests.smp_node import SECRET, SmpNode, capture, create, run, say, snapshot
 
 TRAINER = """

@@ -13,13 +13,13 @@ import pytest
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from megatron_ft.coordinator.link import SmpLink
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.security import JobKeys
 from megatron_ft.smp.control_server import ControlServer
 from megatron_ft.smp.host import NodeHost
 from megatron_ft.smp.store import free
+from megatron_ft.supervisor.link import SmpLink
 from tests.smp_node import SECRET, create, run
 
 KEEPS_ONE = m.Adopt(1, (), None, ("dp0",))

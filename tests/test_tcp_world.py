@@ -24,10 +24,10 @@ from zmq.utils.monitor import recv_monitor_message
 from megatron_ft.erasure.tcp import EXIT_PEER_GONE
 from megatron_ft.erasure.tcp_sockets import Word, packed
 from megatron_ft.erasure.ticket import Listening, Ticket
-from megatron_ft.launch import tcp_world
-from megatron_ft.launch.tcp_world import TcpWorldProcess, world_status
 from megatron_ft.launchers.launcher import Launcher, Placement
 from megatron_ft.rpc.security import SECRET_BYTES, JobKeys
+from megatron_ft.supervisor import tcp_world
+from megatron_ft.supervisor.tcp_world import TcpWorldProcess, world_status
 
 TIMEOUT = 60.0
 RANKS = 3

@@ -16,10 +16,10 @@ from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotState
 from megatron_ft.cli import status
 from megatron_ft.cli.main import main
-from megatron_ft.launch.job_state import read_record
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask
 from megatron_ft.smp import scrub as scrub_module
+from megatron_ft.supervisor.job_state import read_record
 from tests.declining_training import REASON
 from tests.disk_jobs import signal_trainers
 from tests.jobs import POISONED, ROOT, WAIT_SECONDS, Job, Result, difference, oracle

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.coordinator.link import Inbox, reported
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.upward import MOST_LOOKS, MOST_UNHEARD, Outbox, Upward
+from megatron_ft.supervisor.link import Inbox, reported
 
 ONE = SnapshotId(1, 1)
 COORDINATOR = b"coordinator"

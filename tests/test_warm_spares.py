@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.launch.spec import JobSpec
-from megatron_ft.launch.warm_spares import WarmSpares, modules_of
 from megatron_ft.launchers.virtual import VirtualCluster
+from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.warm_spares import WarmSpares, modules_of
 
 WAIT_SECONDS = 60.0
 MODULE = """

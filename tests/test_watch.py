@@ -28,6 +28,10 @@ from megatron_ft.rpc.pulse import (
 )
 from megatron_ft.smp.trainer_pulses import NodeWatch
 from megatron_ft.smp.writers import Writer, Writers
+from megatron_ft.supervisor.watch.blame import Witness, blame
+from megatron_ft.supervisor.watch.stacks import main_thread, of_training, waits_for_others
+from megatron_ft.supervisor.watch.stragglers import LEAST_SECONDS, find_stragglers
+from megatron_ft.supervisor.watch.timeout import HangSettings, allowance, learned_timeout
 from megatron_ft.trainer.watch.iterations import (
     FIRST_ITERATIONS,
     LEAST_OF_WINDOW,
@@ -37,10 +41,6 @@ from megatron_ft.trainer.watch.iterations import (
     summarise,
 )
 from megatron_ft.trainer.watch.trainer import TrainerWatch
-from megatron_ft.watch.blame import Witness, blame
-from megatron_ft.watch.stacks import main_thread, of_training, waits_for_others
-from megatron_ft.watch.stragglers import LEAST_SECONDS, find_stragglers
-from megatron_ft.watch.timeout import HangSettings, allowance, learned_timeout
 
 SECONDS = st.floats(0, 1e4)
 SETTINGS = st.builds(

@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.coordinator.coordinator import Coordinator
-from megatron_ft.coordinator.events import JobEvent, Observers
-from megatron_ft.coordinator.timing import Timing
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.launch import world_keeper
-from megatron_ft.launch.fleet import EncoderWorld
-from megatron_ft.launch.spec import JobSpec
-from megatron_ft.launch.world_end import why_ended
-from megatron_ft.launch.world_keeper import (
+from megatron_ft.launchers.virtual import VirtualCluster
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.security import JobKeys
+from megatron_ft.supervisor import world_keeper
+from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.events import JobEvent, Observers
+from megatron_ft.supervisor.fleet import EncoderWorld
+from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.timing import Timing
+from megatron_ft.supervisor.world_end import why_ended
+from megatron_ft.supervisor.world_keeper import (
     FIRST_DELAY_SECONDS,
     LONGEST_DELAY_SECONDS,
     WorldKeeper,
 )
-from megatron_ft.launchers.virtual import VirtualCluster
-from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.security import JobKeys
 from tests.test_arena_file import mount_tmpfs
 
 BUS_ERROR = """[vm:15153] *** Process received signal ***

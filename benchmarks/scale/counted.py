@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 
 from benchmarks.scale.tally import EVENTS, Tally, kind_of
-from megatron_ft.coordinator.link import SmpLink, reported
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.launch.job_state import JobState
-from megatron_ft.launch.supervisor import Supervisor
 from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.supervisor.link import SmpLink, reported
+from megatron_ft.supervisor.supervisor import Supervisor
 from megatron_ft.testing.chaos.job import TRAINING_MODULE, JobFile
 from megatron_ft.testing.chaos.oracle import warm_python
 

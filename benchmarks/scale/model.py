@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from benchmarks.scale.tally import Tally, kind_of
 from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.checkpoint.decide import StripeState
-from megatron_ft.coordinator.actions import Action, Ended, Send
-from megatron_ft.coordinator.cycle import SnapshotCycle
-from megatron_ft.coordinator.link import Inbox
-from megatron_ft.coordinator.plan import Sizes, stripe_orders
-from megatron_ft.coordinator.registration import new_stripes
-from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import RankPlace
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.upward import Outbox, Reports
+from megatron_ft.supervisor.actions import Action, Ended, Send
+from megatron_ft.supervisor.cycle import SnapshotCycle
+from megatron_ft.supervisor.link import Inbox
+from megatron_ft.supervisor.plan import Sizes, stripe_orders
+from megatron_ft.supervisor.registration import new_stripes
+from megatron_ft.supervisor.schedule import Schedule
 
 WORLD = "w1"
 

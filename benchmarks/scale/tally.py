@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_ft.coordinator.link import reported
 from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.link import reported
 
 EVENTS = (m.Sealed, m.CaptureCost, m.Encoded, m.OrderDone)
 """What nodes say by themselves for one snapshot."""

@@ -15,9 +15,9 @@ import msgspec
 
 from benchmarks.stripe.rank import Answer, Done, Memory, Plan
 from megatron_ft.doctor.answer import answers, last_words
-from megatron_ft.launch.world_starter import WorldStarter
 from megatron_ft.launchers.launcher import Placement
 from megatron_ft.launchers.virtual import VirtualCluster
+from megatron_ft.supervisor.world_starter import WorldStarter
 from megatron_ft.testing.network import NodeNetwork
 
 ROOT = Path(__file__).parents[2]

@@ -17,13 +17,13 @@ from pathlib import Path
 from megatron_ft.cli.say import say
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.node_names import check_names
-from megatron_ft.launch.job_state import make_notes_folder, state_folder
 from megatron_ft.launchers.agents.front import Front
 from megatron_ft.launchers.agents.hostfile import read_hostfile
 from megatron_ft.launchers.agents.hub import AgentHub
 from megatron_ft.launchers.agents.launcher import AgentLauncher
 from megatron_ft.launchers.agents.meeting import FILE_NAME, AgentOrders, address_towards
 from megatron_ft.launchers.agents.node_rank import NodeRank, node_rank
+from megatron_ft.supervisor.job_state import make_notes_folder, state_folder
 
 NODES, HOSTFILE = "nodes", "hostfile"
 GATHER_SECONDS = 120.0

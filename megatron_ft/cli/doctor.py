@@ -31,12 +31,12 @@ from megatron_ft.doctor.facts import Facts, ProbeRequest, Wishes
 from megatron_ft.doctor.finding import Verdict, as_json, render, worst
 from megatron_ft.doctor.judge import judge
 from megatron_ft.doctor.needs import shard_size
-from megatron_ft.launch import job_settings, torchrun
-from megatron_ft.launch.container import python_of, runtime_of
-from megatron_ft.launch.job_state import read_record, state_folder
-from megatron_ft.launch.placement import choose_active
-from megatron_ft.launch.topology import read_domains
 from megatron_ft.launchers.virtual import default_root
+from megatron_ft.supervisor import job_settings, torchrun
+from megatron_ft.supervisor.container import python_of, runtime_of
+from megatron_ft.supervisor.job_state import read_record, state_folder
+from megatron_ft.supervisor.placement import choose_active
+from megatron_ft.supervisor.topology import read_domains
 
 EXIT_CODES: Mapping[int, str] = {
     0: "nothing is refused (there may be warnings)",

@@ -23,7 +23,7 @@ from megatron_ft.cli import arena_root
 from megatron_ft.core.errors import DrainError, SnapshotUnavailableError
 from megatron_ft.core.identity import Seat
 from megatron_ft.core.pace import Pace
-from megatron_ft.launch.job_state import known_shards
+from megatron_ft.supervisor.job_state import known_shards
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -25,7 +25,7 @@ from megatron_ft.checkpoint.live import open_live
 from megatron_ft.checkpoint.source import OpenSnapshot, SnapshotSource, open_newest
 from megatron_ft.cli import arena_root
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.launch.job_state import known_shards
+from megatron_ft.supervisor.job_state import known_shards
 
 EXIT_CODES: Mapping[int, str] = {
     2: "nothing was written: no such snapshot, not enough recorded with it, or another release of "

@@ -21,7 +21,10 @@ from megatron_ft.checkpoint.native import iteration_of, newest_checkpoint
 from megatron_ft.cli import arena_root
 from megatron_ft.cli.status import collect
 from megatron_ft.core.errors import ConfigError, ControlPlaneError, SnapshotUnavailableError
-from megatron_ft.launch.job_state import (
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.local_query import ask, sockets
+from megatron_ft.smp.store import SUFFIX
+from megatron_ft.supervisor.job_state import (
     JobHeldError,
     JobRecord,
     JobState,
@@ -29,9 +32,6 @@ from megatron_ft.launch.job_state import (
     read_record,
     state_folder,
 )
-from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.local_query import ask, sockets
-from megatron_ft.smp.store import SUFFIX
 
 EXIT_CODES: Mapping[int, str] = {3: "the job got the request, but did not restart in time"}
 

@@ -32,9 +32,6 @@ from megatron_ft.cli.say import say
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.config.flags import argument_type, help_of
 from megatron_ft.config.setting import FOLDER
-from megatron_ft.coordinator.events import JobEvent
-from megatron_ft.coordinator.plan import Sizes
-from megatron_ft.coordinator.timing import Timing
 from megatron_ft.core import isal
 from megatron_ft.core.errors import (
     ConfigError,
@@ -45,16 +42,19 @@ from megatron_ft.core.errors import (
 from megatron_ft.core.fewer_ranks import SHRINK
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.doctor.slurm import no_kill, warning
-from megatron_ft.launch import descriptors, job_settings, torchrun
-from megatron_ft.launch.job_state import JobState, state_folder
-from megatron_ft.launch.membership import NoSpareError
-from megatron_ft.launch.placement import describe_domains
-from megatron_ft.launch.spec import JobSpec
-from megatron_ft.launch.stop import EXIT_DRAINED, EXIT_INTERRUPTED, EXIT_NOT_DRAINED, Stop
-from megatron_ft.launch.supervisor import Supervisor
-from megatron_ft.launch.topology import read_domains
-from megatron_ft.launch.warm_spares import modules_of
-from megatron_ft.watch.timeout import HangSettings
+from megatron_ft.supervisor import descriptors, job_settings, torchrun
+from megatron_ft.supervisor.events import JobEvent
+from megatron_ft.supervisor.job_state import JobState, state_folder
+from megatron_ft.supervisor.membership import NoSpareError
+from megatron_ft.supervisor.placement import describe_domains
+from megatron_ft.supervisor.plan import Sizes
+from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.stop import EXIT_DRAINED, EXIT_INTERRUPTED, EXIT_NOT_DRAINED, Stop
+from megatron_ft.supervisor.supervisor import Supervisor
+from megatron_ft.supervisor.timing import Timing
+from megatron_ft.supervisor.topology import read_domains
+from megatron_ft.supervisor.warm_spares import modules_of
+from megatron_ft.supervisor.watch.timeout import HangSettings
 
 EXIT_CODES: Mapping[int, str] = {
     10: "stopped: no snapshot in memory can be served and no checkpoint was found",

@@ -15,8 +15,8 @@ from megatron_ft.checkpoint.hold import Holder, hold
 from megatron_ft.cli.say import say
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.in_thread import in_thread
-from megatron_ft.launch.job_state import JobState
-from megatron_ft.launch.spec import JobSpec
+from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.supervisor.spec import JobSpec
 
 EXPORTS = ("drain_export_dir", "export_on_failure")
 """Settings that name folders of exports."""

@@ -15,12 +15,12 @@ from megatron_ft.cli.say import say
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.fewer_ranks import HOLD, STOP
 from megatron_ft.core.node_names import check_sockets
-from megatron_ft.launch.job_state import make_notes_folder
 from megatron_ft.launchers.launcher import HostSource, Launcher
 from megatron_ft.launchers.slurm.allocation import Allocation
 from megatron_ft.launchers.slurm.launcher import SlurmLauncher
 from megatron_ft.launchers.slurm.replacement import ReplacementHosts
 from megatron_ft.launchers.virtual import VirtualCluster, default_root
+from megatron_ft.supervisor.job_state import make_notes_folder
 
 VIRTUAL, SLURM = "virtual", "slurm"
 VIRTUAL_NODES = 4

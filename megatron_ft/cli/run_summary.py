@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_ft.coordinator.events import JobEvent
+from megatron_ft.supervisor.events import JobEvent
 
 _HEADS = {
     "detect": "detect",

@@ -18,7 +18,7 @@ from megatron_ft.checkpoint.live import open_live
 from megatron_ft.checkpoint.source import SnapshotSource
 from megatron_ft.cli import arena_root
 from megatron_ft.core.errors import SnapshotUnavailableError
-from megatron_ft.launch.job_state import known_shards
+from megatron_ft.supervisor.job_state import known_shards
 
 EXIT_CODES: Mapping[int, str] = {
     3: "something is damaged or incomplete, but a whole snapshot is there",

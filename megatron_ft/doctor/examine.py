@@ -29,9 +29,9 @@ from megatron_ft.doctor.facts import (
 )
 from megatron_ft.doctor.slurm import no_kill
 from megatron_ft.doctor.worlds import Worlds
-from megatron_ft.launch import container
 from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.launchers.outer_launcher import base_environment
+from megatron_ft.supervisor import container
 
 PROBE_SECONDS = 120.0
 T = TypeVar("T")

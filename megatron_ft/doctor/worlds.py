@@ -25,9 +25,9 @@ from megatron_ft.doctor.pairs import (
     pair_of,
     second_round,
 )
-from megatron_ft.launch.world_starter import AUTO, WorldStarter
 from megatron_ft.launchers.launcher import Launcher, Placement
 from megatron_ft.launchers.outer_launcher import base_environment
+from megatron_ft.supervisor.world_starter import AUTO, WorldStarter
 
 START_SECONDS = 60.0
 

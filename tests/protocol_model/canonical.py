@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_ft.coordinator.cycle import Phase
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.cycle import Phase
 from protocol_model.encoder import Encoder
 from protocol_model.memory import DAMAGED, MemoryArena, MemorySlot
 from protocol_model.node import Node

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from megatron_ft.coordinator.capture_round import CaptureRound
-from megatron_ft.coordinator.cycle import SnapshotCycle
-from megatron_ft.coordinator.link import Inbox
-from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.slots import ShardSlots
 from megatron_ft.smp.upward import Outbox, Reports
+from megatron_ft.supervisor.capture_round import CaptureRound
+from megatron_ft.supervisor.cycle import SnapshotCycle
+from megatron_ft.supervisor.link import Inbox
+from megatron_ft.supervisor.schedule import Schedule
 from protocol_model.drain import Drain
 from protocol_model.encoder import Encoder, MpiWorld, Session
 from protocol_model.judge import Judge

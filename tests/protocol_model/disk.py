@@ -59,7 +59,7 @@ class DiskSteps:
         if machine is not None:
             machine.reader_gone(str(number))
 
-    # Drains: launch/drains.py and checkpoint/drain.py.
+    # Drains: supervisor/drains.py and checkpoint/drain.py.
 
     def _do_drain(self) -> None:
         """Begin to drain the newest committed snapshot: clear what is unfinished, and hold."""
@@ -174,7 +174,7 @@ class DiskSteps:
         assert self.life is not None
         self.life.drain = None
 
-    # Going on from disk: launch/disk_restore.py and checkpoint/load.py.
+    # Going on from disk: supervisor/disk_restore.py and checkpoint/load.py.
 
     def choose_from_disk(self, memory: Decision) -> Checkpoint | None:
         if not self.shape.disk or self.disk_away or not self.judge.registered:

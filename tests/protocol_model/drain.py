@@ -1,7 +1,7 @@
 """Drains of the protocol model, what is on the disk, and the choice that a recovery makes.
 
-Choosing (checkpoint/drained.py), what must be loaded (launch/disk_restore.py) and what is removed
-(checkpoint/retention.py) are the real ones.
+Choosing (checkpoint/drained.py), what must be loaded (supervisor/disk_restore.py) and what is
+removed (checkpoint/retention.py) are the real ones.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megatron_ft.checkpoint.drained import Drained, Wanted, choose
 from megatron_ft.checkpoint.manifest import Manifest, ShardFile
 from megatron_ft.checkpoint.retention import Keep, superfluous
 from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
-from megatron_ft.launch.disk_restore import DiskRestores
 from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.disk_restore import DiskRestores
 from protocol_model.memory import Tag, root_of
 from protocol_model.processes import Reader
 
@@ -50,7 +50,7 @@ class Checkpoint:
 
 @dataclass
 class Drain:
-    """One drain of launch/drains.py: hold, write, publish, tidy up, release.
+    """One drain of supervisor/drains.py: hold, write, publish, tidy up, release.
 
     ``waiting`` counts nodes that have not answered yet.  ``readers`` read the shards.
     """

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_ft.arena.format import SlotState
-from megatron_ft.coordinator.cycle import Phase
 from megatron_ft.core.identity import SnapshotId
+from megatron_ft.supervisor.cycle import Phase
 from protocol_model.encoder import Encoder
 from protocol_model.life import Life
 from protocol_model.node import Node

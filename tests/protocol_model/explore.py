@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from megatron_ft.coordinator.cycle import Phase
+from megatron_ft.supervisor.cycle import Phase
 from protocol_model.canonical import key, memory_key
 from protocol_model.clone import clone
 from protocol_model.enabled import enabled, is_fault

@@ -1,7 +1,7 @@
 """One incarnation of the modelled job, as supervisor and coordinator lead it.
 
 A life is a list of stages; each says what it waits for.  The order and the requests are
-those of launch/supervisor.py and coordinator/recovery.py.
+those of supervisor/supervisor.py and supervisor/restore.py.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron_ft.checkpoint.decide import Decision
-from megatron_ft.coordinator.actions import Action, KillWorld, Send
-from megatron_ft.coordinator.cycle import Phase, SnapshotCycle
-from megatron_ft.coordinator.plan import create_requests, stripe_orders
-from megatron_ft.coordinator.repairs import MOST_ATTEMPTS
-from megatron_ft.coordinator.schedule import Schedule
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.core.lineage import extend
 from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.actions import Action, KillWorld, Send
+from megatron_ft.supervisor.cycle import Phase, SnapshotCycle
+from megatron_ft.supervisor.plan import create_requests, stripe_orders
+from megatron_ft.supervisor.repairs import MOST_ATTEMPTS
+from megatron_ft.supervisor.schedule import Schedule
 from protocol_model.drain import Checkpoint, Drain, decide_with
 from protocol_model.node import CYCLE, DRAIN, REPAIR
 
@@ -308,7 +308,7 @@ class Life:
                 else:
                     world.newest = action.snapshot
 
-    # Repairs: coordinator/repairs.py.
+    # Repairs: supervisor/repairs.py.
 
     def _note_damage(self, world: World, body: Any) -> None:
         if isinstance(body, m.BadBlocks):

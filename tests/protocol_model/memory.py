@@ -112,7 +112,9 @@ def inventory_after_fence(node: str, arenas: Iterable[MemoryArena]) -> m.Invento
 
 
 def owned(inventories: Mapping[str, m.Inventory], places: Mapping[str, str]) -> list[m.Inventory]:
-    """Rule 10, as in launch/membership.py: what lies on another node than its place is nothing."""
+    """Rule 10, as in supervisor/membership.py: what lies on another node than its place is
+    nothing.
+    """
     return [
         msgspec.structs.replace(
             inventory, arenas=tuple(a for a in inventory.arenas if places[a.shard_id] == node)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ft.arena.format import SlotState
-from megatron_ft.coordinator.link import Inbox
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp import effects as e
 from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.slots import ShardSlots
 from megatron_ft.smp.upward import Outbox, Reports
+from megatron_ft.supervisor.link import Inbox
 from protocol_model.judge import Violation
 from protocol_model.memory import DAMAGED, MemoryArena, MemorySlot, damaged
 from protocol_model.processes import Loader, Process, Trainer

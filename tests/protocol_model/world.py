@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from megatron_ft.arena.format import SlotHeader
 from megatron_ft.checkpoint.decide import Decision
-from megatron_ft.coordinator.cycle import Phase
-from megatron_ft.coordinator.link import Inbox
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.cycle import Phase
+from megatron_ft.supervisor.link import Inbox
 from protocol_model.disk import DiskSteps
 from protocol_model.drain import Checkpoint, Drain
 from protocol_model.encoder import Encoder, MpiWorld

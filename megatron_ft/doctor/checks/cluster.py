@@ -7,7 +7,7 @@ from megatron_ft.doctor.facts import Facts
 from megatron_ft.doctor.finding import Finding, Verdict
 from megatron_ft.doctor.slurm import IN_SCRIPT, MISSING, SET
 from megatron_ft.erasure.domains import check_domains
-from megatron_ft.launch.placement import describe_domains
+from megatron_ft.supervisor.placement import describe_domains
 
 
 def reachable(facts: Facts) -> list[Finding]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_ft.doctor.facts import ArenaPlace, Facts, NodeFacts, TrainerFacts
 from megatron_ft.doctor.finding import Finding, Judged, Verdict, by_node
-from megatron_ft.launch.container import mount_advice, processes_advice
+from megatron_ft.supervisor.container import mount_advice, processes_advice
 
 _CONTAINER = re.compile(r"(?:docker|libpod|crio|cri-containerd)[-/]([0-9a-f]{12,64})|/kubepods")
 

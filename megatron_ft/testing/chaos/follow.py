@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from megatron_ft.launch.job_state import read_record
 from megatron_ft.launchers.process import LocalProcess
+from megatron_ft.supervisor.job_state import read_record
 from megatron_ft.testing.chaos.job import EVENTS, MODULE, JobFile, environment
 from megatron_ft.testing.warm_python import start_at
 

@@ -17,17 +17,17 @@ from typing import Any
 
 import msgspec
 
-from megatron_ft.coordinator.events import JobEvent
-from megatron_ft.coordinator.plan import Sizes
-from megatron_ft.coordinator.timing import Timing
 from megatron_ft.core import fault_points
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.launch.job_state import JobState
-from megatron_ft.launch.spec import JobSpec
-from megatron_ft.launch.supervisor import Supervisor
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.virtual import VirtualCluster
+from megatron_ft.supervisor.events import JobEvent
+from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.supervisor.plan import Sizes
+from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.supervisor import Supervisor
+from megatron_ft.supervisor.timing import Timing
 from megatron_ft.testing.chaos import trace
 from megatron_ft.testing.chaos.network import network_of
 from megatron_ft.testing.warm_python import start_at

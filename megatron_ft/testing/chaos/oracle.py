@@ -12,8 +12,8 @@ import msgspec
 
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.log_end import last_lines
-from megatron_ft.launch.fleet import TrainerFleet
 from megatron_ft.launchers.process import LocalProcess
+from megatron_ft.supervisor.fleet import TrainerFleet
 from megatron_ft.testing.chaos import trace
 from megatron_ft.testing.chaos.cases import Case
 from megatron_ft.testing.chaos.job import TRAINING_MODULE, ChaosCluster, JobFile
@@ -27,7 +27,7 @@ PRELOADED = (
     "megatron_ft.trainer.manager",
     "megatron_ft.trainer.cpu",
     "megatron_ft.trainer.rng",
-    "megatron_ft.launch.supervisor",
+    "megatron_ft.supervisor.supervisor",
     "megatron_ft.checkpoint.drain",
     "megatron_ft.checkpoint.load",
     "megatron_ft.checkpoint.export_drained",

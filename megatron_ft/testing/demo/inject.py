@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
-from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.core.errors import ControlPlaneError
-from megatron_ft.launch.supervisor import Supervisor
 from megatron_ft.launchers.virtual import VirtualCluster
+from megatron_ft.supervisor.events import JobEvent
+from megatron_ft.supervisor.supervisor import Supervisor
 from megatron_ft.testing.chaos.processes import processes, send
 from megatron_ft.testing.demo.record import Record, Strike, now
 from megatron_ft.testing.demo.scenario import Fault, FaultKind

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.log_end import last_lines
-from megatron_ft.launch.fleet import TrainerFleet
-from megatron_ft.launch.spec import JobSpec
 from megatron_ft.launchers.virtual import VirtualCluster
+from megatron_ft.supervisor.fleet import TrainerFleet
+from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.testing.demo.inject import POLL_SECONDS
 from megatron_ft.testing.trace import TraceLine, TraceTail
 

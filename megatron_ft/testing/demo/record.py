@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.testing.demo.scenario import Fault
 
 

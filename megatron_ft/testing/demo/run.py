@@ -6,13 +6,13 @@ import asyncio
 import time
 from pathlib import Path
 
-from megatron_ft.coordinator.events import JobEvent
 from megatron_ft.core.errors import MegatronFTError, RestartBudgetError, UnrecoverableError
-from megatron_ft.launch.job_state import JobState
-from megatron_ft.launch.membership import NoSpareError
-from megatron_ft.launch.spec import JobSpec
-from megatron_ft.launch.supervisor import Supervisor
 from megatron_ft.launchers.virtual import VirtualCluster
+from megatron_ft.supervisor.events import JobEvent
+from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.supervisor.membership import NoSpareError
+from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.supervisor import Supervisor
 from megatron_ft.testing.demo import compare, memory
 from megatron_ft.testing.demo.inject import Injector
 from megatron_ft.testing.demo.interrupt import interruptible

@@ -7,12 +7,12 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_ft.coordinator.plan import Sizes
-from megatron_ft.coordinator.timing import Timing
 from megatron_ft.core import isal
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.launch.spec import JobSpec
+from megatron_ft.supervisor.plan import Sizes
+from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.timing import Timing
 from megatron_ft.testing.demo.frameworks import Framework
 from megatron_ft.testing.demo.frameworks.megatron import MegatronCore
 

@@ -12,11 +12,11 @@ import msgspec
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import JOB, NODE
 from megatron_ft.core.errors import MegatronFTError
-from megatron_ft.launch.job_state import JobState
-from megatron_ft.launch.supervisor import Supervisor
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.launchers.world import WORLD
+from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.supervisor.supervisor import Supervisor
 from megatron_ft.testing.chaos.follow import Follower
 from megatron_ft.testing.chaos.job import (
     EVENTS,

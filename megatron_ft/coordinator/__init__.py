@@ -1,1 +1,0 @@
-"""The one process that permits, commits and aborts snapshots, and leads recoveries."""

@@ -1,1 +1,0 @@
-"""From what survived to a running job: inventory, decision, rebuild, restore."""

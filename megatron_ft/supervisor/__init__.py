@@ -1,0 +1,1 @@
+"""The supervisor of a job: incarnations, the coordinator, recovery, drains."""

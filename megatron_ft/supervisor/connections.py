@@ -1,0 +1,218 @@
+"""The coordinator's connections to all SMPs: heartbeats, leases, silence, and requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import zmq.asyncio
+
+from megatron_ft.core.errors import ControlPlaneError, StaleIncarnationError
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.security import JobKeys
+from megatron_ft.supervisor.awake import Awake
+from megatron_ft.supervisor.events import Observers
+from megatron_ft.supervisor.link import Inbox, SmpLink
+from megatron_ft.supervisor.timing import Timing
+from megatron_ft.supervisor.watch.board import PulseBoard
+
+REQUEST_TIMEOUT_SECONDS = 30.0
+
+MOST_NODES = 16384
+"""Connections that libzmq provides for; by default it refuses the 1,024th."""
+
+
+class Connections(ABC):
+    """One connection and one heartbeat for each node; ``observers`` are told what happens.
+
+    ``silent`` is set when a node is, when this coordinator does not lead any more, and when it
+    has failed.
+    """
+
+    link_type: type[SmpLink] = SmpLink
+    """What connects to an SMP; whoever counts messages puts one that does in its place."""
+
+    def __init__(self, keys: JobKeys, observers: Observers, timing: Timing) -> None:
+        self.links: dict[str, SmpLink] = {}
+        self.incarnation = 0
+        self.timing = timing
+        self.observers = observers
+        self.progress: dict[str, int] = {}
+        self.pulses = PulseBoard()
+        self.scrub_percent = 0.0
+        self.silent = asyncio.Event()
+        self.failure: BaseException | None = None
+        self.rewind_asked = asyncio.Event()
+        self.rewind_before = 0
+        self._paused_on: set[str] = set()
+        self._pinned_on: set[str] = set()
+        self._crowded_on: set[str] = set()
+        self.held: dict[str, tuple[m.HeldSnapshot, ...]] = {}
+        self._keys = keys
+        self._context = zmq.asyncio.Context()
+        self._context.set(zmq.MAX_SOCKETS, MOST_NODES)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._inboxes: dict[str, Inbox] = {}
+        self._awake = Awake(timing.heartbeat)
+        self._superseded = ""
+
+    @abstractmethod
+    def _on_event(self, event: m.Event) -> None:
+        """A node tells something."""
+
+    @abstractmethod
+    def _unknown(self, held: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Parts of the job's summary for a node that has those with the digests ``held``."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether some node was told to stop snapshots; one is enough for the whole job."""
+        return bool(self._paused_on & self.links.keys())
+
+    @property
+    def pinned(self) -> bool:
+        """Whether some node has no slot for a snapshot but those that readers hold."""
+        return bool(self._pinned_on & self.links.keys())
+
+    @property
+    def crowded(self) -> bool:
+        """Whether some node has no slot for a snapshot but that of the last protected one."""
+        return bool(self._crowded_on & self.links.keys())
+
+    def connect(self, node: str, endpoint: str) -> None:
+        """Use ``endpoint`` for ``node`` from now on."""
+        self.disconnect(node)
+        inbox = self._inboxes.setdefault(node, Inbox())
+        link = self.link_type(self._context, node, endpoint, self._keys, self._on_event, inbox)
+        self.links[node] = link
+        if not self._tasks:
+            self._keep(self._awake.watch())
+        self._keep(self._heartbeat(link))
+
+    def disconnect(self, node: str) -> None:
+        """Forget a node that is lost or whose SMP is being replaced."""
+        link = self.links.pop(node, None)
+        if link is not None:
+            link.close()
+
+    async def close(self) -> None:
+        """End all tasks and connections; the SMPs stay."""
+        for task in list(self._tasks):
+            task.cancel()
+        for node in list(self.links):
+            self.disconnect(node)
+        self._context.term()
+
+    async def refresh(self) -> None:
+        """One round of heartbeats to all nodes at once; updates progress."""
+        await asyncio.gather(*(self._beat(link) for link in list(self.links.values())))
+
+    async def _heartbeat(self, link: SmpLink) -> None:
+        """Renew one node's lease as long as its link is in use.
+
+        Every node has a task of its own, so that one which does not answer never
+        delays the leases of the others.
+        """
+        while self.links.get(link.node) is link and not self._superseded:
+            await self._beat(link)
+            if link.node in self.silent_nodes([link.node]):
+                self.silent.set()
+            await asyncio.sleep(self.timing.heartbeat)
+
+    async def _beat(self, link: SmpLink) -> None:
+        seconds = self.timing.lease
+        news = self._unknown(link.summary)
+        lease = m.Lease(
+            self.incarnation, seconds, link.clock, news, self.scrub_percent,
+            link.inbox.stream, link.inbox.number,
+        )  # fmt: skip
+        try:
+            answer = await link.ask(lease, 4 * self.timing.heartbeat)
+        except ControlPlaneError:
+            return
+        if lease.incarnation != self.incarnation:
+            return
+        if isinstance(answer, m.LeaseAnswer):
+            link.clock, link.summary = max(link.clock, answer.clock), answer.summary
+            self.progress.update(answer.progress)
+            self.pulses.note(answer.node, answer.pulses)
+            self._heard(answer)
+        elif link.clock and answer.error == StaleIncarnationError.__name__:
+            self.supersede(answer.reason)
+
+    def _heard(self, answer: m.LeaseAnswer) -> None:
+        if answer.rewind is not None:
+            self.rewind_before = answer.rewind
+            self.rewind_asked.set()
+        before = self.paused
+        self.held[answer.node] = answer.held
+        for nodes, stated in (
+            (self._paused_on, answer.paused),
+            (self._pinned_on, answer.pinned),
+            (self._crowded_on, answer.crowded),
+        ):
+            nodes.discard(answer.node)
+            nodes |= {answer.node} if stated else set()
+        if self.paused != before:
+            word = "paused" if self.paused else "resumed"
+            self.observers.tell(word, f"snapshots {word} by request")
+
+    def supersede(self, reason: str) -> None:
+        """Another supervisor leads the job: have this one end, as ``require_lead`` says."""
+        self._superseded = reason
+        self.silent.set()
+
+    def require_lead(self) -> None:
+        """StaleIncarnationError when a node that obeyed this coordinator obeys a later life."""
+        if self._superseded:
+            raise StaleIncarnationError(
+                f"another supervisor leads this job now: {self._superseded}. This one ends; the "
+                "job is the other's"
+            )
+
+    def silent_nodes(self, nodes: Iterable[str]) -> list[str]:
+        """Those of ``nodes`` that have not been heard of for ``node_timeout``.
+
+        Time in which this process was suspended does not count.
+        """
+        now = time.monotonic()
+        heard = {node: self.links[node].last_heard for node in nodes if node in self.links}
+        quiet = {node: self._awake.seconds(since, now) for node, since in heard.items()}
+        return [node for node, seconds in quiet.items() if seconds > self.timing.node_timeout]
+
+    async def quiet_nodes(self) -> list[str]:
+        """Nodes that do not answer just now; they may be lost, which takes longer to know.
+
+        Ranks elsewhere fail within moments of a node's loss, before anybody else knows of it.
+        """
+        before = time.monotonic()
+        await self.refresh()
+        return [node for node, link in self.links.items() if link.last_heard < before]
+
+    async def ask_all(self, requests: Mapping[str, m.Message]) -> dict[str, Any]:
+        """Send each node its request; the answers.  A refusal or silence is raised."""
+        answers = await asyncio.gather(
+            *(
+                self.links[node].demand(request, REQUEST_TIMEOUT_SECONDS)
+                for node, request in requests.items()
+            )
+        )
+        return dict(zip(requests, answers, strict=True))
+
+    def _fail(self, error: BaseException) -> None:
+        """A mistake of ours: what is under way may never end, so this life must."""
+        self.failure = self.failure or error
+        self.silent.set()
+
+    def _keep(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Future[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)

@@ -1,0 +1,344 @@
+"""The coordinator: heartbeats to every SMP, and snapshots driven through cycle.py.
+
+It lives in the supervisor's process.  Its lease is renewed with each heartbeat; an SMP
+that hears none for the length of the lease kills its own trainers, and a new
+coordinator is admitted there only after that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from megatron_ft.core.errors import ControlPlaneError
+from megatron_ft.core.identity import SnapshotId
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.security import JobKeys
+from megatron_ft.smp.slot_rules import protected_gives_way
+from megatron_ft.supervisor.actions import Action, Ended, KillWorld, Send
+from megatron_ft.supervisor.connections import REQUEST_TIMEOUT_SECONDS, Connections
+from megatron_ft.supervisor.cycle import Phase, SnapshotCycle
+from megatron_ft.supervisor.events import Observers
+from megatron_ft.supervisor.exposure import Fallbacks, fallbacks
+from megatron_ft.supervisor.repairs import Repairs
+from megatron_ft.supervisor.skips import Skips
+from megatron_ft.supervisor.summary import SummaryParts
+from megatron_ft.supervisor.timing import Timing
+
+LOOK_SECONDS = 0.25
+"""So often what nobody tells is looked at: whether a pause has ended, or parity takes too long."""
+MOST_PROTECT_TRIES = 3
+"""So often parity of a local snapshot is tried; then only a newer snapshot gets some."""
+HOLDER = "drain"
+"""The coordinator's name as a reader; it has one drain at a time."""
+
+
+class Coordinator(Connections):
+    """Control-plane state of one job over all its incarnations.
+
+    ``kill_world`` ends the encoder world; ``observers`` are told what happens.
+    """
+
+    def __init__(
+        self,
+        keys: JobKeys,
+        observers: Observers,
+        kill_world: Callable[[str], None],
+        timing: Timing,
+    ) -> None:
+        super().__init__(keys, observers, timing)
+        self._summary = SummaryParts(self, timing.heartbeat / 2)
+        self.cycle: SnapshotCycle | None = None
+        self.committed: tuple[SnapshotId, int, str] | None = None
+        self.protected: tuple[SnapshotId, int] | None = None
+        self.durable: tuple[SnapshotId, int] | None = None
+        self.drain_failures = (0, "")
+        self.restoring: SnapshotId | None = None
+        self.resumed_from: int | None = None
+        self.watched: dict[str, Any] = {}
+        self.skips = Skips()
+        self.repairs = Repairs(self)
+        self.gated = 0
+        self.given_up = (0, "")
+        """Snapshots aborted since the last commit, and why the last of them was."""
+        self.world = ""
+        self.world_nodes: tuple[str, ...] = ()
+        self.world_joined, self.world_refused = False, ""
+        """Whether the expected world has been up, and why an SMP refused an encoder of it."""
+        self.listeners: list[Callable[[m.Event], None]] = []
+        self._kill_world = kill_world
+        self._encoders_up: set[str] = set()
+        self._world_up = asyncio.Event()
+        self._kick = asyncio.Event()
+        self._encoding_since = self._world_seen = self._first_try = 0.0
+        self._protect_tries: dict[SnapshotId, int] = {}
+
+    async def close(self) -> None:
+        """End all tasks and connections; the SMPs stay."""
+        self.stop_snapshots()
+        await super().close()
+
+    def _unknown(self, held: Mapping[str, bytes]) -> dict[str, bytes]:
+        return self._summary.unknown_to(held)
+
+    async def hold(self, snapshot: SnapshotId, nodes: Sequence[str]) -> None:
+        """Pin a snapshot on these nodes for a drain; ControlPlaneError if one refuses."""
+        away = [node for node in nodes if node not in self.links]
+        if away:
+            raise ControlPlaneError(f"no connection to the SMP of {', '.join(away)} just now")
+        await self.ask_all({n: m.Hold(self.incarnation, HOLDER, snapshot) for n in nodes})
+
+    async def release(self, nodes: Sequence[str]) -> None:
+        """End ``hold``: each node has been told, or is given up, or this life is over.
+
+        A word that is lost comes again: until the next drain, which may wait for a snapshot
+        that has no slot, nothing else would end it.
+        """
+        await asyncio.gather(*(self._unhold(node, self.incarnation) for node in nodes))
+
+    async def _unhold(self, node: str, incarnation: int) -> None:
+        while node in self.links and self.incarnation == incarnation:
+            with suppress(ControlPlaneError):
+                request = m.Unhold(incarnation, HOLDER)
+                await self.links[node].ask(request, REQUEST_TIMEOUT_SECONDS)
+                return
+
+    def expect_world(self, world: str, nodes: tuple[str, ...]) -> None:
+        """A world with these nodes as ranks 0, 1, ... is being started."""
+        self.world, self.world_nodes = world, nodes
+        self._encoders_up = set()
+        self._world_up.clear()
+        self.world_joined, self.world_refused = False, ""
+
+    async def world_ready(self, timeout: float) -> None:
+        """Wait until an encoder of the expected world has joined on every node of it."""
+        try:
+            await asyncio.wait_for(self._world_up.wait(), timeout)
+        except asyncio.TimeoutError as error:
+            missing = sorted(set(self.world_nodes) - self._encoders_up)
+            raise ControlPlaneError(
+                f"encoder world {self.world}: none from {', '.join(missing)} in {timeout:.0f} s",
+                missing[0] if missing else "",
+            ) from error
+
+    @property
+    def usable_world(self) -> str:
+        """The encoder world if it is up on all its nodes, else empty."""
+        return self.world if self._world_up.is_set() else ""
+
+    def world_lost(self) -> None:
+        """The world has ended, or is being ended."""
+        self._world_up.clear()
+        self._encoders_up.clear()
+
+    def end_world(self, world: str, reason: str) -> None:
+        """Have an encoder world ended that cannot go on; nothing is lost, a new one is started."""
+        self.observers.tell("world_broken", f"parity stopped: {reason}")
+        self.world_lost()
+        self._kill_world(world)
+
+    def start_snapshots(self, cycle: SnapshotCycle) -> None:
+        """Permit one snapshot after the other until ``stop_snapshots``."""
+        self.cycle = cycle
+        self._protect_tries.clear()
+        self.repairs.begin_life()
+        self._keep(self._pump(cycle))
+
+    def fallbacks(self) -> Fallbacks:
+        """What failures would fall back to; while nothing is trained, what was committed last."""
+        if self.cycle is not None:
+            damaged = self.repairs.lost
+            return fallbacks(self.held, self.cycle.places, self.cycle.stripes, damaged)
+        committed, protected = self.committed, self.protected
+        return Fallbacks(
+            None if committed is None else m.HeldSnapshot(*committed[:2], False),
+            None if protected is None else m.HeldSnapshot(*protected, True),
+        )
+
+    def stop_snapshots(self) -> None:
+        """Permit no more; what is under way is left to the next recovery."""
+        self.cycle = self.failure = None
+        self._kick.set()
+
+    def smp_restarted(self, node: str) -> None:
+        """A new SMP has adopted the arenas of ``node`` and is connected."""
+        if self.cycle is not None:
+            self._perform(self.cycle, self.cycle.smp_restarted(node))
+
+    async def _pump(self, cycle: SnapshotCycle) -> None:
+        self._world_seen = time.monotonic()
+        while self.cycle is cycle:
+            if self.usable_world:
+                self._world_seen = time.monotonic()
+            if cycle.phase == Phase.IDLE and self.repairs.due:
+                await self.repairs.work(cycle.stripes, cycle.places)
+                continue
+            if cycle.phase == Phase.IDLE and not self.paused:
+                await self.refresh()
+                # A pause may have come with these heartbeats.
+                if self.cycle is cycle and cycle.phase == Phase.IDLE and not self.paused:
+                    self._perform(cycle, self._next(cycle))
+            elif cycle.phase == Phase.ENCODING and self._encoding_too_long():
+                reason = f"no parity after {self.timing.encode_timeout:.0f} s"
+                self._perform(cycle, cycle.give_up(reason))
+            elif cycle.phase == Phase.CAPTURING:
+                now, limit = time.monotonic(), self.timing.encode_timeout
+                self._perform(cycle, cycle.overdue(self._fastest(cycle), now, limit))
+            self._kick.clear()
+            try:
+                await asyncio.wait_for(self._kick.wait(), LOOK_SECONDS)
+            except asyncio.TimeoutError:
+                continue
+
+    def _next(self, cycle: SnapshotCycle) -> list[Action]:
+        """Begin what is due: parity of the newest local snapshot, or a new one if it has room."""
+        interval = cycle.schedule.interval
+        fastest = self._fastest(cycle)
+        newest, world = self.committed, self.usable_world
+        if newest is not None and newest[2] == "local" and world:
+            tries = self._protect_tries.get(newest[0], 0)
+            damaged = any(snapshot == newest[0] for _, snapshot in self.repairs.lost)
+            tries = MOST_PROTECT_TRIES if damaged else tries
+            if tries < MOST_PROTECT_TRIES and (actions := cycle.protect(*newest[:2], world)):
+                self._first_try = self._first_try if tries else time.monotonic()
+                self._protect_tries = {newest[0]: tries + 1}
+                return actions
+        give_up = self.crowded and not self.pinned and self._gives_way(cycle)
+        if self.pinned or (self.crowded and not give_up):
+            self._skip(max(fastest, cycle.schedule.first), interval)
+            return []
+        skipped = self.skips.end(fastest, interval)
+        if skipped is not None:
+            text = f"captures go on, {skipped} were skipped"
+            self.observers.tell("released", text, skipped=skipped)
+        actions = cycle.propose(fastest, world, give_up_protected=give_up)
+        if give_up and actions:
+            text = "it makes room for the next capture: encoders have been away for too long"
+            self.observers.tell("given_up", f"the last protected snapshot is given up: {text}")
+        return actions
+
+    def _fastest(self, cycle: SnapshotCycle) -> int:
+        return max((self.progress.get(s, -1) for s in cycle.places), default=-1)
+
+    def _skip(self, progress: int, interval: int) -> None:
+        """Count; the observers hear once of each time that something is in the way."""
+        if not self.skips.begin(progress, interval):
+            return
+        if self.pinned:
+            self.observers.tell("held", "a reader holds a snapshot: captures are skipped")
+        else:
+            text = "the last protected snapshot and a newer local one fill the slots"
+            self.observers.tell("held", f"{text}: captures are skipped while encoders are away")
+
+    def _gives_way(self, cycle: SnapshotCycle) -> bool:
+        if set(cycle.nodes) - self.held.keys():
+            return False  # what a node holds is not known yet
+        held = [one for node in cycle.nodes for one in self.held[node]]
+        protected = max((one.snapshot for one in held if one.protected), default=None)
+        crash, durable = self.fallbacks().crash, self.durable
+        if protected is not None and (crash is None or crash.snapshot <= protected):
+            return False  # the newer one is damaged: nothing whole would be left
+        # Encoders that are up and fail each time are as good as away.
+        failing = MOST_PROTECT_TRIES in self._protect_tries.values()
+        return protected_gives_way(
+            skipped=self.skips.now,
+            seconds_away=time.monotonic() - (self._first_try if failing else self._world_seen),
+            on_disk=protected is None or (durable is not None and durable[0] >= protected),
+            protectable=bool(cycle.stripes),
+        )
+
+    def _encoding_too_long(self) -> bool:
+        return time.monotonic() - self._encoding_since > self.timing.encode_timeout
+
+    def _perform(self, cycle: SnapshotCycle, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                if isinstance(action.message, m.Encode):
+                    self._encoding_since = time.monotonic()
+                self._keep(self._send(cycle, action))
+            elif isinstance(action, KillWorld):
+                self.end_world(action.world, action.reason)
+            elif isinstance(action, Ended):
+                self._ended(action)
+        if cycle.ready:
+            self._kick.set()
+
+    async def _send(self, cycle: SnapshotCycle, action: Send) -> None:
+        """Send until answered: without a Commit's or Abort's answer nothing would ever go on."""
+        while self.cycle is cycle and action.node in self.links:
+            try:
+                answer = await self.links[action.node].ask(action.message, REQUEST_TIMEOUT_SECONDS)
+            except ControlPlaneError as error:
+                if not isinstance(action.message, m.Commit | m.Abort):
+                    self._perform(cycle, cycle.give_up(str(error)))
+                    return
+                continue
+            if isinstance(answer, m.Refused) and isinstance(action.message, m.Commit | m.Abort):
+                self.observers.tell("refused", f"{action.node}: {answer.reason}")
+            if self.cycle is cycle:
+                self._perform(cycle, cycle.answered(action.node, action.message, answer))
+            return
+
+    def _ended(self, ended: Ended) -> None:
+        if ended.again and ended.level == "local":
+            # It is what it was, or known to be less; why the world broke has been told.
+            self.repairs.count_lost(ended.snapshot, ended.corrupt)
+            return
+        if ended.level == "aborted":
+            self.gated += ended.gated
+            kind = "gated" if ended.gated else "dropped" if ended.last else "aborted"
+            if kind == "aborted":
+                self.given_up = (self.given_up[0] + 1, ended.reason)
+            self.observers.tell(
+                kind,
+                f"snapshot of iteration {ended.iteration} given up: {ended.reason}",
+                iteration=ended.iteration,
+            )
+            return
+        self.note_commit(ended.snapshot, ended.iteration, ended.level)
+        self.observers.tell(
+            "committed",
+            f"snapshot of iteration {ended.iteration} committed ({ended.level})",
+            iteration=ended.iteration,
+            level=ended.level,
+        )
+
+    def note_commit(self, snapshot: SnapshotId, iteration: int, level: str) -> None:
+        """``snapshot`` is committed on every node: what a failure falls back to from now on."""
+        self.committed, self.given_up = (snapshot, iteration, level), (0, "")
+        if level == "protected":
+            self.protected = (snapshot, iteration)
+
+    def _on_event(self, event: m.Event) -> None:
+        try:
+            self._take(event)
+        except Exception as error:  # the link must go on reading: its node is not silent
+            self._fail(error)
+
+    def _take(self, event: m.Event) -> None:
+        if event.incarnation != self.incarnation:
+            return
+        body = event.body
+        if isinstance(body, m.EncoderHello) and body.world == self.world:
+            self._encoders_up.add(event.node)
+            if self._encoders_up >= set(self.world_nodes):
+                self._world_up.set()
+                self.world_joined = True
+                if self.cycle is not None:
+                    self.cycle.world_changed(self.world)
+        if isinstance(body, m.EncoderRefused) and body.world == self.world:
+            # Told with the end of the world, which follows at once.
+            self.world_refused = f"the SMP of {event.node} refused its encoder: {body.reason}"
+        if isinstance(body, m.ReaderStalled):
+            text = f"{body.reader} on {event.node} has not run for {body.seconds:.0f} s"
+            self.observers.tell("reader_stalled", f"{text}: it holds no snapshot any more")
+        if isinstance(body, m.WriterGone) and body.role == "encoder" and body.who == self.world:
+            self.world_lost()
+        if self.cycle is not None:
+            self.repairs.note(event)
+            self._perform(self.cycle, self.cycle.handle(event.node, body))
+        for listener in list(self.listeners):
+            listener(event)

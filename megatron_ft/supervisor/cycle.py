@@ -1,0 +1,340 @@
+"""One snapshot from permit to commit, as decisions without input or output.
+
+The coordinator feeds events and answers in and sends what comes out; the model test
+does the same with random interleavings.  There is at most one snapshot under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from megatron_ft.core.fault_points import reach
+from megatron_ft.core.identity import SnapshotId
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.refusals import PinnedError, TransitionRefusedError, WorldGoneError
+from megatron_ft.supervisor.actions import Action, Ended, KillWorld, Send
+from megatron_ft.supervisor.capture_round import CaptureRound
+from megatron_ft.supervisor.plan import orders_by_node
+from megatron_ft.supervisor.schedule import Schedule
+
+MOMENTARY = (TransitionRefusedError.__name__, PinnedError.__name__)
+"""Refusals of a permit that the next message of a trainer or reader may end."""
+
+
+class Phase(Enum):
+    """Where the snapshot under way is."""
+
+    IDLE = "idle"
+    CAPTURING = "capturing"
+    ENCODING = "encoding"
+    COMMITTING = "committing"
+    ABORTING = "aborting"
+
+
+class SnapshotCycle:
+    """Permits snapshots one after the other and takes each to commit or abort.
+
+    ``places`` maps each shard to its node, ``schedule`` chooses the iterations.
+    """
+
+    def __init__(
+        self,
+        incarnation: int,
+        places: Mapping[str, str],
+        stripes: tuple[m.StripeOrder, ...],
+        schedule: Schedule,
+    ) -> None:
+        self.incarnation = incarnation
+        self.places = dict(places)
+        self.nodes = sorted(set(places.values()))
+        self.stripes = stripes
+        self.schedule = schedule
+        self._orders = orders_by_node(stripes, places)
+        self.phase = Phase.IDLE
+        self.snapshot = SnapshotId(incarnation, 0)
+        self.iteration = -1
+        self.level = ""
+        self._capture = CaptureRound(())
+        # Shards without parity while they are encoded, then nodes that have not confirmed.
+        self._waiting: set[str] = set()
+        self._encoders: set[str] = set()
+        self._world = ""
+        self._broken = ""
+        self._corrupt: frozenset[str] = frozenset()
+        self._gated = False
+        self._last = False
+        self._sequence = 0
+        self._again = False
+        self._passed_since: float | None = None
+        self._stuck = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether nothing is under way and every trainer has said that its last capture ended.
+
+        Before that a permit may be asked for, and nodes on which one has not said so refuse it.
+        """
+        return self.phase == Phase.IDLE and not self._capture.writing
+
+    def propose(
+        self, progress: int, world: str, *, give_up_protected: bool = False
+    ) -> list[Action]:
+        """Permit the next snapshot, if none is under way.
+
+        ``progress`` is the highest iteration that any trainer has finished, -1 if none has
+        yet; ``world`` the encoder world that is up on all nodes, "" if none.  The last
+        protected snapshot makes room for it only with ``give_up_protected``.
+        """
+        if self.phase != Phase.IDLE or self._last:
+            return []
+        self.schedule.reached(progress)
+        if self.schedule.waits(progress):
+            return []
+        self._sequence += 1
+        self.snapshot = SnapshotId(self.incarnation, self._sequence)
+        self._again = False
+        self.iteration = self.schedule.next_iteration(progress)
+        self.schedule.permitted(self.iteration)
+        self.phase = Phase.CAPTURING
+        self._world = world
+        self._broken, self._corrupt, self._gated = "", frozenset(), False
+        self._capture = CaptureRound(self.places)
+        self._passed_since = None
+        grant = m.Grant(self.incarnation, self.snapshot, self.iteration, give_up_protected)
+        return self._to_all(grant)
+
+    def protect(self, snapshot: SnapshotId, iteration: int, world: str) -> list[Action]:
+        """Give parity to a snapshot that is committed as local, where it lies.
+
+        Encoders were away when it was taken.  Until they have ended it stays what it was.
+        """
+        if self.phase != Phase.IDLE or self._last or not self.stripes:
+            return []
+        self.snapshot, self.iteration, self._world = snapshot, iteration, world
+        self._broken, self._corrupt, self._gated, self._again = "", frozenset(), False, True
+        return self._encode()
+
+    def world_changed(self, world: str) -> None:
+        """A world came up while nothing was being encoded: use it for the snapshot under way."""
+        if self.phase == Phase.CAPTURING:
+            self._world = world
+
+    def handle(self, node: str, body: Any) -> list[Action]:
+        """React to an event of a node."""
+        self._note_end(body)
+        if isinstance(body, m.Sealed):
+            return self._sealed(body)
+        if isinstance(body, m.Judged):
+            return self._verdict(body)
+        if isinstance(body, m.Encoded):
+            return self._encoded(body)
+        if isinstance(body, m.Missed | m.Abandoned):
+            return self._gave_up(body)
+        if isinstance(body, m.OrderFailed):
+            return self._order_failed(body)
+        if isinstance(body, m.WriterGone):
+            return self._writer_gone(node, body)
+        return []
+
+    def _note_end(self, body: Any) -> None:
+        """A trainer writes to its slot no more, whatever has become of the snapshot meanwhile."""
+        if isinstance(body, m.Sealed) and body.record.snapshot == self.snapshot:
+            self._capture.stopped(body.record.shard_id)
+        ended = isinstance(body, m.Missed | m.Abandoned | m.SlotFreed)
+        if ended and body.snapshot == self.snapshot:
+            self._capture.stopped(body.shard_id)
+
+    def answered(self, node: str, request: m.Message, answer: m.Message) -> list[Action]:
+        """React to a node's answer to one of our requests."""
+        if getattr(request, "snapshot", None) != self.snapshot:
+            return []
+        if isinstance(answer, m.Refused):
+            return self._refused(node, request, answer)
+        expected = {m.Commit: Phase.COMMITTING, m.Abort: Phase.ABORTING}.get(type(request))
+        if expected is None or expected != self.phase:
+            return []
+        self._waiting.discard(node)
+        if self.phase == Phase.COMMITTING:
+            reach("commit.between" if self._waiting else "commit.last")
+        return [] if self._waiting else self._over()
+
+    def smp_restarted(self, node: str) -> list[Action]:
+        """The SMP of ``node`` was replaced by one that adopted its arenas.
+
+        Words that the old one may have taken with it are repeated; what it was in the
+        middle of is given up.  Its encoder has ended with it.
+        """
+        if self.phase == Phase.CAPTURING:
+            return self._abort(f"the SMP of {node} was restarted")
+        if self.phase == Phase.ENCODING:
+            return self._writer_gone(node, m.WriterGone("encoder", self._world, 0))
+        return self._repeat(node)
+
+    def _repeat(self, node: str) -> list[Action]:
+        """The word that decides the snapshot once more, to a node that has not confirmed it."""
+        if self.phase == Phase.COMMITTING and node in self._waiting:
+            return [Send(node, m.Commit(self.incarnation, self.snapshot, self.level))]
+        if self.phase == Phase.ABORTING and node in self._waiting:
+            return [Send(node, m.Abort(self.incarnation, self.snapshot, self._broken))]
+        return []
+
+    def give_up(self, reason: str) -> list[Action]:
+        """Abort the snapshot under way unless it is decided already."""
+        if self.phase == Phase.CAPTURING:
+            return self._abort(reason)
+        if self.phase == Phase.ENCODING:
+            return self._break(reason)
+        return []
+
+    def overdue(self, progress: int, now: float, limit: float) -> list[Action]:
+        """Abort a capture that has not ended ``limit`` seconds after its iteration was passed.
+
+        ``progress`` is as for ``propose``.  Once a trainer has finished the iteration after it,
+        every rank has been at this boundary, and every loss of a late verdict is known.
+        """
+        if self.phase != Phase.CAPTURING or progress <= self.iteration:
+            self._passed_since = None
+            return []
+        if self._passed_since is None:
+            self._passed_since = now
+        if now - self._passed_since <= limit:
+            return []
+        self._stuck = True
+        owing = sorted(self._capture.owing)
+        more = f" and {len(owing) - 3} others" if len(owing) > 3 else ""
+        text = f"no end of the capture of {', '.join(owing[:3])}{more}"
+        return self._abort(f"{text} {limit:.0f} s after its iteration")
+
+    def _sealed(self, body: m.Sealed) -> list[Action]:
+        if self.phase != Phase.CAPTURING or body.record.snapshot != self.snapshot:
+            return []
+        self._capture.sealed(body.record.shard_id, judged_later=body.judged_later)
+        return self._encode_if_complete()
+
+    def _verdict(self, body: m.Judged) -> list[Action]:
+        if self.phase != Phase.CAPTURING or body.snapshot != self.snapshot:
+            return []
+        if body.problem:
+            self._gated = True
+            return self._abort(f"the loss gate of {body.shard_id}: {body.problem}")
+        self._capture.passed(body.shard_id)
+        return self._encode_if_complete()
+
+    def _encode_if_complete(self) -> list[Action]:
+        if not self._capture.complete:
+            return []
+        if not self._world or not self.stripes:
+            return self._commit("local")
+        return self._encode()
+
+    def _encode(self) -> list[Action]:
+        self.phase = Phase.ENCODING
+        self._waiting = set(self.places)
+        self._encoders = set(self.nodes)
+        return [Send(node, self._encode_on(node)) for node in self.nodes]
+
+    def _encode_on(self, node: str) -> m.Encode:
+        part = self._orders.get(node, ())
+        return m.Encode(self.incarnation, self.snapshot, self._world, part)
+
+    def _encoded(self, body: m.Encoded) -> list[Action]:
+        if self.phase != Phase.ENCODING or body.snapshot != self.snapshot or self._broken:
+            return []
+        self._waiting.discard(body.shard_id)
+        return [] if self._waiting else self._commit("protected")
+
+    def _gave_up(self, body: m.Missed | m.Abandoned) -> list[Action]:
+        if body.snapshot != self.snapshot or self.phase != Phase.CAPTURING:
+            return []
+        if isinstance(body, m.Missed):
+            self.schedule.missed()
+            reason = (
+                f"{body.shard_id} had passed iteration {self.iteration}, or gone back before it"
+            )
+            return self._abort(reason)
+        return self._abort(f"{body.shard_id}: {body.reason}")
+
+    def _order_failed(self, body: m.OrderFailed) -> list[Action]:
+        if self.phase != Phase.ENCODING or body.snapshot != self.snapshot:
+            return []
+        self._corrupt |= {body.corrupt} if body.corrupt else set()
+        return self._break(body.reason)
+
+    def _writer_gone(self, node: str, body: m.WriterGone) -> list[Action]:
+        if body.role == "trainer":
+            # Training is over, well or not: what is sealed may finish, nothing new is begun.
+            self._last = True
+            return self._abort(f"trainer {body.who} has ended") if self._capturing() else []
+        if body.who != self._world:
+            return []
+        if self._capturing():
+            self._world = ""
+        if self.phase != Phase.ENCODING:
+            # Suspended, it had outlived its SMP: the new one refused to commit over it.
+            return self._repeat(node)
+        return self._encoder_ended(node, f"the encoder on {node} died")
+
+    def _encoder_ended(self, node: str, reason: str) -> list[Action]:
+        self._encoders.discard(node)
+        actions = self._break(reason)
+        return actions + ([] if self._encoders else self._encoding_ended())
+
+    def _capturing(self) -> bool:
+        return self.phase == Phase.CAPTURING
+
+    def _break(self, reason: str) -> list[Action]:
+        """Encoding cannot finish: have the whole world ended, then settle without parity."""
+        if self._broken:
+            return []
+        self._broken = reason or "unknown reason"
+        return [KillWorld(self._world, self._broken)]
+
+    def _encoding_ended(self) -> list[Action]:
+        """No encoder is left that could write: local if the data are good, else abort."""
+        if self._corrupt and not self._again:
+            return self._abort(self._broken)
+        return self._commit("local")
+
+    def _refused(self, node: str, request: m.Message, answer: m.Refused) -> list[Action]:
+        if isinstance(request, m.Grant) and self.phase == Phase.CAPTURING:
+            if self._stuck or answer.error not in MOMENTARY:
+                self.schedule.refused()
+            return self._abort(answer.reason)
+        if isinstance(request, m.Encode) and self.phase == Phase.ENCODING:
+            if answer.error == WorldGoneError.__name__:
+                return self._encoder_ended(node, answer.reason)
+            return self._break(answer.reason)
+        return []
+
+    def _commit(self, level: str) -> list[Action]:
+        reach("commit.first")
+        self.phase, self.level, self._stuck = Phase.COMMITTING, level, False
+        self._waiting = set(self.nodes)
+        return self._to_all(m.Commit(self.incarnation, self.snapshot, level))
+
+    def _abort(self, reason: str) -> list[Action]:
+        self.phase, self.level, self._broken = Phase.ABORTING, "aborted", reason
+        self._waiting = set(self.nodes)
+        return self._to_all(m.Abort(self.incarnation, self.snapshot, reason))
+
+    def _over(self) -> list[Action]:
+        self.phase = Phase.IDLE
+        if self.level != "aborted" and not self._again:
+            self.schedule.committed()
+        return [
+            Ended(
+                self.snapshot,
+                self.iteration,
+                self.level,
+                self._broken,
+                self._last,
+                self._gated,
+                self._again,
+                self._corrupt,
+            )
+        ]
+
+    def _to_all(self, message: m.Message) -> list[Action]:
+        return [Send(node, message) for node in self.nodes]

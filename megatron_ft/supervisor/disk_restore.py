@@ -1,0 +1,201 @@
+"""Going on from a drained checkpoint where memory cannot serve, or only something older.
+
+Looked for in every recovery; what is chosen is loaded into the arenas of its shards' nodes,
+and trainers restore from there as from memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_ft.checkpoint.decide import Decision, StripeState
+from megatron_ft.checkpoint.drained import Choice, Drained, Wanted, choose, find, of_one_job
+from megatron_ft.checkpoint.load import EXIT_DAMAGED, LoadPlan
+from megatron_ft.checkpoint.native import iteration_of, newest_checkpoint
+from megatron_ft.checkpoint.quarantine import Quarantine
+from megatron_ft.core.errors import ConfigError, DrainError, MegatronFTError
+from megatron_ft.core.identity import Ancestor, SnapshotId
+from megatron_ft.core.in_thread import in_thread
+from megatron_ft.erasure.domains import domain_of
+from megatron_ft.erasure.stripes import RankPlace
+from megatron_ft.launchers.launcher import Launcher
+from megatron_ft.supervisor.distrust import memory_goes_first, reason_against_own
+from megatron_ft.supervisor.drain_processes import DrainProcesses, StepFailedError
+from megatron_ft.supervisor.job_state import JobRecord
+from megatron_ft.supervisor.registration import new_stripes
+from megatron_ft.supervisor.restore import DiskSource, Restore
+from megatron_ft.supervisor.spec import JobSpec
+
+LOOK_TIMEOUT_SECONDS = 120.0
+
+
+class LoadError(MegatronFTError):
+    """A checkpoint could not be loaded into memory; another recovery follows."""
+
+
+class DiskRestores:
+    """Finds, chooses and loads drained checkpoints for one job over all its lives."""
+
+    def __init__(self, spec: JobSpec, launcher: Launcher) -> None:
+        self._spec = spec
+        self._launcher = launcher
+        self._refused: set[Path] = set()
+        self._restore_from = spec.restore_from
+
+    def forget_restore_from(self) -> None:
+        """Do without what the user gave to start from."""
+        self._restore_from = None
+
+    def highest_life(self, job: uuid.UUID) -> int:
+        """The last incarnation in ``restore_from``: lives of this job must be numbered above it.
+
+        ConfigError if there is no whole checkpoint.
+        """
+        if self._restore_from is None:
+            return 0
+        found = of_one_job(self._restore_from, job)
+        return max(a.incarnation for one in found for a in one.manifest.lineage)
+
+    async def look(self, memory: Decision, record: JobRecord) -> Choice:
+        """The drained checkpoint that beats what memory serves and the framework's own, if any.
+
+        A disk that fails or hangs costs its checkpoints, with a reason, and never the recovery.
+        """
+        try:
+            return await in_thread(lambda: self._look(memory, record), LOOK_TIMEOUT_SECONDS)
+        except asyncio.TimeoutError:
+            reason = f"the disk did not answer within {LOOK_TIMEOUT_SECONDS:.0f} s"
+        except OSError as error:
+            reason = f"the disk cannot be read: {error}"
+        return Choice(None, (reason,))
+
+    def _look(self, memory: Decision, record: JobRecord) -> Choice:
+        own, reasons, quarantine = None, tuple[str, ...](), record.quarantine
+        try:
+            own = None if memory.snapshot else self._own(quarantine)
+        except OSError as error:
+            # Another disk than that of the drained ones, perhaps.
+            reasons = (f"{self._spec.checkpoint_dir} cannot be read: {error.strerror}",)
+        wanted = Wanted(
+            shard_count=(len(record.active) or self._spec.nodes) * self._spec.ranks_per_node,
+            lineage=record.lineage,
+            newer_than=memory.snapshot,
+            own_iteration=-1 if own is None else iteration_of(own),
+            refused=frozenset(self._refused),
+            reason_against=quarantine.reason_against,
+        )
+        if self._spec.drain_dir is not None:
+            found, problems = find(self._spec.drain_dir, record.job)
+            choice = choose(found, wanted)
+            reasons = (*choice.reasons, *problems, *reasons)
+            if choice.taken is not None:
+                return Choice(choice.taken, reasons)
+        if self._restore_from is None or memory.snapshot is not None:
+            return Choice(None, reasons)
+        return self._asked_for(self._restore_from, wanted, record, reasons)
+
+    def _own(self, quarantine: Quarantine) -> Path | None:
+        """The framework's newest checkpoint, None if memory and drained ones go before it."""
+        directory = self._spec.checkpoint_dir
+        own = newest_checkpoint(directory)
+        if directory is None or memory_goes_first(quarantine, directory):
+            return None
+        return None if reason_against_own(quarantine, own) else own
+
+    def _asked_for(
+        self, folder: Path, wanted: Wanted, record: JobRecord, reasons: tuple[str, ...]
+    ) -> Choice:
+        """What the user gave to start from; the framework's own counts once the job has run."""
+        try:
+            found = of_one_job(folder, record.job)
+        except ConfigError as error:
+            return Choice(None, (*reasons, str(error)))
+        if found[0].manifest.job != record.job:
+            wanted = replace(wanted, lineage=())
+        if not record.committed:
+            wanted = replace(wanted, own_iteration=-1)
+        choice = choose(found, wanted)
+        return Choice(choice.taken, (*reasons, *choice.reasons))
+
+    def decision(
+        self,
+        drained: Drained,
+        memory: Decision,
+        active: Sequence[str],
+        corrupt: Collection[tuple[str, SnapshotId]],
+    ) -> tuple[Decision, DiskSource]:
+        """What the recovery does with a chosen checkpoint, and which shards must be loaded.
+
+        Arenas that can serve something stay, and shards in them that are the checkpoint's
+        are not loaded; otherwise all is made anew.
+        """
+        manifest = drained.manifest
+        fresh = memory.snapshot is None
+        decision = Decision(
+            manifest.snapshot,
+            manifest.iteration,
+            False,
+            self._stripes(drained, active) if fresh else memory.stripes,
+            {} if fresh else memory.holdings,
+        )
+        held = {s for s in manifest.shards if _holds(decision, s, drained)}
+        shards = manifest.shards.keys() - held | {s for s, at in corrupt if at == manifest.snapshot}
+        return decision, DiskSource(drained.folder, tuple(sorted(shards)), fresh)
+
+    def _stripes(self, drained: Drained, active: Sequence[str]) -> tuple[StripeState, ...]:
+        """Stripes for arenas that do not exist yet, over the nodes that train now."""
+        per_node, slot_bytes = self._spec.ranks_per_node, drained.slot_bytes
+        places = [
+            RankPlace(
+                rank=seat.rank,
+                shard_id=shard_id,
+                node=active[seat.rank // per_node],
+                domain=domain_of(active[seat.rank // per_node], self._spec.domains),
+                local_index=seat.rank % per_node,
+                coordinates=seat.coordinates,
+                required_bytes=slot_bytes[shard_id],
+            )
+            for shard_id, seat in drained.seats.items()
+        ]
+        return new_stripes(places, self._spec.scheme, self._spec.sizes)
+
+    async def load(self, source: DiskSource, plan: Restore) -> None:
+        """Run one process on each node that lacks shards; LoadError if one fails.
+
+        A checkpoint that is damaged is not chosen again.
+        """
+        world, snapshot = f"load-{uuid.uuid4().hex[:8]}", plan.decision.snapshot
+        assert snapshot is not None
+        by_node: dict[str, list[str]] = {}
+        for shard_id in source.shards:
+            by_node.setdefault(plan.places[shard_id], []).append(shard_id)
+        plans = {
+            node: LoadPlan(source.folder, snapshot, tuple(shards), world)
+            for node, shards in by_node.items()
+        }
+        processes = DrainProcesses(self._launcher, self._spec, lambda: plan.incarnation)
+        try:
+            await processes.run("load", plans)
+        except DrainError as error:
+            if isinstance(error, StepFailedError) and error.status == EXIT_DAMAGED:
+                self._refused.add(source.folder)
+            raise LoadError(f"{source.folder} could not be loaded: {error}") from error
+
+
+def lineage_before(drained: Drained, record: JobRecord) -> tuple[Ancestor, ...]:
+    """What a checkpoint descends from: the job's own notes, or what another job wrote."""
+    own = drained.manifest.job == record.job and record.lineage
+    return record.lineage if own else drained.manifest.lineage
+
+
+def _holds(decision: Decision, shard_id: str, drained: Drained) -> bool:
+    """Whether an arena holds the very bytes that the checkpoint has of this shard."""
+    holding = decision.holdings.get(shard_id)
+    slot = None if holding is None else holding.slot(drained.manifest.snapshot)
+    if slot is None or slot.record is None:
+        return False
+    return slot.record.digest_root.hex() == drained.manifest.shards[shard_id].digest_root

@@ -1,0 +1,339 @@
+"""Draining committed snapshots to disk while the job runs: when, and by which processes.
+
+At most one drain runs.  It takes the newest committed snapshot, and what is committed
+meanwhile supersedes what was before it; nothing is queued.  A drain that fails is told
+and counted; training does not notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_ft.checkpoint.drain import DrainPlan
+from megatron_ft.checkpoint.durable import mount_point
+from megatron_ft.checkpoint.retention import Keep
+from megatron_ft.core.errors import DrainError, MegatronFTError
+from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
+from megatron_ft.launchers.launcher import Launcher
+from megatron_ft.smp.stalls import STALL_SECONDS
+from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.drain_processes import DrainProcesses
+from megatron_ft.supervisor.events import JobEvent
+from megatron_ft.supervisor.job_state import DiskPlaces
+from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.urgency import Urgency
+
+
+def is_due(last: int, committed: int, interval: int, urgent: bool = False) -> bool:
+    """Whether ``committed`` is to be drained when ``last`` was the iteration before.  Pure.
+
+    What is ``urgent`` waits for no interval, but the same iteration is not drained again.  A lower
+    one is of training that has gone back, and what is on disk of what was given up.
+    """
+    return interval > 0 and (committed < last or committed >= last + (1 if urgent else interval))
+
+
+def noted_places(before: DiskPlaces, spec: JobSpec) -> DiskPlaces:
+    """Chooses what the job's notes say of the disk from now on.
+
+    The mount point of a drain folder is looked up once, when the job first names the folder.
+    At a restart its file system may be unmounted, and the folder would then seem to belong on
+    the disk below; it may also hang, so nothing of it is touched.
+    """
+    drain_dir = "" if spec.drain_dir is None else str(spec.drain_dir.absolute())
+    mount = before.drain_mount if drain_dir == before.drain_dir else ""
+    if drain_dir and not mount:
+        mount = str(mount_point(Path(drain_dir)))
+    checkpoints = "" if spec.checkpoint_dir is None else str(spec.checkpoint_dir.absolute())
+    return DiskPlaces(drain_dir, mount, checkpoints)
+
+
+class Drains:
+    """The drains of one job over all its lives, and the exports of what was drained.
+
+    ``failures`` and ``export_failures`` count those that came to nothing.  Nothing is written
+    unless a file system is mounted at ``mount`` ("": not looked at).
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        launcher: Launcher,
+        job: uuid.UUID,
+        coordinator: Coordinator,
+        spares_gone: Callable[[], bool],
+        mount: str = "",
+    ) -> None:
+        self.failures = 0
+        self.export_failures = 0
+        self._spec, self._job = spec, job
+        self._coordinator = coordinator
+        self._processes = DrainProcesses(launcher, spec, lambda: self._coordinator.incarnation)
+        self._task: asyncio.Task[None] | None = None
+        self._places: dict[str, str] = {}
+        self._seats: dict[str, Seat] = {}
+        self._lineage: tuple[Ancestor, ...] = ()
+        self._last = 0
+        self._news = asyncio.Event()
+        self._stalled = asyncio.Event()
+        self._ending = False
+        self._urgent = False
+        self._busy = False
+        self._cap = spec.drain_bandwidth_mib
+        self._slowest = 0.0
+        self._mount = Path(mount) if mount else None
+        limit = spec.time_limit_seconds
+        self._urgency = Urgency(
+            parity=bool(spec.scheme.parity_members),
+            ends_at=time.monotonic() + limit if limit else None,
+            margin=spec.drain_stop_seconds,
+        )
+        self._spares_gone = spares_gone
+        coordinator.observers.add(self._note)
+
+    def begin(
+        self,
+        places: Mapping[str, str],
+        seats: Mapping[str, Seat],
+        lineage: tuple[Ancestor, ...],
+        first: int,
+    ) -> None:
+        """A life takes snapshots from iteration ``first`` on; ``places`` maps shards to nodes."""
+        self._places, self._seats, self._lineage = dict(places), dict(seats), lineage
+        self._last = min(self._last, first)
+        if self._spec.drain_interval and self._spec.drain_dir is not None:
+            self._ending = False
+            self._start()
+
+    def _start(self) -> None:
+        self._tries_at_end = 0
+        self._task = asyncio.create_task(self._keep())
+        self._watch = asyncio.create_task(self._look_out())
+
+    def urge(self, reason: str) -> None:
+        """Drain the newest committed snapshot as soon as the drain that runs is over."""
+        self._urgent = True
+        self._coordinator.observers.tell("drain_urged", f"draining at once: {reason}")
+        self._news.set()
+
+    async def settle(self) -> None:
+        """Training has finished: let the drain end that runs, and the one that is due."""
+        if self._task is not None:
+            self._ending = True
+            self._news.set()
+            await self._end(self._task)
+
+    async def last(self, seconds: float) -> bool:
+        """This life takes no more snapshots: drain the newest committed one without a cap.
+
+        Whether it, or a newer one, is on disk after at most ``seconds``.  A drain that runs
+        under a cap is given up for it, and one that failed is tried once more.
+        """
+        committed = self._coordinator.committed
+        if self._task is None or committed is None:
+            return False
+        text = f"a last drain, for at most {seconds:g} s"
+        self._coordinator.observers.tell("stopping", text)
+        if self._cap:
+            self._task.cancel()
+            await self._end(self._task)
+            self._cap, self._last = 0.0, -1
+            self._start()
+        if not self._busy and not self._is_durable(committed[0]):
+            self._last = -1
+        self._ending = self._urgent = True
+        self._news.set()
+        await asyncio.wait({self._task}, timeout=seconds)
+        return self._is_durable(committed[0])
+
+    def _is_durable(self, snapshot: SnapshotId) -> bool:
+        durable = self._coordinator.durable
+        return durable is not None and durable[0] >= snapshot
+
+    async def export_durable(self, node: str, directory: Path) -> None:
+        """Export what is on disk, on one node; a failure is told and counted."""
+        durable = self._coordinator.durable
+        if durable is not None and self._spec.drain_dir is not None:
+            await self._export(self._plan(*durable, "", directory.absolute()), node)
+
+    async def abandon(self) -> None:
+        """This life has ended: end the drain that runs.  Nothing waits for nodes or disks."""
+        if self._task is not None:
+            self._task.cancel()
+            await self._end(self._task)
+
+    async def _end(self, task: asyncio.Task[None]) -> None:
+        """Wait for the task; a mistake of ours in it ends drains, visibly, and nothing else."""
+        await asyncio.wait({task})
+        self._watch.cancel()
+        self._task = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._count(repr(error))
+            self._coordinator.observers.tell("drain_failed", f"drains had stopped: {error!r}")
+
+    async def _unless_stalled(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do it; DrainError when one of its processes does not get on."""
+        self._stalled.clear()
+        tasks = [asyncio.create_task(work), asyncio.create_task(self._stalled.wait())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not tasks[0].done():
+                raise DrainError(f"a process of it has not run for {STALL_SECONDS:.0f} s")
+            tasks[0].result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _note(self, event: JobEvent) -> None:
+        if event.kind == "reader_stalled":
+            self._stalled.set()
+        if event.kind == "committed":
+            self._news.set()
+
+    async def _look_out(self) -> None:
+        """Tell of reasons not to wait for the interval."""
+        while True:
+            reason = self._urgency.look(
+                time.monotonic(),
+                world_up=bool(self._coordinator.usable_world),
+                spares_gone=self._spares_gone(),
+                slowest=self._slowest,
+            )
+            if reason:
+                self.urge(reason)
+            await asyncio.sleep(self._coordinator.timing.heartbeat)
+
+    async def _keep(self) -> None:
+        while True:
+            while (plan := self._next()) is not None:
+                self._busy = True
+                try:
+                    await self._drain(plan)
+                except asyncio.CancelledError:
+                    # Its life ended: due again, also if the next one has nothing newer.
+                    self._last = -1
+                    raise
+                finally:
+                    self._busy = False
+            if self._ending:
+                return
+            self._news.clear()
+            await self._news.wait()
+
+    def _next(self) -> DrainPlan | None:
+        """The newest committed snapshot, if it is due."""
+        committed, interval = self._coordinator.committed, self._spec.drain_interval
+        if committed is None or not is_due(self._last, committed[1], interval, self._urgent):
+            return None
+        self._urgent = False
+        snapshot, self._last, level = committed
+        return self._plan(snapshot, self._last, level, self._spec.drain_export_dir)
+
+    def _plan(
+        self, snapshot: SnapshotId, iteration: int, level: str, export_dir: Path | None
+    ) -> DrainPlan:
+        directory = self._spec.drain_dir
+        assert directory is not None
+        return DrainPlan(
+            job=self._job,
+            snapshot=snapshot,
+            iteration=iteration,
+            level=level,
+            lineage=self._lineage,
+            directory=directory.absolute(),
+            shard_count=len(self._places),
+            keep=Keep(self._spec.drain_keep, self._spec.drain_keep_every),
+            bandwidth_mib=self._cap,
+            mount=self._mount,
+            export_dir=export_dir,
+        )
+
+    async def _drain(self, plan: DrainPlan) -> None:
+        started = time.monotonic()
+        nodes = sorted(set(self._places.values()))
+        try:
+            await self._coordinator.hold(plan.snapshot, nodes)
+            await self._unless_stalled(self._write(plan, nodes))
+            self._coordinator.durable = (plan.snapshot, plan.iteration)
+            await self._tidy(plan, nodes[0])
+            reason = ""
+        except (MegatronFTError, OSError) as error:
+            reason = str(error)
+        # Not when cancelled: the next incarnation voids it, and must not wait for us.
+        await self._coordinator.release(nodes)
+        if reason:
+            await self._failed(plan, nodes[0], reason)
+        else:
+            seconds = time.monotonic() - started
+            self._slowest = max(self._slowest, seconds)
+            text = f"iteration {plan.iteration} is on disk after {seconds:.1f} s: {plan.folder}"
+            self._tell("drained", text, plan)
+            if plan.export_dir is not None:
+                await self._export(plan, nodes[0])
+
+    async def _write(self, plan: DrainPlan, nodes: list[str]) -> None:
+        await self._processes.run("clear", {nodes[0]: plan})
+        shards = {
+            n: {s: self._seats[s] for s, place in self._places.items() if place == n} for n in nodes
+        }
+        await self._processes.run(
+            "write", {n: msgspec.structs.replace(plan, shards=shards[n]) for n in nodes}
+        )
+        await self._processes.run("publish", {nodes[0]: plan})
+
+    async def _tidy(self, plan: DrainPlan, node: str) -> None:
+        """Remove older checkpoints, now that this life knows that the new one is there.
+
+        Not by the process that publishes: the supervisor may die before that does, and the next
+        life, which did not see the new one, may descend from what it would remove.
+        """
+        try:
+            await self._processes.run("tidy", {node: plan})
+        except (MegatronFTError, OSError) as error:
+            self._count(str(error))
+            self._tell("retention_failed", str(error), plan)
+
+    def _count(self, reason: str) -> None:
+        """Where ``megatron-ft status`` looks."""
+        self.failures += 1
+        self._coordinator.drain_failures = (self.failures, reason)
+
+    async def _export(self, plan: DrainPlan, node: str) -> None:
+        started = time.monotonic()
+        try:
+            await self._processes.run("export", {node: plan})
+        except (MegatronFTError, OSError) as error:
+            self.export_failures += 1
+            text = f"iteration {plan.iteration} is on disk but could not be exported, which "
+            self._tell("export_failed", f"{text}stops nothing: {error}", plan)
+        else:
+            seconds = time.monotonic() - started
+            text = f"iteration {plan.iteration} is exported to {plan.export_dir} after"
+            self._tell("exported", f"{text} {seconds:.1f} s", plan)
+
+    async def _failed(self, plan: DrainPlan, node: str, reason: str) -> None:
+        self._count(reason)
+        then = "training continues"
+        if self._ending:
+            self._tries_at_end += 1
+            then = "it is tried once more" if self._tries_at_end == 1 else "the job ends"
+        text = f"iteration {plan.iteration} could not be written to disk; {then}, and what was"
+        self._tell("drain_failed", f"{text} there stays: {reason}", plan)
+        # What it wrote would keep the space that the next one needs.
+        with suppress(MegatronFTError, OSError):
+            await self._processes.run("clear", {node: plan})
+        if self._tries_at_end == 1:
+            self._last, self._urgent = -1, True
+
+    def _tell(self, kind: str, text: str, plan: DrainPlan) -> None:
+        fields = {"iteration": plan.iteration, "folder": str(plan.folder)}
+        self._coordinator.observers.tell(kind, text, **fields)

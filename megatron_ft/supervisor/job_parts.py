@@ -1,0 +1,75 @@
+"""What one supervised job consists of, made once and kept over all its lives."""
+
+from __future__ import annotations
+
+from megatron_ft.launchers.launcher import HostSource, Launcher
+from megatron_ft.rpc.security import JobKeys
+from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.disk_restore import DiskRestores
+from megatron_ft.supervisor.distrust import Distrust
+from megatron_ft.supervisor.drains import Drains, noted_places
+from megatron_ft.supervisor.events import Observers
+from megatron_ft.supervisor.failure import JobNotes
+from megatron_ft.supervisor.fleet import EncoderWorld, TrainerFleet
+from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.supervisor.membership import Membership
+from megatron_ft.supervisor.pacing import Pacing
+from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.warm_spares import WarmSpares
+from megatron_ft.supervisor.watch.job import JobWatch
+from megatron_ft.supervisor.world_keeper import WorldKeeper
+
+
+class JobParts:
+    """The parts of one job, connected; making them starts nothing.
+
+    ``hosts`` is where replacement hosts can be had, None: nowhere.
+    ``reached`` is the last iteration that was heard of before the last failure, -1 if none.
+    ``budget`` is what is left of the restarts, ``replaced`` are nodes that the job has gone on
+    without, ``registered`` says that a rank has registered since this supervisor began.
+    """
+
+    def __init__(self, spec: JobSpec, launcher: Launcher, state: JobState) -> None:
+        self.spec, self.launcher, self.state = spec, launcher, state
+        self.hosts: HostSource | None = None
+        self.observers = Observers()
+        self.trainers = TrainerFleet(launcher, spec)
+        self.warm_spares = WarmSpares(launcher, spec)
+        self.world = WorldKeeper(EncoderWorld(launcher, spec))
+        self.coordinator = Coordinator(
+            JobKeys.derive(state.record.secret), self.observers, self.world.end_world, spec.timing
+        )
+        self.world.serve(self.coordinator)
+        self.coordinator.scrub_percent = spec.scrub_percent
+        self.members = Membership(spec, launcher, state, self.coordinator)
+        places = noted_places(state.record.disk, spec)
+        if places != state.record.disk:
+            state.update(disk=places)
+        self.drains = Drains(
+            spec,
+            launcher,
+            state.record.job,
+            self.coordinator,
+            self.members.spares_gone,
+            places.drain_mount,
+        )
+        self.disk = DiskRestores(spec, launcher)
+        self.distrust = Distrust(
+            state, self.coordinator, spec.quarantine_iterations, spec.checkpoint_dir
+        )
+        self.pacing = Pacing(
+            spec.overhead_percent / 100, 3600 * spec.expected_mtbf_hours, self.observers
+        )
+        self.coordinator.listeners.append(self.pacing.hear)
+        self.notes = JobNotes(state, self.coordinator)
+        self.watch = JobWatch(
+            self.coordinator,
+            spec.log_dir,
+            on_hang=spec.on_hang,
+            hang=spec.hang,
+            straggler_percent=spec.straggler_percent,
+        )
+        self.reached = -1
+        self.budget = spec.budget
+        self.replaced: set[str] = set()
+        self.registered = False

@@ -1,0 +1,324 @@
+"""Which nodes a job has, which of them train, and who takes the place of a lost one."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import msgspec
+
+from megatron_ft.core.errors import (
+    ArenaForeignError,
+    ControlPlaneError,
+    MegatronFTError,
+    NoRoomError,
+    StaleIncarnationError,
+)
+from megatron_ft.erasure.domains import check_domains, crowded
+from megatron_ft.launchers.launcher import Launcher, NodeUnreachable
+from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.changed import check_nodes
+from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.fleet import Result, SmpFleet, unless
+from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.supervisor.leases import OutstandingLeases
+from megatron_ft.supervisor.placement import choose_active, choose_spares, stripes_by_position
+from megatron_ft.supervisor.restore import Admitted, LifeHigherError, admit
+from megatron_ft.supervisor.spec import JobSpec
+
+
+class NoSpareError(MegatronFTError):
+    """A node is lost and no spare is left to take its place; ``missing`` are so many hosts."""
+
+    def __init__(self, reason: str, missing: int = 1) -> None:
+        super().__init__(reason)
+        self.missing = missing
+
+
+class SmpStartError(MegatronFTError):
+    """The first SMPs of a job could not be started; nothing was lost."""
+
+
+class Membership:
+    """The nodes of one job over all its lives.
+
+    ``active`` lists the nodes that train, in the order of their ranks; a spare that takes
+    over gets the lost node's position, so that no other shard moves.
+    """
+
+    def __init__(
+        self, spec: JobSpec, launcher: Launcher, state: JobState, coordinator: Coordinator
+    ) -> None:
+        check_nodes(spec, state.record)
+        self.smps = SmpFleet(launcher, state, spec)
+        self.active: list[str] = list(state.record.active) or _first_active(spec, launcher)
+        self._spec, self._launcher, self._state = spec, launcher, state
+        self._coordinator = coordinator
+        self._leases = OutstandingLeases(coordinator.timing.node_timeout)
+        self._led = False
+        self._aside: dict[str, str] = {}
+
+    def places(self, active: Sequence[str] = ()) -> dict[str, str]:
+        """Shard to node, as far as shards are known from earlier lives.
+
+        ``active`` are other nodes by position than those that train.
+        """
+        nodes, per_node = active or self.active, self._spec.ranks_per_node
+        return {
+            shard: nodes[seat.rank // per_node] for shard, seat in self._state.record.shards.items()
+        }
+
+    async def admit_all(self) -> Admitted:
+        """Start a new incarnation on every node that can be reached.
+
+        Nodes that cannot be, and may still run trainers, are waited for: their leases end.
+        StaleIncarnationError when somebody else leads the job by now.
+        """
+        self._coordinator.require_lead()
+        incarnation = max(self._state.record.incarnation, self._coordinator.incarnation) + 1
+        nodes = await self._reachable()
+        while True:
+            try:
+                work = admit(self._coordinator, incarnation, nodes)
+                admitted = await self.smps.while_all_run(work)
+                self._refuse_foreign(admitted)
+                self._tell_damaged(admitted)
+                await self._await_leases(admitted)
+                self._coordinator.require_lead()
+                self._led = True
+                return admitted
+            except LifeHigherError as error:
+                if self._led:
+                    raise StaleIncarnationError(
+                        f"another supervisor has led this job meanwhile: {error}"
+                    ) from error
+                incarnation += 1
+
+    async def _await_leases(self, admitted: Admitted) -> None:
+        """Return once no trainer of an earlier life can run on a node that was not admitted."""
+        away = [
+            node
+            for node in self.active
+            if node not in admitted.inventories and not self._launcher.gone(node)
+        ]
+        for node in away:
+            self._give_up(node)
+        if self._state.record.incarnation and (seconds := self._leases.left(away)) > 0:
+            names = ", ".join(away)
+            self._tell("waiting", f"node {names}: up to {seconds:.1f} s of lease left", names)
+            await asyncio.sleep(seconds)
+
+    def _refuse_foreign(self, admitted: Admitted) -> None:
+        """Never write over another job's snapshots, whatever the reason that they are here."""
+        foreign = [text for i in admitted.inventories.values() for text in i.foreign]
+        if foreign:
+            raise ArenaForeignError(
+                f"{len(foreign)} arenas in this job's folders are not its own: {foreign[0]}. If "
+                "they are of an earlier run of this job, run it with the same --state-dir; else "
+                "choose another --job name, or remove them with `megatron-ft clean`"
+            )
+
+    def lost(self, admitted: Admitted) -> list[str]:
+        """Nodes that train and must be replaced."""
+        there = self.usable(admitted)
+        return [n for n in self.active if n not in there]
+
+    def _tell_damaged(self, admitted: Admitted) -> None:
+        for node, inventory in admitted.inventories.items():
+            for text in inventory.damaged:
+                self._tell("damaged", f"node {node}: {text}", node)
+
+    def replace_lost(self, admitted: Admitted) -> None:
+        """Put a spare in the position of each lost node; NoSpareError if there are too few."""
+        spares = [n for n in self.usable(admitted) if n not in self.active]
+        lost = self.lost(admitted)
+        for node in [node for node in lost if node not in self._aside]:
+            self._give_up(node)
+            self._tell("node_lost", f"node {node} is lost", node)
+        if len(spares) < len(lost):
+            raise NoSpareError(
+                f"node {', '.join(lost)} lost{self._why_aside()} and no spare is left; its "
+                "memory may still be rebuilt: start the same command again with more --spares",
+                len(lost) - len(spares),
+            )
+        if lost:
+            self._place_spares(admitted, lost, spares)
+
+    def _place_spares(self, admitted: Admitted, lost: list[str], spares: list[str]) -> None:
+        """Spares of failure domains that keep the rule of stripes, as far as there are some."""
+        domains, most = self._spec.domains, self._spec.scheme.parity_members
+        seats, per_node = self._state.record.shards, self._spec.ranks_per_node
+        positions = {shard: seat.rank // per_node for shard, seat in seats.items()}
+        members = {a.members for i in admitted.inventories.values() for a in i.arenas}
+        stripes = stripes_by_position(members, positions)
+        chosen = choose_spares(self.active, lost, spares, stripes, domains, most)
+        for node, spare in chosen.items():
+            self.active[self.active.index(node)] = spare
+            self._tell("spare", f"{spare} takes the place of {node}", spare)
+        now = [[self.active[i] for i in stripe] for stripe in stripes if most]
+        for name, nodes in crowded(now, domains, most):
+            text = f"{', '.join(nodes)} of failure domain {name} share a stripe that survives "
+            self._tell("crowded", f"{text}the loss of {most}: no spare of another is left", name)
+
+    def usable(self, admitted: Admitted) -> list[str]:
+        """The admitted nodes but those that were set aside."""
+        return [node for node in admitted.inventories if node not in self._aside]
+
+    @property
+    def ranks(self) -> int:
+        """Number of trainer ranks; it falls when the job goes on with fewer nodes."""
+        return len(self.active) * self._spec.ranks_per_node
+
+    def shrink_to(self, nodes: Sequence[str]) -> None:
+        """Only these nodes train from now on, and the others are spares.
+
+        No shard in memory is the job's any more: the next life removes them.
+        """
+        self.active = list(nodes)
+        self._state.update(active=tuple(nodes), shards={})
+
+    def set_aside(self, refusal: NoRoomError) -> bool:
+        """A node has no room for its shards: the next life gives its position to another spare.
+
+        False at the job's first start, when it is a mistake that the user can mend.
+        """
+        if not self._state.record.shards:
+            return False
+        self._aside[refusal.node] = "no room"
+        self._tell("no_room", f"{refusal}; another spare is tried", refusal.node)
+        return True
+
+    def suspect(self, node: str, reason: str) -> None:
+        """A failure comes again and again on this node: a spare takes its place."""
+        self._aside[node] = "repeated failures"
+        self._tell("suspected", f"a spare takes the place of node {node}: {reason}", node)
+
+    def _why_aside(self) -> str:
+        reasons = [f"{why} on {node}" for node, why in sorted(self._aside.items())]
+        return f" ({', '.join(reasons)})" if reasons else ""
+
+    def free_spares(self) -> list[str]:
+        """Nodes that answer and could take the place of another one."""
+        used = {*self.active, *self._aside}
+        return [node for node in self._coordinator.links if node not in used]
+
+    def spares_gone(self) -> bool:
+        """Whether the job had spares and none is left to replace the next node that is lost."""
+        had = self._spec.spares or len(self.active) < self._spec.nodes
+        return bool(had) and not self.free_spares()
+
+    def owned(self, admitted: Admitted) -> list[m.Inventory]:
+        """What each node holds of the shards that are its own; other claims own nothing."""
+        places = self.places()
+        return [
+            msgspec.structs.replace(
+                inventory,
+                arenas=tuple(a for a in inventory.arenas if places.get(a.shard_id) == node),
+            )
+            for node, inventory in admitted.inventories.items()
+        ]
+
+    async def replace_smps(self, nodes: Sequence[str]) -> str:
+        """As ``replace_smp`` for each, all at once: one after the other the last would be silent.
+
+        Returns why one of them cannot be replaced, or an empty string.
+        """
+        reasons = await asyncio.gather(*(self.replace_smp(node) for node in nodes))
+        return next((reason for reason in reasons if reason), "")
+
+    async def replace_smp(self, node: str) -> str:
+        """Have a new SMP adopt the arenas of one that died by itself.
+
+        Returns why that cannot be, or an empty string.
+        """
+        self._coordinator.disconnect(node)
+        try:
+            endpoint = await self.smps.ensure(node)
+        except ControlPlaneError as error:
+            return "" if self.without([node]) else str(error)
+        self._tell("smp_restarted", f"the SMP of {node} died; a new one took its arenas", node)
+        self._coordinator.connect(node, endpoint)
+        if self._coordinator.cycle is None:
+            return f"the SMP of {node} died before training"
+        await self._coordinator.refresh()
+        self._coordinator.smp_restarted(node)
+        return ""
+
+    def without(self, nodes: Sequence[str]) -> bool:
+        """Whether training goes on without these lost nodes: only if all of them are spares."""
+        if not nodes or any(node in self.active for node in nodes):
+            return False
+        for node in nodes:
+            self._give_up(node)
+            self._tell("spare_lost", f"spare {node} is lost; training goes on", node)
+        return True
+
+    async def while_all_answer(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of ``work``, which asks SMPs; ControlPlaneError as soon as it is in vain.
+
+        So when an SMP has ended, when a node that trains is silent, when the coordinator has
+        failed.  Of a node that is only cut off, nobody else would say so before the end of timeouts
+        that are meant for a rebuild.  StaleIncarnationError when somebody else leads the job.
+        """
+        return await unless(self.smps.while_all_run(work), self._silence())
+
+    async def _silence(self) -> ControlPlaneError:
+        coordinator = self._coordinator
+        while True:
+            await coordinator.silent.wait()
+            if coordinator.failure is not None:
+                return ControlPlaneError(f"the coordinator failed: {coordinator.failure!r}")
+            coordinator.require_lead()
+            coordinator.silent.clear()
+            lost = self.silent()
+            if lost and not self.without(lost):
+                text = f"no heartbeat from {', '.join(lost)} during the recovery"
+                return ControlPlaneError(text, lost[0])
+
+    def silent(self) -> list[str]:
+        """Nodes that are not heard of though nobody knows of their SMP's end, which explains it."""
+        nodes = self._coordinator.silent_nodes(list(self._coordinator.links))
+        return [node for node in nodes if self.smps.alive(node)]
+
+    async def _reachable(self) -> list[str]:
+        """Nodes whose SMP runs, started where it does not; their links are connected."""
+        nodes = self._launcher.nodes()
+        there = await asyncio.gather(*(self._connect(node) for node in nodes))
+        self._coordinator.silent.clear()
+        return list(itertools.compress(nodes, there))
+
+    async def _connect(self, node: str) -> bool:
+        if node in self.silent():
+            self._give_up(node)
+            return False
+        try:
+            endpoint = await self.smps.ensure(node)
+        except ControlPlaneError as error:
+            # At the job's start a node that merely refuses is a mistake that the user can mend.
+            if self._coordinator.incarnation == 0 and not isinstance(error, NodeUnreachable):
+                raise SmpStartError(str(error)) from error
+            self._give_up(node)
+            return False
+        link = self._coordinator.links.get(node)
+        if link is None or link.endpoint != endpoint:
+            self._coordinator.connect(node, endpoint)
+        return True
+
+    def _give_up(self, node: str) -> None:
+        link = self._coordinator.links.get(node)
+        if link is not None:
+            self._leases.note(node, link.last_heard)
+        self._coordinator.disconnect(node)
+        self.smps.forget(node)
+
+    def _tell(self, kind: str, text: str, node: str) -> None:
+        self._coordinator.observers.tell(kind, text, node=node)
+
+
+def _first_active(spec: JobSpec, launcher: Launcher) -> list[str]:
+    """The nodes that train first; ProtectionError if their stripes would break the rule."""
+    active = choose_active(launcher.nodes(), spec.nodes, spec.domains, spec.scheme)
+    check_domains(active, spec.domains, spec.scheme)
+    return active

@@ -1,0 +1,195 @@
+"""Damage that the scrub found, and its repair from parity while training goes on.
+
+A damaged shard counts as lost until its blocks are repaired, so that a recovery in
+between rebuilds it.  Repairs run one at a time and between two snapshots: encoders
+have one order at a time, and the slot that is mended must not be given away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+from megatron_ft.core.errors import MegatronFTError
+from megatron_ft.core.identity import SnapshotId
+from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.events import Observers
+
+REPAIR_TIMEOUT_SECONDS = 60.0
+MOST_ATTEMPTS = 3
+
+Key = tuple[str, SnapshotId]
+
+
+class Control(Protocol):
+    """What a repair needs of the coordinator."""
+
+    incarnation: int
+    observers: Observers
+
+    @property
+    def usable_world(self) -> str:
+        """The encoder world that is up, or empty."""
+
+    async def ask_all(self, requests: Mapping[str, m.Message]) -> dict[str, object]:
+        """Each node's answer; a refusal is raised."""
+
+    def end_world(self, world: str, reason: str) -> None:
+        """Give an encoder world up; another follows."""
+
+
+class Repairs:
+    """Damage by shard and snapshot.  ``found`` and ``repaired`` count blocks over the whole job."""
+
+    def __init__(self, control: Control) -> None:
+        self.found = self.repaired = 0
+        self.lost: set[Key] = set()
+        """Shards that count as lost for a snapshot: damaged, and not repaired (yet)."""
+        self._control = control
+        self._open: dict[Key, m.BadBlocks] = {}
+        self._attempts: dict[Key, int] = {}
+        self._waiting: tuple[m.Repair, asyncio.Future[m.Message]] | None = None
+
+    def note(self, event: m.Event) -> None:
+        """Take note of damage and of what comes back from a repair."""
+        body = event.body
+        if isinstance(body, m.BadBlocks):
+            self._damaged(body)
+        elif self._waiting is not None and not self._waiting[1].done():
+            if self._ends(body, self._waiting[0]):
+                self._waiting[1].set_result(body)
+
+    def begin_life(self) -> None:
+        """Another incarnation: what is damaged is rebuilt by its recovery, if it is used at all."""
+        self._open.clear()
+        self._attempts.clear()
+        self._waiting = None
+
+    def count_lost(self, snapshot: SnapshotId, shards: Collection[str]) -> None:
+        """Shards of a local snapshot are damaged: no parity can repair them."""
+        for shard in sorted(shards):
+            if (shard, snapshot) not in self.lost:
+                self.lost.add((shard, snapshot))
+                text = f"{shard} in snapshot {snapshot} has wrong bytes and no parity"
+                text += "; it counts as lost"
+                self._control.observers.tell("corrupt", text, shard=shard)
+
+    @property
+    def due(self) -> bool:
+        """Whether there is something to repair and encoders to do it."""
+        return bool(self._open) and bool(self._control.usable_world)
+
+    @property
+    def open(self) -> int:
+        """Shards with damage that may still be repaired."""
+        return len(self._open)
+
+    async def work(self, stripes: Sequence[m.StripeOrder], places: Mapping[str, str]) -> None:
+        """Repair one damaged shard; ``stripes`` are the orders of all stripes with parity."""
+        key = next(iter(self._open))
+        damage = self._open.pop(key)
+        stripe = next((s for s in stripes if damage.shard_id in s.members), None)
+        if stripe is None:
+            self._give_up(damage, "there is no parity")
+            return
+        reason = await self._repair(damage, stripe, places)
+        self._waiting = None
+        if reason:
+            self._give_up(damage, reason)
+
+    def _damaged(self, damage: m.BadBlocks) -> None:
+        key = damage.shard_id, damage.snapshot
+        count = len(damage.data_blocks) + len(damage.parity_blocks) + damage.more
+        attempts = self._attempts.get(key, 0)
+        under_way = self._waiting is not None and _key(self._waiting[0]) == key
+        if key in self._open or under_way or attempts >= MOST_ATTEMPTS:
+            return  # the scrub says it again and again
+        self.found += count
+        self.lost.add(key)
+        self._open[key] = damage
+        self._attempts[key] = attempts + 1
+        self._control.observers.tell(
+            "corrupt",
+            f"{count} blocks of {damage.shard_id} in snapshot {damage.snapshot} fail their "
+            "digests; the shard counts as lost until they are repaired",
+            shard=damage.shard_id,
+            blocks=count,
+        )
+
+    async def _repair(
+        self, damage: m.BadBlocks, stripe: m.StripeOrder, places: Mapping[str, str]
+    ) -> str:
+        """Have it done; why it was not, or nothing."""
+        control = self._control
+        request = m.Repair(
+            control.incarnation,
+            damage.snapshot,
+            control.usable_world,
+            (stripe,),
+            damage.shard_id,
+            damage.data_blocks,
+            damage.parity_blocks,
+        )
+        answered: asyncio.Future[m.Message] = asyncio.get_running_loop().create_future()
+        self._waiting = request, answered
+        try:
+            await control.ask_all({places[shard]: request for shard in stripe.members})
+            answer = await asyncio.wait_for(answered, REPAIR_TIMEOUT_SECONDS)
+        except asyncio.TimeoutError:
+            self._end_world(request, "did not end")
+            return f"the encoders did not answer in {REPAIR_TIMEOUT_SECONDS:.0f} s"
+        except MegatronFTError as error:
+            # Some of the encoders may wait for the others now.
+            self._end_world(request, "was refused")
+            return str(error)
+        if not isinstance(answer, m.Repaired):
+            return getattr(answer, "reason", "an encoder died")
+        return self._repaired(damage, answer)
+
+    def _end_world(self, request: m.Repair, how: str) -> None:
+        if self._control.usable_world == request.world:
+            self._control.end_world(request.world, f"the repair of {request.shard_id} {how}")
+
+    @staticmethod
+    def _ends(body: object, request: m.Repair) -> bool:
+        """Whether an event is the end of a repair, good or bad.
+
+        What is told late of a world before is not.
+        """
+        if isinstance(body, m.Repaired):
+            return (body.shard_id, body.snapshot) == _key(request)
+        if isinstance(body, m.OrderFailed):
+            return (body.snapshot, body.world) == (request.snapshot, request.world)
+        return isinstance(body, m.WriterGone) and (body.role, body.who) == (
+            "encoder",
+            request.world,
+        )
+
+    def _repaired(self, damage: m.BadBlocks, answer: m.Repaired) -> str:
+        self.repaired += answer.blocks
+        if answer.left:
+            return f"{answer.left} blocks could not be recomputed from the rest of the stripe"
+        if damage.more:
+            return f"{answer.blocks} blocks were repaired, and {damage.more} are left to be listed"
+        self.lost.discard((damage.shard_id, damage.snapshot))
+        self._control.observers.tell(
+            "repaired",
+            f"{answer.blocks} blocks of {damage.shard_id} in snapshot {damage.snapshot} were "
+            "repaired from parity",
+            shard=damage.shard_id,
+            blocks=answer.blocks,
+        )
+        return ""
+
+    def _give_up(self, damage: m.BadBlocks, reason: str) -> None:
+        self._control.observers.tell(
+            "not_repaired",
+            f"{damage.shard_id} in snapshot {damage.snapshot} stays damaged: {reason}; it counts "
+            "as lost, and the next recovery rebuilds it or takes an older snapshot",
+            shard=damage.shard_id,
+        )
+
+
+def _key(request: m.Repair) -> Key:
+    return request.shard_id, request.snapshot

@@ -1,0 +1,1 @@
+"""Finds hangs and stragglers from heartbeats, and times recoveries."""

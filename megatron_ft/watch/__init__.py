@@ -1,1 +1,0 @@
-"""Watching training from outside: progress, hangs, stragglers, and the parts of a restart."""
