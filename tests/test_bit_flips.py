@@ -11,8 +11,9 @@ from megatron_ft.erasure.inspection import Damage, SlotInspector, block_of
 from megatron_ft.erasure.member import MemberView, StripeCode
 from megatron_ft.erasure.mending import Blocks
 from megatron_ft.erasure.solving import RowSolver
-from megatron_ft.testing.bit_flips import regions, trials
-from megatron_ft.testing.bit_flips.run import flip, merge, table
+from megatron_ft.testing.bit_flips import regions
+from tests.tools.bit_flips import trials
+from tests.tools.bit_flips.run import flip, merge, table
 
 EVERY_REGION = {
     value for name, value in vars(regions).items() if name.isupper() and isinstance(value, str)
@@ -23,7 +24,7 @@ EVERY_REGION = {
 def test_every_flipped_bit_is_found_and_repaired_or_refused(
     scheme: str, flips: int, tmp_path: Path
 ) -> None:
-    """A million of them: python -m megatron_ft.testing.bit_flips."""
+    """A million of them: python -m tests.tools.bit_flips."""
     counts = flip(scheme, flips, seed=7, folder=tmp_path)
     assert counts.keys() == EVERY_REGION
     assert sum(count.flips for count in counts.values()) >= flips

@@ -15,7 +15,7 @@ from megatron_ft.arena.format import SlotState
 from megatron_ft.cli.main import main
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.encode import encode
-from megatron_ft.testing.bit_flips.stripe import SLOT, Stripe
+from tests.tools.bit_flips.stripe import SLOT, Stripe
 
 
 @pytest.fixture(params=["xor:3", "rs:2+2", "replica:2"])

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 
 from megatron_ft.testing.chaos.job import JobFile
 from megatron_ft.testing.chaos.oracle import warm_python
-from megatron_ft.testing.soak import plan as p
-from megatron_ft.testing.soak.flatness import BOUNDS, Bound, common_slope, judge, rise
-from megatron_ft.testing.soak.job import roles
-from megatron_ft.testing.soak.measure import ROLES, Sample, sample
-from megatron_ft.testing.soak.plan import plan
-from megatron_ft.testing.soak.report import is_good, render
-from megatron_ft.testing.soak.run import Soak, run
+from tests.tools.soak import plan as p
+from tests.tools.soak.flatness import BOUNDS, Bound, common_slope, judge, rise
+from tests.tools.soak.job import roles
+from tests.tools.soak.measure import ROLES, Sample, sample
+from tests.tools.soak.plan import plan
+from tests.tools.soak.report import is_good, render
+from tests.tools.soak.run import Soak, run
 
 MIB = 1 << 20
 FLAT = Sample("smp", 1, 0, 30 * MIB, MIB, 20 * MIB, 25, 5)
@@ -219,7 +219,7 @@ class Ports:
                 command = child.cmdline()
             except psutil.NoSuchProcess:  # a zombie of another test counts as one
                 continue
-            if "megatron_ft.testing.soak.job" in command:
+            if "tests.tools.soak.job" in command:
                 yield "supervisor", child.pid
                 job = msgspec.json.decode(Path(command[-1]).read_bytes(), type=JobFile)
                 yield from roles(job.name)

@@ -12,9 +12,9 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask, sockets
 from megatron_ft.testing.chaos.damage import damage
 from megatron_ft.testing.chaos.processes import processes, send
-from megatron_ft.testing.soak import plan as p
-from megatron_ft.testing.soak.job import SoakCluster, SoakFollower
-from megatron_ft.testing.soak.plan import Fault
+from tests.tools.soak import plan as p
+from tests.tools.soak.job import SoakCluster, SoakFollower
+from tests.tools.soak.plan import Fault
 
 AWAY_SECONDS = 1.0
 """How long a lost node stays away, and a pause lasts."""

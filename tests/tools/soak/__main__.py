@@ -1,6 +1,6 @@
 """Soak a job: many snapshots, random faults, and a table of what grew.
 
-    python -m megatron_ft.testing.soak --snapshots 1000 --nodes 8 --ranks-per-node 2 --seed S
+    python -m tests.tools.soak --snapshots 1000 --nodes 8 --ranks-per-node 2 --seed S
 
 Exit codes: 0 all well, 1 something grew, differed, or did not go on.
 """
@@ -16,9 +16,9 @@ from pathlib import Path
 import msgspec
 
 from megatron_ft.testing.chaos.oracle import warm_python
-from megatron_ft.testing.soak.flatness import judge
-from megatron_ft.testing.soak.report import is_good, render
-from megatron_ft.testing.soak.run import Soak, run
+from tests.tools.soak.flatness import judge
+from tests.tools.soak.report import is_good, render
+from tests.tools.soak.run import Soak, run
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_ft.testing.soak", description=(__doc__ or "").splitlines()[0]
+        prog="python -m tests.tools.soak", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--snapshots", type=int, default=1000)
     parser.add_argument("--nodes", type=int, default=8)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from megatron_ft.testing.soak.measure import ROLES, Sample
+from tests.tools.soak.measure import ROLES, Sample
 
 KIB, MIB = 1 << 10, 1 << 20
 

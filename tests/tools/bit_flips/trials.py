@@ -16,7 +16,7 @@ from megatron_ft.erasure.member import MemberView
 from megatron_ft.erasure.mending import mend_data, mend_parity
 from megatron_ft.erasure.solving import Checks, RowSolver, piece_of, place_of, places_of
 from megatron_ft.testing.bit_flips import regions as r
-from megatron_ft.testing.bit_flips.stripe import ITERATION, PERMIT, SLOT, Stripe
+from tests.tools.bit_flips.stripe import ITERATION, PERMIT, SLOT, Stripe
 
 
 @dataclass

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_ft.testing.soak.flatness import Line
-from megatron_ft.testing.soak.run import ENDS, Result
+from tests.tools.soak.flatness import Line
+from tests.tools.soak.run import ENDS, Result
 
 _UNITS = {"anonymous": (1 << 20, "MiB"), "shared": (1 << 20, "MiB")}
 _NAMES = {"anonymous": "memory", "shared": "arenas mapped"}

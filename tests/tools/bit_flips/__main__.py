@@ -1,6 +1,6 @@
 """Flip random bits of real arenas and print what became of them.
 
-python -m megatron_ft.testing.bit_flips --flips 1000000
+python -m tests.tools.bit_flips --flips 1000000
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
 
-from megatron_ft.testing.bit_flips.run import flip, merge, table
+from tests.tools.bit_flips.run import flip, merge, table
 
 
 def main() -> int:
     """Exit code 1 if a flip was missed."""
-    parser = argparse.ArgumentParser(prog="python -m megatron_ft.testing.bit_flips")
+    parser = argparse.ArgumentParser(prog="python -m tests.tools.bit_flips")
     parser.add_argument("--flips", type=int, default=1_000_000, help="bits (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="%(default)s")
     parser.add_argument("--protect", default="rs:2+2", help="scheme (%(default)s)")

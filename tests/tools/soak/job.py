@@ -1,4 +1,4 @@
-"""A soak's job as its supervisor's process: ``python -m megatron_ft.testing.soak.job FILE``."""
+"""A soak's job as its supervisor's process: ``python -m tests.tools.soak.job FILE``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron_ft.testing.chaos.job import (
     role_of_command,
 )
 
-MODULE = "megatron_ft.testing.soak.job"
+MODULE = "tests.tools.soak.job"
 
 
 class SoakCluster(ChaosCluster):

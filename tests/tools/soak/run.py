@@ -16,10 +16,10 @@ from megatron_ft.testing.chaos.job import TRAINING_MODULE, JobFile
 from megatron_ft.testing.chaos.oracle import run_oracle
 from megatron_ft.testing.chaos.settings import Settings
 from megatron_ft.testing.chaos.trace import differences, gaps, read_traces
-from megatron_ft.testing.soak.inflict import Inflicter
-from megatron_ft.testing.soak.job import SoakCluster, SoakFollower, roles
-from megatron_ft.testing.soak.measure import Sample, sample_all
-from megatron_ft.testing.soak.plan import Fault, plan
+from tests.tools.soak.inflict import Inflicter
+from tests.tools.soak.job import SoakCluster, SoakFollower, roles
+from tests.tools.soak.measure import Sample, sample_all
+from tests.tools.soak.plan import Fault, plan
 
 ENDS = ("committed", "aborted", "dropped", "gated")
 """Events that end a snapshot: every one that was permitted comes to one of these."""

@@ -1,4 +1,4 @@
 """Random bits of real arenas are flipped: is each found, and repaired or refused?
 
-``python -m megatron_ft.testing.bit_flips --flips 1000000`` prints a table.
+``python -m tests.tools.bit_flips --flips 1000000`` prints a table.
 """

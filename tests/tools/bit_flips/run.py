@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.testing.bit_flips.stripe import Stripe
-from megatron_ft.testing.bit_flips.trials import Count, Trials
+from tests.tools.bit_flips.stripe import Stripe
+from tests.tools.bit_flips.trials import Count, Trials
 
 COMPARE_EVERY = 2000
 
