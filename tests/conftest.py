@@ -183,7 +183,7 @@ def _command(pid: int) -> str:
 @pytest.fixture(scope="session")
 def megatron_server() -> Iterator[Any]:
     """The process that Megatron's ranks are forked from; tests that use it need Megatron."""
-    from megatron_ft.testing import demo_model
+    from megatron_ft.cli.demo import demo_model
 
     environment = demo_model.ENVIRONMENT | {"PYTHONWARNINGS": "ignore"}
     yield from _shared_server("megatron_program", environment)
@@ -201,7 +201,7 @@ def _shared_server(preload: str, environment: dict[str, str]) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def megatron_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The prefix of a small corpus."""
-    from megatron_ft.testing import stdlib_corpus
+    from megatron_ft.cli.demo import stdlib_corpus
 
     return stdlib_corpus.prepare(tmp_path_factory.mktemp("corpus"), max_bytes=200_000)
 
@@ -228,7 +228,7 @@ def runs(megatron_server: Any, megatron_corpus: Path, tmp_path: Path) -> Any:
 @pytest.fixture(scope="session")
 def warm_python() -> Iterator[Any]:
     """A process that has imported torch; its compiler too, which DeepSpeed's ZeRO asks for."""
-    from megatron_ft.testing.warm_python import TRAINING, WarmPython
+    from megatron_ft.cli.chaos.warm_python import TRAINING, WarmPython
 
     server = WarmPython((*TRAINING, "torch._inductor.compile_fx"))
     SHARED.append(server)

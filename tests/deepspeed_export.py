@@ -14,8 +14,8 @@ from arena_folder import open_arenas
 from deepspeed_program import ENVIRONMENT, line, make_engine, train_step
 
 from megatron_ft.checkpoint.formats import export
+from megatron_ft.cli.demo.trace import trace_path
 from megatron_ft.core.errors import ExportError
-from megatron_ft.testing.trace import trace_path
 
 ARENAS, EXPORTED, REFERENCE = "TEST_ARENAS", "TEST_EXPORTED", "TEST_REFERENCE"
 assert ENVIRONMENT
@@ -140,8 +140,8 @@ def train_stock() -> None:
     """Go on from a checkpoint as plain DeepSpeed does, without anything of ours."""
     from deepspeed_final import collect
 
-    from megatron_ft.testing import final_state
-    from megatron_ft.testing.trace import final_path
+    from megatron_ft.cli.demo import final_state
+    from megatron_ft.cli.demo.trace import final_path
 
     cell, steps, folder = json.loads(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     engine = make_engine(cell)

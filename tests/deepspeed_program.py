@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from late_capture import LOAD_FROM, SAVE_AT, ArenaManager
 
+from megatron_ft.cli.demo import final_state
+from megatron_ft.cli.demo.trace import final_path, trace_path
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.testing import final_state
-from megatron_ft.testing.trace import final_path, trace_path
 
 ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 """With more threads torch keeps one that a forked rank would lack."""

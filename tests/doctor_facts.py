@@ -6,8 +6,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_ft.core.scheme import Scheme
-from megatron_ft.doctor.facts import (
+from megatron_ft.cli.doctor.facts import (
     ArenaPlace,
     Clock,
     DrainPlace,
@@ -22,7 +21,8 @@ from megatron_ft.doctor.facts import (
     WorldFacts,
     WorldRank,
 )
-from megatron_ft.doctor.pairs import all_pairs
+from megatron_ft.cli.doctor.pairs import all_pairs
+from megatron_ft.core.scheme import Scheme
 
 GIB = 1 << 30
 NODES = ("n0", "n1", "n2", "n3", "n4")

@@ -18,15 +18,15 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ft.doctor.pairs import judge_pairs
-from megatron_ft.doctor.worlds import Worlds
+from megatron_ft.cli.doctor.pairs import judge_pairs
+from megatron_ft.cli.doctor.worlds import Worlds
 from megatron_ft.launchers.launcher import Placement
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.launchers.world import WorldProcess
 
 HELD_BACK = """
 import time
-from megatron_ft.doctor import pair_world
+from megatron_ft.cli.doctor import pair_world
 real = pair_world.PairMeter._exchange
 def slow(*arguments, **named):
     time.sleep(1.0)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from megatron_ft.cli.chaos.node_network import NodeNetwork
+from megatron_ft.cli.chaos.warm_python import WarmChild, WarmPython
 from megatron_ft.core.environment import TREE
 from megatron_ft.core.ports import free_port
 from megatron_ft.core.scheme import Scheme
@@ -27,8 +29,6 @@ from megatron_ft.supervisor.stop import Stop
 from megatron_ft.supervisor.supervisor import Supervisor
 from megatron_ft.supervisor.timing import Timing
 from megatron_ft.supervisor.watch.timeout import HangSettings
-from megatron_ft.testing.network import NodeNetwork
-from megatron_ft.testing.warm_python import WarmChild, WarmPython
 from tests.gated_training import GATE
 
 ROOT = Path(__file__).parent.parent

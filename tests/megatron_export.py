@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from megatron_ft.checkpoint import native
 from megatron_ft.checkpoint.form import Wanted
 from megatron_ft.checkpoint.source import OpenSnapshot
+from megatron_ft.cli.demo import final_state
 from megatron_ft.core.errors import ExportError
 from megatron_ft.megatron import checkpoint_form
 from megatron_ft.megatron.export.tensors import CapturedTensors
 from megatron_ft.megatron.export.write import export, form_of
 from megatron_ft.megatron.save_form import sharded_tensors
-from megatron_ft.testing import final_state
 from megatron_ft.trainer.plan import dtype_from_name
 
 ARENAS, EXPORTED, REFERENCE = "TEST_ARENAS", "TEST_EXPORTED", "TEST_REFERENCE"

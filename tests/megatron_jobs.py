@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft.cli.demo import demo_model, stock_script
+from megatron_ft.cli.demo.compare import Comparison, compare_runs, compare_states
+from megatron_ft.cli.demo.trace import final_lines, read_trace
 from megatron_ft.launchers.startup import before_script
 from megatron_ft.supervisor.timing import Timing
-from megatron_ft.testing import demo_model, stock_script
-from megatron_ft.testing.demo.compare import Comparison, compare_runs, compare_states
-from megatron_ft.testing.trace import final_lines, read_trace
 from tests.held_in_step import sitecustomize as held
 from tests.jobs import ROOT, Job
 
@@ -66,7 +66,7 @@ class Program:
 
 def packaged(megatron: Path) -> Program:
     """Our own program on a release of megatron-core in the folder ``megatron``."""
-    return Program(("-m", "megatron_ft.testing.pretrain_gpt"), megatron)
+    return Program(("-m", "megatron_ft.cli.demo.pretrain_gpt"), megatron)
 
 
 def stock(checkout: Path) -> Program:

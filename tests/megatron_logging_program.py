@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from megatron_ft.cli.demo import cpu_device
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.testing import cpu_device
 from megatron_ft.trainer.ticket import Ticket
 
 RECORDS = "TEST_LOG_RECORDS"
@@ -80,8 +80,8 @@ def make_patient_manager(config: SnapshotConfig) -> Any:
 def main() -> None:
     cpu_device.install()
     install_writers()
+    from megatron_ft.cli.demo import pretrain_gpt
     from megatron_ft.megatron import install
-    from megatron_ft.testing import pretrain_gpt
 
     install(make_patient_manager)
     pretrain_gpt.main()

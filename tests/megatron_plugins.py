@@ -113,7 +113,7 @@ class Savable(Drawn):
 def _bring_loader(kind: type[Drawn]) -> None:
     from megatron.core import mpu
 
-    from megatron_ft.testing import gpt_training
+    from megatron_ft.cli.demo import gpt_training
 
     def loaders(samples: list[int], vp_stage: int | None = None) -> Any:
         loader = kind(mpu.get_data_parallel_rank())
@@ -221,7 +221,7 @@ def quiet_data_loaders() -> None:
     Cyclic data is iterated over only when the first batch is read, in a restored run after
     the generators were set.
     """
-    from megatron_ft.testing.cpu_device import random_state
+    from megatron_ft.cli.demo.cpu_device import random_state
 
     random_state.keep_data_loader_off_the_generator()
 

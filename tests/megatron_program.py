@@ -15,8 +15,8 @@ import torch
 from late_capture import ArenaManager
 from torch.utils.data import DataLoader
 
+from megatron_ft.cli.demo import cpu_device
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.testing import cpu_device
 
 PLUGINS = "TEST_PLUGINS"
 """Functions to call before training, "module:function", separated by blanks."""
@@ -48,8 +48,8 @@ def preload() -> None:
         "megatron.training.models",
         "megatron.training.yaml_arguments",
         "megatron_ft.megatron",
-        "megatron_ft.testing.gpt_training",
-        "megatron_ft.testing.training_trace",
+        "megatron_ft.cli.demo.gpt_training",
+        "megatron_ft.cli.demo.training_trace",
     ):
         importlib.import_module(module)
     _read_help_once()
@@ -65,8 +65,8 @@ def _read_help_once() -> None:
 
 def train() -> None:
     """Train as ``sys.argv`` says."""
+    from megatron_ft.cli.demo import pretrain_gpt
     from megatron_ft.megatron import install
-    from megatron_ft.testing import pretrain_gpt
 
     for plugin in os.environ.get(PLUGINS, "").split():
         module, _, function = plugin.partition(":")

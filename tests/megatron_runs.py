@@ -13,7 +13,7 @@ from megatron_layouts import Layout
 from megatron_program import PLUGINS
 from resume_runs import ITERATIONS, SNAPSHOT_AT, TIMEOUT_SECONDS
 
-from megatron_ft.testing import demo_model
+from megatron_ft.cli.demo import demo_model
 
 SNAPSHOTS = "--inmem-snapshot"
 

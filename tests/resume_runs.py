@@ -17,8 +17,8 @@ from arena_folder import ArenaFolder
 from fork_server import ForkServer, Outcome, Request
 from late_capture import LOAD_FROM, RANKS_PER_NODE, SAVE_AT, SAVE_TO, SCHEME
 
-from megatron_ft.testing import final_state
-from megatron_ft.testing.trace import final_path, read_trace
+from megatron_ft.cli.demo import final_state
+from megatron_ft.cli.demo.trace import final_path, read_trace
 
 ITERATIONS, SNAPSHOT_AT = 8, 4
 TIMEOUT_SECONDS = 120.0

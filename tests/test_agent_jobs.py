@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft.cli.chaos.node_network import NodeNetwork
 from megatron_ft.core.environment import JOB, NODE
 from megatron_ft.core.ports import free_port
 from megatron_ft.launchers.virtual_network import HOST
-from megatron_ft.testing.network import NodeNetwork
 from tests.agent_jobs import AgentJob
 from tests.gated_training import GATE
 from tests.jobs import GATED, TORCHRUN, Result, difference, oracle

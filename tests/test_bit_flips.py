@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.arena import record
+from megatron_ft.cli.chaos import regions
 from megatron_ft.erasure.inspection import Damage, SlotInspector, block_of
 from megatron_ft.erasure.member import MemberView, StripeCode
 from megatron_ft.erasure.mending import Blocks
 from megatron_ft.erasure.solving import RowSolver
-from megatron_ft.testing.bit_flips import regions
 from tests.tools.bit_flips import trials
 from tests.tools.bit_flips.run import flip, merge, table
 

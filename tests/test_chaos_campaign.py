@@ -14,16 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.cli.main import main
-from megatron_ft.testing.chaos import judge as j
-from megatron_ft.testing.chaos.campaign_plan import (
+from megatron_ft.cli.chaos import judge as j
+from megatron_ft.cli.chaos.campaign_plan import (
     FAULTS_PER_JOB,
     SCHEMES,
     TRANSPORTS,
     WEIGHTS,
     jobs,
 )
-from megatron_ft.testing.chaos.judge import Story, Struck, rule
+from megatron_ft.cli.chaos.judge import Story, Struck, rule
+from megatron_ft.cli.main import main
 from tests.test_chaos_judge import ORACLE, commit, event, restoring, trained
 
 

@@ -11,16 +11,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ft.cli import chaos
+from megatron_ft.cli.chaos import command as chaos
+from megatron_ft.cli.chaos import record, report
+from megatron_ft.cli.chaos.cases import Case
+from megatron_ft.cli.chaos.judge import judge
+from megatron_ft.cli.chaos.oracle import run_oracle, warm_python
+from megatron_ft.cli.chaos.record import Result
+from megatron_ft.cli.chaos.runner import Outcome, run_case
+from megatron_ft.cli.chaos.settings import Settings
+from megatron_ft.cli.chaos.trace import Lines
 from megatron_ft.cli.main import main
-from megatron_ft.testing.chaos import record, report
-from megatron_ft.testing.chaos.cases import Case
-from megatron_ft.testing.chaos.judge import judge
-from megatron_ft.testing.chaos.oracle import run_oracle, warm_python
-from megatron_ft.testing.chaos.record import Result
-from megatron_ft.testing.chaos.runner import Outcome, run_case
-from megatron_ft.testing.chaos.settings import Settings
-from megatron_ft.testing.chaos.trace import Lines
 
 pytestmark = pytest.mark.mpi
 
@@ -108,7 +108,7 @@ def test_a_command_of_the_user_is_run_and_compared_by_its_trace(
         chaos, "warm_python", lambda: SimpleNamespace(path=settings.warm, close=int)
     )
     found = tmp_path / "found.json"
-    command = ["python", "-m", "megatron_ft.testing.chaos.training", "--iterations", "200"]
+    command = ["python", "-m", "megatron_ft.cli.chaos.training", "--iterations", "200"]
     words = ["chaos", "--case", "encode.done:trainer:kill:0", "--json", str(found)]
     assert main([*words, "--", *command, "--seconds", "0.03"]) == 0, capsys.readouterr().out
     assert "1 cases, 0 failed" in capsys.readouterr().out

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.testing.chaos.judge import Story, Struck, judge
-from megatron_ft.testing.chaos.trace import Lines
+from megatron_ft.cli.chaos.judge import Story, Struck, judge
+from megatron_ft.cli.chaos.trace import Lines
 
 
 def event(at: float, kind: str, **fields: Any) -> dict[str, Any]:

@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megatron_ft
-from megatron_ft.cli.chaos import listing
+from megatron_ft.cli.chaos.armed import InjectedError, arm
+from megatron_ft.cli.chaos.cases import FAULTS, VICTIMS, Case, Chance, draw, table, tabled
+from megatron_ft.cli.chaos.command import listing
+from megatron_ft.cli.chaos.plan import ARMED_NAME, SOCKET_NAME, Plan, Strike
 from megatron_ft.core import fault_points
 from megatron_ft.core.environment import NODE
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.fault_points import POINTS
-from megatron_ft.testing.chaos.armed import InjectedError, arm
-from megatron_ft.testing.chaos.cases import FAULTS, VICTIMS, Case, Chance, draw, table, tabled
-from megatron_ft.testing.chaos.plan import ARMED_NAME, SOCKET_NAME, Plan, Strike
 
 SOURCES = Path(megatron_ft.__file__).parent
 

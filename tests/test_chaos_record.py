@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ft.cli import chaos
+from megatron_ft.cli.chaos import command as chaos
+from megatron_ft.cli.chaos import record, report
+from megatron_ft.cli.chaos.cases import Case, table
+from megatron_ft.cli.chaos.record import FAILED, Restore, Result
+from megatron_ft.cli.chaos.settings import Settings
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.testing.chaos import record, report
-from megatron_ft.testing.chaos.cases import Case, table
-from megatron_ft.testing.chaos.record import FAILED, Restore, Result
-from megatron_ft.testing.chaos.settings import Settings
 
 CASES = table(2, 1, every_process=True)
 

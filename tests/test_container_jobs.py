@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft.cli.chaos.node_network import NodeNetwork
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import JOB, TREE
 from megatron_ft.launchers.virtual_network import HOST
-from megatron_ft.testing.network import NodeNetwork
 from tests import containers
 from tests.agent_jobs import AgentJob
 from tests.jobs import Uninterrupted, difference

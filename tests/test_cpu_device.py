@@ -15,7 +15,7 @@ def no_device(*_arguments):
 torch._C._accelerator_getAccelerator = lambda: torch.device("cuda")
 torch._C._accelerator_getStream = torch._C._accelerator_getDeviceIndex = no_device
 
-from megatron_ft.testing import cpu_device
+from megatron_ft.cli.demo import cpu_device
 cpu_device.install(megatron=False)
 
 weight = torch.nn.Parameter(torch.ones(3, device="cuda"))

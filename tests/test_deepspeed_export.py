@@ -20,7 +20,7 @@ from fork_server import Request  # noqa: E402
 from late_capture import LOAD_FROM, SAVE_AT  # noqa: E402
 from resume_runs import ITERATIONS, SNAPSHOT_AT  # noqa: E402
 
-from megatron_ft.testing import final_state  # noqa: E402
+from megatron_ft.cli.demo import final_state  # noqa: E402
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 

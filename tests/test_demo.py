@@ -26,7 +26,32 @@ pytest.importorskip("torch")
 import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
 
-from megatron_ft.cli import demo as cli  # noqa: E402
+from megatron_ft.cli.demo import command as cli  # noqa: E402
+from megatron_ft.cli.demo import (  # noqa: E402
+    compare,
+    outcome,
+    overhead,
+    plot,
+    report,
+    stock_script,  # noqa: E402
+)
+from megatron_ft.cli.demo.frameworks import deepspeed  # noqa: E402
+from megatron_ft.cli.demo.frameworks.deepspeed import DeepSpeed  # noqa: E402
+from megatron_ft.cli.demo.frameworks.megatron import MegatronCore  # noqa: E402
+from megatron_ft.cli.demo.record import Record, Seen, Strike  # noqa: E402
+from megatron_ft.cli.demo.run import Demo, faults_of  # noqa: E402
+from megatron_ft.cli.demo.scenario import Fault, FaultKind, plan_faults  # noqa: E402
+from megatron_ft.cli.demo.screen import Screen, make_console  # noqa: E402
+from megatron_ft.cli.demo.settings import DemoSettings, Folders, job_spec  # noqa: E402
+from megatron_ft.cli.demo.trace import (  # noqa: E402
+    TraceLine,
+    TraceTail,
+    final_lines,
+    final_path,
+    parse_line,
+    read_trace,
+    trace_path,
+)
 from megatron_ft.config.json_section import SECTION  # noqa: E402
 from megatron_ft.core.errors import (  # noqa: E402
     ConfigError,
@@ -37,25 +62,6 @@ from megatron_ft.core.identity import SnapshotId  # noqa: E402
 from megatron_ft.launchers.virtual import default_root  # noqa: E402
 from megatron_ft.rpc import messages as m  # noqa: E402
 from megatron_ft.supervisor.events import JobEvent  # noqa: E402
-from megatron_ft.testing import stock_script  # noqa: E402
-from megatron_ft.testing.demo import compare, outcome, overhead, plot, report  # noqa: E402
-from megatron_ft.testing.demo.frameworks import deepspeed  # noqa: E402
-from megatron_ft.testing.demo.frameworks.deepspeed import DeepSpeed  # noqa: E402
-from megatron_ft.testing.demo.frameworks.megatron import MegatronCore  # noqa: E402
-from megatron_ft.testing.demo.record import Record, Seen, Strike  # noqa: E402
-from megatron_ft.testing.demo.run import Demo, faults_of  # noqa: E402
-from megatron_ft.testing.demo.scenario import Fault, FaultKind, plan_faults  # noqa: E402
-from megatron_ft.testing.demo.screen import Screen, make_console  # noqa: E402
-from megatron_ft.testing.demo.settings import DemoSettings, Folders, job_spec  # noqa: E402
-from megatron_ft.testing.trace import (  # noqa: E402
-    TraceLine,
-    TraceTail,
-    final_lines,
-    final_path,
-    parse_line,
-    read_trace,
-    trace_path,
-)
 
 
 def _has_megatron() -> bool:

@@ -23,12 +23,11 @@ from doctor_facts import wishes
 
 from megatron_ft.checkpoint.hold import Holder, hold
 from megatron_ft.cli import main as cli
-from megatron_ft.core.environment import INCARNATION, JOB, NODE, NODE_DIR
-from megatron_ft.doctor import as_trainer, machine
-from megatron_ft.doctor.answer import MARK, answers, last_words
-from megatron_ft.doctor.examine import DrainToken
-from megatron_ft.doctor.export_folders import export_folders, try_folder
-from megatron_ft.doctor.facts import (
+from megatron_ft.cli.doctor import as_trainer, machine
+from megatron_ft.cli.doctor.answer import MARK, answers, last_words
+from megatron_ft.cli.doctor.examine import DrainToken
+from megatron_ft.cli.doctor.export_folders import export_folders, try_folder
+from megatron_ft.cli.doctor.facts import (
     ExportFolder,
     ExportPlace,
     NodeFacts,
@@ -36,7 +35,8 @@ from megatron_ft.doctor.facts import (
     TrainerFacts,
     Wishes,
 )
-from megatron_ft.doctor.rates import measure_drain
+from megatron_ft.cli.doctor.rates import measure_drain
+from megatron_ft.core.environment import INCARNATION, JOB, NODE, NODE_DIR
 from megatron_ft.supervisor.job_state import JobState, state_folder
 
 MIB = 1 << 20
@@ -73,7 +73,7 @@ def probe(
     request = ProbeRequest(".token", str(root), "rs:2+1", str(drain or ""), rate, folders)
     marks = {JOB: "job", NODE: "n0", NODE_DIR: str(node_dir), INCARNATION: "0"}
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_ft.doctor.probe"], env={**os.environ, **marks},
+        [sys.executable, "-m", "megatron_ft.cli.doctor.probe"], env={**os.environ, **marks},
         input=msgspec.json.encode(request), stdout=subprocess.PIPE, timeout=TIMEOUT, check=True,
         **options,
     )  # fmt: skip

@@ -14,8 +14,8 @@ from erasure_world import BOTH
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.doctor.facts import WorldFacts
-from megatron_ft.doctor.pairs import (
+from megatron_ft.cli.doctor.facts import WorldFacts
+from megatron_ft.cli.doctor.pairs import (
     SLOW_NODE,
     Pair,
     all_pairs,
@@ -27,7 +27,7 @@ from megatron_ft.doctor.pairs import (
     round_robin,
     second_round,
 )
-from megatron_ft.doctor.worlds import Worlds
+from megatron_ft.cli.doctor.worlds import Worlds
 from megatron_ft.erasure.world import MPI, TCP
 from megatron_ft.launchers.launcher import Placement
 from megatron_ft.launchers.process import LocalProcess

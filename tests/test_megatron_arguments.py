@@ -173,7 +173,7 @@ def test_training_without_snapshots_under_a_supervisor_is_refused(
 
 _PROGRAM = """
 import sys
-from megatron_ft.testing import cpu_device, demo_model
+from megatron_ft.cli.demo import cpu_device, demo_model
 cpu_device.install()
 import megatron_ft.megatron
 megatron_ft.megatron.install()

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ft.cli.demo import demo_model, stock_script
 from megatron_ft.core import environment
 from megatron_ft.core.errors import UnsupportedVersionError
 from megatron_ft.launchers.startup import FOLDER, before_script, sitecustomize
 from megatron_ft.launchers.startup.sitecustomize import AfterImport, install_snapshots
 from megatron_ft.megatron import autoload, versions
-from megatron_ft.testing import demo_model, stock_script
 
 ROOT = Path(__file__).parents[1]
 
@@ -268,7 +268,7 @@ def test_snapshots_without_a_supervisor_are_an_error_that_says_what_to_do(tmp_pa
     flags = demo_model.demo_arguments(data_path=tmp_path / "no corpus is needed")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [*command, "-m", "megatron_ft.testing.pretrain_gpt", *flags, "--inmem-snapshot"],
+        [*command, "-m", "megatron_ft.cli.demo.pretrain_gpt", *flags, "--inmem-snapshot"],
         env={**os.environ, **demo_model.ENVIRONMENT, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

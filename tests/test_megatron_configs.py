@@ -111,7 +111,7 @@ def test_every_stripe_is_full_and_of_equal_shards(name: str) -> None:
 
 _PARSE = """
 import contextlib, io, json, os, sys
-from megatron_ft.testing import cpu_device
+from megatron_ft.cli.demo import cpu_device
 cpu_device.install()
 import megatron_ft.megatron
 megatron_ft.megatron.install()

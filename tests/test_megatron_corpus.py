@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.testing import stdlib_corpus
+from megatron_ft.cli.demo import stdlib_corpus
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_this_machine_has_enough(tmp_path: Path) -> None:
 
 _READ_BACK = """
 import sys
-from megatron_ft.testing import cpu_device, stdlib_corpus
+from megatron_ft.cli.demo import cpu_device, stdlib_corpus
 cpu_device.install(megatron=False)
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 data = IndexedDataset(sys.argv[1])

@@ -23,8 +23,8 @@ from megatron_layouts import DISTRIBUTED, EP2, PP2, TP2, VPP, Layout, words  # n
 from megatron_runs import ITERATIONS, SNAPSHOT_AT, SNAPSHOTS, Runs  # noqa: E402
 
 from megatron_ft.checkpoint import native  # noqa: E402
+from megatron_ft.cli.demo import demo_model  # noqa: E402
 from megatron_ft.launchers.virtual import VirtualCluster  # noqa: E402
-from megatron_ft.testing import demo_model  # noqa: E402
 from tests.no_pickle import check_holds_no_pickle  # noqa: E402
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
@@ -147,7 +147,7 @@ def test_export_of_a_running_job_and_of_what_was_drained(runs: Runs) -> None:
     training = demo_model.demo_arguments(
         iterations=100_000, data_path=runs.corpus, hidden=32, sequence=16
     )
-    program_flags = ["-m", "megatron_ft.testing.pretrain_gpt", *training, SNAPSHOTS]
+    program_flags = ["-m", "megatron_ft.cli.demo.pretrain_gpt", *training, SNAPSHOTS]
     job = subprocess.Popen(
         # The trainers train as long as the commands run: those go first.
         [*command, "--", "nice", "-n", "19", sys.executable, *program_flags],

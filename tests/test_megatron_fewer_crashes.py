@@ -22,9 +22,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from megatron_ft.cli.chaos.plan import ARMED_NAME, SOCKET_NAME, Arrival, Plan, Strike
 from megatron_ft.core import fault_points
 from megatron_ft.launchers.virtual import VirtualCluster
-from megatron_ft.testing.chaos.plan import ARMED_NAME, SOCKET_NAME, Arrival, Plan, Strike
 from tests.jobs import ROOT
 from tests.megatron_jobs import LONG_JOB, SNAPSHOTS, compare_fewer_ranks, train_alone
 from tests.test_megatron_fewer import program

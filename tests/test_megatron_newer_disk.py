@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft.cli.demo.trace import read_trace
 from megatron_ft.supervisor.timing import Timing
-from megatron_ft.testing.trace import read_trace
 from tests.jobs import Job
 from tests.megatron_jobs import (
     RANKS,

@@ -35,7 +35,7 @@ from megatron_runs import (  # noqa: E402
     check_resume,
 )
 
-from megatron_ft.testing import demo_model  # noqa: E402
+from megatron_ft.cli.demo import demo_model  # noqa: E402
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 

@@ -19,9 +19,9 @@ pytest.importorskip("torch")
 
 import megatron_logging_program  # noqa: E402
 
+from megatron_ft.cli.demo import demo_model, stdlib_corpus  # noqa: E402
 from megatron_ft.megatron import snapshot_log  # noqa: E402
 from megatron_ft.megatron.snapshot_log import SnapshotLog, text_line  # noqa: E402
-from megatron_ft.testing import demo_model, stdlib_corpus  # noqa: E402
 from megatron_ft.trainer.figures import figures  # noqa: E402
 from megatron_ft.trainer.stats import CaptureStats, LastCapture  # noqa: E402
 from tests.jobs import Job  # noqa: E402

@@ -50,7 +50,7 @@ def test_a_missing_function_or_module_is_refused_by_name() -> None:
 
 
 _PROGRAM = """
-from megatron_ft.testing import cpu_device
+from megatron_ft.cli.demo import cpu_device
 cpu_device.install()
 from megatron.training import arguments, training
 import megatron_ft.megatron as integration

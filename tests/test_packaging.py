@@ -29,8 +29,12 @@ PROVIDED = {
     "mpi4py": "3.1.4+fabric",
     "openmpi": "4.1.7",
 }
-LIGHT_PACKAGES = ("arena", "smp", "erasure", "launch", "recovery", "disk", "cli")
-LIGHT_MODULES = ("identity", "shard_meta", "errors", "config", "environment", "isal")
+LIGHT_PACKAGES = (
+    *("core", "config", "arena", "rpc", "erasure", "smp", "checkpoint", "launchers", "supervisor"),
+    "cli",
+)
+TRAINING_MODULES = ("core/objects", "checkpoint/stored.py", "cli/demo", "cli/chaos")
+LIGHT_MODULES = ("cli/demo/command", "cli/chaos/command")
 HEAVY = ("torch", "megatron", "deepspeed", "transformer_engine")
 
 
@@ -175,7 +179,10 @@ def light_modules() -> list[str]:
     root = REPOSITORY / "megatron_ft"
     files = [root / f"{name}.py" for name in LIGHT_MODULES]
     files += [f for package in LIGHT_PACKAGES for f in (root / package).rglob("*.py")]
-    parts = [f.relative_to(REPOSITORY).with_suffix("").parts for f in files if f.exists()]
+    torch = {f for name in TRAINING_MODULES for f in (root / name, *(root / name).rglob("*.py"))}
+    torch -= {root / f"{name}.py" for name in LIGHT_MODULES}
+    files = [f for f in files if f not in torch]
+    parts = [f.relative_to(REPOSITORY).with_suffix("").parts for f in files]
     return sorted(".".join(p).removesuffix(".__init__") for p in parts)
 
 

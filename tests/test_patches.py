@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.testing import demo_model, stock_script
+from megatron_ft.cli.demo import demo_model, stock_script
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "patch-megatron.sh"

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft.cli.demo import stock_script
+from megatron_ft.cli.demo.compare import compare_runs
 from megatron_ft.launchers.startup import before_script
-from megatron_ft.testing import stock_script
-from megatron_ft.testing.demo.compare import compare_runs
 from tests import slurm_cluster
 from tests.held_in_step import sitecustomize as held
 from tests.megatron_jobs import (

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.testing.chaos.job import JobFile
-from megatron_ft.testing.chaos.oracle import warm_python
+from megatron_ft.cli.chaos.job import JobFile
+from megatron_ft.cli.chaos.oracle import warm_python
 from tests.tools.soak import plan as p
 from tests.tools.soak.flatness import BOUNDS, Bound, common_slope, judge, rise
 from tests.tools.soak.job import roles

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft.cli.chaos.node_network import NodeNetwork
 from megatron_ft.launchers.virtual_network import HOST
-from megatron_ft.testing.network import NodeNetwork
 from tests import ssh_nodes
 from tests.agent_jobs import AgentJob
 from tests.jobs import ROOT, Uninterrupted, difference

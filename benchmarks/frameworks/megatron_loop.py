@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from benchmarks.frameworks.save_calls import WARM_UP, SaveCalls
-from megatron_ft.testing import cpu_device, pretrain_gpt, stdlib_corpus
-from megatron_ft.testing.demo_model import ENVIRONMENT, demo_arguments
+from megatron_ft.cli.demo import cpu_device, pretrain_gpt, stdlib_corpus
+from megatron_ft.cli.demo.demo_model import ENVIRONMENT, demo_arguments
 
 LAYERS = 40
 """484 parameters, with their masters and what Adam keeps of each 1,936 tensors."""

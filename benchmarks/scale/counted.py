@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 
 from benchmarks.scale.tally import EVENTS, Tally, kind_of
+from megatron_ft.cli.chaos.job import TRAINING_MODULE, JobFile
+from megatron_ft.cli.chaos.oracle import warm_python
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.link import SmpLink, reported
 from megatron_ft.supervisor.supervisor import Supervisor
-from megatron_ft.testing.chaos.job import TRAINING_MODULE, JobFile
-from megatron_ft.testing.chaos.oracle import warm_python
 
 LIMIT_SECONDS = 400.0
 SNAPSHOTS = 5

@@ -29,7 +29,7 @@ class Command(NamedTuple):
 
 COMMANDS = (
     Command("run", "megatron_ft.cli.run", "run a training command under protection"),
-    Command("doctor", "megatron_ft.cli.doctor", "say before training what would go wrong"),
+    Command("doctor", "megatron_ft.cli.doctor.command", "say before training what would go wrong"),
     Command("status", "megatron_ft.cli.status", "show what is protected and what is exposed"),
     Command("pause", "megatron_ft.cli.pause", "stop taking snapshots until resume"),
     Command("resume", "megatron_ft.cli.pause", "take snapshots again"),
@@ -38,8 +38,12 @@ COMMANDS = (
     Command("rewind", "megatron_ft.cli.rewind", "go on from before an iteration"),
     Command("drill", "megatron_ft.cli.drill", "rebuild a random shard and compare: a fire drill"),
     Command("export", "megatron_ft.cli.export", "make the framework's own checkpoint"),
-    Command("demo", "megatron_ft.cli.demo", "lose a node on this machine and go on from memory"),
-    Command("chaos", "megatron_ft.cli.chaos", "inject faults at named points and judge the job"),
+    Command(
+        "demo", "megatron_ft.cli.demo.command", "lose a node on this machine and go on from memory"
+    ),
+    Command(
+        "chaos", "megatron_ft.cli.chaos.command", "inject faults at named points and judge the job"
+    ),
     Command("clean", "megatron_ft.cli.clean", "remove the memory of jobs that no longer run"),
 )
 

@@ -25,6 +25,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from megatron_ft.cli import agent_place, run_place
+from megatron_ft.cli.doctor.slurm import no_kill, warning
 from megatron_ft.cli.run_folders import folders_ready, make_folder
 from megatron_ft.cli.run_place import RunPlace
 from megatron_ft.cli.run_summary import RunSummary
@@ -41,7 +42,6 @@ from megatron_ft.core.errors import (
 )
 from megatron_ft.core.fewer_ranks import SHRINK
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.doctor.slurm import no_kill, warning
 from megatron_ft.supervisor import descriptors, job_settings, torchrun
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState, state_folder

@@ -28,7 +28,7 @@ _LOOK_SECONDS = 0.05
 
 
 class Network(Protocol):
-    """What a VirtualCluster asks of a network; testing/network.py has one."""
+    """What a VirtualCluster asks of a network; cli/chaos/node_network.py has one."""
 
     def address(self, place: str) -> str:
         """IPv4 address of a node or of HOST."""

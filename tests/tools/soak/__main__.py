@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_ft.testing.chaos.oracle import warm_python
+from megatron_ft.cli.chaos.oracle import warm_python
 from tests.tools.soak.flatness import judge
 from tests.tools.soak.report import is_good, render
 from tests.tools.soak.run import Soak, run

@@ -7,11 +7,11 @@ import random
 import signal
 from collections.abc import Awaitable, Callable
 
+from megatron_ft.cli.chaos.damage import damage
+from megatron_ft.cli.chaos.processes import processes, send
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask, sockets
-from megatron_ft.testing.chaos.damage import damage
-from megatron_ft.testing.chaos.processes import processes, send
 from tests.tools.soak import plan as p
 from tests.tools.soak.job import SoakCluster, SoakFollower
 from tests.tools.soak.plan import Fault

@@ -9,16 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_ft.core import procfs
-from megatron_ft.core.environment import JOB, NODE
-from megatron_ft.core.errors import MegatronFTError
-from megatron_ft.launchers.process import LocalProcess
-from megatron_ft.launchers.virtual import VirtualCluster
-from megatron_ft.launchers.world import WORLD
-from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.supervisor import Supervisor
-from megatron_ft.testing.chaos.follow import Follower
-from megatron_ft.testing.chaos.job import (
+from megatron_ft.cli.chaos.follow import Follower
+from megatron_ft.cli.chaos.job import (
     EVENTS,
     ROLE,
     ChaosCluster,
@@ -27,6 +19,14 @@ from megatron_ft.testing.chaos.job import (
     environment,
     role_of_command,
 )
+from megatron_ft.core import procfs
+from megatron_ft.core.environment import JOB, NODE
+from megatron_ft.core.errors import MegatronFTError
+from megatron_ft.launchers.process import LocalProcess
+from megatron_ft.launchers.virtual import VirtualCluster
+from megatron_ft.launchers.world import WORLD
+from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.supervisor.supervisor import Supervisor
 
 MODULE = "tests.tools.soak.job"
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_ft.testing.chaos.follow import until
-from megatron_ft.testing.chaos.job import TRAINING_MODULE, JobFile
-from megatron_ft.testing.chaos.oracle import run_oracle
-from megatron_ft.testing.chaos.settings import Settings
-from megatron_ft.testing.chaos.trace import differences, gaps, read_traces
+from megatron_ft.cli.chaos.follow import until
+from megatron_ft.cli.chaos.job import TRAINING_MODULE, JobFile
+from megatron_ft.cli.chaos.oracle import run_oracle
+from megatron_ft.cli.chaos.settings import Settings
+from megatron_ft.cli.chaos.trace import differences, gaps, read_traces
 from tests.tools.soak.inflict import Inflicter
 from tests.tools.soak.job import SoakCluster, SoakFollower, roles
 from tests.tools.soak.measure import Sample, sample_all

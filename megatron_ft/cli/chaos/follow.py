@@ -1,0 +1,115 @@
+"""Following a job from outside: its events as they are told, and its supervisor's process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from megatron_ft.cli.chaos.job import EVENTS, MODULE, JobFile, environment
+from megatron_ft.cli.chaos.warm_python import start_at
+from megatron_ft.launchers.process import LocalProcess
+from megatron_ft.supervisor.job_state import read_record
+
+MOST_RESTARTS = 4
+
+
+class Follower:
+    """Reads what a job tells, and starts its supervisor: by ``start``, then whenever it dies."""
+
+    def __init__(self, job: JobFile, most_restarts: int = MOST_RESTARTS) -> None:
+        self.job, self._most_restarts = job, most_restarts
+        self.events: list[dict[str, Any]] = []
+        self.restarts = 0
+        self._file = job.place / "job.json"
+        self._file.write_bytes(msgspec.json.encode(job))
+        self._rest, self._at = b"", 0
+        self.process: LocalProcess
+
+    def start(self) -> None:
+        """Start a supervisor, as a user runs the same command again."""
+        argv = [sys.executable, "-m", MODULE, str(self._file)]
+        log, variables = self.job.place / "supervisor.log", environment(self.job, armed=True)
+        if self.job.warm:
+            child = start_at(self.job.warm, argv[1:], variables, log)
+            self.process = LocalProcess("", child.pid, child)  # type: ignore[arg-type]
+            child.go()
+        else:
+            self.process = LocalProcess.spawn("", argv, variables, log)
+
+    def read(self) -> None:
+        """Take in what was told since."""
+        path = self.job.place / EVENTS
+        if not path.exists():
+            return
+        with path.open("rb") as file:
+            file.seek(self._at)
+            more = file.read()
+        self._at += len(more)
+        *lines, self._rest = (self._rest + more).split(b"\n")
+        self.events += [json.loads(line) for line in lines if line]
+
+    def over(self) -> str:
+        """ "finished" or "stopped" once the job is; a supervisor that merely died is replaced."""
+        if self.process.alive():
+            return ""
+        self.process.join(0)
+        self.read()
+        last = self.events[-1]["kind"] if self.events else ""
+        if last == "ended":
+            return "finished"
+        if last == "stopped" or self.restarts == self._most_restarts:
+            return "stopped"
+        self.restarts += 1
+        self.start()
+        return ""
+
+    def count(self, kind: str, since: float = 0.0, **fields: object) -> int:
+        """Events of a kind with these fields after a moment."""
+        return sum(
+            event["kind"] == kind
+            and event["at"] > since
+            and all(event.get(name) == value for name, value in fields.items())
+            for event in self.events
+        )
+
+    def protected_commits(self, since: float = 0.0) -> int:
+        """Snapshots that survive a node loss, or that are as safe as they can be here."""
+        level = "protected" if self.job.parity else "local"
+        return self.count("committed", since, level=level)
+
+    def active(self) -> list[str]:
+        """The nodes that train, by position, as the job has noted."""
+        record = read_record(self.job.state_dir, self.job.name)
+        noted = [] if record is None else list(record.active)
+        return noted or self.job.node_names[: self.job.nodes]
+
+    def last_error(self) -> tuple[str, str]:
+        """Name and text of the error that stopped the job."""
+        told = [e for e in self.events if e["kind"] in ("stopped", "crashed")]
+        return (told[-1]["error"], told[-1]["text"]) if told else ("", "it told nothing")
+
+    def end(self) -> None:
+        """Kill the supervisor; the cluster's processes are the caller's."""
+        self.process.kill()
+        self.process.join(10)
+
+    def tail(self, count: int = 12) -> str:
+        """The last events, for a report."""
+        start = self.events[0]["at"] if self.events else 0.0
+        told = [e for e in self.events if e["kind"] != "committed"][-count:]
+        return "\n".join(f"{e['at'] - start:7.2f} s {e['kind']}: {e['text']}" for e in told)
+
+
+async def until(condition: Callable[[], bool], seconds: float, whom: Callable[[], str]) -> None:
+    """Look until a condition holds; TimeoutError says who was waited for."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {seconds:.0f} s for {whom()}")
+        await asyncio.sleep(0.02)

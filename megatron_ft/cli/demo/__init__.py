@@ -1,0 +1,1 @@
+"""The demo: a small training program, its faults, its report."""

@@ -1,0 +1,123 @@
+"""Carries the planned faults out, in mid-iteration, on a job that runs."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+from megatron_ft.cli.chaos.processes import processes, send
+from megatron_ft.cli.demo.record import Record, Strike, now
+from megatron_ft.cli.demo.scenario import Fault, FaultKind
+from megatron_ft.cli.demo.trace import TraceLine, TraceTail
+from megatron_ft.core.errors import ControlPlaneError
+from megatron_ft.launchers.virtual import VirtualCluster
+from megatron_ft.supervisor.events import JobEvent
+from megatron_ft.supervisor.supervisor import Supervisor
+
+POLL_SECONDS = 0.02
+STALL_SECONDS = 600.0
+
+
+class Injector:
+    """Follows rank 0's trace and strikes when a fault is due.
+
+    ``on_line`` is called with each finished iteration, ``on_strike`` just after a fault.
+    """
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        cluster: VirtualCluster,
+        faults: Sequence[Fault],
+        trace: Path,
+        record: Record,
+        on_line: Callable[[TraceLine], None],
+        on_strike: Callable[[Strike], None],
+    ) -> None:
+        self._supervisor, self._cluster = supervisor, cluster
+        self._waiting = list(faults)
+        self._tail, self._record = TraceTail(trace), record
+        self._on_line, self._on_strike = on_line, on_strike
+        self._lines: list[TraceLine] = []
+        self._protected_life = 0
+        self._alive = time.monotonic()
+        supervisor.observers.add(self._note)
+
+    async def run(self) -> None:
+        """Until cancelled.  ControlPlaneError when the job shows no sign of life any more."""
+        try:
+            while True:
+                self._read()
+                if self._waiting and self._is_due(self._waiting[0]):
+                    fault = self._waiting.pop(0)
+                    await asyncio.sleep(self._seconds_until(fault))
+                    self._strike(fault)
+                await asyncio.sleep(POLL_SECONDS)
+        finally:
+            self._read()
+            self._tail.close()
+
+    def _note(self, event: JobEvent) -> None:
+        self._alive = time.monotonic()
+        wanted = "protected" if self._supervisor.spec.scheme.parity_members else "local"
+        if event.kind == "committed" and event.fields["level"] == wanted:
+            self._protected_life = self._supervisor.coordinator.incarnation
+
+    def _read(self) -> None:
+        for line in self._tail.read():
+            self._alive = time.monotonic()
+            self._lines.append(line)
+            self._on_line(line)
+        if time.monotonic() - self._alive > STALL_SECONDS:
+            raise ControlPlaneError(
+                f"job {self._supervisor.spec.name}: rank 0 finished no iteration for "
+                f"{STALL_SECONDS:.0f} s; see its log in {self._supervisor.spec.log_dir}"
+            )
+
+    def _is_due(self, fault: Fault) -> bool:
+        life = self._supervisor.coordinator.incarnation
+        last = self._record.strikes[-1].incarnation if self._record.strikes else 0
+        if self._protected_life != life or life <= last or not self._lines:
+            return False
+        newest = self._lines[-1]
+        return newest.incarnation == life and newest.iteration >= fault.iteration
+
+    def _seconds_until(self, fault: Fault) -> float:
+        """From now until ``fault.fraction`` of an iteration has passed since the last one's end."""
+        usual = median(line.seconds for line in self._lines[-5:])
+        return max(0.0, self._lines[-1].time + fault.fraction * usual - time.time())
+
+    def _strike(self, fault: Fault) -> None:
+        """Kill, without giving the event loop a turn: what falls together falls at once."""
+        self._read()
+        nodes = [self._supervisor.members.active[position] for position in fault.positions]
+        incarnation = self._supervisor.coordinator.incarnation
+        monotonic, wall = now()
+        if fault.kind is FaultKind.NODE:
+            for node in nodes:
+                self._cluster.kill_node(node)
+            victim = " and ".join(nodes)
+            text = f"{victim} lost: every process killed, memory gone"
+        else:
+            victim, text = self._kill_processes(fault, nodes[0])
+        during = self._lines[-1].iteration + 1
+        strike = Strike(fault, victim, text, incarnation, during, monotonic, wall)
+        self._record.strikes.append(strike)
+        self._on_strike(strike)
+
+    def _kill_processes(self, fault: Fault, node: str) -> tuple[str, str]:
+        rank = fault.positions[0] * self._supervisor.spec.ranks_per_node + fault.local_rank
+        pids = [self._supervisor.trainers.pids()[rank]]
+        victim, text = f"trainer {rank}, {node}", f"trainer of rank {rank} on {node} killed"
+        if fault.kind is FaultKind.TRAINER_AND_ENCODER:
+            encoders = processes(self._cluster.job, "encoder", node)
+            if encoders:  # a world that is being started may have none yet
+                victim = f"trainer {rank} + encoder, {node}"
+                text = f"trainer of rank {rank} and encoder of {node} killed at once"
+            pids += encoders
+        send(pids, signal.SIGKILL)
+        return victim, text

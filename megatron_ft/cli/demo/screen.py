@@ -1,0 +1,121 @@
+"""What the demo shows while it runs: a progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.text import Text
+
+from megatron_ft.cli.demo.record import Strike
+from megatron_ft.cli.demo.trace import TraceLine
+from megatron_ft.supervisor.events import JobEvent
+
+PLAIN_WIDTH = 100
+_EVERY = 5
+
+# Events that a person wants to read, and how they are marked.  Commits are counted instead: one
+# line each would bury the rest.
+_STYLES = {
+    "trainer_died": "red",
+    "silent": "red",
+    "node_lost": "red",
+    "corrupt": "red",
+    "log": "red",
+    "smp_restarted": "yellow",
+    "world_broken": "yellow",
+    "rebuild_failed": "yellow",
+    "backoff": "yellow",
+    "waiting": "yellow",
+    "spare": "cyan",
+    "restoring": "bold green",
+    "from_disk": "yellow",
+    "from_scratch": "yellow",
+    "finished": "green",
+}
+
+
+def make_console() -> Console:
+    """A console for standard output; wide enough for the tables where it is no terminal."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+
+
+class Screen:
+    """Lines of text with the seconds since the start, and one bar for the run under way."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._start = time.monotonic()
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._total = 0
+        self._furthest = 0
+        self._committed = -1
+        self._incarnation = 0
+        self._strike: Strike | None = None
+
+    def say(self, text: str, style: str = "") -> None:
+        """One line; of a text with more lines, the first has the time."""
+        stamp = f"[{time.monotonic() - self._start:6.1f} s] "
+        self.console.print(Text(stamp, "dim") + Text(text, style), soft_wrap=True)
+
+    def begin(self, title: str, iterations: int) -> None:
+        """A run of ``iterations`` starts."""
+        self.end()
+        self._total, self._furthest, self._committed, self._incarnation = iterations, 0, -1, 0
+        self.say(title, "bold")
+        if self.console.is_terminal:
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[detail]}"),
+                console=self.console,
+                transient=True,
+                refresh_per_second=4,
+            )
+            self._task = self._progress.add_task("iterations", total=iterations, detail="starting")
+            self._progress.start()
+
+    def end(self) -> None:
+        """The run is over, however it went."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def line(self, line: TraceLine) -> None:
+        """Rank 0 has finished an iteration."""
+        if self._strike is not None and line.incarnation > self._strike.incarnation:
+            seconds = line.time - self._strike.wall
+            self.say(
+                f"training again: iteration {line.iteration} done {seconds:.1f} s after the fault"
+            )
+            self._strike = None
+        loss = "" if line.loss_value is None else f"loss {line.loss_value:.3f}"
+        again = line.iteration <= self._furthest
+        self._furthest = max(self._furthest, line.iteration)
+        self._show(line.iteration, loss, again)
+
+    def _show(self, iteration: int, loss: str, again: bool) -> None:
+        safe = "" if self._committed < 0 else f"snapshot {self._committed}"
+        detail = "  ".join(word for word in (loss, safe, "again" if again else "") if word)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=iteration, detail=detail)
+        elif iteration % _EVERY == 0 or iteration == self._total:
+            self.say(f"iteration {iteration:3}/{self._total}  {detail}".rstrip())
+
+    def event(self, event: JobEvent) -> None:
+        """An event of the supervisor."""
+        if event.kind == "committed":
+            self._committed = event.fields["iteration"]
+        elif event.kind == "trainers_started" and self._progress is not None:
+            self._progress.update(self._task, detail="trainers are starting")
+        if event.kind in _STYLES:
+            self.say(event.text, _STYLES[event.kind])
+
+    def strike(self, strike: Strike) -> None:
+        """A fault was just carried out."""
+        self._strike = strike
+        self.say(f"FAULT in iteration {strike.during}: {strike.text}", "bold red")
