@@ -25,8 +25,6 @@ UPWARD = {
         "megatron_ft.launchers.startup.sitecustomize",
         "deepspeed_ext.hooks",
     ): "runs in the trainer's interpreter, behind DeepSpeed's own import",
-    ("megatron_ft.supervisor.foresight", "megatron_ft.megatron.start"): "applies the rule that "
-    "Megatron's ranks will apply, before they run",
 }
 """Imports that point the other way, each with its reason."""
 

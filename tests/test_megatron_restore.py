@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from megatron_ft.checkpoint import megatron_start as start  # noqa: E402
 from megatron_ft.core.environment import RESTORE  # noqa: E402  # needs torch
-from megatron_ft.megatron import start  # noqa: E402
 
 
 @pytest.mark.parametrize(

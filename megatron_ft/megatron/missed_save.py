@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megatron_ft.checkpoint.megatron_start import tracked_iteration
 from megatron_ft.checkpoint.native import TRACKER
-from megatron_ft.megatron.start import tracked_iteration
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-NOTE = ".megatron-ft-resume"
-"""In the folder of ``--save``: the iteration of the checkpoint that is to be resumed from."""
+from megatron_ft.checkpoint.megatron_start import NOTE, noted
 
 
 def note_save(args: Any, iteration: int) -> None:
@@ -30,15 +29,6 @@ def note_save(args: Any, iteration: int) -> None:
             note.write_text(str(iteration))
         elif noted(note.parent) == iteration:
             note.unlink()
-
-
-def noted(folder: Path) -> int:
-    """The iteration whose checkpoint in this folder is to be resumed from, -1 for none."""
-    try:
-        word = (folder / NOTE).read_text(errors="replace").strip()
-    except OSError:
-        return -1
-    return int(word) if word.isdigit() else -1
 
 
 def _is_doubtful() -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron_ft.checkpoint.megatron_start import wish_of
 from megatron_ft.core.errors import LayoutMismatchError
 from megatron_ft.core.shard import LogicalPlace
 from megatron_ft.megatron import counters, data_position, fixed_arguments
@@ -24,7 +25,6 @@ from megatron_ft.megatron.model import gather_weights, module_tree
 from megatron_ft.megatron.optimizer import MAIN, WEIGHT
 from megatron_ft.megatron.random_states import capture_random_states, restore_random_states
 from megatron_ft.megatron.replicas import replica_group
-from megatron_ft.megatron.start import wish_of
 from megatron_ft.trainer import inner_optimizer
 from megatron_ft.trainer.extra_state import extra_states, load_extra_states
 from megatron_ft.trainer.master_tensors import MasterTensors, Owned, as_captured

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_ft.checkpoint.megatron_start import disk_of
 from megatron_ft.checkpoint.native import iteration_of, newest_checkpoint
 from megatron_ft.config import SWITCH
 from megatron_ft.core.in_thread import in_thread
@@ -22,8 +23,6 @@ LOOK_SECONDS = 10.0
 
 def foresee(command: Sequence[str], offered: int, rewound: bool) -> Start | None:
     """The decision for a snapshot of iteration ``offered``; None if it is not known here."""
-    from megatron_ft.megatron.start import disk_of
-
     args = _arguments(command)
     if SWITCH not in command or not args.load:
         return None

@@ -6,8 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.checkpoint.native import TRACKER
-from megatron_ft.megatron.rerun import noted
 from megatron_ft.trainer.start_choice import Disk
+
+NOTE = ".megatron-ft-resume"
+"""In the folder of ``--save``: the iteration of the checkpoint that is to be resumed from.
+
+Written by megatron_ft.megatron.rerun.
+"""
 
 
 def wish_of(args: Any) -> tuple[int | None, ...]:
@@ -51,6 +56,15 @@ def tracked_iteration(tracker: Path) -> int:
     except OSError:
         return -1
     return int(word) if word.isdigit() else 0
+
+
+def noted(folder: Path) -> int:
+    """The iteration whose checkpoint in this folder is to be resumed from, -1 for none."""
+    try:
+        word = (folder / NOTE).read_text(errors="replace").strip()
+    except OSError:
+        return -1
+    return int(word) if word.isdigit() else -1
 
 
 def _asked(args: Any) -> str:
