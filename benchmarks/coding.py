@@ -15,7 +15,7 @@ from benchmarks.rounds import ratios, seconds
 from benchmarks.table import Row
 from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.codec import open_codec
-from megatron_ft.erasure.pieces import buffers_apart
+from megatron_ft.erasure.rows import buffers_apart
 
 PIECE = 1 << 20
 """Bytes of each symbol in one call, as encoders use them."""

@@ -16,9 +16,8 @@ from megatron_ft.arena.arena import Arena
 from megatron_ft.trainer.binding import region_tensor, stored_view
 from megatron_ft.trainer.mapping import MappingState
 from megatron_ft.trainer.restore import SealedShard, restore_shard
-from megatron_ft.trainer.state import live_tensors
+from megatron_ft.trainer.state import live_tensors, same_bits
 from megatron_ft.trainer.threads import spare_threads
-from megatron_ft.trainer.values import same_bits
 
 
 def require_right(captures: Capturing) -> None:

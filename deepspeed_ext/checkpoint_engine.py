@@ -3,27 +3,212 @@
 The files are those of the inner engine.  DeepSpeed's rank 0 names a checkpoint in ``latest`` when
 it has committed its own files; here it does when all ranks have.  The module defines a subclass of
 DeepSpeed's, so it is imported when an engine exists, not with the package.
+
+All ranks learn whether all ranks did their part, within a stated time.
+
+Goes through the job's key-value store, not through collectives: a rank that failed somewhere
+else can still say so, a rank that is gone is named, and nothing is left half-joined.
+
+What DeepSpeed's files hold beside plain tensors and values, for engines that trip over it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 import os
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
     CheckpointCommitInfo,
     CheckpointEngine,
 )
 
-from deepspeed_ext.agreement import Agreement, world_agreement
-from deepspeed_ext.plain_state import detached, safe_to_load
 from megatron_ft.checkpoint.durable import Disk
 from megatron_ft.checkpoint.native import LATEST
-from megatron_ft.core.errors import CheckpointSaveError
+from megatron_ft.core.errors import CheckpointSaveError, ControlPlaneError
+
+_PREFIX = "deepspeed_ext/agreement"
+_SLICE_SECONDS = 1.0
+"""The store's client is shared with the process groups, so it is never held for long."""
+
+_SHORTEST_SECONDS = 0.01
+"""A store takes less than a millisecond for no limit at all."""
+
+_GRACE_SECONDS = 5.0
+"""How much longer than rank 0 the others wait, so that they hear its decision, not a timeout."""
+
+
+class Agreement:
+    """Meetings of all ranks, numbered; every rank comes to each of them once, or is missed.
+
+    ``store`` is a key-value store that all ranks share (torch.distributed.Store), ``name`` tells
+    agreements in it apart.  Rank 0 collects and decides, so the cost grows with the number of
+    ranks, not with its square.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, world_size: int, timeout: timedelta, name: str = ""
+    ) -> None:
+        self._store = store
+        self._prefix = f"{_PREFIX}{name}"
+        self._rank = rank
+        self._world_size = world_size
+        self._seconds = timeout.total_seconds()
+        self._meeting = 0
+
+    def meet(self, subject: str, failure: str = "") -> dict[int, str]:
+        """Wait for every rank; what has failed, by rank, the same on all of them.
+
+        ``failure`` says what failed here.  ControlPlaneError names ranks that did not come
+        within the timeout; ``subject`` says for what, as "all files are written".
+        """
+        self._meeting += 1
+        if self._rank:
+            self._store.set(self._key(self._rank), failure)
+            decision = self._await_decision(subject)
+        else:
+            decision = self._decide(failure)
+        if decision["missing"]:
+            raise ControlPlaneError(self._missing_text(subject, decision["missing"]))
+        return {int(rank): text for rank, text in decision["failures"].items()}
+
+    def leave(self, failure: str) -> None:
+        """Tell the ranks that come to the next meeting that this one will not; waits for nobody."""
+        self._meeting += 1
+        if self._rank:
+            self._store.set(self._key(self._rank), failure)
+        else:
+            self._announce({0: failure}, [])
+
+    def _key(self, rank: int) -> str:
+        return f"{self._prefix}/{self._meeting}/rank{rank}"
+
+    def _decision_key(self, meeting: int) -> str:
+        return f"{self._prefix}/{meeting}/decision"
+
+    def _decide(self, own_failure: str) -> dict[str, Any]:
+        deadline = time.monotonic() + self._seconds
+        failures = {0: own_failure} if own_failure else {}
+        missing = []
+        for rank in range(1, self._world_size):
+            # Once the time is over each of the rest gets one look.
+            if not self._appears(self._key(rank), deadline):
+                missing.append(rank)
+            elif text := self._store.get(self._key(rank)).decode():
+                failures[rank] = text
+            self._store.delete_key(self._key(rank))
+        return self._announce(failures, missing)
+
+    def _announce(self, failures: dict[int, str], missing: list[int]) -> dict[str, Any]:
+        decision = {"failures": failures, "missing": missing}
+        self._store.set(self._decision_key(self._meeting), json.dumps(decision))
+        # Whoever came to this meeting has read the decision of the one before the last.
+        self._store.delete_key(self._decision_key(self._meeting - 2))
+        return json.loads(json.dumps(decision))  # type: ignore[no-any-return]
+
+    def _await_decision(self, subject: str) -> dict[str, Any]:
+        key = self._decision_key(self._meeting)
+        deadline = time.monotonic() + self._seconds + _GRACE_SECONDS
+        if not self._appears(key, deadline):
+            raise ControlPlaneError(self._missing_text(subject, [0]))
+        return json.loads(self._store.get(key))  # type: ignore[no-any-return]
+
+    def _appears(self, key: str, deadline: float) -> bool:
+        while not self._store.check([key]):
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return False
+            try:
+                slice_seconds = max(min(remaining, _SLICE_SECONDS), _SHORTEST_SECONDS)
+                self._store.wait([key], timedelta(seconds=slice_seconds))
+            except RuntimeError as error:  # DistStoreError where torch has it
+                if "timeout" not in str(error).lower():
+                    raise ControlPlaneError(
+                        f"rank {self._rank} lost the job's key-value store, which rank 0 or the "
+                        f"launcher serves: {error}"
+                    ) from error
+        return True
+
+    def _missing_text(self, subject: str, missing: list[int]) -> str:
+        return (
+            f"ranks {missing} did not report within {self._seconds:.0f} s that {subject}: see "
+            "their logs; DEEPSPEED_TIMEOUT (minutes) sets how long the others wait"
+        )
+
+
+_agreements = itertools.count()
+
+
+def world_agreement(timeout: timedelta | None = None) -> Agreement:
+    """Of all ranks of the default process group; the timeout is DeepSpeed's own unless given.
+
+    Ranks make theirs in the same order, as they do with process groups.
+    """
+    from deepspeed.constants import default_pg_timeout
+    from torch import distributed
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    place = distributed.get_rank(), distributed.get_world_size()
+    limit = default_pg_timeout if timeout is None else timeout
+    return Agreement(_get_default_store(), *place, limit, str(next(_agreements)))
+
+
+def detached(tree: Any) -> Any:
+    """The same nested dicts, lists and tuples with tensors that belong to no graph.
+
+    ZeRO-1 and 2 hand over slices of tensors that require grad, which cannot be sent to
+    another process.  Storage is shared with what was given.
+    """
+    if isinstance(tree, torch.Tensor):
+        return tree.detach()
+    if isinstance(tree, dict):
+        return type(tree)((key, detached(value)) for key, value in tree.items())
+    if isinstance(tree, list | tuple) and type(tree) in (list, tuple):
+        return type(tree)(detached(value) for value in tree)
+    return tree
+
+
+def safe_to_load() -> AbstractContextManager[Any]:
+    """Let ``torch.load(weights_only=True)`` read the classes that DeepSpeed itself puts into files.
+
+    The fast and decoupled engines load this way and reject what they wrote.  Before torch 2.5
+    there is no way to allow classes, nor is there a need: the default was to read everything.
+    """
+    allow = getattr(torch.serialization, "safe_globals", None)
+    return nullcontext() if allow is None else allow(_own_classes())
+
+
+def _own_classes() -> list[Any]:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    classes = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, set]
+    return [*classes, (_stage, "builtins.getattr")] if _members_by_getattr() else classes
+
+
+def _members_by_getattr() -> bool:
+    """Whether this Python (3.11.0 to 3.11.3) pickles an enumeration's member by getattr."""
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    return ZeroStageEnum.weights.__reduce_ex__(2)[0] is getattr
+
+
+def _stage(kind: type[Any], name: str) -> Any:
+    """What those files get for getattr: the real one would give them all that Python can do."""
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    if kind is not ZeroStageEnum:
+        raise TypeError(f"this file asks for {name} of {kind}; only a ZeRO stage can be asked for")
+    return ZeroStageEnum[name]
 
 
 class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc]

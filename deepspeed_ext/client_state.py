@@ -4,6 +4,8 @@ A snapshot is mostly of a later step than the last save, and what the script wou
 then nobody knows: an epoch number may have changed or not.  So it is made exact by a function of
 the script, or by declaring in the JSON how entries follow from DeepSpeed's counters; failing
 both, a snapshot with a stale one is not used.
+
+Values that belong to an engine but live beside it, so that nothing of DeepSpeed's is changed.
 """
 
 from __future__ import annotations
@@ -11,10 +13,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
-from deepspeed_ext.per_engine import PerEngine
 from megatron_ft.config.json_section import CONSTANT, COUNTERS
+
+T = TypeVar("T")
+
+
+class PerEngine(Generic[T]):
+    """One value per engine, gone with the engine."""
+
+    def __init__(self) -> None:
+        self._values: WeakKeyDictionary[Any, T] = WeakKeyDictionary()
+
+    def get(self, engine: Any) -> T | None:
+        """The value, None if there is none."""
+        return self._values.get(engine)
+
+    def set(self, engine: Any, value: T) -> None:
+        """Replace the value."""
+        self._values[engine] = value
+
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext import checkpoint_form
-from deepspeed_ext.fragments import places
+from deepspeed_ext.checkpoint_form import places
 from deepspeed_ext.optimizers.view import OptimizerView
 from megatron_ft.checkpoint.form import CheckpointForm
 from megatron_ft.core.shard import LogicalPlace

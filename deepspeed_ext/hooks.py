@@ -35,7 +35,7 @@ def install() -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     from deepspeed_ext import cpu
-    from deepspeed_ext.versions import check_deepspeed
+    from deepspeed_ext.unsupported import check_deepspeed
 
     try:
         check_deepspeed()

@@ -1,9 +1,19 @@
-"""How the rest of an interrupted pass is made from a fresh loader, for each kind of loader."""
+"""How the rest of an interrupted pass is made from a fresh loader, for each kind of loader.
+
+Epoch numbers of samplers, which scripts set by counting and may count from 0 in each life.
+
+The rest of a pass of a torch DataLoader: the same order is drawn, used indices are dropped.
+
+When an iterator is made, torch draws a base seed for its workers (``_BaseDataLoaderIter``), and
+at its first index a shuffling sampler draws the permutation.  Both come from the generator of the
+process unless they are given another, so both are drawn again here, in this order.
+"""
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
@@ -11,8 +21,133 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from deepspeed_ext.curriculum import CurriculumSampler
-from deepspeed_ext.epoch_numbers import samplers_of
-from deepspeed_ext.skipping import resume_deepspeed_loader, resume_torch_loader
+
+
+def samplers_of(loader: Any) -> list[Any]:
+    """The samplers that a loader draws from, each once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    candidates = (
+        getattr(loader, "data_sampler", None),
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+    )
+    found: list[Any] = []
+    for one in candidates:
+        if one is not None and not any(one is other for other in found):
+            found.append(one)
+    return found
+
+
+class EpochNumbers:
+    """The epochs of samplers that have ``set_epoch``, seen through the script's own counting.
+
+    After a restore a script may begin again at its first number.  So the difference between
+    what it says and what was true is kept, and added to what it says later.
+    """
+
+    def __init__(self, samplers: Sequence[Any]) -> None:
+        self._samplers = [s for s in samplers if hasattr(s, "set_epoch") and hasattr(s, "epoch")]
+        self._said = [sampler.epoch for sampler in self._samplers]
+        self._offset = [0] * len(self._samplers)
+        for index, sampler in enumerate(self._samplers):
+            sampler.set_epoch = self._listening(index, sampler.set_epoch)
+
+    def _listening(self, index: int, original: Callable[[int], None]) -> Callable[[int], None]:
+        def set_epoch(epoch: int) -> None:
+            self._said[index] = epoch
+            original(epoch + self._offset[index])
+
+        return set_epoch
+
+    def current(self) -> list[int]:
+        """The true epochs."""
+        return [sampler.epoch for sampler in self._samplers]
+
+    def set(self, epochs: Sequence[int]) -> None:
+        """Put the samplers at these, until the script says otherwise."""
+        for sampler, epoch in zip(self._samplers, epochs, strict=True):
+            sampler.epoch = epoch
+
+    def resume(self, epochs: Sequence[int]) -> None:
+        """Go on in these epochs, whatever number the script has for them."""
+        self._offset = [epoch - said for epoch, said in zip(epochs, self._said, strict=True)]
+        self.set(epochs)
+
+    def asks_for_next(self, epochs: Sequence[int]) -> bool:
+        """True if the script has said the numbers that follow these."""
+        return bool(epochs) and all(
+            said == epoch + 1 for epoch, said in zip(epochs, self._said, strict=True)
+        )
+
+
+def resume_torch_loader(
+    loader: DataLoader[Any], consumed: int, draws_seed: bool
+) -> tuple[DataLoader[Any], Iterator[Any]]:
+    """The loader for later passes, and this pass without its first ``consumed`` batches.
+
+    Generators are where they were when the pass began.  ``draws_seed`` is False for a pass
+    that reused persistent workers.
+    """
+    persistent = loader.persistent_workers and loader.num_workers > 0
+    seeds = torch.Generator()
+    own = loader.generator
+    seeds.set_state(torch.get_rng_state() if own is None else own.get_state())
+    if draws_seed or not persistent:
+        _draw_seed(own)
+    which = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    sampler = AdvancedSampler(getattr(loader, which), consumed)
+    resumed = copy.copy(loader)
+    # Past DataLoader's guard against changes, which is there for iterators under way.
+    vars(resumed).update({which: sampler, "generator": seeds, "_iterator": None})
+    batches = iter(resumed)
+    # Persistent workers belong to the loader that started them.
+    return (resumed if persistent else loader), batches
+
+
+def resume_deepspeed_loader(loader: Any, consumed: int) -> Iterator[Any]:
+    """A pass of a DeepSpeedDataLoader without its first ``consumed`` batches."""
+    begun = torch.get_rng_state()
+    _draw_seed(None)
+    sampler = loader.data_sampler
+    advanced = AdvancedSampler(sampler, consumed * loader.batch_size)
+    torch.set_rng_state(begun)
+    loader.data_sampler = advanced
+    try:
+        return iter(loader)
+    finally:
+        loader.data_sampler = sampler
+
+
+def _draw_seed(generator: torch.Generator | None) -> None:
+    torch.empty((), dtype=torch.int64).random_(generator=generator)
+
+
+class AdvancedSampler:
+    """A sampler whose first pass has begun: ``skipped`` items are drawn and dropped right away."""
+
+    def __init__(self, sampler: Any, skipped: int) -> None:
+        self._sampler = sampler
+        self._rest = iter(sampler)
+        self._started = False
+        next(islice(self._rest, skipped, skipped), None)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._sampler) if self._started else self._remaining()
+
+    def _remaining(self) -> Iterator[Any]:
+        # Not this object: torch's BatchSampler asks an iterator for itself at every batch.
+        self._started = True
+        yield from self._rest
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_sampler":
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
+
 
 Resumed = tuple[Any, Iterator[Any]]
 """The loader for later passes, and the rest of this one."""

@@ -1,32 +1,102 @@
-"""Snapshots over the life of one engine: from its set-up to its end."""
+"""Snapshots over the life of one engine: from its set-up to its end.
+
+The losses of an engine's iteration, for the gate that keeps bad snapshots from counting.
+
+Snapshots in the monitors that DeepSpeed's JSON switches on: TensorBoard, W&B, CSV, Comet.
+
+Everything comes from this rank's counters, which outcomes reach through the SMP: no
+collective, no request, no wait.  As DeepSpeed's own figures, they are written by rank 0 over
+the number of samples.
+"""
 
 from __future__ import annotations
 
 import atexit
 import inspect
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from deepspeed_ext import client_state, data_position, outside, saving
+from deepspeed_ext import client_state, resumable_loader, saving, trust
 from deepspeed_ext.client_state import ClientState
-from deepspeed_ext.data_position import DataPosition
-from deepspeed_ext.disk import disk_of, tag_on_disk
-from deepspeed_ext.losses import LossReport
 from deepspeed_ext.manager import claim
-from deepspeed_ext.outside import Outside
-from deepspeed_ext.random_states import RandomStates
-from deepspeed_ext.snapshot_log import SnapshotLog
+from deepspeed_ext.resumable_loader import DataPosition
 from deepspeed_ext.state import EngineState, Stateful
-from deepspeed_ext.trust import Client, objection
-from deepspeed_ext.wish import Wish
+from deepspeed_ext.state_parts import RandomStates
+from deepspeed_ext.trust import Client, Outside, Wish, disk_of, objection, tag_on_disk
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.config.json_section import Section
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.wrapping import Function
-from megatron_ft.trainer.manager_protocol import Manager
+from megatron_ft.trainer.protocols import Manager
 from megatron_ft.trainer.start_choice import WISH, Disk, Start, View, agree, supervisor_chose_disk
+from megatron_ft.trainer.stats import TAG, CaptureStats, figures
+
+log = logging.getLogger(__name__)
+
+
+class LossReport:
+    """Collects what this rank gives ``backward``, or what ``train_batch`` returns.
+
+    Reading a loss waits for the device, so nothing is collected unless the gate is ``on``.  The
+    first loss that is no number ends it with a warning, never training.
+    """
+
+    def __init__(self, on: bool) -> None:
+        self.on = on
+        self._losses: list[Any] = []
+
+    def around_backward(self, original: Function, loss: Any, *args: Any, **kwargs: Any) -> Any:
+        """``backward``, which is given the loss of one micro-batch."""
+        # Detached before it is scaled, which happens in place in some releases.
+        self._losses.append(loss.detach().clone() if hasattr(loss, "detach") else loss)
+        return original(loss, *args, **kwargs)
+
+    def end_step(self, manager: Manager, result: Any) -> None:
+        """Report the mean over the micro-batches of the iteration that ends.
+
+        ``result`` is what its last call returned: the loss, if no backward was seen.
+        """
+        losses, self._losses = self._losses or [result], []
+        if not self.on:
+            return
+        try:
+            manager.report_loss(sum(float(loss) for loss in losses) / len(losses))
+        except (TypeError, ValueError, RuntimeError) as error:
+            self.on = False
+            log.warning("losses are no longer judged: %r", error)
+
+
+class SnapshotLog:
+    """Writes one rank's counters to the engine's monitors whenever they have changed.
+
+    The first error ends the logging of snapshots with a warning, never training.
+    """
+
+    def __init__(self, engine: Any, stats: CaptureStats) -> None:
+        self._engine, self._stats = engine, stats
+        self._on = engine.global_rank == 0 and engine.monitor.enabled
+        self._written: dict[str, float] = {}
+
+    def end_step(self) -> None:
+        """Write what is new after a step."""
+        if not self._on:
+            return
+        try:
+            self._write({TAG + figure.name: figure.value for figure in figures(self._stats)})
+        except Exception:
+            self._on = False
+            log.warning("snapshots are no longer logged; training goes on", exc_info=True)
+
+    def _write(self, values: dict[str, float]) -> None:
+        samples = self._engine.global_samples
+        new = [(n, v, samples) for n, v in values.items() if self._written.get(n) != v]
+        if new:
+            self._engine.monitor.write_events(new)
+            self._written = values
+
 
 _LOAD_FIRST = (
     "the script trains without calling engine.load_checkpoint: call it at every start, before the "
@@ -197,7 +267,7 @@ class SnapshotRun:
         found = self._outside.look()
         if objects is None:
             return objection(Client(self._follows, self._client_state.provided, found))
-        found = sorted({*found, *objects.get(outside.NAME, {}).get("found", ())})
+        found = sorted({*found, *objects.get(trust.NAME, {}).get("found", ())})
         state = objects.get(client_state.NAME) or {}
         return objection(Client(self._follows, bool(state.get("provided")), found))
 
@@ -287,11 +357,11 @@ class SnapshotRun:
     def _made_state(self) -> EngineState:
         if self._state is None:
             parts: dict[str, Stateful] = {
-                data_position.NAME: self._data,
+                resumable_loader.NAME: self._data,
                 client_state.NAME: self._client_state,
                 saving.NAME: saving.LastSave(self._engine),
                 WISH: self._wish,
-                outside.NAME: self._outside,
+                trust.NAME: self._outside,
                 "random": RandomStates(),
             }
             self._state = EngineState(self._engine, parts)

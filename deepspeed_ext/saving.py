@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from deepspeed_ext import client_state
 from deepspeed_ext.checkpoint_engine import SnapshotCheckpointEngine
-from deepspeed_ext.per_engine import PerEngine
+from deepspeed_ext.client_state import PerEngine
 from megatron_ft.checkpoint.native import step_of_tag
 
 NAME = "last_save"

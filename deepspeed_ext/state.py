@@ -13,21 +13,23 @@ from typing import Any, Protocol
 
 import torch
 
-from deepspeed_ext import counters
+from deepspeed_ext import state_parts
 from deepspeed_ext.description import Description
-from deepspeed_ext.frozen import FrozenParameters
-from deepspeed_ext.model import ModelTensors
-from deepspeed_ext.optimizers.captured import names_of, tensors_of
-from deepspeed_ext.optimizers.choice import view_of
-from deepspeed_ext.optimizers.groups import group_scalars, load_group_scalars
-from deepspeed_ext.optimizers.sharing import share_states, shared_states
-from deepspeed_ext.optimizers.states import materialise
-from deepspeed_ext.optimizers.view import Master, Weight
+from deepspeed_ext.optimizers.choice import names_of, tensors_of, view_of
+from deepspeed_ext.optimizers.view import (
+    Master,
+    Weight,
+    group_scalars,
+    load_group_scalars,
+    materialise,
+    share_states,
+    shared_states,
+)
+from deepspeed_ext.state_parts import FrozenParameters, ModelTensors
 from megatron_ft.core.errors import LayoutMismatchError
 from megatron_ft.core.shard import LogicalPlace
-from megatron_ft.trainer.extra_state import extra_states, load_extra_states
-from megatron_ft.trainer.state import live_tensors
-from megatron_ft.trainer.values import host_copy, same_bits
+from megatron_ft.trainer.module_tree import extra_states, load_extra_states
+from megatron_ft.trainer.state import host_copy, live_tensors, same_bits
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +179,7 @@ class EngineState:
         self._frozen.check(self._model.frozen)
         own = {
             "version": OBJECTS_VERSION,
-            "training": counters.capture(self._engine),
+            "training": state_parts.capture(self._engine),
             "groups": [group_scalars(inner) for inner in self._view.inner()],
             "numbers": self._numbers(),
             "shared": dict(self._shared),
@@ -207,7 +209,7 @@ class EngineState:
             kept = {weight.name: weight.tensor.clone() for weight in self._captured_weights()}
             self._view.publish(kept)
         self._frozen.forget()
-        counters.restore(self._engine, objects["training"])
+        state_parts.restore(self._engine, objects["training"])
         self._load_optimizer(objects)
         load_extra_states(self._engine.module.named_modules(), objects["modules"])
         for name in sorted(self._parts, key=lambda name: name == RANDOM):

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_ft import SnapshotConfig, SnapshotManager
-from megatron_ft.trainer.rng import RngState
+from megatron_ft.trainer.state import RngState
 
 
 def arguments() -> argparse.Namespace:

@@ -180,7 +180,7 @@ def plain_accelerator(told: dict[str, Any], folder: Path) -> dict[str, Any]:
     from accelerate import Accelerator
 
     from deepspeed_ext import ResumableLoader
-    from megatron_ft.trainer.rng import RngState
+    from megatron_ft.trainer.state import RngState
 
     one = Accelerator(cpu=True)
     net = Net()
@@ -220,7 +220,7 @@ def plain_lightning(told: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Lightning on two ranks, with a callback of the user's own on our plain interface."""
     import lightning.pytorch as lightning
 
-    from megatron_ft.trainer.rng import RngState
+    from megatron_ft.trainer.state import RngState
 
     seen: dict[str, Any] = {"losses": {}}
 

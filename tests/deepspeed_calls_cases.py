@@ -15,9 +15,8 @@ from test_capture_support import FakeSmp, make_manager
 from test_costs import calls_of
 from torch import nn
 
-from deepspeed_ext.frozen import LOOKED_AT
-from deepspeed_ext.random_states import RandomStates
 from deepspeed_ext.state import EngineState
+from deepspeed_ext.state_parts import LOOKED_AT, RandomStates
 
 FEW = LOOKED_AT
 """Layers; of more frozen parameters than these a check looks at some."""

@@ -97,8 +97,8 @@ def lives(
 
     ``make`` gets ``deepspeed_io``: DeepSpeed's, or of an engine whose loaders are watched.
     """
-    from deepspeed_ext.data_position import DataPosition
-    from deepspeed_ext.random_states import RandomStates
+    from deepspeed_ext.resumable_loader import DataPosition
+    from deepspeed_ext.state_parts import RandomStates
 
     seed(1)
     original = type(engine).deepspeed_io.__get__(engine)
@@ -149,8 +149,7 @@ def loaders(folder: Path) -> dict[str, Any]:
 
 def training_data(folder: Path) -> dict[str, Any]:
     """A loader that DeepSpeed made from ``training_data`` before the engine is watched."""
-    from deepspeed_ext.data_position import DataPosition, watch
-    from deepspeed_ext.resumable_loader import ResumableLoader
+    from deepspeed_ext.resumable_loader import DataPosition, ResumableLoader, watch
 
     engine = engine_of({"training_data": Numbers()})
     inner = engine.training_dataloader
@@ -177,7 +176,7 @@ def _draws_behind_a_restore() -> list[list[float]]:
     """What every generator gives, and gives again; that of the tracker changes when it is used."""
     from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
-    from deepspeed_ext.random_states import RandomStates
+    from deepspeed_ext.state_parts import RandomStates
 
     tracker = get_cuda_rng_tracker()
     tracker.add("dropout", 5)
@@ -280,7 +279,7 @@ def pipeline(folder: Path) -> dict[str, Any]:
     """Two stages, each of which reads the data: what they read, over two epochs."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from deepspeed_ext.data_position import DataPosition, watch
+    from deepspeed_ext.resumable_loader import DataPosition, watch
 
     lives: dict[str, Any] = {"whole": _train_pipeline(5)}
     original = DeepSpeedEngine._configure_checkpointing

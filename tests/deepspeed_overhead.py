@@ -22,8 +22,7 @@ from torch import distributed, nn
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.trainer.cpu import CpuCopier
 from megatron_ft.trainer.manager import SnapshotManager
-from megatron_ft.trainer.rng import RngState
-from megatron_ft.trainer.state import live_tensors
+from megatron_ft.trainer.state import RngState, live_tensors
 
 ROUNDS, WIDTH = 25, 4608
 

@@ -84,7 +84,7 @@ def make_engine(cell: dict[str, Any]) -> Any:
 
 def make_manager(config: SnapshotConfig, engine: Any) -> ArenaManager:
     """The manager of this rank."""
-    from deepspeed_ext.place import place_of
+    from deepspeed_ext.manager import place_of
 
     return ArenaManager(config, place_of(engine), _weights)
 

@@ -48,8 +48,7 @@ def engine_of(**config: Any) -> Any:
 def wrapped(engine: Any, seconds: float = WAIT) -> Callable[..., Any]:
     """Put our engine around DeepSpeed's; the ``save_checkpoint`` that goes with it."""
     from deepspeed_ext import saving
-    from deepspeed_ext.agreement import world_agreement
-    from deepspeed_ext.checkpoint_engine import SnapshotCheckpointEngine
+    from deepspeed_ext.checkpoint_engine import SnapshotCheckpointEngine, world_agreement
 
     agreement = world_agreement(timedelta(seconds=seconds))
     engine.checkpoint_engine = SnapshotCheckpointEngine(engine.checkpoint_engine, agreement)

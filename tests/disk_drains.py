@@ -7,13 +7,13 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_ft.checkpoint.checkpoint import open_checkpoint
+from megatron_ft.checkpoint.drain import publish, write_shards
+from megatron_ft.checkpoint.drained import Keep, clean_up, clear_unfinished
 from megatron_ft.checkpoint.durable import Disk
 from megatron_ft.checkpoint.live import open_live
 from megatron_ft.checkpoint.manifest import folder_name
-from megatron_ft.checkpoint.retention import Keep, clean_up, clear_unfinished
+from megatron_ft.checkpoint.reader import open_checkpoint
 from megatron_ft.checkpoint.source import OpenSnapshot, open_newest
-from megatron_ft.checkpoint.write import publish, write_shards
 from tests.disk_samples import JOB, Memory
 
 

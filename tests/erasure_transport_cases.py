@@ -16,11 +16,10 @@ from benchmarks.stripe.counting import CountingTransport
 from megatron_ft.core.errors import TransportError, UnrecoverableError
 from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure import member as member_module
-from megatron_ft.erasure.encode import encode
+from megatron_ft.erasure.encode import encode, verify
 from megatron_ft.erasure.member import MemberView, StripeCode
 from megatron_ft.erasure.rebuild import rebuild
 from megatron_ft.erasure.transport import Link, barrier
-from megatron_ft.erasure.verify import verify
 from megatron_ft.erasure.world import join_world
 
 WORLD = join_world()

@@ -23,12 +23,10 @@ from megatron_ft.launchers.virtual_network import HOST
 from megatron_ft.supervisor.budget import RestartBudget
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.plan import Sizes
+from megatron_ft.supervisor.plan import Sizes, Timing
 from megatron_ft.supervisor.spec import JobSpec
-from megatron_ft.supervisor.stop import Stop
-from megatron_ft.supervisor.supervisor import Supervisor
-from megatron_ft.supervisor.timing import Timing
-from megatron_ft.supervisor.watch.timeout import HangSettings
+from megatron_ft.supervisor.supervisor import Stop, Supervisor
+from megatron_ft.supervisor.watch.hangs import HangSettings
 from tests.gated_training import GATE
 
 ROOT = Path(__file__).parent.parent

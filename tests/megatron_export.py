@@ -22,9 +22,8 @@ from megatron_ft.checkpoint.form import Wanted
 from megatron_ft.checkpoint.source import OpenSnapshot
 from megatron_ft.cli.demo import final_state
 from megatron_ft.core.errors import ExportError
-from megatron_ft.megatron import checkpoint_form
-from megatron_ft.megatron.export.tensors import CapturedTensors
-from megatron_ft.megatron.export.write import export, form_of
+from megatron_ft.megatron import logical_map
+from megatron_ft.megatron.exporter import CapturedTensors, export, form_of
 from megatron_ft.megatron.save_form import sharded_tensors
 from megatron_ft.trainer.plan import dtype_from_name
 
@@ -65,7 +64,7 @@ def plain(value: Any) -> Any:
 def padding(shards: OpenSnapshot) -> Iterator[tuple[str, Box]]:
     """Where Megatron itself saves whatever was in memory, between parameters."""
     for shard_id, shard in shards.items():
-        tree, _ = checkpoint_form.load(form_of(shard_id, shard.form).state)
+        tree, _ = logical_map.load(form_of(shard_id, shard.form).state)
         for leaf in sharded_tensors(tree):
             if isinstance(leaf.data, Wanted) and not leaf.data.name:
                 starts = zip(leaf.global_offset, leaf.local_shape, strict=True)
@@ -121,7 +120,7 @@ def global_tensors(shards: OpenSnapshot) -> dict[str, torch.Tensor]:
             place = entry.logical
             if place is None or entry.alias_of:
                 continue
-            flat = captured.whole(entry.name, checkpoint_form.place_of(place.pieces), shard_id)
+            flat = captured.whole(entry.name, logical_map.place_of(place.pieces), shard_id)
             for piece in place.pieces:
                 part = torch.as_strided(flat, piece.shape, piece.stride, piece.offset)
                 whole = found.setdefault(

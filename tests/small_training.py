@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from test_capture_support import bits
 
-from megatron_ft.trainer.rng import RngState
+from megatron_ft.trainer.state import RngState
 
 
 def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

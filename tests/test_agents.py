@@ -24,12 +24,10 @@ from megatron_ft.core.environment import JOB, NODE
 from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
 from megatron_ft.launchers.agents import messages as m
 from megatron_ft.launchers.agents import remote_shell
-from megatron_ft.launchers.agents.front import Front
-from megatron_ft.launchers.agents.hostfile import parse_hostfile
+from megatron_ft.launchers.agents.front import Front, node_rank, parse_hostfile
 from megatron_ft.launchers.agents.hub import AgentHub
 from megatron_ft.launchers.agents.launcher import AgentLauncher
-from megatron_ft.launchers.agents.meeting import FILE_NAME, AgentOrders, Meeting
-from megatron_ft.launchers.agents.node_rank import node_rank
+from megatron_ft.launchers.agents.messages import FILE_NAME, AgentOrders, Meeting
 from megatron_ft.launchers.agents.process import AgentProcess
 from megatron_ft.launchers.launcher import UNKNOWN_EXIT, Launcher, NodeUnreachable, ProcessGoneError
 from megatron_ft.rpc.security import SECRET_BYTES

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.arena.arena import Arena
-from megatron_ft.smp.keeper import LOOK_SECONDS
-from megatron_ft.supervisor.timing import Timing
+from megatron_ft.smp.daemon import LOOK_SECONDS
+from megatron_ft.supervisor.plan import Timing
 from tests import test_store_admission as kinds
 from tests.jobs import Job, Uninterrupted, difference
 from tests.test_arena_file import mount_tmpfs

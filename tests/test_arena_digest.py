@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.arena import digest
-from megatron_ft.arena.joined_crc import joined_crcs
+from megatron_ft.arena.digest import joined_crcs
 from megatron_ft.core import isal
 from megatron_ft.core.errors import ArenaCorruptError, ArenaError
 from megatron_ft.core.identity import SealedRecord, SnapshotId

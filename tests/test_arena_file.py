@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from arena_samples import JOB, SHARD, make_header, make_slot
 
-from megatron_ft.arena import huge_pages
+from megatron_ft.arena import mapping as huge_pages
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import Geometry, Permit, SlotHeader
 from megatron_ft.arena.mapping import Mapping
@@ -381,7 +381,7 @@ def test_read_only_views_cannot_be_made_writable(path: Path) -> None:
 STRAY_WRITE = """
 import ctypes, sys
 from pathlib import Path
-from megatron_ft.arena import huge_pages
+from megatron_ft.arena import mapping
 from megatron_ft.arena.arena import Arena
 arena = Arena.open(Path(sys.argv[1]))
 arena.write_progress(5)
@@ -577,7 +577,7 @@ import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from arena_samples import make_header, make_slot
-from megatron_ft.arena import huge_pages
+from megatron_ft.arena import mapping
 from megatron_ft.arena.arena import Arena
 arena = Arena.create(Path(sys.argv[1]), make_header())
 arena.data(1, writable=True)[:] = 9

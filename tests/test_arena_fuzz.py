@@ -13,7 +13,8 @@ from arena_samples import make_header, make_slot
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.arena import binary, digest, record
+from megatron_ft.arena import binary, digest
+from megatron_ft.arena import binary as record
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import Geometry, Permit, SlotHeader
 from megatron_ft.core.errors import ArenaError, ArenaForeignError

@@ -13,15 +13,15 @@ from arena_samples import make_header
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.arena import record
+from megatron_ft.arena import binary
 from megatron_ft.arena.arena import Arena
-from megatron_ft.arena.record import RecordPlace, Store
+from megatron_ft.arena.binary import RecordPlace, Store
 from megatron_ft.core.errors import ArenaCorruptError
 
 PLACE = RecordPlace(offset=64, copy_bytes=128, payload_bytes=40, kind=3, index=2)
 
 
-def copies_of(memory: bytes, place: RecordPlace = PLACE) -> record.Copies:
+def copies_of(memory: bytes, place: RecordPlace = PLACE) -> binary.Copies:
     second = place.offset + place.copy_bytes
     return (
         bytes(memory[place.offset : place.offset + place.stored_bytes]),
@@ -38,7 +38,7 @@ def apply(memory: bytearray, stores: list[Store], limit: int | None = None) -> N
 
 
 def read(memory: bytearray) -> bytes | None:
-    return record.read_settled(lambda: copies_of(memory), PLACE)
+    return binary.read_settled(lambda: copies_of(memory), PLACE)
 
 
 def payload(seed: int) -> bytes:
@@ -48,7 +48,7 @@ def payload(seed: int) -> bytes:
 def written(*seeds: int) -> bytearray:
     memory = bytearray(512)
     for seed in seeds:
-        apply(memory, record.plan_write(copies_of(memory), PLACE, payload(seed)))
+        apply(memory, binary.plan_write(copies_of(memory), PLACE, payload(seed)))
     return memory
 
 
@@ -60,7 +60,7 @@ def test_what_was_never_written_is_absent() -> None:
 def test_a_write_cut_at_any_byte_leaves_the_old_record_or_the_new(history: tuple[int, ...]) -> None:
     before = written(*history)
     old, new = read(before), payload(99)
-    stores = record.plan_write(copies_of(before), PLACE, new)
+    stores = binary.plan_write(copies_of(before), PLACE, new)
     total = sum(len(store.raw) for store in stores)
     seen = []
     for limit in range(total + 1):
@@ -78,10 +78,10 @@ def test_a_write_cut_at_any_byte_leaves_the_old_record_or_the_new(history: tuple
 @pytest.mark.parametrize("cut", [0, 5, 30, 56, 71, 72, 90, 130])
 def test_a_write_after_one_that_was_cut_is_as_safe(cut: int) -> None:
     before = written(1, 2)
-    apply(before, record.plan_write(copies_of(before), PLACE, payload(3)), cut)
+    apply(before, binary.plan_write(copies_of(before), PLACE, payload(3)), cut)
     old, new = read(before), payload(4)
     assert old in (payload(2), payload(3))
-    stores = record.plan_write(copies_of(before), PLACE, new)
+    stores = binary.plan_write(copies_of(before), PLACE, new)
     for limit in range(sum(len(store.raw) for store in stores) + 1):
         memory = bytearray(before)
         apply(memory, stores, limit)
@@ -92,7 +92,7 @@ def test_a_write_after_one_that_was_cut_is_as_safe(cut: int) -> None:
 def test_stores_that_arrive_in_any_order_leave_old_or_new(data: st.DataObject) -> None:
     """Any subset of the bytes of one copy's write: what a machine without store order may leave."""
     before = written(1, 2)
-    stores = record.plan_write(copies_of(before), PLACE, payload(3))[:3]
+    stores = binary.plan_write(copies_of(before), PLACE, payload(3))[:3]
     changes = [(s.offset + i, byte) for s in stores for i, byte in enumerate(s.raw)]
     memory = bytearray(before)
     for at, byte in data.draw(st.lists(st.sampled_from(changes), unique=True)):
@@ -112,25 +112,25 @@ def test_one_damaged_byte_loses_nothing() -> None:
 
 def test_any_damaged_byte_of_a_copy_is_seen() -> None:
     whole = copies_of(written(1))[0]
-    assert record.parse_copy(whole, PLACE) == (1, payload(1))
+    assert binary.parse_copy(whole, PLACE) == (1, payload(1))
     for at in range(len(whole)):
         damaged = bytearray(whole)
         damaged[at] ^= 0x40
-        assert record.parse_copy(bytes(damaged), PLACE) is None
+        assert binary.parse_copy(bytes(damaged), PLACE) is None
 
 
 def test_a_record_of_another_kind_or_index_is_not_taken() -> None:
     memory = written(1)
     for kind, index in ((4, 2), (3, 1)):
         other = RecordPlace(PLACE.offset, PLACE.copy_bytes, PLACE.payload_bytes, kind, index)
-        assert record.newest(copies_of(memory), other) is None
+        assert binary.newest(copies_of(memory), other) is None
 
 
 def test_a_version_counter_at_its_end_is_an_error_and_not_an_overflow() -> None:
-    tag = record._TAG.pack((1 << 63) - 1, PLACE.kind, PLACE.index)
-    full = tag + record._commit_word(tag, payload(1)) + payload(1)
+    tag = binary._TAG.pack((1 << 63) - 1, PLACE.kind, PLACE.index)
+    full = tag + binary._commit_word(tag, payload(1)) + payload(1)
     with pytest.raises(ArenaCorruptError, match="version counter"):
-        record.plan_write((full, full), PLACE, payload(2))
+        binary.plan_write((full, full), PLACE, payload(2))
 
 
 def test_a_reader_takes_no_stale_copy_while_a_write_is_under_way() -> None:
@@ -138,7 +138,7 @@ def test_a_reader_takes_no_stale_copy_while_a_write_is_under_way() -> None:
     early, late = copies_of(written(1)), copies_of(written(1, 2, 3))
     torn = late[1][:-1] + bytes([late[1][-1] ^ 1])
     readings = iter([(early[0], torn), late, late])
-    assert record.read_settled(lambda: next(readings), PLACE) == payload(3)
+    assert binary.read_settled(lambda: next(readings), PLACE) == payload(3)
 
 
 WRITER = """

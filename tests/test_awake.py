@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.supervisor.awake import Awake
-from megatron_ft.supervisor.leases import OutstandingLeases
+from megatron_ft.supervisor.membership import OutstandingLeases
 
 BEAT = 0.5
 

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.arena import record
+from megatron_ft.arena import binary
 from megatron_ft.cli.chaos import regions
-from megatron_ft.erasure.inspection import Damage, SlotInspector, block_of
 from megatron_ft.erasure.member import MemberView, StripeCode
-from megatron_ft.erasure.mending import Blocks
-from megatron_ft.erasure.solving import RowSolver
+from megatron_ft.erasure.mending import Blocks, Damage, SlotInspector, block_of
+from megatron_ft.erasure.repair import RowSolver
 from tests.tools.bit_flips import trials
 from tests.tools.bit_flips.run import flip, merge, table
 
@@ -71,11 +70,11 @@ def test_bytes_that_are_written_unproved_are_noticed(
 def test_headers_without_a_commit_word_are_noticed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def parse(raw: bytes, place: record.RecordPlace) -> tuple[int, bytes] | None:
+    def parse(raw: bytes, place: binary.RecordPlace) -> tuple[int, bytes] | None:
         version = int.from_bytes(raw[:8], "little")
-        return (version, raw[record.ENVELOPE_BYTES :]) if version < record.MAX_VERSION else None
+        return (version, raw[binary.ENVELOPE_BYTES :]) if version < binary.MAX_VERSION else None
 
-    monkeypatch.setattr(record, "parse_copy", parse)
+    monkeypatch.setattr(binary, "parse_copy", parse)
     counts = flip("xor:3", 300, seed=1, folder=tmp_path)
     header = counts[regions.SLOT_HEADER]
     assert header.missed == header.flips > 0

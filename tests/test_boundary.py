@@ -13,16 +13,13 @@ from hypothesis import strategies as st
 from test_capture_support import WAIT, FakeSmp, GatedCopier, gated, make_manager
 
 from megatron_ft.core.identity import SealedRecord, SnapshotId
-from megatron_ft.trainer.adapter import StateAdapter
-from megatron_ft.trainer.boundary import Boundary
+from megatron_ft.trainer.boundary import Boundary, Fence
 from megatron_ft.trainer.captures import Captures
 from megatron_ft.trainer.engine import CaptureEngine
-from megatron_ft.trainer.fence import Fence
 from megatron_ft.trainer.manager import SnapshotManager
-from megatron_ft.trainer.mapping import MappingState
+from megatron_ft.trainer.mapping import MappingState, StateAdapter
 from megatron_ft.trainer.run import CaptureRun
-from megatron_ft.trainer.stats import CaptureStats
-from megatron_ft.trainer.warner import Warner
+from megatron_ft.trainer.stats import CaptureStats, Warner
 
 WARN = Warner(logging.getLogger(__name__))
 

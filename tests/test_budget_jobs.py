@@ -14,10 +14,10 @@ from tests.jobs import Job
 
 REGISTERED = """
 import os, sys
-from megatron_ft.trainer import supervised
+from megatron_ft.trainer import manager
 from megatron_ft.core.identity import shard_id
 rank, life = int(os.environ["RANK"]), int(os.environ["MEGATRON_FT_INCARNATION"])
-client = supervised.connect(rank)
+client = manager.connect(rank)
 client.hello(shard_id(dp=rank), (), int(os.environ["WORLD_SIZE"]))
 if {condition}:
     client.close()

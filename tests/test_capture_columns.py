@@ -18,7 +18,7 @@ from megatron_ft.core.shard import (
     ShardLayout,
     layout_differences,
 )
-from megatron_ft.trainer.columns import WholeLayout, WholeTensors
+from megatron_ft.trainer.layout_match import WholeLayout, WholeTensors
 from megatron_ft.trainer.plan import Planned
 
 Live = dict[str, torch.Tensor]

@@ -25,7 +25,7 @@ from megatron_ft.trainer.enumeration import (
     enumerate_plain,
 )
 from megatron_ft.trainer.mapping import MappingState
-from megatron_ft.trainer.rng import RngState
+from megatron_ft.trainer.state import RngState
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "150"))
 

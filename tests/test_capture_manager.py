@@ -35,8 +35,7 @@ from megatron_ft.trainer import engine
 from megatron_ft.trainer.cpu import CpuCopier
 from megatron_ft.trainer.fill import CHUNK_BYTES
 from megatron_ft.trainer.manager import SnapshotManager
-from megatron_ft.trainer.overlaps import that_touch
-from megatron_ft.trainer.restore import SealedShard
+from megatron_ft.trainer.restore import SealedShard, that_touch
 
 
 def capture(smp: FakeSmp, manager: Any, state: Any, iteration: int = 1, slot: int = 0) -> Any:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_ft.trainer import cpu
 from megatron_ft.trainer.copier import CopyItem
-from megatron_ft.trainer.plain_copy import PlainCopy, copy_all
+from megatron_ft.trainer.cpu import PlainCopy, copy_all
 
 NUMBERS = torch.arange(5000, dtype=torch.int32).view(torch.uint8)
 

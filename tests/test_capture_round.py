@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.supervisor.capture_round import CaptureRound
+from megatron_ft.supervisor.cycle import CaptureRound
 
 SHARDS = ("dp0", "dp1", "dp2")
 WORDS: dict[str, Callable[[CaptureRound, str], None]] = {

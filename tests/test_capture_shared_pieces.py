@@ -19,7 +19,7 @@ from test_capture_support import WAIT, FakeSmp, make_manager
 import megatron_ft.trainer.run
 from megatron_ft.trainer.cpu import CpuCopier, SerialBatch
 from megatron_ft.trainer.shared_pieces import SharedPieces
-from megatron_ft.trainer.values import same_bits
+from megatron_ft.trainer.state import same_bits
 
 SHORT = 0.2
 """Seconds in which something that must not happen would have happened many times."""

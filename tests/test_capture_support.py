@@ -17,7 +17,7 @@ from megatron_ft.arena.format import ArenaHeader, Geometry, Permit, SlotState
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.fewer_ranks import RankRule
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
-from megatron_ft.smp.slot_table import EMPTY_SLOT
+from megatron_ft.smp.slot_rules import EMPTY_SLOT
 from megatron_ft.trainer.cpu import CpuCopier
 from megatron_ft.trainer.manager import SnapshotManager
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_ft.arena.format import Permit
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.trainer.turn import Turn, turn
+from megatron_ft.trainer.boundary import Turn, turn
 
 snapshots = st.builds(SnapshotId, st.just(3), st.integers(1, 3))
 permits = st.builds(Permit, snapshots, st.integers(0, 5), st.just(0), st.booleans())

@@ -12,11 +12,12 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ft.cli.chaos import command as chaos
-from megatron_ft.cli.chaos import record, report
+from megatron_ft.cli.chaos import report
+from megatron_ft.cli.chaos import report as record
 from megatron_ft.cli.chaos.cases import Case
 from megatron_ft.cli.chaos.judge import judge
 from megatron_ft.cli.chaos.oracle import run_oracle, warm_python
-from megatron_ft.cli.chaos.record import Result
+from megatron_ft.cli.chaos.report import Result
 from megatron_ft.cli.chaos.runner import Outcome, run_case
 from megatron_ft.cli.chaos.settings import Settings
 from megatron_ft.cli.chaos.trace import Lines

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ft.cli.chaos import command as chaos
-from megatron_ft.cli.chaos import record, report
+from megatron_ft.cli.chaos import report
+from megatron_ft.cli.chaos import report as record
 from megatron_ft.cli.chaos.cases import Case, table
-from megatron_ft.cli.chaos.record import FAILED, Restore, Result
+from megatron_ft.cli.chaos.report import FAILED, Restore, Result
 from megatron_ft.cli.chaos.settings import Settings
 from megatron_ft.core.errors import ConfigError
 

@@ -11,11 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_ft.cli.doctor.checks import container as checks
-from megatron_ft.cli.doctor.facts import Facts
-from megatron_ft.cli.doctor.finding import Verdict
+from megatron_ft.cli.doctor.checks import node as checks
+from megatron_ft.cli.doctor.facts import Facts, Verdict
 from megatron_ft.core.environment import TREE
-from megatron_ft.launchers.slurm.step import step_command
+from megatron_ft.launchers.slurm.launcher import step_command
 from megatron_ft.supervisor.container import mount_advice, runtime_of, told
 from tests import doctor_facts
 

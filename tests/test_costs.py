@@ -24,7 +24,8 @@ from megatron_ft.core import isal
 from megatron_ft.core.identity import SealedRecord
 from megatron_ft.core.isal import Bytes
 from megatron_ft.core.word import QuietWord
-from megatron_ft.erasure import checks, row_encoder, run_check
+from megatron_ft.erasure import checks, rows
+from megatron_ft.erasure import checks as run_check
 from megatron_ft.erasure import encode as encoding
 from megatron_ft.erasure import member as member_module
 from megatron_ft.erasure.codec import IsalCodec, open_codec
@@ -41,13 +42,12 @@ from megatron_ft.erasure.transport import (
     kind_of,
 )
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.actions import Ended, Send
-from megatron_ft.supervisor.cycle import SnapshotCycle
+from megatron_ft.supervisor.cycle import Ended, Send, SnapshotCycle
 from megatron_ft.supervisor.schedule import Schedule
-from megatron_ft.trainer.client_protocol import SnapshotClient
 from megatron_ft.trainer.cpu import CpuCopier
 from megatron_ft.trainer.fill import chunk_blocks
 from megatron_ft.trainer.manager import SnapshotManager
+from megatron_ft.trainer.protocols import SnapshotClient
 from megatron_ft.trainer.quiet import QuietWindows
 from megatron_ft.trainer.shared_pieces import SharedPieces
 
@@ -372,7 +372,7 @@ def test_encoding_reads_each_byte_as_often_as_it_must(
     members = [make_member(code, n, size) for n in range(k + parities)]
     passes = Passes(monkeypatch)
     coded = 0
-    plain_kernel = row_encoder.encode_kernel
+    plain_kernel = rows.encode_kernel
 
     def counted(codec: Any) -> Any:
         kernel = plain_kernel(codec)
@@ -384,7 +384,7 @@ def test_encoding_reads_each_byte_as_often_as_it_must(
 
         return run
 
-    monkeypatch.setattr(row_encoder, "encode_kernel", counted)
+    monkeypatch.setattr(rows, "encode_kernel", counted)
     peers = range(k + parities)
     succeed(k + parities, lambda n, t: encoding.encode(code, members[n], t, peers))
     chunks, copies = (k + parities) * code.chunk_bytes, k == 1

@@ -8,8 +8,7 @@ from protocol_model.memory import record_of
 from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.actions import Action, Ended, KillWorld, Send
-from megatron_ft.supervisor.cycle import Phase, SnapshotCycle
+from megatron_ft.supervisor.cycle import Action, Ended, KillWorld, Phase, Send, SnapshotCycle
 from megatron_ft.supervisor.plan import stripe_orders
 from megatron_ft.supervisor.schedule import Schedule
 

@@ -12,10 +12,9 @@ from protocol_model.memory import MemoryArena, MemorySlot, inventory_after_fence
 
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.checkpoint.decide import Decision, StripeState, decide
-from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
-from megatron_ft.core.lineage import on_lineage
+from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId, on_lineage
 from megatron_ft.rpc import messages as m
-from megatron_ft.smp.slot_table import EMPTY_SLOT
+from megatron_ft.smp.slot_rules import EMPTY_SLOT
 
 OLD, NEW, ROLLED_BACK = SnapshotId(1, 4), SnapshotId(2, 1), SnapshotId(1, 5)
 LINEAGE = (Ancestor(1, None), Ancestor(2, OLD))

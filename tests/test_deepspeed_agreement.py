@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from deepspeed_ext.agreement import Agreement  # noqa: E402
+from deepspeed_ext.checkpoint_engine import Agreement  # noqa: E402
 from megatron_ft.core.errors import ControlPlaneError  # noqa: E402
 
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=0.2)
@@ -72,7 +72,7 @@ def test_a_wait_that_is_almost_over_ends() -> None:
 
 
 def test_rank_0_is_named_if_it_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepspeed_ext.agreement._GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("deepspeed_ext.checkpoint_engine._GRACE_SECONDS", 0.0)
     agreements = ranks(torch.distributed.HashStore(), 2, SHORT)
     assert "ranks [0]" in meet(agreements[1:], {})[0]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.config.json_section import read_section
-from megatron_ft.supervisor.job_settings import settle
+from megatron_ft.supervisor.command import settle
 
 FOLDER = Path(__file__).parents[1] / "configs"
 STAGES = {

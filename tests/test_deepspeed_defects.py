@@ -19,7 +19,7 @@ if find_spec("deepspeed") is None:
 from deepspeed_saving_program import notes_of  # noqa: E402
 from fork_server import ForkServer  # noqa: E402
 
-from deepspeed_ext import plain_state  # noqa: E402
+from deepspeed_ext import checkpoint_engine  # noqa: E402
 
 pytestmark = pytest.mark.deepspeed
 
@@ -43,9 +43,9 @@ def test_the_fast_engine_cannot_load_what_it_saved(
 def test_a_file_gets_stages_in_place_of_all_attributes() -> None:
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
-    assert plain_state._stage(ZeroStageEnum, "gradients") is ZeroStageEnum.gradients
+    assert checkpoint_engine._stage(ZeroStageEnum, "gradients") is ZeroStageEnum.gradients
     with pytest.raises(TypeError, match="only a ZeRO stage"):
-        plain_state._stage(type(plain_state), "__subclasses__")
+        checkpoint_engine._stage(type(checkpoint_engine), "__subclasses__")
 
 
 def test_the_fast_engine_needs_what_only_deepspeeds_launcher_sets(

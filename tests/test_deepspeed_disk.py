@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from deepspeed_ext.disk import disk_of  # noqa: E402
 from deepspeed_ext.saving import NAME, Saved  # noqa: E402
-from deepspeed_ext.wish import Wish  # noqa: E402
+from deepspeed_ext.trust import Wish, disk_of  # noqa: E402
 from megatron_ft.trainer.start_choice import WISH, Disk  # noqa: E402
 
 ENGINE = SimpleNamespace(load_universal_checkpoint=lambda: False)

@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 from deepspeed_script_program import SCRIPT  # noqa: E402
 from fork_server import ForkServer, Request  # noqa: E402
 
-from megatron_ft.cli.demo.compare import compare_runs  # noqa: E402
+from megatron_ft.cli.demo.report import compare_runs  # noqa: E402
 from megatron_ft.cli.demo.trace import read_trace  # noqa: E402
 
 STEPS = 4

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from deepspeed_ext.export.values import client_entries, fill  # noqa: E402
+from deepspeed_ext.exporter import client_entries, fill  # noqa: E402
 from megatron_ft.core.errors import ExportError  # noqa: E402
 
 DECLARED = {"step": "global_steps", "name": "constant"}

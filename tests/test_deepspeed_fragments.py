@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from deepspeed_ext.export.tensors import CapturedTensors  # noqa: E402
-from deepspeed_ext.fragments import MASTER, WEIGHT, fragments  # noqa: E402
+from deepspeed_ext.checkpoint_form import MASTER, WEIGHT, fragments  # noqa: E402
+from deepspeed_ext.exporter import CapturedTensors  # noqa: E402
 from deepspeed_ext.optimizers.view import Master, Weight  # noqa: E402
 from megatron_ft.checkpoint.form import Wanted  # noqa: E402
 from megatron_ft.checkpoint.source import ShardBytes  # noqa: E402

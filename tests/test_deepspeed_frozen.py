@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from deepspeed_ext.frozen import LOOKED_AT, FrozenParameters  # noqa: E402
+from deepspeed_ext.state_parts import LOOKED_AT, FrozenParameters  # noqa: E402
 from megatron_ft.core.errors import ConfigError  # noqa: E402
 
 FORMS = {

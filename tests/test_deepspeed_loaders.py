@@ -28,7 +28,7 @@ from deepspeed_ext import resumable_loader  # noqa: E402
 from deepspeed_ext.resumable_loader import ResumableLoader  # noqa: E402
 from megatron_ft.core.errors import ConfigError  # noqa: E402
 from megatron_ft.core.objects import decode, encode  # noqa: E402
-from megatron_ft.trainer.rng import RngState  # noqa: E402
+from megatron_ft.trainer.state import RngState  # noqa: E402
 
 SAMPLES, BATCH, PER_EPOCH, EPOCHS = 10, 2, 5, 4
 DATA = list(range(SAMPLES))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ext.losses import LossReport
+from deepspeed_ext.run import LossReport
 
 
 class Reported:

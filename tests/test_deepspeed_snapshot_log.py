@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.snapshot_log import SnapshotLog
+from deepspeed_ext.run import SnapshotLog
 from megatron_ft.trainer.stats import CaptureStats, LastCapture
 
 

@@ -13,10 +13,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from deepspeed_ext.optimizers import view_of  # noqa: E402
-from deepspeed_ext.optimizers.states import materialise  # noqa: E402
-from deepspeed_ext.optimizers.view import Master  # noqa: E402
+from deepspeed_ext.optimizers.view import Master, materialise  # noqa: E402
 from megatron_ft.core.errors import ConfigError  # noqa: E402
-from megatron_ft.trainer.values import host_copy, same_bits  # noqa: E402
+from megatron_ft.trainer.state import host_copy, same_bits  # noqa: E402
 
 CASES = {
     "replicas_are_shared_out": 2,

@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from deepspeed_ext.outside import Outside  # noqa: E402
-from deepspeed_ext.trust import Client, objection  # noqa: E402
+from deepspeed_ext.trust import (  # noqa: E402
+    Client,
+    Outside,  # noqa: E402
+    objection,
+)
 
 clients = st.builds(Client, st.booleans(), st.booleans(), st.lists(st.text(min_size=1), max_size=2))
 

@@ -28,21 +28,28 @@ from rich.console import Console  # noqa: E402
 
 from megatron_ft.cli.demo import command as cli  # noqa: E402
 from megatron_ft.cli.demo import (  # noqa: E402
-    compare,
+    frameworks,  # noqa: E402
     outcome,
-    overhead,
     plot,
     report,
-    stock_script,  # noqa: E402
+    stock_script,
 )
-from megatron_ft.cli.demo.frameworks import deepspeed  # noqa: E402
-from megatron_ft.cli.demo.frameworks.deepspeed import DeepSpeed  # noqa: E402
-from megatron_ft.cli.demo.frameworks.megatron import MegatronCore  # noqa: E402
-from megatron_ft.cli.demo.record import Record, Seen, Strike  # noqa: E402
+from megatron_ft.cli.demo import report as compare  # noqa: E402
+from megatron_ft.cli.demo import report as overhead  # noqa: E402
+from megatron_ft.cli.demo.frameworks import DeepSpeed, MegatronCore  # noqa: E402
 from megatron_ft.cli.demo.run import Demo, faults_of  # noqa: E402
-from megatron_ft.cli.demo.scenario import Fault, FaultKind, plan_faults  # noqa: E402
 from megatron_ft.cli.demo.screen import Screen, make_console  # noqa: E402
-from megatron_ft.cli.demo.settings import DemoSettings, Folders, job_spec  # noqa: E402
+from megatron_ft.cli.demo.settings import (  # noqa: E402  # noqa: E402  # noqa: E402
+    DemoSettings,
+    Fault,
+    FaultKind,
+    Folders,
+    Record,
+    Seen,
+    Strike,
+    job_spec,
+    plan_faults,
+)
 from megatron_ft.cli.demo.trace import (  # noqa: E402
     TraceLine,
     TraceTail,
@@ -266,11 +273,11 @@ def test_a_deepspeed_demo_says_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = DemoSettings(framework=DeepSpeed())
-    monkeypatch.setattr(deepspeed, "SCRIPT", tmp_path / "absent.py")
-    monkeypatch.setattr(deepspeed, "find_spec", lambda name: object())
+    monkeypatch.setattr(frameworks, "SCRIPT", tmp_path / "absent.py")
+    monkeypatch.setattr(frameworks, "find_spec", lambda name: object())
     with pytest.raises(MissingEnvironmentError, match=r"absent\.py, which a checkout has"):
         settings.framework.prepare(settings, Folders(tmp_path))
-    monkeypatch.setattr(deepspeed, "find_spec", lambda name: None)
+    monkeypatch.setattr(frameworks, "find_spec", lambda name: None)
     with pytest.raises(MissingEnvironmentError, match=r"scripts/quickstart\.sh installs it"):
         settings.framework.prepare(settings, Folders(tmp_path))
 

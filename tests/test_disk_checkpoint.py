@@ -22,14 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.checkpoint import manifest as mf
-from megatron_ft.checkpoint.checkpoint import open_checkpoint
-from megatron_ft.checkpoint.drain import DrainPlan, finish, tidy
+from megatron_ft.checkpoint.drain import DrainPlan, finish, publish, tidy, write_shards
+from megatron_ft.checkpoint.drained import Keep, clean_up, clear_unfinished, superfluous
 from megatron_ft.checkpoint.live import open_live
 from megatron_ft.checkpoint.manifest import folder_name
-from megatron_ft.checkpoint.reader import read_manifest
-from megatron_ft.checkpoint.retention import Keep, clean_up, clear_unfinished, superfluous
+from megatron_ft.checkpoint.reader import open_checkpoint, read_manifest
 from megatron_ft.checkpoint.source import open_newest
-from megatron_ft.checkpoint.write import publish, write_shards
 from megatron_ft.cli import drain as drain_command
 from megatron_ft.cli import main as cli
 from megatron_ft.core import private_files
@@ -543,5 +541,5 @@ def test_a_cap_on_bandwidth_spreads_the_bytes() -> None:
 
 
 def test_the_disk_tier_needs_no_torch() -> None:
-    program = "import sys; sys.modules['torch'] = None; import megatron_ft.checkpoint.checkpoint"
+    program = "import sys; sys.modules['torch'] = None; import megatron_ft.checkpoint.reader"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

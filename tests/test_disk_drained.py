@@ -17,6 +17,7 @@ from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import tail_is_zero, verify_shard
 from megatron_ft.arena.format import DIGEST_CRC64, SlotState
 from megatron_ft.checkpoint.decide import Decision
+from megatron_ft.checkpoint.drain import publish, write_shards
 from megatron_ft.checkpoint.drained import Drained, Wanted, choose, find, of_one_job
 from megatron_ft.checkpoint.durable import Disk
 from megatron_ft.checkpoint.live import open_live
@@ -25,10 +26,8 @@ from megatron_ft.checkpoint.manifest import Manifest, ShardFile, folder_name
 from megatron_ft.checkpoint.native import TRACKER, iteration_of
 from megatron_ft.checkpoint.reader import read_manifest
 from megatron_ft.checkpoint.source import open_newest
-from megatron_ft.checkpoint.write import publish, write_shards
 from megatron_ft.core.errors import CheckpointDamagedError, ConfigError, DrainError
-from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
-from megatron_ft.core.lineage import on_lineage
+from megatron_ft.core.identity import Ancestor, Seat, SnapshotId, on_lineage
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.supervisor import disk_restore

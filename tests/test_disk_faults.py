@@ -12,7 +12,7 @@ import pytest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import verify_shard
 from megatron_ft.arena.format import SlotState
-from megatron_ft.checkpoint import write
+from megatron_ft.checkpoint import drain as write
 from megatron_ft.checkpoint.durable import Disk
 from megatron_ft.checkpoint.load import fill
 from megatron_ft.checkpoint.reader import read_manifest

@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 
 from megatron_ft.arena import digest
 from megatron_ft.checkpoint import safetensors
-from megatron_ft.checkpoint.checkpoint import open_checkpoint
+from megatron_ft.checkpoint.drain import publish, write_shards
 from megatron_ft.checkpoint.drained import find
 from megatron_ft.checkpoint.live import open_live
 from megatron_ft.checkpoint.load import fill
 from megatron_ft.checkpoint.manifest import NAME, Manifest
-from megatron_ft.checkpoint.reader import read_manifest
+from megatron_ft.checkpoint.reader import open_checkpoint, read_manifest
 from megatron_ft.checkpoint.source import open_newest
-from megatron_ft.checkpoint.write import publish, write_shards
 from megatron_ft.core.errors import (
     ArenaError,
     CheckpointDamagedError,

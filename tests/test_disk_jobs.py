@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import safetensors.numpy
 
-from megatron_ft.checkpoint.checkpoint import open_checkpoint
 from megatron_ft.checkpoint.live import open_live
+from megatron_ft.checkpoint.reader import open_checkpoint
 from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.cli import main as cli
 from tests.disk_jobs import SHARDS, of_kind, signal_trainers, stop_until_drained, wait_for

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.checkpoint.checkpoint import open_checkpoint
 from megatron_ft.checkpoint.durable import mount_point
+from megatron_ft.checkpoint.reader import open_checkpoint
 from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.supervisor.membership import NoSpareError
-from megatron_ft.supervisor.stop import EXIT_DRAINED, EXIT_NOT_DRAINED
 from megatron_ft.supervisor.summary import summary
+from megatron_ft.supervisor.supervisor import EXIT_DRAINED, EXIT_NOT_DRAINED
 from tests.disk_jobs import of_kind, signal_trainers, stop_until_drained, wait_until
 from tests.fates import in_life
 from tests.jobs import EXAMPLE, ROOT, WAIT_SECONDS, Job, Result, difference

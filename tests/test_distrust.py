@@ -16,7 +16,7 @@ from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.distrust import Distrust
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.timing import Timing
+from megatron_ft.supervisor.plan import Timing
 
 SNAPSHOT = SnapshotId(1, 1)
 START = Decision(SNAPSHOT, 10, True, (), {})

@@ -24,16 +24,18 @@ from doctor_facts import wishes
 from megatron_ft.checkpoint.hold import Holder, hold
 from megatron_ft.cli import main as cli
 from megatron_ft.cli.doctor import as_trainer, machine
-from megatron_ft.cli.doctor.answer import MARK, answers, last_words
 from megatron_ft.cli.doctor.examine import DrainToken
 from megatron_ft.cli.doctor.export_folders import export_folders, try_folder
 from megatron_ft.cli.doctor.facts import (
+    MARK,
     ExportFolder,
     ExportPlace,
     NodeFacts,
     ProbeRequest,
     TrainerFacts,
     Wishes,
+    answers,
+    last_words,
 )
 from megatron_ft.cli.doctor.rates import measure_drain
 from megatron_ft.core.environment import INCARNATION, JOB, NODE, NODE_DIR

@@ -26,21 +26,25 @@ from hypothesis import strategies as st
 
 from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.cli.doctor.command import EXIT_CODES
-from megatron_ft.cli.doctor.examine import clock_between
+from megatron_ft.cli.doctor.examine import clock_between, judge_no_kill, warning
 from megatron_ft.cli.doctor.facts import (
     Clock,
     DrainPlace,
     ExportPlace,
     Facts,
+    Finding,
     Leftover,
     MemoryLimit,
     Rates,
+    Verdict,
+    as_json,
+    by_node,
+    render,
+    worst,
 )
-from megatron_ft.cli.doctor.finding import Finding, Verdict, as_json, by_node, render, worst
 from megatron_ft.cli.doctor.judge import judge
 from megatron_ft.cli.doctor.needs import node_bytes, parameters_of, shard_size, shortest_scheme
 from megatron_ft.cli.doctor.pairs import all_pairs
-from megatron_ft.cli.doctor.slurm import judge_no_kill, warning
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.supervisor.container import python_of
 

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.checkpoint.durable import mount_point
-from megatron_ft.supervisor.drains import is_due, noted_places
+from megatron_ft.supervisor.drains import SAFETY_FACTOR, Urgency, is_due, noted_places
 from megatron_ft.supervisor.job_state import DiskPlaces
-from megatron_ft.supervisor.salvage import doubled_up
+from megatron_ft.supervisor.no_spare import doubled_up
 from megatron_ft.supervisor.spec import JobSpec
-from megatron_ft.supervisor.urgency import SAFETY_FACTOR, Urgency
 
 
 @given(

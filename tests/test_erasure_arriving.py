@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from erasure_samples import make_code, make_lost, make_member
 
-from megatron_ft.erasure.arriving import ArrivingMember
 from megatron_ft.erasure.checks import CorruptMemberError, parity_digests_of
 from megatron_ft.erasure.member import MemberView, StripeCode
+from megatron_ft.erasure.rebuild import ArrivingMember
 
 LENGTH = 5000
 CODE = make_code("rs", 2, 1, [LENGTH, 2 * LENGTH, LENGTH], 512)

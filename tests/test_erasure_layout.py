@@ -7,8 +7,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.erasure.layout import Layout
-from megatron_ft.erasure.pieces import buffers_apart
+from megatron_ft.erasure.member import Layout
+from megatron_ft.erasure.rows import buffers_apart
 
 layouts = st.builds(Layout, st.integers(1, 12), st.integers(1, 6))
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.core.errors import TransportError
-from megatron_ft.erasure.mailbox import CREDIT, Mailbox, Receive
+from megatron_ft.erasure.tcp import CREDIT, Mailbox, Receive
 
 TIMEOUT = 20.0
 places = st.tuples(st.integers(0, 2), st.integers(0, 1))

@@ -8,7 +8,7 @@ from test_erasure_verbs import succeed
 
 from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.encode import encode
-from megatron_ft.erasure.pieces import SparePieces, held_bytes
+from megatron_ft.erasure.rows import SparePieces, held_bytes
 
 CODE = make_code("rs", 2, 2, [1 << 20] * 4, 65536)
 

@@ -17,9 +17,15 @@ from erasure_samples import (
 )
 
 from megatron_ft.erasure.encode import encode
-from megatron_ft.erasure.inspection import Damage, SlotInspector, block_of, table_blocks
 from megatron_ft.erasure.member import MemberView, StripeCode
-from megatron_ft.erasure.mending import mend_data, mend_parity
+from megatron_ft.erasure.mending import (
+    Damage,
+    SlotInspector,
+    block_of,
+    mend_data,
+    mend_parity,
+    table_blocks,
+)
 from megatron_ft.erasure.repair import RecomputedBlocks, recompute
 
 LENGTHS = (9000, 12000, 10, 12000)

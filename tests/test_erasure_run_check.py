@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from megatron_ft.arena.digest import digest_table
 from megatron_ft.core import isal
 from megatron_ft.core.isal import Bytes
-from megatron_ft.erasure import checks, run_check
-from megatron_ft.erasure.checks import CorruptMemberError, DataCheck, digest_table_of
-from megatron_ft.erasure.run_check import RunCheck
+from megatron_ft.erasure import checks
+from megatron_ft.erasure import checks as run_check
+from megatron_ft.erasure.checks import CorruptMemberError, DataCheck, RunCheck, digest_table_of
 
 BLOCK = 64
 CODE = make_code("rs", 2, 2, [BLOCK * 90] * 4, BLOCK)

@@ -13,8 +13,13 @@ from hypothesis import strategies as st
 
 from megatron_ft.core.errors import ProtectionError
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.erasure.domains import check_domains
-from megatron_ft.erasure.stripes import RankPlace, StripePlan, padded_bytes, plan_stripes
+from megatron_ft.erasure.stripes import (
+    RankPlace,
+    StripePlan,
+    check_domains,
+    padded_bytes,
+    plan_stripes,
+)
 
 BLOCK = 4096
 

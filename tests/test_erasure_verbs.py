@@ -28,17 +28,16 @@ from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure import member as member_module
 from megatron_ft.erasure.checks import CorruptMemberError, parity_digests_of, parity_root
 from megatron_ft.erasure.codec import PyEClibCodec
-from megatron_ft.erasure.encode import EncodeResult, encode
+from megatron_ft.erasure.encode import EncodeResult, VerifyResult, encode, verify
 from megatron_ft.erasure.member import MemberView, StripeCode
-from megatron_ft.erasure.pieces import held_bytes
 from megatron_ft.erasure.rebuild import rebuild
+from megatron_ft.erasure.rows import held_bytes
 from megatron_ft.erasure.transport import (
     EXCHANGES_IN_FLIGHT,
     TURNS_EARLY,
     TURNS_LATE,
     Kind,
 )
-from megatron_ft.erasure.verify import VerifyResult, verify
 
 MOST_OFFERED = TURNS_EARLY + TURNS_LATE + 2 * EXCHANGES_IN_FLIGHT
 """Messages that a member has started to send; a bound that does not know the data's length."""

@@ -22,6 +22,7 @@ from megatron_ft.checkpoint.export_drained import (
     tidy,
     withdraw,
 )
+from megatron_ft.checkpoint.form import partial_of
 from megatron_ft.checkpoint.native import (
     LATEST,
     TRACKER,
@@ -29,7 +30,6 @@ from megatron_ft.checkpoint.native import (
     newest_checkpoint,
     point_tracker,
 )
-from megatron_ft.checkpoint.publish import partial_of
 from megatron_ft.core.errors import ExportError
 from megatron_ft.core.identity import Ancestor, SnapshotId
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.checkpoint.durable import Disk
-from megatron_ft.checkpoint.publish import whole_folder
+from megatron_ft.checkpoint.form import whole_folder
 from megatron_ft.checkpoint.source import OpenSnapshot, SnapshotInfo
 from megatron_ft.core.errors import SnapshotUnavailableError
 from megatron_ft.core.identity import SnapshotId

@@ -12,34 +12,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.checkpoint.arenas import scan
 from megatron_ft.checkpoint.decide import Decision
+from megatron_ft.checkpoint.drain import publish, write_shards
 from megatron_ft.checkpoint.drained import find
-from megatron_ft.checkpoint.live import open_live
+from megatron_ft.checkpoint.live import open_live, scan
 from megatron_ft.checkpoint.manifest import folder_name
 from megatron_ft.checkpoint.native import TRACKER, checkpoint_folder, naming
 from megatron_ft.checkpoint.quarantine import Quarantine
 from megatron_ft.checkpoint.source import open_newest
-from megatron_ft.checkpoint.write import publish, write_shards
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import ConfigError, ProtectionError
 from megatron_ft.core.fewer_ranks import RankRule
 from megatron_ft.core.identity import Ancestor, Seat
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.erasure.domains import check_domains
+from megatron_ft.erasure.stripes import check_domains
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.megatron.fewer_ranks import refusals, rule_of
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor import torchrun
+from megatron_ft.supervisor import command as torchrun
 from megatron_ft.supervisor.disk_restore import DiskRestores
 from megatron_ft.supervisor.events import JobEvent, Observers
 from megatron_ft.supervisor.job_state import JobRecord, JobState
 from megatron_ft.supervisor.membership import Membership
+from megatron_ft.supervisor.no_spare import NOTHING, fewer_nodes, go_on_with_fewer
+from megatron_ft.supervisor.plan import Timing
 from megatron_ft.supervisor.registration import Roll
 from megatron_ft.supervisor.restore import Admitted
-from megatron_ft.supervisor.shrink import NOTHING, fewer_nodes, go_on_with_fewer
 from megatron_ft.supervisor.spec import JobSpec
-from megatron_ft.supervisor.timing import Timing
 from tests.disk_samples import JOB, SHARDS, Memory
 
 SEATS = {name: Seat(rank, (), 1) for rank, name in enumerate(SHARDS)}

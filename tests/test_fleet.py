@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.core.errors import ControlPlaneError
-from megatron_ft.supervisor import fleet
-from megatron_ft.supervisor.fleet import SmpFleet
+from megatron_ft.supervisor import processes
 from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.supervisor.processes import SmpFleet
 from tests.jobs import Job
 
 WAIT_SECONDS = 100.0
@@ -31,7 +31,7 @@ def test_an_smp_that_was_too_slow_does_not_pass_for_the_one_before(
         os.kill(first.pid, signal.SIGKILL)
         assert await smps.ended() == ["n0"]
         with monkeypatch.context() as patched:
-            patched.setattr(fleet, "SMP_START_SECONDS", 0.05)
+            patched.setattr(processes, "SMP_START_SECONDS", 0.05)
             with pytest.raises(ControlPlaneError, match="did not serve"):
                 await smps.ensure("n0")
         endpoint = await smps.ensure("n0")

@@ -16,15 +16,15 @@ from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.cycle import SnapshotCycle
 from megatron_ft.supervisor.events import Observers
-from megatron_ft.supervisor.governor import (
+from megatron_ft.supervisor.pacing import Pacing
+from megatron_ft.supervisor.schedule import (
     FIRST_ITERATIONS,
     IntervalGovernor,
+    Schedule,
     best_seconds,
     mean_time_between_failures,
 )
-from megatron_ft.supervisor.pacing import Pacing
-from megatron_ft.supervisor.schedule import Schedule
-from megatron_ft.trainer.iteration_times import IterationTimes
+from megatron_ft.trainer.captures import IterationTimes
 from tests.jobs import ROOT, Job
 
 BUDGET = 0.01

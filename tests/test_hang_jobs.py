@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.core.errors import RestartBudgetError
-from megatron_ft.supervisor.watch.timeout import HangSettings
+from megatron_ft.supervisor.watch.hangs import HangSettings
 from tests.jobs import HANGING, Job, Result, difference, oracle
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]

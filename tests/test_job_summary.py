@@ -19,17 +19,15 @@ from megatron_ft.rpc.job_summary import digests, merged
 from megatron_ft.rpc.local_query import ask
 from megatron_ft.rpc.security import JobKeys
 from megatron_ft.smp.slot_rules import MOST_SKIPPED
-from megatron_ft.supervisor.actions import Action, Ended, Send
 from megatron_ft.supervisor.coordinator import Coordinator
-from megatron_ft.supervisor.cycle import Phase, SnapshotCycle
+from megatron_ft.supervisor.cycle import Action, Ended, Phase, Send, SnapshotCycle
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.exposure import fallbacks
 from megatron_ft.supervisor.link import SmpLink
-from megatron_ft.supervisor.plan import stripe_orders
+from megatron_ft.supervisor.plan import Timing, stripe_orders
 from megatron_ft.supervisor.restore import admit
 from megatron_ft.supervisor.schedule import Schedule
 from megatron_ft.supervisor.summary import SummaryParts, summary
-from megatron_ft.supervisor.timing import Timing
 from megatron_ft.trainer.binding import layout_changed
 
 

@@ -17,7 +17,7 @@ from megatron_ft.config import SETTINGS, SnapshotConfig, resolve
 from megatron_ft.config.job_choice import contradictions
 from megatron_ft.config.json_section import read_command, read_section, schema
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.supervisor.job_settings import settle
+from megatron_ft.supervisor.command import settle
 
 
 def _write(folder: Path, **section: Any) -> Path:

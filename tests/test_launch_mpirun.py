@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from megatron_ft.core import procfs
 from megatron_ft.core.errors import MpiError
 from megatron_ft.launchers.launcher import NodeUnreachable, Placement
-from megatron_ft.launchers.listeners import borrowed, open_to_all
 from megatron_ft.launchers.mpirun import (
     MpiKind,
     MpiLauncher,
@@ -32,7 +31,7 @@ from megatron_ft.launchers.mpirun import (
 )
 from megatron_ft.launchers.outer_launcher import without_outer_launcher
 from megatron_ft.launchers.virtual import VirtualCluster
-from megatron_ft.launchers.world import WORLD, WorldProcess, probe_world
+from megatron_ft.launchers.world import WORLD, WorldProcess, borrowed, open_to_all, probe_world
 
 TIMEOUT = 60.0
 PROMPT = 20.0

@@ -20,7 +20,7 @@ from megatron_ft.core.errors import ControlPlaneError, MissingEnvironmentError
 from megatron_ft.launchers.launcher import UNKNOWN_EXIT, ProcessGoneError
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.slurm.allocation import Allocation
-from megatron_ft.launchers.slurm.step import StepProcess
+from megatron_ft.launchers.slurm.launcher import StepProcess
 
 TIMEOUT = 20.0
 SLEEP = ["sleep", "60"]

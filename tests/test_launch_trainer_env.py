@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.supervisor.trainer_env import TrainerPlace
+from megatron_ft.supervisor.processes import TrainerPlace
 
 
 def environment(

@@ -36,7 +36,6 @@ CIRCLES = {
     frozenset(
         {
             "megatron_ft.cli.demo.frameworks",
-            "megatron_ft.cli.demo.frameworks.megatron",
             "megatron_ft.cli.demo.settings",
         }
     ): "for types only: settings name a framework, which reads settings",

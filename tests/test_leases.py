@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megatron_ft.supervisor.leases import OutstandingLeases
+from megatron_ft.supervisor.membership import OutstandingLeases
 
 
 def test_the_node_that_was_heard_of_last_is_waited_for() -> None:

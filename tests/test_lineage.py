@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.core.identity import Ancestor, SnapshotId
-from megatron_ft.core.lineage import extend, on_lineage
+from megatron_ft.core.identity import Ancestor, SnapshotId, extend, on_lineage
 
 
 def test_own_snapshots_are_all_on_the_lineage() -> None:

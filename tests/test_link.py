@@ -14,14 +14,14 @@ from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.security import JobKeys
 from megatron_ft.supervisor import coordinator as coordinator_module
+from megatron_ft.supervisor.command import provide
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import Phase, SnapshotCycle
-from megatron_ft.supervisor.descriptors import provide
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.link import ARENA_TIMEOUT_SECONDS, SmpLink
+from megatron_ft.supervisor.plan import Timing
 from megatron_ft.supervisor.restore import admit
 from megatron_ft.supervisor.schedule import Schedule
-from megatron_ft.supervisor.timing import Timing
 
 KEYS = JobKeys.derive(bytes(32))
 NOBODY = "tcp://127.0.0.1:9"

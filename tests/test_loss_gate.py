@@ -16,8 +16,7 @@ from test_cycle import PLACES, Driver, to_all
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.actions import Ended
-from megatron_ft.supervisor.cycle import Phase
+from megatron_ft.supervisor.cycle import Ended, Phase
 from megatron_ft.trainer.loss_gate import HISTORY, LEAST_HISTORY, LossGate
 
 losses = st.floats(0.1, 1.0)

@@ -18,9 +18,9 @@ from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import Phase, SnapshotCycle
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.link import SmpLink
+from megatron_ft.supervisor.plan import Timing
 from megatron_ft.supervisor.restore import admit
 from megatron_ft.supervisor.schedule import Schedule
-from megatron_ft.supervisor.timing import Timing
 
 NAMES = ("n0", "n1")
 

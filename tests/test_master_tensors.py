@@ -12,8 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.trainer.inner_optimizer import state_numbers, state_tensors
-from megatron_ft.trainer.master_tensors import MasterTensors, Owned
+from megatron_ft.trainer.master_tensors import MasterTensors, Owned, state_numbers, state_tensors
 
 
 class Optimizer:

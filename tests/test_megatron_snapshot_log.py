@@ -22,8 +22,11 @@ import megatron_logging_program  # noqa: E402
 from megatron_ft.cli.demo import demo_model, stdlib_corpus  # noqa: E402
 from megatron_ft.megatron import snapshot_log  # noqa: E402
 from megatron_ft.megatron.snapshot_log import SnapshotLog, text_line  # noqa: E402
-from megatron_ft.trainer.figures import figures  # noqa: E402
-from megatron_ft.trainer.stats import CaptureStats, LastCapture  # noqa: E402
+from megatron_ft.trainer.stats import (  # noqa: E402
+    CaptureStats,
+    LastCapture,
+    figures,  # noqa: E402
+)
 from tests.jobs import Job  # noqa: E402
 
 ITERATIONS, TEXT_INTERVAL, SCALAR_INTERVAL = 20, 5, 2

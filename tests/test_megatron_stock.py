@@ -61,7 +61,7 @@ def test_a_patched_copy_survives_a_kill_without_the_search_path(
     if "no patch for" in done.stderr:
         pytest.skip(done.stderr)
     assert done.returncode == 0, done.stderr
-    monkeypatch.setattr("megatron_ft.supervisor.fleet.before_script", dict)
+    monkeypatch.setattr("megatron_ft.supervisor.processes.before_script", dict)
     check_identical(stock(copy), megatron_corpus, tmp_path)
 
 

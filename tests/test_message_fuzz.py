@@ -15,9 +15,9 @@ from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp import node as smp_node
 from megatron_ft.smp.control_server import FROM_COORDINATOR
-from megatron_ft.smp.effects import StorePermit, StoreSlot
 from megatron_ft.smp.local_server import FROM_WRITERS
 from megatron_ft.smp.node import NodeMachine
+from megatron_ft.smp.node_shards import StorePermit, StoreSlot
 from megatron_ft.smp.slots import ShardSlots
 from megatron_ft.supervisor.cycle import SnapshotCycle
 from megatron_ft.supervisor.registration import Roll

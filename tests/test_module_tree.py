@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron_ft.trainer.extra_state import has_extra_state
-from megatron_ft.trainer.module_tree import ModuleTree
+from megatron_ft.trainer.module_tree import ModuleTree, has_extra_state
 
 
 class Keeping(nn.Linear):

@@ -9,7 +9,8 @@ from megatron_ft.arena.format import Permit, SlotState
 from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.smp.effects import (
+from megatron_ft.smp.node import NodeMachine
+from megatron_ft.smp.node_shards import (
     Effect,
     StorePermit,
     StoreSlot,
@@ -17,10 +18,8 @@ from megatron_ft.smp.effects import (
     ToEncoder,
     ToTrainer,
 )
-from megatron_ft.smp.node import NodeMachine
-from megatron_ft.smp.slot_recovery import forget
-from megatron_ft.smp.slot_table import EMPTY_SLOT
-from megatron_ft.smp.slots import ShardSlots
+from megatron_ft.smp.slot_rules import EMPTY_SLOT
+from megatron_ft.smp.slots import ShardSlots, forget
 from megatron_ft.supervisor.plan import stripe_orders
 
 HERE, LIFE, WORLD = "dp0", 3, "w3"

@@ -31,7 +31,7 @@ from megatron_ft.core.errors import ConfigError, UndecodableError, UnencodableEr
 from megatron_ft.core.objects import decode, encode
 from megatron_ft.core.objects.encode import Lasting, Part
 from megatron_ft.core.objects.format import MAGIC, MOST_DEPTH, Tag
-from megatron_ft.trainer.rng import RngState
+from megatron_ft.trainer.state import RngState
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "80"))
 some = settings(max_examples=EXAMPLES, deadline=None)

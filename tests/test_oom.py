@@ -15,10 +15,9 @@ import pytest
 from megatron_ft.rpc.security import JobKeys
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.events import JobEvent, Observers
-from megatron_ft.supervisor.failure import JobNotes
+from megatron_ft.supervisor.failure import JobNotes, OomKills
 from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.oom import OomKills
-from megatron_ft.supervisor.timing import Timing
+from megatron_ft.supervisor.plan import Timing
 from tests.slurm_cluster import missing_cgroups
 
 MISSING = missing_cgroups() if os.geteuid() == 0 else "needs root"

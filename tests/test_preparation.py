@@ -14,16 +14,16 @@ from megatron_ft.arena import digest
 from megatron_ft.core import environment
 from megatron_ft.core.errors import ConfigError, NotUnderSupervisorError
 from megatron_ft.core.shard_meta import pack_meta
-from megatron_ft.trainer import cuda, supervised
+from megatron_ft.trainer import cuda, manager
 from megatron_ft.trainer.cpu import CpuCopier
-from megatron_ft.trainer.mapping import MappingState
-from megatron_ft.trainer.plan import plan_state
-from megatron_ft.trainer.preparation import (
+from megatron_ft.trainer.manager import (
     META_SPARE_BYTES,
     PLANNING_BLOCK_BYTES,
     choose_copier,
     required_bytes,
 )
+from megatron_ft.trainer.mapping import MappingState
+from megatron_ft.trainer.plan import plan_state
 
 
 @given(st.integers(0, 200_000), st.integers(0, 300_000), st.integers(16, 22))
@@ -62,11 +62,11 @@ def test_tensors_of_a_device_are_copied_from_there_alone(monkeypatch: pytest.Mon
 def test_a_rank_takes_its_number_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "7")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert (supervised.number("RANK", 0), supervised.number("WORLD_SIZE", 1)) == (7, 1)
+    assert (manager.number("RANK", 0), manager.number("WORLD_SIZE", 1)) == (7, 1)
 
 
 def test_without_a_supervisor_it_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(environment.JOB, raising=False)
-    for begin in (lambda: supervised.connect(0), lambda: supervised.watch(0, True)):
+    for begin in (lambda: manager.connect(0), lambda: manager.watch(0, True)):
         with pytest.raises(NotUnderSupervisorError, match="megatron-ft run"):
             begin()

@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 
 from megatron_ft.arena.arena import Arena
-from megatron_ft.checkpoint.checkpoint import open_checkpoint
+from megatron_ft.checkpoint.drain import publish, write_shards
 from megatron_ft.checkpoint.live import open_live
 from megatron_ft.checkpoint.manifest import NAME
-from megatron_ft.checkpoint.reader import open_shard, read_manifest
+from megatron_ft.checkpoint.reader import open_checkpoint, open_shard, read_manifest
 from megatron_ft.checkpoint.source import open_newest
-from megatron_ft.checkpoint.write import publish, write_shards
 from megatron_ft.cli import clean
 from megatron_ft.core import private_files
 from megatron_ft.core.environment import SOCKET_NAME, ProcessEnvironment

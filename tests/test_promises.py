@@ -7,10 +7,9 @@ from test_node import BEGINS, HERE, LIFE, ONE, THREE, VOID, committed_twice, ok,
 from megatron_ft.arena.format import SlotState
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.smp.effects import ToCoordinator
 from megatron_ft.smp.node import NodeMachine
-from megatron_ft.supervisor.actions import Action, Send
-from megatron_ft.supervisor.cycle import Phase, SnapshotCycle
+from megatron_ft.smp.node_shards import ToCoordinator
+from megatron_ft.supervisor.cycle import Action, Phase, Send, SnapshotCycle
 from megatron_ft.supervisor.schedule import Schedule
 
 

@@ -21,8 +21,7 @@ from slot_transitions import figure
 
 from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.slots import ShardSlots
-from megatron_ft.supervisor.capture_round import CaptureRound
-from megatron_ft.supervisor.cycle import SnapshotCycle
+from megatron_ft.supervisor.cycle import CaptureRound, SnapshotCycle
 from megatron_ft.supervisor.schedule import Schedule
 
 DOCS = Path(__file__).parents[1] / "docs" / "protocol.md"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.cli.run_summary import RunSummary
-from megatron_ft.rpc.watch_messages import PulseReport
+from megatron_ft.cli.run_folders import RunSummary
+from megatron_ft.rpc.node_messages import PulseReport
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.watch import recoveries
 from megatron_ft.supervisor.watch.board import Heard, PulseBoard

@@ -26,7 +26,7 @@ from test_node import ORDERS as STRIPES
 
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.rpc import messages as m
-from megatron_ft.smp.effects import MendSlot, StoreSlot, ToEncoder
+from megatron_ft.smp.node_shards import MendSlot, StoreSlot, ToEncoder
 from megatron_ft.supervisor.events import JobEvent, Observers
 from megatron_ft.supervisor.repairs import MOST_ATTEMPTS, Repairs
 

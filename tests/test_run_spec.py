@@ -15,7 +15,7 @@ from megatron_ft.cli import main as cli
 from megatron_ft.cli import run, run_place
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.launchers.virtual import VirtualCluster
-from megatron_ft.supervisor import job_settings
+from megatron_ft.supervisor import command as job_settings
 from megatron_ft.supervisor.spec import JobSpec
 
 GIVEN = {

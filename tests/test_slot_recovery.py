@@ -20,8 +20,8 @@ from test_slots import (
 
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.rpc.refusals import TransitionRefusedError
-from megatron_ft.smp.slot_recovery import begin_rebuild, loaded, rebuilt, repairable
-from megatron_ft.smp.slot_table import SlotTable
+from megatron_ft.smp.slot_rules import SlotTable
+from megatron_ft.smp.slots import begin_rebuild, loaded, rebuilt, repairable
 
 
 def table(*headers: SlotHeader) -> SlotTable:

@@ -9,7 +9,7 @@ from test_slots import COMMITTED, SEALED, SHARD, THREE, TWO, header, headers
 
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.rpc.refusals import TransitionRefusedError
-from megatron_ft.smp.slot_table import EMPTY_SLOT, SlotTable
+from megatron_ft.smp.slot_rules import EMPTY_SLOT, SlotTable
 
 STEPS = st.lists(st.tuples(st.integers(0, 1), st.none() | headers), max_size=10)
 

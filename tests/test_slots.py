@@ -13,10 +13,8 @@ from protocol_model.memory import record_of
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc.refusals import PinnedError, TransitionRefusedError
-from megatron_ft.smp.slot_recovery import begin_rebuild, forget, rebuilt
-from megatron_ft.smp.slot_rules import ending
-from megatron_ft.smp.slot_table import EMPTY_SLOT
-from megatron_ft.smp.slots import ShardSlots
+from megatron_ft.smp.slot_rules import EMPTY_SLOT, ending
+from megatron_ft.smp.slots import ShardSlots, begin_rebuild, forget, rebuilt
 
 SHARD = "dp0"
 ONE, TWO, THREE = (SnapshotId(1, number) for number in (1, 2, 3))

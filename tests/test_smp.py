@@ -575,7 +575,7 @@ def test_an_smp_that_was_restarted_ends_nobody_before_it_has_a_lease(node: SmpNo
 
 ERRAND = """
 import sys, time
-from megatron_ft.rpc.errand import begin_errand
+from megatron_ft.rpc.local_query import begin_errand
 begin_errand("write")
 print("begun", flush=True)
 time.sleep(60)
@@ -813,7 +813,7 @@ READER = """
 import os, sys
 from pathlib import Path
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.rpc.pin import pinned
+from megatron_ft.rpc.local_query import pinned
 with pinned([Path(p) for p in sys.argv[1:]], SnapshotId(1, 1)):
     print("pinned", flush=True)
     sys.stdin.read()

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.host import NodeHost
-from megatron_ft.smp.stalls import STALL_SECONDS, Stalls, switches
+from megatron_ft.smp.readers import STALL_SECONDS, Stalls, switches
 
 SLOW = "import time\nprint('runs', flush=True)\nwhile True: time.sleep(0.01)"
 

@@ -13,8 +13,8 @@ import pytest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import HEADER_COPY_BYTES, HEADER_OFFSET, SlotHeader, SlotState
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.smp.effects import StoreSlot
 from megatron_ft.smp.node import NodeMachine
+from megatron_ft.smp.node_shards import StoreSlot
 from megatron_ft.smp.store import ArenaStore, free
 from tests.smp_node import create
 

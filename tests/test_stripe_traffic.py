@@ -16,8 +16,8 @@ from benchmarks.stripe.world import measure
 from megatron_ft.erasure import member as member_module
 from megatron_ft.erasure.encode import encode
 from megatron_ft.erasure.member import StripeCode
-from megatron_ft.erasure.pieces import SparePieces
 from megatron_ft.erasure.rebuild import rebuild
+from megatron_ft.erasure.rows import SparePieces
 from megatron_ft.erasure.transport import Kind, Link, Transport
 from megatron_ft.erasure.world import MPI, TCP
 

@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 from megatron_ft.cli import main as cli
 from megatron_ft.core.errors import ConfigError, MissingEnvironmentError, ProtectionError
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.erasure.domains import check_domains, crowded, possible_scheme, stripe_sets
+from megatron_ft.erasure.stripes import check_domains, crowded, possible_scheme, stripe_sets
 from megatron_ft.supervisor.placement import (
     choose_active,
     choose_spares,
     describe_domains,
+    expand_hostlist,
+    parse_domains,
+    read_domains,
     stripes_by_position,
 )
-from megatron_ft.supervisor.topology import expand_hostlist, parse_domains, read_domains
 
 TOPOLOGY = r"""
 # two leaves below one spine

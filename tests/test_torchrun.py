@@ -17,7 +17,7 @@ from megatron_ft.core import procfs
 from megatron_ft.core.environment import TREE
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.launchers.process import LocalProcess
-from megatron_ft.supervisor.torchrun import check, is_torchrun, ranks_of
+from megatron_ft.supervisor.command import check, is_torchrun, ranks_of
 from tests.fates import in_life
 from tests.jobs import EXAMPLE, TORCHRUN, Job, Result, difference, oracle
 

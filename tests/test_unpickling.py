@@ -36,9 +36,9 @@ LOADERS = {
 """Whatever can run code of the bytes that it is given."""
 
 ALLOWED = {
-    "megatron_ft/cli/demo/compare.py:compare_states:torch.load": "weights_only",
+    "megatron_ft/cli/demo/report.py:compare_states:torch.load": "weights_only",
     "benchmarks/peers/torch_own.py:TorchSave:torch.load": "weights_only, of what it has just saved",
-    "deepspeed_ext/disk.py:_step_inside:torch.load": (
+    "deepspeed_ext/trust.py:_step_inside:torch.load": (
         "the user's own DeepSpeed checkpoint, which DeepSpeed unpickles next"
     ),
 }

@@ -28,10 +28,16 @@ from megatron_ft.rpc.pulse import (
 )
 from megatron_ft.smp.trainer_pulses import NodeWatch
 from megatron_ft.smp.writers import Writer, Writers
-from megatron_ft.supervisor.watch.blame import Witness, blame
-from megatron_ft.supervisor.watch.stacks import main_thread, of_training, waits_for_others
-from megatron_ft.supervisor.watch.stragglers import LEAST_SECONDS, find_stragglers
-from megatron_ft.supervisor.watch.timeout import HangSettings, allowance, learned_timeout
+from megatron_ft.supervisor.watch.hang_attribution import (
+    Witness,
+    blame,
+    main_thread,
+    of_training,
+    waits_for_others,
+)
+from megatron_ft.supervisor.watch.hangs import HangSettings, allowance, learned_timeout
+from megatron_ft.supervisor.watch.peers import LEAST_SECONDS, find_stragglers
+from megatron_ft.trainer.watch.heartbeat import TrainerWatch
 from megatron_ft.trainer.watch.iterations import (
     FIRST_ITERATIONS,
     LEAST_OF_WINDOW,
@@ -40,7 +46,6 @@ from megatron_ft.trainer.watch.iterations import (
     WindowSummary,
     summarise,
 )
-from megatron_ft.trainer.watch.trainer import TrainerWatch
 
 SECONDS = st.floats(0, 1e4)
 SETTINGS = st.builds(

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from megatron_ft.core.wrapping import Function, wrap
-from megatron_ft.trainer.adapter import State, StateAdapter
 from megatron_ft.trainer.manager import SnapshotManager
+from megatron_ft.trainer.mapping import State, StateAdapter
 from megatron_ft.trainer.state import live_tensors
 from megatron_ft.trainer.ticket import Ticket
 

@@ -18,8 +18,7 @@ from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import RankPlace
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.upward import Outbox, Reports
-from megatron_ft.supervisor.actions import Action, Ended, Send
-from megatron_ft.supervisor.cycle import SnapshotCycle
+from megatron_ft.supervisor.cycle import Action, Ended, Send, SnapshotCycle
 from megatron_ft.supervisor.link import Inbox
 from megatron_ft.supervisor.plan import Sizes, stripe_orders
 from megatron_ft.supervisor.registration import new_stripes

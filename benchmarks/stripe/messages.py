@@ -11,8 +11,7 @@ from itertools import product
 
 from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.member import MemberView, StripeCode, chunk_of
-from megatron_ft.erasure.pieces import SparePieces
-from megatron_ft.erasure.row_encoder import copies_only
+from megatron_ft.erasure.rows import SparePieces, copies_only
 from megatron_ft.erasure.transport import (
     EXCHANGES_IN_FLIGHT,
     Ahead,

@@ -12,10 +12,14 @@ from functools import partial
 import numpy as np
 
 from megatron_ft.core.isal import Bytes
-from megatron_ft.erasure.gather import gather_rows
 from megatron_ft.erasure.member import MemberView, StripeCode, chunk_of
-from megatron_ft.erasure.pieces import SparePieces
-from megatron_ft.erasure.row_encoder import copies_only, encode_kernel, open_row_codec
+from megatron_ft.erasure.rows import (
+    SparePieces,
+    copies_only,
+    encode_kernel,
+    gather_rows,
+    open_row_codec,
+)
 from megatron_ft.erasure.transport import Exchange, Kind, Link, Pending, Window, buffer_sets
 
 

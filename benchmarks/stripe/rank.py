@@ -12,7 +12,7 @@ import msgspec
 
 from benchmarks.stripe.counting import CountingTransport
 from benchmarks.stripe.works import Works
-from megatron_ft.cli.doctor.answer import say
+from megatron_ft.cli.doctor.facts import say
 from megatron_ft.erasure.transport import Link, Transport, barrier
 from megatron_ft.erasure.world import World, join_world
 

@@ -19,10 +19,9 @@ from megatron_ft.core.isal import Bytes
 from megatron_ft.core.pace import Pace
 from megatron_ft.erasure.encode import EncodeResult, encode
 from megatron_ft.erasure.member import MemberView, StripeCode, chunk_of
-from megatron_ft.erasure.paced import PacedTransport
-from megatron_ft.erasure.pieces import SparePieces, held_bytes
+from megatron_ft.erasure.orders import PacedTransport
 from megatron_ft.erasure.rebuild import rebuild
-from megatron_ft.erasure.row_encoder import encode_kernel, open_row_codec
+from megatron_ft.erasure.rows import SparePieces, encode_kernel, held_bytes, open_row_codec
 from megatron_ft.erasure.stripes import padded_bytes
 from megatron_ft.erasure.transport import (
     Kind,

@@ -1,18 +1,36 @@
-"""Which family an engine's optimizer is of."""
+"""Which family an engine's optimizer is of.
+
+Under which names masters, and what inner optimizers keep for them, are captured.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from deepspeed_ext.optimizers.bf16 import Bf16View
+from deepspeed_ext.optimizers.partitioned import Bf16View, Zero3View, Zero12View
 from deepspeed_ext.optimizers.unsharded import FusedView, PlainView, UnfusedView
-from deepspeed_ext.optimizers.view import OptimizerView
-from deepspeed_ext.optimizers.zero3 import Zero3View
-from deepspeed_ext.optimizers.zero12 import Zero12View
+from deepspeed_ext.optimizers.view import Master, OptimizerView
 from megatron_ft.core.errors import ConfigError
+from megatron_ft.trainer import master_tensors
+from megatron_ft.trainer.master_tensors import MasterTensors, Owned
+
+_MASTER, _SEPARATOR = "master", "/"
+
+
+def tensors_of(masters: Iterable[Master]) -> MasterTensors:
+    """The tensors of all of them, looked at when they are asked for."""
+    owned = (Owned(master.name, master.inner, master.parameter) for master in masters)
+    return MasterTensors(owned, _SEPARATOR, _MASTER)
+
+
+def names_of(master: Master) -> list[str]:
+    """The names of one master's tensors, as of now."""
+    kept = master_tensors.state_tensors(master.inner, master.parameter)
+    return [f"{master.name}{_SEPARATOR}{name}" for name in (_MASTER, *kept)]
+
 
 FAMILIES: Mapping[str, Callable[[Any], OptimizerView]] = {
     "DeepSpeedZeroOptimizer": Zero12View,

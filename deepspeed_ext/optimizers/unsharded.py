@@ -11,9 +11,14 @@ from typing import Any
 import torch
 from torch import distributed
 
-from deepspeed_ext.optimizers.groups import group_names
-from deepspeed_ext.optimizers.scalars import load_wrapper_scalars, wrapper_scalars
-from deepspeed_ext.optimizers.view import Master, Weight, round_masters
+from deepspeed_ext.optimizers.view import (
+    Master,
+    Weight,
+    group_names,
+    load_wrapper_scalars,
+    round_masters,
+    wrapper_scalars,
+)
 from megatron_ft.core.errors import ConfigError
 
 

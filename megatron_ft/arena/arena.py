@@ -19,11 +19,12 @@ from uuid import UUID
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ft.arena import binary, files, limits, record
+from megatron_ft.arena import binary, files, limits
+from megatron_ft.arena import binary as record
 from megatron_ft.arena import format as fmt
+from megatron_ft.arena.binary import RecordPlace
 from megatron_ft.arena.format import ArenaHeader, Geometry, Permit, SlotHeader
 from megatron_ft.arena.mapping import Mapping
-from megatron_ft.arena.record import RecordPlace
 from megatron_ft.core.errors import ArenaCorruptError, ArenaForeignError
 
 NO_PROGRESS = -1

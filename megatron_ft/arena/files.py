@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_ft.arena import huge_pages, limits
+from megatron_ft.arena import limits, mapping
 from megatron_ft.core import private_files
 from megatron_ft.core.errors import (
     ArenaError,
@@ -36,7 +36,7 @@ def new_file(path: Path, length: int, arithmetic: str, *, replace: bool) -> Iter
     temporary = path.with_name(path.name + ".tmp")
     fd = _open_new(temporary, length, arithmetic)
     try:
-        huge_pages.allocate(fd, length)
+        mapping.allocate(fd, length)
         _allocate(fd, path.parent, length, arithmetic)
         yield fd
         # Not a link and an unlink: killed in between, two names would hold the memory.

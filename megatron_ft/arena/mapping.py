@@ -1,18 +1,142 @@
-"""Shared mappings of file ranges, and making sure that their pages exist."""
+"""Shared mappings of file ranges, and making sure that their pages exist.
+
+The memory calls of libc that Python's mmap lacks: chosen addresses, and no GIL held.
+
+Huge pages for arenas on any tmpfs, whatever it was mounted with.
+
+A copy into pages of 4 KiB spends much of its time on looking them up, and mapping them takes as
+long as the copy.  From Linux 6.1 on a process may ask for its own memory to be put into huge
+pages (MADV_COLLAPSE, madvise(2)), on a tmpfs too, unless the administrator denied those to all.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import logging
 import mmap
 import os
+import weakref
+from functools import lru_cache
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ft.arena import libc
-from megatron_ft.arena.huge_pages import huge_page_bytes
 from megatron_ft.core.errors import ArenaMemoryError, ArenaTruncatedError
+
+# Linux 5.14 and 6.1; Python names the first two from 3.14 on.
+MADV_POPULATE_READ, MADV_POPULATE_WRITE, MADV_COLLAPSE = 22, 23, 25
+
+_MAP_FIXED = 0x10
+_FAILED = ctypes.c_void_p(-1).value
+_PROT_NONE = 0
+
+MappedBytes = ctypes.Array[ctypes.c_ubyte]
+
+
+def map_file(
+    descriptor: int, offset: int, length: int, *, writable: bool, unit: int
+) -> MappedBytes:
+    """Map a range of a file, shared; it stays mapped while this array or a view of it lives.
+
+    The address is to ``unit`` what ``offset`` is to it, which is how a page of ``unit`` bytes of
+    the file can be one page of memory.  ``offset`` is a multiple of mmap's granularity.  OSError
+    as of mmap(2).
+    """
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    address = _room(offset, length, unit)
+    fixed = _MAP_FIXED if address else 0
+    at = _mmap(address, length, protection, mmap.MAP_SHARED | fixed, descriptor, offset)
+    array = (ctypes.c_ubyte * length).from_address(at)
+    # Not at exit: threads may be copying then, and the kernel unmaps by itself.
+    weakref.finalize(array, _libc().munmap, at, length).atexit = False
+    return array
+
+
+def address_of(array: MappedBytes) -> int:
+    """Where its first byte is."""
+    return ctypes.addressof(array)
+
+
+def madvise(address: int, length: int, advice: int) -> None:
+    """Advise on memory from a page's start on; OSError as of madvise(2)."""
+    while _libc().madvise(address, length, advice):
+        if ctypes.get_errno() != errno.EINTR:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _room(offset: int, length: int, unit: int) -> int | None:
+    """An address for a mapping, of which the kernel holds just the room; None: any will do."""
+    if length < unit:
+        return None
+    pages = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    start = _mmap(None, pages + unit, _PROT_NONE, flags, -1, 0)
+    before = (offset - start) % unit
+    if before:
+        _libc().munmap(start, before)
+    _libc().munmap(start + before + pages, unit - before)
+    return start + before
+
+
+def _mmap(
+    address: int | None, length: int, protection: int, flags: int, descriptor: int, offset: int
+) -> int:
+    at: int = _libc().mmap(address, length, protection, flags, descriptor, offset)
+    if at == _FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return at
+
+
+@lru_cache(maxsize=1)
+def _libc() -> ctypes.CDLL:
+    library = ctypes.CDLL(None, use_errno=True)
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    library.mmap.restype = pointer
+    library.mmap.argtypes = [pointer, size, number, number, number, ctypes.c_int64]
+    library.munmap.argtypes = [pointer, size]
+    library.madvise.argtypes = [pointer, size, number]
+    return library
+
+
+log = logging.getLogger(__name__)
+
+_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+
+
+@lru_cache(maxsize=1)
+def huge_page_bytes() -> int:
+    """Bytes of a huge page, which is one entry of the kernel's tables; 1 where there are none."""
+    try:
+        return int(_SIZE.read_text())
+    except (OSError, ValueError):
+        return 1
+
+
+def allocate(descriptor: int, length: int) -> bool:
+    """Give a new file, all of it holes, huge pages as far as its length and the kernel allow.
+
+    For files that nobody else has open or mapped yet.  Whether all could be had; what could not
+    is left a hole, apart from a small page here and there: nothing is lost by it.
+    """
+    unit = huge_page_bytes()
+    whole = length // unit * unit if unit > 1 else 0
+    if not whole:
+        return False
+    try:
+        # A huge page is made of what is there: of a hole, none is.  Not by a store, which on a
+        # full file system is a SIGBUS.
+        for at in range(0, whole, unit):
+            os.pwrite(descriptor, b"\0", at)
+        pages = map_file(descriptor, 0, whole, writable=True, unit=unit)
+        madvise(address_of(pages), whole, MADV_COLLAPSE)
+    except OSError as error:
+        log.info("no huge pages for an arena of %d bytes: %s", length, error.strerror)
+        return False
+    return True
+
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
@@ -26,7 +150,7 @@ def populate_read(view: NDArray[np.uint8]) -> bool:
     first = start - start % mmap.PAGESIZE
     try:
         if end > start:
-            libc.madvise(first, end - first, libc.MADV_POPULATE_READ)
+            madvise(first, end - first, MADV_POPULATE_READ)
     except OSError:
         return False
     return True
@@ -46,10 +170,10 @@ class Mapping:
         if os.fstat(fd).st_size < offset + length:
             raise ArenaTruncatedError(f"{name} became shorter while it was opened")
         try:
-            mapped = libc.map_file(fd, start, length + self._skip, writable=writable, unit=unit)
+            mapped = map_file(fd, start, length + self._skip, writable=writable, unit=unit)
         except OSError as error:
             raise ArenaMemoryError(f"{name} cannot be mapped: {error.strerror}") from error
-        self._address, self._length = libc.address_of(mapped), len(mapped)
+        self._address, self._length = address_of(mapped), len(mapped)
         every = memoryview(mapped).cast("B")
         self._bytes: memoryview | None = every if writable else every.toreadonly()
 
@@ -70,7 +194,7 @@ class Mapping:
     def populate(self) -> None:
         """Make every page exist and be mapped; ArenaMemoryError instead of a later SIGBUS."""
         try:
-            libc.madvise(self._address, self._length, libc.MADV_POPULATE_WRITE)
+            madvise(self._address, self._length, MADV_POPULATE_WRITE)
         except OSError as error:
             if error.errno == errno.EINVAL:
                 return self._touch()

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 from megatron_ft.arena.format import SlotState
 from megatron_ft.checkpoint.quarantine import Quarantine
-from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
-from megatron_ft.core.lineage import on_lineage
+from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId, on_lineage
 from megatron_ft.rpc.messages import ArenaReport, Inventory, SlotReport
 
 NOTHING_REJECTED = Quarantine()

@@ -2,6 +2,11 @@
 
 The supervisor starts these short-lived processes on nodes: ``clear``, ``publish`` and
 ``tidy`` on one, ``write`` on every node that has shards.  PLAN is a DrainPlan as JSON.
+
+Writing one snapshot as a checkpoint: shard files by anybody, the manifest last.
+
+A checkpoint is a folder with a manifest.  Until that is there, the folder is nothing, and
+what else is in the drain folder is as it was.
 """
 
 from __future__ import annotations
@@ -11,28 +16,172 @@ import logging
 import os
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from megatron_ft.checkpoint.arenas import hold, scan
-from megatron_ft.checkpoint.manifest import folder_name, is_complete
-from megatron_ft.checkpoint.retention import Keep, clean_up, clear_unfinished
-from megatron_ft.checkpoint.source import SnapshotInfo
-from megatron_ft.checkpoint.write import publish, write_shards
+from megatron_ft.arena import digest
+from megatron_ft.checkpoint import manifest as mf
+from megatron_ft.checkpoint import safetensors as st
+from megatron_ft.checkpoint.drained import Keep, clean_up, clear_unfinished
+from megatron_ft.checkpoint.durable import Disk
+from megatron_ft.checkpoint.live import hold, scan
+from megatron_ft.checkpoint.manifest import Manifest, ShardFile, folder_name, is_complete
+from megatron_ft.checkpoint.reader import check_folder, open_trusted
+from megatron_ft.checkpoint.source import OpenSnapshot, ShardBytes, SnapshotInfo
 from megatron_ft.core.affinity import bind_to_background_cpus
 from megatron_ft.core.environment import ProcessEnvironment
-from megatron_ft.core.errors import DrainError, MegatronFTError
+from megatron_ft.core.errors import (
+    CheckpointDamagedError,
+    DrainError,
+    MegatronFTError,
+    SnapshotUnavailableError,
+)
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.gate import QuietGate
 from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
 from megatron_ft.core.pace import Pace
 from megatron_ft.core.priority import lower_priority
 from megatron_ft.core.word import open_word
-from megatron_ft.rpc.errand import begin_errand
-from megatron_ft.rpc.pin import pinned
+from megatron_ft.rpc.local_query import begin_errand, pinned
+
+PIECE_BYTES = 4 << 20
+
+
+def write_shards(
+    shards: OpenSnapshot,
+    folder: Path,
+    disk: Disk | None = None,
+    pace: Pace | None = None,
+    seats: Mapping[str, Seat] | None = None,
+) -> int:
+    """Write these shards into a checkpoint's folder; bytes written.
+
+    Every byte is checked once more after it was copied out of the arena.  ``seats`` say
+    where shards belong, as far as that is known.  OSError from the disk,
+    SnapshotUnavailableError if the memory was reused meanwhile, CheckpointDamagedError if the
+    folder is somebody else's.
+    """
+    disk, pace = disk or Disk(), pace or Pace(0)
+    disk.make_folder(folder)
+    # Its name can be guessed by who has seen another; in one of theirs nobody would trust it.
+    check_folder(folder)
+    written = 0
+    for shard_id, shard in shards.items():
+        path = folder / f"{shard_id}{mf.SHARD_SUFFIX}"
+        seat = (seats or {}).get(shard_id)
+        disk.write_file(path, _pieces(shard, shards.job, pace, seat))
+        shards.check()
+        written += path.stat().st_size
+        reach("drain.shard_written")
+    return written
+
+
+def _pieces(shard: ShardBytes, job: uuid.UUID, pace: Pace, seat: Seat | None) -> Iterator[object]:
+    known = (shard.record, shard.block_bytes, shard.digest_algorithm, str(job))
+    header = st.ShardHeader(*known, seat)
+    yield st.pack_header(header, shard.layout)
+    table = digest.digest_table(shard.data, shard.record)
+    if digest.digest_root(table, shard.record) != shard.record.digest_root:
+        raise SnapshotUnavailableError(
+            f"the digest table in {shard.origin} changed under the drain"
+        )
+    blocks = max(1, PIECE_BYTES // shard.block_bytes)
+    for first in range(0, table.size, blocks):
+        pace.before()
+        piece = _checked_copy(shard, first, table[first : first + blocks])
+        yield piece.data
+        reach("drain.writing")
+        pace.after(piece.size)
+    yield np.ascontiguousarray(table, dtype="<u8").data
+
+
+def _checked_copy(shard: ShardBytes, first: int, expected: NDArray[np.uint64]) -> NDArray[np.uint8]:
+    """Blocks ``first`` and following, copied and then compared with their digests."""
+    start = first * shard.block_bytes
+    stop = min(start + expected.size * shard.block_bytes, shard.record.digest_offset)
+    copy: NDArray[np.uint8] = shard.data[start:stop].copy()
+    found = np.empty_like(expected)
+    digest.digest_blocks(copy, shard.block_bytes, shard.digest_algorithm, found)
+    bad = [first + int(number) for number in np.flatnonzero(found != expected)]
+    if bad:
+        raise SnapshotUnavailableError(
+            f"shard {shard.record.shard_id} in {shard.origin} changed while it was drained: "
+            f"blocks {digest.name_blocks(bad)} no longer match their digests"
+        )
+    return copy
+
+
+def publish(
+    folder: Path,
+    info: SnapshotInfo,
+    job: uuid.UUID,
+    lineage: tuple[Ancestor, ...],
+    shard_count: int,
+    disk: Disk | None = None,
+) -> Manifest:
+    """Make a folder of ``shard_count`` shard files a checkpoint.
+
+    DrainError if files are missing, or are not of this snapshot.
+    """
+    files = dict(_shard_file(path, info, job) for path in shard_paths(folder))
+    if len(files) != shard_count:
+        raise DrainError(
+            f"{folder} has {len(files)} shards of {shard_count}: some node wrote to another disk "
+            "(the drain folder must be on a file system that all nodes share), or not at all"
+        )
+    manifest = Manifest(
+        format_version=mf.FORMAT_VERSION,
+        job=job,
+        snapshot=info.snapshot,
+        iteration=info.iteration,
+        level=info.level,
+        lineage=lineage,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        shards=files,
+    )
+    disk = disk or Disk()
+    # Whoever made the folder may have been killed before its name was durable.
+    disk.sync_folder(folder.parent)
+    disk.write_file(folder / mf.NAME, _reaching(manifest.to_json()))
+    return manifest
+
+
+def _reaching(text: bytes) -> Iterator[bytes]:
+    yield text
+    reach("drain.manifest")
+
+
+def shard_paths(folder: Path) -> Collection[Path]:
+    """The shard files in a checkpoint's folder; temporary ones are none."""
+    return sorted(folder.glob(f"[!.]*{mf.SHARD_SUFFIX}"))
+
+
+def _shard_file(path: Path, info: SnapshotInfo, job: uuid.UUID) -> tuple[str, ShardFile]:
+    """A shard's line of the manifest, from what its file says of itself."""
+    try:
+        with open(open_trusted(path, Disk()), "rb") as file:
+            start = file.read(st.LENGTH_BYTES)
+            rest = st.header_length(start, str(path)) - st.LENGTH_BYTES
+            raw = start + file.read(rest)
+        header = st.unpack_header(raw, str(path))
+    except CheckpointDamagedError as error:
+        raise DrainError(f"a shard was not written as it should be: {error}") from error
+    record = header.record
+    if (record.snapshot, header.job) != (info.snapshot, str(job)):
+        raise DrainError(f"{path} is of snapshot {record.snapshot} of job {header.job}; remove it")
+    size = path.stat().st_size
+    if size != len(raw) + record.used_bytes:
+        raise DrainError(f"{path} has {size} bytes instead of {len(raw) + record.used_bytes}")
+    digests = (st.header_digest(raw), record.digest_root.hex())
+    line = ShardFile(path.name, size, *digests, header.seat)
+    return record.shard_id, line
+
 
 log = logging.getLogger(__name__)
 

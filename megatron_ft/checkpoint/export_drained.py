@@ -17,19 +17,17 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_ft.checkpoint.checkpoint import open_checkpoint
 from megatron_ft.checkpoint.drain import DrainPlan, run_step
 from megatron_ft.checkpoint.durable import Disk
-from megatron_ft.checkpoint.formats import Writer, format_of, writer_of
+from megatron_ft.checkpoint.form import Writer, format_of, partial_of, writer_of
 from megatron_ft.checkpoint.hold import hold_to_write
 from megatron_ft.checkpoint.native import iteration_of, retract
-from megatron_ft.checkpoint.publish import partial_of
+from megatron_ft.checkpoint.reader import open_checkpoint
 from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.core.decoding import UNREADABLE
 from megatron_ft.core.errors import ExportError
 from megatron_ft.core.fault_points import reach
-from megatron_ft.core.identity import Ancestor, SnapshotId
-from megatron_ft.core.lineage import on_lineage
+from megatron_ft.core.identity import Ancestor, SnapshotId, on_lineage
 
 log = logging.getLogger(__name__)
 

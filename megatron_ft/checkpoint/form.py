@@ -2,21 +2,73 @@
 
 Recorded once, when training starts, and kept as bytes beside every snapshot.  With it a
 snapshot becomes a checkpoint of the framework's without a trainer, a model or a GPU.
+
+A folder that appears whole or not at all.
+
+Formats of checkpoints that snapshots can be exported to, and who writes them.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
+import uuid
 import zlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, cast
 
 import msgspec
 
+from megatron_ft.checkpoint.durable import Disk
+from megatron_ft.checkpoint.source import OpenSnapshot
 from megatron_ft.core.decoding import UNREADABLE
-from megatron_ft.core.errors import ExportError
+from megatron_ft.core.errors import ConfigError, ExportError
+from megatron_ft.core.fault_points import reach
 from megatron_ft.core.objects import decode, encode
 from megatron_ft.core.objects.encode import Part
 from megatron_ft.core.objects.format import MOST_BYTES
+
+
+@contextmanager
+def whole_folder(folder: Path, shards: OpenSnapshot, disk: Disk | None = None) -> Iterator[Path]:
+    """A folder to write to, which gets the name ``folder`` when the block has ended well.
+
+    Before that ``shards`` are checked, which may still refuse, and what was written is made
+    durable.  After an error nothing is left of it.
+    """
+    disk, partial = disk or Disk(), partial_of(folder, shards.job)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        reach("export.written")
+        shards.check()
+        _sync(partial, disk)
+        disk.rename(partial, folder)
+        disk.sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def partial_of(folder: Path, job: uuid.UUID) -> Path:
+    """Where a job writes what will be ``folder``; another job may write one of that name, too."""
+    return folder.with_name(f".{folder.name}.{job.hex[:8]}.partial")
+
+
+def _sync(folder: Path, disk: Disk) -> None:
+    """Frameworks sync some of the files that they write, and not others."""
+    for base, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            descriptor = disk.open(Path(base, name))
+            try:
+                disk.sync(descriptor)
+            finally:
+                os.close(descriptor)
+        disk.sync_folder(Path(base))
+
 
 FORM_VERSION = 3
 
@@ -125,3 +177,66 @@ def _decompressed(state: bytes) -> bytes:
     if not stream.eof:
         raise ExportError(f"the stored form is cut off, or has more than {MOST_BYTES} bytes")
     return plain
+
+
+_WRITERS = {
+    "torch_dist": "megatron_ft.megatron.exporter",
+    "deepspeed": "deepspeed_ext.exporter",
+}
+_NATIVE = {"megatron-core": "torch_dist", "deepspeed": "deepspeed"}
+
+FORMATS = tuple(_WRITERS)
+"""Names of formats."""
+
+
+def add_format(framework: str, name: str, module: str) -> None:
+    """Have snapshots that ``framework`` trained become checkpoints by another Writer's module."""
+    _WRITERS[name] = module
+    _NATIVE[framework] = name
+
+
+class Writer(Protocol):
+    """A module that writes checkpoints of one format."""
+
+    def folder_of(self, directory: Path, iteration: int) -> Path:
+        """Where the framework looks for the checkpoint of an iteration in ``directory``."""
+
+    def export(self, shards: OpenSnapshot, folder: Path) -> None:
+        """Write ``folder``; it appears whole or not at all.  ExportError says what is missing."""
+
+    def announce(self, directory: Path, iteration: int) -> None:
+        """Have the framework load this iteration, unless ``directory`` holds a newer one."""
+
+    def advice(self, directory: Path) -> str:
+        """How to go on from ``directory``, in the framework's own words."""
+
+
+def writer_of(name: str) -> Writer:
+    """The writer of a format; ExportError if the framework is not installed."""
+    try:
+        return cast(Writer, import_module(_WRITERS[name]))
+    except ImportError as error:
+        raise ExportError(f"{name} needs the framework that trained: {error}") from error
+
+
+def format_of(shards: OpenSnapshot) -> str:
+    """The format of the framework that trained; ExportError if nothing was recorded of it."""
+    form = CheckpointForm.from_bytes(next(iter(shards.values())).form)
+    if form.framework not in _NATIVE:
+        raise ExportError(f"no exporter for {form.framework}, which trained")
+    return _NATIVE[form.framework]
+
+
+def export(shards: OpenSnapshot, directory: Path, name: str | None = None) -> tuple[Path, str]:
+    """Write one checkpoint into ``directory``; its folder, and how to go on from it.
+
+    ``name`` is a format, that of the framework that trained if not given.  ConfigError if the
+    folder is there already.
+    """
+    writer, iteration = writer_of(name or format_of(shards)), shards.info.iteration
+    folder = writer.folder_of(directory, iteration)
+    if folder.exists():
+        raise ConfigError(f"{folder} exists already; export to another folder, or remove it")
+    writer.export(shards, folder)
+    writer.announce(directory, iteration)
+    return folder, writer.advice(directory)

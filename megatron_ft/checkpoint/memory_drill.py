@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ft.arena.format import SlotHeader, SlotState
-from megatron_ft.checkpoint.arenas import Memory, scan
 from megatron_ft.checkpoint.decide import candidates
+from megatron_ft.checkpoint.live import Memory, scan
 from megatron_ft.core.errors import SnapshotUnavailableError
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.erasure.checks import CorruptMemberError
 from megatron_ft.erasure.drill import drill
-from megatron_ft.erasure.slot_view import code_of, member_of
-from megatron_ft.rpc.pin import pinned
+from megatron_ft.erasure.member import code_of, member_of
+from megatron_ft.rpc.local_query import pinned
 
 MOST_TRIES = 16
 

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ft.cli import arena_root
+from megatron_ft.cli import common
 from megatron_ft.core import private_files, procfs
 from megatron_ft.core.environment import JOB, NODE_DIR, SOCKET_NAME
 from megatron_ft.core.errors import ConfigError, ControlPlaneError, UntrustedFileError
@@ -63,14 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--all", action="store_true", help="remove every job that no longer runs, skip the others"
     )
-    arena_root.add_argument(parser)
+    common.add_argument(parser)
     parser.add_argument("--state-dir", type=Path, help="the --state-dir of the job, if it has one")
     parser.add_argument("--dry-run", action="store_true", help="say what would go, remove nothing")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command; see EXIT_CODES."""
-    root = arena_root.root_of(arguments)
+    root = common.root_of(arguments)
     folders = find_jobs(root)
     if arguments.job is not None:
         folders = [f for f in folders if f.job == arguments.job]

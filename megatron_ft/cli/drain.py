@@ -14,12 +14,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron_ft.checkpoint.drain import publish, write_shards
+from megatron_ft.checkpoint.drained import remove_checkpoint
 from megatron_ft.checkpoint.live import open_live
 from megatron_ft.checkpoint.manifest import folder_name, is_complete
-from megatron_ft.checkpoint.retention import remove_checkpoint
 from megatron_ft.checkpoint.source import OpenSnapshot, open_newest
-from megatron_ft.checkpoint.write import publish, write_shards
-from megatron_ft.cli import arena_root
+from megatron_ft.cli import common
 from megatron_ft.core.errors import DrainError, SnapshotUnavailableError
 from megatron_ft.core.identity import Seat
 from megatron_ft.core.pace import Pace
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--job", default="job", help="name of the job (default: %(default)s)")
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="where to write")
     parser.add_argument("--iteration", type=int, help="this one instead of the newest")
-    arena_root.add_argument(parser)
+    common.add_argument(parser)
     parser.add_argument("--state-dir", type=Path, help="the --state-dir of the job, if it has one")
     parser.add_argument(
         "--bandwidth-mib", type=float, default=0.0, help="most MiB/s, 0 for no limit (%(default)s)"
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Drain once; prints the folder."""
     known = known_shards(arguments.job, arguments.state_dir)
-    source = open_live(arena_root.root_of(arguments), arguments.job, shards=known)
+    source = open_live(common.root_of(arguments), arguments.job, shards=known)
     started = time.monotonic()
     with open_newest(source, arguments.iteration) as shards:
         name = folder_name(shards.job, shards.info.iteration, shards.info.snapshot)

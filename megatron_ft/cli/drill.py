@@ -19,7 +19,7 @@ from dataclasses import asdict
 
 from megatron_ft.checkpoint.live import node_folders
 from megatron_ft.checkpoint.memory_drill import DrillReport, run_drill
-from megatron_ft.cli import arena_root
+from megatron_ft.cli import common
 from megatron_ft.core.errors import ConfigError, SnapshotUnavailableError
 from megatron_ft.core.pace import Pace
 from megatron_ft.core.priority import lower_priority
@@ -33,7 +33,7 @@ EXIT_CODES: Mapping[int, str] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``megatron-ft drill``."""
     parser.add_argument("--job", default="job", help="name of the job (default: %(default)s)")
-    arena_root.add_argument(parser)
+    common.add_argument(parser)
     parser.add_argument("--shard", default="", help="the shard to lose instead of a random one")
     parser.add_argument("--seed", type=int, help="repeats the drill that printed it")
     parser.add_argument(
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Drill once; see EXIT_CODES."""
-    folders = node_folders(arena_root.root_of(arguments) / arguments.job)
+    folders = node_folders(common.root_of(arguments) / arguments.job)
     if not folders:
         raise ConfigError(
             f"no arenas of a job {arguments.job!r} here; `megatron-ft status` lists the jobs, "

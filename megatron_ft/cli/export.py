@@ -19,11 +19,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_ft.checkpoint.checkpoint import open_checkpoint
-from megatron_ft.checkpoint.formats import FORMATS
+from megatron_ft.checkpoint.form import FORMATS
 from megatron_ft.checkpoint.live import open_live
+from megatron_ft.checkpoint.reader import open_checkpoint
 from megatron_ft.checkpoint.source import OpenSnapshot, SnapshotSource, open_newest
-from megatron_ft.cli import arena_root
+from megatron_ft.cli import common
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.supervisor.job_state import known_shards
 
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Python module to import first, for classes of your own that it registers "
         "(megatron_ft.register_class); may be repeated",
     )
-    arena_root.add_argument(parser)
+    common.add_argument(parser)
     parser.add_argument("--state-dir", type=Path, help="the --state-dir of the job, if it has one")
 
 
@@ -83,7 +83,7 @@ def _import(module: str) -> None:
 
 def _export(shards: OpenSnapshot, directory: Path, name: str | None) -> tuple[Path, str]:
     # Imported late: whatever was wrong with the source is said before torch is there.
-    from megatron_ft.checkpoint.formats import export
+    from megatron_ft.checkpoint.form import export
 
     return export(shards, directory, name)
 
@@ -92,4 +92,4 @@ def _source(arguments: argparse.Namespace) -> SnapshotSource:
     if arguments.source is not None:
         return open_checkpoint(arguments.source)
     known = known_shards(arguments.job, arguments.state_dir)
-    return open_live(arena_root.root_of(arguments), arguments.job, shards=known)
+    return open_live(common.root_of(arguments), arguments.job, shards=known)

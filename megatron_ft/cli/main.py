@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from megatron_ft import __version__
-from megatron_ft.cli.say import discard_output, flush_output, show_any_text
+from megatron_ft.cli.common import discard_output, flush_output, show_any_text
 from megatron_ft.core.errors import MegatronFTError, MissingEnvironmentError
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_ft.cli import arena_root
+from megatron_ft.cli import common
 from megatron_ft.core.errors import ControlPlaneError, UntrustedFileError
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask, sockets
@@ -16,14 +16,14 @@ from megatron_ft.rpc.local_query import ask, sockets
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``megatron-ft pause`` and ``megatron-ft resume``."""
     parser.add_argument("--job", default="job", help="name of the job (default: %(default)s)")
-    arena_root.add_argument(parser)
+    common.add_argument(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Tell every SMP of the job that can be reached from here."""
     pause = arguments.command == "pause"
     told, unreached = 0, []
-    for path in sockets(arena_root.root_of(arguments), arguments.job):
+    for path in sockets(common.root_of(arguments), arguments.job):
         try:
             ask(path, m.Pause(pause))
             told += 1

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_ft.checkpoint.drained import Wanted, choose, find
 from megatron_ft.checkpoint.live import node_folders, open_live
 from megatron_ft.checkpoint.native import iteration_of, newest_checkpoint
-from megatron_ft.cli import arena_root
+from megatron_ft.cli import common
 from megatron_ft.cli.status import collect
 from megatron_ft.core.errors import ConfigError, ControlPlaneError, SnapshotUnavailableError
 from megatron_ft.rpc import messages as m
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also if memory holds nothing so old: a checkpoint on disk must serve then",
     )
-    arena_root.add_argument(parser)
+    common.add_argument(parser)
     parser.add_argument("--state-dir", type=Path, help="the --state-dir of the job, if it has one")
     parser.add_argument(
         "--timeout", type=float, default=120.0, help="seconds to wait for the start (%(default)s)"
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Rewind; see EXIT_CODES."""
-    root, before = arena_root.root_of(arguments), arguments.before_iteration
+    root, before = common.root_of(arguments), arguments.before_iteration
     if before < 1:
         raise ConfigError(f"--before-iteration is {before}; give a number >= 1")
     _require_older(root, arguments)

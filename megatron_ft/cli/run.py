@@ -24,12 +24,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from megatron_ft.cli import agent_place, run_place
-from megatron_ft.cli.doctor.slurm import no_kill, warning
-from megatron_ft.cli.run_folders import folders_ready, make_folder
+from megatron_ft.cli import run_place
+from megatron_ft.cli import run_place as agent_place
+from megatron_ft.cli.common import say
+from megatron_ft.cli.doctor.examine import no_kill, warning
+from megatron_ft.cli.run_folders import RunSummary, folders_ready, make_folder
 from megatron_ft.cli.run_place import RunPlace
-from megatron_ft.cli.run_summary import RunSummary
-from megatron_ft.cli.say import say
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.config.flags import argument_type, help_of
 from megatron_ft.config.setting import FOLDER
@@ -42,19 +42,24 @@ from megatron_ft.core.errors import (
 )
 from megatron_ft.core.fewer_ranks import SHRINK
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.supervisor import descriptors, job_settings, torchrun
+from megatron_ft.supervisor import command as descriptors
+from megatron_ft.supervisor import command as job_settings
+from megatron_ft.supervisor import command as torchrun
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState, state_folder
 from megatron_ft.supervisor.membership import NoSpareError
-from megatron_ft.supervisor.placement import describe_domains
-from megatron_ft.supervisor.plan import Sizes
+from megatron_ft.supervisor.placement import describe_domains, read_domains
+from megatron_ft.supervisor.plan import Sizes, Timing
 from megatron_ft.supervisor.spec import JobSpec
-from megatron_ft.supervisor.stop import EXIT_DRAINED, EXIT_INTERRUPTED, EXIT_NOT_DRAINED, Stop
-from megatron_ft.supervisor.supervisor import Supervisor
-from megatron_ft.supervisor.timing import Timing
-from megatron_ft.supervisor.topology import read_domains
+from megatron_ft.supervisor.supervisor import (
+    EXIT_DRAINED,
+    EXIT_INTERRUPTED,
+    EXIT_NOT_DRAINED,
+    Stop,
+    Supervisor,
+)
 from megatron_ft.supervisor.warm_spares import modules_of
-from megatron_ft.supervisor.watch.timeout import HangSettings
+from megatron_ft.supervisor.watch.hangs import HangSettings
 
 EXIT_CODES: Mapping[int, str] = {
     10: "stopped: no snapshot in memory can be served and no checkpoint was found",

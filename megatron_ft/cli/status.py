@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from megatron_ft.arena.format import SlotState
-from megatron_ft.cli import arena_root
+from megatron_ft.cli import common
 from megatron_ft.core.errors import ControlPlaneError, UntrustedFileError
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask, sockets
@@ -22,13 +22,13 @@ SEVERAL = 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``megatron-ft status``."""
     parser.add_argument("--job", default=None, help="name of the job (default: every job here)")
-    arena_root.add_argument(parser)
+    common.add_argument(parser)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the status of every job found."""
-    jobs = collect(arena_root.root_of(arguments), arguments.job)
+    jobs = collect(common.root_of(arguments), arguments.job)
     if not jobs:
         raise ControlPlaneError("no SMP runs here; is the job running, or --arena-dir missing?")
     if arguments.json:

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.checkpoint.checkpoint import open_checkpoint
 from megatron_ft.checkpoint.live import open_live
+from megatron_ft.checkpoint.reader import open_checkpoint
 from megatron_ft.checkpoint.source import SnapshotSource
-from megatron_ft.cli import arena_root
+from megatron_ft.cli import common
 from megatron_ft.core.errors import SnapshotUnavailableError
 from megatron_ft.supervisor.job_state import known_shards
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("directory", nargs="?", type=Path, metavar="DIR", help="on disk")
     which.add_argument("--job", help="in the memory of this job")
-    arena_root.add_argument(parser)
+    common.add_argument(parser)
     parser.add_argument("--state-dir", type=Path, help="the --state-dir of the job, if it has one")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
@@ -50,7 +50,7 @@ def _source(arguments: argparse.Namespace) -> SnapshotSource:
     if arguments.directory is not None:
         return open_checkpoint(arguments.directory)
     known = known_shards(arguments.job, arguments.state_dir)
-    return open_live(arena_root.root_of(arguments), arguments.job, shards=known)
+    return open_live(common.root_of(arguments), arguments.job, shards=known)
 
 
 def check(source: SnapshotSource) -> dict[str, Any]:

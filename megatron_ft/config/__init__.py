@@ -3,10 +3,16 @@
 Settings are declared in the modules ``snapshots``, ``keeping``, ``failures`` and ``capture``.
 """
 
-from megatron_ft.config.problems import nearest, refuse
-from megatron_ft.config.snapshot_config import SnapshotConfig, resolve
-from megatron_ft.config.sources import Source, differences, environment_source
-from megatron_ft.config.table import SETTINGS, SWITCH, SWITCH_HELP
+from megatron_ft.config.settings import SETTINGS, SWITCH, SWITCH_HELP
+from megatron_ft.config.snapshot_config import (
+    SnapshotConfig,
+    Source,
+    differences,
+    environment_source,
+    nearest,
+    refuse,
+    resolve,
+)
 
 __all__ = [
     "SETTINGS",

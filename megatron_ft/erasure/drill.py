@@ -14,7 +14,7 @@ import numpy as np
 from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.checks import Check, DataCheck, ParityCheck, digest_table_of
 from megatron_ft.erasure.member import MemberView, StripeCode
-from megatron_ft.erasure.solving import RowSolver, piece_of
+from megatron_ft.erasure.repair import RowSolver, piece_of
 
 Checks = tuple[DataCheck, ParityCheck]
 

@@ -1,4 +1,15 @@
-"""One stripe's numbers, and one member's bytes, as encode, rebuild and verify take them."""
+"""One stripe's numbers, and one member's bytes, as encode, rebuild and verify take them.
+
+Where each chunk of a stripe lies: the rotated layout.
+
+A stripe has N = k + m members.  Every member cuts its data into k chunks and keeps
+m chunks of parity; the stripe has N rows.  Row r keeps parity j on member r + j and
+data column i on member r + m + i, all modulo N.  So chunk i of *every* member is
+column i of the one generator matrix, and every member holds data in k rows and
+parity in m rows: memory, work and traffic are even.  The layout is our own.
+
+An arena's slot as a stripe member's bytes, by what the arena's own header says.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +20,80 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ft.arena.arena import Arena
+from megatron_ft.arena.format import ArenaHeader, SlotHeader
 from megatron_ft.core.identity import SealedRecord
 from megatron_ft.core.isal import Bytes
-from megatron_ft.erasure.layout import Layout
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of one stripe with k data and m parity symbols in each row.
+
+    A symbol is a place in a row: 0 to k-1 are data columns, k to k+m-1 parities.
+    """
+
+    data_members: int
+    parity_members: int
+
+    @property
+    def members(self) -> int:
+        """N, which is also the number of rows."""
+        return self.data_members + self.parity_members
+
+    def symbol(self, row: int, member: int) -> int:
+        """What ``member`` keeps of ``row``."""
+        distance = (member - row) % self.members
+        if distance < self.parity_members:
+            return self.data_members + distance
+        return distance - self.parity_members
+
+    def holder(self, row: int, symbol: int) -> int:
+        """The member that keeps ``symbol`` of ``row``."""
+        if symbol < self.data_members:
+            return (row + self.parity_members + symbol) % self.members
+        return (row + symbol - self.data_members) % self.members
+
+    def data_row(self, member: int, chunk: int) -> int:
+        """The row in which the member's data chunk is coded, always as column ``chunk``."""
+        return (member - self.parity_members - chunk) % self.members
+
+    def parity_row(self, member: int, chunk: int) -> int:
+        """The row whose parity ``chunk`` the member keeps, as its parity chunk ``chunk``."""
+        return (member - chunk) % self.members
+
+    def is_parity(self, symbol: int) -> bool:
+        """Whether the symbol is a parity."""
+        return symbol >= self.data_members
+
+    def chunk(self, symbol: int) -> int:
+        """The chunk of the holder's data, or of its parity, in which the symbol lies."""
+        return symbol - self.data_members if self.is_parity(symbol) else symbol
+
+
+def code_of(header: ArenaHeader) -> StripeCode:
+    """The stripe's numbers as the arena stores them."""
+    return StripeCode(
+        kind=header.codec,
+        data_members=header.data_members,
+        parity_members=header.parity_members,
+        data_bytes=header.geometry.data_bytes,
+        block_bytes=header.geometry.block_bytes,
+        digest_algorithm=header.digest_algorithm,
+    )
+
+
+def member_of(arena: Arena, slot: int, header: SlotHeader, *, writable: bool = False) -> MemberView:
+    """A slot's regions with the record and roots of ``header``, which proves them."""
+    return MemberView(
+        data=arena.data(slot, writable=writable),
+        parity=arena.parity(slot, writable=writable),
+        parity_digests=arena.parity_digests(slot, writable=writable),
+        record=header.record,
+        parity_root=header.parity_root,
+        stripe_table=header.stripe_table,
+    )
+
 
 Digests = npt.NDArray[np.uint64]
 

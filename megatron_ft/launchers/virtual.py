@@ -21,9 +21,8 @@ from megatron_ft.core.node_names import check_names
 from megatron_ft.launchers.launcher import NodeUnreachable, Placement, ProcessGoneError
 from megatron_ft.launchers.mpirun import MpiLauncher, find_mpi
 from megatron_ft.launchers.process import LocalProcess
-from megatron_ft.launchers.spread import Spread
 from megatron_ft.launchers.virtual_network import HOST, Network, RemoteProcess, spread_over
-from megatron_ft.launchers.world import WORLD, WORLD_NODES, WorldProcess, probe_world
+from megatron_ft.launchers.world import WORLD, WORLD_NODES, Spread, WorldProcess, probe_world
 
 _END_SECONDS = 10.0
 

@@ -19,7 +19,7 @@ from megatron_ft.core.errors import NoMpiError
 from megatron_ft.launchers.launcher import UNKNOWN_EXIT
 from megatron_ft.launchers.mpirun import MpiKind, MpiLauncher
 from megatron_ft.launchers.process import LocalProcess
-from megatron_ft.launchers.spread import Spread
+from megatron_ft.launchers.world import Spread
 
 HOST = "host"
 """The place of a process that is on no node."""

@@ -24,7 +24,7 @@ from megatron_ft.megatron import arguments, rerun
 from megatron_ft.megatron.manager import make_manager
 from megatron_ft.megatron.run import SnapshotRun, without_disk_load
 from megatron_ft.megatron.versions import check_megatron
-from megatron_ft.trainer.manager_protocol import Manager
+from megatron_ft.trainer.protocols import Manager
 
 ManagerFactory = Callable[[SnapshotConfig], Manager]
 

@@ -1,19 +1,35 @@
-"""Where captured tensors lie in the unsharded model, from Megatron's own sharded state dict."""
+"""Where captured tensors lie in the unsharded model, from Megatron's own sharded state dict.
+
+The state of a form: Megatron's state dict with names in the place of tensors.
+
+What is recorded of a rank once, so that others can read its snapshots without it.
+
+The logical map says where its tensors lie in the unsharded model, the checkpoint form what
+Megatron itself would save.  Both come from one sharded state dict, built when training starts.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress
+from operator import is_not
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
+from megatron_ft.checkpoint import form
+from megatron_ft.checkpoint.form import CheckpointForm, Wanted
+from megatron_ft.core.errors import ExportError
 from megatron_ft.core.shard import LogicalPlace, Piece
+from megatron_ft.megatron import save_form
 from megatron_ft.megatron.optimizer import MAIN, WEIGHT, Master, is_distributed, optimizer_parts
-from megatron_ft.megatron.save_form import sharded_tensors
-from megatron_ft.trainer import inner_optimizer
-from megatron_ft.trainer.addresses import AddressBook
+from megatron_ft.megatron.save_form import SaveForm, meta_key, sharded_tensors
+from megatron_ft.trainer import master_tensors
+from megatron_ft.trainer.addresses import AddressBook, Window
+from megatron_ft.trainer.plan import dtype_name
 
 _STATE_PREFIX = re.compile(r"optimizer\.state\.[^.]+\.")
 
@@ -88,7 +104,7 @@ def optimizer_places(
 
 def _kinds(master: Master) -> Iterable[str]:
     """Endings of names of tensors with the master's shape: its own, a weight's, its state's."""
-    kept = inner_optimizer.state_tensors(master.inner, master.tensor)
+    kept = master_tensors.state_tensors(master.inner, master.tensor)
     same = (f".{name}" for name, value in kept.items() if _fits(value, master))
     return (MAIN, WEIGHT, *same)
 
@@ -127,3 +143,192 @@ def place_of(pieces: Sequence[Piece]) -> tuple[str, tuple[int, ...]]:
     """
     first = pieces[0]
     return _STATE_PREFIX.sub("", first.global_name, count=1), first.global_offset
+
+
+class RankTensors(NamedTuple):
+    """What a form refers to.
+
+    ``captured`` are the tensors of a snapshot, ``model`` the parameters and buffers of the
+    model, both by name.  ``masters`` are those of this rank; ``master_names`` gives, for
+    each parameter's name, the prefix of the captured tensors that it follows from.
+    """
+
+    captured: Mapping[str, torch.Tensor]
+    model: Mapping[str, torch.Tensor]
+    masters: tuple[Master, ...]
+    master_names: Mapping[str, str]
+
+
+def describe(
+    saved: SaveForm, tensors: RankTensors, pieces: Mapping[str, tuple[Piece, ...]]
+) -> bytes:
+    """Encode a state dict with names in the place of tensors.
+
+    ``pieces`` says where each parameter lies in the unsharded model.
+
+    Raises ExportError naming a tensor that Megatron would save and no snapshot holds, and
+    UnencodableError naming a value that no snapshot can hold.
+    """
+    finder = _Finder(saved, tensors, pieces)
+    empty = set(_padding(saved.tree))
+    wanted: dict[int, Wanted] = {}
+    for leaf in sharded_tensors(saved.tree):
+        data = leaf.data
+        if id(data) in empty or not data.numel():
+            wanted[id(data)] = Wanted("", dtype_name(data.dtype), tuple(data.shape))
+        else:
+            wanted[id(data)] = finder.find(leaf.key, data)
+    # The tree keeps its tensors alive, so no other object has one of these ids.
+    saving = (_persistent(saved.tree), saved.content_metadata)
+    return form.dump(saving, lambda part: wanted.get(id(part)))
+
+
+class _Finder:
+    """Finds out from what a tensor of a checkpoint can be made."""
+
+    def __init__(
+        self,
+        saved: SaveForm,
+        tensors: RankTensors,
+        pieces: Mapping[str, tuple[Piece, ...]],
+    ) -> None:
+        self._gathered = saved.gathered
+        self._captured = AddressBook(tensors.captured)
+        self._model = AddressBook(tensors.model)
+        self._names = {id(tensor): name for name, tensor in tensors.model.items()}
+        self._master_names = tensors.master_names
+        self._pieces = pieces
+
+    def find(self, key: str, data: torch.Tensor) -> Wanted:
+        if data.is_meta:
+            return self._find_gathered(data)
+        window = self._captured.find(data.detach())
+        if window is not None:
+            return Wanted(window.name, dtype_name(data.dtype), *_geometry(window))
+        window = self._model.find(data.detach())
+        if window is None or window.name not in self._master_names:
+            raise ExportError(f"no snapshot holds {key}, which Megatron's checkpoints contain")
+        return self._of_parameter(window, MAIN, data.dtype)
+
+    def _of_parameter(self, window: Window, kind: str, dtype: torch.dtype) -> Wanted:
+        name = self._master_names[window.name] + kind
+        place = place_of(self._pieces[window.name])
+        return Wanted(name, dtype_name(dtype), *_geometry(window), place)
+
+    def _find_gathered(self, data: torch.Tensor) -> Wanted:
+        buffer, kind = self._gathered[meta_key(data)]
+        position = data.storage_offset()
+        for parameter, (start, end, *_) in buffer.param_index_map.items():
+            if start <= position < end:
+                name, shape = self._names[id(parameter)], tuple(data.shape)
+                window = Window(name, position - start, shape, tuple(data.stride()))
+                return self._of_parameter(
+                    window, MAIN if kind == "param" else f".{kind}", data.dtype
+                )
+        raise ExportError(f"element {position} of a gradient buffer belongs to no parameter")
+
+
+def _geometry(window: Window) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+    return window.shape, window.offset, window.stride
+
+
+def load(state: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state dict and content metadata of ``describe``; imports Megatron's classes."""
+    tree, metadata = form.load(state)
+    return tree, metadata
+
+
+def _padding(tree: Any) -> Iterator[int]:
+    """``id`` of tensors that only fill a gap between parameters in a gradient bucket."""
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+
+    if isinstance(tree, dict):
+        mark = tree.get("padding")
+        if isinstance(mark, LocalNonpersistentObject) and mark.unwrap() is True:
+            yield from (id(leaf.data) for leaf in sharded_tensors(tree))
+    if isinstance(tree, dict | list):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from _padding(value)
+
+
+def _persistent(tree: Any) -> Any:
+    """The tree with empty shells where Megatron marks what must not be saved."""
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+
+    if isinstance(tree, LocalNonpersistentObject):
+        return LocalNonpersistentObject(None)
+    if isinstance(tree, dict):
+        return {key: _persistent(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_persistent(value) for value in tree]
+    return tree
+
+
+logger = logging.getLogger(__name__)
+
+FRAMEWORK = "megatron-core"
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Description:
+    """Logical map (``places``) and checkpoint form (``form``) of one rank.
+
+    Where Megatron cannot describe the model, or saves what no snapshot holds, the form says
+    so and a warning says why: snapshots work without it, export does not.
+    """
+
+    def __init__(
+        self, args: Any, model: Sequence[Any], optimizer: Any, scheduler: Any, tensors: RankTensors
+    ) -> None:
+        """Describe the rank.  Collective as save_form.build is; nothing of it is raised."""
+        self.places: dict[str, LogicalPlace] = {}
+        self._args = args
+        self._known = dict(vars(args))
+        state, problem = b"", ""
+        try:
+            saved = save_form.build(model, optimizer, scheduler, args)
+            pieces = model_pieces(saved.tree, tensors.model)
+            self.places = _places(pieces, optimizer, tensors)
+            state = describe(saved, tensors, pieces)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            logger.warning("snapshots of this run cannot be exported: %s", problem)
+        rank = torch.distributed.get_rank()
+        self.form = CheckpointForm(
+            framework=FRAMEWORK,
+            release=megatron_version(),
+            rank=rank,
+            state=state,
+            problem=problem,
+        ).to_bytes()
+
+    def changed_arguments(self) -> dict[str, Any]:
+        """Plain values on Megatron's arguments that are not what the form was made with."""
+        now = vars(self._args)
+        if list(self._known) != list(now):
+            # In the order of now; what was not there then is known as something equal to nothing.
+            self._known = {name: self._known.get(name, self) for name in now}
+        # Hundreds of arguments, nearly all the very objects that they were: not looked at in turn.
+        others = compress(now.items(), map(is_not, now.values(), self._known.values()))
+        return {
+            name: value
+            for name, value in others
+            if isinstance(value, _PLAIN) and self._known[name] != value
+        }
+
+
+def _places(
+    pieces: Mapping[str, tuple[Piece, ...]], optimizer: Any, tensors: RankTensors
+) -> dict[str, LogicalPlace]:
+    names = {id(tensor): name for name, tensor in tensors.model.items()}
+    return {
+        **model_places(tensors.captured, pieces),
+        **optimizer_places(tensors.masters, optimizer, names, pieces),
+    }
+
+
+def megatron_version() -> str:
+    """The release of megatron-core, without the commit that a checkout appends."""
+    import megatron.core
+
+    return str(megatron.core.__version__).partition("+")[0]

@@ -8,7 +8,7 @@ from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.identity import shard_id
 from megatron_ft.megatron.fewer_ranks import rule_of
 from megatron_ft.trainer.manager import SnapshotManager
-from megatron_ft.trainer.manager_protocol import Manager
+from megatron_ft.trainer.protocols import Manager
 
 
 def place_of_rank() -> dict[str, Any]:

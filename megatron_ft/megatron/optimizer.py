@@ -1,7 +1,7 @@
 """Megatron's optimizers as fp32 masters, their moments, and the weights that follow from them.
 
 Covers DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer and chains of
-them; what is inside these is the matter of :mod:`megatron_ft.trainer.inner_optimizer`.
+them; what is inside these is the matter of :mod:`megatron_ft.trainer.master_tensors`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_ft.trainer import inner_optimizer
-from megatron_ft.trainer.values import host_copy, same_bits
+from megatron_ft.trainer import master_tensors
+from megatron_ft.trainer.state import host_copy, same_bits
 
 _MODEL_AND_MASTER_GROUPS = (
     ("model_float16_groups", "shard_fp32_from_float16_groups"),
@@ -122,8 +122,8 @@ def materialise(optimizer: Any) -> None:
             # Megatron's own function is right for this class only: it leaves out ``step``,
             # without which torch's Adam fails.
             part.init_state_fn(inner, part.config)
-        for group, parameter in inner_optimizer.parameters(inner):
-            inner_optimizer.create_state(inner, group, parameter, {FUSED: _nothing_more})
+        for group, parameter in master_tensors.parameters(inner):
+            master_tensors.create_state(inner, group, parameter, {FUSED: _nothing_more})
 
 
 def _nothing_more(inner: Any, group: Any, parameter: Any) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def _nothing_more(inner: Any, group: Any, parameter: Any) -> dict[str, Any]:
 
 def group_scalars(optimizer: Any) -> list[list[dict[str, Any]]]:
     """Everything in the parameter groups but the parameters, of each part."""
-    return [inner_optimizer.group_scalars(part.optimizer) for part in optimizer_parts(optimizer)]
+    return [master_tensors.group_scalars(part.optimizer) for part in optimizer_parts(optimizer)]
 
 
 def load_group_scalars(
@@ -141,7 +141,7 @@ def load_group_scalars(
     """Set what :func:`group_scalars` gave but the names in ``own``; tensors are filled in place."""
     for part, groups in zip(optimizer_parts(optimizer), scalars, strict=True):
         taken = [{n: v for n, v in group.items() if n not in own} for group in groups]
-        inner_optimizer.load_group_scalars(part.optimizer, taken)
+        master_tensors.load_group_scalars(part.optimizer, taken)
 
 
 def state_numbers(optimizer: Any) -> list[dict[int, dict[str, Any]]]:
@@ -152,8 +152,8 @@ def state_numbers(optimizer: Any) -> list[dict[int, dict[str, Any]]]:
     return [
         {
             position: values
-            for position, (_, parameter) in enumerate(inner_optimizer.parameters(part.optimizer))
-            if (values := inner_optimizer.state_numbers(part.optimizer, parameter))
+            for position, (_, parameter) in enumerate(master_tensors.parameters(part.optimizer))
+            if (values := master_tensors.state_numbers(part.optimizer, parameter))
         }
         for part in optimizer_parts(optimizer)
     ]
@@ -162,7 +162,7 @@ def state_numbers(optimizer: Any) -> list[dict[int, dict[str, Any]]]:
 def load_state_numbers(optimizer: Any, numbers: Sequence[dict[int, dict[str, Any]]]) -> None:
     """Set what :func:`state_numbers` gave."""
     for part, by_position in zip(optimizer_parts(optimizer), numbers, strict=True):
-        found = [parameter for _, parameter in inner_optimizer.parameters(part.optimizer)]
+        found = [parameter for _, parameter in master_tensors.parameters(part.optimizer)]
         for position, values in by_position.items():
             part.optimizer.state[found[position]].update(values)
 

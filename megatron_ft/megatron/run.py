@@ -13,7 +13,7 @@ from megatron_ft.megatron import fewer_ranks, missed_save
 from megatron_ft.megatron.optimizer import optimizer_parts
 from megatron_ft.megatron.snapshot_log import SnapshotLog
 from megatron_ft.megatron.state import MegatronState
-from megatron_ft.trainer.manager_protocol import Manager
+from megatron_ft.trainer.protocols import Manager
 from megatron_ft.trainer.start_choice import WISH, View, agree, supervisor_chose_disk
 
 log = logging.getLogger(__name__)

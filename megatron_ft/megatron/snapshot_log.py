@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from megatron_ft.trainer.figures import TAG, Figure, figures
-from megatron_ft.trainer.stats import CaptureStats
+from megatron_ft.trainer.stats import TAG, CaptureStats, Figure, figures
 
 log = logging.getLogger(__name__)
 

@@ -17,19 +17,22 @@ import torch
 from megatron_ft.checkpoint.megatron_start import wish_of
 from megatron_ft.core.errors import LayoutMismatchError
 from megatron_ft.core.shard import LogicalPlace
-from megatron_ft.megatron import counters, data_position, fixed_arguments
 from megatron_ft.megatron import optimizer as optimizers
-from megatron_ft.megatron.checkpoint_form import RankTensors
-from megatron_ft.megatron.description import Description
-from megatron_ft.megatron.model import gather_weights, module_tree
+from megatron_ft.megatron import state_parts
+from megatron_ft.megatron.logical_map import Description, RankTensors
 from megatron_ft.megatron.optimizer import MAIN, WEIGHT
-from megatron_ft.megatron.random_states import capture_random_states, restore_random_states
-from megatron_ft.megatron.replicas import replica_group
-from megatron_ft.trainer import inner_optimizer
-from megatron_ft.trainer.extra_state import extra_states, load_extra_states
+from megatron_ft.megatron.state_parts import (
+    capture_random_states,
+    gather_weights,
+    module_tree,
+    replica_group,
+    restore_random_states,
+)
+from megatron_ft.trainer import master_tensors
 from megatron_ft.trainer.master_tensors import MasterTensors, Owned, as_captured
+from megatron_ft.trainer.module_tree import extra_states, load_extra_states
 from megatron_ft.trainer.start_choice import WISH
-from megatron_ft.trainer.values import host_copy
+from megatron_ft.trainer.state import host_copy
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +123,7 @@ class MegatronState:
         found = {f"{name}{WEIGHT}": groups[name] for name in self._weights if name in groups}
         for master in self._masters:
             if master.name in groups:
-                kept = inner_optimizer.state_tensors(master.inner, master.tensor)
+                kept = master_tensors.state_tensors(master.inner, master.tensor)
                 names = (_MAIN, *kept)
                 found |= {f"{master.name}.{name}": groups[master.name] for name in names}
         return found
@@ -157,17 +160,17 @@ class MegatronState:
             "version": OBJECTS_VERSION,
             "iteration": self._iteration,
             "floating_point_operations": self._operations,
-            "samples": counters.capture_samples(self._args),
+            "samples": state_parts.capture_samples(self._args),
             "data_position": self._data_position(),
             "groups": optimizers.group_scalars(self._optimizer),
             "numbers": self._numbers(),
             "scalers": optimizers.scaler_states(self._optimizer),
             "schedule": host_copy(self._scheduler.state_dict()),
             "modules": host_copy(extra_states(self._tree.keeping)),
-            "rerun_machine": host_copy(counters.capture_rerun_machine(self._data_iterator)),
+            "rerun_machine": host_copy(state_parts.capture_rerun_machine(self._data_iterator)),
             "random": capture_random_states(),
             WISH: wish_of(self._args),
-            "fixed_arguments": fixed_arguments.capture(self._args),
+            "fixed_arguments": state_parts.capture(self._args),
             "arguments": self._description.changed_arguments(),
         }
 
@@ -177,11 +180,11 @@ class MegatronState:
         return optimizers.state_numbers(self._optimizer)
 
     def _data_position(self) -> Any:
-        if not data_position.is_external(self._args):
+        if not state_parts.is_external(self._args):
             return None
         if not self._began:
-            return data_position.reservation()
-        return data_position.capture(self._data_iterator)
+            return state_parts.reservation()
+        return state_parts.capture_position(self._data_iterator)
 
     def load(self, objects: dict[str, Any]) -> None:
         """Set everything that is not a captured tensor, after those were filled in place.
@@ -195,7 +198,7 @@ class MegatronState:
                 f"reads {OBJECTS_VERSION}; restore with the release that took it"
             )
         # Snapshots of earlier releases do not say.
-        fixed_arguments.check(self._args, objects.get("fixed_arguments", {}))
+        state_parts.check(self._args, objects.get("fixed_arguments", {}))
         with torch.no_grad():
             stored = {name: weight.clone() for name, weight in self._weights.items()}
             gathers = optimizers.derive_weights(self._optimizer)
@@ -209,16 +212,16 @@ class MegatronState:
         self._args.iteration = self._iteration = objects["iteration"]
         self._operations = objects["floating_point_operations"]
         self._args.num_floating_point_operations_so_far = self._operations
-        counters.restore_samples(self._args, objects["samples"])
+        state_parts.restore_samples(self._args, objects["samples"])
         # Groups before the schedule, which computes rates from what they hold.
         overriding = getattr(self._args, "override_opt_param_scheduler", False)
         own = optimizers.SCHEDULED if overriding else ()
         optimizers.load_group_scalars(self._optimizer, objects["groups"], own=own)
         optimizers.load_state_numbers(self._optimizer, objects["numbers"])
         optimizers.load_scaler_states(self._optimizer, objects["scalers"])
-        counters.restore_schedule(self._scheduler, objects["schedule"])
+        state_parts.restore_schedule(self._scheduler, objects["schedule"])
         load_extra_states(self._tree.keeping, objects["modules"])
-        counters.restore_rerun_machine(objects["rerun_machine"])
+        state_parts.restore_rerun_machine(objects["rerun_machine"])
         self._loaded = objects
         restore_random_states(objects["random"])
 
@@ -229,10 +232,10 @@ class MegatronState:
         iterators between set-up and training, and each draws a seed from torch's generator.
         """
         self._data_iterator, self._began = data_iterator, True
-        if data_position.is_external(self._args):
-            data_position.check(data_iterator)
+        if state_parts.is_external(self._args):
+            state_parts.check_position(data_iterator)
             if self._loaded is not None:
-                data_position.restore(data_iterator, self._loaded["data_position"])
+                state_parts.restore(data_iterator, self._loaded["data_position"])
         if self._loaded is not None:
             restore_random_states(self._loaded["random"])
             self._loaded = None

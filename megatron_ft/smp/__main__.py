@@ -20,8 +20,7 @@ from megatron_ft.core.affinity import bind_to_background_cpus
 from megatron_ft.core.decoding import UNREADABLE
 from megatron_ft.core.environment import NODE_DIR, READY_NAME, ProcessEnvironment
 from megatron_ft.core.errors import MegatronFTError
-from megatron_ft.smp.daemon import Credentials, run
-from megatron_ft.smp.keeper import NodePlace, write_pid
+from megatron_ft.smp.daemon import Credentials, NodePlace, run, write_pid
 
 READY_SPARE = ".ready"
 """Space in the node's folder for the file by which the next SMP says that it serves."""

@@ -22,7 +22,8 @@ from megatron_ft.core.fault_points import reach
 from megatron_ft.core.word import QuietWord
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp import state_file, writers
-from megatron_ft.smp.effects import (
+from megatron_ft.smp.node import NodeMachine
+from megatron_ft.smp.node_shards import (
     Effect,
     MendSlot,
     StorePermit,
@@ -30,9 +31,7 @@ from megatron_ft.smp.effects import (
     ToCoordinator,
     ToTrainer,
 )
-from megatron_ft.smp.node import NodeMachine
-from megatron_ft.smp.readers import Readers
-from megatron_ft.smp.stalls import STALL_SECONDS, Stalls
+from megatron_ft.smp.readers import STALL_SECONDS, Readers, Stalls
 from megatron_ft.smp.state_file import NodeState
 from megatron_ft.smp.store import ArenaStore, free
 from megatron_ft.smp.trainer_pulses import NodeWatch

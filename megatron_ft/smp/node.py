@@ -11,15 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_ft.core.errors import StaleIncarnationError
-from megatron_ft.core.identity import Ancestor, SnapshotId
-from megatron_ft.core.lineage import on_lineage
+from megatron_ft.core.identity import Ancestor, SnapshotId, on_lineage
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.refusals import TransitionRefusedError
-from megatron_ft.smp.effects import StorePermit
-from megatron_ft.smp.node_shards import NodeShards
+from megatron_ft.smp.node_shards import NodeShards, StorePermit
 from megatron_ft.smp.reactions import encoders, orders, readers, trainers
-from megatron_ft.smp.slot_recovery import forget
 from megatron_ft.smp.slot_rules import is_committed
+from megatron_ft.smp.slots import forget
 
 _REACTIONS: dict[type[m.Message], Callable[[NodeShards, Any], m.Message]] = {
     **trainers.REACTIONS,

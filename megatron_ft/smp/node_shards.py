@@ -1,17 +1,77 @@
-"""What a node's machine knows of its shards, and what its reactions share."""
+"""What a node's machine knows of its shards, and what its reactions share.
+
+What a node's machine wants done, carried out in the order in which it decides.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from megatron_ft.arena.format import Permit, SlotHeader
 from megatron_ft.core.errors import StaleIncarnationError
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.refusals import TransitionRefusedError, WorldGoneError
-from megatron_ft.smp.effects import Effect, StoreSlot, ToCoordinator
 from megatron_ft.smp.slots import ShardSlots
+
+
+@dataclass(frozen=True)
+class StoreSlot:
+    """Write one slot header into its arena."""
+
+    shard_id: str
+    slot: int
+    header: SlotHeader
+
+
+@dataclass(frozen=True)
+class StorePermit:
+    """Write the permit word that the shard's trainer reads."""
+
+    shard_id: str
+    permit: Permit | None
+
+
+@dataclass(frozen=True)
+class ToTrainer:
+    """Send a message to the shard's trainer."""
+
+    shard_id: str
+    body: m.Message
+
+
+@dataclass(frozen=True)
+class ToEncoder:
+    """Send an order to the node's encoder."""
+
+    body: m.Message
+
+
+@dataclass(frozen=True)
+class ToCoordinator:
+    """Send an event to the coordinator."""
+
+    body: Any
+
+
+@dataclass(frozen=True)
+class MendSlot:
+    """Prove recomputed blocks of a committed slot, write them, and tell the coordinator.
+
+    ``header`` is the slot's header when this was decided; effects are carried out in order,
+    so the slot is given to nobody before.
+    """
+
+    shard_id: str
+    slot: int
+    header: SlotHeader
+    blocks: m.Recomputed
+
+
+Effect = MendSlot | StoreSlot | StorePermit | ToTrainer | ToEncoder | ToCoordinator
 
 
 class NodeShards:

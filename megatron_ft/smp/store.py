@@ -32,11 +32,11 @@ from megatron_ft.core.errors import (
 )
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import Ancestor, SealedRecord
+from megatron_ft.erasure.member import code_of, member_of
 from megatron_ft.erasure.mending import Blocks, mend_data, mend_parity
-from megatron_ft.erasure.slot_view import code_of, member_of
 from megatron_ft.rpc import messages as m
-from megatron_ft.smp.effects import MendSlot, StorePermit, StoreSlot
 from megatron_ft.smp.node import NodeMachine
+from megatron_ft.smp.node_shards import MendSlot, StorePermit, StoreSlot
 from megatron_ft.smp.slots import ShardSlots
 
 log = logging.getLogger(__name__)

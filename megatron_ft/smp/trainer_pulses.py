@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_ft.core import private_files
 from megatron_ft.core.errors import UntrustedFileError
+from megatron_ft.rpc.node_messages import PulseReport
 from megatron_ft.rpc.pulse import (
     DUMP_SIGNAL,
     Phase,
@@ -22,7 +23,6 @@ from megatron_ft.rpc.pulse import (
     signs_path,
     stacks_path,
 )
-from megatron_ft.rpc.watch_messages import PulseReport
 from megatron_ft.smp.writers import Writer, Writers
 
 log = logging.getLogger(__name__)

@@ -18,15 +18,13 @@ from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.security import JobKeys
 from megatron_ft.smp.slot_rules import protected_gives_way
-from megatron_ft.supervisor.actions import Action, Ended, KillWorld, Send
 from megatron_ft.supervisor.connections import REQUEST_TIMEOUT_SECONDS, Connections
-from megatron_ft.supervisor.cycle import Phase, SnapshotCycle
+from megatron_ft.supervisor.cycle import Action, Ended, KillWorld, Phase, Send, SnapshotCycle
 from megatron_ft.supervisor.events import Observers
-from megatron_ft.supervisor.exposure import Fallbacks, fallbacks
+from megatron_ft.supervisor.exposure import Fallbacks, Skips, fallbacks
+from megatron_ft.supervisor.plan import Timing
 from megatron_ft.supervisor.repairs import Repairs
-from megatron_ft.supervisor.skips import Skips
 from megatron_ft.supervisor.summary import SummaryParts
-from megatron_ft.supervisor.timing import Timing
 
 LOOK_SECONDS = 0.25
 """So often what nobody tells is looked at: whether a pause has ended, or parity takes too long."""

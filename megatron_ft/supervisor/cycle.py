@@ -2,11 +2,16 @@
 
 The coordinator feeds events and answers in and sends what comes out; the model test
 does the same with random interleavings.  There is at most one snapshot under way.
+
+What a snapshot's cycle wants done; the coordinator does it.
+
+What the trainers still owe for one snapshot: seals, verdicts, and the end of their writing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -14,10 +19,89 @@ from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.refusals import PinnedError, TransitionRefusedError, WorldGoneError
-from megatron_ft.supervisor.actions import Action, Ended, KillWorld, Send
-from megatron_ft.supervisor.capture_round import CaptureRound
 from megatron_ft.supervisor.plan import orders_by_node
 from megatron_ft.supervisor.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a request to a node's SMP and report its answer to ``answered``."""
+
+    node: str
+    message: m.Message
+
+
+@dataclass(frozen=True)
+class KillWorld:
+    """End an encoder world; its encoders' deaths arrive as WriterGone events."""
+
+    world: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A snapshot is over: ``level`` is protected, local or aborted; ``last`` if training is too.
+
+    ``gated`` says that it was given up because of the loss, ``again`` that it had been committed
+    as local before and was to get parity.  ``corrupt`` are shards whose bytes encoders found wrong.
+    """
+
+    snapshot: SnapshotId
+    iteration: int
+    level: str
+    reason: str = ""
+    last: bool = False
+    gated: bool = False
+    again: bool = False
+    corrupt: frozenset[str] = frozenset()
+
+
+Action = Send | KillWorld | Ended
+
+
+class CaptureRound:
+    """Which shards of a permitted snapshot are done with; reports may come in any order.
+
+    ``unsealed`` are shards that are not captured completely.  ``writing`` are those whose trainer
+    may still write to its slot, whatever has become of the snapshot meanwhile.
+    """
+
+    def __init__(self, shards: Iterable[str]) -> None:
+        self.unsealed = set(shards)
+        self.writing = set(self.unsealed)
+        self._unjudged: set[str] = set()
+        self._judged: set[str] = set()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every shard is sealed, and judged where its loss is seen only later."""
+        return self.all_sealed() and not self._unjudged
+
+    @property
+    def owing(self) -> set[str]:
+        """Shards that have not sealed, or whose loss is not judged yet."""
+        return self.unsealed | self._unjudged
+
+    def all_sealed(self) -> bool:
+        """Whether no shard is still being captured: only then may encoding start."""
+        return not self.unsealed
+
+    def sealed(self, shard_id: str, *, judged_later: bool) -> None:
+        """A shard is captured; with ``judged_later`` its rank waits for the next loss."""
+        self.unsealed.discard(shard_id)
+        if judged_later and shard_id not in self._judged:
+            self._unjudged.add(shard_id)
+
+    def passed(self, shard_id: str) -> None:
+        """The loss gate lets a shard pass: it may say so before the rank says that it sealed."""
+        self._judged.add(shard_id)
+        self._unjudged.discard(shard_id)
+
+    def stopped(self, shard_id: str) -> None:
+        """The trainer writes to its slot no more."""
+        self.writing.discard(shard_id)
+
 
 MOMENTARY = (TransitionRefusedError.__name__, PinnedError.__name__)
 """Refusals of a permit that the next message of a trainer or reader may end."""

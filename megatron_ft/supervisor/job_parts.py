@@ -10,10 +10,10 @@ from megatron_ft.supervisor.distrust import Distrust
 from megatron_ft.supervisor.drains import Drains, noted_places
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.failure import JobNotes
-from megatron_ft.supervisor.fleet import EncoderWorld, TrainerFleet
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.pacing import Pacing
+from megatron_ft.supervisor.processes import EncoderWorld, TrainerFleet
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.warm_spares import WarmSpares
 from megatron_ft.supervisor.watch.job import JobWatch

@@ -15,10 +15,11 @@ from megatron_ft.supervisor.budget import Failure
 from megatron_ft.supervisor.changed import check_shard
 from megatron_ft.supervisor.cycle import SnapshotCycle
 from megatron_ft.supervisor.failure import NODE_LOST, trainer_failure
-from megatron_ft.supervisor.fleet import TrainerExit
 from megatron_ft.supervisor.job_parts import JobParts
 from megatron_ft.supervisor.membership import NoSpareError
+from megatron_ft.supervisor.no_spare import describe_fewer, go_on_with_fewer, salvage
 from megatron_ft.supervisor.plan import stripe_orders
+from megatron_ft.supervisor.processes import TrainerExit
 from megatron_ft.supervisor.registration import (
     Roll,
     make_arenas,
@@ -28,8 +29,6 @@ from megatron_ft.supervisor.registration import (
 )
 from megatron_ft.supervisor.restore import Admitted, Restore
 from megatron_ft.supervisor.restore_choice import RestoreChoice, carry_out
-from megatron_ft.supervisor.salvage import salvage
-from megatron_ft.supervisor.shrink import describe_fewer, go_on_with_fewer
 
 log = logging.getLogger(__name__)
 

@@ -1,9 +1,13 @@
-"""Which nodes a job has, which of them train, and who takes the place of a lost one."""
+"""Which nodes a job has, which of them train, and who takes the place of a lost one.
+
+Nodes that cannot be reached may train until their leases have run out.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -16,17 +20,38 @@ from megatron_ft.core.errors import (
     NoRoomError,
     StaleIncarnationError,
 )
-from megatron_ft.erasure.domains import check_domains, crowded
+from megatron_ft.erasure.stripes import check_domains, crowded
 from megatron_ft.launchers.launcher import Launcher, NodeUnreachable
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.changed import check_nodes
 from megatron_ft.supervisor.coordinator import Coordinator
-from megatron_ft.supervisor.fleet import Result, SmpFleet, unless
 from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.leases import OutstandingLeases
 from megatron_ft.supervisor.placement import choose_active, choose_spares, stripes_by_position
+from megatron_ft.supervisor.processes import Result, SmpFleet, unless
 from megatron_ft.supervisor.restore import Admitted, LifeHigherError, admit
 from megatron_ft.supervisor.spec import JobSpec
+
+
+class OutstandingLeases:
+    """When the leases of nodes that were given up must have run out.
+
+    A node's lease counts from when it was last heard of; before this supervisor heard of it,
+    from when this supervisor began, since the one before may have renewed it until then.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        """``seconds`` is longer than any lease."""
+        self._seconds, self._began = seconds, time.monotonic()
+        self._heard: dict[str, float] = {}
+
+    def note(self, node: str, heard: float) -> None:
+        """The node is given up; it was last heard of then, on the monotonic clock."""
+        self._heard[node] = heard
+
+    def left(self, nodes: Sequence[str]) -> float:
+        """Seconds until all of them have run out; below zero if they have."""
+        last = max((self._heard.get(node, self._began) for node in nodes), default=0.0)
+        return last + self._seconds - time.monotonic()
 
 
 class NoSpareError(MegatronFTError):

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.events import Observers
-from megatron_ft.supervisor.governor import IntervalGovernor, mean_time_between_failures
-from megatron_ft.supervisor.schedule import Schedule
+from megatron_ft.supervisor.schedule import IntervalGovernor, Schedule, mean_time_between_failures
 
 WORTH_SAYING = 1.25
 """An interval is told of when it has changed by so many times since the last time."""

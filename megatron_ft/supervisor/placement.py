@@ -1,13 +1,24 @@
-"""Which nodes train and which take over: decisions about failure domains.  Pure."""
+"""Which nodes train and which take over: decisions about failure domains.  Pure.
+
+Failure domains from a file: Slurm's topology.conf, or lines ``rack1: node[0-3],node7``.
+
+The form of topology.conf and of hostlist expressions is that of Slurm's manual pages
+topology.conf(5) and scontrol(1); ``scontrol show topology`` prints the former.
+"""
 
 from __future__ import annotations
 
 import itertools
+import re
+import shutil
+import subprocess
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
+from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.erasure.domains import Domains, domain_of, members_of, stripe_sets
+from megatron_ft.erasure.stripes import Domains, domain_of, members_of, stripe_sets
 
 MOST_TRIED = 10_000
 
@@ -112,3 +123,144 @@ def _cost(
         if count > most
     )
     return excess, sum(name != domain_of(node, domains) for node, name in moved.items())
+
+
+SLURM = "slurm"
+"""The word that stands for the topology of the Slurm cluster that we are on."""
+
+ASK_SECONDS = 10.0
+_PAIR = re.compile(r"(\w+)=(\S+)")
+_SIMPLE = re.compile(r"([^\s:=]+)\s*:\s*(\S.*)")
+_BRACKET = re.compile(r"\[([^\]]*)\]")
+_MOST_NAMES = 1 << 16
+
+
+def read_domains(source: str, nodes: Sequence[str]) -> dict[str, str]:
+    """Failure domain of each of ``nodes``, from the file ``source`` or from Slurm itself.
+
+    ConfigError for a file that cannot be read or understood, or that does not name a node;
+    MissingEnvironmentError where Slurm is to be asked and does not answer.
+    """
+    where = "`scontrol show topology`" if source == SLURM else source
+    text = _ask_slurm() if source == SLURM else _read(Path(source))
+    found = parse_domains(text, where)
+    missing = [node for node in nodes if node not in found]
+    if missing:
+        raise ConfigError(
+            f"{where} puts {', '.join(missing)} in no failure domain; it names "
+            f"{', '.join(sorted(found)[:8]) or 'no node'}. Add them, each in a domain of its own "
+            "if it shares nothing with another"
+        )
+    return {node: found[node] for node in nodes}
+
+
+def parse_domains(text: str, where: str) -> dict[str, str]:
+    """Failure domain by node.  Pure; ConfigError, which names the line, for what is no such file.
+
+    Of topology.conf the switches (or blocks) count that name nodes themselves: the leaves.
+    """
+    found: dict[str, str] = {}
+    for number, line in _lines(text):
+        place = f"{where}, line {number}"
+        for name, nodes in _entry(line, place):
+            for node in expand_hostlist(nodes, place):
+                if found.setdefault(node, name) != name:
+                    raise ConfigError(
+                        f"{place}: {node} is in failure domain {name} and in {found[node]}; "
+                        "a node is in one"
+                    )
+    return found
+
+
+def expand_hostlist(expression: str, place: str = "hostlist") -> list[str]:
+    """Host names of ``n[0-3,07],m1``: ranges keep their leading zeros.  Pure.
+
+    ConfigError, which begins with ``place``, for brackets or ranges that make no sense.
+    """
+    return [name for part in _split(expression, place) for name in _expand(part, place)]
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """Lines without comments, numbered; a backslash at the end joins the next."""
+    joined, start = "", 0
+    for number, raw in enumerate(text.splitlines(), 1):
+        start = start or number
+        line = raw.partition("#")[0].rstrip()
+        joined += line.removesuffix("\\")
+        if line.endswith("\\"):
+            continue
+        if joined.strip():
+            yield start, joined.strip()
+        joined, start = "", 0
+
+
+def _entry(line: str, place: str) -> list[tuple[str, str]]:
+    """Domain and hostlist of one line; nothing for a switch above the leaves."""
+    simple = _SIMPLE.fullmatch(line)
+    if simple is not None:
+        return [(simple.group(1), re.sub(r"\s*,\s*", ",", simple.group(2)))]
+    pairs = {key.lower(): value for key, value in _PAIR.findall(line)}
+    name = pairs.get("switchname") or pairs.get("blockname")
+    if name is None and pairs:
+        return []  # Other lines of topology.conf, such as BlockSizes.
+    if name is None:
+        raise ConfigError(
+            f"{place}: {line!r} is no failure domain; write `rack1: node[0-3],node7`, or Slurm's "
+            "`SwitchName=rack1 Nodes=node[0-3],node7`"
+        )
+    # A switch above others repeats their nodes in what scontrol prints.
+    leaf = "nodes" in pairs and pairs.get("switches", "(null)") == "(null)"
+    return [(name, pairs["nodes"])] if leaf else []
+
+
+def _split(expression: str, place: str) -> list[str]:
+    """The parts between commas outside of brackets."""
+    parts = re.findall(r"(?:\[[^\[\]]*\]|[^\[\],])+", expression)
+    if ",".join(parts) != expression or not parts:
+        raise ConfigError(f"{place}: {expression!r} is no list of nodes; write node[0-3],node7")
+    return parts
+
+
+def _expand(part: str, place: str) -> Iterable[str]:
+    pieces = _BRACKET.split(part)
+    # Odd pieces were in brackets.
+    choices = [_range(p, place) if i % 2 else [p] for i, p in enumerate(pieces)]
+    names = ["".join(names) for names in itertools.islice(itertools.product(*choices), _MOST_NAMES)]
+    return [name.strip() for name in names]
+
+
+def _range(text: str, place: str) -> list[str]:
+    found: list[str] = []
+    for piece in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece.strip())
+        first, last = (match.group(1), match.group(2) or match.group(1)) if match else ("", "")
+        if not first or not 0 <= int(last) - int(first) < _MOST_NAMES:
+            raise ConfigError(f"{place}: [{text}] is no range of numbers; write [0-3,7]")
+        found += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--failure-domains {path} cannot be read: {error}") from error
+
+
+def _ask_slurm() -> str:
+    program = shutil.which("scontrol")
+    if program is None:
+        raise MissingEnvironmentError(
+            f"--failure-domains {SLURM}: there is no scontrol on PATH; give a file instead"
+        )
+    try:
+        done = subprocess.run(
+            [program, "show", "topology"], stdin=subprocess.DEVNULL, capture_output=True,
+            text=True, timeout=ASK_SECONDS, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as error:
+        raise MissingEnvironmentError(
+            f"--failure-domains {SLURM}: `scontrol show topology` failed ({error}); the cluster "
+            "has a topology plugin only if its administrators set one: give a file instead"
+        ) from error
+    return done.stdout

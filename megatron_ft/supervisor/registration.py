@@ -16,8 +16,7 @@ from megatron_ft.core.errors import (
 from megatron_ft.core.fewer_ranks import RankRule
 from megatron_ft.core.identity import Ancestor, Seat
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.erasure.domains import Domains, domain_of
-from megatron_ft.erasure.stripes import RankPlace, plan_stripes
+from megatron_ft.erasure.stripes import Domains, RankPlace, domain_of, plan_stripes
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.plan import Sizes, create_requests

@@ -9,9 +9,8 @@ from megatron_ft.checkpoint.decide import Decision, decide
 from megatron_ft.checkpoint.drained import Choice
 from megatron_ft.checkpoint.native import LATEST, TRACKER, newest_checkpoint
 from megatron_ft.core.errors import UnrecoverableError
-from megatron_ft.core.identity import Ancestor
+from megatron_ft.core.identity import Ancestor, extend
 from megatron_ft.core.in_thread import in_thread
-from megatron_ft.core.lineage import extend
 from megatron_ft.supervisor.changed import check_memory
 from megatron_ft.supervisor.disk_restore import lineage_before
 from megatron_ft.supervisor.distrust import reason_against_own

@@ -10,11 +10,10 @@ from megatron_ft.core.affinity import BACKGROUND_CPUS
 from megatron_ft.core.errors import ConfigError, ProtectionError
 from megatron_ft.core.fewer_ranks import SHRINK, STOP
 from megatron_ft.core.scheme import Scheme, largest_scheme
-from megatron_ft.erasure.domains import Domains
+from megatron_ft.erasure.stripes import Domains
 from megatron_ft.supervisor.budget import RestartBudget
-from megatron_ft.supervisor.plan import Sizes
-from megatron_ft.supervisor.timing import Timing
-from megatron_ft.supervisor.watch.timeout import HangSettings
+from megatron_ft.supervisor.plan import Sizes, Timing
+from megatron_ft.supervisor.watch.hangs import HangSettings
 
 
 @dataclass(frozen=True, kw_only=True)

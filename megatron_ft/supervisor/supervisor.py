@@ -3,11 +3,19 @@
 The supervisor starts processes and decides who replaces whom; the coordinator inside it
 talks to the SMPs.  When it is killed, SMPs and arenas stay, and the same command run
 again takes them over.
+
+Hosts that a running job may get in place of lost ones, and waiting for them.
+
+A job without a spare need not stop: what memory can serve is on disk by then (salvage.py) and
+stays in memory, so a host that comes in time is rebuilt from parity like any spare.
+
+What SIGTERM does to a job: what is committed goes to disk, then all ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 
 from megatron_ft.core.errors import (
@@ -20,17 +28,56 @@ from megatron_ft.core.errors import (
     StaleIncarnationError,
 )
 from megatron_ft.core.in_thread import in_thread
+from megatron_ft.launchers.launcher import HostSource
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.budget import Failure
 from megatron_ft.supervisor.disk_restore import LoadError
 from megatron_ft.supervisor.failure import NODE_LOST
 from megatron_ft.supervisor.foresight import folder_of, newest_saved
-from megatron_ft.supervisor.hosts import hold_for_hosts
 from megatron_ft.supervisor.job_parts import JobParts
 from megatron_ft.supervisor.life import Life
 from megatron_ft.supervisor.membership import NoSpareError
+from megatron_ft.supervisor.no_spare import salvage_without_trainers
 from megatron_ft.supervisor.restore import RebuildError
-from megatron_ft.supervisor.salvage import salvage_without_trainers
+
+LOOK_SECONDS = 1.0
+
+
+async def hold_for_hosts(parts: JobParts, missing: int) -> bool:
+    """Wait for ``missing`` hosts; whether all have come.  SMPs and memory stay meanwhile.
+
+    False at once where the job's place has no source of them.
+    """
+    source, tell = parts.hosts, parts.observers.tell
+    if source is None:
+        return False
+    parts.world.stop()
+    try:
+        asked = await asyncio.to_thread(source.request, missing)
+    except MegatronFTError as error:
+        tell("hold_refused", f"no replacement host can be asked for: {error}")
+        return False
+    tell("holding", f"memory is held for up to {source.seconds:g} s, until there is {asked}")
+    if await _all_come(parts, source, missing):
+        return True
+    await asyncio.to_thread(source.withdraw)
+    tell("held_in_vain", f"no replacement host came within {source.seconds:g} s")
+    return False
+
+
+async def _all_come(parts: JobParts, source: HostSource, missing: int) -> bool:
+    deadline = time.monotonic() + source.seconds
+    while time.monotonic() < deadline:
+        # Only the scheduler knows, and it tells nobody.
+        come = await asyncio.to_thread(source.arrived)
+        for node in come:
+            parts.observers.tell("host", f"{node} has come as a replacement host", node=node)
+        missing -= len(come)
+        if missing <= 0:
+            return True
+        await asyncio.sleep(LOOK_SECONDS)
+    return False
+
 
 NOTES_SECONDS = 2.0
 """So often a supervisor looks whether its notes are still there."""
@@ -180,3 +227,38 @@ class Supervisor(JobParts):
                 "not_freed", f"memory may be left behind, `megatron-ft clean` frees it: {error}"
             )
         self.observers.tell("finished", "training finished; the memory is free again")
+
+
+EXIT_INTERRUPTED = 130
+EXIT_DRAINED = 13
+EXIT_NOT_DRAINED = 14
+
+
+class Stop:
+    """Ends ``run``, the task of a supervisor.  ``code`` is the exit code once it has ended."""
+
+    def __init__(self, supervisor: Supervisor, run: asyncio.Future[None]) -> None:
+        self.code = EXIT_INTERRUPTED
+        self._supervisor, self._run = supervisor, run
+        self._drain: asyncio.Task[None] | None = None
+
+    def at_once(self) -> None:
+        """End now; snapshots stay in memory."""
+        self._run.cancel()
+
+    def after_drain(self) -> None:
+        """End when the newest committed snapshot is on disk or there was no time for it.
+
+        Asked again, or without a drain folder, end at once.
+        """
+        if self._drain is not None or self._supervisor.spec.drain_dir is None:
+            self.at_once()
+        else:
+            self.code = EXIT_NOT_DRAINED
+            self._drain = asyncio.ensure_future(self._drain_first())
+
+    async def _drain_first(self) -> None:
+        seconds = self._supervisor.spec.drain_stop_seconds
+        if await self._supervisor.drains.last(seconds):
+            self.code = EXIT_DRAINED
+        self.at_once()

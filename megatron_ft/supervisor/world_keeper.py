@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.supervisor.coordinator import Coordinator
-from megatron_ft.supervisor.fleet import EncoderWorld
+from megatron_ft.supervisor.processes import EncoderWorld
 
 FIRST_DELAY_SECONDS = 0.5
 LONGEST_DELAY_SECONDS = 30.0

@@ -1,25 +1,79 @@
-"""Captures of one rank: the one that runs, what became of them, and who is told."""
+"""Captures of one rank: the one that runs, what became of them, and who is told.
+
+What an iteration takes with and without a snapshot under way, on one rank.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 
 from megatron_ft.arena.format import Permit
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.core.objects import encode
 from megatron_ft.core.shard_meta import pack_encoded
 from megatron_ft.trainer.binding import layout_changed
-from megatron_ft.trainer.client_protocol import SnapshotClient
 from megatron_ft.trainer.engine import CaptureEngine
-from megatron_ft.trainer.iteration_times import IterationTimes
 from megatron_ft.trainer.loss_gate import Verdicts
+from megatron_ft.trainer.protocols import SnapshotClient
 from megatron_ft.trainer.run import CaptureRun
 from megatron_ft.trainer.state import TrainingState, live_tensors
-from megatron_ft.trainer.stats import CaptureStats, LastCapture
+from megatron_ft.trainer.stats import CaptureStats, LastCapture, Warner
 from megatron_ft.trainer.ticket import Ticket, TicketBook
-from megatron_ft.trainer.warner import Warner
+
+QUIET_WINDOW = 32
+SHADOW_WINDOW = 9
+MOST_BUSY = 256
+"""A snapshot under way for longer than so many iterations says nothing of its shadow."""
+
+
+class IterationTimes:
+    """Learns the usual iteration and the shadow of a snapshot: by how much iterations are longer
+    while it is copied, encoded and committed, besides the time that training is held for it.
+
+    Both are medians, in seconds, 0 until known.  An iteration that takes more than twice the
+    usual one had another reason (an evaluation, a checkpoint) and counts as twice.
+    Written by the training thread alone; others read the two numbers.
+    """
+
+    def __init__(self) -> None:
+        self.iteration_seconds = 0.0
+        self.shadow_seconds = 0.0
+        self._quiet: deque[float] = deque(maxlen=QUIET_WINDOW)
+        self._shadows: deque[float] = deque(maxlen=SHADOW_WINDOW)
+        self._busy: list[float] = []
+        self._began: tuple[float, float, bool] | None = None
+
+    def begin(self, now: float, stall: float, busy: bool) -> None:
+        """An iteration begins: the time, all stalls so far, whether a snapshot is under way."""
+        self._began = (now, stall, busy)
+
+    def end(self, now: float, stall: float) -> None:
+        """It has ended.  Stalls in it are none of its time: they are counted by themselves."""
+        if self._began is None:
+            return
+        then, stall_then, busy = self._began
+        self._began = None
+        seconds = max(0.0, now - then - (stall - stall_then))
+        if busy:
+            self._busy.append(seconds)
+            del self._busy[MOST_BUSY + 1 :]
+            return
+        self._settle()
+        self._quiet.append(seconds)
+        self.iteration_seconds = median(self._quiet)
+
+    def _settle(self) -> None:
+        """The snapshot is over: what its iterations took beyond the usual is its shadow."""
+        busy, self._busy = self._busy, []
+        usual = self.iteration_seconds
+        if not busy or not usual or len(busy) > MOST_BUSY:
+            return
+        self._shadows.append(sum(min(seconds, 2 * usual) - usual for seconds in busy))
+        self.shadow_seconds = max(0.0, median(self._shadows))
 
 
 class Captures:

@@ -1,12 +1,18 @@
-"""Finding the tensors in a mapping of user objects, in one pass."""
+"""Finding the tensors in a mapping of user objects, in one pass.
+
+Whether containers still hold the very objects that they held, asked by calls that loop in C.
+
+To enumerate a training state takes microseconds for each tensor, and holds training so long;
+whether it is the one that was enumerated before can be told in a tenth of that.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
-from operator import attrgetter, is_, not_
-from typing import Any
+from itertools import chain, compress
+from operator import attrgetter, is_, methodcaller, not_
+from typing import Any, NamedTuple
 
 import torch
 
@@ -184,3 +190,38 @@ def enumerate_structure(
                 f"{path} ({type(item).__name__}) has a state_dict but lies inside another "
                 "value; put it into the state mapping under a name of its own"
             )
+
+
+_VALUES = methodcaller("values")
+
+
+def same_objects(left: Sequence[object], right: Sequence[object]) -> bool:
+    """Whether both hold the very same objects, in the same order."""
+    return len(left) == len(right) and all(map(is_, left, right))
+
+
+class Contents(NamedTuple):
+    """What some mappings held, in order: how many entries each, under which keys, and what.
+
+    It keeps the objects alive, so that no other one gets the identity of one of them.
+    """
+
+    lengths: list[int]
+    keys: list[Any]
+    values: list[Any]
+
+    @classmethod
+    def of(cls, holders: Iterable[Mapping[Any, Any]]) -> Contents:
+        """As of now."""
+        lengths = list(map(len, holders := list(holders)))
+        holding = list(filter(None, holders))
+        values = chain.from_iterable(map(_VALUES, holding))
+        return cls(lengths, list(chain.from_iterable(holding)), list(values))
+
+    def same(self, other: Contents) -> bool:
+        """Whether the other has these very objects, in the same places under equal keys."""
+        return (
+            self.lengths == other.lengths
+            and self.keys == other.keys
+            and same_objects(self.values, other.values)
+        )

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from megatron_ft.arena.digest import BlockCheck, Bytes
 from megatron_ft.trainer.copier import CopyItem, batches
-from megatron_ft.trainer.cpu import move_serially
-from megatron_ft.trainer.plain_copy import copy_large
+from megatron_ft.trainer.cpu import copy_large, move_serially
 from megatron_ft.trainer.threads import spare_threads
 
 PIECE_BYTES = 16 << 20

@@ -1,35 +1,175 @@
-"""The public interface of a trainer: load, save, fence."""
+"""The public interface of a trainer: load, save, fence.
+
+What a rank settles before its first capture: the room in its arena, and who copies there.
+
+A pass over data that begins behind a restore, and so draws from the states just restored.
+
+Training libraries that run a loop of their own, with state that nobody else knows.
+
+What a rank takes from its environment under ``megatron-ft run``: number, SMP and watch.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Protocol
 
+from megatron_ft.arena import digest
 from megatron_ft.config import SnapshotConfig
+from megatron_ft.core.environment import ProcessEnvironment
+from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.fewer_ranks import RankRule
 from megatron_ft.core.identity import shard_id as make_shard_id
-from megatron_ft.trainer import supervised
-from megatron_ft.trainer.adapter import State, StateAdapter
-from megatron_ft.trainer.boundary import Boundary
+from megatron_ft.core.shard import ShardLayout
+from megatron_ft.core.shard_meta import pack_meta
+from megatron_ft.rpc.client import TrainerClient
+from megatron_ft.trainer.boundary import Boundary, Fence
 from megatron_ft.trainer.captures import Captures
-from megatron_ft.trainer.client_protocol import SnapshotClient
-from megatron_ft.trainer.clients import active_clients
 from megatron_ft.trainer.copier import Copier
+from megatron_ft.trainer.cpu import CpuCopier
 from megatron_ft.trainer.engine import CaptureEngine
-from megatron_ft.trainer.fence import Fence
-from megatron_ft.trainer.late_iterators import LateIterators
+from megatron_ft.trainer.mapping import State, StateAdapter
 from megatron_ft.trainer.offered import OfferedSnapshot
 from megatron_ft.trainer.plan import check_replicas, plan_state
-from megatron_ft.trainer.preparation import choose_copier, required_bytes
+from megatron_ft.trainer.protocols import SnapshotClient
 from megatron_ft.trainer.quiet import windows
-from megatron_ft.trainer.state import HasCheckpointForm
-from megatron_ft.trainer.stats import CaptureStats
+from megatron_ft.trainer.state import HasCheckpointForm, TrainingState, live_tensors
+from megatron_ft.trainer.stats import CaptureStats, Warner
 from megatron_ft.trainer.ticket import Ticket
-from megatron_ft.trainer.warner import Warner
-from megatron_ft.trainer.watch.trainer import TrainerWatch
+from megatron_ft.trainer.watch.heartbeat import TrainerWatch
+
+META_SPARE_BYTES = 65536
+"""Room for small objects to grow beyond twice their first size."""
+
+PLANNING_BLOCK_BYTES = 65536
+"""The digest table is planned for blocks of this size, the shortest that releases gave to arenas;
+longer ones need less."""
+
+
+def required_bytes(layout: ShardLayout, objects: dict[str, Any], form: bytes) -> int:
+    """Bytes of a data slot for this layout, with room for its small objects to grow.
+
+    UnencodableError names an object that cannot be stored.
+    """
+    meta = pack_meta(layout.to_bytes(), objects, form)
+    capacity = 2 * len(meta) + META_SPARE_BYTES
+    return digest.required_bytes(layout.tensor_bytes, capacity, PLANNING_BLOCK_BYTES)
+
+
+def choose_copier(state: TrainingState, piece_bytes: int) -> Copier:
+    """The copier for where the tensors are; a CUDA one also takes host tensors.
+
+    ConfigError if they are on several devices: copies wait for one of them alone.
+    """
+    live = live_tensors(state)
+    devices = {tensor.get_device(): name for name, tensor in live.items() if tensor.is_cuda}
+    if not devices:
+        return CpuCopier(piece_bytes)
+    if len(devices) > 1:
+        places = ", ".join(f"{name} on cuda:{device}" for device, name in sorted(devices.items()))
+        raise ConfigError(
+            f"the tensors of one rank are on {len(devices)} devices ({places}): snapshots are "
+            "taken of one device a rank; start one rank for each"
+        )
+    from megatron_ft.trainer.cuda import CudaCopier
+
+    return CudaCopier(piece_bytes, *devices)
+
+
+_OWN = "deepspeed_ext.resumable_loader"
+"""The module whose loaders put the states of the generators back."""
+
+
+class LateIterators:
+    """Tells of the first DataLoader that is iterated between ``begin`` and ``end``.
+
+    torch draws a seed for the workers when an iterator is made, and a shuffling sampler draws its
+    order.  In the run that was lost both had happened before the snapshot, so after a restore
+    dropout would draw other numbers.
+    """
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+        self._original: Any = None
+
+    def begin(self) -> None:
+        """Watch torch's DataLoader, if the process has it."""
+        data = sys.modules.get("torch.utils.data")
+        if data is None or self._original is not None:
+            return
+        original = self._original = data.DataLoader.__iter__
+
+        def iterate(loader: Any) -> Any:
+            if not _called_from_own():
+                self._tell()
+            return original(loader)
+
+        data.DataLoader.__iter__ = iterate
+
+    def end(self) -> None:
+        """Watch no longer; a second call does nothing."""
+        original, self._original = self._original, None
+        if original is not None:
+            sys.modules["torch.utils.data"].DataLoader.__iter__ = original
+
+
+def _called_from_own() -> bool:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") != _OWN:
+        frame = frame.f_back
+    return frame is not None
+
+
+_LIBRARIES = {
+    "accelerate": "accelerate.Accelerator",
+    "composer": "composer.Trainer",
+    "lightning": "lightning.Trainer",
+    "lightning_fabric": "lightning.Fabric",
+    "pytorch_lightning": "lightning.Trainer",
+    "transformers": "transformers.Trainer",
+}
+"""By package, what a message calls it."""
+
+
+def active_clients() -> set[str]:
+    """Libraries that called this, through whatever is between, or hold the process's state.
+
+    To have imported one means nothing: many models come with transformers, and that imports
+    accelerate.  So the callers are looked at, and if there is an Accelerator.
+    """
+    found: set[str] = set()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package in _LIBRARIES:
+            found.add(_LIBRARIES[package])
+        frame = frame.f_back
+    state = sys.modules.get("accelerate.state")
+    if state is not None and state.is_initialized():
+        found.add(_LIBRARIES["accelerate"])
+    return found
+
+
+def number(name: str, default: int) -> int:
+    """The environment variable ``name``, such as RANK; ``default`` where it is not set."""
+    return int(os.environ.get(name, default))
+
+
+def connect(rank: int) -> SnapshotClient:
+    """The connection to the node's SMP; NotUnderSupervisorError if there is no supervisor."""
+    return TrainerClient(ProcessEnvironment.from_env(), rank, number("LOCAL_RANK", 0))
+
+
+def watch(rank: int, gradients: bool) -> TrainerWatch:
+    """The watch of this process, which follows its gradients if asked to; errors as ``connect``."""
+    return TrainerWatch.begin(ProcessEnvironment.from_env(), rank, gradients)
+
 
 logger = logging.getLogger(__name__)
 
@@ -79,15 +219,13 @@ class SnapshotManager:
         Raises NotUnderSupervisorError outside ``megatron-ft run`` unless ``client`` is given.
         """
         self.config = config or SnapshotConfig.from_env()
-        self.rank = supervised.number("RANK", 0) if rank is None else rank
-        self.world_size = supervised.number("WORLD_SIZE", 1) if world_size is None else world_size
+        self.rank = number("RANK", 0) if rank is None else rank
+        self.world_size = number("WORLD_SIZE", 1) if world_size is None else world_size
         self.shard_id = shard_id or make_shard_id(dp=self.rank)
         self.stats = CaptureStats()
         gradients = self.config.straggler_percent > 0
-        self.watch = (
-            TrainerWatch(None, self.rank) if client else supervised.watch(self.rank, gradients)
-        )
-        self._client = client or supervised.connect(self.rank)
+        self.watch = TrainerWatch(None, self.rank) if client else watch(self.rank, gradients)
+        self._client = client or connect(self.rank)
         self._copier, self._rank_rule = copier, rank_rule
         self._adapt = StateAdapter(replicated)
         self._warn = Warner(logger)

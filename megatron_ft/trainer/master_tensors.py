@@ -1,17 +1,172 @@
-"""The tensors that inner optimizers own: masters, and what is kept for each of them."""
+"""The tensors that inner optimizers own: masters, and what is kept for each of them.
+
+The optimizer inside a framework's wrappers: what it keeps, and how that state begins.
+
+Recognised by the layout of its state, because the classes come from packages that may not
+be installed:
+
+- torch's Adam and AdamW: moments and a ``step`` tensor for each parameter,
+- torch's SGD: ``momentum_buffer`` for each parameter,
+- FusedAdam of Apex: moments for each parameter, ``step`` in the group,
+- FusedAdam of Transformer Engine: the same, moments of any dtype with their scales in
+  ``_scales``, and with ``master_weights`` a ``master_param`` for each parameter,
+- optimizers of a framework's own, as far as they keep things of these names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron_ft.trainer.contents import Contents, same_objects
-from megatron_ft.trainer.enumeration import DENSE
-from megatron_ft.trainer.inner_optimizer import SCALES, state_numbers, state_tensors
+from megatron_ft.core.errors import ConfigError
+from megatron_ft.trainer.enumeration import DENSE, Contents, same_objects
+from megatron_ft.trainer.state import host_copy
+
+KNOWN_STATE = frozenset(
+    ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param", "momentum_buffer")
+)
+"""Names in the state of one parameter that are known to be all that decides the next step."""
+
+SCALES = "_scales"
+"""Attribute of Transformer Engine's FusedAdam: by parameter, the scales of its fp8 moments."""
+
+APEX_MASTERS = "param_groups_master"
+"""Attribute in which Apex's FusedAdam keeps masters of its own, outside its state."""
+
+StateMaker = Callable[[Any, dict[str, Any], torch.Tensor], dict[str, Any]]
+"""What the first step of (optimizer, in this group, for this parameter) would begin with."""
+
+
+def parameters(inner: Any) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+    """All parameters of an optimizer in order, each with its group."""
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            yield group, parameter
+
+
+def create_state(
+    inner: Any,
+    group: dict[str, Any],
+    parameter: torch.Tensor,
+    makers: Mapping[str, StateMaker] | None = None,
+) -> None:
+    """Create the state of one parameter as the first step would, if it is still empty.
+
+    ``makers`` do it for classes, by name, that torch does not have.  Raises ConfigError for
+    an optimizer that is in neither, or keeps something unknown.
+    """
+    maker = _maker(inner, makers or {})
+    state = inner.state[parameter]
+    if all(value is None for value in state.values()):
+        state.update(maker(inner, group, parameter))
+    check_known(inner, parameter)
+
+
+def _maker(inner: Any, makers: Mapping[str, StateMaker]) -> StateMaker:
+    if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+        return _adam
+    if isinstance(inner, torch.optim.SGD):
+        return _sgd
+    if type(inner).__name__ in makers:
+        return makers[type(inner).__name__]
+    raise unknown_optimizer(inner, makers)
+
+
+def unknown_optimizer(inner: Any, others: Mapping[str, Any]) -> ConfigError:
+    """The error for an optimizer that is neither torch's nor one of ``others``."""
+    known = ", ".join(("Adam, AdamW and SGD of torch", *others))
+    return ConfigError(
+        f"the optimizer {_name(inner)} is not known: snapshots know {known}. Use one of "
+        "these, or train without snapshots"
+    )
+
+
+def _name(inner: Any) -> str:
+    return f"{type(inner).__module__}.{type(inner).__qualname__}"
+
+
+def _adam(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    on_device = group.get("capturable") or group.get("fused")
+    device = parameter.device if on_device else torch.device("cpu")
+    moments = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+    step = torch.zeros((), dtype=torch.float32, device=device)
+    return {"step": step, **{name: torch.zeros_like(parameter) for name in moments}}
+
+
+def _sgd(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    if group["dampening"] and group["momentum"]:
+        raise ConfigError("SGD with dampening is not known; train without snapshots")
+    if not group["momentum"]:
+        return {}
+    # The first step sets it to the gradient.  Minus zero plus x is x for every x, zeros of
+    # both signs included; plus zero would lose the sign of some.
+    return {"momentum_buffer": torch.full_like(parameter, -0.0)}
+
+
+def check_known(inner: Any, parameter: torch.Tensor) -> None:
+    """ConfigError if the optimizer keeps something for the parameter that is not known."""
+    if getattr(inner, APEX_MASTERS, None):
+        raise ConfigError(
+            f"{_name(inner)} was made with master weights of its own, which are outside its "
+            "state; let the framework keep them (master_weights=False)"
+        )
+    for name, value in inner.state[parameter].items():
+        plain = isinstance(value, torch.Tensor | int | float | None)
+        if name not in KNOWN_STATE or not plain:
+            raise ConfigError(
+                f"{_name(inner)} keeps {name!r} ({type(value).__name__}) for each parameter, "
+                f"which is not known; known are {', '.join(sorted(KNOWN_STATE))}. Use a "
+                "release of it that keeps only these, or train without snapshots"
+            )
+
+
+def state_tensors(inner: Any, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors that the optimizer keeps for one of its parameters, scales included."""
+    state = inner.state[parameter]
+    found = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    scales = getattr(inner, SCALES, {}).get(parameter, {})
+    found |= {f"{name}.scale": value for name, value in scales.items()}
+    return found
+
+
+def state_numbers(inner: Any, parameter: torch.Tensor) -> dict[str, Any]:
+    """What the optimizer keeps for one parameter beside tensors; mostly nothing."""
+    state = inner.state[parameter]
+    return {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
+
+
+def group_scalars(inner: Any) -> list[dict[str, Any]]:
+    """Everything in the parameter groups but the parameters: rates, decay, FusedAdam's step."""
+    return [
+        {name: host_copy(value) for name, value in group.items() if name != "params"}
+        for group in inner.param_groups
+    ]
+
+
+def load_group_scalars(inner: Any, scalars: list[dict[str, Any]]) -> None:
+    """Set what :func:`group_scalars` gave; tensors among them are filled in place."""
+    for group, values in zip(inner.param_groups, scalars, strict=True):
+        _load_group(group, values)
+
+
+def _load_group(group: dict[str, Any], values: dict[str, Any]) -> None:
+    """Tensors that are not there yet are put where the parameters are.
+
+    A capturable optimizer makes its ``step`` only in its first step.
+    """
+    for name, value in values.items():
+        present = group.get(name)
+        if not isinstance(value, torch.Tensor):
+            group[name] = value
+        elif isinstance(present, torch.Tensor):
+            present.copy_(value)
+        else:
+            group[name] = value.to(group["params"][0].device) if group["params"] else value
+
 
 _VALUES = methodcaller("values")
 

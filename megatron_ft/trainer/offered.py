@@ -13,7 +13,7 @@ from typing import Any
 from megatron_ft.arena.arena import Arena
 from megatron_ft.core.errors import CorruptBlockError, LayoutMismatchError
 from megatron_ft.core.shard import ShardLayout
-from megatron_ft.trainer.client_protocol import RestoreOffer, SnapshotClient
+from megatron_ft.trainer.protocols import RestoreOffer, SnapshotClient
 from megatron_ft.trainer.restore import SealedShard, compare, read_objects, restore_shard
 from megatron_ft.trainer.state import TrainingState
 

@@ -13,7 +13,7 @@ from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import NotUnderSupervisorError
 from megatron_ft.core.word import QuietWord, open_word
-from megatron_ft.trainer.warner import Warner
+from megatron_ft.trainer.stats import Warner
 
 FORGOTTEN = (
     "background traffic was to keep still for %.3f s, which is longer than quiet_seconds (%g s): "

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_ft.core.environment import RESTORE
-from megatron_ft.trainer.manager_protocol import Manager
+from megatron_ft.trainer.protocols import Manager
 
 WISH = "load_wish"
 """Key, in a snapshot's objects, of what the user asked the framework to load in that life."""

@@ -1,13 +1,75 @@
-"""What a snapshot takes and a restore fills: the training state of one rank."""
+"""What a snapshot takes and a restore fills: the training state of one rank.
+
+Small things about values that snapshots hold: copies on the host, and equality of bits.
+
+The states of all random number generators, as something to put into the state mapping.
+"""
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
 from megatron_ft.core.shard import LogicalPlace
+
+
+def host_copy(value: Any) -> Any:
+    """The value with every tensor in it copied to the host, detached from the live one.
+
+    Containers are copied, whatever their class; other objects are not.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        made = copy.copy(value)
+        for key, inner in value.items():
+            made[key] = host_copy(inner)  # not update(): a Counter's would add
+        return made
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(host_copy(inner) for inner in value)
+    if isinstance(value, list | tuple):
+        return type(value)(host_copy(inner) for inner in value)
+    return value
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """True if both hold the same bytes; a NaN equals itself, -0.0 is not 0.0."""
+    left, right = (t.detach().contiguous().view(-1) for t in (left, right))
+    if not left.numel():
+        return left.shape == right.shape and left.dtype == right.dtype
+    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+class RngState:
+    """Generators of Python, numpy, torch on the CPU, and torch on the current accelerator.
+
+    Follows the Stateful protocol: ``SnapshotManager.save(i, {"rng": RngState(), ...})``
+    captures them at the iteration boundary and a load sets them.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states as of now."""
+        state: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set them; an accelerator's state is left out where there is no accelerator."""
+        random.setstate(state_dict["python"])
+        np.random.set_state(state_dict["numpy"])
+        torch.set_rng_state(state_dict["torch"].cpu())
+        if "cuda" in state_dict and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state_dict["cuda"].cpu())
 
 
 @runtime_checkable

@@ -1,8 +1,15 @@
-"""What a trainer's snapshots have cost so far, and how safe they are."""
+"""What a trainer's snapshots have cost so far, and how safe they are.
+
+What snapshots have cost and how safe they are, as named figures for a framework's logs.
+
+Warnings of what keeps happening, without a flood of them.
+"""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from typing import NamedTuple
 
 NEVER = -1
 """In place of an iteration: there is no such snapshot."""
@@ -53,3 +60,55 @@ class CaptureStats:
         self.committed_iteration = max(self.committed_iteration, iteration)
         if protected:
             self.protected_iteration = max(self.protected_iteration, iteration)
+
+
+TAG = "inmem-snapshot/"
+"""What the names of figures begin with in TensorBoard, W&B and the like."""
+
+_MEBI = 1 << 20
+
+
+class Figure(NamedTuple):
+    """One figure: its name in TensorBoard and W&B, its words in the text, its value, its form."""
+
+    name: str
+    words: str
+    value: float
+    form: str
+
+
+def figures(stats: CaptureStats) -> list[Figure]:
+    """What is logged; iterations that do not exist yet are left out."""
+    last = stats.last
+    found = [
+        Figure("captured-iteration", "captured iteration", last.iteration, "8d"),
+        Figure("capture-ms", "capture time (ms)", 1000 * last.seconds, ".1f"),
+        Figure("stall-ms", "stall (ms)", 1000 * last.stall_seconds, ".1f"),
+        Figure("mib", "size (MiB)", last.copied_bytes / _MEBI, ".1f"),
+    ]
+    safety = [
+        Figure("protected-iteration", "protected iteration", stats.protected_iteration, "8d"),
+        Figure("committed-iteration", "committed iteration", stats.committed_iteration, "8d"),
+    ]
+    counts = [
+        Figure("taken", "taken", stats.taken, "d"),
+        Figure("skipped", "skipped", stats.due_skipped, "d"),
+        Figure("missed", "missed", stats.missed, "d"),
+        Figure("abandoned", "abandoned", stats.abandoned, "d"),
+    ]
+    captured = found if last.iteration != NEVER else []
+    return captured + [figure for figure in safety if figure.value != NEVER] + counts
+
+
+class Warner:
+    """Warns at the first of a kind; later ones go to the log at level INFO."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._warned: set[str] = set()
+
+    def __call__(self, once_per: str, message: str, *values: object) -> None:
+        """Log ``message`` with its ``values``; ``once_per`` names the kind."""
+        level = logging.INFO if once_per in self._warned else logging.WARNING
+        self._warned.add(once_per)
+        self._logger.log(level, message, *values)

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_ft.trainer.contents import Contents
-from megatron_ft.trainer.enumeration import DENSE, Enumeration
+from megatron_ft.trainer.enumeration import DENSE, Contents, Enumeration
 
 _READ = (
     *("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"),

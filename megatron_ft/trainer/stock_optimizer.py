@@ -9,8 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_ft.core.objects.format import PLAIN
-from megatron_ft.trainer.contents import Contents, same_objects
-from megatron_ft.trainer.enumeration import DENSE, Enumeration, enumerate_structure
+from megatron_ft.trainer.enumeration import (
+    DENSE,
+    Contents,
+    Enumeration,
+    enumerate_structure,
+    same_objects,
+)
 
 _HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
 _READ = ("state", "param_groups", *_HOOKS)

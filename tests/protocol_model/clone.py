@@ -11,8 +11,7 @@ from typing import Any
 from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.slots import ShardSlots
 from megatron_ft.smp.upward import Outbox, Reports
-from megatron_ft.supervisor.capture_round import CaptureRound
-from megatron_ft.supervisor.cycle import SnapshotCycle
+from megatron_ft.supervisor.cycle import CaptureRound, SnapshotCycle
 from megatron_ft.supervisor.link import Inbox
 from megatron_ft.supervisor.schedule import Schedule
 from protocol_model.drain import Drain

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ft.checkpoint.decide import Decision, StripeState
-from megatron_ft.checkpoint.drained import Drained, Wanted, choose
+from megatron_ft.checkpoint.drained import Drained, Keep, Wanted, choose, superfluous
 from megatron_ft.checkpoint.manifest import Manifest, ShardFile
-from megatron_ft.checkpoint.retention import Keep, superfluous
 from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.disk_restore import DiskRestores

@@ -11,18 +11,17 @@ from dataclasses import replace
 import pytest
 
 from megatron_ft.arena.format import SlotHeader, SlotState
-from megatron_ft.checkpoint import decide, drained, retention
+from megatron_ft.checkpoint import decide, drained
+from megatron_ft.checkpoint import drained as retention
 from megatron_ft.checkpoint.decide import Holding, usable
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp import node, slot_rules, slots
-from megatron_ft.smp.effects import StoreSlot
+from megatron_ft.smp.node_shards import StoreSlot
 from megatron_ft.smp.reactions import orders
-from megatron_ft.smp.slot_table import SlotTable
+from megatron_ft.smp.slot_rules import SlotTable
 from megatron_ft.smp.slots import ShardSlots
-from megatron_ft.supervisor.actions import Action
-from megatron_ft.supervisor.capture_round import CaptureRound
-from megatron_ft.supervisor.cycle import Phase, SnapshotCycle
+from megatron_ft.supervisor.cycle import Action, CaptureRound, Phase, SnapshotCycle
 from protocol_model import memory
 from protocol_model.disk import DiskSteps
 from protocol_model.drain import Drain

@@ -10,11 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron_ft.checkpoint.decide import Decision
-from megatron_ft.core.identity import SnapshotId
-from megatron_ft.core.lineage import extend
+from megatron_ft.core.identity import SnapshotId, extend
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.actions import Action, KillWorld, Send
-from megatron_ft.supervisor.cycle import Phase, SnapshotCycle
+from megatron_ft.supervisor.cycle import Action, KillWorld, Phase, Send, SnapshotCycle
 from megatron_ft.supervisor.plan import create_requests, stripe_orders
 from megatron_ft.supervisor.repairs import MOST_ATTEMPTS
 from megatron_ft.supervisor.schedule import Schedule

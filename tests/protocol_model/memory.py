@@ -17,7 +17,7 @@ from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.node import NodeMachine
-from megatron_ft.smp.slot_table import EMPTY_SLOT
+from megatron_ft.smp.slot_rules import EMPTY_SLOT
 from megatron_ft.smp.slots import ShardSlots
 
 Tag = tuple[SnapshotId, str]

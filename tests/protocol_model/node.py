@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_ft.arena.format import SlotState
 from megatron_ft.rpc import messages as m
-from megatron_ft.smp import effects as e
+from megatron_ft.smp import node_shards as e
 from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.slots import ShardSlots
 from megatron_ft.smp.upward import Outbox, Reports

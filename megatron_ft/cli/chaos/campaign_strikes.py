@@ -13,8 +13,8 @@ from typing import Any
 from megatron_ft.cli.chaos import damage
 from megatron_ft.cli.chaos.campaign_plan import ENCODERS_AWAY, Fault
 from megatron_ft.cli.chaos.follow import Follower
+from megatron_ft.cli.chaos.inflict import processes, send
 from megatron_ft.cli.chaos.judge import Struck
-from megatron_ft.cli.chaos.processes import processes, send
 from megatron_ft.core.environment import SOCKET_NAME
 from megatron_ft.core.errors import ArenaError
 from megatron_ft.smp import state_file, writers

@@ -24,11 +24,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron_ft.cli.chaos import network, record, report
+from megatron_ft.cli.chaos import job as network
 from megatron_ft.cli.chaos import random_command as chaos_random
+from megatron_ft.cli.chaos import report
+from megatron_ft.cli.chaos import report as record
 from megatron_ft.cli.chaos.cases import FAULTS, VICTIMS, Case, draw, table
 from megatron_ft.cli.chaos.oracle import OracleError, run_oracle, warm_python
-from megatron_ft.cli.chaos.record import Result
+from megatron_ft.cli.chaos.report import Result
 from megatron_ft.cli.chaos.runner import run_case
 from megatron_ft.cli.chaos.settings import Settings
 from megatron_ft.cli.chaos.trace import Lines

@@ -14,9 +14,7 @@ from pathlib import Path
 from megatron_ft.checkpoint import export_drained as drained
 from megatron_ft.checkpoint import native
 from megatron_ft.checkpoint.drain import run_step
-from megatron_ft.checkpoint.form import CheckpointForm
-from megatron_ft.checkpoint.formats import add_format
-from megatron_ft.checkpoint.publish import whole_folder
+from megatron_ft.checkpoint.form import CheckpointForm, add_format, whole_folder
 from megatron_ft.checkpoint.source import OpenSnapshot
 
 FRAMEWORK = "megatron-ft-chaos"

@@ -1,23 +1,123 @@
-"""What the runner does to a job while the process at the point stands still."""
+"""What the runner does to a job while the process at the point stands still.
+
+Finding the processes of a chaos job by what they are.
+
+What a chaos job runs in: file systems that are too small, a network that can be cut.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import random
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megatron_ft.cli.chaos import damage
 from megatron_ft.cli.chaos.cases import ITSELF, Case, Chance
 from megatron_ft.cli.chaos.follow import Follower
+from megatron_ft.cli.chaos.job import ROLE, ChaosCluster, JobFile
 from megatron_ft.cli.chaos.judge import Struck
 from megatron_ft.cli.chaos.plan import Arrival
-from megatron_ft.cli.chaos.processes import processes, send
-from megatron_ft.cli.chaos.surroundings import Surroundings
+from megatron_ft.core import procfs
+from megatron_ft.core.environment import JOB, NODE
+from megatron_ft.launchers.world import WORLD
+
+
+def processes(job: str, role: str, node: str = "") -> list[int]:
+    """Numbers of the job's running processes in a role, on one node or on all.
+
+    Roles: trainer, smp, drain, encoder; "world" is the encoders with their MPI launcher.
+    """
+    found = []
+    for pid in procfs.own_processes():
+        variables = procfs.read_environment(pid)
+        if variables.get(JOB) == job and node in ("", variables.get(NODE)):
+            if _role(variables) == role or (role == "world" and WORLD in variables):
+                found.append(pid)
+    return found
+
+
+def _role(variables: dict[str, str]) -> str:
+    if WORLD in variables:
+        return "encoder" if NODE in variables else "launcher"
+    return variables.get(ROLE, "")
+
+
+def send(pids: Iterable[int], number: signal.Signals) -> None:
+    """Signal those that still run."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+_SMALL = {"memory": "192k", "disk": "64k"}
+"""Room for an SMP's own files and no arena; for no shard of a checkpoint."""
+
+
+class Surroundings:
+    """Made before the job starts, undone when nothing of it runs any more."""
+
+    def __init__(self, case: Case, job: JobFile, cluster: ChaosCluster) -> None:
+        self._victim = case.victim
+        self._network = cluster.network
+        self._small: Path | None = None
+        if case.fault == "full":
+            spare = cluster.node_dir(job.node_names[job.nodes])
+            self._small = job.drain_dir if case.victim == "disk" else spare
+
+    def prepare(self) -> None:
+        """Make the network, or mount what is to be small, which needs root."""
+        if self._network is not None:
+            self._network.open()
+        if self._small is not None:
+            self._small.mkdir(mode=0o700, parents=True, exist_ok=True)
+            options = f"size={_SMALL[self._victim]},mode=700"
+            _run("mount", "-t", "tmpfs", "-o", options, "tmpfs", str(self._small))
+
+    def make_room(self) -> None:
+        """What was small is large enough now."""
+        assert self._small is not None
+        _run("mount", "-o", "remount,size=256m", str(self._small))
+
+    def cut(self, node: str) -> None:
+        """No packet passes between a node and all others."""
+        assert self._network is not None
+        self._network.cut(node)
+
+    def delay(self, node: str, milliseconds: float) -> None:
+        """Every packet to and from a node takes so much longer; 0 for no longer."""
+        assert self._network is not None
+        self._network.delay(node, milliseconds)
+
+    def heal(self) -> None:
+        """All packets pass again."""
+        assert self._network is not None
+        self._network.heal()
+
+    def unmount(self) -> None:
+        """Give the small file system up, before its folder is removed."""
+        if self._small is not None:
+            subprocess.run(
+                ["umount", "-l", str(self._small)], check=False, stderr=subprocess.DEVNULL
+            )
+
+    def close(self) -> None:
+        """Remove the network, when no process is left in it."""
+        if self._network is not None:
+            self._network.close()
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True)
+
 
 LATENCY_MILLISECONDS = 150.0
 """One way: a hundred times that of a cluster's network, far below any lease."""

@@ -2,6 +2,8 @@
 
 It is `megatron-ft run` with events that are written to a file, and with processes that may be
 forked from a server instead of being started.
+
+Networks that can be cut, for chaos jobs on machines that can have them.
 """
 
 from __future__ import annotations
@@ -12,13 +14,13 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from megatron_ft.cli.chaos import trace
-from megatron_ft.cli.chaos.network import network_of
 from megatron_ft.cli.chaos.warm_python import start_at
 from megatron_ft.core import fault_points
 from megatron_ft.core.errors import MegatronFTError
@@ -27,10 +29,25 @@ from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.plan import Sizes
+from megatron_ft.supervisor.plan import Sizes, Timing
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.supervisor import Supervisor
-from megatron_ft.supervisor.timing import Timing
+
+NETWORK_MODULE = "megatron_ft.cli.chaos.node_network"
+
+
+def missing() -> str:
+    """Why no job can have a network of its own here; empty if it can."""
+    try:
+        return str(import_module(NETWORK_MODULE).unavailable())
+    except ModuleNotFoundError:
+        return "this release has no networks that can be cut"
+
+
+def network_of(job: str, nodes: Sequence[str]) -> Any:
+    """The job's network, which every process of it and its runner name alike."""
+    return import_module(NETWORK_MODULE).NodeNetwork(job, nodes)
+
 
 MODULE = "megatron_ft.cli.chaos.job"
 EVENTS = "events.jsonl"

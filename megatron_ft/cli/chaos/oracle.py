@@ -19,14 +19,14 @@ from megatron_ft.cli.chaos.warm_python import WarmPython, start_at
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.log_end import last_lines
 from megatron_ft.launchers.process import LocalProcess
-from megatron_ft.supervisor.fleet import TrainerFleet
+from megatron_ft.supervisor.processes import TrainerFleet
 
 PRELOADED = (
     "torch",
     "torch.distributed",
     "megatron_ft.trainer.manager",
     "megatron_ft.trainer.cpu",
-    "megatron_ft.trainer.rng",
+    "megatron_ft.trainer.state",
     "megatron_ft.supervisor.supervisor",
     "megatron_ft.checkpoint.drain",
     "megatron_ft.checkpoint.load",

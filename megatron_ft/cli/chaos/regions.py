@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from megatron_ft.arena import binary
 from megatron_ft.arena import format as fmt
+from megatron_ft.arena.binary import ENVELOPE_BYTES
 from megatron_ft.arena.format import Geometry
-from megatron_ft.arena.record import ENVELOPE_BYTES
 from megatron_ft.core.identity import SealedRecord
 
 DATA, TABLE, PADDING = "data", "digest table", "padding"

@@ -23,7 +23,7 @@ from megatron_ft import SnapshotConfig, SnapshotManager
 from megatron_ft.cli.chaos import exporting
 from megatron_ft.cli.chaos.trace import Trace
 from megatron_ft.trainer.mapping import MappingState
-from megatron_ft.trainer.rng import RngState
+from megatron_ft.trainer.state import RngState
 
 WIDTH = 96
 

@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the demo; see EXIT_CODES."""
-    from megatron_ft.cli.demo.interrupt import Interrupted
+    from megatron_ft.cli.demo.inject import Interrupted
     from megatron_ft.cli.demo.report import show
     from megatron_ft.cli.demo.run import Demo
     from megatron_ft.cli.demo.screen import Screen, make_console
@@ -149,8 +149,7 @@ def settings_from(arguments: argparse.Namespace) -> DemoSettings:
 
 def framework_from(arguments: argparse.Namespace) -> Framework:
     """What the flags say that trains; ConfigError for flags of another framework."""
-    from megatron_ft.cli.demo.frameworks.deepspeed import DeepSpeed
-    from megatron_ft.cli.demo.frameworks.megatron import MegatronCore, MegatronLM
+    from megatron_ft.cli.demo.frameworks import DeepSpeed, MegatronCore, MegatronLM
     from megatron_ft.cli.demo.stock_script import find_checkout
 
     name, path = arguments.framework, arguments.megatron_lm_path

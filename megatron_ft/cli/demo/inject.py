@@ -1,22 +1,49 @@
-"""Carries the planned faults out, in mid-iteration, on a job that runs."""
+"""Carries the planned faults out, in mid-iteration, on a job that runs.
+
+Ctrl-C in asynchronous work: end it in order, then say that it was interrupted.
+
+The uninterrupted run: the same ranks with the same command, and none of our processes.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from statistics import median
 
-from megatron_ft.cli.chaos.processes import processes, send
-from megatron_ft.cli.demo.record import Record, Strike, now
-from megatron_ft.cli.demo.scenario import Fault, FaultKind
+from megatron_ft.cli.chaos.inflict import processes, send
+from megatron_ft.cli.demo.settings import Fault, FaultKind, Record, Strike, now
 from megatron_ft.cli.demo.trace import TraceLine, TraceTail
-from megatron_ft.core.errors import ControlPlaneError
+from megatron_ft.core.errors import ControlPlaneError, MegatronFTError
+from megatron_ft.core.log_end import last_lines
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.supervisor.events import JobEvent
+from megatron_ft.supervisor.processes import TrainerFleet
+from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.supervisor import Supervisor
+
+
+class Interrupted(Exception):
+    """SIGINT or SIGTERM arrived; everything was ended and removed."""
+
+
+async def interruptible(work: Callable[[], Awaitable[None]]) -> None:
+    """Await ``work``; SIGINT and SIGTERM cancel it, and Interrupted is raised once it has ended."""
+    task = asyncio.ensure_future(work())
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        await task
+    except asyncio.CancelledError:
+        raise Interrupted from None
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
 
 POLL_SECONDS = 0.02
 STALL_SECONDS = 600.0
@@ -121,3 +148,44 @@ class Injector:
             pids += encoders
         send(pids, signal.SIGKILL)
         return victim, text
+
+
+class OracleError(MegatronFTError):
+    """The uninterrupted run failed, so there is nothing to compare with."""
+
+
+async def run_oracle(spec: JobSpec, trace: Path, on_line: Callable[[TraceLine], None]) -> None:
+    """Run the command of ``spec`` on all ranks to its end; OracleError if a rank fails.
+
+    No SMP and no encoder is started.  Whatever happens, no process is left.
+    """
+    cluster = VirtualCluster(spec.name, [f"node{number}" for number in range(spec.nodes)])
+    fleet = TrainerFleet(cluster, spec)
+    follower = asyncio.create_task(_follow(TraceTail(trace), on_line))
+    try:
+        fleet.start(cluster.nodes(), 1, {})
+        first = await fleet.ended()
+        if not first.finished:
+            log = fleet.log_of(first.rank)
+            raise OracleError(
+                f"the uninterrupted run failed: rank {first.rank} ended with {first.status}; "
+                f"end of {log}:\n{last_lines(log)}"
+            )
+    finally:
+        follower.cancel()
+        await asyncio.gather(follower, return_exceptions=True)
+        cluster.destroy()
+
+
+async def _follow(tail: TraceTail, on_line: Callable[[TraceLine], None]) -> None:
+    def read() -> None:
+        for line in tail.read():
+            on_line(line)
+
+    try:
+        while True:
+            read()
+            await asyncio.sleep(POLL_SECONDS)
+    finally:
+        read()
+        tail.close()

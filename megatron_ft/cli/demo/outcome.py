@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_ft.cli.demo.record import Record, Seen, Strike
+from megatron_ft.cli.demo.settings import Record, Seen, Strike
 from megatron_ft.cli.demo.trace import TraceLine
 
 Traces = Mapping[int, Sequence[TraceLine]]

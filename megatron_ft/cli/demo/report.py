@@ -1,11 +1,23 @@
-"""The result of a demo: as data for a program, as tables for a person."""
+"""The result of a demo: as data for a program, as tables for a person.
+
+Two runs of the same training, compared bit by bit, rank by rank.
+
+How much memory a job's nodes hold, as their SMPs say, and which software it runs on.
+
+What snapshots cost the training, from what the trainers reported and the traces.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 from rich import box
@@ -13,11 +25,195 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_ft.cli.demo.compare import Comparison
-from megatron_ft.cli.demo.memory import NodeMemory
+from megatron_ft import __version__
+from megatron_ft.cli import status
+from megatron_ft.cli.demo.frameworks import Framework
 from megatron_ft.cli.demo.outcome import Outcome
-from megatron_ft.cli.demo.overhead import Overhead
-from megatron_ft.cli.demo.settings import DemoSettings
+from megatron_ft.cli.demo.settings import DemoSettings, Record
+from megatron_ft.cli.demo.trace import TraceLine, final_lines, final_path, read_trace
+from megatron_ft.core.errors import NoMpiError
+from megatron_ft.core.identity import SnapshotId
+from megatron_ft.launchers.virtual import VirtualCluster
+
+
+@dataclass
+class Comparison:
+    """What was compared and where it differs; ``differences`` is empty if nothing does."""
+
+    losses: int = 0
+    samples: int = 0
+    tensors: int = 0
+    values: int = 0
+    bytes: int = 0
+    differences: list[str] = field(default_factory=list)
+
+    @property
+    def identical(self) -> bool:
+        """Whether there was something to compare and every bit of it is the same."""
+        return not self.differences and self.tensors > 0 and self.losses > 0
+
+
+def compare_runs(ours: Path, oracle: Path, world_size: int, iterations: int) -> Comparison:
+    """Compare trace and final state of every rank in two trace folders.
+
+    The last occurrence of an iteration counts; each of 1 to ``iterations`` must be there.
+    """
+    result = Comparison()
+    for rank in range(world_size):
+        traces = [final_lines(read_trace(folder, rank)) for folder in (ours, oracle)]
+        compare_traces(result, rank, traces[0], traces[1], iterations)
+        compare_states(result, rank, ours, oracle)
+    return result
+
+
+def compare_traces(
+    result: Comparison,
+    rank: int,
+    ours: dict[int, TraceLine],
+    oracle: dict[int, TraceLine],
+    iterations: int,
+) -> None:
+    """Compare losses and sample indices of one rank; adds to ``result``."""
+    for iteration in range(1, iterations + 1):
+        mine, other = ours.get(iteration), oracle.get(iteration)
+        where = f"rank {rank} iteration {iteration}"
+        if mine is None or other is None:
+            run = "our run" if mine is None else "the uninterrupted run"
+            result.differences.append(f"{where}: missing in {run}")
+            continue
+        if mine.loss != other.loss:
+            result.differences.append(
+                f"{where}: loss {mine.loss_value!r}, uninterrupted {other.loss_value!r}"
+            )
+        if mine.samples != other.samples:
+            result.differences.append(
+                f"{where}: samples {mine.samples}, uninterrupted {other.samples}"
+            )
+        result.losses += mine.loss is not None
+        result.samples += len(mine.samples)
+
+
+def compare_states(result: Comparison, rank: int, ours: Path, oracle: Path) -> None:
+    """Compare all that one rank held at the end; adds to ``result``."""
+    import torch
+
+    from megatron_ft.cli.demo import final_state
+
+    missing = [p for p in (final_path(f, rank) for f in (ours, oracle)) if not p.exists()]
+    if missing:
+        result.differences += [f"rank {rank}: no final state at {path}" for path in missing]
+        return
+    mine, other = (torch.load(final_path(f, rank), weights_only=True) for f in (ours, oracle))
+    found = final_state.differences(mine, other)
+    result.differences += [f"rank {rank}: final state differs at {path}" for path in found]
+    for leaf in _leaves(mine):
+        if isinstance(leaf, torch.Tensor):
+            result.tensors += 1
+            result.bytes += leaf.numel() * leaf.element_size()
+        else:
+            result.values += 1
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+_PACKAGES = ("torch", "numpy", "mpi4py", "pyeclib", "pyzmq")
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    """Bytes on one node: its arenas, and its SMP beside them; 0 shards mean a spare."""
+
+    node: str
+    shards: int
+    arena_bytes: int
+    smp_bytes: int
+
+
+def node_memory(cluster: VirtualCluster) -> list[NodeMemory]:
+    """Ask every SMP of the job; nodes that do not answer are left out.  Blocks for a moment."""
+    jobs = status.collect(cluster.root, cluster.job)
+    nodes: Mapping[str, Any] = jobs.get(cluster.job, {}).get("nodes", {})
+    return [
+        NodeMemory(name, len(view["shards"]), view["arena_bytes"], view["smp_bytes"])
+        for name, view in sorted(nodes.items())
+        if "error" not in view
+    ]
+
+
+def versions(cluster: VirtualCluster, framework: Framework) -> dict[str, str]:
+    """Names and versions of what the demo ran on; packages that are not installed are left out."""
+    found = {"python": platform.python_version(), "megatron-ft": __version__}
+    for package in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return {**found, **framework.versions(), "mpi": _mpi_of(cluster)}
+
+
+def _mpi_of(cluster: VirtualCluster) -> str:
+    try:
+        mpi = cluster.mpi()
+    except NoMpiError:
+        return "none, encoders use TCP"
+    return f"{mpi.kind.value} {mpi.version}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overhead:
+    """What snapshots cost.  Seconds; a snapshot's stall is that of its slowest rank.
+
+    ``share`` is all stalls over the time of all iterations; ``stall_per_iteration`` the
+    median stall over the median iteration.  Median iteration times leave out the first
+    iteration of each life; on few cores they also hold what SMPs and encoders take.
+    """
+
+    snapshots: int
+    protected: int
+    local: int
+    given_up: tuple[str, ...]
+    stall_median: float
+    stall_worst: float
+    share: float
+    stall_per_iteration: float
+    iteration_with: float
+    iteration_without: float
+
+
+def overhead(record: Record, ours: Sequence[TraceLine], oracle: Sequence[TraceLine]) -> Overhead:
+    """The cost of snapshots, from one rank's lines of both runs; both must hold iterations."""
+    stalls: dict[SnapshotId, float] = {}
+    for cost in record.costs:
+        stalls[cost.snapshot] = max(cost.stall_seconds, stalls.get(cost.snapshot, 0.0))
+    with_snapshots, without = _median_seconds(ours), _median_seconds(oracle)
+    stall = median(stalls.values()) if stalls else 0.0
+    return Overhead(
+        snapshots=len(stalls),
+        protected=record.count("committed", level="protected"),
+        local=record.count("committed", level="local"),
+        given_up=tuple(s.event.text for s in record.seen if s.event.kind == "aborted"),
+        stall_median=stall,
+        stall_worst=max(stalls.values(), default=0.0),
+        share=sum(stalls.values()) / sum(line.seconds for line in ours),
+        stall_per_iteration=stall / with_snapshots,
+        iteration_with=with_snapshots,
+        iteration_without=without,
+    )
+
+
+def _median_seconds(lines: Sequence[TraceLine]) -> float:
+    """Median time of an iteration, each life's first one left out where others are there."""
+    later = [b.seconds for a, b in zip(lines, lines[1:], strict=False) if _same_life(a, b)]
+    return median(later or [line.seconds for line in lines])
+
+
+def _same_life(one: TraceLine, other: TraceLine) -> bool:
+    return one.incarnation == other.incarnation
+
 
 Side = Literal["left", "right"]
 

@@ -6,17 +6,22 @@ import asyncio
 import time
 from pathlib import Path
 
-from megatron_ft.cli.demo import compare, memory
-from megatron_ft.cli.demo.inject import Injector
-from megatron_ft.cli.demo.interrupt import interruptible
-from megatron_ft.cli.demo.oracle import run_oracle
+from megatron_ft.cli.demo import report as compare
+from megatron_ft.cli.demo import report as memory
+from megatron_ft.cli.demo.inject import Injector, interruptible, run_oracle
 from megatron_ft.cli.demo.outcome import outcomes
-from megatron_ft.cli.demo.overhead import overhead
-from megatron_ft.cli.demo.record import Record
-from megatron_ft.cli.demo.report import Report
-from megatron_ft.cli.demo.scenario import Fault, FaultKind, plan_faults
+from megatron_ft.cli.demo.report import Report, overhead
 from megatron_ft.cli.demo.screen import Screen
-from megatron_ft.cli.demo.settings import DemoSettings, Folders, job_name, job_spec
+from megatron_ft.cli.demo.settings import (
+    DemoSettings,
+    Fault,
+    FaultKind,
+    Folders,
+    Record,
+    job_name,
+    job_spec,
+    plan_faults,
+)
 from megatron_ft.cli.demo.trace import TraceLine, read_trace, trace_path
 from megatron_ft.core.errors import MegatronFTError, RestartBudgetError, UnrecoverableError
 from megatron_ft.launchers.virtual import VirtualCluster

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from megatron_ft.cli.demo.record import Strike
+from megatron_ft.cli.demo.settings import Strike
 from megatron_ft.cli.demo.trace import TraceLine
 from megatron_ft.supervisor.events import JobEvent
 

@@ -1,20 +1,148 @@
-"""What the demo runs: the job, its training command and the folders it writes to."""
+"""What the demo runs: the job, its training command and the folders it writes to.
+
+Which faults strike, whom and when: a pure function of a seed.
+
+What happened while the protected run went on, as noted at the time.
+"""
 
 from __future__ import annotations
 
 import os
+import random
+import time
 import uuid
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
-from megatron_ft.cli.demo.frameworks import Framework
-from megatron_ft.cli.demo.frameworks.megatron import MegatronCore
+from megatron_ft.cli.demo.frameworks import Framework, MegatronCore
 from megatron_ft.core import isal
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.supervisor.plan import Sizes
+from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.events import JobEvent
+from megatron_ft.supervisor.plan import Sizes, Timing
 from megatron_ft.supervisor.spec import JobSpec
-from megatron_ft.supervisor.timing import Timing
+
+
+class FaultKind(Enum):
+    """What is killed."""
+
+    TRAINER = "trainer"
+    NODE = "node"
+    TRAINER_AND_ENCODER = "trainer and encoder"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    It strikes once rank 0 has finished ``iteration`` and a further ``fraction`` of an
+    iteration's time has passed, and not before the present life has a protected commit.
+    ``positions`` are places in the list of active nodes, ``local_rank`` a trainer there.
+    """
+
+    kind: FaultKind
+    iteration: int
+    fraction: float
+    positions: tuple[int, ...]
+    local_rank: int = 0
+
+
+# Shares of all iterations within which each fault strikes.  Far enough apart that a life trains
+# and commits in between, and the last one early enough that the job goes on for a while after it.
+_WINDOWS = ((0.20, 0.30), (0.45, 0.55), (0.70, 0.80))
+_KINDS = (FaultKind.TRAINER, FaultKind.NODE, FaultKind.TRAINER_AND_ENCODER)
+
+
+def plan_faults(
+    seed: int, iterations: int, nodes: int, ranks_per_node: int = 1, lose: int = 1
+) -> tuple[Fault, ...]:
+    """The demo's three faults: a trainer, then ``lose`` nodes at once, then trainer and encoder.
+
+    The same arguments give the same faults on every machine.  ValueError if more nodes are
+    to be lost than there are.
+    """
+    if not 1 <= lose <= nodes:
+        raise ValueError(f"{lose} of {nodes} nodes cannot be lost")
+    chance = random.Random(f"megatron-ft demo {seed}")
+    faults = []
+    for kind, (earliest, latest) in zip(_KINDS, _WINDOWS, strict=True):
+        victims = lose if kind is FaultKind.NODE else 1
+        faults.append(
+            Fault(
+                kind=kind,
+                iteration=chance.randint(round(earliest * iterations), round(latest * iterations)),
+                # Not at the very edges, where the next iteration's start hides the difference.
+                fraction=round(chance.uniform(0.1, 0.9), 3),
+                positions=tuple(sorted(chance.sample(range(nodes), victims))),
+                local_rank=chance.randrange(ranks_per_node),
+            )
+        )
+    return tuple(faults)
+
+
+@dataclass(frozen=True)
+class Strike:
+    """One fault as it was carried out.  ``during`` is the iteration under way.
+
+    ``victim`` names who was hit in few words, ``text`` is the sentence about it.
+    """
+
+    fault: Fault
+    victim: str
+    text: str
+    incarnation: int
+    during: int
+    monotonic: float
+    wall: float
+
+
+@dataclass(frozen=True)
+class Seen:
+    """An event of the supervisor and the incarnation in which it was told."""
+
+    event: JobEvent
+    incarnation: int
+
+
+@dataclass
+class Record:
+    """Everything noted while the protected run went on."""
+
+    strikes: list[Strike] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
+    costs: list[m.CaptureCost] = field(default_factory=list)
+    restored: list[tuple[int, m.Restored]] = field(default_factory=list)
+    rebuilt: list[tuple[int, m.Rebuilt]] = field(default_factory=list)
+    tensor_bytes: dict[str, int] = field(default_factory=dict)
+
+    def note(self, event: JobEvent, incarnation: int) -> None:
+        """An event of the supervisor, as it is told."""
+        self.seen.append(Seen(event, incarnation))
+
+    def hear(self, event: m.Event) -> None:
+        """A message from an SMP; a listener of the coordinator."""
+        body = event.body
+        if isinstance(body, m.CaptureCost):
+            self.costs.append(body)
+        elif isinstance(body, m.Restored):
+            self.restored.append((event.incarnation, body))
+        elif isinstance(body, m.Rebuilt):
+            self.rebuilt.append((event.incarnation, body))
+        elif isinstance(body, m.Sealed):
+            self.tensor_bytes[body.record.shard_id] = body.record.tensor_bytes
+
+    def count(self, kind: str, **fields: object) -> int:
+        """How many events of a kind there were with these fields."""
+        wanted = fields.items()
+        return sum(s.event.kind == kind and wanted <= s.event.fields.items() for s in self.seen)
+
+
+def now() -> tuple[float, float]:
+    """Monotonic and wall time of one moment."""
+    return time.monotonic(), time.time()
+
 
 FEWEST_ITERATIONS = 20
 # Twelve processes on a few cores may all stand still for a while; deaths are noticed without it.

@@ -19,10 +19,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from megatron_ft.checkpoint.drained import of_one_job
-from megatron_ft.cli import agent_place, run, run_place
+from megatron_ft.cli import run, run_place
+from megatron_ft.cli import run_place as agent_place
 from megatron_ft.cli.doctor.examine import Examination
-from megatron_ft.cli.doctor.facts import Facts, ProbeRequest, Wishes
-from megatron_ft.cli.doctor.finding import Verdict, as_json, render, worst
+from megatron_ft.cli.doctor.facts import (
+    Facts,
+    ProbeRequest,
+    Verdict,
+    Wishes,
+    as_json,
+    render,
+    worst,
+)
 from megatron_ft.cli.doctor.judge import judge
 from megatron_ft.cli.doctor.needs import shard_size
 from megatron_ft.cli.run_folders import EXPORTS, flag_of, make_folder
@@ -32,11 +40,11 @@ from megatron_ft.config.flags import read_command
 from megatron_ft.core.errors import ConfigError, ControlPlaneError, ProtectionError
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.launchers.virtual import default_root
-from megatron_ft.supervisor import job_settings, torchrun
+from megatron_ft.supervisor import command as job_settings
+from megatron_ft.supervisor import command as torchrun
 from megatron_ft.supervisor.container import python_of, runtime_of
 from megatron_ft.supervisor.job_state import read_record, state_folder
-from megatron_ft.supervisor.placement import choose_active
-from megatron_ft.supervisor.topology import read_domains
+from megatron_ft.supervisor.placement import choose_active, read_domains
 
 EXIT_CODES: Mapping[int, str] = {
     0: "nothing is refused (there may be warnings)",

@@ -1,12 +1,19 @@
-"""Ask every node: the thin shell that starts probes through a Launcher and reads their answers."""
+"""Ask every node: the thin shell that starts probes through a Launcher and reads their answers.
+
+Whether the Slurm job that we are in survives the loss of a node.
+
+Slurm does not tell: what can be seen is the batch script, and how it was submitted.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -14,7 +21,6 @@ from typing import TypeVar
 import msgspec
 
 from megatron_ft.cli.doctor import as_trainer
-from megatron_ft.cli.doctor.answer import answers, last_words
 from megatron_ft.cli.doctor.export_folders import export_folders
 from megatron_ft.cli.doctor.facts import (
     Clock,
@@ -24,14 +30,84 @@ from megatron_ft.cli.doctor.facts import (
     TrainerFacts,
     Wishes,
     WorldFacts,
+    answers,
+    last_words,
 )
-from megatron_ft.cli.doctor.slurm import no_kill
 from megatron_ft.cli.doctor.worlds import Worlds
 from megatron_ft.core.environment import TREE
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.launchers.outer_launcher import base_environment
+from megatron_ft.launchers.slurm.allocation import ask
 from megatron_ft.supervisor import container
+
+SET, IN_SCRIPT, MISSING, UNKNOWN = "set", "in the script", "missing", "unknown"
+_FLAG = re.compile(r"(?:^|\s)(?:--no-kill(?:=(?P<value>\S+))?|-k)(?=\s|$)")
+
+
+def no_kill(environment: Mapping[str, str] = os.environ) -> str | None:
+    """SET, IN_SCRIPT, MISSING or UNKNOWN; None outside of a Slurm job.
+
+    IN_SCRIPT where the batch script has it, and the command line, which may overrule the script,
+    cannot be seen: 22.05 shows it to nobody.
+    """
+    job = environment.get("SLURM_JOB_ID")
+    if not job:
+        return None
+    script = ask("scontrol", "write", "batch_script", job, "-")
+    shown = ask("scontrol", "show", "job", "--oneliner", job) or ""
+    submitted = re.search(r"SubmitLine=(.*?)(?:\s\w+=|$)", shown)
+    return judge_no_kill(script, submitted.group(1) if submitted else None, environment)
+
+
+def judge_no_kill(
+    script: str | None, submit_line: str | None, environment: Mapping[str, str]
+) -> str:
+    """As ``no_kill``, from the batch script, the line that submitted it, and variables.  Pure.
+
+    A command line beats variables, which beat the script, as sbatch(1) says.
+    """
+    given = [
+        _in_line(submit_line or ""),
+        _in_variables(environment),
+        _in_script(script or ""),
+    ]
+    found = next((value for value in given if value is not None), None)
+    if found and submit_line is None:
+        return IN_SCRIPT
+    if found is not None:
+        return SET if found else MISSING
+    return UNKNOWN if submit_line is None else MISSING
+
+
+def warning(found: str | None) -> str:
+    """A line for the start of a job that the loss of a node may kill, "" for others.  Pure."""
+    if found in (None, SET, IN_SCRIPT):
+        return ""
+    how = "is not set" if found == MISSING else "is not in the batch script"
+    return (
+        f"megatron-ft: warning: --no-kill {how}: without it Slurm kills the whole job, and its "
+        "memory, when a node is lost; put `#SBATCH --no-kill` into the batch script"
+    )
+
+
+def _in_line(line: str) -> bool | None:
+    # What follows the script's name is the script's own.
+    matches = list(_FLAG.finditer(line))
+    return None if not matches else matches[-1].group("value") != "off"
+
+
+def _in_variables(environment: Mapping[str, str]) -> bool | None:
+    for name in ("SBATCH_NO_KILL", "SALLOC_NO_KILL"):
+        if name in environment:
+            return environment[name] != "off"
+    return None
+
+
+def _in_script(script: str) -> bool | None:
+    lines = re.findall(r"^#SBATCH\s+(.*)$", script, re.MULTILINE)
+    return next((v for v in map(_in_line, reversed(lines)) if v is not None), None)
+
 
 PROBE_SECONDS = 120.0
 T = TypeVar("T")

@@ -4,41 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_ft.cli.doctor.checks import (
-    cluster,
-    container,
-    exports,
-    limits,
-    memory,
-    network,
-    speed,
-    versions,
-)
-from megatron_ft.cli.doctor.facts import Facts
-from megatron_ft.cli.doctor.finding import Finding
+from megatron_ft.cli.doctor.checks import cluster, node
+from megatron_ft.cli.doctor.checks import cluster as memory
+from megatron_ft.cli.doctor.checks import cluster as network
+from megatron_ft.cli.doctor.checks import cluster as speed
+from megatron_ft.cli.doctor.facts import Facts, Finding
 
 CHECKS: tuple[Callable[[Facts], list[Finding]], ...] = (
     cluster.reachable,
     cluster.spares,
     cluster.protection,
     cluster.slurm,
-    limits.steps,
-    versions.frameworks,
-    versions.same,
+    node.steps,
+    node.frameworks,
+    node.same,
     memory.folder,
     memory.room,
     memory.leftovers,
-    container.same_arena,
-    container.same_processes,
-    limits.remove_ipc,
-    limits.descriptors,
-    limits.locked_memory,
-    limits.cores,
+    node.same_arena,
+    node.same_processes,
+    node.remove_ipc,
+    node.descriptors,
+    node.locked_memory,
+    node.cores,
     speed.rates,
     network.world,
     speed.clocks,
     speed.drain,
-    exports.folders,
+    node.folders,
 )
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megatron_ft.arena.format import BLOCK_BYTES, Geometry
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.erasure.domains import Domains, members_of, stripe_sets
+from megatron_ft.erasure.stripes import Domains, members_of, stripe_sets
 
 BYTES_PER_PARAMETER = 12
 _GIB = 1 << 30

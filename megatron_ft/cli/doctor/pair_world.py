@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_ft.cli.doctor.answer import say
-from megatron_ft.cli.doctor.facts import WorldRank
+from megatron_ft.cli.doctor.facts import WorldRank, say
 from megatron_ft.cli.doctor.pair_meter import PairMeter, WorldRequest, meet
 from megatron_ft.cli.doctor.pairs import round_robin
 from megatron_ft.core.environment import NODE, NODE_DIR

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_ft.cli.doctor.answer import say
 from megatron_ft.cli.doctor.as_trainer import PACKAGES, versions
 from megatron_ft.cli.doctor.export_folders import try_folder
-from megatron_ft.cli.doctor.facts import NodeFacts, ProbeRequest
+from megatron_ft.cli.doctor.facts import NodeFacts, ProbeRequest, say
 from megatron_ft.cli.doctor.machine import (
     arena_place,
     code_digest,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ft.arena import huge_pages
+from megatron_ft.arena import mapping as huge_pages
 from megatron_ft.arena.mapping import Mapping
 from megatron_ft.checkpoint.durable import Disk
 from megatron_ft.cli.doctor.facts import DrainPlace, Rates

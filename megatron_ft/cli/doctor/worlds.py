@@ -9,8 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_ft.cli.doctor.answer import answers, last_words
-from megatron_ft.cli.doctor.facts import WorldFacts, WorldRank
+from megatron_ft.cli.doctor.facts import WorldFacts, WorldRank, answers, last_words
 from megatron_ft.cli.doctor.pair_meter import Measured, WorldRequest
 from megatron_ft.cli.doctor.pair_world import Joined
 from megatron_ft.cli.doctor.pairs import (
@@ -27,7 +26,7 @@ from megatron_ft.cli.doctor.pairs import (
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.launchers.launcher import Launcher, Placement
 from megatron_ft.launchers.outer_launcher import base_environment
-from megatron_ft.supervisor.world_starter import AUTO, WorldStarter
+from megatron_ft.supervisor.tcp_world import AUTO, WorldStarter
 
 START_SECONDS = 60.0
 

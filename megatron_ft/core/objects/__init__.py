@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from megatron_ft.core.objects.decode import decode
 from megatron_ft.core.objects.encode import encode
-from megatron_ft.core.objects.registry import register_class
-from megatron_ft.core.objects.standard import register_standard_classes
+from megatron_ft.core.objects.registry import register_class, register_standard_classes
 
 register_standard_classes()
 

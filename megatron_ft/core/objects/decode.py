@@ -10,8 +10,7 @@ import msgspec
 from megatron_ft.core.errors import MegatronFTError, UndecodableError
 from megatron_ft.core.objects.arrays import array_from_plain, scalar_from_plain
 from megatron_ft.core.objects.format import MAGIC, MOST_BYTES, MOST_DEPTH, PLAIN, Tag
-from megatron_ft.core.objects.frameworks import framework_name
-from megatron_ft.core.objects.registry import KnownClass, known_name
+from megatron_ft.core.objects.registry import KnownClass, framework_name, known_name
 
 Make = Callable[[Any], Any]
 

@@ -13,8 +13,7 @@ import numpy as np
 from megatron_ft.core.errors import UnencodableError
 from megatron_ft.core.objects.arrays import array_to_plain, scalar_to_plain
 from megatron_ft.core.objects.format import MAGIC, MOST_BYTES, MOST_DEPTH, PLAIN, Tag
-from megatron_ft.core.objects.frameworks import framework_class
-from megatron_ft.core.objects.registry import KnownClass, known_class, name_of
+from megatron_ft.core.objects.registry import KnownClass, framework_class, known_class, name_of
 
 
 class Part(NamedTuple):

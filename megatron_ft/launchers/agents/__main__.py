@@ -17,7 +17,7 @@ import msgspec
 
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.launchers.agents.agent import Agent
-from megatron_ft.launchers.agents.meeting import AgentOrders
+from megatron_ft.launchers.agents.messages import AgentOrders
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ from megatron_ft.core import private_files, procfs
 from megatron_ft.core.environment import JOB, NODE, NODE_DIR
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.launchers.agents import messages as m
-from megatron_ft.launchers.agents.meeting import (
+from megatron_ft.launchers.agents.messages import (
     HELLO_SECONDS,
     SILENT_SECONDS,
     AgentOrders,

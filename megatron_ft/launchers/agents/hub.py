@@ -21,10 +21,10 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from megatron_ft.core.errors import ConfigError, ControlPlaneError, error_class
 from megatron_ft.launchers.agents import messages as m
-from megatron_ft.launchers.agents.meeting import SILENT_SECONDS, Meeting
+from megatron_ft.launchers.agents.messages import SILENT_SECONDS, Meeting
 from megatron_ft.launchers.agents.process import AgentProcess
 from megatron_ft.launchers.launcher import UNKNOWN_EXIT, NodeUnreachable, ProcessGoneError
-from megatron_ft.launchers.spread import IN_FOLDER
+from megatron_ft.launchers.world import IN_FOLDER
 from megatron_ft.rpc.message_base import MOST_BYTES
 from megatron_ft.rpc.security import SECRET_BYTES
 

@@ -16,8 +16,7 @@ from megatron_ft.launchers.agents.world import AgentWorld, spread_by_agents
 from megatron_ft.launchers.launcher import NodeUnreachable, Placement
 from megatron_ft.launchers.mpirun import MpiLauncher, find_mpi
 from megatron_ft.launchers.outer_launcher import base_environment
-from megatron_ft.launchers.spread import Spread
-from megatron_ft.launchers.world import probe_world
+from megatron_ft.launchers.world import Spread, probe_world
 
 CLEAN_SECONDS = 30.0
 

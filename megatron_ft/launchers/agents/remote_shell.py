@@ -14,7 +14,7 @@ from pathlib import Path
 import zmq
 
 from megatron_ft.launchers.agents import messages as m
-from megatron_ft.launchers.agents.meeting import read_meeting
+from megatron_ft.launchers.agents.messages import read_meeting
 
 MEETING = "MEGATRON_FT_MEETING"
 """The file that says where the supervisor is."""

@@ -9,8 +9,7 @@ from pathlib import Path
 from megatron_ft.launchers.agents import remote_shell
 from megatron_ft.launchers.agents.hub import AgentHub
 from megatron_ft.launchers.mpirun import MpiKind, MpiLauncher, mpich_by, open_mpi_by
-from megatron_ft.launchers.spread import Spread
-from megatron_ft.launchers.world import WorldProcess
+from megatron_ft.launchers.world import Spread, WorldProcess
 
 END_SECONDS = 10.0
 

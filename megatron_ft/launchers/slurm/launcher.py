@@ -1,23 +1,237 @@
-"""The Launcher for nodes of a Slurm allocation; the supervisor runs in its batch script."""
+"""The Launcher for nodes of a Slurm allocation; the supervisor runs in its batch script.
+
+Stands in for ssh where mpirun starts its daemons: a job step on the node instead.
+
+mpirun calls ``python -m megatron_ft.launchers.slurm.launcher NODE WORDS...``; the words are for
+a shell on that node.
+
+One process on one node, as a job step of its own.
+
+srun is its handle: it runs beside the supervisor in a session of its own, so that a later
+supervisor of the same batch script finds it by its process number.  The step writes its log
+itself and would go on without srun (seen with Slurm 22.05).
+
+An MPI world whose daemons are job steps; mpirun itself runs beside the supervisor.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import shutil
+import signal
 import subprocess
+import sys
+import threading
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from megatron_ft.core import procfs
 from megatron_ft.core.environment import INCARNATION, JOB, NODE, NODE_DIR
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.launchers.launcher import NodeUnreachable, Placement
-from megatron_ft.launchers.mpirun import MpiLauncher, find_mpi
+from megatron_ft.launchers.mpirun import MpiKind, MpiLauncher, find_mpi, mpich_by, open_mpi_by
+from megatron_ft.launchers.outer_launcher import STEP_PLACES, outside_of_steps
+from megatron_ft.launchers.process import LocalProcess, open_session
 from megatron_ft.launchers.slurm.allocation import Allocation
-from megatron_ft.launchers.slurm.step import StepProcess, step_prefix
-from megatron_ft.launchers.slurm.world import StepWorld, reach_by_steps
-from megatron_ft.launchers.spread import Spread
-from megatron_ft.launchers.world import probe_world
+from megatron_ft.launchers.world import IN_FOLDER, Spread, WorldProcess, probe_world
+
+SRUN = "MEGATRON_FT_SRUN"
+"""JSON: srun with its flags, up to the node."""
+
+JOBS = "MEGATRON_FT_SLURM_JOBS"
+"""JSON: the number of the job that each node belongs to."""
+
+FOLDER = "MEGATRON_FT_JOB_DIR"
+"""The job's folder on each node; MPI keeps its files in <folder>/<node>/mpi."""
+
+
+def remote_command(
+    node: str, words: Sequence[str], environment: Mapping[str, str] = os.environ
+) -> list[str]:
+    """The step that runs ``words`` on ``node``.  Pure."""
+    prefix: list[str] = json.loads(environment[SRUN])
+    jobs: dict[str, str] = json.loads(environment[JOBS])
+    folder = os.path.join(environment[FOLDER], node, "mpi")
+    prefix += [f"--jobid={jobs[node]}", f"--nodelist={node}"]
+    return [*prefix, "/bin/sh", "-c", IN_FOLDER, folder, " ".join(words)]
+
+
+def main() -> None:
+    """Become srun."""
+    # Flags of ssh come before the node, as MPICH's -x.
+    node, *words = itertools.dropwhile(lambda word: word.startswith("-"), sys.argv[1:])
+    command = remote_command(node, words)
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main()
+
+
+END_SECONDS = 4.0
+"""How long srun may take to end a step before it is given up; a lost node never answers it."""
+
+_SCRIPT = '(umask 077; : >>"$0"); exec "$@" >>"$0" 2>&1'
+
+
+class StepProcess(LocalProcess):
+    """Handle of a step with one task on ``node``; see ProcessHandle.
+
+    Its process number is that of srun.  A status is the task's own; where the node was lost,
+    of which srun makes a 0, it is that of SIGKILL.
+    """
+
+    allocation: Allocation | None = None
+    """Known once it is; a step that has ended by then cannot be attached to."""
+
+    @classmethod
+    def begin(
+        cls,
+        allocation: Allocation,
+        node: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log_path: Path,
+        flags: Sequence[str],
+        stdin: bytes | None,
+    ) -> StepProcess:
+        """Start a step; ``flags`` are the site's own for srun."""
+        command = step_command(allocation.job_of(node), node, argv, log_path, flags)
+        child = open_session(node, command, outside_of_steps(env), log_path, stdin)
+        return cls._of(allocation, node, child.pid, child)
+
+    @classmethod
+    def of_earlier(
+        cls, allocation: Allocation, node: str, pid: int, start_time: int | None
+    ) -> StepProcess:
+        """The step of a supervisor that was here before; ProcessGoneError if it has ended."""
+        process = cls.attach(node, pid, start_time)
+        assert isinstance(process, StepProcess)
+        process.allocation = allocation
+        return process
+
+    @classmethod
+    def _of(
+        cls, allocation: Allocation, node: str, pid: int, child: subprocess.Popen[bytes]
+    ) -> StepProcess:
+        process = cls(node, pid, child)
+        process.allocation = allocation
+        return process
+
+    def kill(self) -> None:
+        """Have Slurm send SIGKILL to all of the step; see ProcessHandle.
+
+        srun does so at SIGTERM.  It is ended itself when it takes too long: what then still
+        runs is on a node that cannot be reached, whose SMP ends it when its lease is over.
+        """
+        if not self._send(signal.SIGTERM):
+            return
+        timer = threading.Timer(END_SECONDS, super().kill)
+        timer.daemon = True
+        timer.start()
+
+    def _status(self) -> int:
+        status = super()._status()
+        left = self.allocation is None or self.node in self.allocation.left()
+        return task_status(status, left)
+
+
+def task_status(status: int, node_left: bool) -> int:
+    """A task's exit status from srun's, as ``subprocess`` has them.  Pure.
+
+    srun gives 128 + n for a task killed by signal n, and 0 when the node has failed.
+    """
+    if 128 < status <= 128 + signal.NSIG:
+        return 128 - status
+    return -signal.SIGKILL if status == 0 and not node_left else status
+
+
+def step_command(
+    job_id: str, node: str, argv: Sequence[str], log_path: Path, flags: Sequence[str]
+) -> list[str]:
+    """The command of a step with one task, whose output goes to ``log_path`` on any node."""
+    without_place = ["env", *(word for name in STEP_PLACES for word in ("-u", name))]
+    task = ["/bin/sh", "-c", _SCRIPT, str(log_path), *without_place, *argv]
+    return [*step_prefix(flags), f"--jobid={job_id}", f"--nodelist={node}", "--output=none", *task]
+
+
+def step_prefix(flags: Sequence[str]) -> list[str]:
+    """srun with what all our steps have in common: one task that shares its node with others.
+
+    ``--no-kill`` and ``--kill-on-bad-exit=0`` keep what happens to one step from the others;
+    ``--mem=0`` gives it all of the job's memory on the node.
+    """
+    return [
+        "srun", "--nodes=1", "--ntasks=1", "--overlap", "--no-kill",
+        "--kill-on-bad-exit=0", "--mem=0", "--mpi=none", "--quiet", *flags,
+    ]  # fmt: skip
+
+
+_POLL_SECONDS = 0.05
+
+
+def reach_by_steps(
+    mpi: MpiLauncher, jobs: Mapping[str, str], job_dir: Path, flags: Sequence[str], notes: Path
+) -> dict[str, str]:
+    """Settings by which ``mpi`` starts its daemons as job steps.
+
+    ``jobs`` has the number of the Slurm job of each node, ``notes`` is a folder of ours.
+    Slurm's configuration is named, because mpirun must not see that it is in a job.
+    """
+    conf = os.environ.get("SLURM_CONF")
+    prefix = ["env", f"SLURM_CONF={conf}"] if conf else []
+    command = [sys.executable, "-m", __name__]
+    by = open_mpi_by(command)
+    if mpi.kind is MpiKind.MPICH:
+        by = mpich_by(command, notes / "remote-shell")
+    return {
+        **by,
+        SRUN: json.dumps([*prefix, *step_prefix(flags)]),
+        JOBS: json.dumps(dict(jobs)),
+        FOLDER: str(job_dir),
+    }
+
+
+class StepWorld(WorldProcess):
+    """Handle of such a world: when it is over, so are its steps."""
+
+    def kill(self) -> None:
+        """End mpirun, and every step of the world by its srun; see StepProcess.kill."""
+        for pid in self._sruns():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        self._send(signal.SIGKILL)
+        # Now, as the supervisor may end before the timer does: ranks of this very node.
+        procfs.close_all(procfs.signal_matching(self._is_rank))
+        timer = threading.Timer(END_SECONDS, super().kill)
+        timer.daemon = True
+        timer.start()
+
+    def _clear(self) -> None:
+        deadline = time.monotonic() + END_SECONDS
+        while any(True for _ in self._sruns()) and time.monotonic() < deadline:
+            # They are children of mpirun, which has ended: nothing would tell us.
+            time.sleep(_POLL_SECONDS)
+        super()._clear()
+
+    def _is_rank(self, pid: int) -> bool:
+        return self._is_member(pid) and not _is_srun(pid)
+
+    def _sruns(self) -> Iterator[int]:
+        return (pid for pid in procfs.own_processes() if self._is_member(pid) and _is_srun(pid))
+
+
+def _is_srun(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip() == "srun"
+    except OSError:
+        return False
+
 
 CLEAN_SECONDS = 30.0
 

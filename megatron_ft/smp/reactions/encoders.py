@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_ft.rpc import messages as m
-from megatron_ft.smp import slot_recovery
-from megatron_ft.smp.effects import MendSlot, ToTrainer
-from megatron_ft.smp.node_shards import NodeShards
+from megatron_ft.smp import slots as slot_recovery
+from megatron_ft.smp.node_shards import MendSlot, NodeShards, ToTrainer
 
 
 def encoded(node: NodeShards, message: m.Encoded) -> m.Message:

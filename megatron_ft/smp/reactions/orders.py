@@ -8,11 +8,10 @@ from megatron_ft.arena.format import Permit, SlotState
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.refusals import PinnedError, TransitionRefusedError
-from megatron_ft.smp.effects import StorePermit, ToEncoder, ToTrainer
-from megatron_ft.smp.node_shards import NodeShards
+from megatron_ft.smp.node_shards import NodeShards, StorePermit, ToEncoder, ToTrainer
 from megatron_ft.smp.reactions.readers import held_back, readers
-from megatron_ft.smp.slot_recovery import begin_rebuild, repairable
 from megatron_ft.smp.slot_rules import ending
+from megatron_ft.smp.slots import begin_rebuild, repairable
 
 
 def grant(node: NodeShards, message: m.Grant) -> m.Message:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_ft.rpc.watch_messages import PulseReport
+from megatron_ft.rpc.node_messages import PulseReport
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,9 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ft.supervisor.watch.hangs import Hang, HangFinder
+from megatron_ft.supervisor.watch.hangs import Hang, HangFinder, HangSettings
 from megatron_ft.supervisor.watch.peers import StragglerFinder
 from megatron_ft.supervisor.watch.recoveries import RecoveryClock
-from megatron_ft.supervisor.watch.timeout import HangSettings
 
 if TYPE_CHECKING:
     from megatron_ft.supervisor.coordinator import Coordinator

@@ -12,10 +12,9 @@ from megatron_ft.arena.arena import NO_PROGRESS, Arena
 from megatron_ft.cli.chaos import regions as r
 from megatron_ft.core.errors import ArenaError
 from megatron_ft.erasure.checks import CorruptMemberError, DataCheck, ParityCheck, digest_table_of
-from megatron_ft.erasure.inspection import Damage, SlotInspector
 from megatron_ft.erasure.member import MemberView
-from megatron_ft.erasure.mending import mend_data, mend_parity
-from megatron_ft.erasure.solving import Checks, RowSolver, piece_of, place_of, places_of
+from megatron_ft.erasure.mending import Damage, SlotInspector, mend_data, mend_parity
+from megatron_ft.erasure.repair import Checks, RowSolver, piece_of, place_of, places_of
 from tests.tools.bit_flips.stripe import ITERATION, PERMIT, SLOT, Stripe
 
 

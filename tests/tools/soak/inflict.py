@@ -8,7 +8,7 @@ import signal
 from collections.abc import Awaitable, Callable
 
 from megatron_ft.cli.chaos.damage import damage
-from megatron_ft.cli.chaos.processes import processes, send
+from megatron_ft.cli.chaos.inflict import processes, send
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask, sockets

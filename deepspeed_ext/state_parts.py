@@ -1,0 +1,283 @@
+"""Every generator that training draws from, DeepSpeed's tracker included; each rank's own.
+
+Where training stands: the engine's counters, batch size and schedules.
+
+What a model holds that follows from no optimizer: buffers, frozen parameters.
+
+Whether parameters that no optimizer owns stay as they are, as captures rely on.
+
+They are copied while the next step runs.  A script that updates some of them itself, such as a
+momentum teacher, would have snapshots that hold a mixture of two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import torch
+
+from deepspeed_ext.optimizers.view import plain_fields, set_fields
+from megatron_ft.core.errors import ConfigError
+from megatron_ft.trainer.enumeration import DENSE, Contents
+from megatron_ft.trainer.master_tensors import as_captured
+from megatron_ft.trainer.module_tree import ModuleTree
+from megatron_ft.trainer.state import RngState, host_copy, same_bits
+
+COUNTERS = (
+    "global_steps",
+    "global_samples",
+    "skipped_steps",
+    "micro_steps",
+    "_step_applied",
+    "_unmanaged_backward_count",
+    "gas_boundary_ctr",
+)
+"""Attributes of the engine, the last one in older releases.
+
+DeepSpeed's own checkpoints hold the first three.
+"""
+
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""Attributes of the configuration that ``set_train_batch_size`` and its like change on the way."""
+
+STATEFUL = ("lr_scheduler", "random_ltd_scheduler", "torch_autocast_z0_gradscaler")
+"""Attributes of the engine with ``state_dict`` and ``load_state_dict``, where they are set."""
+
+LAYER_DROP = "progressive_layer_drop"
+"""Attribute of plain values, in releases that drop layers progressively."""
+
+CURRICULUM = "curriculum_scheduler_legacy"
+"""Attribute with ``get_state`` and ``set_state``: the schedule of sequence lengths."""
+
+
+def capture(engine: Any) -> dict[str, Any]:
+    """All of it as plain values, as of now."""
+    found = ((name, getattr(engine, name, None)) for name in STATEFUL)
+    states = {name: host_copy(value.state_dict()) for name, value in found if value is not None}
+    curriculum = getattr(engine, CURRICULUM, None)
+    layer_drop = getattr(engine, LAYER_DROP, None)
+    return {
+        "counters": plain_fields(engine, COUNTERS),
+        "batch": plain_fields(engine._config, BATCH),
+        "schedules": states,
+        "layer_drop": {} if layer_drop is None else plain_fields(layer_drop),
+        "curriculum": None if curriculum is None else host_copy(curriculum.get_state()),
+    }
+
+
+def restore(engine: Any, captured: Mapping[str, Any]) -> None:
+    """Set what :func:`capture` gave; what the engine has not any more is left out."""
+    set_fields(engine, captured["counters"])
+    set_fields(engine._config, captured.get("batch", {}))
+    if engine.pipeline_parallelism:
+        engine.micro_batches = engine.gradient_accumulation_steps()
+    for name, state in captured["schedules"].items():
+        schedule = getattr(engine, name, None)
+        if schedule is not None:
+            schedule.load_state_dict(state)
+    curriculum = getattr(engine, CURRICULUM, None)
+    if curriculum is not None and captured["curriculum"] is not None:
+        curriculum.set_state(captured["curriculum"])
+    if getattr(engine, LAYER_DROP, None) is not None:
+        set_fields(getattr(engine, LAYER_DROP), captured["layer_drop"])
+
+
+BUFFER, FROZEN = "buffer/", "frozen/"
+"""Begin the names of captured buffers and of parameters that no optimizer owns."""
+
+
+class ModelTensors:
+    """An engine's model as of the last ``refresh``: its ``tree``, and by name what is captured.
+
+    ``buffers`` are all, those that no state dict would hold included; a shared one once.
+    ``frozen`` is this rank's part of all parameters but the owned ones, which follow from masters:
+    the frozen ones, and trainable ones that the optimizer was not given; a tied one once.  Nobody
+    changes these dicts, which are the same ones while they hold the same tensors.
+    """
+
+    def __init__(self, engine: Any, owned: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """``owned`` gives the parameters that follow from masters.  Nothing is read yet."""
+        self.tree = ModuleTree(lambda: [engine.module])
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.frozen: dict[str, torch.Tensor] = {}
+        self._find_owned = owned
+        self._owned: set[int] = set()
+        self._unowned: dict[str, torch.Tensor] = {}
+        self._seen: Contents | None = None
+
+    def refresh(self) -> None:
+        """Look at the model as it is now."""
+        changed, owned = self.tree.refresh(), set(map(id, self._find_owned()))
+        if changed or owned != self._owned:
+            self._owned, every = owned, self.tree.parameters.items()
+            self._unowned = {f"{FROZEN}{name}": p for name, p in every if id(p) not in owned}
+        frozen = self._parts()
+        now = Contents.of((frozen, self.tree.buffers))
+        if self._seen is None or not self._seen.same(now):
+            self._take(frozen, now)
+
+    def forget(self) -> None:
+        """Let go of all tensors, until the next ``refresh``."""
+        self.tree.forget()
+        self.buffers, self.frozen, self._unowned, self._seen = {}, {}, {}, None
+
+    def _parts(self) -> dict[str, torch.Tensor]:
+        # ZeRO-3 leaves an empty tensor in the model, and its partition beside it.
+        whole = self._unowned.values()
+        parts = map(getattr, whole, repeat("ds_tensor"), whole)
+        return dict(zip(self._unowned, parts, strict=True))
+
+    def _take(self, frozen: dict[str, torch.Tensor], now: Contents) -> None:
+        buffers = self.tree.buffers.items()
+        self.frozen = {name: as_captured(tensor) for name, tensor in frozen.items()}
+        self.buffers = {f"{BUFFER}{name}": as_captured(tensor) for name, tensor in buffers}
+        # A view that is made of anything else would be of the memory that this had then.
+        self._seen = now if DENSE.issuperset(map(type, now.values)) else None
+
+
+_SAMPLES = 64
+"""Elements that are looked at of each: a moving average changes nearly all of them."""
+
+LOOKED_AT = 32
+"""Parameters that are looked at in a check, spread over all: training waits while the work for
+each is queued, and a model with adapters has thousands that are frozen."""
+
+
+class _Look(NamedTuple):
+    """What is found in one check; ``differs`` says so once its device has come to it."""
+
+    names: Sequence[str]
+    differs: torch.Tensor
+
+
+class FrozenParameters:
+    """Remembers samples of tensors by name, and refuses others than it knows.
+
+    Nothing is known before the first check, which is when training begins: until then a script
+    may set what it likes.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, torch.Tensor] | None = None
+        self._checks = 0
+        self._looks: list[_Look] = []
+        self._problem = ""
+
+    def forget(self) -> None:
+        """The next check knows nothing: a snapshot was restored."""
+        self._know(None)
+
+    def loaded(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """A load has set these values, which is no change by the script."""
+        if self._known is not None:
+            self._know(_samples(tensors))
+
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """ConfigError that names a tensor whose samples have changed, from then on each time.
+
+        Looks at some; what it finds on a device it says in the next check, as nobody waits for
+        the device here.
+        """
+        if self._known is None:
+            self._know(_samples(tensors))
+            return
+        if not self._problem:
+            self._settle(tensors)
+            self._begin([name for name in self._known if name in tensors], tensors)
+            if not any(look.differs.is_cuda for look in self._looks):
+                self._settle(tensors)
+        if self._problem:
+            raise ConfigError(
+                f"{self._problem}, a parameter without an optimizer, was changed by the script, "
+                "and snapshots copy such parameters while the next step runs: keep weights that "
+                "the script updates (an average, a teacher) in buffers, or outside of the model"
+            )
+
+    def _know(self, samples: dict[str, torch.Tensor] | None) -> None:
+        self._known, self._looks, self._problem = samples, [], ""
+
+    def _begin(self, names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> None:
+        assert self._known is not None
+        step = -(-len(names) // LOOKED_AT) or 1
+        chosen = names[self._checks % step :: step]
+        self._checks += 1
+        kinds = {name: (tensors[name].device, tensors[name].dtype) for name in chosen}
+        for device, dtype in dict.fromkeys(kinds.values()):
+            here = [name for name in chosen if kinds[name] == (device, dtype)]
+            now = torch.cat([_elements(tensors[name]) for name in here]).view(torch.uint8)
+            before = torch.cat([self._known[name].to(device) for name in here])
+            same_form = now.shape == before.shape
+            self._looks.append(
+                _Look(here, (now != before).any() if same_form else torch.tensor(True))
+            )
+
+    def _settle(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        assert self._known is not None
+        looks, self._looks = self._looks, []
+        for name in (name for look in looks if look.differs for name in look.names):
+            if not same_bits(_sample(tensors[name]), self._known[name]):
+                self._problem = name
+
+
+def _samples(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: _sample(tensor) for name, tensor in tensors.items()}
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Some elements from all over it, as bytes, where it is."""
+    return _elements(tensor).clone().view(torch.uint8)
+
+
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLES)]
+
+
+class RandomStates:
+    """Python, numpy, torch, the accelerator, and activation checkpointing's named states.
+
+    DeepSpeed saves none of them.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states as of now."""
+        return {
+            "generators": RngState().state_dict(),
+            "accelerator": _accelerator_state(),
+            "tracker": {name: _copy(state) for name, state in _tracker().get_states().items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set them; may be called more than once with the same value."""
+        _tracker().set_states({name: _copy(value) for name, value in state["tracker"].items()})
+        RngState().load_state_dict(state["generators"])
+        if state["accelerator"] is not None and _has_own_generator():
+            _accelerator().set_rng_state(state["accelerator"].cpu())
+
+
+def _copy(state: Any) -> Any:
+    # `fork` of the tracker puts new tensors into its dict, yet a state may be set in place.
+    return state.detach().cpu().clone() if isinstance(state, torch.Tensor) else state
+
+
+def _tracker() -> Any:
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
+    return checkpointing.get_cuda_rng_tracker()
+
+
+def _accelerator() -> Any:
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator()
+
+
+def _has_own_generator() -> bool:
+    # RngState knows the CPU and CUDA; DeepSpeed runs on others too.
+    return _accelerator().device_name() not in ("cpu", "cuda")
+
+
+def _accelerator_state() -> Any:
+    return _copy(_accelerator().get_rng_state()) if _has_own_generator() else None

@@ -1,0 +1,62 @@
+"""The folder of all jobs' arenas, as a command that looks at jobs is told of it.
+
+What commands print: that nobody reads it, or that a disk is full, ends no training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from contextlib import suppress
+from io import TextIOWrapper
+from pathlib import Path
+from typing import TextIO
+
+from megatron_ft.config import SETTINGS
+from megatron_ft.launchers.virtual import default_root
+
+
+def show_any_text() -> None:
+    """Write what the terminal's encoding lacks as escapes: names of files, words of trainers."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def say(text: str, to: TextIO | None = None) -> None:
+    """Print a line at once, to the standard output if not ``to`` another; it is lost if it cannot
+    be written."""
+    with suppress(OSError):
+        print(text, file=to, flush=True)
+
+
+def flush_output() -> None:
+    """Write what was printed; OSError.  Who was started without an output has none."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def discard_output() -> None:
+    """Nothing is written any more, not by the interpreter's last flush either."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+_SETTING = SETTINGS["arena_dir"]
+
+
+def add_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--arena-dir``."""
+    parser.add_argument(
+        "--arena-dir",
+        type=Path,
+        help=f"the --arena-dir of the job, if it has one (default: {_SETTING.variable}, as for "
+        f"`megatron-ft run`, else {default_root()})",
+    )
+
+
+def root_of(arguments: argparse.Namespace) -> Path:
+    """What the flag says, else the environment; ConfigError if that names no folder."""
+    named: Path | None = arguments.arena_dir or _SETTING.parse(
+        os.environ.get(_SETTING.variable), _SETTING.variable
+    )
+    return named or default_root()

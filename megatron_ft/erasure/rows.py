@@ -1,0 +1,338 @@
+"""What a member does with the row that it gathers: check sources, code, pass parities on.
+
+Buffers for the pieces in which chunks travel and are coded.
+
+They are all the memory that a coder needs, whatever the length of the data.  They are kept from
+one operation to the next, in huge pages where there are any: faulting them in anew was a quarter
+of the processor time of a short encode.
+
+Bring a stripe's rows together at their first parity holders, piece by piece.
+
+Member x gathers row x: each of the other rows' holders of data sends it one chunk, so
+every chunk travels once.  Steps are permutations (everyone sends to one member and
+receives from one), and buffers are a few sets of pieces whatever the data's length.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import product
+from types import TracebackType
+
+import numpy as np
+
+from megatron_ft.arena.mapping import huge_page_bytes
+from megatron_ft.core.fault_points import reach
+from megatron_ft.core.isal import Bytes
+from megatron_ft.erasure.checks import DataCheck, parity_digests_of
+from megatron_ft.erasure.codec import Codec, open_codec
+from megatron_ft.erasure.member import MemberView, StripeCode, chunk_of
+from megatron_ft.erasure.transport import (
+    EXCHANGES_IN_FLIGHT,
+    Ahead,
+    Exchange,
+    Kind,
+    Link,
+    Pending,
+    Window,
+    buffer_sets,
+)
+
+_LINE_BYTES = 64
+_STAGGER_BYTES = 5 * _LINE_BYTES
+"""An odd number of lines: all 64 places in a page are taken before one is taken twice."""
+
+
+class SparePieces:
+    """Buffers of one operation on a stripe, which serve the next one once it has left the block.
+
+    After an error they do not: a transfer may still be writing there.
+    """
+
+    def __init__(self, code: StripeCode, length: int = 0) -> None:
+        """Of ``length`` bytes, by default ``code.piece_bytes``; never longer than a chunk."""
+        self._size = min(length or code.piece_bytes, code.chunk_bytes)
+        self._taken: list[mmap.mmap] = []
+
+    def sets(self, sets: int, count: int) -> list[list[Bytes]]:
+        """So many sets of ``count`` buffers, which hold anything."""
+        if not sets * count:
+            return [[] for _ in range(sets)]
+        self._taken.append(_kept.take(_room(sets * count, self._size)))
+        region = np.frombuffer(self._taken[-1], np.uint8)
+        pieces = buffers_apart(sets * count, self._size, region)
+        return [pieces[first : first + count] for first in range(0, sets * count, count)]
+
+    def __enter__(self) -> SparePieces:
+        """Nothing is taken yet."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        """Give all back; whoever took a buffer must not use it any more."""
+        if kind is None:
+            _kept.give_back(self._taken)
+        self._taken = []
+
+
+def buffers_apart(count: int, length: int, region: Bytes | None = None) -> list[Bytes]:
+    """Buffers that a kernel reads side by side, placed so that they do not push each other out.
+
+    Each begins on a cache line, and at another line of its page than those beside it: a cache
+    has room for few lines of one place in the page, 8 in most first-level caches.  They lie in
+    ``region``, or in new memory.
+    """
+    region = np.empty(_room(count, length), np.uint8) if region is None else region
+    stride = length + _STAGGER_BYTES
+    first = -region.ctypes.data % _LINE_BYTES
+    starts = range(first, first + count * stride, stride)
+    return [region[start : start + length] for start in starts]
+
+
+def held_bytes() -> int:
+    """Bytes of all memory for pieces, in use or kept; Python's own tracing does not see it."""
+    return _kept.held
+
+
+def _room(count: int, length: int) -> int:
+    return count * (length + _STAGGER_BYTES) + _LINE_BYTES
+
+
+class _Kept:
+    """Regions that nobody uses.  Several threads may ask."""
+
+    def __init__(self) -> None:
+        self._lock, self._free = threading.Lock(), list[mmap.mmap]()
+        self.held = 0
+
+    def take(self, size: int) -> mmap.mmap:
+        """At least so many bytes that nobody else has."""
+        with self._lock:
+            found = min((f for f in self._free if len(f) >= size), key=len, default=None)
+            if found is None:
+                self.held += size
+                return _in_huge_pages(size)
+            self._free.remove(found)
+            return found
+
+    def give_back(self, regions: list[mmap.mmap]) -> None:
+        with self._lock:
+            self._free.extend(regions)
+
+
+def _in_huge_pages(size: int) -> mmap.mmap:
+    """New memory; what is no whole huge page at its end has small ones, as far as it is used."""
+    region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = size // huge_page_bytes() * huge_page_bytes()
+    if whole and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            region.madvise(mmap.MADV_HUGEPAGE, 0, whole)
+    return region
+
+
+_kept = _Kept()
+
+
+OnColumn = Callable[[int, slice, Bytes], None]
+"""Called with (column, part of the chunk, bytes) when a source piece has arrived."""
+
+OnRow = Callable[[int, slice, Sequence[Bytes]], None]
+"""Called with (piece number, part of the chunk, all k columns) when a row's piece is whole."""
+
+Passes = Callable[[int, slice], Iterable[Exchange]]
+"""What else to exchange, once a piece of the row was handled."""
+
+
+def gather_rows(
+    link: Link,
+    code: StripeCode,
+    data: Bytes,
+    on_column: OnColumn,
+    on_row: OnRow,
+    passes: Passes,
+    spare: SparePieces,
+    into: Bytes | None = None,
+) -> None:
+    """Gather this member's row and give its own chunks to the other rows.
+
+    Columns are received into ``spare`` pieces; the only column of a row may be received ``into``
+    a place of its own, a chunk long.
+
+    The results of a piece are passed on after some of the next piece's columns were
+    started, so that transfers are always under way while a piece is coded.
+    """
+    assert into is None or code.data_members == 1
+    gathering = _Gathering(link, code, data, on_column, on_row, spare, into)
+    first = min(EXCHANGES_IN_FLIGHT - 1, code.data_members)
+    results: list[Exchange] = []
+    for number, part in enumerate(code.pieces()):
+        for column in range(first):
+            gathering.post(number, part, column)
+        gathering.pass_on(results, first)
+        for column in range(first, code.data_members):
+            gathering.post(number, part, column)
+        results = list(passes(number, part))
+    gathering.pass_on(results, 0)
+    gathering.finish()
+
+
+class _Gathering:
+    def __init__(
+        self,
+        link: Link,
+        code: StripeCode,
+        data: Bytes,
+        on_column: OnColumn,
+        on_row: OnRow,
+        spare: SparePieces,
+        into: Bytes | None,
+    ) -> None:
+        self._window = Window(link)
+        self._link, self._code, self._data = link, code, data
+        self._on_column, self._on_row = on_column, on_row
+        self._into = into
+        columns = code.data_members if into is None else 0
+        self._spare = spare.sets(buffer_sets(code.data_members), columns)
+        turns = product(code.pieces(), range(code.data_members))
+        self._given = Ahead(partial(self._give, *turn) for turn in turns)
+
+    def post(self, number: int, part: slice, column: int) -> None:
+        """Exchange one column's piece: ours goes to its row, another's comes to ours."""
+        link, layout = self._link, self._code.layout
+        buffer = self._column(number, part, column)
+        source = layout.holder(link.member, column)
+        self._window.post(
+            lambda: [link.receive(buffer, source, Kind.SOURCE), *self._given.due()],
+            lambda: self._arrived(number, part, column),
+        )
+
+    def pass_on(self, results: Sequence[Exchange], later: int) -> None:
+        """Exchange the results of a row, after which ``later`` columns were posted."""
+        if results:
+            self._window.settle(later)
+        for exchange in results:
+            self._window.post(*exchange)
+
+    def finish(self) -> None:
+        """Wait for all that is under way."""
+        self._window.drain()
+        self._link.wait(self._given.rest())
+
+    def _give(self, part: slice, column: int) -> Sequence[Pending]:
+        """Start sending one of our chunks' pieces to the row that it belongs to."""
+        target = self._code.layout.data_row(self._link.member, column)
+        mine = chunk_of(self._code, self._data, column)[part]
+        return [self._link.send(mine, target, Kind.SOURCE)]
+
+    def _arrived(self, number: int, part: slice, column: int) -> None:
+        self._on_column(column, part, self._column(number, part, column))
+        if column == self._code.data_members - 1:
+            columns = range(self._code.data_members)
+            self._on_row(number, part, [self._column(number, part, c) for c in columns])
+
+    def _column(self, number: int, part: slice, column: int) -> Bytes:
+        if self._into is not None:
+            return self._into[part]
+        return self._spare[number % len(self._spare)][column][: part.stop - part.start]
+
+
+COPYING = ("xor", "replica")
+"""Kinds whose parity of one data column is that column."""
+
+
+def copies_only(code: StripeCode) -> bool:
+    """Whether all parities of a row are its only column, which then arrives where parity 0 lies."""
+    return code.kind in COPYING and code.data_members == 1
+
+
+def open_row_codec(code: StripeCode) -> Codec:
+    """The codec of a stripe."""
+    return open_codec(code.kind, code.data_members, code.parity_members)
+
+
+def encode_kernel(codec: Codec) -> Callable[[Sequence[Bytes], Sequence[Bytes]], None]:
+    """All parities from all data columns."""
+    data, members = codec.data_members, codec.data_members + codec.parity_members
+    return codec.kernel(range(data, members), range(data))
+
+
+class RowEncoder:
+    """Codes the row that was gathered here: parity 0 stays, the others go to their holders.
+
+    ``digests`` are those of our row's parities, ``arrived`` those of the parities that we keep for
+    other rows, both of shape (m, blocks of a chunk).
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        code: StripeCode,
+        member: MemberView,
+        checks: Sequence[DataCheck],
+        codec: Codec,
+        spare: SparePieces,
+    ) -> None:
+        self._link, self._code, self._parity = link, code, member.parity
+        self._checks, self._kernel = checks, encode_kernel(codec)
+        self._copies = copies_only(code)
+        self._spare = spare.sets(2, 0 if self._copies else code.parity_members - 1)
+        self.digests = np.zeros((code.parity_members, code.chunk_blocks), np.uint64)
+        self.arrived = np.zeros_like(self.digests)
+
+    def check(self, column: int, part: slice, piece: Bytes) -> None:
+        """CorruptMemberError if a source is wrong; what is parity as well is digested once."""
+        source = self._code.layout.holder(self._link.member, column)
+        offset = column * self._code.chunk_bytes + part.start
+        if self._copies:
+            digests = self._checks[source].required_digests(offset, piece)
+            self.digests[:, self._code.blocks(part)] = digests
+        else:
+            self._checks[source].require(offset, piece)
+
+    def code_piece(self, number: int, part: slice, columns: Sequence[Bytes]) -> None:
+        """Compute all m parities of a piece, and their digests while they are in cache."""
+        if not self._copies:
+            self._compute(number, part, columns)
+        if number == len(range(0, self._code.chunk_bytes, self._code.piece_bytes)) // 2:
+            reach("encode.half")
+
+    def _compute(self, number: int, part: slice, columns: Sequence[Bytes]) -> None:
+        outputs = [self._home(0, part), *self._others(number, part)]
+        self._kernel(columns, outputs)
+        for parity, output in enumerate(outputs):
+            digests = parity_digests_of(self._code, output)
+            self.digests[parity, self._code.blocks(part)] = digests
+
+    def passes(self, number: int, part: slice) -> Iterable[Exchange]:
+        """Send parity j of our row to member + j, receive that of row member - j."""
+        for j, output in enumerate(self._others(number, part), 1):
+            yield Exchange(partial(self._pass, j, part, output), partial(self._note, j, part))
+
+    def _pass(self, j: int, part: slice, output: Bytes) -> Sequence[Pending]:
+        link, home = self._link, self._home(j, part)
+        return [
+            link.receive(home, link.member - j, Kind.RESULT),
+            link.send(output, link.member + j, Kind.RESULT),
+        ]
+
+    def _note(self, j: int, part: slice) -> None:
+        """Digests of parity as it has arrived here: soon, so that it need not be loaded again."""
+        digests = parity_digests_of(self._code, self._home(j, part))
+        self.arrived[j, self._code.blocks(part)] = digests
+
+    def _home(self, j: int, part: slice) -> Bytes:
+        return chunk_of(self._code, self._parity, j)[part]
+
+    def _others(self, number: int, part: slice) -> list[Bytes]:
+        """Where parities 1, 2, ... of our row are."""
+        if self._copies:
+            return [self._home(0, part)] * (self._code.parity_members - 1)
+        return [piece[: part.stop - part.start] for piece in self._spare[number % 2]]

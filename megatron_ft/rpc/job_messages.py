@@ -1,0 +1,428 @@
+"""Messages between the coordinator and the SMPs of a job.
+
+The coordinator's words to all nodes on one snapshot, from permit to commit and after.
+
+How a new life of the job begins on a node: what it holds, what it is to hold.
+
+What the command line asks an SMP.
+
+What the coordinator and an SMP say to each other with every heartbeat.
+
+What an SMP tells the coordinator unasked.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from megatron_ft.arena.format import DIGEST_CRC64
+from megatron_ft.core.identity import Ancestor, Count, Iteration, SealedRecord, ShardId, SnapshotId
+from megatron_ft.rpc.message_base import Message, Seconds
+from megatron_ft.rpc.node_messages import (
+    Abandoned,
+    CaptureCost,
+    CorruptShard,
+    Declined,
+    Encoded,
+    EncoderHello,
+    EncoderRefused,
+    Hello,
+    Judged,
+    Missed,
+    OrderDone,
+    OrderFailed,
+    Prepare,
+    PulseReport,
+    Rebuilt,
+    Restored,
+    Sealed,
+    StripeOrder,
+    Unfit,
+)
+
+
+class Grant(Message, frozen=True):
+    """Permit ``snapshot`` at ``iteration`` to every trainer of the node.
+
+    With ``give_up_protected`` the last protected one makes room if nothing else can.
+    """
+
+    incarnation: Count
+    snapshot: SnapshotId
+    iteration: Count
+    give_up_protected: bool = False
+
+
+class Encode(Message, frozen=True):
+    """Start encoding the node's part of these stripes."""
+
+    incarnation: Count
+    snapshot: SnapshotId
+    world: str
+    stripes: tuple[StripeOrder, ...]
+
+
+class Commit(Message, frozen=True):
+    """``snapshot`` is the newest good one everywhere; ``level`` is "protected" or "local"."""
+
+    incarnation: Count
+    snapshot: SnapshotId
+    level: str
+
+
+class Abort(Message, frozen=True):
+    """``snapshot`` will not be committed; its slots become free once their writers have stopped."""
+
+    incarnation: Count
+    snapshot: SnapshotId
+    reason: str
+
+
+class Repair(Message, frozen=True):
+    """Have blocks of ``shard_id`` recomputed from its stripe, while its slot stays committed."""
+
+    incarnation: Count
+    snapshot: SnapshotId
+    world: str
+    stripes: tuple[StripeOrder, ...]
+    shard_id: str
+    data_blocks: tuple[int, ...]
+    parity_blocks: tuple[int, ...]
+
+
+class Hold(Message, frozen=True):
+    """Pin ``snapshot`` for the coordinator itself, until Unhold or the next incarnation."""
+
+    incarnation: Count
+    reader: str
+    snapshot: SnapshotId
+
+
+class Unhold(Message, frozen=True):
+    """End a Hold; answered by Ok, also when there is none."""
+
+    incarnation: Count
+    reader: str
+
+
+class Admit(Message, frozen=True):
+    """A new incarnation asks to take over: older writers are killed before it is answered."""
+
+    incarnation: Count
+    seconds: Seconds
+
+
+class SlotReport(msgspec.Struct, frozen=True):
+    """One slot as its header says it is."""
+
+    slot: int
+    state: int
+    snapshot: SnapshotId | None
+    iteration: int
+    local_only: bool
+    record: SealedRecord | None
+    parity_valid: bool
+    stripe_table: tuple[SealedRecord, ...]
+
+
+class ArenaReport(msgspec.Struct, frozen=True):
+    """One arena as its header says it is."""
+
+    shard_id: str
+    incarnation: int
+    lineage: tuple[Ancestor, ...]
+    codec: str
+    data_members: int
+    parity_members: int
+    member_index: int
+    members: tuple[str, ...]
+    data_bytes: int
+    file_bytes: int
+    block_bytes: int
+    digest_algorithm: int
+    slots: tuple[SlotReport, ...]
+
+
+class Inventory(Message, frozen=True):
+    """Answer to Admit: all that the node holds, after its older writers have died.
+
+    ``damaged`` are arena files of this job that cannot be read; they count as lost and may
+    be replaced.  ``foreign`` are those of another job or format, which may not.
+    """
+
+    node: str
+    highest_incarnation: int
+    arenas: tuple[ArenaReport, ...]
+    damaged: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
+
+
+class Adopt(Message, frozen=True):
+    """The decision of a recovery: go on from ``restore``, forget all that is off the lineage.
+
+    ``keep`` are the shards that live on the receiving node from now on; arenas of others
+    (of a node that was replaced and has come back, say) are removed.
+    """
+
+    incarnation: Count
+    lineage: tuple[Ancestor, ...]
+    restore: SnapshotId | None
+    keep: tuple[str, ...] = ()
+
+
+class CreateArena(Message, frozen=True):
+    """Make the arena of one shard, or check that the one that is there is the same."""
+
+    incarnation: Count
+    shard_id: ShardId
+    lineage: tuple[Ancestor, ...]
+    codec: str
+    data_members: Count
+    parity_members: Count
+    member_index: Count
+    members: tuple[str, ...]
+    data_bytes: Count
+    block_bytes: Count
+    slot_count: Count
+    digest_algorithm: Count = DIGEST_CRC64
+
+
+class ArenasReady(Message, frozen=True):
+    """Every arena of the job exists: waiting Prepare requests may be answered, or refused."""
+
+    incarnation: Count
+    error: str = ""
+    reason: str = ""
+
+
+class Rebuild(Message, frozen=True):
+    """Start rebuilding the lost members of these stripes."""
+
+    incarnation: Count
+    snapshot: SnapshotId
+    iteration: Count
+    world: str
+    stripes: tuple[StripeOrder, ...]
+
+
+class Load(Message, frozen=True):
+    """Make room for these shards of ``snapshot``, which a loader brings from disk.
+
+    They count as lost until it says Loaded.
+    """
+
+    incarnation: Count
+    snapshot: SnapshotId
+    iteration: Count
+    shards: tuple[str, ...]
+
+
+class RestoreReady(Message, frozen=True):
+    """Trainers of the incarnation may start: ``sources`` says where each shard came from."""
+
+    incarnation: Count
+    snapshot: SnapshotId | None
+    sources: dict[str, str]
+
+
+class Retire(Message, frozen=True):
+    """The job has ended: remove arenas if asked, and exit."""
+
+    incarnation: Count
+    remove_arenas: bool
+
+
+class Pause(Message, frozen=True):
+    """Stop (or start again) permits for new snapshots, in the whole job."""
+
+    paused: bool
+
+
+class Rewind(Message, frozen=True):
+    """Have the job go on from before this iteration; passed on with the next heartbeat."""
+
+    before: Iteration
+
+
+class Discard(Message, frozen=True):
+    """Free the arenas and exit: for a job that nobody supervises any more."""
+
+
+class StatusRequest(Message, frozen=True):
+    """Ask for the node's own view and the job summary that the coordinator last sent."""
+
+
+class ScrubCounts(msgspec.Struct, frozen=True):
+    """What a node's scrub has done since its SMP started.
+
+    ``passes`` counts reads of everything that was committed; ``records`` are copies of
+    headers that were damaged and written anew.
+    """
+
+    passes: int = 0
+    bytes_read: int = 0
+    bad_blocks: int = 0
+    repaired_blocks: int = 0
+    records: int = 0
+
+
+class Status(Message, frozen=True):
+    """Answer to StatusRequest; ``summary`` is JSON of the coordinator's view, maybe empty."""
+
+    node: str
+    pid: int
+    incarnation: int
+    paused: bool
+    lease_seconds_left: float
+    resident_bytes: int
+    arenas: tuple[ArenaReport, ...]
+    progress: dict[str, int]
+    summary: bytes
+    scrub: ScrubCounts = ScrubCounts()
+
+
+class Lease(Message, frozen=True):
+    """Heartbeat of the coordinator: valid ``seconds`` from ``heard``, then trainers are killed.
+
+    ``heard`` is the newest ``clock`` that the coordinator has had from this SMP, 0 for none,
+    which grants nothing.  So a lease that lay in a queue, or that comes through while no
+    answer does, is not longer than the coordinator knows.  ``summary`` are those parts of the
+    job's summary (job_summary.py) that the node does not have.  ``scrub_percent`` is the share of
+    one core that the node's scrub may use, 0 for none.  ``told``: events of the node's ``stream``
+    up to this number have arrived.
+    """
+
+    incarnation: Count
+    seconds: Seconds
+    heard: float = 0.0
+    summary: dict[str, bytes] = {}
+    scrub_percent: float = 0.0
+    stream: Count = 0
+    told: Count = 0
+
+
+class HeldSnapshot(NamedTuple):
+    """A committed snapshot; ``protected`` if all of its shards here have parity."""
+
+    snapshot: SnapshotId
+    iteration: Iteration
+    protected: bool
+
+
+class LeaseAnswer(Message, frozen=True):
+    """Heartbeat of the SMP.  ``progress`` maps shard ids to their last finished iteration.
+
+    ``clock`` is the node's monotonic clock, in seconds.
+    ``pinned`` says that a Grant would be refused now, only because readers hold snapshots,
+    ``crowded`` that the last protected snapshot is in the way.  ``held`` is what all shards of the
+    node have committed.
+    ``rewind`` is what the user has asked for and whoever leads now has not acted on yet.
+    ``pulses`` maps shard ids to their trainers' signs of life, ``summary`` the parts of the
+    job's summary that the node has to their digests.
+    """
+
+    node: str
+    paused: bool
+    progress: dict[str, int]
+    encoder_world: str
+    resident_bytes: int
+    clock: float
+    pinned: bool = False
+    rewind: int | None = None
+    pulses: dict[str, PulseReport] = {}
+    summary: dict[str, bytes] = {}
+    crowded: bool = False
+    held: tuple[HeldSnapshot, ...] = ()
+
+
+class BadBlocks(Message, frozen=True):
+    """The scrub found blocks of a committed snapshot that fail their digests.
+
+    Numbers count blocks of the slot's data and parity region; ``more`` were not listed.
+    """
+
+    shard_id: str
+    snapshot: SnapshotId
+    data_blocks: tuple[int, ...]
+    parity_blocks: tuple[int, ...]
+    more: int = 0
+
+
+class Repaired(Message, frozen=True):
+    """So many blocks were recomputed, proved and written back; ``left`` could not be."""
+
+    shard_id: str
+    snapshot: SnapshotId
+    blocks: int
+    left: int
+
+
+class WriterGone(Message, frozen=True):
+    """A registered trainer or encoder has died; ``who`` is its shard id or world."""
+
+    role: str
+    who: str
+    pid: int
+
+
+class SlotFreed(Message, frozen=True):
+    """An aborted slot is free: its writer has stopped."""
+
+    shard_id: str
+    snapshot: SnapshotId
+
+
+class ReaderStalled(Message, frozen=True):
+    """A reader, or a process of a drain, has not run for long: its pin is dropped."""
+
+    reader: str
+    seconds: float
+
+
+Told = (
+    Hello
+    | Prepare
+    | Sealed
+    | Judged
+    | Missed
+    | Abandoned
+    | Restored
+    | Declined
+    | CorruptShard
+    | Unfit
+    | CaptureCost
+    | EncoderHello
+    | EncoderRefused
+    | Encoded
+    | Rebuilt
+    | OrderDone
+    | OrderFailed
+    | WriterGone
+    | ReaderStalled
+    | SlotFreed
+    | BadBlocks
+    | Repaired
+)
+"""What an SMP tells the coordinator unasked."""
+
+
+class NodeReport(Message, frozen=True):
+    """Several things that happened on one node, in this order."""
+
+    bodies: tuple[Told, ...]
+
+
+class Event(Message, frozen=True):
+    """Something happened on ``node``; ``body`` is one of the messages of this module.
+
+    ``first`` is its number, or that of the first thing of a report, in the SMP's ``stream`` of
+    events (upward.py).
+    """
+
+    node: str
+    incarnation: int
+    body: Told | NodeReport
+    stream: Count = 0
+    first: Count = 1

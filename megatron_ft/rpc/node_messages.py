@@ -1,0 +1,410 @@
+"""Messages between an SMP and the processes of its own node.
+
+What a trainer and its SMP say to each other.
+
+What an encoder and its SMP say to each other.
+
+What a reader of snapshots (drain, export, verify) and an SMP say to each other.
+
+What an SMP says of its trainers' progress, and how their stacks are asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from megatron_ft.arena.format import MAX_MEMBERS
+from megatron_ft.core.fewer_ranks import RankRule
+from megatron_ft.core.identity import Count, Hash, SealedRecord, ShardId, SnapshotId
+from megatron_ft.rpc.message_base import Message, Name, Pid
+
+
+class Hello(Message, frozen=True):
+    """A trainer introduces itself and is watched through a pidfd from here on.
+
+    ``coordinates`` are its model-parallel coordinates without the data-parallel one;
+    ``pid_namespace`` is where ``pid`` holds, 0 if that is not known.
+    """
+
+    pid: Pid
+    rank: Count
+    world_size: Count
+    local_index: Count
+    shard_id: ShardId
+    coordinates: tuple[int, ...]
+    incarnation: Count
+    pid_namespace: Count = 0
+
+
+class Welcome(Message, frozen=True):
+    """Answer to Hello; with ``restore`` when the shard has a snapshot to load."""
+
+    arena: str | None = None
+    slot: int = 0
+    restore: SealedRecord | None = None
+    source: str = ""
+
+
+class Prepare(Message, frozen=True):
+    """The trainer's layout is planned; answered by Prepared once every arena exists.
+
+    ``interval`` is the number of iterations between snapshots, 0 if the job is to find it;
+    ``rank_rule`` says with how many ranks the command could go on, None: with as many only.
+    """
+
+    shard_id: ShardId
+    layout_hash: bytes
+    required_bytes: Count
+    interval: Count
+    rank_rule: RankRule | None = None
+
+
+class Prepared(Message, frozen=True):
+    """The arena is allocated in full and may be mapped."""
+
+    arena: str
+
+
+class Begins(Message, frozen=True):
+    """The permitted iteration is over: the slot is wanted now; nothing is written to it before.
+
+    There is no answer but the slot's header, which turns to CAPTURING, or a revoked permit.
+    """
+
+    shard_id: ShardId
+    snapshot: SnapshotId
+    iteration: Count
+    slot: Count
+
+
+class Sealed(Message, frozen=True):
+    """All bytes and digests of the shard are in the granted slot; capture has ended.
+
+    With ``judged_later`` the snapshot waits for this rank's Judged before it is protected.
+    """
+
+    record: SealedRecord
+    judged_later: bool = False
+
+
+class Judged(Message, frozen=True):
+    """What the next loss says of a snapshot's state: ``problem`` is empty if it is good."""
+
+    shard_id: ShardId
+    snapshot: SnapshotId
+    problem: str = ""
+
+
+class Missed(Message, frozen=True):
+    """The trainer passed the permitted iteration without capturing."""
+
+    shard_id: ShardId
+    snapshot: SnapshotId
+
+
+class Abandoned(Message, frozen=True):
+    """Capture has ended without a usable result; nothing is written to the slot any more."""
+
+    shard_id: ShardId
+    snapshot: SnapshotId
+    reason: str
+
+
+class Restored(Message, frozen=True):
+    """The trainer has loaded its shard and goes on from there; answered with Noted."""
+
+    shard_id: ShardId
+    snapshot: SnapshotId
+    seconds: float
+    source: str
+
+
+class Declined(Message, frozen=True):
+    """The trainers have agreed to start without the snapshot that this one was offered.
+
+    ``iteration`` is that of the checkpoint they start from, -1 if they start from scratch.
+    """
+
+    shard_id: ShardId
+    snapshot: SnapshotId
+    reason: str
+    iteration: int = -1
+
+
+class Noted(Message, frozen=True):
+    """The SMP has sent a Restored on, so the coordinator hears it whatever becomes of the rank."""
+
+
+class CorruptShard(Message, frozen=True):
+    """The trainer found bytes that fail their digests, and loaded nothing."""
+
+    shard_id: ShardId
+    snapshot: SnapshotId
+    blocks: int
+
+
+class Unfit(Message, frozen=True):
+    """The trainer's shard cannot take the snapshot, now or ever: starting again will not help.
+
+    ``error`` names a class of megatron_ft.core.errors.
+    """
+
+    shard_id: ShardId
+    error: str
+    reason: str
+
+
+class CaptureCost(Message, frozen=True):
+    """How long one snapshot held the training thread, and how long its copy took.
+
+    ``iteration_seconds`` is what an iteration usually takes without any, ``shadow_seconds`` by
+    how much a snapshot usually makes its iterations longer without holding them; 0: unknown.
+    """
+
+    shard_id: ShardId
+    snapshot: SnapshotId
+    stall_seconds: float
+    copy_seconds: float
+    copied_bytes: int
+    iteration_seconds: float = 0.0
+    shadow_seconds: float = 0.0
+
+
+class Outcome(Message, frozen=True):
+    """SMP to trainer: a snapshot reached ``state``: protected, committed or aborted."""
+
+    snapshot: SnapshotId
+    state: str
+
+
+Members = Annotated[tuple[SealedRecord, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
+"""The records of a stripe's members, in order."""
+
+
+class EncoderHello(Message, frozen=True):
+    """An encoder of world ``world`` introduces itself and is watched through a pidfd.
+
+    ``incarnation`` is the life that it was started for.
+    """
+
+    pid: Pid
+    world: Name
+    world_rank: int
+    world_size: int
+    incarnation: int
+
+
+class EncoderWelcome(Message, frozen=True):
+    """Answer to EncoderHello: what encoders need to open the node's arenas."""
+
+    job: str
+    node: str
+
+
+class StripeOrder(msgspec.Struct, frozen=True):
+    """One stripe's part of an order, the same on every encoder of the world.
+
+    ``members`` are shard ids in stripe order, ``world_ranks`` where each one's
+    encoder is, ``arenas`` maps the members of the receiving node to arena paths,
+    ``slots`` to the slot that holds the snapshot there.
+    """
+
+    index: int
+    kind: str
+    data_members: int
+    parity_members: int
+    data_bytes: int
+    block_bytes: int
+    digest_algorithm: int
+    members: tuple[str, ...]
+    world_ranks: tuple[int, ...]
+    arenas: dict[str, str]
+    slots: dict[str, int]
+    lost: tuple[str, ...] = ()
+
+
+class EncodeOrder(Message, frozen=True):
+    """SMP to encoder: compute the parity of these stripes, in this order."""
+
+    snapshot: SnapshotId
+    world: str
+    stripes: tuple[StripeOrder, ...]
+
+
+class RebuildOrder(Message, frozen=True):
+    """SMP to encoder: recompute data and parity of the ``lost`` members of these stripes."""
+
+    snapshot: SnapshotId
+    world: str
+    stripes: tuple[StripeOrder, ...]
+
+
+class VerifyOrder(Message, frozen=True):
+    """SMP to encoder: recompute parity and compare, change nothing."""
+
+    snapshot: SnapshotId
+    world: str
+    stripes: tuple[StripeOrder, ...]
+
+
+class RepairOrder(Message, frozen=True):
+    """SMP to encoder: recompute these blocks of one member from the rest of its stripe."""
+
+    snapshot: SnapshotId
+    world: str
+    stripes: tuple[StripeOrder, ...]
+    shard_id: ShardId
+    data_blocks: tuple[int, ...]
+    parity_blocks: tuple[int, ...]
+
+
+class Recomputed(Message, frozen=True):
+    """Encoder to SMP: whole blocks of a damaged shard by number; ``left`` could not be had.
+
+    Nothing is written yet: the SMP proves them against the slot's header and writes.
+    """
+
+    snapshot: SnapshotId
+    world: str
+    shard_id: ShardId
+    data: dict[int, bytes]
+    parity: dict[int, bytes]
+    left: int
+
+
+class Encoded(Message, frozen=True):
+    """Encoder to SMP: this member's parity is complete and digested, its table known."""
+
+    snapshot: SnapshotId
+    world: str
+    shard_id: ShardId
+    parity_root: Hash
+    stripe_table: Members
+    bytes_sent: int
+    seconds: float
+
+
+class Rebuilt(Message, frozen=True):
+    """Encoder to SMP: this lost member's data and parity are back and match their digests."""
+
+    snapshot: SnapshotId
+    world: str
+    shard_id: ShardId
+    record: SealedRecord
+    parity_root: Hash
+    stripe_table: Members
+    bytes_sent: int
+    seconds: float
+
+
+class Loaded(Message, frozen=True):
+    """Loader to SMP: this shard's data are back from disk and match their digests.
+
+    Answered by Ok once that is stored, so that the loader may end.
+    """
+
+    world: str
+    record: SealedRecord
+
+
+class OrderDone(Message, frozen=True):
+    """Encoder to SMP: every stripe of the order that touches this node is finished."""
+
+    snapshot: SnapshotId
+    world: str
+
+
+class EncoderRefused(Message, frozen=True):
+    """SMP to coordinator: an encoder of ``world`` was turned away, so the world cannot be up."""
+
+    world: str
+    reason: str
+
+
+class OrderFailed(Message, frozen=True):
+    """Encoder to SMP: the order cannot be finished; ``corrupt`` names a shard with bad bytes."""
+
+    snapshot: SnapshotId
+    world: str
+    reason: str
+    corrupt: str = ""
+
+
+class Pin(Message, frozen=True):
+    """Keep the slots that hold ``snapshot`` from being reused; answered by Ok or Refused.
+
+    ``reader`` is a name of the reader's own making, one for each pin.  The pin lasts until
+    Unpin or the death of process ``pid``, and is void from the next incarnation on.
+    """
+
+    reader: Name
+    snapshot: SnapshotId
+    pid: Pid
+
+
+class Errand(Message, frozen=True):
+    """A process ``pid`` that the supervisor's life ``incarnation`` has started for a drain.
+
+    It is ended when the lease runs out or another life is admitted.  Answered by Ok, or
+    Refused when either has happened.
+    """
+
+    who: Name
+    pid: Pid
+    incarnation: Count
+
+
+class Unpin(Message, frozen=True):
+    """The reader has read what it wanted; answered by Ok, also when there is no such pin."""
+
+    reader: Name
+
+
+class PulseReport(msgspec.Struct, frozen=True, array_like=True):
+    """One trainer's signs of life as its node sees them; all times are durations in seconds.
+
+    ``idle`` is how long it has passed no mark, ``quiet`` how long its watching thread has not
+    run, ``state`` the kernel's letter for its process (proc(5)), ``age`` how long the process
+    is there.  The parts of its start are 0 until its first iteration has ended.  See
+    rpc.pulse.Pulse for the rest.
+    """
+
+    rank: int
+    phase: int
+    iteration: int
+    marks: int
+    done: int
+    idle: float
+    quiet: float
+    typical: float
+    longest: float
+    window: int
+    own: float
+    spread: float
+    state: str
+    age: float
+    imports: float
+    communicators: float
+    set_up: float
+    restore: float
+    first_iteration: float
+
+
+class StacksRequest(Message, frozen=True):
+    """Have all trainers of the node write their stacks.
+
+    ``resume`` also wakes those that are suspended, which write theirs only then: for a life
+    that is about to be ended.
+    """
+
+    incarnation: Count
+    resume: bool = False
+
+
+class Stacks(Message, frozen=True):
+    """Answer to StacksRequest: shard id to what faulthandler wrote, as far as it came in time."""
+
+    node: str
+    stacks: dict[str, str]
