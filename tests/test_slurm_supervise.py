@@ -129,7 +129,9 @@ def test_nothing_follows_a_requeue(tmp_path: Path) -> None:
     """Slurm may end what the script waits for before it ends the script."""
     batch = Batch(tmp_path, 13, REQUEUE="0")
     batch.start().wait(60)
-    calls = batch.calls.read_text().splitlines()
+    # Deputies that the script has begun beside itself may still look for their nodes.
+    looks = ("scontrol show hostnames", "squeue")
+    calls = [c for c in batch.calls.read_text().splitlines() if not c.startswith(looks)]
     assert calls[-2:] == ["scontrol requeue 9", "sleep infinity"], calls
 
 
