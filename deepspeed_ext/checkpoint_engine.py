@@ -43,7 +43,7 @@ _SHORTEST_SECONDS = 0.01
 """A store takes less than a millisecond for no limit at all."""
 
 _GRACE_SECONDS = 5.0
-"""How much longer than rank 0 the others wait, so that they hear its decision, not a timeout."""
+"""Extra wait of the other ranks, so that they hear rank 0's decision before they time out."""
 
 
 class Agreement:
@@ -110,7 +110,7 @@ class Agreement:
     def _announce(self, failures: dict[int, str], missing: list[int]) -> dict[str, Any]:
         decision = {"failures": failures, "missing": missing}
         self._store.set(self._decision_key(self._meeting), json.dumps(decision))
-        # Whoever came to this meeting has read the decision of the one before the last.
+        # A rank at this meeting has read the decision of the one before the last.
         self._store.delete_key(self._decision_key(self._meeting - 2))
         return json.loads(json.dumps(decision))  # type: ignore[no-any-return]
 
@@ -196,14 +196,14 @@ def _own_classes() -> list[Any]:
 
 
 def _members_by_getattr() -> bool:
-    """Whether this Python (3.11.0 to 3.11.3) pickles an enumeration's member by getattr."""
+    """Tells whether this Python (3.11.0 to 3.11.3) pickles members of an enumeration by getattr."""
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
     return ZeroStageEnum.weights.__reduce_ex__(2)[0] is getattr
 
 
 def _stage(kind: type[Any], name: str) -> Any:
-    """What those files get for getattr: the real one would give them all that Python can do."""
+    """Stands in for getattr in those files: the real one would let them run any code."""
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
     if kind is not ZeroStageEnum:

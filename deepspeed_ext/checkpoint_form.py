@@ -116,7 +116,7 @@ class _Memory(NamedTuple):
 
 
 def fragments(view: OptimizerView) -> Iterator[Fragment]:
-    """What this rank's masters consist of, in their order; padding is not mentioned."""
+    """The parts of this rank's masters, in their order, without padding."""
     parts = sorted(((_Memory.of(part), p, start) for p, start, part in _parts(view)), key=_first)
     starts = [memory.first for memory, *_ in parts]
     for master, memory in _laid_out(view):
@@ -327,7 +327,7 @@ ROOT, TAG = "root", "tag"
 
 
 def record(engine: Any) -> dict[str, Any]:
-    """What this rank would save, by the name of the file in the checkpoint's folder.
+    """The content of each file that this rank would save, by its name in the checkpoint.
 
     The trees hold live tensors and objects.  Whatever DeepSpeed raises comes through.
     """
@@ -375,7 +375,7 @@ class _Recorder:
 
 
 class _NoCopies(TorchFunctionMode):
-    """What copies a tensor gives the tensor: that DeepSpeed copies it does not show in a file."""
+    """Returns the tensor for a call that copies it: a copy looks the same in a file."""
 
     def __torch_function__(
         self,

@@ -162,7 +162,7 @@ def _fill_model_file(tree: Tree, objects: Mapping[str, Any]) -> None:
 
 
 def client_entries(objects: Mapping[str, Any], declared: Mapping[str, str]) -> Tree:
-    """What the script would have given to ``save_checkpoint`` at the snapshot's step.
+    """The ``client_state`` that the script would have saved at the snapshot's step.
 
     ``declared`` says which entries follow which of DeepSpeed's counters.  ExportError if it
     was given at another step and holds an entry of which nothing says what it is now.
@@ -276,7 +276,7 @@ def announce(directory: Path, iteration: int) -> None:
 
 
 def advice(directory: Path) -> str:
-    """How to go on from what was exported."""
+    """Tells how to resume from the exported checkpoint."""
     return f"engine.load_checkpoint({str(directory)!r})"
 
 

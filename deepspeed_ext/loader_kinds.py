@@ -70,7 +70,7 @@ class EpochNumbers:
             sampler.epoch = epoch
 
     def resume(self, epochs: Sequence[int]) -> None:
-        """Go on in these epochs, whatever number the script has for them."""
+        """Continue in these epochs, whatever number the script has for them."""
         self._offset = [epoch - said for epoch, said in zip(epochs, self._said, strict=True)]
         self.set(epochs)
 

@@ -88,7 +88,7 @@ class SnapshotLog:
             self._write({TAG + figure.name: figure.value for figure in figures(self._stats)})
         except Exception:
             self._on = False
-            log.warning("snapshots are no longer logged; training goes on", exc_info=True)
+            log.warning("snapshots are no longer logged; training continues", exc_info=True)
 
     def _write(self, values: dict[str, float]) -> None:
         samples = self._engine.global_samples

@@ -61,5 +61,5 @@ def test_a_monitor_that_fails_ends_the_log_and_nothing_else(
         stats.taken = 1
         shown.end_step()
     assert [r.getMessage() for r in caplog.records] == [
-        "snapshots are no longer logged; training goes on"
+        "snapshots are no longer logged; training continues"
     ]

@@ -8,7 +8,7 @@ Optimizer state that several masters share.
 
 DeepSpeed's load of a universal checkpoint under ZeRO-3 gives all sub-groups one ``step``,
 which each of them advances: steps are counted several times, and the bias corrections of
-Adam with them.  A job that began so goes on so, whether it was interrupted or not.
+Adam with them.  A job that began so keeps to it, whether it was interrupted or not.
 
 How the states of DeepSpeed's own optimizers begin.
 
@@ -219,7 +219,7 @@ def _on_host(*moments: str) -> StateMaker:
 
 
 def _fused(*moments: str) -> StateMaker:
-    """Of the fused optimizers: ``step`` goes on from the group's, if a checkpoint set one."""
+    """Of the fused optimizers: ``step`` continues from the group's, if a checkpoint set one."""
 
     def make(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
         zeros = {name: torch.zeros_like(parameter).detach() for name in moments}

@@ -109,7 +109,7 @@ def plan_write(copies: Copies, place: RecordPlace, payload: bytes) -> list[Store
     versions = [parsed[0] if (parsed := parse_copy(raw, place)) else 0 for raw in copies]
     version = max(versions)
     if version > MAX_VERSION - 2:
-        raise ArenaCorruptError(f"a record's version counter is {version}: it cannot go on")
+        raise ArenaCorruptError(f"a record's version counter is {version}: it cannot increase")
     older = 0 if versions[0] <= versions[1] else 1
     return [
         *_copy_stores(place, older, version + 1, payload),

@@ -273,7 +273,7 @@ def announce(directory: Path, iteration: int) -> None:
 
 
 def advice(directory: Path) -> str:
-    """How to go on from what was exported."""
+    """Tells how to resume from the exported checkpoint."""
     return f"--load {directory}"
 
 

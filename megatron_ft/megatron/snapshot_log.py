@@ -48,7 +48,7 @@ class SnapshotLog:
             self._log(iteration)
         except Exception:
             self._is_last_rank = False
-            log.warning("snapshots are no longer logged; training goes on", exc_info=True)
+            log.warning("snapshots are no longer logged; training continues", exc_info=True)
 
     def _log(self, iteration: int) -> None:
         text_is_due = iteration % self._text_interval == 0
