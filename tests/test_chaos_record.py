@@ -8,9 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ft.cli.chaos import command as chaos
-from megatron_ft.cli.chaos import report
-from megatron_ft.cli.chaos import report as record
+from megatron_ft.cli.chaos import command, report
 from megatron_ft.cli.chaos.cases import Case, table
 from megatron_ft.cli.chaos.report import FAILED, Restore, Result
 from megatron_ft.cli.chaos.settings import Settings
@@ -32,9 +30,9 @@ def settings(tmp_path: Path) -> Settings:
 def test_what_is_kept_is_read_again(settings: Settings, tmp_path: Path) -> None:
     kept = [result(case) for case in CASES[:5]]
     path = tmp_path / "results.json"
-    assert record.read(path, settings) == []
-    record.write(path, kept, settings)
-    assert record.read(path, settings) == kept
+    assert report.read(path, settings) == []
+    report.write(path, kept, settings)
+    assert report.read(path, settings) == kept
 
 
 @pytest.mark.parametrize(
@@ -44,9 +42,9 @@ def test_results_of_other_settings_are_refused(
     settings: Settings, tmp_path: Path, other: dict[str, object]
 ) -> None:
     path = tmp_path / "results.json"
-    record.write(path, [], settings)
+    report.write(path, [], settings)
     with pytest.raises(ConfigError, match="give the same flags, or another --json"):
-        record.read(path, replace(settings, **other))
+        report.read(path, replace(settings, **other))
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"setting": {}, "cases": [{}]}'])
@@ -56,23 +54,23 @@ def test_a_file_of_something_else_is_refused(
     path = tmp_path / "results.json"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="holds no results"):
-        record.read(path, settings)
+        report.read(path, settings)
 
 
 def test_only_what_has_passed_is_left_out(settings: Settings, tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     passed, failed, unwanted = CASES[1], CASES[2], CASES[9]
     known = [result(passed), result(failed, FAILED), result(unwanted)]
-    record.write(path, known, settings)
+    report.write(path, known, settings)
     arguments = SimpleNamespace(go_on=True, json=path)
-    assert chaos._kept(arguments, CASES[:4], settings) == [result(passed)]
+    assert command._kept(arguments, CASES[:4], settings) == [result(passed)]
     arguments.go_on = False
-    assert chaos._kept(arguments, CASES[:4], settings) == []
+    assert command._kept(arguments, CASES[:4], settings) == []
 
 
 def test_to_go_on_needs_a_file(settings: Settings) -> None:
     with pytest.raises(ConfigError, match="give --json FILE"):
-        chaos._kept(SimpleNamespace(go_on=True, json=None), CASES, settings)
+        command._kept(SimpleNamespace(go_on=True, json=None), CASES, settings)
 
 
 def test_the_table_has_every_case_once_and_says_when(settings: Settings) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_ft.cli.doctor.checks import node as checks
+from megatron_ft.cli.doctor.checks import node
 from megatron_ft.cli.doctor.facts import Facts, Verdict
 from megatron_ft.core.environment import TREE
 from megatron_ft.launchers.slurm.launcher import step_command
@@ -91,10 +91,10 @@ def facts(**changes: object) -> Facts:
 def test_trainers_that_their_smp_cannot_end_are_refused(
     changes: dict[str, object], words: str
 ) -> None:
-    bad, good = checks.same_processes(facts(**changes))
+    bad, good = node.same_processes(facts(**changes))
     assert (bad.verdict, bad.nodes, bad.advice) == (Verdict.REFUSED, ("n1",), words)
     assert good.verdict is Verdict.OK and "podman" in good.text
-    (all_good,) = checks.same_processes(facts(pid_namespace=7, user=1000))
+    (all_good,) = node.same_processes(facts(pid_namespace=7, user=1000))
     assert all_good.verdict is Verdict.OK
 
 

@@ -11,7 +11,7 @@ import pytest
 from megatron_ft.checkpoint.decide import Decision, StripeState
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor import restore as recovery
+from megatron_ft.supervisor import restore
 from megatron_ft.supervisor.restore import RebuildError, Restore
 
 LIFE, WORLD, SNAPSHOT = 4, "w4", SnapshotId(3, 7)
@@ -47,7 +47,7 @@ class Coordinator:
 def rebuild(*bodies: Any) -> None:
     async def story() -> None:
         coordinator: Any = Coordinator(*bodies)
-        await asyncio.wait_for(recovery._rebuild(coordinator, PLAN, SNAPSHOT), 10)
+        await asyncio.wait_for(restore._rebuild(coordinator, PLAN, SNAPSHOT), 10)
 
     asyncio.run(story())
 

@@ -16,8 +16,7 @@ from megatron_ft.cli import main as cli
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.launchers.mpirun import MpiKind, MpiLauncher, world_environment
 from megatron_ft.launchers.outer_launcher import outside_of_steps
-from megatron_ft.launchers.slurm import allocation
-from megatron_ft.launchers.slurm import launcher as remote_shell
+from megatron_ft.launchers.slurm import allocation, launcher
 from megatron_ft.launchers.slurm.allocation import (
     Allocation,
     job_reference,
@@ -86,7 +85,7 @@ def test_the_task_of_a_step_logs_by_itself_and_is_told_no_rank(tmp_path: Path) -
 
 def test_mpirun_reaches_a_node_by_a_step_of_its_own(tmp_path: Path) -> None:
     settings = reach_by_steps(OPEN_MPI, {"n0": "7", "n5": "8"}, tmp_path, ["-v"], tmp_path)
-    words = remote_shell.remote_command("n0", ["echo", "$TMPDIR;", "pwd"], settings)
+    words = launcher.remote_command("n0", ["echo", "$TMPDIR;", "pwd"], settings)
     assert {"srun", "--jobid=7", "--nodelist=n0", "-v"} <= set(words)
     script = words[words.index("/bin/sh") :]
     done = subprocess.run(script, cwd="/", capture_output=True, text=True, check=True)
@@ -97,7 +96,7 @@ def test_mpirun_reaches_a_node_by_a_step_of_its_own(tmp_path: Path) -> None:
 
 def test_mpirun_reaches_a_replacement_host_in_the_job_that_brought_it(tmp_path: Path) -> None:
     settings = reach_by_steps(OPEN_MPI, {"n0": "7", "n5": "8"}, tmp_path, [], tmp_path)
-    words = {n: remote_shell.remote_command(n, ["true"], settings) for n in ("n0", "n5")}
+    words = {n: launcher.remote_command(n, ["true"], settings) for n in ("n0", "n5")}
     jobs = {node: [w for w in found if w.startswith("--jobid")] for node, found in words.items()}
     assert jobs == {"n0": ["--jobid=7"], "n5": ["--jobid=8"]}
 
@@ -154,7 +153,7 @@ def test_slurms_configuration_reaches_srun_and_not_mpirun(
 ) -> None:
     monkeypatch.setenv("SLURM_CONF", "/etc/other.conf")
     settings = reach_by_steps(OPEN_MPI, {"n0": "7", "n5": "8"}, tmp_path, [], tmp_path)
-    assert json.loads(settings[remote_shell.SRUN])[:2] == ["env", "SLURM_CONF=/etc/other.conf"]
+    assert json.loads(settings[launcher.SRUN])[:2] == ["env", "SLURM_CONF=/etc/other.conf"]
     assert "SLURM_CONF" not in world_environment(OPEN_MPI, os.environ, tmp_path, settings)
 
 

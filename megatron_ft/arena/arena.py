@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ft.arena import binary, files, limits
-from megatron_ft.arena import binary as record
 from megatron_ft.arena import format as fmt
 from megatron_ft.arena.binary import RecordPlace
 from megatron_ft.arena.format import ArenaHeader, Geometry, Permit, SlotHeader
@@ -32,13 +31,13 @@ NO_PROGRESS = -1
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 _HEADER_PLACE = RecordPlace(
-    fmt.HEADER_OFFSET, fmt.HEADER_COPY_BYTES, binary.HEADER_BYTES, record.KIND_HEADER
+    fmt.HEADER_OFFSET, fmt.HEADER_COPY_BYTES, binary.HEADER_BYTES, binary.KIND_HEADER
 )
 _PERMIT_PLACE = RecordPlace(
-    fmt.PERMIT_OFFSET, fmt.WORD_COPY_BYTES, binary.PERMIT_BYTES, record.KIND_PERMIT
+    fmt.PERMIT_OFFSET, fmt.WORD_COPY_BYTES, binary.PERMIT_BYTES, binary.KIND_PERMIT
 )
 _PROGRESS_PLACE = RecordPlace(
-    fmt.PROGRESS_OFFSET, fmt.WORD_COPY_BYTES, binary.PROGRESS_BYTES, record.KIND_PROGRESS
+    fmt.PROGRESS_OFFSET, fmt.WORD_COPY_BYTES, binary.PROGRESS_BYTES, binary.KIND_PROGRESS
 )
 
 
@@ -182,7 +181,7 @@ class Arena:
         ]
 
     def _is_damaged(self, place: RecordPlace) -> bool:
-        return any(record.parse_copy(raw, place) is None for raw in self._copies(place))
+        return any(binary.parse_copy(raw, place) is None for raw in self._copies(place))
 
     def permit(self) -> Permit | None:
         """The permit as it is in memory now; None if there is none or it is damaged."""
@@ -264,7 +263,7 @@ class Arena:
 
     def _slot_place(self, slot: int) -> RecordPlace:
         at = self._geometry.slot_header_offset(slot)
-        return RecordPlace(at, fmt.SLOT_COPY_BYTES, binary.SLOT_BYTES, record.KIND_SLOT, slot)
+        return RecordPlace(at, fmt.SLOT_COPY_BYTES, binary.SLOT_BYTES, binary.KIND_SLOT, slot)
 
     def _view(self, dtype: type[_Scalar], at: int, count: int, writable: bool) -> NDArray[_Scalar]:
         everything = self._everything()
@@ -290,13 +289,13 @@ class Arena:
                 )
             return self._writable[at]
 
-    def _copies(self, place: RecordPlace) -> record.Copies:
+    def _copies(self, place: RecordPlace) -> binary.Copies:
         mapping = self._everything()
         first = mapping.read(place.offset, place.stored_bytes)
         return first, mapping.read(place.offset + place.copy_bytes, place.stored_bytes)
 
     def _read(self, place: RecordPlace) -> bytes | None:
-        return record.read_settled(lambda: self._copies(place), place)
+        return binary.read_settled(lambda: self._copies(place), place)
 
     def _read_required(self, place: RecordPlace, what: str) -> bytes:
         raw = self._read(place)
@@ -306,7 +305,7 @@ class Arena:
 
     def _write(self, place: RecordPlace, payload: bytes) -> None:
         mapping = self._writable_mapping(0, self._geometry.control_bytes)
-        for store in record.plan_write(self._copies(place), place, payload):
+        for store in binary.plan_write(self._copies(place), place, payload):
             mapping.write(store.offset, store.raw)
 
 
@@ -327,11 +326,11 @@ def read_whole_header(fd: int, path: Path) -> ArenaHeader:
     """The header by a copy that is whole, whatever the file's first bytes are; ArenaError."""
     place = _HEADER_PLACE
 
-    def copies() -> record.Copies:
+    def copies() -> binary.Copies:
         first = os.pread(fd, place.stored_bytes, place.offset)
         return first, os.pread(fd, place.stored_bytes, place.offset + place.copy_bytes)
 
-    raw = record.read_settled(copies, place)
+    raw = binary.read_settled(copies, place)
     if raw is None:
         files.check_length(fd, path, Geometry(1, 1, 0, 1).file_bytes)
         raise ArenaCorruptError(_both_damaged(path, "arena header"))

@@ -24,10 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron_ft.cli.chaos import job as network
-from megatron_ft.cli.chaos import random_command as chaos_random
-from megatron_ft.cli.chaos import report
-from megatron_ft.cli.chaos import report as record
+from megatron_ft.cli.chaos import job, random_command, report
 from megatron_ft.cli.chaos.cases import FAULTS, VICTIMS, Case, draw, table
 from megatron_ft.cli.chaos.oracle import OracleError, run_oracle, warm_python
 from megatron_ft.cli.chaos.report import Result
@@ -71,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="draws cases, victims and moments")
     parser.add_argument("--cases", type=int, default=1, help="how many to draw (%(default)s)")
-    chaos_random.add_arguments(parser)
+    random_command.add_arguments(parser)
     parser.add_argument("--protect", help="protection (default: xor:2, with --random all)")
     parser.add_argument("--nodes", type=int, help="nodes that train (default: one stripe)")
     parser.add_argument("--ranks-per-node", type=int, default=1, help="trainers a node")
@@ -96,7 +93,7 @@ def main(arguments: argparse.Namespace) -> int:
         print(listing())
         return 0
     if arguments.random:
-        return chaos_random.main(arguments)
+        return random_command.main(arguments)
     arguments.protect = arguments.protect or "xor:2"
     command = tuple(command_of(arguments))
     nodes = arguments.nodes or Scheme.parse(arguments.protect).members
@@ -174,7 +171,7 @@ def _cases(arguments: argparse.Namespace, settings: Settings) -> list[Case]:
 
 def _possible(cases: Sequence[Case]) -> list[Case]:
     """Those that can be run on this machine."""
-    reason = network.missing() if any(case.victim == "network" for case in cases) else ""
+    reason = job.missing() if any(case.victim == "network" for case in cases) else ""
     if reason:
         print(f"not run: cases that cut a network: {reason}", flush=True)
     return [case for case in cases if case.victim != "network" or not reason]
@@ -201,7 +198,7 @@ def _kept(arguments: argparse.Namespace, cases: Sequence[Case], settings: Settin
     if arguments.json is None:
         raise ConfigError("--continue asks what has passed already: give --json FILE, too")
     wanted = {str(case) for case in cases}
-    known = record.read(arguments.json, settings)
+    known = report.read(arguments.json, settings)
     return [result for result in known if result.good and result.case in wanted]
 
 
@@ -217,12 +214,12 @@ def _write(
     if arguments.markdown:
         arguments.markdown.write_text(report.markdown(ordered, settings))
     if arguments.json:
-        record.write(arguments.json, ordered, settings)
+        report.write(arguments.json, ordered, settings)
 
 
 def _finish(arguments: argparse.Namespace, settings: Settings, results: Sequence[Result]) -> int:
     failed = [result for result in results if not result.good]
-    missing = record.unreached(results) if arguments.table else []
+    missing = report.unreached(results) if arguments.table else []
     print(f"{len(results)} cases, {len(failed)} failed")
     if missing:
         print(f"never reached: {', '.join(missing)}")

@@ -11,8 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron_ft.checkpoint import export_drained as drained
-from megatron_ft.checkpoint import native
+from megatron_ft.checkpoint import export_drained, native
 from megatron_ft.checkpoint.drain import run_step
 from megatron_ft.checkpoint.form import CheckpointForm, add_format, whole_folder
 from megatron_ft.checkpoint.source import OpenSnapshot
@@ -50,4 +49,4 @@ def advice(directory: Path) -> str:
 
 if __name__ == "__main__":
     add_format(FRAMEWORK, "chaos", MODULE)
-    sys.exit(run_step({"export": drained.export}, f"python -m {MODULE}"))
+    sys.exit(run_step({"export": export_drained.export}, f"python -m {MODULE}"))

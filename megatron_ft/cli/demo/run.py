@@ -6,11 +6,9 @@ import asyncio
 import time
 from pathlib import Path
 
-from megatron_ft.cli.demo import report as compare
-from megatron_ft.cli.demo import report as memory
 from megatron_ft.cli.demo.inject import Injector, interruptible, run_oracle
 from megatron_ft.cli.demo.outcome import outcomes
-from megatron_ft.cli.demo.report import Report, overhead
+from megatron_ft.cli.demo.report import Report, compare_runs, node_memory, overhead, versions
 from megatron_ft.cli.demo.screen import Screen
 from megatron_ft.cli.demo.settings import (
     DemoSettings,
@@ -90,7 +88,7 @@ class Demo:
     def _judge(self) -> None:
         settings, folders, report = self.settings, self.folders, self.report
         self.screen.say("comparing both runs bit by bit")
-        report.comparison = compare.compare_runs(
+        report.comparison = compare_runs(
             folders.protected, folders.oracle, settings.world_size, settings.iterations
         )
         ours, oracle = (read_trace(folder, 0) for folder in (folders.protected, folders.oracle))
@@ -110,7 +108,7 @@ class Demo:
         names = [f"node{number}" for number in range(spec.nodes + spec.spares)]
         cluster = VirtualCluster(spec.name, names)
         try:
-            self.report.versions = memory.versions(cluster, self.settings.framework)
+            self.report.versions = versions(cluster, self.settings.framework)
             with JobState(self.folders.state, spec.name) as state:
                 try:
                     asyncio.run(interruptible(lambda: self._train(spec, cluster, state)))
@@ -160,7 +158,7 @@ class Demo:
             log.close()
 
     async def _sample(self, cluster: VirtualCluster) -> None:
-        nodes = await asyncio.to_thread(memory.node_memory, cluster)
+        nodes = await asyncio.to_thread(node_memory, cluster)
         self.report.memory = nodes or self.report.memory
 
 

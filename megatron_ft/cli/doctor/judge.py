@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_ft.cli.doctor.checks import cluster, node
-from megatron_ft.cli.doctor.checks import cluster as memory
-from megatron_ft.cli.doctor.checks import cluster as network
-from megatron_ft.cli.doctor.checks import cluster as speed
 from megatron_ft.cli.doctor.facts import Facts, Finding
 
 CHECKS: tuple[Callable[[Facts], list[Finding]], ...] = (
@@ -18,19 +15,19 @@ CHECKS: tuple[Callable[[Facts], list[Finding]], ...] = (
     node.steps,
     node.frameworks,
     node.same,
-    memory.folder,
-    memory.room,
-    memory.leftovers,
+    cluster.folder,
+    cluster.room,
+    cluster.leftovers,
     node.same_arena,
     node.same_processes,
     node.remove_ipc,
     node.descriptors,
     node.locked_memory,
     node.cores,
-    speed.rates,
-    network.world,
-    speed.clocks,
-    speed.drain,
+    cluster.rates,
+    cluster.world,
+    cluster.clocks,
+    cluster.drain,
     node.folders,
 )
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ft.arena import mapping as huge_pages
-from megatron_ft.arena.mapping import Mapping
+from megatron_ft.arena.mapping import Mapping, allocate
 from megatron_ft.checkpoint.durable import Disk
 from megatron_ft.cli.doctor.facts import DrainPlace, Rates
 from megatron_ft.core.errors import MegatronFTError
@@ -72,7 +71,7 @@ def _arena_rate(path: Path, source: Bytes) -> float:
     """Copies into memory like an arena's, whose pages are there as in the second snapshot."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        huge_pages.allocate(descriptor, source.nbytes)
+        allocate(descriptor, source.nbytes)
         os.posix_fallocate(descriptor, 0, source.nbytes)
         mapping = Mapping(descriptor, 0, source.nbytes, writable=True, name=str(path))
         target = mapping.view(np.uint8, 0, source.nbytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_ft.rpc import messages as m
-from megatron_ft.smp import slots as slot_recovery
+from megatron_ft.smp import slots as slot_changes
 from megatron_ft.smp.node_shards import MendSlot, NodeShards, ToTrainer
 
 
@@ -23,7 +23,7 @@ def rebuilt(node: NodeShards, message: m.Rebuilt) -> m.Message:
     """A lost member is here again, its digests proven."""
     node.check_world(message.world)
     slots = node.slots_of(message.shard_id)
-    slot_recovery.rebuilt(slots, message.record, message.parity_root, message.stripe_table)
+    slot_changes.rebuilt(slots, message.record, message.parity_root, message.stripe_table)
     node.tell(message)
     return m.Ok()
 
@@ -31,7 +31,7 @@ def rebuilt(node: NodeShards, message: m.Rebuilt) -> m.Message:
 def loaded(node: NodeShards, message: m.Loaded) -> m.Message:
     """A shard was read from a drained checkpoint, its digests proven."""
     node.check_world(message.world)
-    slot_recovery.loaded(node.slots_of(message.record.shard_id), message.record)
+    slot_changes.loaded(node.slots_of(message.record.shard_id), message.record)
     return m.Ok()
 
 
@@ -39,7 +39,7 @@ def recomputed(node: NodeShards, message: m.Recomputed) -> m.Message:
     """Bad blocks were solved from parity; whether they are right is proven before they are kept."""
     node.check_world(message.world)
     slots = node.slots_of(message.shard_id)
-    index = slot_recovery.repairable(slots, message.snapshot)
+    index = slot_changes.repairable(slots, message.snapshot)
     node.say(MendSlot(message.shard_id, index, slots.slots[index], message))
     return m.Ok()
 
