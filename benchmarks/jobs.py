@@ -62,7 +62,8 @@ def supervised(
     except TimeoutError as error:
         raise RuntimeError(f"{error}: {log.read_text()[-3000:]}") from error
     finally:
-        # A job that is not finished keeps its memory, for a next life that nobody will start.
+        # A job that is not finished keeps its memory, for a next incarnation that nobody will
+        # start.
         VirtualCluster(job, ["node0"], folder / "arenas").destroy()
     if code:
         raise RuntimeError(f"the job failed ({code}): {log.read_text()[-3000:]}")

@@ -104,7 +104,8 @@ class InMemory:
         self.committed()
 
     def load(self, state: State) -> None:
-        """What a trainer's life begins with: the newest snapshot, in place, if there is one."""
+        """What a trainer's incarnation begins with: the newest snapshot, in place, if there is
+        one."""
         self._loaded = True
         self._manager.load(into=state)
 

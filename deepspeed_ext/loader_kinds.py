@@ -1,6 +1,6 @@
 """How the rest of an interrupted pass is made from a fresh loader, for each kind of loader.
 
-Epoch numbers of samplers, which scripts set by counting and may count from 0 in each life.
+Epoch numbers of samplers, which scripts set by counting and may count from 0 in each incarnation.
 
 The rest of a pass of a torch DataLoader: the same order is drawn, used indices are dropped.
 

@@ -91,7 +91,7 @@ _owner: list[weakref.ref[Any]] = []
 def claim(engine: Any) -> None:
     """Have the snapshots of this process be those of ``engine``; ConfigError if they are another's.
 
-    Also of one that is gone: the shards of both would have one name, and the next life would
+    Also of one that is gone: the shards of both would have one name, and the next incarnation would
     restore the one from the other's.
     """
     _owner[:] = _owner or [weakref.ref(engine)]

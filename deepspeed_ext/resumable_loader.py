@@ -26,9 +26,10 @@ class ResumableLoader:
     """Stands for ``loader`` in a training loop: iterate it, ask its length, use its attributes.
 
     ``loader`` is a torch DataLoader, DeepSpeed's, or any iterable that gives the same batches
-    in every life of the job.  Make it in every life, before or after ``load_checkpoint``; the
-    first pass after a restore gives what is left of the interrupted one.  ``name`` tells
-    several apart; without names they are told apart by the order in which they are made.
+    in every incarnation of the job.  Make it in every incarnation, before or after
+    ``load_checkpoint``; the first pass after a restore gives what is left of the interrupted one.
+    ``name`` tells several apart; without names they are told apart by the order in which they are
+    made.
 
     Skipped samples are not read, so random draws inside a worker of the data set are not
     repeated; those in the training process are part of its random state.

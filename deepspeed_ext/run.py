@@ -1,4 +1,4 @@
-"""Snapshots over the life of one engine: from its set-up to its end.
+"""Snapshots over the incarnation of one engine: from its set-up to its end.
 
 The losses of an engine's iteration, for the gate that keeps bad snapshots from counting.
 
@@ -143,8 +143,8 @@ class SnapshotRun:
         """``load_checkpoint``: from memory if that is newer, else DeepSpeed's own.
 
         A load of weights alone is no resumption and goes to DeepSpeed; so does every load
-        after training has begun.  Until then a life that was restored from memory stays so: a
-        script that loads twice has trained on what it loaded since.
+        after training has begun.  Until then an incarnation that was restored from memory stays
+        so: a script that loads twice has trained on what it loaded since.
         """
         given = _arguments(original, load_dir, args, kwargs)
         whole = given.get("load_optimizer_states", True) and not given.get("load_module_only")
@@ -218,7 +218,7 @@ class SnapshotRun:
         """Training begins: get an arena, and have optimizers fenced.  Collective.
 
         ConfigError if a snapshot is to be restored and the script has not loaded: its first
-        batch was read already, and would be another one than in the life that was lost.
+        batch was read already, and would be another one than in the incarnation that was lost.
         """
         if self._began:
             return

@@ -88,12 +88,12 @@ class LastSave:
         self._engine = engine
 
     def state_dict(self) -> dict[str, Any]:
-        """The last save of this life or of those it descends from; {} if there was none."""
+        """The last save of this incarnation or of those it descends from; {} if there was none."""
         saved = _last.get(self._engine)
         return saved._asdict() if saved else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what an earlier life saved."""
+        """Take over what an earlier incarnation saved."""
         if state:
             _last.set(self._engine, Saved(**state))
 

@@ -1,6 +1,7 @@
-"""What a rank of the tests of data positions runs: lives of one training, on real loaders.
+"""What a rank of the tests of data positions runs: incarnations of one training, on real loaders.
 
-Every life makes its loader anew, behind other seeds; only what a snapshot holds is handed on.
+Every incarnation makes its loader anew, behind other seeds; only what a snapshot holds is handed
+on.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def engine_of(options: dict[str, Any] | None = None, **config: Any) -> Any:
 
 
 def new_process() -> None:
-    """What a module remembers between lives is gone."""
+    """What a module remembers between incarnations is gone."""
     from deepspeed_ext import resumable_loader
 
     gc.collect()
@@ -90,7 +91,7 @@ def repeating(loader: Any) -> Iterator[Seen]:
         yield next(batches).tolist(), torch.rand(()).item()
 
 
-def lives(
+def incarnations(
     engine: Any, make: Callable[[Any], Any], script: Script, at: int, steps: int
 ) -> dict[str, list[Seen]]:
     """An uninterrupted run, and one that is interrupted behind its ``at``-th batch.
@@ -128,7 +129,7 @@ def loaders(folder: Path) -> dict[str, Any]:
         return lambda deepspeed_io: deepspeed_io(data, pin_memory=False, **options)
 
     def shuffled(workers: int) -> Callable[[Any], Any]:
-        # Each life its own sampler, which draws from the generator of the process.
+        # Each incarnation its own sampler, which draws from the generator of the process.
         return lambda deepspeed_io: loader(
             data_sampler=RandomSampler(data), num_local_io_workers=workers
         )(deepspeed_io)
@@ -141,7 +142,7 @@ def loaders(folder: Path) -> dict[str, Any]:
         "two workers unless told": (loader(), in_epochs, (3, 4)),
     }
     return {
-        f"{name} at {at}": lives(engine, make, script, at, steps=at + 4)
+        f"{name} at {at}": incarnations(engine, make, script, at, steps=at + 4)
         for name, (make, script, places) in cases.items()
         for at in places
     }
@@ -212,7 +213,7 @@ def _curriculum(folder: Path, workers: int, at: int) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     engine = engine_of(data_efficiency=_data_efficiency(folder, workers))
     data = Numbers()
-    found = lives(engine, lambda io: io(data, pin_memory=False), in_epochs, at, at + 5)
+    found = incarnations(engine, lambda io: io(data, pin_memory=False), in_epochs, at, at + 5)
     if not workers:
         found["deepspeed"] = _plain_curriculum(engine, at)
     engine.destroy()
@@ -281,7 +282,7 @@ def pipeline(folder: Path) -> dict[str, Any]:
 
     from deepspeed_ext.resumable_loader import DataPosition, watch
 
-    lives: dict[str, Any] = {"whole": _train_pipeline(5)}
+    incarnations: dict[str, Any] = {"whole": _train_pipeline(5)}
     original = DeepSpeedEngine._configure_checkpointing
 
     def configure_checkpointing(self: Any) -> None:
@@ -298,7 +299,7 @@ def pipeline(folder: Path) -> dict[str, Any]:
     first = _train_pipeline(2, after=capture)
     new_process()
     rest = _train_pipeline(3, before=lambda engine: DataPosition(engine).load_state_dict(states))
-    return {**lives, "interrupted": first + rest, "loaders": sorted(states)}
+    return {**incarnations, "interrupted": first + rest, "loaders": sorted(states)}
 
 
 def _nothing(engine: Any) -> None:

@@ -18,7 +18,7 @@ _SKIP = object()
 REPORTED = frozenset(("_global_grad_norm",))
 """Fields of the last step that are reported and never used again."""
 
-LIFE = frozenset(
+INCARNATION = frozenset(
     (
         "warn_unscaled_loss",
         "opt_id",
@@ -64,7 +64,7 @@ def _family(group: dict[str, Any]) -> str:
 
 
 def _fields(holder: Any) -> dict[str, Any]:
-    fields = {k: _plain(v) for k, v in vars(holder).items() if k not in REPORTED | LIFE}
+    fields = {k: _plain(v) for k, v in vars(holder).items() if k not in REPORTED | INCARNATION}
     return {name: value for name, value in fields.items() if value is not _SKIP}
 
 

@@ -116,5 +116,5 @@ def _hit(program: Program, folder: Path, fault: Callable[[Job], None], **shape: 
 
 
 def log_of(job: Job, rank: int) -> str:
-    """What a rank has printed in all its lives."""
+    """What a rank has printed in all its incarnations."""
     return (job.folder / "logs" / f"rank{rank}.log").read_text(errors="replace")

@@ -98,7 +98,8 @@ def with_host_adam(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def batch(step: int, micro_step: int, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and targets of one micro-batch: the same in every life, another on every rank."""
+    """Tokens and targets of one micro-batch: the same in every incarnation, another on every
+    rank."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro_step + rank)
     tokens = torch.randint(VOCABULARY, (size, LENGTH + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]

@@ -119,7 +119,7 @@ def experts(options: dict[str, Any]) -> dict[str, Any]:
 
     DeepSpeed makes the groups of experts in the order of a set of strings, which every
     process has in an order of its own.  Ranks of a test are forked, so have the same: the
-    groups are turned round in a life that restores.
+    groups are turned round in an incarnation that restores.
     """
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
 

@@ -26,11 +26,13 @@ OWN = "TEST_OWN_CHECKPOINTS"
 SEEDED = "TEST_SEEDED"
 """Set: every step begins with known random states, as DeepSpeed's checkpoints hold none."""
 
-LIVES = {False: 1, True: 2}
-"""Seeds: a life that restores begins with other weights, so that none can be right by chance."""
+NUMBERS = {False: 1, True: 2}
+"""Seeds: an incarnation that restores begins with other weights, so that none can be right by
+chance."""
 
 CHECKPOINT, SAVE_CHECKPOINT = "TEST_CHECKPOINT", "TEST_SAVE_CHECKPOINT"
-"""Folders: of DeepSpeed's checkpoint that a life without a snapshot begins with, and to make."""
+"""Folders: of DeepSpeed's checkpoint that an incarnation without a snapshot begins with, and to
+make."""
 
 SECTION = {
     "enabled": True,
@@ -66,11 +68,11 @@ def preload() -> None:
 
 
 def make_engine(cell: dict[str, Any]) -> Any:
-    """DeepSpeed's engine as the cell says, its generators seeded for this life."""
+    """DeepSpeed's engine as the cell says, its generators seeded for this incarnation."""
     import deepspeed
 
     deepspeed.init_distributed("gloo", verbose=False)
-    torch.manual_seed(LIVES[LOAD_FROM in os.environ])
+    torch.manual_seed(NUMBERS[LOAD_FROM in os.environ])
     module, _, function = cell["model"].partition(":")
     keywords = getattr(importlib.import_module(module), function)(cell["options"])
     engine, *_ = deepspeed.initialize(config=cell["config"], **keywords)
@@ -78,7 +80,7 @@ def make_engine(cell: dict[str, Any]) -> Any:
         with torch.no_grad():
             for parameter in engine.module.parameters():
                 parameter.mul_(1.5)
-    torch.manual_seed(100 * LIVES[LOAD_FROM in os.environ] + torch.distributed.get_rank())
+    torch.manual_seed(100 * NUMBERS[LOAD_FROM in os.environ] + torch.distributed.get_rank())
     return engine
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed_program import LIVES, make_manager, train_step
+from deepspeed_program import NUMBERS, make_manager, train_step
 from late_capture import LOAD_FROM, ArenaManager
 
 from megatron_ft.core.errors import ConfigError
@@ -40,9 +40,9 @@ def _script(told: dict[str, Any], seen: dict[str, Any]) -> None:
 
     manager.make_manager = make_manager
     deepspeed.init_distributed("gloo", verbose=False)
-    torch.manual_seed(LIVES[LOAD_FROM in os.environ])
+    torch.manual_seed(NUMBERS[LOAD_FROM in os.environ])
     engine, *_ = deepspeed.initialize(config=told["config"], **small({}))
-    torch.manual_seed(100 * LIVES[LOAD_FROM in os.environ] + torch.distributed.get_rank())
+    torch.manual_seed(100 * NUMBERS[LOAD_FROM in os.environ] + torch.distributed.get_rank())
     seen["replaced"] = sorted({"step", "load_checkpoint", "save_checkpoint"} & vars(engine).keys())
     for load in told.get("loads", ()):
         path, client_state = engine.load_checkpoint(**load)

@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         "--nodes", type=int, choices=sorted(SHAPES), help="1 none, 2 replica, 3 xor"
     )
     parser.add_argument("--spares", type=int, default=0)
-    parser.add_argument("--snapshots", type=int, default=2, help="permitted in each life")
+    parser.add_argument("--snapshots", type=int, default=2, help="permitted in each incarnation")
     parser.add_argument("--faults", type=int, default=1, help="most in one run")
     parser.add_argument("--kinds", nargs="*", default=(), choices=sorted(FAULTS), help="of faults")
     parser.add_argument("--delays", type=int, help="most in one run; every order without it")

@@ -56,11 +56,12 @@ def when(job: Job, kind: str, occurrence: int = 0) -> float:
     return [event.monotonic for event in job.events if event.kind == kind][occurrence]
 
 
-def in_life(number: int, fault: Fault) -> Fault:
-    """The fault, once the trainers of this life train: 1 is the job's first.
+def in_incarnation(number: int, fault: Fault) -> Fault:
+    """The fault, once the trainers of this incarnation train: 1 is the job's first.
 
-    Until somebody notices that a life has ended, what it has reached is what the job has reached:
-    a fault with a later iteration would strike the life that another one has just ended.
+    Until somebody notices that an incarnation has ended, what it has reached is what the job has
+    reached: a fault with a later iteration would strike the incarnation that another one has just
+    ended.
     """
 
     def strike(job: Job) -> None:

@@ -1,7 +1,7 @@
 """examples/plain_pytorch.py with one rank that stops making progress, in ways of its own.
 
-MEGATRON_FT_TEST_HANGS is a list ``life:kind:iteration:rank``; life ``*`` stands for all.  With
-kind ``slow`` the third number is how many milliseconds longer each iteration takes.
+MEGATRON_FT_TEST_HANGS is a list ``incarnation:kind:iteration:rank``; incarnation ``*`` stands for
+all.  With kind ``slow`` the third number is how many milliseconds longer each iteration takes.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def hanging(train_one: Any, faults: list[list[str]]) -> Any:
     here = (os.environ["MEGATRON_FT_INCARNATION"], "*", os.environ["RANK"])
     mine = {
         int(at): KINDS[kind]
-        for life, kind, at, rank in faults
-        if life in here[:2] and rank == here[2] and kind != "slow"
+        for incarnation, kind, at, rank in faults
+        if incarnation in here[:2] and rank == here[2] and kind != "slow"
     }
     slower = [int(at) for _, kind, at, rank in faults if (kind, rank) == ("slow", here[2])]
 

@@ -77,7 +77,7 @@ class ArenaClient(FakeSmp):
         return RankPlace(*place, required_bytes)
 
     def close(self) -> None:
-        """Keep what was sealed, for the next life."""
+        """Keep what was sealed, for the next incarnation."""
         assert not self.abandoned_ids and not self.missed_ids and not self.unfit_errors
         for record in self.sealed_records.values():
             record_path(self.directory, self.shard_id).write_bytes(pickle.dumps(record))
@@ -134,7 +134,9 @@ class ArenaManager(SnapshotManager):
 
     def decline(self, reason: str = "late", iteration: int = -1) -> None:
         super().decline(reason, iteration)
-        self._arenas.sequence = 1  # the first permit of a life would be for what was declined
+        self._arenas.sequence = (
+            1  # the first permit of an incarnation would be for what was declined
+        )
 
     def prepare(self, state: Any) -> None:
         super().prepare(state)

@@ -170,7 +170,7 @@ def steps_after(trace: Path, rank: int, last: int) -> dict[int, tuple[str | None
 
 
 def log_of(job: Job, rank: int) -> str:
-    """What a rank has printed in all its lives."""
+    """What a rank has printed in all its incarnations."""
     return (job.folder / "logs" / f"rank{rank}.log").read_text(errors="replace")
 
 

@@ -1,7 +1,7 @@
 """examples/plain_pytorch.py, whose weights or losses go wrong when files in a folder say so.
 
 MEGATRON_FT_TEST_POISON names the folder.  ``poison`` holds an iteration: there, in the job's first
-life, a weight becomes wrong on all ranks.  While ``fail`` exists, training with that weight
+incarnation, a weight becomes wrong on all ranks.  While ``fail`` exists, training with that weight
 raises.  While ``nan`` exists, losses are told as NaN.
 """
 
@@ -28,13 +28,13 @@ def load() -> Any:
 
 def poisoned(train_one: Any, folder: Path) -> Any:
     """The example's training step with the faults of this file."""
-    first_life = os.environ["MEGATRON_FT_INCARNATION"] == "1"
+    first_incarnation = os.environ["MEGATRON_FT_INCARNATION"] == "1"
 
     def step(state: dict[str, Any], iteration: int, device: Any) -> float:
         loss = float(train_one(state, iteration, device))
         weight = next(state["model"].parameters()).data.view(-1)
         poison = folder / "poison"
-        if first_life and poison.exists() and poison.read_text() == str(iteration):
+        if first_incarnation and poison.exists() and poison.read_text() == str(iteration):
             weight[0] = WRONG
         if weight[0] > WRONG / 2 and (folder / "fail").exists():
             sys.exit("the loss has diverged")

@@ -366,7 +366,7 @@ def test_holes_that_do_not_fit_are_refused_and_never_a_bus_error(small_tmpfs: Pa
         Arena.open(path)
 
 
-# Views and their lives.
+# Views and their incarnations.
 
 
 def test_read_only_views_cannot_be_made_writable(path: Path) -> None:

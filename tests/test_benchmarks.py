@@ -149,7 +149,7 @@ def test_a_job_that_takes_too_long_costs_no_other() -> None:
 
 
 def test_a_benchmark_that_is_ended_leaves_no_job_behind() -> None:
-    """The SMP of a job that has not finished would keep the memory for a next life."""
+    """The SMP of a job that has not finished would keep the memory for a next incarnation."""
     # Longer paths would not fit into the address of a socket.
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks", "training", "--mib", "16", "--rounds", "500"]

@@ -16,7 +16,7 @@ REGISTERED = """
 import os, sys
 from megatron_ft.trainer import manager
 from megatron_ft.core.identity import shard_id
-rank, life = int(os.environ["RANK"]), int(os.environ["MEGATRON_FT_INCARNATION"])
+rank, incarnation = int(os.environ["RANK"]), int(os.environ["MEGATRON_FT_INCARNATION"])
 client = manager.connect(rank)
 client.hello(shard_id(dp=rank), (), int(os.environ["WORLD_SIZE"]))
 if {condition}:
@@ -35,7 +35,9 @@ def job_of(folder: Path, made: list[Job], script: str, **given: object) -> Job:
 def test_one_error_is_one_failure_whichever_rank_meets_it_first(
     made: list[Job], tmp_path: Path
 ) -> None:
-    job = job_of(tmp_path, made, REGISTERED.format(condition="rank == life % 4"), ranks_per_node=2)
+    job = job_of(
+        tmp_path, made, REGISTERED.format(condition="rank == incarnation % 4"), ranks_per_node=2
+    )
     with pytest.raises(RestartBudgetError, match="the same failure 3 times .*rank 1 exited with 1"):
         job.run()
     assert job.kinds().count("trainers_started") == 3, job.story()

@@ -122,7 +122,7 @@ def test_a_declined_snapshot_is_not_loaded_and_its_permit_is_missed(smp: FakeSmp
     capture(smp, manager, state, 5)
     manager.close()
     smp.offer_last()
-    smp.sequence = 0  # a new life
+    smp.sequence = 0  # a new incarnation
     second = make_manager(smp)
     assert second.offered_iteration == 5
     assert "structures" in second.offered_objects()

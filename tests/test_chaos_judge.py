@@ -92,7 +92,7 @@ def test_every_broken_promise_is_seen(forged: Story, words: str) -> None:
     assert any(pytest.importorskip("re").search(words, problem) for problem in problems), problems
 
 
-def test_a_line_of_an_earlier_life_counts_as_much_as_the_last_one() -> None:
+def test_a_line_of_an_earlier_incarnation_counts_as_much_as_the_last_one() -> None:
     """An iteration that was wrong and then trained again, right, was wrong."""
     lines = [*flipped(trained(*range(1, 10)), 8, loss="0x0p+0"), *trained(*range(7, 13))]
     assert "rank 0 iteration 8: loss differ" in judge(replace(GOOD, traces={0: lines})).problems[0]
@@ -115,14 +115,16 @@ def test_with_no_node_lost_a_local_snapshot_must_be_used() -> None:
     assert judge(with_restore(restoring(6, 8, "own memory"), killed)).good
 
 
-def test_losses_count_until_a_later_life_has_protected_all_again() -> None:
+def test_losses_count_until_a_later_incarnation_has_protected_all_again() -> None:
     second = [Struck(4, "", (1,), ("n1",)), Struck(9, "", (0,), ("n0",))]
     more = [*EVENTS, event(9.5, "node_lost", node="n0"), restoring(10, 10, "parity")]
     after = replace(GOOD, events=[*more, event(11, "trainers_started")], strikes=second)
     assert judge(after).good and judge(after).restores[1].lost == 1
     too_early = [Struck(4, "", (1,), ("n1",)), Struck(7.5, "", (0,), ("n0",))]
     early = judge(replace(after, strikes=too_early))
-    assert early.restores[1].lost == 2, "the commit at 8 was of a life that began before the loss"
+    assert early.restores[1].lost == 2, (
+        "the commit at 8 was of an incarnation that began before the loss"
+    )
 
 
 def test_memory_of_a_suspended_node_is_lost_only_when_the_job_gives_it_up() -> None:

@@ -138,7 +138,7 @@ def test_what_was_rolled_back_is_not_served() -> None:
 
 
 def test_the_newest_arena_knows_the_lineage() -> None:
-    """One arena has heard of the new life, the others were interrupted before."""
+    """One arena has heard of the new incarnation, the others were interrupted before."""
     arenas = everywhere(snapshot=ROLLED_BACK)
     for shard in SHARDS[1:]:
         arenas[shard] = replace(arenas[shard], incarnation=1, lineage=LINEAGE[:1])

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.deepspeed
 PROGRAM = "deepspeed_data_program:main"
 
 
-def require_same(life: Any) -> None:
-    assert life["interrupted"] == life["whole"]
+def require_same(incarnation: Any) -> None:
+    assert incarnation["interrupted"] == incarnation["whole"]
 
 
 def test_deepspeeds_loader_goes_on_where_it_was(
@@ -59,4 +59,4 @@ def test_a_curriculum_goes_on_where_it_was(deepspeed_server: ForkServer, tmp_pat
         assert not different, different
         # DeepSpeed saves numpy's generator instead of the sampler's own.
         alone = [n["deepspeed"] for n in notes.values() if "deepspeed" in n]
-        assert any(life["resumed"] != life["whole"] for life in alone)
+        assert any(incarnation["resumed"] != incarnation["whole"] for incarnation in alone)

@@ -28,7 +28,7 @@ ON = {"enabled": True, "snapshot_interval": 2, "protect": "none"}
 
 
 @dataclass
-class Life:
+class Incarnation:
     """What became of one run of the script: its output, and what each rank has seen."""
 
     outcome: Outcome
@@ -57,7 +57,7 @@ class Script:
     def checkpoints(self) -> str:
         return str(self.saved or self.folder / "checkpoints")
 
-    def run(self, name: str, section: Any = ON, ranks: int = RANKS, **told: Any) -> Life:
+    def run(self, name: str, section: Any = ON, ranks: int = RANKS, **told: Any) -> Incarnation:
         variables = told.pop("variables", {})
         folder = self.folder / name
         folder.mkdir()
@@ -73,7 +73,7 @@ class Script:
         )
         outcome = self.server.run(request)
         assert not any(outcome.codes), outcome.story()
-        return Life(
+        return Incarnation(
             outcome, [json.loads((folder / f"seen{r}.json").read_text()) for r in range(ranks)]
         )
 
@@ -83,7 +83,9 @@ class Script:
 
 
 @pytest.fixture(scope="module")
-def first_life(deepspeed_server: ForkServer, tmp_path_factory: Any) -> tuple[Script, Life]:
+def first_incarnation(
+    deepspeed_server: ForkServer, tmp_path_factory: Any
+) -> tuple[Script, Incarnation]:
     """Six steps: checkpoints of steps 2 and 6, a snapshot of step 4."""
     script = Script(deepspeed_server, tmp_path_factory.mktemp("first"))
     saves = {
@@ -91,18 +93,18 @@ def first_life(deepspeed_server: ForkServer, tmp_path_factory: Any) -> tuple[Scr
         for at in ("2", "6")
     }
     saves["2"].insert(0, {"save_dir": script.checkpoints, "tag": "best", "save_latest": False})
-    life = script.run(
-        "life", loads=script.load(), saves=saves, steps=6, variables={SAVE_AT: SNAPSHOT_AT}
+    incarnation = script.run(
+        "incarnation", loads=script.load(), saves=saves, steps=6, variables={SAVE_AT: SNAPSHOT_AT}
     )
-    assert life.seen[0]["loads"] == [[None, {}]] and life.seen[0]["begins_at"] == 0
+    assert incarnation.seen[0]["loads"] == [[None, {}]] and incarnation.seen[0]["begins_at"] == 0
     shutil.copytree(script.checkpoints, script.folder / "as they were")
-    return script, life
+    return script, incarnation
 
 
 @pytest.fixture
-def script(first_life: tuple[Script, Life], tmp_path: Path) -> Script:
-    """The script of another life, with the checkpoints of the first one where they were."""
-    before, _ = first_life
+def script(first_incarnation: tuple[Script, Incarnation], tmp_path: Path) -> Script:
+    """The script of another incarnation, with the checkpoints of the first one where they were."""
+    before, _ = first_incarnation
     shutil.rmtree(before.checkpoints)
     shutil.copytree(before.folder / "as they were", before.checkpoints)
     return Script(before.server, tmp_path, Path(before.checkpoints))
@@ -118,115 +120,125 @@ def only_step_2(script: Script) -> None:
     Path(script.checkpoints, "latest").write_text("global_step2")
 
 
-def after(script: Script, first: tuple[Script, Life], **told: Any) -> Life:
-    """A life that is offered the first one's snapshot."""
+def after(script: Script, first: tuple[Script, Incarnation], **told: Any) -> Incarnation:
+    """An incarnation that is offered the first one's snapshot."""
     given = {"section": DECLARED, "steps": 2, "loads": script.load(), **told}
-    variables = {LOAD_FROM: first[0].folder / "life" / "arenas", **told.pop("variables", {})}
+    variables = {LOAD_FROM: first[0].folder / "incarnation" / "arenas", **told.pop("variables", {})}
     return script.run("after", **{**given, "variables": variables})
 
 
-def test_memory_is_taken_if_it_is_newer(script: Script, first_life: tuple[Script, Life]) -> None:
+def test_memory_is_taken_if_it_is_newer(
+    script: Script, first_incarnation: tuple[Script, Incarnation]
+) -> None:
     only_step_2(script)
-    life = after(script, first_life)
-    for seen, losses in zip(life.seen, first_life[1].losses, strict=True):
+    incarnation = after(script, first_incarnation)
+    for seen, losses in zip(incarnation.seen, first_incarnation[1].losses, strict=True):
         assert seen["begins_at"] == SNAPSHOT_AT
         assert seen["losses"] == {at: losses[at] for at in ("5", "6")}
         assert seen["loads"] == [["", {"step": 4, "epoch": 0}]]
-    said = life.outcome.output(0)
+    said = incarnation.outcome.output(0)
     assert "starting from memory: newer than what is on disk (iteration 2)" in said
     assert "restored the in-memory snapshot of step 4" in said
 
 
-def test_the_disk_is_taken_if_it_is_newer(script: Script, first_life: tuple[Script, Life]) -> None:
-    life = after(script, first_life)
-    assert [seen["begins_at"] for seen in life.seen] == [6, 6]
-    assert life.seen[0]["loads"] == [["global_step6", {"step": 6, "epoch": 0}]]
-    said = life.outcome.output(0)
+def test_the_disk_is_taken_if_it_is_newer(
+    script: Script, first_incarnation: tuple[Script, Incarnation]
+) -> None:
+    incarnation = after(script, first_incarnation)
+    assert [seen["begins_at"] for seen in incarnation.seen] == [6, 6]
+    assert incarnation.seen[0]["loads"] == [["global_step6", {"step": 6, "epoch": 0}]]
+    said = incarnation.outcome.output(0)
     assert "starting from disk: the checkpoint of iteration 6 is newer" in said
 
 
 def test_a_checkpoint_that_is_newly_asked_for_is_taken(
-    script: Script, first_life: tuple[Script, Life]
+    script: Script, first_incarnation: tuple[Script, Incarnation]
 ) -> None:
-    life = after(script, first_life, loads=script.load(tag="best"))
-    assert life.seen[0]["begins_at"] == 2
-    assert "starting from disk: the checkpoint 'best' was asked for" in life.outcome.output(0)
+    incarnation = after(script, first_incarnation, loads=script.load(tag="best"))
+    assert incarnation.seen[0]["begins_at"] == 2
+    assert "starting from disk: the checkpoint 'best' was asked for" in incarnation.outcome.output(
+        0
+    )
 
 
 def test_a_folder_that_is_newly_named_is_taken(
-    script: Script, first_life: tuple[Script, Life]
+    script: Script, first_incarnation: tuple[Script, Incarnation]
 ) -> None:
     """What is newest there is another checkpoint, even if it has the same tag."""
     only_step_2(script)
     shutil.copytree(script.checkpoints, script.folder / "moved")
-    life = after(script, first_life, loads=[{"load_dir": str(script.folder / "moved")}])
-    assert life.seen[0]["begins_at"] == 2
-    said = life.outcome.output(0)
+    incarnation = after(
+        script, first_incarnation, loads=[{"load_dir": str(script.folder / "moved")}]
+    )
+    assert incarnation.seen[0]["begins_at"] == 2
+    said = incarnation.outcome.output(0)
     assert "starting from disk: the checkpoint 'global_step2' in" in said
 
 
 def test_a_script_that_loads_nothing_is_told_so_and_gets_no_snapshot(
-    script: Script, first_life: tuple[Script, Life]
+    script: Script, first_incarnation: tuple[Script, Incarnation]
 ) -> None:
     """Its first batch is read before its first forward, so it cannot go on bit by bit."""
-    life = after(script, first_life, loads=())
-    assert "without calling engine.load_checkpoint: call it at every start" in life.error
-    assert not life.losses[0]
+    incarnation = after(script, first_incarnation, loads=())
+    assert "without calling engine.load_checkpoint: call it at every start" in incarnation.error
+    assert not incarnation.losses[0]
     fresh = script.run("fresh", FOLLOWS, loads=(), ranks=1)
     assert "after a failure this job starts anew, because the script" in fresh.outcome.output(0)
 
 
 def test_a_script_that_goes_on_after_errors_trains_nothing_else(
-    script: Script, first_life: tuple[Script, Life]
+    script: Script, first_incarnation: tuple[Script, Incarnation]
 ) -> None:
     """Many skip a batch that failed; what failed here would fail, or do harm, in every other."""
-    life = after(script, first_life, loads=(), goes_on=True, steps=3)
-    assert not life.losses[0] and len(life.seen[0]["errors"]) == 3
+    incarnation = after(script, first_incarnation, loads=(), goes_on=True, steps=3)
+    assert not incarnation.losses[0] and len(incarnation.seen[0]["errors"]) == 3
 
 
 def test_a_second_load_before_training_changes_nothing(
-    script: Script, first_life: tuple[Script, Life]
+    script: Script, first_incarnation: tuple[Script, Incarnation]
 ) -> None:
     """Else the weights would be the checkpoint's, and position and generators the snapshot's."""
     only_step_2(script)
-    life = after(script, first_life, loads=script.load() * 2)
-    assert life.seen[0]["loads"] == [["", {"step": 4, "epoch": 0}]] * 2
-    assert life.seen[0]["begins_at"] == SNAPSHOT_AT
-    assert life.losses[0] == {at: first_life[1].losses[0][at] for at in ("5", "6")}
-    assert f"not loading {script.checkpoints}: the in-memory" in life.outcome.output(0)
+    incarnation = after(script, first_incarnation, loads=script.load() * 2)
+    assert incarnation.seen[0]["loads"] == [["", {"step": 4, "epoch": 0}]] * 2
+    assert incarnation.seen[0]["begins_at"] == SNAPSHOT_AT
+    assert incarnation.losses[0] == {at: first_incarnation[1].losses[0][at] for at in ("5", "6")}
+    assert f"not loading {script.checkpoints}: the in-memory" in incarnation.outcome.output(0)
 
 
 def test_a_load_in_the_middle_of_training_waits_for_a_running_capture(
-    script: Script, first_life: tuple[Script, Life]
+    script: Script, first_incarnation: tuple[Script, Incarnation]
 ) -> None:
     back = {str(SNAPSHOT_AT): script.load(tag="best")}
     told = {"section": DECLARED, "loads": script.load(), "steps": 5, "reloads": back}
     Path(script.checkpoints, "latest").unlink()
     script.run("back", **told, variables={SAVE_AT: SNAPSHOT_AT})
     only_step_2(script)
-    life = after(script, first_life, variables={LOAD_FROM: script.folder / "back" / "arenas"})
-    assert life.seen[0]["begins_at"] == SNAPSHOT_AT
-    assert life.losses[0] == {at: first_life[1].losses[0][at] for at in ("5", "6")}
+    incarnation = after(
+        script, first_incarnation, variables={LOAD_FROM: script.folder / "back" / "arenas"}
+    )
+    assert incarnation.seen[0]["begins_at"] == SNAPSHOT_AT
+    assert incarnation.losses[0] == {at: first_incarnation[1].losses[0][at] for at in ("5", "6")}
 
 
 def test_a_second_engine_with_the_section_is_refused(
     deepspeed_server: ForkServer, tmp_path: Path
 ) -> None:
     script = Script(deepspeed_server, tmp_path)
-    life = script.run("two", ranks=1, loads=script.load(), second_engine=True)
-    assert "this process has taken snapshots of another engine" in life.error
+    incarnation = script.run("two", ranks=1, loads=script.load(), second_engine=True)
+    assert "this process has taken snapshots of another engine" in incarnation.error
 
 
 def test_loading_weights_alone_is_no_resumption(
-    script: Script, first_life: tuple[Script, Life]
+    script: Script, first_incarnation: tuple[Script, Incarnation]
 ) -> None:
     only_step_2(script)
     weights = {"load_optimizer_states": False, "load_lr_scheduler_states": False}
     loads = [*script.load(load_module_only=True), *script.load(**weights), *script.load()]
-    life = after(script, first_life, loads=loads)
-    first, second, third = life.seen[0]["loads"]
+    incarnation = after(script, first_incarnation, loads=loads)
+    first, second, third = incarnation.seen[0]["loads"]
     assert (first[0], second[0], third[0]) == ("global_step2", "global_step2", "")
-    assert life.losses[0] == {at: first_life[1].losses[0][at] for at in ("5", "6")}
+    assert incarnation.losses[0] == {at: first_incarnation[1].losses[0][at] for at in ("5", "6")}
 
 
 @pytest.mark.parametrize(
@@ -237,107 +249,121 @@ def test_loading_weights_alone_is_no_resumption(
     ],
 )
 def test_all_ranks_take_memory_or_none_does(
-    script: Script, first_life: tuple[Script, Life], variables: dict[str, Any], said: str
+    script: Script,
+    first_incarnation: tuple[Script, Incarnation],
+    variables: dict[str, Any],
+    said: str,
 ) -> None:
     only_step_2(script)
-    life = after(script, first_life, variables=variables)
-    assert [seen["begins_at"] for seen in life.seen] == [2, 2]
-    assert f"starting from disk: {said}" in life.outcome.output(0)
+    incarnation = after(script, first_incarnation, variables=variables)
+    assert [seen["begins_at"] for seen in incarnation.seen] == [2, 2]
+    assert f"starting from disk: {said}" in incarnation.outcome.output(0)
 
 
 def test_a_client_state_of_another_step_is_not_handed_out(
-    script: Script, first_life: tuple[Script, Life]
+    script: Script, first_incarnation: tuple[Script, Incarnation]
 ) -> None:
     only_step_2(script)
-    life = after(script, first_life, section=ON)
-    assert life.seen[0]["loads"] == [["global_step2", {"step": 2, "epoch": 0}]]
-    said = life.outcome.output(0)
+    incarnation = after(script, first_incarnation, section=ON)
+    assert incarnation.seen[0]["loads"] == [["global_step2", {"step": 2, "epoch": 0}]]
+    said = incarnation.outcome.output(0)
     assert "starting from disk: the script gave its client_state at step 2" in said
     assert '"client_state": {' in said and "set_client_state" in said
-    warned = (first_life[0].folder / "life" / "logs" / "rank0.log").read_text()
+    warned = (first_incarnation[0].folder / "incarnation" / "logs" / "rank0.log").read_text()
     assert "snapshots after step 2 will not be used for a restart" in warned
 
 
 @pytest.fixture(scope="module")
-def unsaved_life(first_life: tuple[Script, Life], tmp_path_factory: Any) -> tuple[Script, Life]:
+def unsaved_incarnation(
+    first_incarnation: tuple[Script, Incarnation], tmp_path_factory: Any
+) -> tuple[Script, Incarnation]:
     """Two steps from the checkpoint "best" of step 2; nothing saved, a snapshot of step 4."""
-    script = Script(first_life[0].server, tmp_path_factory.mktemp("unsaved"))
-    shutil.copytree(first_life[0].folder / "as they were", script.checkpoints)
+    script = Script(first_incarnation[0].server, tmp_path_factory.mktemp("unsaved"))
+    shutil.copytree(first_incarnation[0].folder / "as they were", script.checkpoints)
     told = {"loads": script.load(tag="best"), "steps": 2, "variables": {SAVE_AT: SNAPSHOT_AT}}
-    return script, script.run("life", ON, **told)
+    return script, script.run("incarnation", ON, **told)
 
 
-def go_on(life: tuple[Script, Life], folder: Path, section: Any, **told: Any) -> Life:
-    """Start the script again; it is offered the snapshot of that life."""
-    arenas = life[0].folder / "life" / "arenas"
-    told = {"loads": life[0].load(tag="best"), "steps": 1, **told}
-    return Script(life[0].server, folder).run(
+def go_on(
+    incarnation: tuple[Script, Incarnation], folder: Path, section: Any, **told: Any
+) -> Incarnation:
+    """Start the script again; it is offered the snapshot of that incarnation."""
+    arenas = incarnation[0].folder / "incarnation" / "arenas"
+    told = {"loads": incarnation[0].load(tag="best"), "steps": 1, **told}
+    return Script(incarnation[0].server, folder).run(
         "after", section, **told, variables={LOAD_FROM: arenas}
     )
 
 
 def test_a_script_that_promises_nothing_starts_from_disk(
-    unsaved_life: tuple[Script, Life], tmp_path: Path
+    unsaved_incarnation: tuple[Script, Incarnation], tmp_path: Path
 ) -> None:
-    said = unsaved_life[1].outcome.output(0)
+    said = unsaved_incarnation[1].outcome.output(0)
     assert said.count("warning: a restart of this job will use no snapshot: nothing says") == 1
-    life = go_on(unsaved_life, tmp_path, ON)
-    assert [seen["begins_at"] for seen in life.seen] == [2, 2]
-    said = life.outcome.output(0)
+    incarnation = go_on(unsaved_incarnation, tmp_path, ON)
+    assert [seen["begins_at"] for seen in incarnation.seen] == [2, 2]
+    said = incarnation.outcome.output(0)
     assert "starting from disk: nothing says that the script follows the engine's step" in said
     assert 'add "follows_engine": true' in said
 
 
-def test_the_promise_is_enough(unsaved_life: tuple[Script, Life], tmp_path: Path) -> None:
-    life = go_on(unsaved_life, tmp_path, FOLLOWS)
-    assert [seen["begins_at"] for seen in life.seen] == [SNAPSHOT_AT] * 2
-    said = life.outcome.output(0)
-    assert "the checkpoint 'best' was loaded in an earlier life" in said and "no snapsh" not in said
+def test_the_promise_is_enough(
+    unsaved_incarnation: tuple[Script, Incarnation], tmp_path: Path
+) -> None:
+    incarnation = go_on(unsaved_incarnation, tmp_path, FOLLOWS)
+    assert [seen["begins_at"] for seen in incarnation.seen] == [SNAPSHOT_AT] * 2
+    said = incarnation.outcome.output(0)
+    assert (
+        "the checkpoint 'best' was loaded in an earlier incarnation" in said
+        and "no snapsh" not in said
+    )
 
 
 def test_a_script_that_neither_loads_nor_promises_starts_from_scratch(
-    unsaved_life: tuple[Script, Life], tmp_path: Path
+    unsaved_incarnation: tuple[Script, Incarnation], tmp_path: Path
 ) -> None:
     """It cannot be helped by an error, and would meet the same one at every start."""
-    life = go_on(unsaved_life, tmp_path, ON, loads=(), steps=2)
-    assert sorted(life.losses[0]) == ["1", "2"] and "error" not in life.seen[0]
-    said = life.outcome.output(0)
+    incarnation = go_on(unsaved_incarnation, tmp_path, ON, loads=(), steps=2)
+    assert sorted(incarnation.losses[0]) == ["1", "2"] and "error" not in incarnation.seen[0]
+    said = incarnation.outcome.output(0)
     assert "warning: starting from scratch, not from the snapshot of step 4: nothing says" in said
 
 
 def test_a_tag_in_another_folder_is_another_checkpoint(
-    unsaved_life: tuple[Script, Life], tmp_path: Path
+    unsaved_incarnation: tuple[Script, Incarnation], tmp_path: Path
 ) -> None:
     """Accelerate, for one, saves them all with one tag."""
-    shutil.copytree(unsaved_life[0].checkpoints, tmp_path / "moved")
+    shutil.copytree(unsaved_incarnation[0].checkpoints, tmp_path / "moved")
     named = {"load_dir": str(tmp_path / "moved"), "tag": "best"}
-    life = go_on(unsaved_life, tmp_path, FOLLOWS, loads=[named])
-    assert [seen["begins_at"] for seen in life.seen] == [2, 2]
-    assert "starting from disk: the checkpoint 'best' was asked for" in life.outcome.output(0)
+    incarnation = go_on(unsaved_incarnation, tmp_path, FOLLOWS, loads=[named])
+    assert [seen["begins_at"] for seen in incarnation.seen] == [2, 2]
+    assert "starting from disk: the checkpoint 'best' was asked for" in incarnation.outcome.output(
+        0
+    )
 
 
 def test_a_schedule_outside_the_engine_keeps_memory_from_serving(
-    first_life: tuple[Script, Life], tmp_path: Path
+    first_incarnation: tuple[Script, Incarnation], tmp_path: Path
 ) -> None:
     """It is made behind the load, so the next start knows of it from the snapshot."""
-    script = Script(first_life[0].server, tmp_path)
+    script = Script(first_incarnation[0].server, tmp_path)
     told = {"loads": script.load(), "steps": 4, "schedule": True}
-    first = script.run("life", FOLLOWS, **told, variables={SAVE_AT: SNAPSHOT_AT})
+    first = script.run("incarnation", FOLLOWS, **told, variables={SAVE_AT: SNAPSHOT_AT})
     assert "will use no snapshot: no snapshot holds the state of a learning rate scheduler" in (
         first.outcome.output(0)
     )
-    again = {"loads": script.load(), "variables": {LOAD_FROM: tmp_path / "life" / "arenas"}}
-    life = script.run("after", FOLLOWS, schedule=True, **again)
-    assert life.seen[0]["begins_at"] == 0
+    again = {"loads": script.load(), "variables": {LOAD_FROM: tmp_path / "incarnation" / "arenas"}}
+    incarnation = script.run("after", FOLLOWS, schedule=True, **again)
+    assert incarnation.seen[0]["begins_at"] == 0
     assert "starting from scratch, not from the snapshot of step 4: no snapshot holds" in (
-        life.outcome.output(0)
+        incarnation.outcome.output(0)
     )
 
 
 def test_an_engine_without_the_section_is_left_alone(deepspeed_server: Any, tmp_path: Path) -> None:
     for name, section in (("none", None), ("off", {"enabled": False})):
-        life = Script(deepspeed_server, tmp_path).run(name, section, ranks=1)
-        assert life.seen[0]["replaced"] == [] and "error" not in life.seen[0]
+        incarnation = Script(deepspeed_server, tmp_path).run(name, section, ranks=1)
+        assert incarnation.seen[0]["replaced"] == [] and "error" not in incarnation.seen[0]
 
 
 @pytest.mark.parametrize(
@@ -370,16 +396,16 @@ def test_an_engine_without_the_section_is_left_alone(deepspeed_server: Any, tmp_
 def test_what_is_wrong_is_said_before_the_first_step(
     deepspeed_server: ForkServer, tmp_path: Path, told: dict[str, Any], said: str
 ) -> None:
-    life = Script(deepspeed_server, tmp_path).run("refused", ranks=1, **told)
-    assert said in life.error and not life.seen[0]["losses"]
+    incarnation = Script(deepspeed_server, tmp_path).run("refused", ranks=1, **told)
+    assert said in incarnation.error and not incarnation.seen[0]["losses"]
 
 
 @pytest.mark.parametrize("plugin", ["old_release", "renamed_parameter"])
 def test_an_unsupported_release_trains_without_the_section(
     deepspeed_server: ForkServer, tmp_path: Path, plugin: str
 ) -> None:
-    life = Script(deepspeed_server, tmp_path).run("plain", None, ranks=1, plugins=[plugin])
-    assert "error" not in life.seen[0] and life.seen[0]["losses"]
+    incarnation = Script(deepspeed_server, tmp_path).run("plain", None, ranks=1, plugins=[plugin])
+    assert "error" not in incarnation.seen[0] and incarnation.seen[0]["losses"]
 
 
 def test_losses_are_reported_where_a_gate_is_asked_for(
@@ -388,8 +414,8 @@ def test_losses_are_reported_where_a_gate_is_asked_for(
     script = Script(deepspeed_server, tmp_path)
     told = {"ranks": 1, "steps": 3, "loads": script.load(), "plugins": ["noted_losses"]}
     script.run("off", **told)
-    life = script.run("on", {**ON, "loss_gate": 3.0}, **told)
+    incarnation = script.run("on", {**ON, "loss_gate": 3.0}, **told)
     assert not (tmp_path / "off" / "losses0").exists()
     reported = [float.fromhex(x) for x in (tmp_path / "on" / "losses0").read_text().split()]
-    of_steps = [[float.fromhex(x) for x in each] for each in life.losses[0].values()]
+    of_steps = [[float.fromhex(x) for x in each] for each in incarnation.losses[0].values()]
     assert reported == [sum(each) / len(each) for each in of_steps] and len(reported) == 3

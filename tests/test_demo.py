@@ -93,9 +93,13 @@ def real(test: Any) -> Any:
 SNAPSHOTS = ("--inmem-snapshot", "--inmem-snapshot-interval", "2")
 
 
-def line(iteration: int, life: int = 1, end: float | None = None, rank: int = 0) -> TraceLine:
+def line(
+    iteration: int, incarnation: int = 1, end: float | None = None, rank: int = 0
+) -> TraceLine:
     when = float(iteration) if end is None else end
-    return TraceLine(rank, life, iteration, (1.0 / iteration).hex(), [iteration], 0.4, 0.5, when)
+    return TraceLine(
+        rank, incarnation, iteration, (1.0 / iteration).hex(), [iteration], 0.4, 0.5, when
+    )
 
 
 def write_trace(folder: Path, lines: list[TraceLine], rank: int = 0) -> None:
@@ -311,7 +315,7 @@ def test_half_lines_of_killed_ranks_are_passed_over(tmp_path: Path) -> None:
     write_trace(tmp_path, [line(1), line(2)])
     with trace_path(tmp_path, 0).open("a") as file:
         file.write('{"rank": 0, "incarnation": 1, "iter')
-    write_trace(tmp_path, [line(2, life=2), line(3, life=2)])
+    write_trace(tmp_path, [line(2, incarnation=2), line(3, incarnation=2)])
     found = read_trace(tmp_path, 0)
     assert [(x.incarnation, x.iteration) for x in found] == [(1, 1), (1, 2), (2, 2), (2, 3)]
     assert final_lines(found)[2].incarnation == 2
@@ -336,9 +340,13 @@ def test_a_tail_gives_each_line_once_and_only_when_complete(tmp_path: Path) -> N
 # compare.py
 
 
-def write_run(folder: Path, losses: list[float], weight: torch.Tensor, life: int = 1) -> None:
+def write_run(
+    folder: Path, losses: list[float], weight: torch.Tensor, incarnation: int = 1
+) -> None:
     values = enumerate(losses, 1)
-    lines = [TraceLine(0, life, i, x.hex(), [i, i + 1], 0.1, 0.1, float(i)) for i, x in values]
+    lines = [
+        TraceLine(0, incarnation, i, x.hex(), [i, i + 1], 0.1, 0.1, float(i)) for i, x in values
+    ]
     write_trace(folder, lines)
     torch.save({"weights": {"w": weight}, "iteration": len(losses)}, final_path(folder, 0))
 
@@ -356,8 +364,8 @@ def test_equal_runs_are_identical_and_counted(tmp_path: Path) -> None:
 def test_the_last_occurrence_of_an_iteration_counts(tmp_path: Path) -> None:
     weight = torch.zeros(1)
     write_run(tmp_path / "oracle", [3.0, 2.0], weight)
-    write_trace(tmp_path / "ours", [line(2, life=1)])
-    write_run(tmp_path / "ours", [3.0, 2.0], weight, life=2)
+    write_trace(tmp_path / "ours", [line(2, incarnation=1)])
+    write_run(tmp_path / "ours", [3.0, 2.0], weight, incarnation=2)
     assert compare.compare_runs(tmp_path / "ours", tmp_path / "oracle", 1, 2).identical
 
 
@@ -394,8 +402,8 @@ def test_nothing_compared_is_not_identical() -> None:
 # outcome.py and overhead.py
 
 
-def seen(kind: str, at: float, life: int, **fields: Any) -> Seen:
-    return Seen(JobEvent(kind, kind, fields, monotonic=at), life)
+def seen(kind: str, at: float, incarnation: int, **fields: Any) -> Seen:
+    return Seen(JobEvent(kind, kind, fields, monotonic=at), incarnation)
 
 
 NODE_LOSS = Fault(FaultKind.NODE, 5, 0.5, (2,))
@@ -416,9 +424,9 @@ def recovered_record() -> Record:
 
 
 def test_an_outcome_adds_up() -> None:
-    lost = [line(i, life=1, end=1000.0 + i) for i in range(1, 7)]
-    again = [line(i, life=2, end=1106.0 + i) for i in range(5, 9)]
-    slower = [line(i, life=2, end=1106.5 + i, rank=1) for i in range(5, 9)]
+    lost = [line(i, incarnation=1, end=1000.0 + i) for i in range(1, 7)]
+    again = [line(i, incarnation=2, end=1106.0 + i) for i in range(5, 9)]
+    slower = [line(i, incarnation=2, end=1106.5 + i, rank=1) for i in range(5, 9)]
     found = outcome.outcomes(recovered_record(), {0: lost + again, 1: lost + slower})[0]
     assert (found.source, found.restored_iteration, found.iterations_lost) == ("parity", 4, 2)
     assert found.lost_shards == ("shard2",)
@@ -431,7 +439,7 @@ def test_an_outcome_adds_up() -> None:
 def test_without_a_rebuild_the_parts_add_up_as_well() -> None:
     record = recovered_record()
     record.seen[2] = seen("restoring", 101.0, 2, iteration=4, source="own memory", lost=[])
-    traces = {0: [line(6, life=1), line(5, life=2, end=1111.0)]}
+    traces = {0: [line(6, incarnation=1), line(5, incarnation=2, end=1111.0)]}
     found = outcome.outcomes(record, traces)[0]
     assert (found.decide, found.rebuild, found.start, found.iterate) == (2.5, None, 7.0, 1.0)
 
@@ -465,7 +473,7 @@ def test_overhead_takes_the_slowest_rank_of_each_snapshot() -> None:
 
 
 def a_report(**changes: Any) -> report.Report:
-    traces = {0: [line(6, life=1), line(5, life=2, end=1111.0)]}
+    traces = {0: [line(6, incarnation=1), line(5, incarnation=2, end=1111.0)]}
     made = report.Report(DemoSettings(), events=outcome.outcomes(recovered_record(), traces))
     for name, value in changes.items():
         setattr(made, name, value)
@@ -515,7 +523,7 @@ def test_a_pipe_gets_plain_lines_and_no_colour() -> None:
     for iteration in range(1, 6):
         screen.line(line(iteration))
     screen.strike(recovered_record().strikes[0])
-    screen.line(line(5, life=2, end=1111.0))
+    screen.line(line(5, incarnation=2, end=1111.0))
     screen.end()
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "\x1b" not in text
@@ -527,7 +535,7 @@ def test_a_pipe_gets_plain_lines_and_no_colour() -> None:
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    traces = {0: [line(i) for i in range(1, 7)] + [line(i, life=2) for i in range(5, 9)]}
+    traces = {0: [line(i) for i in range(1, 7)] + [line(i, incarnation=2) for i in range(5, 9)]}
     made = a_report()
     path = tmp_path / "any name"
     plot.draw(path, plot.headline(made), traces, {}, made.events, 8)

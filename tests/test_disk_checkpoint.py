@@ -341,7 +341,7 @@ def test_the_newest_by_snapshot_stay_not_by_iteration() -> None:
     assert superfluous(complete, Keep(2, lineage=given_up)) == ["a"]
 
 
-def test_a_drain_that_outlived_its_life_removes_nothing_of_a_later_one() -> None:
+def test_a_drain_that_outlived_its_incarnation_removes_nothing_of_a_later_one() -> None:
     complete = {"old": (SnapshotId(1, 1), 1), "own": (SnapshotId(1, 2), 2)}
     later = {"later": (SnapshotId(2, 1), 3)}
     keep = Keep(1, lineage=(Ancestor(1, None),))
@@ -420,7 +420,7 @@ def test_a_kill_at_any_step_leaves_the_last_checkpoint(memory: Memory, tmp_path:
         assert killed(partial(drain, memory, disk, 20, Recorder(at, suicide), keep=1))
         seen.add(newest_of(memory, disk))
         if at % 4 == 0:
-            # The next life goes on in the same folder.
+            # The next incarnation goes on in the same folder.
             drain(memory, disk, 20, keep=1)
             assert newest_of(memory, disk) == 20
             assert len(list(disk.iterdir())) == 1

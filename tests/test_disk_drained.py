@@ -106,7 +106,7 @@ def test_what_is_objected_to_is_passed_over() -> None:
     assert choice.reasons == ("1.3 is not used: 1.3 is bad", "1.2 is not used: 1.2 is bad")
 
 
-def test_a_lineage_that_nobody_knows_is_the_one_of_the_newest_life() -> None:
+def test_a_lineage_that_nobody_knows_is_the_one_of_the_newest_incarnation() -> None:
     lines = drained(SnapshotId(1, 9), 9).manifest
     old = Manifest(**{**_fields(lines), "lineage": (Ancestor(1, None),)})
     rolled = (Ancestor(1, None), Ancestor(2, SnapshotId(1, 3)))

@@ -18,7 +18,7 @@ from megatron_ft.checkpoint.reader import open_checkpoint
 from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.cli import main as cli
 from tests.disk_jobs import SHARDS, of_kind, signal_trainers, stop_until_drained, wait_for
-from tests.fates import in_life
+from tests.fates import in_incarnation
 from tests.jobs import Job
 from tests.no_pickle import check_holds_no_pickle
 
@@ -61,7 +61,7 @@ def test_a_running_job_is_drained_and_a_lost_node_does_not_hurt(
         stop_until_drained(job, 2)
         signal_trainers(job, signal.SIGCONT)
 
-    job.run((8, drain_until_compared), (8, in_life(2, drain_again)))
+    job.run((8, drain_until_compared), (8, in_incarnation(2, drain_again)))
     assert compared, job.story()
     drained = of_kind(job, "drained")
     assert len(drained) >= 2, job.story()

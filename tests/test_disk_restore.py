@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.disk_jobs import SHARDS, of_kind, signal_trainers, stop_until_drained, wait_until
-from tests.fates import in_life
+from tests.fates import in_incarnation
 from tests.jobs import Job, Result, difference
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 def test_a_job_without_memory_goes_on_from_the_newest_whole_drain_of_its_lineage(
     made: list[Job], tmp_path: Path, two: Result
 ) -> None:
-    """Three checkpoints: A of life 1, B after it but given up for A, C of life 2 and damaged."""
+    """Three checkpoints: A of incarnation 1, B after it but given up for A, C of incarnation 2 and
+    damaged."""
     disk, aside = tmp_path / "disk", tmp_path / "aside"
     job = Job(tmp_path, nodes=2, spares=2, drain_dir=disk, drain_interval=4, drain_keep=9)
     made.append(job)
@@ -33,12 +34,12 @@ def test_a_job_without_memory_goes_on_from_the_newest_whole_drain_of_its_lineage
         for node in ("n0", "n1"):
             job.cluster.kill_node(node)
 
-    def end_life_2(job: Job) -> None:
+    def end_incarnation_2(job: Job) -> None:
         stop_until_drained(job, 3)
         job.interrupt()
 
     with pytest.raises(asyncio.CancelledError):
-        job.run((8, lose_all_but_a), (8, in_life(2, end_life_2)))
+        job.run((8, lose_all_but_a), (8, in_incarnation(2, end_incarnation_2)))
     to_a = of_kind(job, "restoring")[-1]
     a, b, c = (Path(e.fields["folder"]) for e in of_kind(job, "drained"))
     assert "-1." in a.name and "-1." in b.name and "-1." not in c.name, job.story()

@@ -21,7 +21,7 @@ from megatron_ft.supervisor.membership import NoSpareError
 from megatron_ft.supervisor.summary import summary
 from megatron_ft.supervisor.supervisor import EXIT_DRAINED, EXIT_NOT_DRAINED
 from tests.disk_jobs import of_kind, signal_trainers, stop_until_drained, wait_until
-from tests.fates import in_life
+from tests.fates import in_incarnation
 from tests.jobs import EXAMPLE, ROOT, WAIT_SECONDS, Job, Result, difference
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
@@ -49,7 +49,7 @@ def test_limited_time_and_the_last_spare_drain_before_the_interval(
         stop_until_drained(job, 2)
         signal_trainers(job, signal.SIGCONT)
 
-    job.run((8, lose_a_node), (16, in_life(2, wait)))
+    job.run((8, lose_a_node), (16, in_incarnation(2, wait)))
     first, second = (event.text for event in of_kind(job, "drain_urged"))
     assert "time is limited" in first and "no spare is left" in second, job.story()
     assert len(of_kind(job, "drained")) == 2, job.story()

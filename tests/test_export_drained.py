@@ -43,7 +43,8 @@ def test_the_newest_stay(names: list[str], keep: int) -> None:
 
 JOB = uuid.UUID(int=7)
 ROLLED_BACK = (Ancestor(1, None), Ancestor(3, SnapshotId(1, 6)))
-"""Life 3 went back to the sixth snapshot of life 1; all of life 2 was given up."""
+"""Incarnation 3 went back to the sixth snapshot of incarnation 1; all of incarnation 2 was given
+up."""
 
 
 def exported(iteration: int, snapshot: SnapshotId | None) -> Exported:

@@ -299,7 +299,7 @@ def test_what_the_framework_saved_itself_is_as_good(tmp_path: Path) -> None:
 
 
 def test_what_is_newer_is_not_trusted_once_the_job_was_rolled_back(tmp_path: Path) -> None:
-    """Its number says nothing of the life that it is of."""
+    """Its number says nothing of the incarnation that it is of."""
     rewound = Quarantine().rewound(11).settled()
     write_export(tmp_path / "exports", 12)
     memory = Memory(tmp_path / "memory")

@@ -112,7 +112,7 @@ def test_a_cycle_counts_from_its_last_snapshot() -> None:
     assert schedule.next_iteration(107) == 110, "nothing was taken, so nothing must be waited for"
 
 
-def test_a_life_begins_with_what_an_earlier_one_has_learned() -> None:
+def test_an_incarnation_begins_with_what_an_earlier_one_has_learned() -> None:
     pacing = Pacing(BUDGET, MTBF, Observers(), lambda: 0.0)
     for incarnation in (1, 2):
         schedule = pacing.begin(0, 0)

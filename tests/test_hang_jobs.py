@@ -91,7 +91,7 @@ def test_the_same_hang_three_times_is_one_failure(new: Callable[..., Job]) -> No
 
 
 @pytest.mark.all_layouts
-def test_a_hang_that_is_only_reported_ends_no_life(new: Callable[..., Job]) -> None:
+def test_a_hang_that_is_only_reported_ends_no_incarnation(new: Callable[..., Job]) -> None:
     """Told once; who watches the job decides, here by killing the rank."""
     job = new("1:loop:10:1", on_hang="report")
 

@@ -23,7 +23,7 @@ with JobState(Path(sys.argv[1]), "led"):
 
 
 def test_what_another_run_leads_is_none_of_ours(tmp_path: Path) -> None:
-    """Its nodes have just been killed, and the next life waits for its turn."""
+    """Its nodes have just been killed, and the next incarnation waits for its turn."""
     root = tmp_path / "root"
     left, led = root / "left", root / "led"
     for folder in (root, left, led):

@@ -31,7 +31,7 @@ from megatron_ft.rpc.local_query import ask
 from megatron_ft.supervisor.membership import NoSpareError
 from megatron_ft.supervisor.plan import Sizes, Timing
 from tests.disk_jobs import signal_trainers, wait_until
-from tests.fates import in_life, of_node
+from tests.fates import in_incarnation, of_node
 from tests.jobs import ROOT, Fault, Job, Result, difference, oracle
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
@@ -94,7 +94,7 @@ def test_every_kind_of_process_dies_once_and_nothing_changes(
     made.append(job)
     job.run(
         (6, kill_rank(1)),
-        (12, in_life(2, kill_of_node("n3", "megatron_ft.erasure.worker"))),
+        (12, in_incarnation(2, kill_of_node("n3", "megatron_ft.erasure.worker"))),
         (18, kill_of_node("n1", "megatron_ft.smp")),
         (24, lose("n2")),
     )
@@ -327,7 +327,7 @@ def test_trainers_that_die_while_encoders_are_away_lose_no_commit(
 
     job = Job(tmp_path, nodes=2, protect="xor:2", iterations=40)
     made.append(job)
-    job.run((6, no_more_worlds), (8, in_life(2, lambda job: None)))
+    job.run((6, no_more_worlds), (8, in_incarnation(2, lambda job: None)))
     restored = job.kinds().index("restoring")
     newest = [e.fields for e in job.events[:restored] if e.kind == "committed"][-1]["iteration"]
     assert job.restores()[0] == (newest, "own memory"), job.story()

@@ -1,4 +1,5 @@
-"""The lineage against a model of it: the tree of lives, walked from the newest to the root."""
+"""The lineage against a model of it: the tree of incarnations, walked from the newest to the
+root."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def test_what_was_rolled_back_is_not() -> None:
     assert not on_lineage(SnapshotId(1, 6), lineage)
 
 
-def test_a_life_that_was_rolled_back_entirely_is_not() -> None:
+def test_an_incarnation_that_was_rolled_back_entirely_is_not() -> None:
     lineage = extend(extend(extend((), 1, None), 2, SnapshotId(1, 5)), 3, SnapshotId(1, 4))
     assert not on_lineage(SnapshotId(2, 1), lineage)
     assert not on_lineage(SnapshotId(1, 5), lineage)
@@ -36,7 +37,7 @@ def test_nothing_is_older_than_a_start_from_nothing() -> None:
     assert not on_lineage(SnapshotId(1, 1), (Ancestor(1, None), Ancestor(2, None)))
 
 
-def test_a_later_life_is_not_on_the_lineage_of_an_earlier_one() -> None:
+def test_a_later_incarnation_is_not_on_the_lineage_of_an_earlier_one() -> None:
     assert not on_lineage(SnapshotId(2, 1), extend((), 1, None))
 
 
@@ -46,41 +47,42 @@ def test_nothing_is_on_an_empty_lineage() -> None:
 
 def test_what_is_older_than_all_that_is_kept_is_off_the_lineage() -> None:
     lineage = extend((), 1, None)
-    for life in range(2, 10):
-        lineage = extend(lineage, life, SnapshotId(life - 1, 1), keep=3)
+    for incarnation in range(2, 10):
+        lineage = extend(lineage, incarnation, SnapshotId(incarnation - 1, 1), keep=3)
     assert [a.incarnation for a in lineage] == [7, 8, 9]
     assert on_lineage(SnapshotId(7, 1), lineage) and not on_lineage(SnapshotId(6, 1), lineage)
 
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[Ancestor]:
-    """One life after the other; each starts from nothing or from a snapshot on the lineage."""
-    lives = [Ancestor(1, None)]
-    for life in range(2, draw(st.integers(2, 9))):
-        past = sorted(_past(lives))
-        lives.append(Ancestor(life, draw(st.sampled_from([None, *past]))))
-    return lives
+    """One incarnation after the other; each starts from nothing or from a snapshot on the
+    lineage."""
+    incarnations = [Ancestor(1, None)]
+    for incarnation in range(2, draw(st.integers(2, 9))):
+        past = sorted(_past(incarnations))
+        incarnations.append(Ancestor(incarnation, draw(st.sampled_from([None, *past]))))
+    return incarnations
 
 
-def _past(lives: list[Ancestor]) -> set[SnapshotId]:
-    """All that the newest life descends from; each life took three snapshots."""
-    parents = {a.incarnation: a.parent for a in lives}
+def _past(incarnations: list[Ancestor]) -> set[SnapshotId]:
+    """All that the newest incarnation descends from; each incarnation took three snapshots."""
+    parents = {a.incarnation: a.parent for a in incarnations}
     found: set[SnapshotId] = set()
-    life, limit = lives[-1].incarnation, 3
+    incarnation, limit = incarnations[-1].incarnation, 3
     while True:
-        found |= {SnapshotId(life, sequence) for sequence in range(1, limit + 1)}
-        parent = parents[life]
+        found |= {SnapshotId(incarnation, sequence) for sequence in range(1, limit + 1)}
+        parent = parents[incarnation]
         if parent is None:
             return found
-        life, limit = parent
+        incarnation, limit = parent
 
 
 @given(histories())
 @settings(max_examples=300, derandomize=True, deadline=None)
-def test_on_lineage_is_descent(lives: list[Ancestor]) -> None:
+def test_on_lineage_is_descent(incarnations: list[Ancestor]) -> None:
     lineage: tuple[Ancestor, ...] = ()
-    for ancestor in lives:
+    for ancestor in incarnations:
         lineage = extend(lineage, *ancestor)
-    everything = {SnapshotId(a.incarnation, s) for a in lives for s in (1, 2, 3)}
-    assert {s for s in everything if on_lineage(s, lineage)} == _past(lives)
-    assert lineage[-1] == lives[-1]
+    everything = {SnapshotId(a.incarnation, s) for a in incarnations for s in (1, 2, 3)}
+    assert {s for s in everything if on_lineage(s, lineage)} == _past(incarnations)
+    assert lineage[-1] == incarnations[-1]

@@ -114,7 +114,7 @@ def test_the_next_permit_waits_for_nothing_but_the_last_capture(
 
 
 class Overtaken(SmpLink):
-    """An SMP whose answer to a heartbeat comes when another life has begun."""
+    """An SMP whose answer to a heartbeat comes when another incarnation has begun."""
 
     coordinator: Coordinator
 
@@ -123,7 +123,7 @@ class Overtaken(SmpLink):
         return m.LeaseAnswer(self.node, True, {"dp0": 160}, "", 0, 1.0)
 
 
-def test_a_heartbeat_of_the_last_life_says_nothing_of_this_one() -> None:
+def test_a_heartbeat_of_the_last_incarnation_says_nothing_of_this_one() -> None:
     async def story() -> None:
         coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
         coordinator.link_type, Overtaken.coordinator = Overtaken, coordinator
@@ -169,7 +169,8 @@ def test_a_hold_ends_though_the_word_is_lost() -> None:
 
 
 class Busy(SmpLink):
-    """An SMP that makes a large arena for the life before, and answers heartbeats meanwhile."""
+    """An SMP that makes a large arena for the incarnation before, and answers heartbeats
+    meanwhile."""
 
     async def ask(self, request: m.Message, timeout: float) -> Any:
         self.last_heard = time.monotonic()
@@ -193,9 +194,9 @@ def test_a_node_that_makes_an_arena_is_not_lost() -> None:
     asyncio.run(asyncio.wait_for(story(), 100))
 
 
-@pytest.mark.parametrize("life", [1, 2, 3])
-def test_what_is_told_of_another_life_moves_nothing(life: int) -> None:
-    """A trainer of the last life has ended: this one goes on taking snapshots."""
+@pytest.mark.parametrize("incarnation", [1, 2, 3])
+def test_what_is_told_of_another_incarnation_moves_nothing(incarnation: int) -> None:
+    """A trainer of the last incarnation has ended: this one goes on taking snapshots."""
 
     async def story() -> list[m.Event]:
         coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
@@ -203,9 +204,9 @@ def test_what_is_told_of_another_life_moves_nothing(life: int) -> None:
         heard: list[m.Event] = []
         coordinator.listeners.append(heard.append)
         coordinator.cycle = SnapshotCycle(2, {"dp0": "n0"}, (), Schedule(1))
-        coordinator._on_event(m.Event("n0", life, m.WriterGone("trainer", "dp0", 7)))
-        assert bool(coordinator.cycle.propose(1, "")) == (life != 2)
+        coordinator._on_event(m.Event("n0", incarnation, m.WriterGone("trainer", "dp0", 7)))
+        assert bool(coordinator.cycle.propose(1, "")) == (incarnation != 2)
         await coordinator.close()
         return heard
 
-    assert len(asyncio.run(asyncio.wait_for(story(), 100))) == (life == 2)
+    assert len(asyncio.run(asyncio.wait_for(story(), 100))) == (incarnation == 2)

@@ -19,7 +19,7 @@ from megatron_ft.checkpoint.drained import find
 from megatron_ft.supervisor.membership import NoSpareError
 from megatron_ft.supervisor.plan import Timing
 from tests.disk_jobs import stop_until_drained
-from tests.fates import in_life
+from tests.fates import in_incarnation
 from tests.jobs import Fault, Job
 from tests.megatron_jobs import LONG_JOB, Program, check_fewer_ranks, packaged
 from tests.megatron_layouts import EP2, PP2, TP2
@@ -101,7 +101,7 @@ def test_two_of_four_nodes_go_on_as_megatron_alone_would(
     """After it, a node is lost again, and the one that was left over takes its place."""
     job = shrinking_job(tmp_path, megatron_corpus, flags, drain_interval=10_000)
     made.append(job)
-    job.run((6, lose("n3")), (22, in_life(2, lose("n1"))))
+    job.run((6, lose("n3")), (22, in_incarnation(2, lose("n1"))))
     (line,) = told(job, "shrunk")
     assert "2 nodes instead of 4, 2 ranks: n0, n1" in line, job.story()
     assert "n2 takes the place of n1" in told(job, "spare"), job.story()

@@ -90,7 +90,7 @@ def set_tracker(runs: Runs, iteration: int) -> str:
 
 
 def resume(runs: Runs, earlier: str, name: str, *flags: str, **variables: object) -> Outcome:
-    """The next life after the run called ``earlier``."""
+    """The next incarnation after the run called ``earlier``."""
     arenas = runs.folder / earlier / "arenas"
     return runs.train(DP2, name, SNAPSHOTS, *flags, **{LOAD_FROM: arenas}, **variables)
 
@@ -139,8 +139,8 @@ class TestTheSource:
 @pytest.mark.megatron
 @pytest.mark.slow
 def test_a_named_checkpoint_is_loaded_once(job: Runs) -> None:
-    """--ckpt-step is new to the job: disk, although memory is newer.  In the next life of that
-    run it is not new any more: memory."""
+    """--ckpt-step is new to the job: disk, although memory is newer.  In the next incarnation of
+    that run it is not new any more: memory."""
     flags = ("--load", set_tracker(job, 8), "--ckpt-step", "2")
     after = resume(job, "whole", "back", *flags, **{SAVE_AT: 6})
     assert "starting from disk: --ckpt-step 2 was asked for" in after.output(0)

@@ -1,4 +1,4 @@
-"""When a checkpoint of Megatron's that a life did not finish is saved by the next one."""
+"""When a checkpoint of Megatron's that an incarnation did not finish is saved by the next one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def world() -> Iterator[None]:
 
 
 def restored(folder: Path | str, iteration: int, interval: int | None = 10) -> SimpleNamespace:
-    """Megatron's arguments of a life that goes on from ``iteration`` of 40."""
+    """Megatron's arguments of an incarnation that goes on from ``iteration`` of 40."""
     return SimpleNamespace(
         save=str(folder), save_interval=interval, iteration=iteration, train_iters=40
     )
@@ -55,14 +55,14 @@ def test_none_is_due_where_none_is_saved(tmp_path: Path) -> None:
 def test_what_breaks_off_again_is_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each life would end with it, and training stand still."""
+    """Each incarnation would end with it, and training stand still."""
     disk = saved(tmp_path / "disk", 10)
     assert [is_missed(restored(disk, 20)) for _ in range(3)] == [True, False, False]
     assert "the checkpoint of iteration 20 is left out" in caplog.text
     assert is_missed(restored(disk, 30)), "another one"
 
 
-def test_the_last_is_tried_in_every_life(tmp_path: Path) -> None:
+def test_the_last_is_tried_in_every_incarnation(tmp_path: Path) -> None:
     disk = saved(tmp_path / "disk", 30)
     assert [is_missed(restored(disk, 40)) for _ in range(3)] == [True, True, True]
 

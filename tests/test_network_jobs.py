@@ -14,7 +14,7 @@ from megatron_ft.cli.chaos.warm_python import enter_namespace
 from megatron_ft.launchers.virtual_network import HOST
 from megatron_ft.supervisor.membership import NoSpareError
 from megatron_ft.supervisor.plan import Timing
-from tests.fates import Deaths, in_life, of_node, when
+from tests.fates import Deaths, in_incarnation, of_node, when
 from tests.jobs import Fault, Job, Result, difference, oracle
 from tests.networks import needs_network
 
@@ -87,7 +87,7 @@ def test_the_side_that_is_cut_off_stops_before_the_other_goes_on(
 ) -> None:
     """Healed later it comes back as a spare, and its old arenas count for nothing."""
     job, deaths = new(spares=1), Deaths()
-    job.run((8, cut(deaths, 1, ["n1"])), (20, in_life(2, heal_and_lose_another)))
+    job.run((8, cut(deaths, 1, ["n1"])), (20, in_incarnation(2, heal_and_lose_another)))
     assert max(deaths.all()) < when(job, "trainers_started", 1), job.story()
     assert "no word from the coordinator" in (job.folder / "logs" / "smp-n1.log").read_text()
     assert job.supervisor.members.active == ["n1", "n2"], job.story()
@@ -110,7 +110,7 @@ def test_a_node_cut_in_one_direction_stops_in_time(
 @pytest.mark.all_layouts
 def test_half_of_the_nodes_is_cut_off_with_the_first(new: Callable[..., Job], two: Result) -> None:
     job, deaths = new(spares=2), Deaths()
-    job.run((8, cut(deaths, 0, ["n0", "n2"], ["n1", "n3", HOST])), (20, in_life(2, heal)))
+    job.run((8, cut(deaths, 0, ["n0", "n2"], ["n1", "n3", HOST])), (20, in_incarnation(2, heal)))
     assert max(deaths.all()) < when(job, "trainers_started", 1), job.story()
     assert job.supervisor.members.active == ["n3", "n1"], job.story()
     assert not difference(job.result(), two), job.story()

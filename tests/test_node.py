@@ -22,8 +22,8 @@ from megatron_ft.smp.slot_rules import EMPTY_SLOT
 from megatron_ft.smp.slots import ShardSlots, forget
 from megatron_ft.supervisor.plan import stripe_orders
 
-HERE, LIFE, WORLD = "dp0", 3, "w3"
-ONE, TWO = SnapshotId(LIFE, 1), SnapshotId(LIFE, 2)
+HERE, INCARNATION, WORLD = "dp0", 3, "w3"
+ONE, TWO = SnapshotId(INCARNATION, 1), SnapshotId(INCARNATION, 2)
 PLACES = {"dp0": "n0", "dp1": "n1", "dp2": "n2"}
 STRIPE = StripeState("xor", 2, 1, 128, tuple(PLACES), 64, 1)
 ORDERS = stripe_orders([STRIPE], PLACES, list(PLACES.values()))
@@ -32,7 +32,7 @@ ROOT = b"r".ljust(32)
 
 
 def machine(*shards: str, slots: int = 2) -> NodeMachine:
-    node = NodeMachine("n0", LIFE)
+    node = NodeMachine("n0", INCARNATION)
     for shard in shards or (HERE,):
         node.shards[shard] = ShardSlots(shard, [EMPTY_SLOT] * slots)
         node.paths[shard] = f"/arenas/{shard}"
@@ -65,12 +65,12 @@ def state(node: NodeMachine, slot: int = 0) -> SlotState:
     return node.shards[HERE].slots[slot].state
 
 
-GRANT = m.Grant(LIFE, ONE, 10)
+GRANT = m.Grant(INCARNATION, ONE, 10)
 SEALED = m.Sealed(TABLE[0])
-ENCODE = m.Encode(LIFE, ONE, WORLD, ORDERS)
+ENCODE = m.Encode(INCARNATION, ONE, WORLD, ORDERS)
 ENCODED = m.Encoded(ONE, WORLD, HERE, ROOT, TABLE, 0, 0.0)
-COMMIT = m.Commit(LIFE, ONE, "protected")
-ABORT = m.Abort(LIFE, ONE, "test")
+COMMIT = m.Commit(INCARNATION, ONE, "protected")
+ABORT = m.Abort(INCARNATION, ONE, "test")
 
 
 def test_a_permit_changes_no_slot_until_its_trainer_begins() -> None:
@@ -86,16 +86,20 @@ def committed_twice() -> NodeMachine:
     """Two protected snapshots, ONE and TWO, in two slots, and a permit for THREE."""
     node = machine()
     ok(node, GRANT, SEALED, ENCODE, ENCODED, COMMIT)
-    ok(node, m.Grant(LIFE, TWO, 12), m.Sealed(record_of(TWO, HERE, 12)))
+    ok(node, m.Grant(INCARNATION, TWO, 12), m.Sealed(record_of(TWO, HERE, 12)))
     table = tuple(record_of(TWO, shard, 12) for shard in PLACES)
-    ok(node, m.Encode(LIFE, TWO, WORLD, ORDERS), m.Encoded(TWO, WORLD, HERE, ROOT, table, 0, 0.0))
-    ok(node, m.Commit(LIFE, TWO, "protected"))
-    assert node.handle(m.Grant(LIFE, THREE, 14)) == m.Ok()
+    ok(
+        node,
+        m.Encode(INCARNATION, TWO, WORLD, ORDERS),
+        m.Encoded(TWO, WORLD, HERE, ROOT, table, 0, 0.0),
+    )
+    ok(node, m.Commit(INCARNATION, TWO, "protected"))
+    assert node.handle(m.Grant(INCARNATION, THREE, 14)) == m.Ok()
     assert node.shards[HERE].promise is not None
     return node
 
 
-THREE = SnapshotId(LIFE, 3)
+THREE = SnapshotId(INCARNATION, 3)
 BEGINS = m.Begins(HERE, THREE, 14, 0)
 VOID = StorePermit(HERE, Permit(THREE, 14, 0, True))
 
@@ -111,9 +115,9 @@ def test_what_a_permit_promises_stays_when_the_trainer_dies_before_it_begins() -
 def test_a_trainer_that_begins_too_late_is_shown_a_void_permit(how: str) -> None:
     node = committed_twice()
     if how == "aborted":
-        ok(node, m.Abort(LIFE, THREE, "test"))
+        ok(node, m.Abort(INCARNATION, THREE, "test"))
     elif how == "read since":
-        ok(node, m.Hold(LIFE, "drain", ONE))
+        ok(node, m.Hold(INCARNATION, "drain", ONE))
     elif how == "missed":
         assert ToCoordinator(m.Missed(HERE, THREE)) in ok(node, m.Missed(HERE, THREE))
     else:
@@ -126,13 +130,13 @@ def test_a_trainer_that_begins_too_late_is_shown_a_void_permit(how: str) -> None
 
 
 def test_an_abort_before_the_trainer_begins_tells_that_nothing_is_written() -> None:
-    effects = ok(committed_twice(), m.Abort(LIFE, THREE, "test"))
+    effects = ok(committed_twice(), m.Abort(INCARNATION, THREE, "test"))
     assert VOID in effects and ToCoordinator(m.SlotFreed(HERE, THREE)) in effects
 
 
 def test_a_late_begin_leaves_a_newer_permit_alone() -> None:
     node = committed_twice()
-    four = m.Grant(LIFE, SnapshotId(LIFE, 4), 16)
+    four = m.Grant(INCARNATION, SnapshotId(INCARNATION, 4), 16)
     assert node.handle(four) == m.Ok()
     node.take_effects()
     assert isinstance(node.handle(BEGINS), m.Refused) and node.take_effects() == []
@@ -179,7 +183,7 @@ def test_a_permit_is_all_or_nothing_on_a_node() -> None:
     ok(node, GRANT)
     node.handle(m.Missed("dp0", ONE))
     node.take_effects()
-    answer = node.handle(m.Grant(LIFE, TWO, 12))
+    answer = node.handle(m.Grant(INCARNATION, TWO, 12))
     assert isinstance(answer, m.Refused) and "dp3" in answer.reason
     assert node.take_effects() == []
 
@@ -197,7 +201,15 @@ def test_a_permit_that_comes_again_while_it_stands_changes_nothing() -> None:
         [GRANT, m.Missed(HERE, ONE), ABORT],
         [GRANT, ABORT],
         [ABORT],
-        [GRANT, SEALED, ENCODE, ENCODED, COMMIT, m.Grant(LIFE, TWO, 12), m.Missed(HERE, TWO)],
+        [
+            GRANT,
+            SEALED,
+            ENCODE,
+            ENCODED,
+            COMMIT,
+            m.Grant(INCARNATION, TWO, 12),
+            m.Missed(HERE, TWO),
+        ],
     ],
     ids=["missed", "aborted", "aborted under its trainer", "aborted before it came", "committed"],
 )
@@ -215,7 +227,7 @@ def test_a_permit_that_comes_after_its_snapshot_was_decided_is_refused(
 def test_a_permit_from_before_an_smp_was_restarted_is_refused() -> None:
     """What was decided is known from the headers that it adopts."""
     node, older = machine(), machine()
-    ok(older, m.Grant(LIFE, TWO, 12), m.Sealed(record_of(TWO, HERE, 12)))
+    ok(older, m.Grant(INCARNATION, TWO, 12), m.Sealed(record_of(TWO, HERE, 12)))
     node.shards = older.shards
     node.adopted()
     assert isinstance(node.handle(GRANT), m.Refused)
@@ -234,7 +246,7 @@ def test_a_part_that_was_not_encoded_is_no_order_that_comes_again() -> None:
     node = machine("dp0", "dp3")
     places = {"dp0": "n0", "dp3": "n0", "dp2": "n2"}
     stripe = StripeState("xor", 2, 1, 128, tuple(places), 64, 1)
-    order = m.Encode(LIFE, ONE, WORLD, stripe_orders([stripe], places, ["n0", "n2"]))
+    order = m.Encode(INCARNATION, ONE, WORLD, stripe_orders([stripe], places, ["n0", "n2"]))
     ok(node, GRANT, SEALED, m.Sealed(record_of(ONE, "dp3", 10)))
     node.shards["dp0"].begin_encode(ONE)
     node.shards["dp0"].protect(ONE, ROOT, TABLE)
@@ -245,10 +257,10 @@ def test_a_part_that_was_not_encoded_is_no_order_that_comes_again() -> None:
     assert states == [SlotState.ENCODING, SlotState.ENCODING]
 
 
-@pytest.mark.parametrize("message", [GRANT, ENCODE, COMMIT, ABORT, m.Adopt(LIFE, (), None)])
-@pytest.mark.parametrize("life", [LIFE - 1, LIFE + 1])
-def test_another_incarnation_is_not_obeyed(message: m.Message, life: int) -> None:
-    node = NodeMachine("n0", life)
+@pytest.mark.parametrize("message", [GRANT, ENCODE, COMMIT, ABORT, m.Adopt(INCARNATION, (), None)])
+@pytest.mark.parametrize("incarnation", [INCARNATION - 1, INCARNATION + 1])
+def test_another_incarnation_is_not_obeyed(message: m.Message, incarnation: int) -> None:
+    node = NodeMachine("n0", incarnation)
     node.shards[HERE] = ShardSlots(HERE, [EMPTY_SLOT])
     answer = node.handle(message)
     assert isinstance(answer, m.Refused) and answer.error == "StaleIncarnationError"
@@ -261,19 +273,19 @@ def test_admission_drops_what_was_unfinished_and_every_permit() -> None:
     node.trainer_gone(HERE, 1)
     node.encoder_gone(WORLD, 2)
     node.take_effects()
-    assert node.admit(LIFE + 1) is None
+    assert node.admit(INCARNATION + 1) is None
     assert StorePermit(HERE, None) in node.take_effects()
-    assert state(node) == SlotState.FREE and node.highest_incarnation == LIFE + 1
+    assert state(node) == SlotState.FREE and node.highest_incarnation == INCARNATION + 1
 
 
 def test_admission_of_what_is_not_higher_is_refused() -> None:
-    node = NodeMachine("n0", LIFE)
-    assert isinstance(node.admit(LIFE), m.Refused)
+    node = NodeMachine("n0", INCARNATION)
+    assert isinstance(node.admit(INCARNATION), m.Refused)
 
 
 def test_admission_before_the_writers_are_dead_is_a_programming_error() -> None:
     with pytest.raises(AssertionError):
-        machine().admit(LIFE + 1)
+        machine().admit(INCARNATION + 1)
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -344,14 +356,14 @@ def test_no_order_and_no_result_of_another_world_is_taken() -> None:
     node = machine()
     (lost,) = stripe_orders([STRIPE], PLACES, list(PLACES.values()), {STRIPE: (HERE,)})
     ok(node, GRANT, SEALED, ENCODE, ENCODED, COMMIT)
-    ok(node, m.Rebuild(LIFE, TWO, 12, WORLD, (lost,)))
+    ok(node, m.Rebuild(INCARNATION, TWO, 12, WORLD, (lost,)))
     before = list(node.shards[HERE].slots)
     two = record_of(TWO, HERE, 12)
     for message in (
-        m.Rebuild(LIFE, ONE, 10, "w2", (lost,)),
+        m.Rebuild(INCARNATION, ONE, 10, "w2", (lost,)),
         m.Rebuilt(TWO, "w2", HERE, two, ROOT, TABLE, 0, 0.0),
         m.Loaded("w2", two),
-        m.Repair(LIFE, ONE, "w2", ORDERS, HERE, (0,), ()),
+        m.Repair(INCARNATION, ONE, "w2", ORDERS, HERE, (0,), ()),
         m.Recomputed(ONE, "w2", HERE, {0: bytes(64)}, {}, 0),
     ):
         answer = node.handle(message)
@@ -364,9 +376,11 @@ def test_only_a_committed_slot_with_parity_is_mended(state: str) -> None:
     """Another one may be written to, or given away, meanwhile."""
     node = machine()
     ok(node, GRANT, SEALED)
-    ok(node, ENCODE, ENCODED) if state == "uncommitted" else ok(node, m.Commit(LIFE, ONE, "local"))
+    ok(node, ENCODE, ENCODED) if state == "uncommitted" else ok(
+        node, m.Commit(INCARNATION, ONE, "local")
+    )
     for message in (
-        m.Repair(LIFE, ONE, WORLD, ORDERS, HERE, (0,), ()),
+        m.Repair(INCARNATION, ONE, WORLD, ORDERS, HERE, (0,), ()),
         m.Recomputed(ONE, WORLD, HERE, {0: bytes(64)}, {}, 0),
     ):
         assert isinstance(node.handle(message), m.Refused)
@@ -384,27 +398,27 @@ def test_encoding_is_refused_while_a_shard_is_captured() -> None:
 def test_commit_is_refused_when_a_shard_does_not_hold_it() -> None:
     node = machine("dp0", "dp3")
     ok(node, GRANT, SEALED)
-    answer = node.handle(m.Commit(LIFE, ONE, "local"))
+    answer = node.handle(m.Commit(INCARNATION, ONE, "local"))
     assert isinstance(answer, m.Refused) and "dp3" in answer.reason
 
 
 def test_adopt_forgets_what_is_off_the_lineage() -> None:
     node = machine()
-    ok(node, GRANT, SEALED, m.Commit(LIFE, ONE, "local"), m.Grant(LIFE, TWO, 12))
+    ok(node, GRANT, SEALED, m.Commit(INCARNATION, ONE, "local"), m.Grant(INCARNATION, TWO, 12))
     node.trainer_gone(HERE, 1)
     node.encoder_gone(WORLD, 1)
-    node.admit(LIFE + 1)
-    lineage = (Ancestor(LIFE, None), Ancestor(LIFE + 1, ONE))
-    ok(node, m.Adopt(LIFE + 1, lineage, ONE))
+    node.admit(INCARNATION + 1)
+    lineage = (Ancestor(INCARNATION, None), Ancestor(INCARNATION + 1, ONE))
+    ok(node, m.Adopt(INCARNATION + 1, lineage, ONE))
     assert state(node) == SlotState.COMMITTED
-    ok(node, m.Adopt(LIFE + 1, (Ancestor(LIFE + 1, None),), None))
+    ok(node, m.Adopt(INCARNATION + 1, (Ancestor(INCARNATION + 1, None),), None))
     assert state(node) == SlotState.FREE
 
 
 def test_a_rebuild_target_is_protected_when_its_digests_match() -> None:
     node = machine()
     (order,) = stripe_orders([STRIPE], PLACES, list(PLACES.values()), {STRIPE: (HERE,)})
-    stored, sent = ok(node, m.Rebuild(LIFE, ONE, 10, WORLD, (order,)))
+    stored, sent = ok(node, m.Rebuild(INCARNATION, ONE, 10, WORLD, (order,)))
     assert isinstance(stored, StoreSlot) and stored.header.state == SlotState.REBUILDING
     assert isinstance(sent, ToEncoder) and isinstance(sent.body, m.RebuildOrder)
     ok(node, m.Rebuilt(ONE, WORLD, HERE, TABLE[0], ROOT, TABLE, 0, 0.0))
@@ -413,14 +427,14 @@ def test_a_rebuild_target_is_protected_when_its_digests_match() -> None:
 
 def test_a_survivor_without_the_snapshot_refuses_to_rebuild() -> None:
     (order,) = stripe_orders([STRIPE], PLACES, list(PLACES.values()), {STRIPE: ("dp1",)})
-    answer = machine().handle(m.Rebuild(LIFE, ONE, 10, WORLD, (order,)))
+    answer = machine().handle(m.Rebuild(INCARNATION, ONE, 10, WORLD, (order,)))
     assert isinstance(answer, m.Refused) and HERE in answer.reason
 
 
 def test_an_interrupted_rebuild_leaves_nothing() -> None:
     node = machine()
     (order,) = stripe_orders([STRIPE], PLACES, list(PLACES.values()), {STRIPE: (HERE,)})
-    ok(node, m.Rebuild(LIFE, ONE, 10, WORLD, (order,)))
+    ok(node, m.Rebuild(INCARNATION, ONE, 10, WORLD, (order,)))
     node.encoder_gone(WORLD, 1)
     assert state(node) == SlotState.FREE
 
@@ -429,10 +443,10 @@ def held(*shards: str) -> NodeMachine:
     """Two committed snapshots in two slots: the next permit needs the slot of the older."""
     node = machine(*shards)
     for snapshot, iteration in ((ONE, 10), (TWO, 12)):
-        ok(node, m.Grant(LIFE, snapshot, iteration))
+        ok(node, m.Grant(INCARNATION, snapshot, iteration))
         for shard in shards or (HERE,):
             ok(node, m.Sealed(record_of(snapshot, shard, iteration)))
-        ok(node, m.Commit(LIFE, snapshot, "local"))
+        ok(node, m.Commit(INCARNATION, snapshot, "local"))
     return node
 
 
@@ -440,7 +454,7 @@ def held(*shards: str) -> NodeMachine:
     ("pin", "unpin"),
     [
         (m.Pin("r", ONE, 1), m.Unpin("r")),
-        (m.Hold(LIFE, "r", ONE), m.Unhold(LIFE, "r")),
+        (m.Hold(INCARNATION, "r", ONE), m.Unhold(INCARNATION, "r")),
         (m.Pin("r", ONE, 1), None),
     ],
     ids=["reader", "coordinator", "reader dies"],
@@ -448,14 +462,14 @@ def held(*shards: str) -> NodeMachine:
 def test_a_pinned_snapshot_keeps_its_slot(pin: m.Message, unpin: m.Message | None) -> None:
     node = held("dp0", "dp3")
     assert ok(node, pin) == [] and node.held_back()
-    answer = node.handle(m.Grant(LIFE, THREE, 14))
+    answer = node.handle(m.Grant(INCARNATION, THREE, 14))
     assert isinstance(answer, m.Refused) and answer.error == "PinnedError"
     if unpin is None:
         node.reader_gone("r")
     else:
         ok(node, unpin)
     assert not node.held_back()
-    ok(node, m.Grant(LIFE, THREE, 14))
+    ok(node, m.Grant(INCARNATION, THREE, 14))
 
 
 def test_one_shard_that_is_read_holds_the_node_back() -> None:
@@ -464,7 +478,7 @@ def test_one_shard_that_is_read_holds_the_node_back() -> None:
     forget(node.shards["dp3"], lambda snapshot: snapshot == ONE)
     node.take_effects()
     assert node.held_back()
-    answer = node.handle(m.Grant(LIFE, THREE, 14))
+    answer = node.handle(m.Grant(INCARNATION, THREE, 14))
     assert isinstance(answer, m.Refused) and answer.error == "PinnedError"
 
 
@@ -482,19 +496,19 @@ def test_a_new_incarnation_voids_pins() -> None:
     ok(node, m.Pin("r", ONE, 1))
     node.trainer_gone(HERE, 1)
     node.encoder_gone(WORLD, 2)
-    assert node.admit(LIFE + 1) is None
+    assert node.admit(INCARNATION + 1) is None
     assert node.readers() == [] and not node.held_back()
     ok(node, m.Unpin("r"))
 
 
 def test_a_node_that_waits_for_its_trainer_is_not_held_back() -> None:
     node = held("dp0", "dp3")
-    ok(node, m.Grant(LIFE, THREE, 14), m.Missed("dp0", THREE), m.Pin("r", TWO, 1))
+    ok(node, m.Grant(INCARNATION, THREE, 14), m.Missed("dp0", THREE), m.Pin("r", TWO, 1))
     assert not node.held_back(), "dp3 still captures, whoever reads"
 
 
 RECORD = record_of(ONE, HERE, 10)
-LOAD = m.Load(LIFE, ONE, 10, (HERE,))
+LOAD = m.Load(INCARNATION, ONE, 10, (HERE,))
 LOADED = m.Loaded(WORLD, RECORD)
 
 
@@ -507,7 +521,7 @@ def test_a_shard_from_disk_is_lost_until_its_loader_says_that_it_is_there() -> N
     slot = node.shards[HERE].slots[0]
     assert (slot.state, slot.record, slot.parity_valid) == (SlotState.SEALED, RECORD, False)
     assert isinstance(node.handle(LOADED), m.Refused), "said once"
-    ok(node, m.Commit(LIFE, ONE, "local"))
+    ok(node, m.Commit(INCARNATION, ONE, "local"))
     assert state(node) == SlotState.COMMITTED and node.shards[HERE].slots[0].local_only
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from test_node import BEGINS, HERE, LIFE, ONE, THREE, VOID, committed_twice, ok, state
+from test_node import BEGINS, HERE, INCARNATION, ONE, THREE, VOID, committed_twice, ok, state
 
 from megatron_ft.arena.format import SlotState
 from megatron_ft.core.identity import SnapshotId
@@ -26,13 +26,13 @@ def deliver(cycle: SnapshotCycle, node: NodeMachine, actions: list[Action]) -> N
 
 def test_a_reader_between_permit_and_begin_costs_one_snapshot_and_no_more() -> None:
     node = committed_twice()
-    ok(node, m.Abort(LIFE, THREE, "the test has its own"))
-    cycle = SnapshotCycle(LIFE, {HERE: "n0"}, (), Schedule(2))
+    ok(node, m.Abort(INCARNATION, THREE, "the test has its own"))
+    cycle = SnapshotCycle(INCARNATION, {HERE: "n0"}, (), Schedule(2))
     cycle._sequence = THREE.sequence
     deliver(cycle, node, cycle.propose(14, ""))
     promise = node.shards[HERE].promise
     assert promise is not None and promise.snapshot == cycle.snapshot
-    ok(node, m.Hold(LIFE, "drain", ONE))
+    ok(node, m.Hold(INCARNATION, "drain", ONE))
     begins = m.Begins(HERE, cycle.snapshot, promise.iteration, promise.slot)
     assert isinstance(node.handle(begins), m.Refused)
     actions: list[Action] = []
@@ -42,7 +42,7 @@ def test_a_reader_between_permit_and_begin_costs_one_snapshot_and_no_more() -> N
             actions += cycle.handle("n0", effect.body)
     deliver(cycle, node, actions)
     assert cycle.phase == Phase.IDLE and cycle.ready
-    ok(node, m.Unhold(LIFE, "drain"))
+    ok(node, m.Unhold(INCARNATION, "drain"))
     deliver(cycle, node, cycle.propose(16, ""))
     promise = node.shards[HERE].promise
     assert promise is not None and promise.snapshot == cycle.snapshot
@@ -52,7 +52,11 @@ def test_a_reader_between_permit_and_begin_costs_one_snapshot_and_no_more() -> N
 
 def test_a_stale_begin_does_not_void_the_permit_of_a_running_capture() -> None:
     node = committed_twice()
-    ok(node, m.Abort(LIFE, THREE, "test"), m.Grant(LIFE, SnapshotId(LIFE, 4), 16))
+    ok(
+        node,
+        m.Abort(INCARNATION, THREE, "test"),
+        m.Grant(INCARNATION, SnapshotId(INCARNATION, 4), 16),
+    )
     node.take_effects()
     assert isinstance(node.handle(BEGINS), m.Refused)
     assert VOID not in node.take_effects()

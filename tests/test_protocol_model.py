@@ -44,11 +44,11 @@ SHAPES = {
 
 
 # Kinds of steps that are more or less frequent, so that walks get where chance seldom leads.
-LONG_SLEEP = {"suspend": 0.0, "suspend_writing": 2.0, "resume": 0.03, "start_life": 3.0}
+LONG_SLEEP = {"suspend": 0.0, "suspend_writing": 2.0, "resume": 0.03, "start_incarnation": 3.0}
 SLOW_DEATH = {**LONG_SLEEP, "suspend_writing": 6.0, "end": 0.005, "give_up": 20.0, "lose": 0.0}
 COME_AND_GO = {"cut": 8.0, "heal": 0.5, "lose": 4.0, "world": 0.2}
 SLOW_READERS = {"read": 0.05, "smp_crash": 5.0}
-RESTARTS = {"start_life": 10.0, "world": 0.1}
+RESTARTS = {"start_incarnation": 10.0, "world": 0.1}
 CLIMATES: tuple[Mapping[str, float], ...] = (
     {},
     LONG_SLEEP,
@@ -84,7 +84,11 @@ CUT_OFF: list[Part] = [
 
 def older_slot(world: World) -> tuple[str, int] | None:
     """The shard and slot on n0 of what is committed there beside something newer with parity."""
-    if world.life is None or world.life.cycle is None or world.life.cycle.phase != Phase.IDLE:
+    if (
+        world.incarnation is None
+        or world.incarnation.cycle is None
+        or world.incarnation.cycle.phase != Phase.IDLE
+    ):
         return None
     for arena in world.nodes["n0"].arenas.values():
         order = sorted((s.header.snapshot or (0, 0), i) for i, s in enumerate(arena.slots))
@@ -254,7 +258,9 @@ HOLES: dict[Callable[[pytest.MonkeyPatch], None], Hole] = {
     holes.lease_ends_nobody: Hole("run at once", shape="replica, disk", bias=CUTS),
     holes.replaced_at_once: Hole("run at once", 9, "replica, disk", CUTS),
     holes.late_words_obeyed: Hole("after a newer one", 2, "replica, disk", RESTARTS),
-    holes.tidied_by_an_older_life: Hole("gone from the disk", 7, "replica, disk", LATE_DRAINS),
+    holes.tidied_by_an_older_incarnation: Hole(
+        "gone from the disk", 7, "replica, disk", LATE_DRAINS
+    ),
     holes.published_and_tidied_at_once: Hole("gone from the disk", 7, "replica, disk", LATE_DRAINS),
     holes.encoded_again: Hole("must be served", 8, "xor:3, 2 stripes, resets", LATE_AND_LOST),
     holes.notes_ignored: Hole("rolled back and is served", 402, "replica, disk", CUTS_ONLY),

@@ -26,7 +26,7 @@ from megatron_ft.trainer.start_choice import Disk, View, decide
 
 NEAR = 10
 snapshots = st.builds(SnapshotId, st.integers(1, 3), st.integers(1, 3))
-lives = st.lists(st.tuples(snapshots, st.integers(0, 2 * NEAR)), max_size=20)
+incarnations = st.lists(st.tuples(snapshots, st.integers(0, 2 * NEAR)), max_size=20)
 
 
 def after(history: list[tuple[SnapshotId, int]], near: int = NEAR) -> Quarantine:
@@ -36,7 +36,7 @@ def after(history: list[tuple[SnapshotId, int]], near: int = NEAR) -> Quarantine
     return quarantine
 
 
-@given(lives)
+@given(incarnations)
 def test_exactly_those_are_out_that_failed_twice_near_with_no_success_between(
     history: list[tuple[SnapshotId, int]],
 ) -> None:
@@ -53,12 +53,12 @@ def test_exactly_those_are_out_that_failed_twice_near_with_no_success_between(
     assert quarantine.over_disk == bool(quarantine.rejected)
 
 
-@given(lives)
+@given(incarnations)
 def test_switched_off_it_suspects_nothing(history: list[tuple[SnapshotId, int]]) -> None:
     assert after(history, near=0) == Quarantine()
 
 
-@given(lives, st.lists(st.integers(0, 50), max_size=3))
+@given(incarnations, st.lists(st.integers(0, 50), max_size=3))
 def test_it_survives_the_notes_on_disk(
     history: list[tuple[SnapshotId, int]], rewinds: list[int]
 ) -> None:
@@ -198,7 +198,7 @@ def test_memory_goes_first_until_the_framework_saves_anew(
         distrust = Distrust(state, Told(), NEAR, tmp_path)  # type: ignore[arg-type]
 
         def begin(iteration: int) -> bool:
-            """A life; whether the framework's own goes behind memory for the next one."""
+            """An incarnation; whether the framework's own goes behind memory for the next one."""
             decision = Decision(NEW, iteration, False, (), {})
             asyncio.run(distrust.begin(decision, (), 1))
             words.append(distrust.source(decision))
@@ -216,7 +216,7 @@ def test_memory_goes_first_until_the_framework_saves_anew(
 
 
 @pytest.mark.parametrize(("start", "out"), [(44, True), (48, False)])
-def test_what_a_life_passes_over_will_be_saved_over_and_is_given_up(
+def test_what_an_incarnation_passes_over_will_be_saved_over_and_is_given_up(
     tmp_path: Path, start: int, out: bool
 ) -> None:
     """Nothing is wrong with 48 until then, and nobody can tell when training has come there."""
@@ -232,7 +232,7 @@ def test_what_a_life_passes_over_will_be_saved_over_and_is_given_up(
 def test_what_was_there_at_a_rollback_but_could_not_be_read_does_not_count_as_new(
     tmp_path: Path, known: bool
 ) -> None:
-    """A life began without anybody knowing; as where no folder was named."""
+    """An incarnation began without anybody knowing; as where no folder was named."""
     directory = saved(tmp_path / "own", 60).parent
     with JobState(tmp_path / "state", "job") as state:
         state.update(quarantine=Quarantine().rewound(50))
@@ -260,7 +260,7 @@ def say_restored(told: Told, rank: int) -> None:
         listener(m.Event("n0", 3, body))
 
 
-def test_a_failure_counts_only_if_all_ranks_of_that_life_had_loaded_the_snapshot(
+def test_a_failure_counts_only_if_all_ranks_of_that_incarnation_had_loaded_the_snapshot(
     tmp_path: Path,
 ) -> None:
     start, told = Decision(NEW, 50, False, (), {}), Told()
@@ -281,7 +281,9 @@ def test_a_failure_counts_only_if_all_ranks_of_that_life_had_loaded_the_snapshot
         assert asyncio.run(fail_often()) == [0, 0, 1]
 
 
-def test_a_drain_of_what_was_given_up_is_not_on_disk_for_the_next_life(tmp_path: Path) -> None:
+def test_a_drain_of_what_was_given_up_is_not_on_disk_for_the_next_incarnation(
+    tmp_path: Path,
+) -> None:
     start, told = Decision(OLD, 46, False, (), {}), Told()
     lineage = (Ancestor(1, None), Ancestor(3, OLD))
     with JobState(tmp_path, "job") as state:

@@ -26,7 +26,7 @@ def heard(rank: int, at: float, shard: str = "", **known: Any) -> Heard:
 
 
 def recovering() -> RecoveryClock:
-    """A job whose second life has just been started."""
+    """A job whose second incarnation has just been started."""
     clock = RecoveryClock()
     clock.starting()
     clock.failed()
@@ -53,7 +53,7 @@ def test_a_recovery_is_told_once_by_its_slowest_parts() -> None:
     assert [entry["cause"] for entry in clock.view()] == ["rank 1 was killed"]
 
 
-def test_the_first_life_is_no_recovery() -> None:
+def test_the_first_incarnation_is_no_recovery() -> None:
     clock = RecoveryClock()
     clock.starting()
     assert clock.look([heard(0, time.monotonic(), age=5.0, first_iteration=1.0)]) is None
@@ -71,10 +71,11 @@ def test_what_was_detected_late_counts() -> None:
     assert found.total == pytest.approx(8.0, abs=0.1)
 
 
-def test_a_life_without_trainers_belongs_to_the_same_recovery(
+def test_an_incarnation_without_trainers_belongs_to_the_same_recovery(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A node was lost and no spare is left: the next life begins only when all is exported."""
+    """A node was lost and no spare is left: the next incarnation begins only when all is
+    exported."""
     now = [100.0]
     monkeypatch.setattr(recoveries.time, "monotonic", lambda: now[0])
     clock = RecoveryClock()
@@ -136,5 +137,5 @@ def test_old_reports_say_nothing() -> None:
     board.note("n1", {"pp0-tp0-dp1-ep0": report(1)})
     assert [one.report.rank for one in board.fresh(2, 60.0)] == [0, 1]
     assert board.fresh(2, 0.0) == []
-    board.begin_life()
+    board.begin_incarnation()
     assert board.fresh(2, 60.0) == []

@@ -14,13 +14,13 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor import restore
 from megatron_ft.supervisor.restore import RebuildError, Restore
 
-LIFE, WORLD, SNAPSHOT = 4, "w4", SnapshotId(3, 7)
+INCARNATION, WORLD, SNAPSHOT = 4, "w4", SnapshotId(3, 7)
 STRIPE = StripeState("xor", 1, 1, 1 << 20, ("dp0", "dp1"), 4096, 1)
 PLAN = Restore(
     decision=Decision(SNAPSHOT, 30, True, (STRIPE,), {STRIPE: ("dp1",)}),
     places={"dp0": "n0", "dp1": "n1"},
     active=("n0", "n1"),
-    incarnation=LIFE,
+    incarnation=INCARNATION,
     lineage=(),
     slot_count=2,
 )
@@ -40,7 +40,7 @@ class Coordinator:
     async def ask_all(self, requests: Mapping[str, m.Message]) -> dict[str, object]:
         for body in self._bodies:
             for listener in self.listeners:
-                listener(m.Event("n0", LIFE, body))
+                listener(m.Event("n0", INCARNATION, body))
         return {}
 
 

@@ -13,7 +13,7 @@ from test_node import (
     ENCODED,
     GRANT,
     HERE,
-    LIFE,
+    INCARNATION,
     ONE,
     PLACES,
     SEALED,
@@ -30,7 +30,7 @@ from megatron_ft.smp.node_shards import MendSlot, StoreSlot, ToEncoder
 from megatron_ft.supervisor.events import JobEvent, Observers
 from megatron_ft.supervisor.repairs import MOST_ATTEMPTS, Repairs
 
-REPAIR = m.Repair(LIFE, ONE, WORLD, STRIPES, HERE, (3,), ())
+REPAIR = m.Repair(INCARNATION, ONE, WORLD, STRIPES, HERE, (3,), ())
 RECOMPUTED = m.Recomputed(ONE, WORLD, HERE, {3: b"x"}, {}, 0)
 DAMAGE = m.BadBlocks(HERE, ONE, (3,), (5,))
 
@@ -48,7 +48,7 @@ def test_blocks_of_a_committed_slot_are_mended_before_it_is_given_away() -> None
     node.take_effects()
     assert node.handle(RECOMPUTED) == m.Ok()
     given = m.Begins(HERE, TWO, 12, 1)
-    for message in (m.Grant(LIFE, TWO, 12), given, m.Abort(LIFE, TWO, "test")):
+    for message in (m.Grant(INCARNATION, TWO, 12), given, m.Abort(INCARNATION, TWO, "test")):
         node.handle(message)
     first, *later = node.take_effects()
     assert isinstance(first, MendSlot) and first.header.record == SEALED.record
@@ -60,7 +60,7 @@ def test_what_is_not_committed_or_has_no_parity_is_not_mended() -> None:
     for message in (GRANT, SEALED):
         ok(node, message)
         assert isinstance(node.handle(REPAIR), m.Refused)
-    ok(node, m.Commit(LIFE, ONE, "local"))
+    ok(node, m.Commit(INCARNATION, ONE, "local"))
     answer = node.handle(REPAIR)
     assert isinstance(answer, m.Refused) and "no parity" in answer.reason
     assert isinstance(node.handle(RECOMPUTED), m.Refused)
@@ -84,7 +84,7 @@ class Control:
     """A coordinator whose nodes answer a repair by these events."""
 
     def __init__(self, *answers: m.Message, refuses: bool = False) -> None:
-        self.incarnation, self.usable_world = LIFE, WORLD
+        self.incarnation, self.usable_world = INCARNATION, WORLD
         self.observers, self.told = Observers(), list[JobEvent]()
         self.observers.add(self.told.append)
         self.asked: list[m.Message] = []
@@ -98,7 +98,7 @@ class Control:
         if self._refuses:
             raise ControlPlaneError("n1: it has no slot with that snapshot")
         for answer in self._answers:
-            self.note(m.Event("n0", LIFE, answer))  # type: ignore[arg-type]
+            self.note(m.Event("n0", INCARNATION, answer))  # type: ignore[arg-type]
         return {}
 
     def end_world(self, world: str, reason: str) -> None:
@@ -113,7 +113,7 @@ def work(control: Control, damage: m.BadBlocks = DAMAGE, times: int = 1) -> Repa
         repairs = Repairs(control)
         control.note = repairs.note
         for _ in range(times):
-            repairs.note(m.Event("n0", LIFE, damage))
+            repairs.note(m.Event("n0", INCARNATION, damage))
             while repairs.due:
                 await asyncio.wait_for(repairs.work(STRIPES, PLACES), 10)
         return repairs

@@ -91,7 +91,7 @@ def test_what_the_framework_saved_and_the_job_goes_behind_is_no_last_resort(
     """Until somebody names it anew: that says that it is wanted.
 
     What is only passed over is good, until training comes to its iteration again and saves that
-    in its place: cut off then, it would be of two lives.
+    in its place: cut off then, it would be of two incarnations.
     """
     own = tmp_path / "own"
     job = Job(tmp_path, nodes=2, spares=2, slots=3, iteration_seconds=UNHURRIED, checkpoint_dir=own)

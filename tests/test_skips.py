@@ -18,7 +18,7 @@ def test_one_period_is_told_once_and_counted_in_snapshots() -> None:
 
 
 @pytest.mark.parametrize("later", [-1, 3])
-def test_a_life_that_starts_further_back_counts_nothing_below_zero(later: int) -> None:
+def test_an_incarnation_that_starts_further_back_counts_nothing_below_zero(later: int) -> None:
     skips = Skips()
     skips.begin(50, 10)
     assert skips.end(later, interval=2) == 0

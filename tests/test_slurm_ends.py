@@ -97,18 +97,18 @@ def test_an_array_ends_when_training_has(
 
 
 @pytest.mark.all_layouts
-def test_arenas_of_an_older_life_are_refused_after_a_requeue(
+def test_arenas_of_an_older_incarnation_are_refused_after_a_requeue(
     slurm: SlurmCluster, submit: Submit, uninterrupted: Uninterrupted, slurm_job_name: str
 ) -> None:
     """Three allocations: n0 and n1, n0 and n2, n0 and n1 again with what was left on it."""
     slurm.frees_memory(False)
     job = submit(run_flags=FLAGS, iteration_seconds=0.4)
     try:
-        for life, nodes in ((1, "n0,n2"), (2, "n0,n1")):
-            job.until_printed("training\n", times=life)
-            job.until_printed("committed (protected)", times=life)
+        for incarnation, nodes in ((1, "n0,n2"), (2, "n0,n1")):
+            job.until_printed("training\n", times=incarnation)
+            job.until_printed("committed (protected)", times=incarnation)
             job.tell("TERM")
-            job.until_printed("requeueing job", times=life)
+            job.until_printed("requeueing job", times=incarnation)
             job.start_now(f"ReqNodeList={nodes}")
         assert job.until_state("COMPLETED", "FAILED") == "COMPLETED", job.story()
     finally:

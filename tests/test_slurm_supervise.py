@@ -337,7 +337,7 @@ def test_a_script_told_to_stop_before_its_supervisor_starts_none(tmp_path: Path)
 def test_a_time_limit_within_its_own_warning_requeues_nothing(
     tmp_path: Path, left: str, requeued: bool
 ) -> None:
-    """Slurm gives that warning at once: a hundred lives would train nothing."""
+    """Slurm gives that warning at once: a hundred incarnations would train nothing."""
     batch = Batch(tmp_path, 0, LEFT=left)
     assert batch.start("kill -TERM $$;").wait(60) == 14
     assert batch.did("scontrol requeue 9") == requeued

@@ -295,7 +295,9 @@ def ended(writers: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
             writer.communicate()
 
 
-@pytest.mark.parametrize("earlier", [False, True], ids=["of this life", "of an earlier life"])
+@pytest.mark.parametrize(
+    "earlier", [False, True], ids=["of this incarnation", "of an earlier incarnation"]
+)
 def test_an_encoder_of_an_old_world_that_comes_late_does_not_end_the_new_one(
     node: SmpNode, earlier: bool
 ) -> None:
@@ -341,7 +343,7 @@ def test_an_encoder_that_cannot_be_written_down_is_told_of_with_the_cause(node: 
     assert told.world == "w1" and "writers.json" in told.reason
 
 
-def test_an_encoder_of_an_earlier_life_is_turned_away_where_there_is_no_other(
+def test_an_encoder_of_an_earlier_incarnation_is_turned_away_where_there_is_no_other(
     node: SmpNode,
 ) -> None:
     worlds: list[subprocess.Popen[str]] = []
@@ -362,7 +364,7 @@ def test_an_encoder_of_an_earlier_life_is_turned_away_where_there_is_no_other(
         assert "StaleIncarnationError" in run(story())
 
 
-def test_a_trainer_of_an_earlier_life_is_turned_away(node: SmpNode) -> None:
+def test_a_trainer_of_an_earlier_incarnation_is_turned_away(node: SmpNode) -> None:
     async def story() -> str:
         link = await led(node, incarnation=2)
         late = trainer(node, incarnation=1)
@@ -522,7 +524,8 @@ def test_a_lease_that_counts_from_the_future_extends_nothing(node: SmpNode) -> N
 
 
 def test_an_admission_begins_a_lease(node: SmpNode) -> None:
-    """Before the first heartbeat nobody else may lead, and no encoder of this life is ended."""
+    """Before the first heartbeat nobody else may lead, and no encoder of this incarnation is
+    ended."""
 
     async def story() -> m.Status:
         link = await node.link(zmq.asyncio.Context.instance())
@@ -583,17 +586,17 @@ time.sleep(60)
 
 
 def errand(node: SmpNode, incarnation: int) -> subprocess.Popen[str]:
-    life = replace(node.environment, incarnation=incarnation)
+    environment = replace(node.environment, incarnation=incarnation)
     return subprocess.Popen(
         [sys.executable, "-c", ERRAND],
-        env={**os.environ, **life.variables()},
+        env={**os.environ, **environment.variables()},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def test_drains_end_with_the_lease_and_with_their_life(node: SmpNode) -> None:
+def test_drains_end_with_the_lease_and_with_their_incarnation(node: SmpNode) -> None:
     async def story() -> None:
         link = await led(node)
         first = errand(node, 1)
@@ -601,12 +604,12 @@ def test_drains_end_with_the_lease_and_with_their_life(node: SmpNode) -> None:
         await lease(link, 0.2)
         assert await asyncio.to_thread(first.wait, 30) == -signal.SIGKILL
         await lease(link, 60.0)
-        second, of_no_life = errand(node, 1), errand(node, 0)
+        second, of_no_incarnation = errand(node, 1), errand(node, 0)
         assert second.stdout is not None and second.stdout.readline() == "begun\n"
         await link.demand(m.Admit(2, 60.0), 30)
-        assert second.wait(30) == -signal.SIGKILL, "it outlived its life"
-        _, said = of_no_life.communicate(timeout=30)
-        assert "StaleIncarnationError" in said and of_no_life.returncode == 1
+        assert second.wait(30) == -signal.SIGKILL, "it outlived its incarnation"
+        _, said = of_no_incarnation.communicate(timeout=30)
+        assert "StaleIncarnationError" in said and of_no_incarnation.returncode == 1
         for process in (first, second):
             process.communicate()
         link.close()

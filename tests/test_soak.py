@@ -31,7 +31,7 @@ MIB = 1 << 20
 FLAT = Sample("smp", 1, 0, 30 * MIB, MIB, 20 * MIB, 25, 5)
 
 
-def life(role: str = "smp", pid: int = 1, count: int = 20, **growth: float) -> list[Sample]:
+def incarnation(role: str = "smp", pid: int = 1, count: int = 20, **growth: float) -> list[Sample]:
     """Samples of one process, every 5 snapshots, with something growing by so much a snapshot."""
     found = []
     for number in range(count):
@@ -42,12 +42,12 @@ def life(role: str = "smp", pid: int = 1, count: int = 20, **growth: float) -> l
 
 
 def everybody(**growth: float) -> list[Sample]:
-    """Two lives of every role; SMPs grow."""
+    """Two incarnations of every role; SMPs grow."""
     return [
         one
         for role in ROLES
         for pid in (1, 2)
-        for one in life(role, pid, **(growth if role == "smp" else {}))
+        for one in incarnation(role, pid, **(growth if role == "smp" else {}))
     ]
 
 
@@ -75,7 +75,7 @@ def test_one_jump_is_no_slope_but_a_rise(bound: Bound) -> None:
 
 def test_a_role_that_was_not_looked_at_is_not_flat() -> None:
     samples = [one for one in everybody() if one.role != "encoder"]
-    samples += life("encoder", count=5)
+    samples += incarnation("encoder", count=5)
     assert {line.role for line in judge(samples) if not line.flat} == {"encoder"}
 
 
@@ -92,10 +92,12 @@ def test_restarts_do_not_hide_growth_nor_look_like_it() -> None:
 
 def test_a_spare_that_is_needed_takes_up_more_and_is_flat() -> None:
     """From then on it is judged as any other."""
-    idle = [replace(one, shared=0, descriptors=10, pid=3) for one in life()]
-    needed = [replace(one, snapshots=one.snapshots + 100, pid=3) for one in life()]
+    idle = [replace(one, shared=0, descriptors=10, pid=3) for one in incarnation()]
+    needed = [replace(one, snapshots=one.snapshots + 100, pid=3) for one in incarnation()]
     assert all(line.flat for line in judge([*everybody(), *idle, *needed]))
-    leaking = [replace(one, snapshots=one.snapshots + 100, pid=3) for one in life(descriptors=0.5)]
+    leaking = [
+        replace(one, snapshots=one.snapshots + 100, pid=3) for one in incarnation(descriptors=0.5)
+    ]
     assert not all(line.flat for line in judge([*everybody(), *idle, *leaking]))
 
 

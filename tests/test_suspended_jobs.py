@@ -1,4 +1,4 @@
-"""Jobs with processes that are suspended and wake up in a later life, against the oracle."""
+"""Jobs with processes that are suspended and wake up in a later incarnation, against the oracle."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_suspended_trainer_is_waited_for(new: Callable[..., Job], two: Result)
 
 
 @pytest.mark.all_layouts
-def test_a_suspended_trainer_of_an_earlier_life_never_wakes_up(
+def test_a_suspended_trainer_of_an_earlier_incarnation_never_wakes_up(
     new: Callable[..., Job], two: Result
 ) -> None:
     job, deaths = new(spares=1), Deaths()

@@ -18,7 +18,7 @@ from megatron_ft.core.environment import TREE
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.supervisor.command import check, is_torchrun, ranks_of
-from tests.fates import in_life
+from tests.fates import in_incarnation
 from tests.jobs import EXAMPLE, TORCHRUN, Job, Result, difference, oracle
 
 MODULE = ["python3", "-u", "-m", "torch.distributed.run"]
@@ -120,8 +120,8 @@ def test_a_rank_torchrun_and_a_node_are_lost_and_nothing_changes(
     script = list(job.training_command()[1:])
     job.command = (sys.executable, "-m", TORCHRUN, "--nproc-per-node", "2", *script)
     assert str(EXAMPLE) in script
-    lose_a_node = in_life(3, lambda job: job.cluster.kill_node("n1") and None)
-    job.run((6, kill_a_rank), (12, in_life(2, kill_torchrun)), (20, lose_a_node))
+    lose_a_node = in_incarnation(3, lambda job: job.cluster.kill_node("n1") and None)
+    job.run((6, kill_a_rank), (12, in_incarnation(2, kill_torchrun)), (20, lose_a_node))
     assert not difference(job.result(), four), job.story()
     assert [source for _, source in job.restores()] == ["own memory"] * 2 + ["parity"], job.story()
     assert any("ranks 2-3 on n1 exited" in e.text for e in job.events), job.story()

@@ -1,4 +1,4 @@
-"""Pure decisions of the watch: silences, blame, stragglers; and the signs of life they rest on."""
+"""Pure decisions of the watch: silences, blame, stragglers; and the heartbeats they rest on."""
 
 from __future__ import annotations
 

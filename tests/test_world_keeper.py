@@ -44,9 +44,9 @@ prterun has exited due to process rank 1 with PID 0 on node vm calling "abort".
 class Worlds:
     """Worlds that live for so many seconds each, and a clock that nobody waits for."""
 
-    def __init__(self, lives: Sequence[float]) -> None:
+    def __init__(self, incarnations: Sequence[float]) -> None:
         self.now, self.waited = 0.0, list[float]()
-        self._lives = list(lives)
+        self._incarnations = list(incarnations)
         self.over = asyncio.Event()
 
     def monotonic(self) -> float:
@@ -60,10 +60,10 @@ class Worlds:
         return "world"
 
     async def ended(self) -> int:
-        if not self._lives:
+        if not self._incarnations:
             self.over.set()
             await asyncio.Future()
-        self.now += self._lives.pop(0)
+        self.now += self._incarnations.pop(0)
         return 1
 
     def why_ended(self, status: int) -> str:
@@ -73,9 +73,9 @@ class Worlds:
         pass
 
 
-def delays(lives: Sequence[float], monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def delays(incarnations: Sequence[float], monkeypatch: pytest.MonkeyPatch) -> list[float]:
     async def story() -> list[float]:
-        worlds: Any = Worlds(lives)
+        worlds: Any = Worlds(incarnations)
         monkeypatch.setattr(world_keeper.time, "monotonic", worlds.monotonic)
         monkeypatch.setattr(world_keeper.asyncio, "sleep", worlds.sleep)
         keeper = WorldKeeper(worlds)

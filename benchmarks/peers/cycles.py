@@ -32,7 +32,7 @@ class Sizes:
     every: int = 3
     iterations: int = 6
     rounds: int = 7
-    lives: int = 7
+    incarnations: int = 7
 
     @property
     def wanted(self) -> int:

@@ -84,7 +84,8 @@ def _launched(way: Way, program: list[str], folder: Path, log: Path, every: int)
 
 
 def _killed(program: list[str], log: Path) -> bool:
-    """One life of all ranks without a launcher; whether they were killed: another one follows."""
+    """One incarnation of all ranks without a launcher; whether they were killed: another one
+    follows."""
     common = {**_environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
     with log.open("a") as to:

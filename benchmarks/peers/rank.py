@@ -1,5 +1,5 @@
-"""One rank under one way of saving.  Its first life trains, saves and is killed; each later one
-loads what the last has saved, saves anew and is killed as well.
+"""One rank under one way of saving.  Its first incarnation trains, saves and is killed; each later
+one loads what the last has saved, saves anew and is killed as well.
 
 python -m benchmarks.peers.rank PLAN      PLAN: the fields of Plan as JSON
 """
@@ -40,8 +40,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     every: int
     iterations: int
     rounds: int
-    lives: int
-    """Lives that load, each of new processes."""
+    incarnations: int
+    """Incarnations that load, each of new processes."""
 
 
 class Rank:
@@ -115,16 +115,17 @@ class Rank:
         peer.tidy()
         return {"copy": slowest(copy), "blocked": slowest(blocked), "safe": slowest(safe)}
 
-    def _save_stamped(self, life: int) -> None:
-        """A save of values that no other life has."""
-        stamp(self.training.state.values(), dist.get_rank(), life)
+    def _save_stamped(self, incarnation: int) -> None:
+        """A save of values that no other incarnation has."""
+        stamp(self.training.state.values(), dist.get_rank(), incarnation)
         self.single()
 
     def load(self, before: int) -> None:
         """Load into tensors that were used before; whether every value is right is kept too.
 
-        ``before``: lives that have loaded.  All but the last then save other values, so that each
-        loads what was saved in other processes, and the job has made progress when it fails.
+        ``before``: incarnations that have loaded.  All but the last then save other values, so
+        that each loads what was saved in other processes, and the job has made progress when it
+        fails.
         """
         training, rank = self.training, dist.get_rank()
         dist.barrier()  # ranks copy together, as they load
@@ -133,7 +134,7 @@ class Rank:
         took = slowest(seconds(lambda: self.peer.load(training.state)))
         wrong = slowest(0.0 if stamped(training.state.values(), rank, before) else 1.0)
         training.iteration = lines(self.folder / (LOADS if before else SAVED))[-1]["iteration"]
-        last = before + 1 >= self.plan.lives
+        last = before + 1 >= self.plan.incarnations
         if not last:
             self._save_stamped(before + 1)
         found = {"copy": copy, "load": took, "right": not wrong, "iteration": training.iteration}
@@ -175,7 +176,7 @@ def die() -> None:
 
 
 def main() -> None:
-    """Train or load, whichever this life is for."""
+    """Train or load, whichever this incarnation is for."""
     plan = msgspec.json.decode(sys.argv[1], type=Plan)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

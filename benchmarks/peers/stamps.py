@@ -1,4 +1,5 @@
-"""Values that tell what a tensor was saved as: by which life, of which rank, under which name."""
+"""Values that tell what a tensor was saved as: by which incarnation, of which rank, under which
+name."""
 
 from __future__ import annotations
 
@@ -6,22 +7,24 @@ from collections.abc import Iterable
 
 import torch
 
-LIVES = 1 << 20
-"""Values of one life; sums of these are still exact in float32."""
+INCARNATIONS = 1 << 20
+"""Values of one incarnation; sums of these are still exact in float32."""
 
 
-def stamp(tensors: Iterable[torch.Tensor], rank: int, life: int) -> None:
-    """Fill every tensor with a value of its own; lives are counted from 0, at most 15 of them."""
+def stamp(tensors: Iterable[torch.Tensor], rank: int, incarnation: int) -> None:
+    """Fill every tensor with a value of its own; incarnations are counted from 0, at most 15 of
+    them."""
     for number, tensor in enumerate(tensors):
-        tensor.fill_(_value(rank, number, life))
+        tensor.fill_(_value(rank, number, incarnation))
 
 
-def stamped(tensors: Iterable[torch.Tensor], rank: int, life: int) -> bool:
-    """Whether every value is what ``stamp`` has written in that life."""
+def stamped(tensors: Iterable[torch.Tensor], rank: int, incarnation: int) -> bool:
+    """Whether every value is what ``stamp`` has written in that incarnation."""
     return all(
-        bool((tensor == _value(rank, number, life)).all()) for number, tensor in enumerate(tensors)
+        bool((tensor == _value(rank, number, incarnation)).all())
+        for number, tensor in enumerate(tensors)
     )
 
 
-def _value(rank: int, number: int, life: int) -> float:
-    return float(LIVES * life + 1000 * (rank + 1) + number)
+def _value(rank: int, number: int, incarnation: int) -> float:
+    return float(INCARNATIONS * incarnation + 1000 * (rank + 1) + number)

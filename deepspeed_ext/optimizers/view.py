@@ -2,7 +2,7 @@
 
 Plain values that DeepSpeed keeps as attributes of optimizers and loss scalers.
 
-Names of parameter groups that are the same in every life of the job.
+Names of parameter groups that are the same in every incarnation of the job.
 
 Optimizer state that several masters share.
 
@@ -32,7 +32,7 @@ from megatron_ft.trainer.master_tensors import StateMaker
 class Master(NamedTuple):
     """One tensor that an inner optimizer updates, on this rank.
 
-    ``name`` is the same in every life of the job.  ``inner.state[parameter]`` is where the
+    ``name`` is the same in every incarnation of the job.  ``inner.state[parameter]`` is where the
     inner optimizer keeps its moments, ``group`` its settings for it.  ``replicas`` is the
     process group whose ranks all hold the same, None if this rank's part is its own.
     """
@@ -65,7 +65,7 @@ class OptimizerView(Protocol):
         """The optimizers of torch's kind that update masters: to be fenced."""
 
     def masters(self) -> Sequence[Master]:
-        """All tensors that those update, in an order that is the same in every life."""
+        """All tensors that those update, in an order that is the same in every incarnation."""
 
     def weights(self) -> Sequence[Weight]:
         """The weights that follow from masters of this rank; none where these are the weights."""

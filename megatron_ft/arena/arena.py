@@ -118,7 +118,7 @@ class Arena:
 
     @property
     def geometry(self) -> Geometry:
-        """Sizes and offsets, fixed for the life of the file."""
+        """Sizes and offsets, fixed for the incarnation of the file."""
         return self._geometry
 
     @property

@@ -46,8 +46,8 @@ class Drained:
 class Wanted:
     """What a checkpoint must be to be taken.
 
-    ``lineage`` is that of the job's last life, () if it is not known.  ``newer_than`` is what
-    memory can serve; ``own_iteration`` the newest checkpoint of the training framework's own,
+    ``lineage`` is that of the job's last incarnation, () if it is not known.  ``newer_than`` is
+    what memory can serve; ``own_iteration`` the newest checkpoint of the training framework's own,
     -1 if there is none.  ``refused`` are folders that were tried and are damaged;
     ``reason_against`` says of a snapshot and its iteration why it must not be used, or nothing.
     """
@@ -157,7 +157,7 @@ def _reason_against(one: Drained, wanted: Wanted, lineage: Sequence[Ancestor]) -
 
 
 def _newest_lineage(found: Iterable[Drained]) -> tuple[Ancestor, ...]:
-    """That of the job's latest life, as far as the disk knows."""
+    """That of the job's latest incarnation, as far as the disk knows."""
     lineages = [one.manifest.lineage for one in found if one.manifest.lineage]
     return max(lineages, key=lambda lineage: lineage[-1].incarnation, default=())
 
@@ -166,7 +166,7 @@ def _newest_lineage(found: Iterable[Drained]) -> tuple[Ancestor, ...]:
 class Keep:
     """Which checkpoints of a job stay: the ``newest``, and the first one of every ``every``
     iterations (0: no others).  What is off ``lineage`` was given up by the job and does not
-    count; () is an unknown lineage, off which nothing is.  What is of a later life stays.
+    count; () is an unknown lineage, off which nothing is.  What is of a later incarnation stays.
     """
 
     newest: int
@@ -192,9 +192,9 @@ def superfluous(complete: Mapping[str, tuple[SnapshotId, int]], keep: Keep) -> l
 
 
 def _later(snapshot: SnapshotId, lineage: Sequence[Ancestor]) -> bool:
-    """Whether a snapshot is of a life after the one whose lineage this is.
+    """Whether a snapshot is of an incarnation after the one whose lineage this is.
 
-    A drain may outlive its supervisor and finish when another life drains already: what it
+    A drain may outlive its supervisor and finish when another incarnation drains already: what it
     cannot know of is not its own to remove.
     """
     return bool(lineage) and snapshot.incarnation > lineage[-1].incarnation

@@ -51,7 +51,8 @@ def given_up(
     """Those of what the job was rolled back from, from ``iteration`` on, where it is now.  Pure.
 
     Those of earlier iterations stay even off the lineage: the job may have started from one of
-    them, as from a checkpoint of the framework's own.  What is of a later life is not known here.
+    them, as from a checkpoint of the framework's own.  What is of a later incarnation is not known
+    here.
     """
     return [
         one

@@ -173,7 +173,7 @@ class Memory:
 
     @property
     def lineage(self) -> tuple[Ancestor, ...]:
-        """The job's lineage, from the arena of its latest life."""
+        """The job's lineage, from the arena of its latest incarnation."""
         arenas = [holding.arena for holding in self.holdings.values()]
         return max(arenas, key=lambda arena: arena.incarnation).lineage if arenas else ()
 

@@ -24,7 +24,7 @@ class Suspicion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Quarantine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a job remembers of bad snapshots, over all its lives and supervisors.
+    """What a job remembers of bad snapshots, over all its incarnations and supervisors.
 
     ``before`` is an iteration to which the user has asked to rewind and which no recovery
     has carried out yet.  With ``over_disk`` memory, and what was drained of it, goes before the

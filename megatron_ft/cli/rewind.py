@@ -63,15 +63,15 @@ def main(arguments: argparse.Namespace) -> int:
     if _note(arguments, before):
         print(f"run the same command again: it resumes from before iteration {before}")
         return 0
-    life = _running(root, arguments.job)
-    if life is None:
+    incarnation = _running(root, arguments.job)
+    if incarnation is None:
         folder = state_folder(arguments.job, arguments.state_dir)
         raise ConfigError(f"there are no notes of a job {arguments.job!r} in {folder}")
     for path in sockets(root, arguments.job):
         answer = ask(path, m.Rewind(before))
         if isinstance(answer, m.Refused):
             raise ControlPlaneError(f"{path.parent.name}: {answer.reason}; try again")
-    return _wait(root, arguments, life)
+    return _wait(root, arguments, incarnation)
 
 
 def _require_older(root: Path, arguments: argparse.Namespace) -> None:
@@ -159,12 +159,15 @@ def _note(arguments: argparse.Namespace, before: int) -> bool:
     return True
 
 
-def _wait(root: Path, arguments: argparse.Namespace, life: int) -> int:
+def _wait(root: Path, arguments: argparse.Namespace, incarnation: int) -> int:
     deadline = time.monotonic() + arguments.timeout
     while time.monotonic() < deadline:
         summary: dict[str, Any] = collect(root, arguments.job).get(arguments.job, {})
         summary = summary.get("summary", {})
-        if summary.get("incarnation", life) > life and summary.get("resumed_from") is not None:
+        if (
+            summary.get("incarnation", incarnation) > incarnation
+            and summary.get("resumed_from") is not None
+        ):
             iteration = summary["resumed_from"]
             framework = "the framework's checkpoint, or scratch if there is none"
             source = f"iteration {iteration}" if iteration >= 0 else framework

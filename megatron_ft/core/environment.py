@@ -21,7 +21,7 @@ Whoever starts something that starts others sets it; the launcher ends all of th
 """
 
 RESTORE = "MEGATRON_FT_RESTORE"
-"""Where a life's state comes from: "memory", or "disk" for the framework's own checkpoint.
+"""Where an incarnation's state comes from: "memory", or "disk" for the framework's own checkpoint.
 
 "rewound" is memory, too, even where the framework has a newer checkpoint: that one is of what
 was given up.

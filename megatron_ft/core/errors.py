@@ -116,7 +116,7 @@ class TransportError(ControlPlaneError):
 
 
 class StaleIncarnationError(ControlPlaneError):
-    """The sender belongs to an earlier life of the job and must stop."""
+    """The sender belongs to an earlier incarnation of the job and must stop."""
 
 
 class UnrecoverableError(MegatronFTError):

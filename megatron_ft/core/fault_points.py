@@ -70,7 +70,9 @@ _ALL = (
     Point("restore.verified", "trainer", "trainer lost", "objects checked; nothing loaded"),
     Point("restore.half", "trainer", "trainer lost", "half verified and loaded"),
     Point("restore.done", "trainer", "trainer lost", "all loaded; not told"),
-    Point("recovery.admitting", "supervisor", "trainer lost", "new life; no node knows of it"),
+    Point(
+        "recovery.admitting", "supervisor", "trainer lost", "new incarnation; no node knows of it"
+    ),
     Point("recovery.between", "supervisor", "trainer lost", "one node admitted, others perhaps"),
     Point("recovery.noted", "supervisor", "trainer lost", "notes written, without their name"),
     Point("recovery.adopted", "supervisor", "trainer lost", "lineage adopted; nothing rebuilt"),

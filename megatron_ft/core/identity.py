@@ -5,7 +5,7 @@ Names of things: snapshots, shards, and what a sealed shard looks like from outs
 Plain values without behaviour, shared by every other part of the package; this
 module imports nothing of ours and no torch.
 
-The chain of snapshots that the current life of the job descends from.  Pure.
+The chain of snapshots that the current incarnation of the job descends from.  Pure.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SnapshotId(NamedTuple):
 
     The iteration is not part of it: after a rollback the same iteration is
     captured twice, by two incarnations, with different bytes.  Ids compare by
-    incarnation first, so a later life of the job always compares as newer.
+    incarnation first, so a later incarnation of the job always compares as newer.
     """
 
     incarnation: Count

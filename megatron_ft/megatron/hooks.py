@@ -129,7 +129,7 @@ def _with_end(original: Function) -> Function:
 
 def _refuse_to_train_unprotected() -> None:
     """Else the supervisor would end this training, as ranks do not register, after minutes."""
-    # Said to the trainers of every life, and to no others of the same fleet.
+    # Said to the trainers of every incarnation, and to no others of the same fleet.
     if RESTORE in os.environ:
         raise ConfigError(
             f"this training was started by `megatron-ft run`, but takes no snapshots: add "

@@ -1,6 +1,6 @@
 """Megatron's own checkpoint of an iteration whose saving was broken off.
 
-A snapshot is taken before Megatron saves, so a life may go on from the very iteration whose
+A snapshot is taken before Megatron saves, so an incarnation may go on from the very iteration whose
 checkpoint its predecessor did not finish, and pass no end of that iteration any more.
 """
 

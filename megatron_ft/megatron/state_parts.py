@@ -2,7 +2,7 @@
 
 Where training stands: counters on Megatron's arguments, schedule, and the rerun machine.
 
-Arguments that must not change between lives, though every tensor would still fit.
+Arguments that must not change between incarnations, though every tensor would still fit.
 
 They are those that Megatron compares when it loads a checkpoint of its own
 (``check_checkpoint_args`` in megatron/training/checkpointing.py): with another number of heads,

@@ -2,7 +2,7 @@
 
 The coordinator's words to all nodes on one snapshot, from permit to commit and after.
 
-How a new life of the job begins on a node: what it holds, what it is to hold.
+How a new incarnation of the job begins on a node: what it holds, what it is to hold.
 
 What the command line asks an SMP.
 
@@ -319,7 +319,7 @@ class LeaseAnswer(Message, frozen=True):
     ``crowded`` that the last protected snapshot is in the way.  ``held`` is what all shards of the
     node have committed.
     ``rewind`` is what the user has asked for and whoever leads now has not acted on yet.
-    ``pulses`` maps shard ids to their trainers' signs of life, ``summary`` the parts of the
+    ``pulses`` maps shard ids to their trainers' heartbeats, ``summary`` the parts of the
     job's summary that the node has to their digests.
     """
 

@@ -135,10 +135,10 @@ def serves(path: Path) -> bool:
 
 
 def begin_errand(what: str) -> None:
-    """From here on this process is ended with the lease of the life that has started it.
+    """From here on this process is ended with the lease of the incarnation that has started it.
 
-    It may write to a disk that other nodes share, where the next life writes too.
-    StaleIncarnationError when that life is over.  Without an SMP, or a supervisor, there is
+    It may write to a disk that other nodes share, where the next incarnation writes too.
+    StaleIncarnationError when that incarnation is over.  Without an SMP, or a supervisor, there is
     nobody to ask and none whose lease could end.
     """
     try:

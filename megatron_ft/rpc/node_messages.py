@@ -186,7 +186,7 @@ Members = Annotated[tuple[SealedRecord, ...], msgspec.Meta(max_length=MAX_MEMBER
 class EncoderHello(Message, frozen=True):
     """An encoder of world ``world`` introduces itself and is watched through a pidfd.
 
-    ``incarnation`` is the life that it was started for.
+    ``incarnation`` is the incarnation that it was started for.
     """
 
     pid: Pid
@@ -345,9 +345,9 @@ class Pin(Message, frozen=True):
 
 
 class Errand(Message, frozen=True):
-    """A process ``pid`` that the supervisor's life ``incarnation`` has started for a drain.
+    """A process ``pid`` that the supervisor's incarnation ``incarnation`` has started for a drain.
 
-    It is ended when the lease runs out or another life is admitted.  Answered by Ok, or
+    It is ended when the lease runs out or another incarnation is admitted.  Answered by Ok, or
     Refused when either has happened.
     """
 
@@ -363,7 +363,7 @@ class Unpin(Message, frozen=True):
 
 
 class PulseReport(msgspec.Struct, frozen=True, array_like=True):
-    """One trainer's signs of life as its node sees them; all times are durations in seconds.
+    """One trainer's heartbeats as its node sees them; all times are durations in seconds.
 
     ``idle`` is how long it has passed no mark, ``quiet`` how long its watching thread has not
     run, ``state`` the kernel's letter for its process (proc(5)), ``age`` how long the process
@@ -395,7 +395,7 @@ class PulseReport(msgspec.Struct, frozen=True, array_like=True):
 class StacksRequest(Message, frozen=True):
     """Have all trainers of the node write their stacks.
 
-    ``resume`` also wakes those that are suspended, which write theirs only then: for a life
+    ``resume`` also wakes those that are suspended, which write theirs only then: for an incarnation
     that is about to be ended.
     """
 

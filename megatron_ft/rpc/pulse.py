@@ -1,4 +1,4 @@
-"""One trainer's signs of life, in a small file of its node's memory that the SMP reads.
+"""One trainer's heartbeats, in a small file of its node's memory that the SMP reads.
 
 Storing one costs the training thread about a microsecond: no system call, no message, no
 lock.  The layout is little-endian: a sequence number, the fields of ``Pulse`` in their
@@ -43,7 +43,7 @@ class Pulse:
 
     ``marks`` counts the places that it has passed (the last gradient, the optimizer's step,
     the iteration's end), ``marked`` is when it passed the last one, ``done`` how many
-    iterations it has ended in this life.  ``typical`` is an iteration's usual length,
+    iterations it has ended in this incarnation.  ``typical`` is an iteration's usual length,
     ``longest`` the longest time between two marks.  ``own`` and ``spread`` are the median and
     the median absolute deviation of the rank's own share of the iterations of one ``window``
     (-1: none yet).  ``started`` is when the process was, and how long its start took up to the end
@@ -83,7 +83,7 @@ def stacks_path(folder: Path, pid: int) -> Path:
 
 
 def signs_path(folder: Path, shard_id: str) -> Path:
-    """The last signs of life of a shard's trainer that did not end by itself, for people."""
+    """The last heartbeats of a shard's trainer that did not end by itself, for people."""
     return folder / f"ended-{shard_id.replace('/', '_')}.txt"
 
 

@@ -156,9 +156,12 @@ class ControlServer:
         highest = self._host.machine.highest_incarnation
         if request.incarnation < highest:
             return m.Refused(
-                "StaleIncarnationError", f"node {self._host.machine.node} obeys life {highest}"
+                "StaleIncarnationError",
+                f"node {self._host.machine.node} obeys incarnation {highest}",
             )
-        return m.Refused("ControlPlaneError", f"life {request.incarnation} is not admitted yet")
+        return m.Refused(
+            "ControlPlaneError", f"incarnation {request.incarnation} is not admitted yet"
+        )
 
     async def _admit(self, identity: bytes, request: m.Admit) -> m.Message:
         """Fence: nothing of an older incarnation may write once this is answered."""

@@ -109,7 +109,7 @@ class NodeHost:
         self.writers.save()
 
     def set_state(self, state: NodeState) -> None:
-        """Remember a state beyond the life of this process, before anything relies on it."""
+        """Remember a state beyond the incarnation of this process, before anything relies on it."""
         state.save(self.environment.node_dir)
         self.state = state
 
@@ -205,7 +205,7 @@ class NodeHost:
             await self.tell(m.ReaderStalled(name, STALL_SECONDS))
 
     def begin_lease(self, seconds: float) -> None:
-        """A coordinator was admitted just now; nobody of an earlier life writes any more."""
+        """A coordinator was admitted just now; nobody of an earlier incarnation writes any more."""
         self._heard = time.monotonic()
         self.lease_until = self._heard + seconds
 

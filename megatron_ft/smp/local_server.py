@@ -143,7 +143,7 @@ class LocalServer:
         if not message.incarnation == current == host.state.highest_incarnation:
             return m.Refused(
                 "StaleIncarnationError",
-                f"it is of life {message.incarnation}, the node is at {current}",
+                f"it is of incarnation {message.incarnation}, the node is at {current}",
             )
         if host.lease_until and time.monotonic() >= host.lease_until:
             return m.Refused("ControlPlaneError", "no supervisor leads this job just now")
@@ -204,12 +204,12 @@ class LocalServer:
         await self.send(identity, answer)
 
     def _check_incarnation(self, role: str, incarnation: int) -> None:
-        """Turn away who belongs to another life than the one admitted or being admitted."""
+        """Turn away who belongs to another incarnation than the one admitted or being admitted."""
         current = self._host.state.highest_incarnation
         if incarnation != current:
             raise StaleIncarnationError(
                 f"{role} of incarnation {incarnation} on node {self._host.machine.node}, which "
-                f"is at {current}: it was started for an earlier life"
+                f"is at {current}: it was started for an earlier incarnation"
             )
 
     def _welcome(self, shard_id: str, ready: m.RestoreReady) -> m.Message:

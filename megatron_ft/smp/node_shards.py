@@ -113,7 +113,7 @@ class NodeShards:
         return self.shards[shard_id]
 
     def check_incarnation(self, message: m.Message) -> None:
-        """Nobody of an older life, nor of one not admitted here, moves any state."""
+        """Nobody of an older incarnation, nor of one not admitted here, moves any state."""
         incarnation = getattr(message, "incarnation", self.highest_incarnation)
         if incarnation != self.highest_incarnation:
             raise StaleIncarnationError(

@@ -23,7 +23,7 @@ class NodeState(msgspec.Struct, frozen=True):
     def load(cls, directory: Path) -> NodeState:
         """The stored state, or the initial one.
 
-        ControlPlaneError if it is damaged: without it the fence against older lives is gone.
+        ControlPlaneError if it is damaged: without it the fence against older incarnations is gone.
         """
         path = directory / FILE_NAME
         try:

@@ -254,7 +254,7 @@ class ArenaStore:
         return arena.mend_records(self._headers[shard_id], slots)
 
     def set_lineage(self, incarnation: int, lineage: tuple[Ancestor, ...]) -> None:
-        """Record the current life of the job in every arena."""
+        """Record the current incarnation of the job in every arena."""
         for shard_id, arena in self.arenas.items():
             known = self._headers[shard_id]
             header = replace(known, incarnation=incarnation, lineage=lineage)

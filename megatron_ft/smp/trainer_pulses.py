@@ -66,7 +66,7 @@ class NodeWatch:
 
     def ended(self, writer: Writer) -> None:
         """Remove the files of a trainer that is gone; of one that did not end by itself, keep
-        its last signs of life until the next trainer of the shard ends.
+        its last heartbeats until the next trainer of the shard ends.
         """
         pulse = self._read(writer)
         last_signs = signs_path(self._folder, writer.who)
@@ -78,7 +78,7 @@ class NodeWatch:
                 private_files.replace_file(last_signs, text.encode())
                 log.warning("%s: %s; see %s", writer.who, text.partition("\n")[0], last_signs)
         except (OSError, UntrustedFileError) as error:
-            log.warning("the last signs of life of %s are not kept: %s", writer.who, error)
+            log.warning("the last heartbeats of %s are not kept: %s", writer.who, error)
         for path in (pulse_path(self._folder, writer.pid), stacks_path(self._folder, writer.pid)):
             with suppress(OSError):
                 path.unlink()

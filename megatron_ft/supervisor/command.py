@@ -117,7 +117,7 @@ def check(command: Sequence[str], nodes: int, ranks_per_node: int, fewer: bool =
         flag = f"--{name}{'' if name in _SWITCHES else ' ' + value}"
         if name == "max-restarts" and value != "0":
             raise ConfigError(
-                f"torchrun's {flag}: its restarts would come between ours and mix two lives of the "
+                f"torchrun's {flag}: its restarts would mix incarnations of the "
                 "job; drop the flag, megatron-ft run restarts all ranks itself"
             )
         if name in _RENDEZVOUS:

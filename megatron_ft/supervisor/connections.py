@@ -166,7 +166,8 @@ class Connections(ABC):
         self.silent.set()
 
     def require_lead(self) -> None:
-        """StaleIncarnationError when a node that obeyed this coordinator obeys a later life."""
+        """StaleIncarnationError when a node that obeyed this coordinator obeys a later
+        incarnation."""
         if self._superseded:
             raise StaleIncarnationError(
                 f"another supervisor leads this job now: {self._superseded}. This one ends; the "
@@ -203,7 +204,7 @@ class Connections(ABC):
         return dict(zip(requests, answers, strict=True))
 
     def _fail(self, error: BaseException) -> None:
-        """A mistake of ours: what is under way may never end, so this life must."""
+        """A mistake of ours: what is under way may never end, so this incarnation must."""
         self.failure = self.failure or error
         self.silent.set()
 

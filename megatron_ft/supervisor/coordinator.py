@@ -90,7 +90,7 @@ class Coordinator(Connections):
         await self.ask_all({n: m.Hold(self.incarnation, HOLDER, snapshot) for n in nodes})
 
     async def release(self, nodes: Sequence[str]) -> None:
-        """End ``hold``: each node has been told, or is given up, or this life is over.
+        """End ``hold``: each node has been told, or is given up, or this incarnation is over.
 
         A word that is lost comes again: until the next drain, which may wait for a snapshot
         that has no slot, nothing else would end it.
@@ -142,7 +142,7 @@ class Coordinator(Connections):
         """Permit one snapshot after the other until ``stop_snapshots``."""
         self.cycle = cycle
         self._protect_tries.clear()
-        self.repairs.begin_life()
+        self.repairs.begin_incarnation()
         self._keep(self._pump(cycle))
 
     def fallbacks(self) -> Fallbacks:

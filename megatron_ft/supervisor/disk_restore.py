@@ -37,7 +37,7 @@ class LoadError(MegatronFTError):
 
 
 class DiskRestores:
-    """Finds, chooses and loads drained checkpoints for one job over all its lives."""
+    """Finds, chooses and loads drained checkpoints for one job over all its incarnations."""
 
     def __init__(self, spec: JobSpec, launcher: Launcher) -> None:
         self._spec = spec
@@ -49,8 +49,9 @@ class DiskRestores:
         """Do without what the user gave to start from."""
         self._restore_from = None
 
-    def highest_life(self, job: uuid.UUID) -> int:
-        """The last incarnation in ``restore_from``: lives of this job must be numbered above it.
+    def highest_incarnation(self, job: uuid.UUID) -> int:
+        """The last incarnation in ``restore_from``: incarnations of this job must be numbered
+        above it.
 
         ConfigError if there is no whole checkpoint.
         """

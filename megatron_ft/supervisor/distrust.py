@@ -55,7 +55,8 @@ class Distrust:
         self._restored.clear()
 
     async def begin(self, decision: Decision, lineage: tuple[Ancestor, ...], ranks: int) -> None:
-        """A life of so many ranks starts from a decision, and every arena's lineage says so."""
+        """An incarnation of so many ranks starts from a decision, and every arena's lineage says
+        so."""
         self._start, self._ranks = decision, ranks
         self._state.update(quarantine=await self._begun_from(decision))
         durable = self._coordinator.durable
@@ -75,10 +76,10 @@ class Distrust:
         return "rewound" if self._over_own else "memory"
 
     async def _begun_from(self, decision: Decision) -> Quarantine:
-        """What of the framework's own this life gives up.
+        """What of the framework's own this incarnation gives up.
 
         Also what it passes over, for training will come to that iteration once more and save it
-        in the same place: cut off in that, it is of two lives.
+        in the same place: cut off in that, it is of two incarnations.
         """
         quarantine, own = self.quarantine, None
         if quarantine.over_disk:
@@ -149,7 +150,7 @@ class Distrust:
             self._coordinator.observers.tell("notes_unwritten", reason)
 
     def rewind(self) -> str:
-        """The user has asked for it: what this life ends with, for people."""
+        """The user has asked for it: what this incarnation ends with, for people."""
         before = self._coordinator.rewind_before
         self._remember(self.quarantine.rewound(before))
         text = f"rewinding to before iteration {before}"

@@ -45,7 +45,7 @@ class StepFailedError(DrainError):
 class DrainProcesses:
     """Runs steps of drains and loads through a Launcher; output goes to drain-<node>.log.
 
-    ``incarnation`` is the life that they are of: an SMP turns others away.
+    ``incarnation`` is the incarnation that they are of: an SMP turns others away.
     """
 
     def __init__(self, launcher: Launcher, spec: JobSpec, incarnation: Callable[[], int]) -> None:

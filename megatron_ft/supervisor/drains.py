@@ -113,7 +113,7 @@ def noted_places(before: DiskPlaces, spec: JobSpec) -> DiskPlaces:
 
 
 class Drains:
-    """The drains of one job over all its lives, and the exports of what was drained.
+    """The drains of one job over all its incarnations, and the exports of what was drained.
 
     ``failures`` and ``export_failures`` count those that came to nothing.  Nothing is written
     unless a file system is mounted at ``mount`` ("": not looked at).
@@ -162,7 +162,8 @@ class Drains:
         lineage: tuple[Ancestor, ...],
         first: int,
     ) -> None:
-        """A life takes snapshots from iteration ``first`` on; ``places`` maps shards to nodes."""
+        """An incarnation takes snapshots from iteration ``first`` on; ``places`` maps shards to
+        nodes."""
         self._places, self._seats, self._lineage = dict(places), dict(seats), lineage
         self._last = min(self._last, first)
         if self._spec.drain_interval and self._spec.drain_dir is not None:
@@ -188,7 +189,7 @@ class Drains:
             await self._end(self._task)
 
     async def last(self, seconds: float) -> bool:
-        """This life takes no more snapshots: drain the newest committed one without a cap.
+        """This incarnation takes no more snapshots: drain the newest committed one without a cap.
 
         Whether it, or a newer one, is on disk after at most ``seconds``.  A drain that runs
         under a cap is given up for it, and one that failed is tried once more.
@@ -221,7 +222,8 @@ class Drains:
             await self._export(self._plan(*durable, "", directory.absolute()), node)
 
     async def abandon(self) -> None:
-        """This life has ended: end the drain that runs.  Nothing waits for nodes or disks."""
+        """This incarnation has ended: end the drain that runs.  Nothing waits for nodes or
+        disks."""
         if self._task is not None:
             self._task.cancel()
             await self._end(self._task)
@@ -275,7 +277,7 @@ class Drains:
                 try:
                     await self._drain(plan)
                 except asyncio.CancelledError:
-                    # Its life ended: due again, also if the next one has nothing newer.
+                    # Its incarnation ended: due again, also if the next one has nothing newer.
                     self._last = -1
                     raise
                 finally:
@@ -347,10 +349,10 @@ class Drains:
         await self._processes.run("publish", {nodes[0]: plan})
 
     async def _tidy(self, plan: DrainPlan, node: str) -> None:
-        """Remove older checkpoints, now that this life knows that the new one is there.
+        """Remove older checkpoints, now that this incarnation knows that the new one is there.
 
         Not by the process that publishes: the supervisor may die before that does, and the next
-        life, which did not see the new one, may descend from what it would remove.
+        incarnation, which did not see the new one, may descend from what it would remove.
         """
         try:
             await self._processes.run("tidy", {node: plan})

@@ -83,7 +83,8 @@ NODE_LOST = "a node was lost"
 
 
 class JobNotes:
-    """What was heard over all lives: shards whose bytes are wrong, a command that cannot work.
+    """What was heard over all incarnations: shards whose bytes are wrong, a command that cannot
+    work.
 
     It hears the coordinator's messages and events by itself.
     """

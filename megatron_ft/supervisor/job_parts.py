@@ -1,4 +1,4 @@
-"""What one supervised job consists of, made once and kept over all its lives."""
+"""What one supervised job consists of, made once and kept over all its incarnations."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.placement import choose_active, choose_spares, stripes_by_position
 from megatron_ft.supervisor.processes import Result, SmpFleet, unless
-from megatron_ft.supervisor.restore import Admitted, LifeHigherError, admit
+from megatron_ft.supervisor.restore import Admitted, IncarnationHigherError, admit
 from megatron_ft.supervisor.spec import JobSpec
 
 
@@ -67,7 +67,7 @@ class SmpStartError(MegatronFTError):
 
 
 class Membership:
-    """The nodes of one job over all its lives.
+    """The nodes of one job over all its incarnations.
 
     ``active`` lists the nodes that train, in the order of their ranks; a spare that takes
     over gets the lost node's position, so that no other shard moves.
@@ -86,7 +86,7 @@ class Membership:
         self._aside: dict[str, str] = {}
 
     def places(self, active: Sequence[str] = ()) -> dict[str, str]:
-        """Shard to node, as far as shards are known from earlier lives.
+        """Shard to node, as far as shards are known from earlier incarnations.
 
         ``active`` are other nodes by position than those that train.
         """
@@ -114,7 +114,7 @@ class Membership:
                 self._coordinator.require_lead()
                 self._led = True
                 return admitted
-            except LifeHigherError as error:
+            except IncarnationHigherError as error:
                 if self._led:
                     raise StaleIncarnationError(
                         f"another supervisor has led this job meanwhile: {error}"
@@ -122,7 +122,8 @@ class Membership:
                 incarnation += 1
 
     async def _await_leases(self, admitted: Admitted) -> None:
-        """Return once no trainer of an earlier life can run on a node that was not admitted."""
+        """Return once no trainer of an earlier incarnation can run on a node that was not
+        admitted."""
         away = [
             node
             for node in self.active
@@ -199,13 +200,14 @@ class Membership:
     def shrink_to(self, nodes: Sequence[str]) -> None:
         """Only these nodes train from now on, and the others are spares.
 
-        No shard in memory is the job's any more: the next life removes them.
+        No shard in memory is the job's any more: the next incarnation removes them.
         """
         self.active = list(nodes)
         self._state.update(active=tuple(nodes), shards={})
 
     def set_aside(self, refusal: NoRoomError) -> bool:
-        """A node has no room for its shards: the next life gives its position to another spare.
+        """A node has no room for its shards: the next incarnation gives its position to another
+        spare.
 
         False at the job's first start, when it is a mistake that the user can mend.
         """

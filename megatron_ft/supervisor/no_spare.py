@@ -167,7 +167,7 @@ def describe_fewer(parts: JobParts, rule: RankRule | None) -> str:
 
 
 async def go_on_with_fewer(parts: JobParts, choice: RestoreChoice, admitted: Admitted) -> bool:
-    """Whether the next life has fewer nodes: all that it needs is on disk then.
+    """Whether the next incarnation has fewer nodes: all that it needs is on disk then.
 
     To be called after a salvage.  False, with the reason told, where that cannot be; nothing
     has changed then, and memory has what it had.

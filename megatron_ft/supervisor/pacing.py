@@ -14,7 +14,8 @@ WORTH_SAYING = 1.25
 
 
 class Pacing:
-    """One governor for all lives of a job; it governs schedules whose interval is not fixed."""
+    """One governor for all incarnations of a job; it governs schedules whose interval is not
+    fixed."""
 
     def __init__(
         self,
@@ -33,9 +34,9 @@ class Pacing:
         self._told = 0
 
     def begin(self, interval: int, first: int) -> Schedule:
-        """The schedule of a life that starts from iteration ``first``.
+        """The schedule of an incarnation that starts from iteration ``first``.
 
-        Without an ``interval`` (0) it has what is known from earlier lives.
+        Without an ``interval`` (0) it has what is known from earlier incarnations.
         """
         governed = interval or self._governor.iterations
         self._schedule = Schedule(governed, first, fixed=interval > 0)

@@ -53,7 +53,8 @@ _DEFAULTS = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 
 @dataclass(frozen=True)
 class TrainerPlace:
-    """Where trainers of one life of the job stand: rank ``local_rank`` of an active node, or all.
+    """Where trainers of one incarnation of the job stand: rank ``local_rank`` of an active node,
+    or all.
 
     Nodes and the ranks of a node are numbered from 0, ranks node by node.  ValueError for a
     node or a rank out of range.
@@ -340,7 +341,7 @@ class EncoderWorld:
 
 @dataclass(frozen=True)
 class TrainerExit:
-    """The first trainer of a life that ended: all with 0, or one with something else."""
+    """The first trainer of an incarnation that ended: all with 0, or one with something else."""
 
     finished: bool
     rank: int = -1
@@ -349,7 +350,7 @@ class TrainerExit:
 
 
 class TrainerFleet:
-    """All trainer ranks of one life of the job."""
+    """All trainer ranks of one incarnation of the job."""
 
     def __init__(self, launcher: Launcher, spec: JobSpec) -> None:
         self._launcher, self._spec = launcher, spec

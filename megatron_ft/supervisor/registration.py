@@ -1,4 +1,4 @@
-"""The start of a life: every rank registers, stripes are fixed, arenas are made."""
+"""The start of an incarnation: every rank registers, stripes are fixed, arenas are made."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Roll:
         return {shard_id: node for shard_id, (node, _) in self.hellos.items()}
 
     def seats(self) -> dict[str, Seat]:
-        """Where each shard belongs, for a later life that has nothing but a disk."""
+        """Where each shard belongs, for a later incarnation that has nothing but a disk."""
         return {
             shard: Seat(hello.rank, hello.coordinates, self.layouts[shard].required_bytes)
             for shard, (_, hello) in self.hellos.items()
@@ -131,7 +131,7 @@ def _describe_missing(roll: Roll, timeout: float) -> str:
 def settle_stripes(
     roll: Roll, stored: Sequence[StripeState], scheme: Scheme, sizes: Sizes
 ) -> tuple[StripeState, ...]:
-    """The stripes of this life: those stored in the arenas if there are, else planned anew.
+    """The stripes of this incarnation: those stored in the arenas if there are, else planned anew.
 
     LayoutMismatchError if the shards no longer fit the stored ones.
     """

@@ -60,7 +60,7 @@ class Repairs:
             if self._ends(body, self._waiting[0]):
                 self._waiting[1].set_result(body)
 
-    def begin_life(self) -> None:
+    def begin_incarnation(self) -> None:
         """Another incarnation: what is damaged is rebuilt by its recovery, if it is used at all."""
         self._open.clear()
         self._attempts.clear()

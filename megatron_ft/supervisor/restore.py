@@ -35,7 +35,7 @@ class RebuildError(MegatronFTError):
         self.corrupt = corrupt
 
 
-class LifeHigherError(ControlPlaneError):
+class IncarnationHigherError(ControlPlaneError):
     """Some SMP has already seen this incarnation; the next attempt must be higher."""
 
 
@@ -73,7 +73,7 @@ async def _admit(coordinator: Coordinator, incarnation: int, node: str) -> m.Inv
             coordinator.observers.tell("waiting", f"node {node}: {answer.reason} s of lease left")
             await asyncio.sleep(float(answer.reason))
         elif answer.error == "StaleIncarnationError":
-            raise LifeHigherError(answer.reason)
+            raise IncarnationHigherError(answer.reason)
         else:
             text = f"node {node} refused incarnation {incarnation}: {answer.reason}"
             coordinator.observers.tell("refused", text, node=node)

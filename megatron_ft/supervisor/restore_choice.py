@@ -1,4 +1,4 @@
-"""What a new life starts from: memory, a drained checkpoint, or what the framework finds."""
+"""What a new incarnation starts from: memory, a drained checkpoint, or what the framework finds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RestoreChoice:
         self._job = parts
 
     async def choose(self, admitted: Admitted) -> Restore:
-        """The plan of a life whose nodes were admitted and whose lost ones are replaced.
+        """The plan of an incarnation whose nodes were admitted and whose lost ones are replaced.
 
         UnrecoverableError when work would be lost and nobody allowed that; ConfigError when
         memory was laid out by other settings than those of this run.
@@ -89,7 +89,7 @@ class RestoreChoice:
         )
 
     def lineage(self, decision: Decision) -> tuple[Ancestor, ...]:
-        """The lineage of a life that starts from this decision."""
+        """The lineage of an incarnation that starts from this decision."""
         arenas = [holding.arena for holding in decision.holdings.values()]
         newest = max(arenas, key=lambda arena: arena.incarnation, default=None)
         older = () if newest is None else newest.lineage
@@ -98,7 +98,7 @@ class RestoreChoice:
     def _settle(
         self, memory: Decision, choice: Choice
     ) -> tuple[Decision, DiskSource | None, tuple[Ancestor, ...]]:
-        """What is restored, what of it from disk, and the lineage of this life."""
+        """What is restored, what of it from disk, and the lineage of this incarnation."""
         job, taken = self._job, choice.taken
         if taken is None:
             if memory.snapshot is None:

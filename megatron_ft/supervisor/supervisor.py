@@ -1,4 +1,4 @@
-"""One job from its first start to its end: lives, failures, and what comes between.
+"""One job from its first start to its end: incarnations, failures, and what comes between.
 
 The supervisor starts processes and decides who replaces whom; the coordinator inside it
 talks to the SMPs.  When it is killed, SMPs and arenas stay, and the same command run
@@ -34,8 +34,8 @@ from megatron_ft.supervisor.budget import Failure
 from megatron_ft.supervisor.disk_restore import LoadError
 from megatron_ft.supervisor.failure import NODE_LOST
 from megatron_ft.supervisor.foresight import folder_of, newest_saved
+from megatron_ft.supervisor.incarnation import Incarnation
 from megatron_ft.supervisor.job_parts import JobParts
-from megatron_ft.supervisor.life import Life
 from megatron_ft.supervisor.membership import NoSpareError
 from megatron_ft.supervisor.no_spare import salvage_without_trainers
 from megatron_ft.supervisor.restore import RebuildError
@@ -128,7 +128,7 @@ class Supervisor(JobParts):
         """
         record = self.state.record
         try:
-            older = await asyncio.to_thread(self.disk.highest_life, record.job)
+            older = await asyncio.to_thread(self.disk.highest_incarnation, record.job)
         except ConfigError as error:
             if not record.incarnation:
                 raise
@@ -163,7 +163,7 @@ class Supervisor(JobParts):
     async def _live(self) -> Failure | None:
         """One incarnation; None when training has finished."""
         try:
-            return await Life(self).run()
+            return await Incarnation(self).run()
         except NoSpareError as error:
             if not await hold_for_hosts(self, error.missing):
                 raise
@@ -190,7 +190,7 @@ class Supervisor(JobParts):
             self.observers.tell("interrupted", str(error))
             return Failure(str(error), type(error).__name__, error.node)
         finally:
-            # A life that ended before it trained says nothing about how far training was.
+            # An incarnation that ended before it trained says nothing about how far training was.
             progress = max(self.coordinator.progress.values(), default=-1)
             self.reached = progress if progress >= 0 else self.reached
             self.coordinator.stop_snapshots()

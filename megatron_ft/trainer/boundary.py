@@ -48,8 +48,8 @@ def turn(
     """What is due when ``iteration`` has ended and ``last`` was the snapshot answered for last.
 
     ``busy`` says that the copy thread has not finished an earlier capture.  ``declined`` that
-    this rank started without the snapshot it was offered: the first permit of such a life was
-    given for training that starts from it; later ones follow what trainers have finished.
+    this rank started without the snapshot it was offered: the first permit of such an incarnation
+    was given for training that starts from it; later ones follow what trainers have finished.
     ``went_back`` that a later iteration had ended before this one did, as the script has loaded an
     older checkpoint: a permit from then is for an iteration that is far away now.
     """

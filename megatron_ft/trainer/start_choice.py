@@ -1,4 +1,5 @@
-"""Where a life of the job starts from: memory or disk.  Decided once, by all ranks together."""
+"""Where an incarnation of the job starts from: memory or disk.  Decided once, by all ranks
+together."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from megatron_ft.core.environment import RESTORE
 from megatron_ft.trainer.protocols import Manager
 
 WISH = "load_wish"
-"""Key, in a snapshot's objects, of what the user asked the framework to load in that life."""
+"""Key, in a snapshot's objects, of what the user asked the framework to load in that
+incarnation."""
 
 
 class Disk(NamedTuple):
@@ -36,8 +38,9 @@ class View(NamedTuple):
 
     ``offered`` is the iteration of its snapshot in memory, -1 for none; ``disk_only`` is True
     if the supervisor decided for disk; ``wish_changed`` if the user asks for another
-    checkpoint than in the life of the snapshot; ``problem`` says why this rank cannot use the
-    snapshot, empty if it can; ``rewound`` is True if newer checkpoints are of what was given up.
+    checkpoint than in the incarnation of the snapshot; ``problem`` says why this rank cannot use
+    the snapshot, empty if it can; ``rewound`` is True if newer checkpoints are of what was given
+    up.
     """
 
     offered: int
@@ -56,7 +59,8 @@ class Start(NamedTuple):
 
 
 def supervisor_chose_disk(environment: Mapping[str, str] | None = None) -> bool:
-    """True if the supervisor decided that this life starts from the framework's own files."""
+    """True if the supervisor decided that this incarnation starts from the framework's own
+    files."""
     return (os.environ if environment is None else environment).get(RESTORE) == "disk"
 
 
@@ -92,7 +96,7 @@ def decide(views: Sequence[View]) -> Start:
     if problem:
         return Start(False, problem)
     if disk.asked:
-        return Start(True, f"{disk.asked} was loaded in an earlier life")
+        return Start(True, f"{disk.asked} was loaded in an earlier incarnation")
     if disk.goes_before(newest):
         return Start(True, f"the job was rewound to before what is on disk ({_disk_text(disk)})")
     how = "as new as" if disk.iteration == newest else "newer than"

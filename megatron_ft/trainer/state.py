@@ -78,7 +78,7 @@ class TrainingState(Protocol):
 
     At an iteration boundary the manager calls ``tensors``, ``boundary_tensors`` and
     ``objects``; on restore it fills the tensors in place and then calls ``load``.
-    Names are unique over both kinds and the same in every life of the job.
+    Names are unique over both kinds and the same in every incarnation of the job.
     """
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -135,7 +135,7 @@ class HasCheckpointForm(Protocol):
     """A state that says once what its framework would write to disk of it."""
 
     def checkpoint_form(self) -> bytes:
-        """An opaque description, the same in every life; kept beside each snapshot."""
+        """An opaque description, the same in every incarnation; kept beside each snapshot."""
 
 
 def live_tensors(state: TrainingState) -> dict[str, torch.Tensor]:

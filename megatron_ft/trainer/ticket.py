@@ -87,7 +87,7 @@ class TicketBook:
     def outcome(self, snapshot: SnapshotId, outcome: str) -> Ticket | None:
         """Pass an outcome on to its ticket, which is returned.
 
-        One for an unknown snapshot is of an earlier life: ignored, None.
+        One for an unknown snapshot is of an earlier incarnation: ignored, None.
         """
         with self._lock:
             ticket = self._open.get(snapshot)

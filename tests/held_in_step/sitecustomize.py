@@ -1,4 +1,4 @@
-"""Holds one rank inside a training step of the job's first life, until the test kills it.
+"""Holds one rank inside a training step of the job's first incarnation, until the test kills it.
 
 So a fault strikes in that very iteration, however fast training is.  No rank begins before
 it may take its first snapshot, or training could stand there with nothing in memory.

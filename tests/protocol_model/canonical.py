@@ -3,7 +3,7 @@
 Nodes with their shards are exchangeable: each is described by itself, its own shards as
 "own", and the descriptions are sorted.  Where one refers to another's shards (an arena that
 lies where its shard does not live any more) they are not, and stay in their order.  Left
-out are numbers that nothing compares: pids, worlds and lives count from the oldest that
+out are numbers that nothing compares: pids, worlds and incarnations count from the oldest that
 is still referred to, iterations from the newest, and snapshots of which nothing is left
 anywhere are forgotten.  Only coarse Worlds: what an SMP has decided is stored there.
 
@@ -56,8 +56,8 @@ def memory_key(world: World) -> int:
 class _Describer:
     def __init__(self, world: World) -> None:
         self.world = world
-        self.judge, self.life = world.judge, world.life
-        self.cycle = None if self.life is None else self.life.cycle
+        self.judge, self.incarnation = world.judge, world.incarnation
+        self.cycle = None if self.incarnation is None else self.incarnation.cycle
         self.owner = world.places()
         self.alike = True
         self.live: set[SnapshotId] = set()
@@ -67,10 +67,10 @@ class _Describer:
         self._number_worlds()
 
     def _number_worlds(self) -> None:
-        world, life = self.world, self.life
+        world, incarnation = self.world, self.incarnation
         used = {p.world for p in world.processes.values() if isinstance(p, Encoder | Loader)}
         used |= {x.machine.world for x in world.nodes.values() if x.machine is not None}
-        used |= {life.encoders} if life is not None else set()
+        used |= {incarnation.encoders} if incarnation is not None else set()
         used |= {self.cycle._world} if self.cycle is not None else set()
         ordered = sorted(used - {""}, key=lambda name: (name.strip("0123456789"), len(name), name))
         self.worlds = {name: number for number, name in enumerate(ordered, 1)}
@@ -140,7 +140,7 @@ class _Describer:
             (node.restore is None, restore),
             tuple(
                 (
-                    self._life(number),
+                    self._incarnation(number),
                     tuple((max(-kind, 0), self._message(node, x)) for kind, x in q),
                 )
                 for number, q in sorted(node.requests.items())
@@ -156,11 +156,11 @@ class _Describer:
                     if p.node == node.name
                 )
             ),
-            self._of_life(node),
+            self._of_incarnation(node),
         )
 
-    def _life(self, number: int) -> int:
-        return self.world.lives - number
+    def _incarnation(self, number: int) -> int:
+        return self.world.incarnations - number
 
     def _arena(self, node: Node, arena: MemoryArena) -> View:
         permit = arena.permit
@@ -236,7 +236,7 @@ class _Describer:
             here = node.arenas.get(p.shard) is p.arena
             arena = "here" if here else self._arena(node, p.arena)
         run = None if p.run is None else (p.run.snapshot, p.run.slot)
-        age = self.world.incarnation - p.life
+        age = self.world.incarnation - p.incarnation
         ahead = self._ahead(p.iteration)
         begun = p.copied, p.given
         return self._shard(node, p.shard), age, ahead, arena, p.last_permit, run, *begun
@@ -296,12 +296,18 @@ class _Describer:
     def _event(self, node: Node, event: tuple[Any, ...]) -> View:
         if event[0] == "event":
             return "event", event[1], self._message(node, event[2])
-        _, life, number, (request, answer) = event
+        _, incarnation, number, (request, answer) = event
         first = 0
-        if number >= 0 and self.life is not None:
-            first = self.life.asked - len(self.life.questions)
+        if number >= 0 and self.incarnation is not None:
+            first = self.incarnation.asked - len(self.incarnation.questions)
         error = answer.error if isinstance(answer, m.Refused) else type(answer).__name__
-        return "answer", self._life(life), number < first, self._message(node, request), error
+        return (
+            "answer",
+            self._incarnation(incarnation),
+            number < first,
+            self._message(node, request),
+            error,
+        )
 
     def _message(self, node: Node, message: Any) -> View:
         get = lambda name: getattr(message, name, None)  # noqa: E731
@@ -330,19 +336,19 @@ class _Describer:
 
     # What the coordinator and the judge know of a node.
 
-    def _of_life(self, node: Node) -> View:
-        life, cycle, own = self.life, self.cycle, self._own(node)
+    def _of_incarnation(self, node: Node) -> View:
+        incarnation, cycle, own = self.incarnation, self.cycle, self._own(node)
         known = tuple(sorted((own.index(s), at) for s, at in self.world.known_bad if s in own))
         reading = tuple(
             (r.snapshot, len(r.read), r.pinned_by == node.pins_hold)
             for r in self.world.readers.values()
             if r.node == node.name
         )
-        if life is None:
+        if incarnation is None:
             return known, reading
         questions = tuple(
             (type(q.request).__name__, None if q.answer is None else type(q.answer).__name__)
-            for q in life.questions
+            for q in incarnation.questions
             if q.node == node.name
         )
         names: View = ()
@@ -355,29 +361,31 @@ class _Describer:
                 node.name in cycle._encoders,
             )
         drain: View = ()
-        if life.drain is not None:
+        if incarnation.drain is not None:
             drain = (
-                node.name in life.drain.nodes,
-                tuple((s in life.drain.files, s in life.drain.readers) for s in own),
+                node.name in incarnation.drain.nodes,
+                tuple((s in incarnation.drain.files, s in incarnation.drain.readers) for s in own),
             )
         return (
             (known, reading, questions, names, drain),
             node.name in self.world.active,
-            node.name in life.up,
+            node.name in incarnation.up,
             tuple(
                 (
-                    s in life.hellos,
-                    s in life.rebuilt,
-                    s in life.targets,
-                    life.places.get(s) == node.name,
+                    s in incarnation.hellos,
+                    s in incarnation.rebuilt,
+                    s in incarnation.targets,
+                    incarnation.places.get(s) == node.name,
                 )
                 for s in own
             ),
-            tuple(sorted((own.index(s), at) for s, at in life.bad if s in own)),
+            tuple(sorted((own.index(s), at) for s, at in incarnation.bad if s in own)),
             tuple(
-                sorted((own.index(s), at, n) for (s, at), n in life.attempts.items() if s in own)
+                sorted(
+                    (own.index(s), at, n) for (s, at), n in incarnation.attempts.items() if s in own
+                )
             ),
-            life.repair is not None and life.repair.shard_id in own,
+            incarnation.repair is not None and incarnation.repair.shard_id in own,
         )
 
     def _of_judge(self, node: Node) -> View:
@@ -402,15 +410,15 @@ class _Describer:
             (world.drains_begun, world.readers_seen),
             tuple((one.snapshot, one.lineage) for one in world.disk),
             tuple((one.snapshot, one.lineage, one.stage) for one in world.orphans),
-            self._life_view(),
+            self._incarnation_view(),
             self._judge(),
         )
 
-    def _life_view(self) -> View:
-        life, cycle = self.life, self.cycle
-        if life is None:
+    def _incarnation_view(self) -> View:
+        incarnation, cycle = self.incarnation, self.cycle
+        if incarnation is None:
             return ()
-        decision = life.decision
+        decision = incarnation.decision
         inside: View = ()
         if cycle is not None:
             self.live.add(cycle.snapshot)
@@ -428,24 +436,36 @@ class _Describer:
                 cycle._sequence,
                 cycle._again,
             )
-        drain = life.drain
+        drain = incarnation.drain
         return (
-            (life.incarnation, life.stage, life.awaits, life.failed, life.refused),
+            (
+                incarnation.incarnation,
+                incarnation.stage,
+                incarnation.awaits,
+                incarnation.failed,
+                incarnation.refused,
+            ),
             None if decision is None else (decision.snapshot, decision.protected),
-            life.lineage,
-            None if life.source is None else life.source.snapshot,
-            (life.fresh, bool(life.decided), self.worlds.get(life.encoders, 0)),
+            incarnation.lineage,
+            None if incarnation.source is None else incarnation.source.snapshot,
+            (
+                incarnation.fresh,
+                bool(incarnation.decided),
+                self.worlds.get(incarnation.encoders, 0),
+            ),
             inside,
             None if drain is None else (drain.snapshot, drain.stage, drain.waiting, drain.failed),
-            None if life.repair is None else (life.repair.snapshot, life.repair.data_blocks),
+            None
+            if incarnation.repair is None
+            else (incarnation.repair.snapshot, incarnation.repair.data_blocks),
         )
 
     def _judge(self) -> View:
         judge, world = self.judge, self.world
         live = self.live | {one.snapshot for one in world.disk} | {world.newest}
         live |= {judge.floor, judge.local_floor, judge.durable}
-        if self.life is not None and self.life.decision is not None:
-            live.add(self.life.decision.snapshot)
+        if self.incarnation is not None and self.incarnation.decision is not None:
+            live.add(self.incarnation.decision.snapshot)
         return (
             (judge.floor, judge.local_floor, judge.durable, judge.registered, judge.noted),
             frozenset(judge.valid & live),

@@ -16,8 +16,8 @@ from megatron_ft.supervisor.link import Inbox
 from megatron_ft.supervisor.schedule import Schedule
 from protocol_model.drain import Drain
 from protocol_model.encoder import Encoder, MpiWorld, Session
+from protocol_model.incarnation import Incarnation, Question
 from protocol_model.judge import Judge
-from protocol_model.life import Life, Question
 from protocol_model.memory import MemoryArena, MemorySlot
 from protocol_model.node import Node
 from protocol_model.processes import Loader, Reader, Trainer
@@ -39,7 +39,7 @@ CHANGING = (
     Reader,
     MpiWorld,
     Session,
-    Life,
+    Incarnation,
     Question,
     SnapshotCycle,
     Schedule,

@@ -7,8 +7,8 @@ from megatron_ft.checkpoint.decide import Decision
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from protocol_model.drain import Checkpoint, Drain, choice, tidied
+from protocol_model.incarnation import DRAIN, Incarnation, IncarnationFailed
 from protocol_model.judge import Violation
-from protocol_model.life import DRAIN, Life, LifeFailed
 from protocol_model.memory import DAMAGED
 from protocol_model.processes import Loader, Reader
 
@@ -63,40 +63,44 @@ class DiskSteps:
 
     def _do_drain(self) -> None:
         """Begin to drain the newest committed snapshot: clear what is unfinished, and hold."""
-        life = self.life
-        assert life is not None and self.newest is not None
+        incarnation = self.incarnation
+        assert incarnation is not None and self.newest is not None
         snapshot = self.newest
         self.drains_begun += 1
-        nodes = tuple(sorted(set(life.places.values())))
+        nodes = tuple(sorted(set(incarnation.places.values())))
         iteration = self.judge.iterations[snapshot]
-        life.drain = Drain(snapshot, iteration, life.lineage, nodes, waiting=len(nodes))
+        incarnation.drain = Drain(
+            snapshot, iteration, incarnation.lineage, nodes, waiting=len(nodes)
+        )
         for name in nodes:
             if self.nodes[name].up:
-                self.send(life, name, m.Hold(life.incarnation, "drain", snapshot), DRAIN)
+                self.send(
+                    incarnation, name, m.Hold(incarnation.incarnation, "drain", snapshot), DRAIN
+                )
             else:
-                life.drain.waiting -= 1
-                life.drain.failed = True
+                incarnation.drain.waiting -= 1
+                incarnation.drain.failed = True
 
     def _do_held(self) -> None:
         """All nodes have answered: start to write, or give up."""
-        life = self.life
-        assert life is not None and life.drain is not None
-        if life.drain.failed or life.drain.waiting:
-            self._fail_drain(life)
+        incarnation = self.incarnation
+        assert incarnation is not None and incarnation.drain is not None
+        if incarnation.drain.failed or incarnation.drain.waiting:
+            self._fail_drain(incarnation)
             return
         # What an older drain has not finished is removed, so it can never be published.
         self.orphans = [one for one in self.orphans if one.stage != "publishing"]
-        life.drain.stage = "writing"
+        incarnation.drain.stage = "writing"
 
     def _do_write(self, shard: str) -> None:
         """One shard's process: open it, or read one part, or look once more and be done."""
-        life = self.life
-        assert life is not None and life.drain is not None
-        drain, node = life.drain, self.nodes[life.places[shard]]
+        incarnation = self.incarnation
+        assert incarnation is not None and incarnation.drain is not None
+        drain, node = incarnation.drain, self.nodes[incarnation.places[shard]]
         if shard not in drain.readers:
             drain.readers[shard] = self._reader(0, node.name, drain.snapshot, shard)
             if not drain.readers[shard].slots:
-                self._fail_drain(life)
+                self._fail_drain(incarnation)
                 return
             if not self.shape.coarse:
                 return
@@ -111,27 +115,27 @@ class DiskSteps:
             if len(drain.files) == len(self.judge.shards):
                 drain.stage = "publishing"
         else:
-            self._fail_drain(life)
+            self._fail_drain(incarnation)
 
-    def _fail_drain(self, life: Life) -> None:
-        assert life.drain is not None
-        life.drain.failed = True
-        self._release(life)
+    def _fail_drain(self, incarnation: Incarnation) -> None:
+        assert incarnation.drain is not None
+        incarnation.drain.failed = True
+        self._release(incarnation)
 
     def _do_drain_dies(self) -> None:
-        assert self.life is not None
-        self._fail_drain(self.life)
+        assert self.incarnation is not None
+        self._fail_drain(self.incarnation)
 
     def _do_publish(self) -> None:
-        life = self.life
-        assert life is not None and life.drain is not None
-        if life.drain.stage == "publishing":
-            self._publish(life.drain)
-            self.judge.durable = life.drain.snapshot
-            life.drain.stage = "tidying"
+        incarnation = self.incarnation
+        assert incarnation is not None and incarnation.drain is not None
+        if incarnation.drain.stage == "publishing":
+            self._publish(incarnation.drain)
+            self.judge.durable = incarnation.drain.snapshot
+            incarnation.drain.stage = "tidying"
         else:
-            self._tidy(life.drain)
-            self._release(life)
+            self._tidy(incarnation.drain)
+            self._release(incarnation)
 
     def _do_orphan(self, index: int) -> None:
         """A drain of a supervisor that is gone: the process that runs goes on, none is started."""
@@ -160,19 +164,19 @@ class DiskSteps:
         drain.stage = "done"
         self.judge.on_disk([one.snapshot for one in self.disk])
 
-    def _release(self, life: Life) -> None:
-        drain = life.drain
+    def _release(self, incarnation: Incarnation) -> None:
+        drain = incarnation.drain
         assert drain is not None
         drain.stage, drain.waiting = "releasing", 0
         for name in drain.nodes:
             if self.nodes[name].up:
                 drain.waiting += 1
-                self.send(life, name, m.Unhold(life.incarnation, "drain"), DRAIN)
+                self.send(incarnation, name, m.Unhold(incarnation.incarnation, "drain"), DRAIN)
 
     def _do_released(self) -> None:
         """All have answered, or never will: their next incarnation voids the pin."""
-        assert self.life is not None
-        self.life.drain = None
+        assert self.incarnation is not None
+        self.incarnation.drain = None
 
     # Going on from disk: supervisor/disk_restore.py and checkpoint/load.py.
 
@@ -188,39 +192,45 @@ class DiskSteps:
             if there and self.shape.disk and not self.disk_away:
                 raise Violation(f"I2: {there} is on the disk, and the job gives up")
             self.over = True
-            raise LifeFailed
+            raise IncarnationFailed
 
-    def start_loaders(self, life: Life) -> None:
-        assert life.source is not None and life.decision is not None
+    def start_loaders(self, incarnation: Incarnation) -> None:
+        assert incarnation.source is not None and incarnation.decision is not None
         for name in self.active:
-            shards = [shard for shard in life.targets if life.places[shard] == name]
+            shards = [shard for shard in incarnation.targets if incarnation.places[shard] == name]
             if not shards:
                 continue
             if not self.nodes[name].alive:
-                raise LifeFailed
-            loader = Loader(self._pid(), name, world=f"load{life.number}")
-            loader.snapshot, loader.iteration = life.source.snapshot, life.source.iteration
-            loader.files, loader.left = dict(life.source.files), shards
+                raise IncarnationFailed
+            loader = Loader(self._pid(), name, world=f"load{incarnation.number}")
+            loader.snapshot, loader.iteration = (
+                incarnation.source.snapshot,
+                incarnation.source.iteration,
+            )
+            loader.files, loader.left = dict(incarnation.source.files), shards
             loader.arenas = dict(self.nodes[name].arenas)
-            hello = m.EncoderHello(loader.pid, loader.world, 0, 1, life.incarnation)
+            hello = m.EncoderHello(loader.pid, loader.world, 0, 1, incarnation.incarnation)
             loader.outbox.append(hello)
             self.processes[loader.pid] = loader
             self._register_at_once(loader)
 
-    def _loaders(self, life: Life) -> list[Loader]:
+    def _loaders(self, incarnation: Incarnation) -> list[Loader]:
         found = (p for p in self.processes.values() if isinstance(p, Loader))
-        return [p for p in found if p.world == f"load{life.number}"]
+        return [p for p in found if p.world == f"load{incarnation.number}"]
 
-    def loaders_ended(self, life: Life) -> bool:
-        return not any(loader.alive for loader in self._loaders(life))
+    def loaders_ended(self, incarnation: Incarnation) -> bool:
+        return not any(loader.alive for loader in self._loaders(incarnation))
 
-    def check_loaded(self, life: Life) -> None:
-        """A loader that did not end well fails the life; what it was to bring is not there."""
-        loaded = sum(loader.stored for loader in self._loaders(life))
-        if life.source is not None and loaded != len(life.targets):
-            raise LifeFailed
-        if life.source is not None:
-            self.known_bad -= {(shard, life.source.snapshot) for shard in life.targets}
+    def check_loaded(self, incarnation: Incarnation) -> None:
+        """A loader that did not end well fails the incarnation; what it was to bring is not
+        there."""
+        loaded = sum(loader.stored for loader in self._loaders(incarnation))
+        if incarnation.source is not None and loaded != len(incarnation.targets):
+            raise IncarnationFailed
+        if incarnation.source is not None:
+            self.known_bad -= {
+                (shard, incarnation.source.snapshot) for shard in incarnation.targets
+            }
 
     def _do_load(self, pid: int) -> None:
         loader = self.processes[pid]
@@ -246,12 +256,12 @@ class DiskSteps:
 
     def _do_mend(self) -> None:
         """The coordinator has what the scrub found repaired."""
-        assert self.life is not None
-        self.life.begin_repair(self)
+        assert self.incarnation is not None
+        self.incarnation.begin_repair(self)
 
     def _do_mend_late(self) -> None:
-        assert self.life is not None
-        self.life.give_up_repair(self)
+        assert self.incarnation is not None
+        self.incarnation.give_up_repair(self)
 
     def committed_slots(self, name: str) -> list[tuple[str, int]]:
         """Slots of a node that hold something committed and undamaged, with parity."""

@@ -12,7 +12,7 @@ from megatron_ft.arena.format import SlotState
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.supervisor.cycle import Phase
 from protocol_model.encoder import Encoder
-from protocol_model.life import Life
+from protocol_model.incarnation import Incarnation
 from protocol_model.node import Node
 from protocol_model.processes import Loader, Process, Trainer
 from protocol_model.shape import Step
@@ -87,7 +87,10 @@ def _process_steps(world: World, p: Process) -> Iterator[Weighted]:
 
 
 def _trainer_steps(world: World, p: Trainer) -> Iterator[Weighted]:
-    if _has_a_reason_to_go_on(world, p) and p.iteration < _slowest(world, p.life) + MOST_DRIFT:
+    if (
+        _has_a_reason_to_go_on(world, p)
+        and p.iteration < _slowest(world, p.incarnation) + MOST_DRIFT
+    ):
         yield 1.0, ("boundary", p.pid)
     if p.run is not None and not p.may_copy():
         # It waits for its slot for a moment only; what it said may have been lost or refused.
@@ -107,8 +110,8 @@ def _has_a_reason_to_go_on(world: World, p: Trainer) -> bool:
     """With bounds, iterations are not counted beyond the one that a permit is for."""
     if not world.bounds:
         return True
-    cycle = None if world.life is None else world.life.cycle
-    if cycle is None or world.life is None or p.life != world.life.incarnation:
+    cycle = None if world.incarnation is None else world.incarnation.cycle
+    if cycle is None or world.incarnation is None or p.incarnation != world.incarnation.incarnation:
         return False
     if cycle.phase != Phase.CAPTURING or p.last_permit == cycle.snapshot or p.run is not None:
         return False
@@ -117,9 +120,9 @@ def _has_a_reason_to_go_on(world: World, p: Trainer) -> bool:
     return seen or p.iteration < cycle.iteration
 
 
-def _slowest(world: World, life: int) -> int:
+def _slowest(world: World, incarnation: int) -> int:
     trainers = [p for p in world.processes.values() if isinstance(p, Trainer) and p.alive]
-    return min(p.iteration for p in trainers if p.life == life)
+    return min(p.iteration for p in trainers if p.incarnation == incarnation)
 
 
 def _node_steps(world: World, node: Node) -> Iterator[Weighted]:
@@ -170,9 +173,9 @@ def _node_steps(world: World, node: Node) -> Iterator[Weighted]:
 
 
 def _request_steps(world: World, node: Node) -> Iterator[Weighted]:
-    for life, queue in node.requests.items():
+    for incarnation, queue in node.requests.items():
         if queue and node.reachable:
-            step = ("request", node.name, life)
+            step = ("request", node.name, incarnation)
             yield 4.0, step
             if world.shape.coarse:
                 yield 0.01, ("smp_crash_in", node.name, 1, step)
@@ -197,30 +200,35 @@ def committed_on(node: Node) -> list[SnapshotId]:
 
 
 def _job_steps(world: World) -> Iterator[Weighted]:
-    life = world.life
-    if life is None or life.failed:
-        if life is None or not life.refused or not world.bounds or _enough_nodes(world):
-            yield 1.0, ("start_life",)
+    incarnation = world.incarnation
+    if incarnation is None or incarnation.failed:
+        if (
+            incarnation is None
+            or not incarnation.refused
+            or not world.bounds
+            or _enough_nodes(world)
+        ):
+            yield 1.0, ("start_incarnation",)
     elif _trouble(world):
-        yield (1.0 if life.cycle is not None else 0.1), ("start_life",)
-    if life is None:
+        yield (1.0 if incarnation.cycle is not None else 0.1), ("start_incarnation",)
+    if incarnation is None:
         return
     yield 0.03, ("restart",)
-    if any(q.answer is None and world.given_up(q.node) for q in life.questions):
+    if any(q.answer is None and world.given_up(q.node) for q in incarnation.questions):
         yield 0.3, ("timeout",)
-    if life.cycle is not None and not life.failed:
-        yield from _cycle_steps(world, life)
+    if incarnation.cycle is not None and not incarnation.failed:
+        yield from _cycle_steps(world, incarnation)
 
 
 def _enough_nodes(world: World) -> bool:
     return sum(world.may_ask(node) for node in world.nodes.values()) >= len(world.active)
 
 
-def _cycle_steps(world: World, life: Life) -> Iterator[Weighted]:
-    assert life.cycle is not None
-    if life.cycle.phase == Phase.IDLE and life.repair is None:
-        more = not life.cycle._last and life.cycle._sequence < _permits(world)
-        if world.may_protect(life) and (more or not world.bounds):
+def _cycle_steps(world: World, incarnation: Incarnation) -> Iterator[Weighted]:
+    assert incarnation.cycle is not None
+    if incarnation.cycle.phase == Phase.IDLE and incarnation.repair is None:
+        more = not incarnation.cycle._last and incarnation.cycle._sequence < _permits(world)
+        if world.may_protect(incarnation) and (more or not world.bounds):
             yield 3.0, ("protect",)
         elif world.crowded():
             if not world.bounds:
@@ -228,21 +236,21 @@ def _cycle_steps(world: World, life: Life) -> Iterator[Weighted]:
                 yield 0.02, ("propose_anyway",)
         elif more or not world.bounds:
             yield 3.0, ("propose",)
-    elif life.cycle.phase == Phase.ENCODING:
+    elif incarnation.cycle.phase == Phase.ENCODING:
         yield 0.05, ("give_up",)
-    elif life.cycle.phase == Phase.CAPTURING and not world.bounds:
+    elif incarnation.cycle.phase == Phase.CAPTURING and not world.bounds:
         yield 0.005, ("give_up",)
     whole = all(world.nodes[name].alive for name in world.active)
-    between = not world.bounds or (life.cycle.phase == Phase.IDLE and whole)
-    if world.shape.parity and between and world.may_start_world(life):
+    between = not world.bounds or (incarnation.cycle.phase == Phase.IDLE and whole)
+    if world.shape.parity and between and world.may_start_world(incarnation):
         yield 0.5, ("world",)
-    for name in life.cycle.nodes:
+    for name in incarnation.cycle.nodes:
         silent = not world.nodes[name].answering and world.nodes[name].up
         if silent and world.unanswered(name) is not None:
             yield 0.02, ("resend", name)
-    if life.repair is not None:
+    if incarnation.repair is not None:
         yield 0.05, ("mend_late",)
-    elif life.may_repair(world):
+    elif incarnation.may_repair(world):
         yield 3.0, ("mend",)
 
 
@@ -251,14 +259,14 @@ def _permits(world: World) -> int:
 
 
 def _trouble(world: World) -> bool:
-    """Whether the supervisor knows of a reason to end this life."""
-    life = world.life
-    assert life is not None
-    used = [world.nodes[name] for name in set(life.places.values())]
+    """Whether the supervisor knows of a reason to end this incarnation."""
+    incarnation = world.incarnation
+    assert incarnation is not None
+    used = [world.nodes[name] for name in set(incarnation.places.values())]
     if any(not node.alive or (not node.answering and world.given_up(node.name)) for node in used):
         return True
     trainers = [p for p in world.processes.values() if isinstance(p, Trainer)]
-    return any(p.life == life.incarnation and not p.alive for p in trainers)
+    return any(p.incarnation == incarnation.incarnation and not p.alive for p in trainers)
 
 
 def _disk_steps(world: World) -> Iterator[Weighted]:
@@ -267,30 +275,32 @@ def _disk_steps(world: World) -> Iterator[Weighted]:
     yield (0.2, ("disk_back",)) if world.disk_away else (0.01, ("disk_away",))
     for index in range(len(world.orphans)):
         yield 0.05, ("orphan", index)
-    life = world.life
-    if life is None or life.cycle is None or life.failed:
+    incarnation = world.incarnation
+    if incarnation is None or incarnation.cycle is None or incarnation.failed:
         return
-    drain = life.drain
+    drain = incarnation.drain
     if drain is None:
         known = world.newest is not None and (
             world.judge.durable is None or world.newest > world.judge.durable
         )
         if known and (not world.bounds or world.drains_begun < world.bounds.drains):
             yield 0.3, ("drain",)
-    elif drain.stage == "holding" and _answered(world, life):
+    elif drain.stage == "holding" and _answered(world, incarnation):
         yield 2.0, ("held",)
     elif drain.stage == "writing":
         yield 0.02, ("drain_dies",)
-        for shard, name in life.places.items():
+        for shard, name in incarnation.places.items():
             if shard not in drain.files and world.nodes[name].working:
                 yield 0.5, ("write", shard)
     elif drain.stage in ("publishing", "tidying"):
         yield 0.5, ("publish",)
-    elif drain.stage == "releasing" and _answered(world, life):
+    elif drain.stage == "releasing" and _answered(world, incarnation):
         yield 2.0, ("released",)
 
 
-def _answered(world: World, life: Life) -> bool:
+def _answered(world: World, incarnation: Incarnation) -> bool:
     """Whether all have answered a drain's request, or some never will."""
-    assert life.drain is not None
-    return life.drain.waiting == 0 or not all(world.nodes[x].answering for x in life.drain.nodes)
+    assert incarnation.drain is not None
+    return incarnation.drain.waiting == 0 or not all(
+        world.nodes[x].answering for x in incarnation.drain.nodes
+    )

@@ -220,7 +220,7 @@ ORDER = (
         "propose",
         "drain",
     ),
-    ("start_life", "smp_start", "enforce", "expire", "timeout", "pin", "orphan"),
+    ("start_incarnation", "smp_start", "enforce", "expire", "timeout", "pin", "orphan"),
     ("resume", "thaw", "heal", "disk_back"),
 )
 """Which steps come first where the order is fixed: what is under way, then what is new."""
@@ -233,10 +233,10 @@ def _patience(step: Step) -> tuple[int, int, str]:
 
 
 def is_goal(world: World) -> bool:
-    """Whether a snapshot was decided in this life, or the job has stopped and said why."""
-    life = world.life
-    if world.over or (life is not None and life.refused):
+    """Whether a snapshot was decided in this incarnation, or the job has stopped and said why."""
+    incarnation = world.incarnation
+    if world.over or (incarnation is not None and incarnation.refused):
         return True
-    if life is None or life.cycle is None or life.failed:
+    if incarnation is None or incarnation.cycle is None or incarnation.failed:
         return False
-    return life.decided > 0 and life.cycle.phase == Phase.IDLE
+    return incarnation.decided > 0 and incarnation.cycle.phase == Phase.IDLE

@@ -103,7 +103,8 @@ def per_rank_skip(patch: pytest.MonkeyPatch) -> None:
 
 
 def iteration_is_identity(patch: pytest.MonkeyPatch) -> None:
-    """A slot is taken for a snapshot because its iteration is right, whoever's life it is of."""
+    """A slot is taken for a snapshot because its iteration is right, whoever's incarnation it is
+    of."""
     patch.setattr(node, "on_lineage", lambda snapshot, lineage: True)
     iterations: dict[SnapshotId, int] = {}
 
@@ -148,7 +149,9 @@ def no_wait_for_writers(patch: pytest.MonkeyPatch) -> None:
         self._leave(at, rival)
 
     patch.setattr(World, "evict", evict)
-    patch.setattr(World, "may_start_world", lambda self, life: not life.usable_world(self))
+    patch.setattr(
+        World, "may_start_world", lambda self, incarnation: not incarnation.usable_world(self)
+    )
     patch.setattr(slots, "still_written", lambda state, trainer, encoder: False)
     keep = SnapshotCycle._break
 
@@ -257,7 +260,7 @@ def replaced_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def late_words_obeyed(patch: pytest.MonkeyPatch) -> None:
-    """An SMP does what the coordinator of an older life says."""
+    """An SMP does what the coordinator of an older incarnation says."""
     patch.setattr(World, "stale", lambda self, node, request: False)
     patch.setattr(node.NodeMachine, "check_incarnation", lambda self, message: None)
 
@@ -280,13 +283,14 @@ def repaired_by_the_encoder(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Encoder, "_send", send)
 
 
-def tidied_by_an_older_life(patch: pytest.MonkeyPatch) -> None:
-    """A drain of an older life removes what it does not know."""
+def tidied_by_an_older_incarnation(patch: pytest.MonkeyPatch) -> None:
+    """A drain of an older incarnation removes what it does not know."""
     patch.setattr(retention, "_later", lambda snapshot, lineage: False)
 
 
 def published_and_tidied_at_once(patch: pytest.MonkeyPatch) -> None:
-    """The process that publishes removes older checkpoints too, also when its life is over."""
+    """The process that publishes removes older checkpoints too, also when its incarnation is
+    over."""
 
     def tidy_too(self: DiskSteps, drain: Drain) -> None:
         drain.stage = "tidying late"

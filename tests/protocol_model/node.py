@@ -27,7 +27,7 @@ class Node:
 
     ``frozen``: the SMP is suspended.  ``expired``: the coordinator's lease has run out, ``late``
     if the SMP has not acted upon it because it was suspended.
-    ``generation`` counts its SMPs.  ``requests`` are those of each life, ``events`` what is
+    ``generation`` counts its SMPs.  ``requests`` are those of each incarnation, ``events`` what is
     on its way to a coordinator, ``told`` the damage that the scrub has reported.  ``repeats`` are
     requests that come once more, ``late_answers`` those to them, both in any order.  ``inbox`` is
     the coordinator's.
@@ -60,8 +60,8 @@ class Node:
     @property
     def pins_hold(self) -> tuple[Any, ...]:
         """For as long as this stays, a pin holds: neither Admit nor Adopt asks for any."""
-        lives = tuple(arena.incarnation for arena in self.arenas.values())
-        return self.generation, self.machine and self.machine.highest_incarnation, lives
+        incarnations = tuple(arena.incarnation for arena in self.arenas.values())
+        return self.generation, self.machine and self.machine.highest_incarnation, incarnations
 
     @property
     def up(self) -> bool:
@@ -81,7 +81,7 @@ class Node:
 class SmpSteps:
     """What the SMPs of a World do; mixed into it."""
 
-    # Its life.
+    # Its incarnation.
 
     def _do_smp_crash(self, name: str, losing: bool) -> None:
         """The SMP dies; what was sent to it is lost too, or reaches the next one."""
@@ -113,11 +113,11 @@ class SmpSteps:
 
     def _do_smp_start(self, name: str) -> None:
         self.start_smp(name)
-        life = self.life
-        if life is not None and life.cycle is not None:
-            life.carry_out(self, life.cycle.smp_restarted(name))
-        elif life is not None:
-            life.failed = True
+        incarnation = self.incarnation
+        if incarnation is not None and incarnation.cycle is not None:
+            incarnation.carry_out(self, incarnation.cycle.smp_restarted(name))
+        elif incarnation is not None:
+            incarnation.failed = True
 
     def start_smp(self, name: str) -> None:
         """A new SMP from what is in memory: stored headers, the list of writers."""
@@ -296,13 +296,13 @@ class SmpSteps:
         node.outbox.heard(node.inbox.stream, node.inbox.number)
 
     def _answer(self, node: Node, effect: tuple[Any, ...]) -> None:
-        life, number, (request, answer) = effect
+        incarnation, number, (request, answer) = effect
         if number == REPEATED:
-            node.late_answers.append((life, CYCLE, (request, answer)))
+            node.late_answers.append((incarnation, CYCLE, (request, answer)))
             return
         nothing = number == -1 and isinstance(request, m.Grant | m.Encode)
         if not (self.shape.coarse and nothing and isinstance(answer, m.Ok)):
-            node.events.append(("answer", life, number, (request, answer)))
+            node.events.append(("answer", incarnation, number, (request, answer)))
             if self.shape.coarse and len(node.events) == 1 and node.reachable:
                 self._do_event(node.name)
 
@@ -338,17 +338,17 @@ class SmpSteps:
 
     # Requests of coordinators: smp/control_server.py.
 
-    def _do_request(self, name: str, life: int) -> None:
+    def _do_request(self, name: str, incarnation: int) -> None:
         node = self.nodes[name]
-        number, request = node.requests[life].popleft()
+        number, request = node.requests[incarnation].popleft()
         answer = self._serve(node, request)
-        node.answers.append((life, number, (request, answer)))
+        node.answers.append((incarnation, number, (request, answer)))
 
     def _do_repeat(self, name: str, index: int) -> None:
         """A request comes from an older connection, maybe long after it was answered."""
         node = self.nodes[name]
-        life, request = node.repeats.pop(index)
-        node.answers.append((life, REPEATED, (request, self._serve(node, request))))
+        incarnation, request = node.repeats.pop(index)
+        node.answers.append((incarnation, REPEATED, (request, self._serve(node, request))))
 
     def _do_reset(self, name: str) -> None:
         """The connection is made anew: what the node has told is lost."""
@@ -381,7 +381,7 @@ class SmpSteps:
         return m.Ok()
 
     def stale(self, node: Node, request: Any) -> bool:
-        """Whether a request is of another life than the one that was admitted."""
+        """Whether a request is of another incarnation than the one that was admitted."""
         return request.incarnation != node.machine.highest_incarnation
 
     def _admit(self, node: Node, request: m.Admit) -> m.Message:
@@ -403,14 +403,14 @@ class SmpSteps:
 
     def _drop_older(self, node: Node) -> None:
         """Requests that would be refused from now on, unheard by anybody."""
-        for life, queue in list(node.requests.items()):
+        for incarnation, queue in list(node.requests.items()):
             left = [pair for pair in queue if pair[1].incarnation >= node.highest]
-            if life == self.lives:
+            if incarnation == self.incarnations:
                 continue
             if left:
-                node.requests[life] = type(queue)(left)
+                node.requests[incarnation] = type(queue)(left)
             else:
-                del node.requests[life]
+                del node.requests[incarnation]
 
     def fence(self, node: Node) -> None:
         """Rule 7: every registered writer is dead before the new incarnation is let in."""
@@ -433,7 +433,7 @@ class SmpSteps:
         node.machine.paths[arena.shard] = ""
 
     def _adopt(self, node: Node, request: m.Adopt) -> None:
-        """What lives elsewhere is removed, the rest takes part in the new life."""
+        """What lives elsewhere is removed, the rest takes part in the new incarnation."""
         for shard in node.arenas.keys() - set(request.keep):
             del node.arenas[shard], node.machine.shards[shard], node.machine.paths[shard]
         for arena in node.arenas.values():

@@ -43,7 +43,7 @@ class Trainer(Process):
     """trainer/manager.py and its copy thread, reduced to what touches shared memory."""
 
     shard: str = ""
-    life: int = 0
+    incarnation: int = 0
     iteration: int = 0
     arena: MemoryArena | None = None
     last_permit: SnapshotId | None = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron_ft.checkpoint.decide import StripeState
 
 Step = tuple[object, ...]
-"""Name of a step and its arguments: pids, node names, numbers of lives."""
+"""Name of a step and its arguments: pids, node names, numbers of incarnations."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ class Shape:
 class Bounds:
     """What keeps an exploration finite; without bounds (None) a job runs for ever.
 
-    ``snapshots`` are permitted in each life; ``drains`` and ``readers`` begun in the whole job.
+    ``snapshots`` are permitted in each incarnation; ``drains`` and ``readers`` begun in the whole
+    job.
     """
 
     snapshots: int = 2

@@ -1,4 +1,4 @@
-"""The cluster, the job's notes on disk, and the present life: taking one step."""
+"""The cluster, the job's notes on disk, and the present incarnation: taking one step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megatron_ft.supervisor.link import Inbox
 from protocol_model.disk import DiskSteps
 from protocol_model.drain import Checkpoint, Drain
 from protocol_model.encoder import Encoder, MpiWorld
+from protocol_model.incarnation import CYCLE, Incarnation, IncarnationFailed, NoSpare
 from protocol_model.judge import Judge, Violation
-from protocol_model.life import CYCLE, Life, LifeFailed, NoSpare
 from protocol_model.memory import MemoryArena, damaged
 from protocol_model.node import Node, SmpSteps
 from protocol_model.processes import Process, Reader, Trainer
@@ -41,8 +41,8 @@ class World(SmpSteps, DiskSteps):
         self.worlds: dict[str, MpiWorld] = {}
         self.worlds_begun = 0
         self.streams = 0
-        self.lives = 0
-        self.life: Life | None = None
+        self.incarnations = 0
+        self.incarnation: Incarnation | None = None
         self.over = False
         self.changed = False
         self.flushing = shape.coarse
@@ -86,8 +86,12 @@ class World(SmpSteps, DiskSteps):
 
     def trains_on(self, name: str) -> bool:
         """Whether snapshots are taken, of trainers that run on this node among others."""
-        life = self.life
-        return life is not None and life.cycle is not None and name in life.places.values()
+        incarnation = self.incarnation
+        return (
+            incarnation is not None
+            and incarnation.cycle is not None
+            and name in incarnation.places.values()
+        )
 
     # Taking a step.
 
@@ -96,8 +100,8 @@ class World(SmpSteps, DiskSteps):
         getattr(self, f"_do_{step[0]}")(*step[1:])
         if self.flushing:
             self._settle()
-        if self.life is not None:
-            self.life.resume(self)
+        if self.incarnation is not None:
+            self.incarnation.resume(self)
             if self.flushing:
                 self._settle()
         if self.changed and not self.over:
@@ -116,7 +120,9 @@ class World(SmpSteps, DiskSteps):
     def _forgotten(self, p: Process) -> bool:
         """Whether nothing will ever be heard of a dead process."""
         current = (
-            self.life is not None and isinstance(p, Trainer) and p.life == self.life.incarnation
+            self.incarnation is not None
+            and isinstance(p, Trainer)
+            and p.incarnation == self.incarnation.incarnation
         )
         node = self.nodes[p.node]
         return not (current or (p.outbox and node.alive) or p in node.deaths)
@@ -243,13 +249,13 @@ class World(SmpSteps, DiskSteps):
 
     # The job.
 
-    def _do_start_life(self) -> None:
+    def _do_start_incarnation(self) -> None:
         """The coordinator gives up; another one starts.  Its words stay under way."""
-        self.lives += 1
-        drain = None if self.life is None else self.life.drain
+        self.incarnations += 1
+        drain = None if self.incarnation is None else self.incarnation.drain
         if drain is not None and drain.stage in ("publishing", "tidying"):
             self.orphans.append(drain)
-        self.life = Life(self.lives, self.incarnation + 1)
+        self.incarnation = Incarnation(self.incarnations, self.incarnation + 1)
         for node in self.nodes.values():
             node.events.clear()
             node.inbox = Inbox()
@@ -260,11 +266,11 @@ class World(SmpSteps, DiskSteps):
     def _do_restart(self) -> None:
         """The supervisor dies, and with it what it knew; another one is started."""
         self.known_bad.clear()
-        self._do_start_life()
+        self._do_start_incarnation()
 
     def _do_timeout(self) -> None:
-        assert self.life is not None
-        for question in self.life.questions:
+        assert self.incarnation is not None
+        for question in self.incarnation.questions:
             if question.answer is None and self.given_up(question.node):
                 question.answer = m.Refused("Timeout", "")
 
@@ -285,26 +291,30 @@ class World(SmpSteps, DiskSteps):
 
     def _do_event(self, name: str) -> None:
         event = self.nodes[name].events.popleft()
-        life = self.life
-        if life is None or life.failed:
+        incarnation = self.incarnation
+        if incarnation is None or incarnation.failed:
             return
         if event[0] == "event":
-            life.heard(self, name, event[1], event[2])
+            incarnation.heard(self, name, event[1], event[2])
         elif event[0] == "report":
             self._hear(self.nodes[name].inbox.take(event[1]))
-        elif event[1] == life.number:
-            life.answered(self, name, event[2], event[3])
+        elif event[1] == incarnation.number:
+            incarnation.answered(self, name, event[2], event[3])
 
     def _hear(self, events: list[m.Event]) -> None:
         for event in events:
-            if self.life is not None and not self.life.failed:
-                self.life.heard(self, event.node, event.incarnation, event.body)
+            if self.incarnation is not None and not self.incarnation.failed:
+                self.incarnation.heard(self, event.node, event.incarnation, event.body)
 
     def _do_late_answer(self, name: str, index: int) -> None:
         """An answer comes from an older connection."""
         number, whose, pair = self.nodes[name].late_answers.pop(index)
-        if self.life is not None and not self.life.failed and number == self.life.number:
-            self.life.answered(self, name, whose, pair)
+        if (
+            self.incarnation is not None
+            and not self.incarnation.failed
+            and number == self.incarnation.number
+        ):
+            self.incarnation.answered(self, name, whose, pair)
 
     def _do_propose_anyway(self) -> None:
         """Encoders are not expected back: the last protected snapshot gives way."""
@@ -313,66 +323,68 @@ class World(SmpSteps, DiskSteps):
 
     def _do_protect(self) -> None:
         """Encoders are back: the newest local snapshot gets its parity where it lies."""
-        life = self.life
-        assert life is not None and life.cycle is not None and self.newest is not None
+        incarnation = self.incarnation
+        assert incarnation is not None and incarnation.cycle is not None and self.newest is not None
         iteration = self.judge.iterations[self.newest]
-        life.carry_out(self, life.cycle.protect(self.newest, iteration, life.usable_world(self)))
+        incarnation.carry_out(
+            self, incarnation.cycle.protect(self.newest, iteration, incarnation.usable_world(self))
+        )
 
-    def may_protect(self, life: Life) -> bool:
+    def may_protect(self, incarnation: Incarnation) -> bool:
         newest = self.newest
         local = newest is not None and newest not in self.judge.protected
-        return self.shape.parity and local and bool(life.usable_world(self))
+        return self.shape.parity and local and bool(incarnation.usable_world(self))
 
     def crowded(self) -> bool:
         """Whether the last protected snapshot is in the way of the next one."""
         return any(x.working and x.machine.crowded() for x in self.nodes.values())
 
     def _do_propose(self, give_up_protected: bool = False) -> None:
-        life = self.life
-        assert life is not None and life.cycle is not None
+        incarnation = self.incarnation
+        assert incarnation is not None and incarnation.cycle is not None
         trainers = [p for p in self.processes.values() if isinstance(p, Trainer) and p.alive]
         progress = max((p.iteration for p in trainers), default=-1)
-        actions = life.cycle.propose(
-            progress, life.usable_world(self), give_up_protected=give_up_protected
+        actions = incarnation.cycle.propose(
+            progress, incarnation.usable_world(self), give_up_protected=give_up_protected
         )
         if actions:
-            self.judge.granted(life.cycle.snapshot, life.cycle.iteration)
-        life.carry_out(self, actions)
+            self.judge.granted(incarnation.cycle.snapshot, incarnation.cycle.iteration)
+        incarnation.carry_out(self, actions)
 
     def _do_give_up(self) -> None:
-        assert self.life is not None and self.life.cycle is not None
-        self.life.carry_out(self, self.life.cycle.give_up("too slow"))
+        assert self.incarnation is not None and self.incarnation.cycle is not None
+        self.incarnation.carry_out(self, self.incarnation.cycle.give_up("too slow"))
 
     def _do_resend(self, name: str) -> None:
         """A word that decides a snapshot was not answered in time: it is sent once more."""
-        life = self.life
-        assert life is not None and life.cycle is not None
+        incarnation = self.incarnation
+        assert incarnation is not None and incarnation.cycle is not None
         word = self.unanswered(name)
         assert word is not None
-        self.send(life, name, word, CYCLE)
+        self.send(incarnation, name, word, CYCLE)
 
     def unanswered(self, name: str) -> m.Commit | m.Abort | None:
         """The deciding word that a node has not answered yet."""
-        cycle = None if self.life is None else self.life.cycle
+        cycle = None if self.incarnation is None else self.incarnation.cycle
         if cycle is None or cycle.phase not in (Phase.COMMITTING, Phase.ABORTING):
             return None
         actions = cycle._repeat(name)
         return actions[0].message if actions else None
 
     def _do_world(self) -> None:
-        assert self.life is not None
-        self.start_world(self.life)
+        assert self.incarnation is not None
+        self.start_world(self.incarnation)
 
-    def may_start_world(self, life: Life) -> bool:
+    def may_start_world(self, incarnation: Incarnation) -> bool:
         """The supervisor waits until every process of the last world is dead."""
-        return not self._encoders(life.encoders)
+        return not self._encoders(incarnation.encoders)
 
-    def send(self, life: Life, name: str, request: m.Message, number: int) -> None:
+    def send(self, incarnation: Incarnation, name: str, request: m.Message, number: int) -> None:
         if self.nodes[name].up:
-            queue = self.nodes[name].requests.setdefault(life.number, deque())
+            queue = self.nodes[name].requests.setdefault(incarnation.number, deque())
             queue.append((number, request))
             if self.shape.resets and number == CYCLE:
-                self.nodes[name].repeats.append((life.number, request))
+                self.nodes[name].repeats.append((incarnation.number, request))
 
     def note_request(self, request: m.Message) -> None:
         if isinstance(request, m.Encode):
@@ -398,35 +410,37 @@ class World(SmpSteps, DiskSteps):
     def judge_now(self, inventories: Mapping[str, m.Inventory]) -> Decision:
         for name, inventory in inventories.items():
             if {a.shard_id for a in inventory.arenas} - self.nodes[name].arenas.keys():
-                raise LifeFailed  # lost since it answered: the next request would find out
+                raise IncarnationFailed  # lost since it answered: the next request would find out
         memory = {x.name: list(x.arenas.values()) for x in self.nodes.values()}
         return self.judge.judge(inventories, memory, self.places(), self.known_bad)
 
-    def start_world(self, life: Life) -> None:
+    def start_world(self, incarnation: Incarnation) -> None:
         self.worlds_begun += 1
-        life.encoders, life.up = f"w{self.worlds_begun}", set()
+        incarnation.encoders, incarnation.up = f"w{self.worlds_begun}", set()
         mpi = MpiWorld()
         for rank, name in enumerate(self.active):
-            encoder = Encoder(self._pid(), name, world=life.encoders, rank=rank, mpi=mpi)
+            encoder = Encoder(self._pid(), name, world=incarnation.encoders, rank=rank, mpi=mpi)
             encoder.coarse = self.shape.coarse
             place = (rank, len(self.active))
-            hello = m.EncoderHello(encoder.pid, life.encoders, *place, life.incarnation)
+            hello = m.EncoderHello(
+                encoder.pid, incarnation.encoders, *place, incarnation.incarnation
+            )
             encoder.outbox.append(hello)
             encoder.alive = self.nodes[name].alive
             self.processes[encoder.pid] = encoder
             self._register_at_once(encoder)
         if not all(self.nodes[name].alive for name in self.active):
-            self.end_world(life.encoders)
+            self.end_world(incarnation.encoders)
 
-    def start_trainers(self, life: Life) -> None:
-        self._check_alone(life)
-        assert life.decision is not None
-        self.newest = life.decision.snapshot
+    def start_trainers(self, incarnation: Incarnation) -> None:
+        self._check_alone(incarnation)
+        assert incarnation.decision is not None
+        self.newest = incarnation.decision.snapshot
         for rank, (shard, name) in enumerate(self.places().items()):
             if not self.nodes[name].alive:
-                raise LifeFailed
-            trainer = Trainer(self._pid(), name, shard=shard, life=life.incarnation)
-            hello = m.Hello(trainer.pid, rank, 0, 0, shard, (), life.incarnation)
+                raise IncarnationFailed
+            trainer = Trainer(self._pid(), name, shard=shard, incarnation=incarnation.incarnation)
+            hello = m.Hello(trainer.pid, rank, 0, 0, shard, (), incarnation.incarnation)
             trainer.outbox.append(hello)
             self.processes[trainer.pid] = trainer
             self._register_at_once(trainer)
@@ -436,17 +450,17 @@ class World(SmpSteps, DiskSteps):
         if self.shape.coarse and process.alive and self.nodes[process.node].working:
             self._do_local(process.pid)
 
-    def _check_alone(self, life: Life) -> None:
-        """No older life trains on, as long as there is an SMP that can end it."""
+    def _check_alone(self, incarnation: Incarnation) -> None:
+        """No older incarnation trains on, as long as there is an SMP that can end it."""
         for p in self.processes.values():
             if isinstance(p, Trainer) and p.alive and p.joined and p.arena is not None:
                 node = self.nodes[p.node]
-                if p.life < life.incarnation and node.working and not node.late:
+                if p.incarnation < incarnation.incarnation and node.working and not node.late:
                     raise Violation(
-                        f"trainers of lives {p.life} and {life.incarnation} run at once"
+                        f"trainers of {p.incarnation} and {incarnation.incarnation} run at once"
                     )
 
-    def map_arenas(self, life: Life) -> None:
+    def map_arenas(self, incarnation: Incarnation) -> None:
         for process in self.processes.values():
-            if isinstance(process, Trainer) and process.life == life.incarnation:
+            if isinstance(process, Trainer) and process.incarnation == incarnation.incarnation:
                 process.arena = self.nodes[process.node].arenas.get(process.shard)

@@ -55,7 +55,8 @@ class Armed:
         return count >= strike.nth if strike.repeat else count == strike.nth
 
     def _claim(self, strike: Strike) -> bool:
-        """Whether this process is the first to find the strike; another life's counts as well."""
+        """Whether this process is the first to find the strike; another incarnation's counts as
+        well."""
         if strike.repeat:
             return True
         try:

@@ -143,7 +143,7 @@ class _Known:
             self.committed = event["iteration"]
             if event["level"] == "protected":
                 self.protected = event["iteration"]
-                # All nodes of a life that began after the losses have answered.
+                # All nodes of an incarnation that began after the losses have answered.
                 if self.fresh:
                     self.lost.clear()
 

@@ -64,7 +64,7 @@ def read_traces(folder: Path, ranks: int) -> dict[int, Lines]:
 
 
 def differences(ours: Mapping[int, Lines], oracle: Mapping[int, Lines]) -> Iterable[str]:
-    """Every line, of every life, that the uninterrupted run does not have like this."""
+    """Every line, of every incarnation, that the uninterrupted run does not have like this."""
     for rank, lines in ours.items():
         expected = {line["iteration"]: line for line in oracle.get(rank, [])}
         for line in lines:

@@ -70,12 +70,12 @@ class Injector:
         self._tail, self._record = TraceTail(trace), record
         self._on_line, self._on_strike = on_line, on_strike
         self._lines: list[TraceLine] = []
-        self._protected_life = 0
+        self._protected_incarnation = 0
         self._alive = time.monotonic()
         supervisor.observers.add(self._note)
 
     async def run(self) -> None:
-        """Until cancelled.  ControlPlaneError when the job shows no sign of life any more."""
+        """Until cancelled.  ControlPlaneError when the job shows no progress any more."""
         try:
             while True:
                 self._read()
@@ -92,7 +92,7 @@ class Injector:
         self._alive = time.monotonic()
         wanted = "protected" if self._supervisor.spec.scheme.parity_members else "local"
         if event.kind == "committed" and event.fields["level"] == wanted:
-            self._protected_life = self._supervisor.coordinator.incarnation
+            self._protected_incarnation = self._supervisor.coordinator.incarnation
 
     def _read(self) -> None:
         for line in self._tail.read():
@@ -106,12 +106,12 @@ class Injector:
             )
 
     def _is_due(self, fault: Fault) -> bool:
-        life = self._supervisor.coordinator.incarnation
+        incarnation = self._supervisor.coordinator.incarnation
         last = self._record.strikes[-1].incarnation if self._record.strikes else 0
-        if self._protected_life != life or life <= last or not self._lines:
+        if self._protected_incarnation != incarnation or incarnation <= last or not self._lines:
             return False
         newest = self._lines[-1]
-        return newest.incarnation == life and newest.iteration >= fault.iteration
+        return newest.incarnation == incarnation and newest.iteration >= fault.iteration
 
     def _seconds_until(self, fault: Fault) -> float:
         """From now until ``fault.fraction`` of an iteration has passed since the last one's end."""

@@ -68,16 +68,18 @@ def _outcome(record: Record, strike: Strike, until: float, traces: Traces) -> Ou
         detect=None if detected is None else detected.event.monotonic - strike.monotonic,
     )
     # Several starts in a row when something failed in between: the last one counts.
-    lives = [s.incarnation for s in seen if s.event.kind == "training"]
-    if detected is None or not lives or lives[-1] <= strike.incarnation:
+    incarnations = [s.incarnation for s in seen if s.event.kind == "training"]
+    if detected is None or not incarnations or incarnations[-1] <= strike.incarnation:
         return noticed
-    of_life = [s for s in seen if s.incarnation == lives[-1]]
-    restored = _with_source(noticed, record, of_life, lives[-1])
-    return _with_times(restored, strike, of_life, lives[-1], traces)
+    of_incarnation = [s for s in seen if s.incarnation == incarnations[-1]]
+    restored = _with_source(noticed, record, of_incarnation, incarnations[-1])
+    return _with_times(restored, strike, of_incarnation, incarnations[-1], traces)
 
 
-def _with_source(outcome: Outcome, record: Record, of_life: list[Seen], life: int) -> Outcome:
-    decided = _first(of_life, "restoring")
+def _with_source(
+    outcome: Outcome, record: Record, of_incarnation: list[Seen], incarnation: int
+) -> Outcome:
+    decided = _first(of_incarnation, "restoring")
     if decided is None:
         return outcome
     fields = decided.event.fields
@@ -86,23 +88,30 @@ def _with_source(outcome: Outcome, record: Record, of_life: list[Seen], life: in
         source=fields["source"],
         lost_shards=tuple(fields["lost"]),
         restored_iteration=fields["iteration"],
-        coding_seconds=max((b.seconds for n, b in record.rebuilt if n == life), default=None),
-        copy_in_seconds=max((b.seconds for n, b in record.restored if n == life), default=None),
+        coding_seconds=max(
+            (b.seconds for n, b in record.rebuilt if n == incarnation), default=None
+        ),
+        copy_in_seconds=max(
+            (b.seconds for n, b in record.restored if n == incarnation), default=None
+        ),
     )
 
 
 def _with_times(
-    outcome: Outcome, strike: Strike, of_life: list[Seen], life: int, traces: Traces
+    outcome: Outcome, strike: Strike, of_incarnation: list[Seen], incarnation: int, traces: Traces
 ) -> Outcome:
-    """Add when each step was over; the steps of a life that trains all have their events."""
+    """Add when each step was over; the steps of an incarnation that trains all have their
+    events."""
     decided, started, training = (
-        _seconds_until(strike, of_life, kind)
+        _seconds_until(strike, of_incarnation, kind)
         for kind in ("restoring", "trainers_started", "training")
     )
-    assert started is not None and training is not None, "a life trains after it was started"
+    assert started is not None and training is not None, (
+        "an incarnation trains after it was started"
+    )
     lines = [line for rank in traces.values() for line in rank]
-    reached = max(line.iteration for line in lines if line.incarnation < life)
-    again = [line for line in lines if line.incarnation == life]
+    reached = max(line.iteration for line in lines if line.incarnation < incarnation)
+    again = [line for line in lines if line.incarnation == incarnation]
     first = _seconds_to_end(strike, again, min((line.iteration for line in again), default=-1))
     restored = 0 if outcome.restored_iteration is None else outcome.restored_iteration
     if decided is None or not outcome.lost_shards:  # then nothing was rebuilt

@@ -11,7 +11,7 @@ from megatron_ft.cli.demo.outcome import Outcome
 from megatron_ft.cli.demo.report import Report
 from megatron_ft.cli.demo.trace import TraceLine, final_lines
 
-_LIFE_COLOURS = ("#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#d55e00")
+_INCARNATION_COLOURS = ("#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#d55e00")
 
 _FAULT_COLOUR = "#b2182b"
 
@@ -20,7 +20,8 @@ Traces = Mapping[int, Sequence[TraceLine]]
 
 
 def mean_losses(traces: Traces, incarnation: int | None) -> Losses:
-    """Iteration to loss, averaged over the ranks that have one, of one life or what counts."""
+    """Iteration to loss, averaged over the ranks that have one, of one incarnation or what
+    counts."""
     values: dict[int, list[float]] = {}
     for lines in traces.values():
         chosen = [line for line in lines if incarnation in (None, line.incarnation)]
@@ -63,15 +64,17 @@ def draw(
 
 def _draw_lives(axes: Any, traces: Traces) -> None:
     """A dot for each iteration that counts, a ring around it for each that had to be repeated."""
-    lives = sorted({line.incarnation for lines in traces.values() for line in lines})
-    newest = {i: life for life in lives for i in mean_losses(traces, life)}
+    incarnations = sorted({line.incarnation for lines in traces.values() for line in lines})
+    newest = {
+        i: incarnation for incarnation in incarnations for i in mean_losses(traces, incarnation)
+    }
     rings: list[tuple[int, float]] = []
-    for number, life in enumerate(lives):
-        losses = mean_losses(traces, life)
-        kept = {i: loss for i, loss in losses.items() if newest[i] == life}
-        rings += [(i, loss) for i, loss in losses.items() if newest[i] != life]
+    for number, incarnation in enumerate(incarnations):
+        losses = mean_losses(traces, incarnation)
+        kept = {i: loss for i, loss in losses.items() if newest[i] == incarnation}
+        rings += [(i, loss) for i, loss in losses.items() if newest[i] != incarnation]
         name = "our run" if not number else f"our run, start {number + 1}"
-        colour = _LIFE_COLOURS[number % len(_LIFE_COLOURS)]
+        colour = _INCARNATION_COLOURS[number % len(_INCARNATION_COLOURS)]
         axes.scatter(list(kept), list(kept.values()), s=34, color=colour, zorder=3, label=name)
     if rings:
         axes.scatter(

@@ -169,7 +169,7 @@ class Overhead:
 
     ``share`` is all stalls over the time of all iterations; ``stall_per_iteration`` the
     median stall over the median iteration.  Median iteration times leave out the first
-    iteration of each life; on few cores they also hold what SMPs and encoders take.
+    iteration of each incarnation; on few cores they also hold what SMPs and encoders take.
     """
 
     snapshots: int
@@ -206,12 +206,12 @@ def overhead(record: Record, ours: Sequence[TraceLine], oracle: Sequence[TraceLi
 
 
 def _median_seconds(lines: Sequence[TraceLine]) -> float:
-    """Median time of an iteration, each life's first one left out where others are there."""
-    later = [b.seconds for a, b in zip(lines, lines[1:], strict=False) if _same_life(a, b)]
+    """Median time of an iteration, each incarnation's first one left out where others are there."""
+    later = [b.seconds for a, b in zip(lines, lines[1:], strict=False) if _same_incarnation(a, b)]
     return median(later or [line.seconds for line in lines])
 
 
-def _same_life(one: TraceLine, other: TraceLine) -> bool:
+def _same_incarnation(one: TraceLine, other: TraceLine) -> bool:
     return one.incarnation == other.incarnation
 
 

@@ -38,7 +38,7 @@ class Fault:
     """One fault.
 
     It strikes once rank 0 has finished ``iteration`` and a further ``fraction`` of an
-    iteration's time has passed, and not before the present life has a protected commit.
+    iteration's time has passed, and not before the present incarnation has a protected commit.
     ``positions`` are places in the list of active nodes, ``local_rank`` a trainer there.
     """
 
@@ -49,8 +49,9 @@ class Fault:
     local_rank: int = 0
 
 
-# Shares of all iterations within which each fault strikes.  Far enough apart that a life trains
-# and commits in between, and the last one early enough that the job goes on for a while after it.
+# Shares of all iterations within which each fault strikes.  Far enough apart that an incarnation
+# trains and commits in between, and the last one early enough that the job goes on for a while
+# after it.
 _WINDOWS = ((0.20, 0.30), (0.45, 0.55), (0.70, 0.80))
 _KINDS = (FaultKind.TRAINER, FaultKind.NODE, FaultKind.TRAINER_AND_ENCODER)
 

@@ -24,7 +24,7 @@ class Heard:
 
 
 class PulseBoard:
-    """The newest report of each shard in the present life."""
+    """The newest report of each shard in the present incarnation."""
 
     def __init__(self) -> None:
         self._heard: dict[str, Heard] = {}
@@ -35,7 +35,7 @@ class PulseBoard:
         for shard, report in reports.items():
             self._heard[shard] = Heard(shard, node, now, report)
 
-    def begin_life(self) -> None:
+    def begin_incarnation(self) -> None:
         """What was heard is of trainers that are dead now."""
         self._heard.clear()
 

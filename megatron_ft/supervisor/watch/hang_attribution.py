@@ -83,7 +83,7 @@ DISK_SLEEP = "D"
 class Witness:
     """What is known of one rank of a stuck job.
 
-    ``marks`` are those since its life began; ``place`` is where its main thread is, empty if
+    ``marks`` are those since its incarnation began; ``place`` is where its main thread is, empty if
     not known, and ``calls`` the functions that lead there, outermost first; ``waits`` is whether
     that is in a collective, None if the stack cannot tell.
     """

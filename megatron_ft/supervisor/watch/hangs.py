@@ -35,8 +35,8 @@ class HangSettings:
     """``floor`` is the least timeout in seconds, 0 for no hang detection at all.
 
     ``factor`` is how many times as long as the longest silence so far is too long.  ``first``
-    holds for the first iterations of a life, which compile, and for most of a start; ``pause``
-    for evaluations and checkpoints whose begin and end are known.
+    holds for the first iterations of an incarnation, which compile, and for most of a start;
+    ``pause`` for evaluations and checkpoints whose begin and end are known.
     """
 
     floor: float = 600.0
@@ -88,7 +88,7 @@ class Hang:
 
 
 class HangFinder:
-    """Knows what silences are usual, over all lives of a job."""
+    """Knows what silences are usual, over all incarnations of a job."""
 
     def __init__(self, coordinator: Coordinator, settings: HangSettings, log_dir: Path) -> None:
         self._coordinator = coordinator

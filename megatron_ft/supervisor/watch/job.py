@@ -18,9 +18,9 @@ log = logging.getLogger(__name__)
 
 
 class JobWatch:
-    """Watches one job over all its lives; what it finds is told to the observers.
+    """Watches one job over all its incarnations; what it finds is told to the observers.
 
-    ``clock`` measures recoveries.  With ``on_hang`` "report" a hang ends no life.
+    ``clock`` measures recoveries.  With ``on_hang`` "report" a hang ends no incarnation.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class JobWatch:
         self._reported: list[int] = []
         self._failed = False
 
-    def begin_life(self, ranks: int) -> None:
+    def begin_incarnation(self, ranks: int) -> None:
         """So many trainers are about to be started."""
         self._ranks = ranks
-        self._coordinator.pulses.begin_life()
-        self._stragglers.begin_life()
+        self._coordinator.pulses.begin_incarnation()
+        self._stragglers.begin_incarnation()
         self._reported = []
         self.clock.starting()
 

@@ -85,7 +85,7 @@ class StragglerFinder:
         """Those of the newest windows."""
         return [one for group in self._slow.values() for one in group.values()]
 
-    def begin_life(self) -> None:
+    def begin_incarnation(self) -> None:
         """Ranks may be on other nodes now, and start at another iteration."""
         self._judged.clear()
         self._slow.clear()

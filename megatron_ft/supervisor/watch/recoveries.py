@@ -47,7 +47,7 @@ class RecoveryTime:
 
 
 class RecoveryClock:
-    """Notes when a life ended, its trainers were dead and new ones were started.
+    """Notes when an incarnation ended, its trainers were dead and new ones were started.
 
     Of what happens on nodes only durations are used: clocks of two nodes are never compared.
     """
@@ -60,11 +60,11 @@ class RecoveryClock:
         self._waiting = self._down = False
 
     def detected(self, seconds: float) -> None:
-        """What ends this life has gone on for so long already."""
+        """What ends this incarnation has gone on for so long already."""
         self._detect = seconds
 
     def failed(self) -> None:
-        """A life has ended; one that started no trainers belongs to the same recovery."""
+        """An incarnation has ended; one that started no trainers belongs to the same recovery."""
         if not self._down:
             self._failed, self._waiting = time.monotonic(), False
 
@@ -74,7 +74,7 @@ class RecoveryClock:
             self._dead, self._cause, self._down = time.monotonic(), cause, True
 
     def starting(self) -> None:
-        """Trainers of a new life are about to be started."""
+        """Trainers of a new incarnation are about to be started."""
         self._started, self._waiting = time.monotonic(), bool(self._cause)
         self._down = False
 

@@ -123,7 +123,7 @@ class TrainerWatch:
             file = PulseFile(pulse_path(environment.node_dir, os.getpid()))
             watch = cls(file, rank, gradients=gradients)
         except (OSError, UntrustedFileError) as error:
-            log.warning("no signs of life are given, hangs will not be found: %s", error)
+            log.warning("no heartbeats are written, hangs will not be found: %s", error)
             return cls(None, rank)
         watch._write_stacks_on_signal(environment)
         watch._passed(watch._clock())

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from statistics import median
 
 FIRST_ITERATIONS = 3
-"""Iterations of a life that say nothing of later ones: they compile, allocate, fill caches."""
+"""Iterations of an incarnation that say nothing of later ones: they compile, allocate, fill
+caches."""
 
 WINDOW = 50
 """Iterations over which own parts are summed up; a window ends where the number divides."""

@@ -20,7 +20,7 @@ KIB, MIB = 1 << 10, 1 << 20
 @dataclass(frozen=True)
 class Bound:
     """What a quantity may do: rise by ``slope`` a snapshot on average, and by ``rise`` over the
-    value that it had after a fifth of a process's life.
+    value that it had after a fifth of a process's incarnation.
     """
 
     quantity: str
@@ -87,13 +87,13 @@ def judge(
     """A line for every role and quantity."""
     working = (one for one in samples if not is_spare(one))
     ordered = sorted(working, key=lambda one: (one.role, one.pid, one.snapshots))
-    lives: dict[str, list[list[Sample]]] = {role: [] for role in roles}
+    incarnations: dict[str, list[list[Sample]]] = {role: [] for role in roles}
     for (role, _), group in groupby(ordered, key=lambda one: (one.role, one.pid)):
-        life = list(group)
-        life = life[max(warm_up, int(WARM_SHARE * len(life))) :]
-        if role in lives and len(life) >= FEWEST:
-            lives[role].append(life)
-    return [_line(role, _of(role, bound), lives[role]) for role in roles for bound in bounds]
+        incarnation = list(group)
+        incarnation = incarnation[max(warm_up, int(WARM_SHARE * len(incarnation))) :]
+        if role in incarnations and len(incarnation) >= FEWEST:
+            incarnations[role].append(incarnation)
+    return [_line(role, _of(role, bound), incarnations[role]) for role in roles for bound in bounds]
 
 
 def is_spare(one: Sample) -> bool:
@@ -106,10 +106,10 @@ def _of(role: str, bound: Bound) -> Bound:
     return replace(bound, slope=factor * bound.slope)
 
 
-def _line(role: str, bound: Bound, lives: Sequence[Sequence[Sample]]) -> Line:
+def _line(role: str, bound: Bound, incarnations: Sequence[Sequence[Sample]]) -> Line:
     series = [
-        [(float(one.snapshots), float(getattr(one, bound.quantity))) for one in life]
-        for life in lives
+        [(float(one.snapshots), float(getattr(one, bound.quantity))) for one in incarnation]
+        for incarnation in incarnations
     ]
     count = len(series)
     return Line(

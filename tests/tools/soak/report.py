@@ -44,7 +44,7 @@ def _story(result: Result) -> list[str]:
         *((f"fault: {kind}", number) for kind, number in sorted(result.faults.items())),
         *((name, number) for name, number in sorted(counts.items()) if "restored" in name),
         ("damage found, shards", counts["corrupt"]),
-        ("lives (starts of all trainers)", counts["trainers_started"]),
+        ("incarnations (starts of all trainers)", counts["trainers_started"]),
         ("iterations", result.iterations),
         ("seconds", round(result.seconds)),
     ]

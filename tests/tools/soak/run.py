@@ -230,7 +230,7 @@ def _summary(protected: int, samples: list[Sample]) -> str:
 
 
 def _compare(soak: Soak, result: Result) -> None:
-    """Train the same without interruption, and compare every iteration of every life."""
+    """Train the same without interruption, and compare every iteration of every incarnation."""
     ranks = soak.nodes * soak.ranks_per_node
     ours = read_traces(soak.folder / "trace", ranks)
     result.iterations = max(line["iteration"] for lines in ours.values() for line in lines)

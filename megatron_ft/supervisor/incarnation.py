@@ -36,7 +36,7 @@ ALL_FAIL_SECONDS = 5.0
 """A command that cannot start at all fails on all ranks within this time."""
 
 
-class Life:
+class Incarnation:
     """Runs one incarnation; whoever runs it ends its trainers and its world afterwards."""
 
     def __init__(self, parts: JobParts) -> None:
@@ -65,7 +65,7 @@ class Life:
         try:
             if job.spec.scheme.parity_members and not job.world.wanted:
                 job.world.start(plan.active)
-            job.watch.begin_life(ranks)
+            job.watch.begin_incarnation(ranks)
             source = "disk" if plan.framework_loads else job.distrust.source(plan.decision)
             job.trainers.start(plan.active, plan.incarnation, {RESTORE: source})
             job.observers.tell("trainers_started", f"{ranks} trainers started")
@@ -94,7 +94,7 @@ class Life:
     async def _begin(self) -> tuple[Restore, tuple[str, ...]] | None:
         """A new incarnation on all nodes, lost ones replaced, and what it starts from.
 
-        None if lost ones were not replaced and the next life has fewer nodes.
+        None if lost ones were not replaced and the next incarnation has fewer nodes.
         """
         job, choice = self._job, RestoreChoice(self._job)
         admitted = await job.members.admit_all()
@@ -160,7 +160,7 @@ class Life:
         return rule
 
     async def _watch(self, beginning: asyncio.Task[None]) -> Failure | None:
-        """Until this life ends.  SMPs and encoders that die alone are replaced meanwhile."""
+        """Until this incarnation ends.  SMPs and encoders that die alone are replaced meanwhile."""
         job = self._job
         trainers = asyncio.create_task(job.trainers.ended())
         silent = asyncio.create_task(job.coordinator.silent.wait())

@@ -1,6 +1,6 @@
 """One incarnation of the modelled job, as supervisor and coordinator lead it.
 
-A life is a list of stages; each says what it waits for.  The order and the requests are
+An incarnation is a list of stages; each says what it waits for.  The order and the requests are
 those of supervisor/supervisor.py and supervisor/restore.py.
 """
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from protocol_model.world import World
 
 
-class LifeFailed(Exception):
-    """This life cannot go on; the supervisor starts another."""
+class IncarnationFailed(Exception):
+    """This incarnation cannot go on; the supervisor starts another."""
 
 
-class NoSpare(LifeFailed):
+class NoSpare(IncarnationFailed):
     """The job stops, and says why; the same command can be run again."""
 
 
@@ -41,7 +41,7 @@ class Question:
 
 
 @dataclass
-class Life:
+class Incarnation:
     """``stage`` is the method that comes next, once ``awaits`` holds."""
 
     number: int
@@ -77,7 +77,7 @@ class Life:
                 getattr(self, f"_{stage}")(world)
             except NoSpare:
                 self.failed = self.refused = True
-            except LifeFailed:
+            except IncarnationFailed:
                 self.failed = True
 
     def _ready(self, world: World) -> bool:
@@ -108,7 +108,7 @@ class Life:
 
     def _all_agreed(self) -> None:
         if any(isinstance(question.answer, m.Refused) for question in self.questions):
-            raise LifeFailed
+            raise IncarnationFailed
 
     # Recovery.
 
@@ -141,7 +141,7 @@ class Life:
         self._ask(world, adoptions, "adopted")
 
     def _settle(self, world: World, memory: Decision) -> None:
-        """What is restored, what of it from disk, and the lineage of this life."""
+        """What is restored, what of it from disk, and the lineage of this incarnation."""
         taken = world.choose_from_disk(memory)
         arenas = [holding.arena for holding in memory.holdings.values()]
         newest = max(arenas, key=lambda arena: arena.incarnation, default=None)

@@ -1,4 +1,5 @@
-"""Lives of a job that is compared with its peers: each loads what the one before has saved."""
+"""Incarnations of a job that is compared with its peers: each loads what the one before has
+saved."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from benchmarks.peers.jobs import Found, read
 from benchmarks.peers.peer import Peer
 from benchmarks.peers.rank import Plan
 
-WAY, RANKS, LIVES = "torch.save", 2, 2
+WAY, RANKS, INCARNATIONS = "torch.save", 2, 2
 
 
 @pytest.fixture(scope="module")
@@ -26,29 +27,29 @@ def server() -> Iterator[ForkServer]:
     server.close()
 
 
-def life(server: ForkServer, folder: Path) -> Found:
-    """One life of all ranks; what the job has found so far."""
+def incarnation(server: ForkServer, folder: Path) -> Found:
+    """One incarnation of all ranks; what the job has found so far."""
     plan = Plan(
         way=WAY, folder=str(folder), tensors=2, mib=1, work=1.0, every=1, iterations=1, rounds=1,
-        lives=LIVES,
+        incarnations=INCARNATIONS,
     )  # fmt: skip
     arguments = [msgspec.json.encode(plan).decode()]
     ended = server.run(Request("peers_program:main", arguments, RANKS, str(folder / "logs"), 30.0))
-    last = len(read(WAY, folder).loads) == LIVES
+    last = len(read(WAY, folder).loads) == INCARNATIONS
     assert ended.codes == [0 if last else -signal.SIGKILL] * RANKS, ended.story()
     return read(WAY, folder)
 
 
-def test_each_life_loads_what_the_last_has_saved(server: ForkServer, tmp_path: Path) -> None:
-    """A save of two lives ago has the right names and shapes, but not the values."""
-    assert life(server, tmp_path).loads == ()
+def test_each_incarnation_loads_what_the_last_has_saved(server: ForkServer, tmp_path: Path) -> None:
+    """A save of two incarnations ago has the right names and shapes, but not the values."""
+    assert incarnation(server, tmp_path).loads == ()
     older = shutil.copytree(tmp_path, tmp_path / "older")
-    assert life(server, tmp_path).loads[-1]["right"]
+    assert incarnation(server, tmp_path).loads[-1]["right"]
     for file in older.glob("*.pt"):
         shutil.copy(file, tmp_path)
-    first, last = life(server, tmp_path).loads
+    first, last = incarnation(server, tmp_path).loads
     assert first["right"] and not last["right"]
-    assert first["iteration"] == last["iteration"], "the last life saves no more"
+    assert first["iteration"] == last["iteration"], "the last incarnation saves no more"
 
 
 class Third(Peer):
