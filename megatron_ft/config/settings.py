@@ -269,8 +269,8 @@ class FailureSettings:
     loss_gate: float = setting(
         NUMBER,
         0.0,
-        "A loss that is not finite, or above this many times the median of the last 64, keeps a "
-        "snapshot from replacing the last good one. 0: no gate.",
+        "A loss that is not finite, or above this many times the median of the last 64, keeps the "
+        "state that it led to from being captured. 0: no gate.",
         allowed="0, or a number > 1",
         accepts=lambda v: v == 0 or v > 1,
     )

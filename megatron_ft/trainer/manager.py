@@ -354,12 +354,11 @@ class SnapshotManager:
     def report_loss(self, loss: float) -> None:
         """Tell the loss of the iteration that is about to end; before its ``save``.
 
-        With the setting ``loss_gate`` a loss that is not finite, or a spike, keeps the
-        snapshots of the state before and after it from replacing the last good one.  A rank that
-        reports once must do so in every iteration; ranks without a loss never do.
+        With the setting ``loss_gate`` a loss that is not finite, or a spike, keeps the state that
+        it led to from being captured, on all ranks.  A rank that reports once must do so in every
+        iteration; ranks without a loss never do.
         """
-        for snapshot, problem in self._captures.verdicts.report(loss):
-            self._captures.judge(snapshot, problem)
+        self._captures.losses.report(loss)
 
     @contextmanager
     def fence(self) -> Iterator[None]:
@@ -406,8 +405,6 @@ class SnapshotManager:
             if engine is not None:
                 self._fence.wait(captures.run)
                 engine.close(self.config.fence_timeout_seconds)
-                for snapshot in captures.verdicts.end():
-                    captures.judge(snapshot, "")
         finally:
             self._client.close()
 

@@ -21,7 +21,7 @@ from tests.tools.soak.job import SoakCluster, SoakFollower, roles
 from tests.tools.soak.measure import Sample, sample_all
 from tests.tools.soak.plan import Fault, plan
 
-ENDS = ("committed", "aborted", "dropped", "gated")
+ENDS = ("committed", "aborted", "dropped")
 """Events that end a snapshot: every one that was permitted comes to one of these."""
 
 LEASE_SECONDS = 20.0
