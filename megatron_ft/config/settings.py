@@ -34,7 +34,6 @@ from megatron_ft.config.setting import (
     Setting,
 )
 from megatron_ft.core.fewer_ranks import HOLD, SHRINK, STOP
-from megatron_ft.core.word import MOST_SECONDS
 
 
 def setting(
@@ -217,16 +216,6 @@ class KeepingSettings:
     encode_bandwidth_mib: float = bandwidth(
         "Most that a node sends to others while parity is made."
     )
-    quiet_seconds: float = setting(
-        NUMBER,
-        1.0,
-        "Longest time that a window marked by trainers (megatron_ft.quiet) holds the traffic of "
-        "encoders and drains; then it goes on, with a warning.",
-        allowed=f"seconds > 0, at most {MOST_SECONDS:g}",
-        accepts=lambda v: 0 < v <= MOST_SECONDS,
-        unit="seconds",
-        job=True,
-    )
     background_cpus: str | None = setting(
         CPUS,
         None,
@@ -280,8 +269,8 @@ class FailureSettings:
     loss_gate: float = setting(
         NUMBER,
         0.0,
-        "A loss that is not finite, or above this many times the median of the last 64, keeps a "
-        "snapshot from replacing the last good one. 0: no gate.",
+        "A loss that is not finite, or above this many times the median of the last 64, keeps the "
+        "state that it led to from being captured. 0: no gate.",
         allowed="0, or a number > 1",
         accepts=lambda v: v == 0 or v > 1,
     )

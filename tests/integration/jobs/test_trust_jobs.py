@@ -265,9 +265,11 @@ def test_a_snapshot_from_which_training_fails_twice_is_not_used_again(
 
     def poison(job: Job) -> None:
         (folder / "nan").touch()
-        wait_for(job, "gated")
+        wait_for(job, "aborted")
         before = [e.kind for e in job.events].count("committed")
-        wait_for(job, "gated", 2)
+        wait_for(job, "aborted", 2)
+        gated = [e.text for e in job.events if e.kind == "aborted"]
+        assert all("the loss is nan" in text for text in gated), gated
         assert [e.kind for e in job.events].count("committed") <= before + 1
         (folder / "nan").unlink()
         wait_for(job, "committed", before + 2)

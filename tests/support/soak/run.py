@@ -21,7 +21,7 @@ from tests.support.soak.job import SoakCluster, SoakFollower, roles
 from tests.support.soak.measure import Sample, sample_all
 from tests.support.soak.plan import Fault, plan
 
-ENDS = ("committed", "aborted", "dropped", "gated")
+ENDS = ("committed", "aborted", "dropped")
 """Events that end a snapshot: every one that was permitted comes to one of these."""
 
 LEASE_SECONDS = 20.0
