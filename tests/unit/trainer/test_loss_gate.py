@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.trainer.loss_gate import HISTORY, LEAST_HISTORY, LossGate
-from tests.support.captures import FakeSmp, capture, make_manager, make_training
+from tests.support.captures import FakeSmp, capture, make_manager
 from tests.support.small_training import make_training
 
 losses = st.floats(0.1, 1.0)
