@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed_ext import attach, manager
-from megatron_ft.rpc.pulse import Phase
+from megatron_ft.rpc.heartbeat_page import Phase
 from tests.programs.deepspeed_program import make_engine, train_step
 from tests.support.captures import WAIT, FakeSmp, GatedCopier, make_manager
 from tests.support.deepspeed_cells import Cell, zero
