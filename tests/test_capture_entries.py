@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_costs import calls_of_save
 
-from megatron_ft.core.objects import encode
-from megatron_ft.core.objects.encode import Part
+from megatron_ft.core.objects import Part, encode
 from megatron_ft.trainer.enumeration import (
     COUNTER_BYTES,
     Enumeration,
