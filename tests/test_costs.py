@@ -23,7 +23,6 @@ from megatron_ft.arena import digest
 from megatron_ft.core import isal
 from megatron_ft.core.identity import SealedRecord
 from megatron_ft.core.isal import Bytes
-from megatron_ft.core.word import QuietWord
 from megatron_ft.erasure import checks, rows
 from megatron_ft.erasure import checks as run_check
 from megatron_ft.erasure import encode as encoding
@@ -48,7 +47,6 @@ from megatron_ft.trainer.cpu import CpuCopier
 from megatron_ft.trainer.fill import chunk_blocks
 from megatron_ft.trainer.manager import SnapshotManager
 from megatron_ft.trainer.protocols import SnapshotClient
-from megatron_ft.trainer.quiet import QuietWindows
 from megatron_ft.trainer.shared_pieces import SharedPieces
 
 SIZE = 40_000
@@ -138,19 +136,6 @@ def test_a_fence_asks_no_tensor(smp: FakeSmp) -> None:
     found = calls_of(fence)
     assert sum(found.values()) < 60, found
     manager.close()
-
-
-def test_a_quiet_window_takes_few_calls(tmp_path: Path) -> None:
-    """Trainers mark windows in every iteration, also around single collectives."""
-    word = QuietWord(tmp_path, create=True)
-    windows = QuietWindows(word, 0, 1.0, lambda *words: None)
-
-    def window() -> None:
-        windows.pause()
-        windows.resume()
-
-    window()
-    assert sum(calls_of(window).values()) < 40
 
 
 def test_a_copy_asks_each_tensor_once_where_it_is(smp: FakeSmp) -> None:

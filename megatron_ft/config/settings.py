@@ -34,7 +34,6 @@ from megatron_ft.config.setting import (
     Setting,
 )
 from megatron_ft.core.fewer_ranks import HOLD, SHRINK, STOP
-from megatron_ft.core.word import MOST_SECONDS
 
 
 def setting(
@@ -216,16 +215,6 @@ class KeepingSettings:
     drain_bandwidth_mib: float = bandwidth("Most that a node writes to the drain folder.")
     encode_bandwidth_mib: float = bandwidth(
         "Most that a node sends to others while parity is made."
-    )
-    quiet_seconds: float = setting(
-        NUMBER,
-        1.0,
-        "Longest time that a window marked by trainers (megatron_ft.quiet) holds the traffic of "
-        "encoders and drains; then it goes on, with a warning.",
-        allowed=f"seconds > 0, at most {MOST_SECONDS:g}",
-        accepts=lambda v: 0 < v <= MOST_SECONDS,
-        unit="seconds",
-        job=True,
     )
     background_cpus: str | None = setting(
         CPUS,

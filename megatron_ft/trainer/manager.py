@@ -38,7 +38,6 @@ from megatron_ft.trainer.mapping import State, StateAdapter
 from megatron_ft.trainer.offered import OfferedSnapshot
 from megatron_ft.trainer.plan import check_replicas, plan_state
 from megatron_ft.trainer.protocols import SnapshotClient
-from megatron_ft.trainer.quiet import windows
 from megatron_ft.trainer.state import HasCheckpointForm, TrainingState, live_tensors
 from megatron_ft.trainer.stats import CaptureStats, Warner
 from megatron_ft.trainer.ticket import Ticket
@@ -343,7 +342,6 @@ class SnapshotManager:
         captures = self._captures
         try:
             self.watch.iteration_ended(iteration)
-            windows().check()
             captures.times.end(time.monotonic(), self.stats.stall_seconds)
             ticket = self._boundary.take(iteration, state, declined=self._offered.declined)
             captures.times.begin(time.monotonic(), self.stats.stall_seconds, captures.under_way)
