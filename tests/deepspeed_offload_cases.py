@@ -18,7 +18,7 @@ from test_capture_support import WAIT, FakeSmp, GatedCopier, make_manager
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed_ext import attach, manager
-from megatron_ft.rpc.pulse import Phase
+from megatron_ft.rpc.heartbeat_page import Phase
 
 
 @contextmanager

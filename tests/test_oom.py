@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.rpc.security import JobKeys
+from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.events import JobEvent, Observers
 from megatron_ft.supervisor.failure import JobNotes, OomKills

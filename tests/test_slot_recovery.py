@@ -19,7 +19,7 @@ from test_slots import (
 )
 
 from megatron_ft.arena.format import SlotHeader, SlotState
-from megatron_ft.rpc.refusals import TransitionRefusedError
+from megatron_ft.rpc.node_messages import TransitionRefusedError
 from megatron_ft.smp.slot_rules import SlotTable
 from megatron_ft.smp.slots import begin_rebuild, loaded, rebuilt, repairable
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from test_slots import COMMITTED, SEALED, SHARD, THREE, TWO, header, headers
 
 from megatron_ft.arena.format import SlotHeader, SlotState
-from megatron_ft.rpc.refusals import TransitionRefusedError
+from megatron_ft.rpc.node_messages import TransitionRefusedError
 from megatron_ft.smp.slot_rules import EMPTY_SLOT, SlotTable
 
 STEPS = st.lists(st.tuples(st.integers(0, 1), st.none() | headers), max_size=10)
