@@ -15,8 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.core.objects import encode
-from megatron_ft.core.objects.encode import Part
+from megatron_ft.core.objects import Part, encode
 from megatron_ft.trainer.enumeration import (
     COUNTER_BYTES,
     Enumeration,
