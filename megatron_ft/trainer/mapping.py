@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_ft.core.errors import ConfigError, LayoutMismatchError
-from megatron_ft.core.objects import decode, encode
-from megatron_ft.core.objects.encode import Lasting, Part
-from megatron_ft.core.objects.format import PLAIN
+from megatron_ft.core.objects import PLAIN, Lasting, Part, decode, encode
 from megatron_ft.trainer.addresses import DENSE
 from megatron_ft.trainer.state import TrainingState
 
