@@ -33,7 +33,7 @@ from megatron_ft.checkpoint import form
 from megatron_ft.checkpoint.form import Wanted
 from megatron_ft.core.errors import ExportError
 from megatron_ft.core.shard import LogicalPlace, Piece
-from megatron_ft.trainer.addresses import AddressBook, Window
+from megatron_ft.trainer.addresses import AddressBook, TensorWindow
 from megatron_ft.trainer.plan import dtype_name
 
 _EXPERT = re.compile(r"(\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)")
@@ -309,7 +309,7 @@ class _Describer:
 def _wanted(
     name: str,
     tensor: torch.Tensor,
-    window: Window | None,
+    window: TensorWindow | None,
     place: tuple[str, tuple[int, ...]] | None = None,
 ) -> Wanted:
     return Wanted(

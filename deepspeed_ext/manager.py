@@ -13,7 +13,6 @@ from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.identity import shard_id
 from megatron_ft.trainer.manager import SnapshotManager
-from megatron_ft.trainer.protocols import Manager
 
 _PIPELINE_RANK = ("get_pipeline_model_parallel_rank", "get_pipe_parallel_rank")
 _TENSOR_RANK = (
@@ -102,7 +101,7 @@ def claim(engine: Any) -> None:
         )
 
 
-def make_manager(config: SnapshotConfig, engine: Any) -> Manager:
+def make_manager(config: SnapshotConfig, engine: Any) -> SnapshotManager:
     """The manager of this rank, named by its place in DeepSpeed's parallel groups.
 
     Raises NotUnderSupervisorError outside ``megatron-ft run``.

@@ -25,7 +25,7 @@ from deepspeed_ext.saving import step_on_disk
 from megatron_ft.checkpoint.native import step_of_tag
 from megatron_ft.config.json_section import FOLLOWS_ENGINE
 from megatron_ft.trainer.manager import active_clients
-from megatron_ft.trainer.start_choice import WISH, Disk
+from megatron_ft.trainer.start_choice import WISH, DiskStart
 
 NAME = "outside"
 """Name of :class:`Outside` among the parts of a snapshot."""
@@ -175,7 +175,7 @@ def tag_on_disk(engine: Any, load_dir: str, tag: str | None) -> str:
     return found if found and (folder / found).is_dir() else ""
 
 
-def disk_of(engine: Any, load_dir: str, tag: str | None, objects: Mapping[str, Any]) -> Disk:
+def disk_of(engine: Any, load_dir: str, tag: str | None, objects: Mapping[str, Any]) -> DiskStart:
     """The step of the checkpoint that DeepSpeed would load, and whether the script named it.
 
     A tag that is none of DeepSpeed's own says nothing of its step, which is read from the
@@ -184,12 +184,12 @@ def disk_of(engine: Any, load_dir: str, tag: str | None, objects: Mapping[str, A
     """
     folder, found = Path(load_dir), tag_on_disk(engine, load_dir, tag)
     if not found:
-        return Disk(-1)
+        return DiskStart(-1)
     step = step_on_disk(load_dir, found, dict(objects))
     whole = _is_whole(folder / found, _latest_of(engine, folder))
     if step is None or (step_of_tag(found) is None and whole):
         step = _step_inside(folder / found, step or 0)
-    return Disk(step, "" if tag is None else f"the checkpoint {found!r}")
+    return DiskStart(step, "" if tag is None else f"the checkpoint {found!r}")
 
 
 def _latest_of(engine: Any, folder: Path) -> Path:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.checkpoint.native import TRACKER
-from megatron_ft.trainer.start_choice import Disk
+from megatron_ft.trainer.start_choice import DiskStart
 
 NOTE = ".megatron-ft-resume"
 """In the folder of ``--save``: the iteration of the checkpoint that is to be resumed from.
@@ -29,7 +29,7 @@ def _override(args: Any) -> int | None:
     return found
 
 
-def disk_of(args: Any) -> Disk:
+def disk_of(args: Any) -> DiskStart:
     """What Megatron would load.
 
     With ``--finetune``, a release, or ``--pretrained-checkpoint`` it starts at iteration 0,
@@ -38,15 +38,15 @@ def disk_of(args: Any) -> Disk:
     """
     directory = getattr(args, "load", None)
     if not directory:
-        return Disk(0 if getattr(args, "pretrained_checkpoint", None) else -1)
+        return DiskStart(0 if getattr(args, "pretrained_checkpoint", None) else -1)
     if getattr(args, "finetune", False):
-        return Disk(0)
+        return DiskStart(0)
     found = getattr(args, "ckpt_step", None) or tracked_iteration(Path(directory, TRACKER))
     override = _override(args)
     if found < 0:
-        return Disk(-1)
+        return DiskStart(-1)
     resumed = override is None and noted(Path(directory)) == found
-    return Disk(found if override is None else override, _asked(args), resumed)
+    return DiskStart(found if override is None else override, _asked(args), resumed)
 
 
 def tracked_iteration(tracker: Path) -> int:
