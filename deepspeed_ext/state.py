@@ -104,7 +104,6 @@ class EngineState:
     def forget_tensors(self) -> None:
         """Let go of what ``refresh`` found: DeepSpeed is about to give its memory back."""
         self._model.forget()
-        self._kept.forget()
         self._tensors = None
 
     def inner_optimizers(self) -> list[Any]:
