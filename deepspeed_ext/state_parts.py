@@ -1,13 +1,8 @@
-"""Every generator that training draws from, DeepSpeed's tracker included; each rank's own.
+"""Parts of an engine's state beside its optimizer: progress, model tensors, random states.
 
-Where training stands: the engine's counters, batch size and schedules.
-
-What a model holds that follows from no optimizer: buffers, frozen parameters.
-
-Whether parameters that no optimizer owns stay as they are, as captures rely on.
-
-They are copied while the next step runs.  A script that updates some of them itself, such as a
-momentum teacher, would have snapshots that hold a mixture of two steps.
+Progress is the engine's counters, batch size and schedules.  Model tensors are buffers and the
+parameters that no optimizer owns.  The latter are copied while the next step runs, so a script that
+updates some of them itself, as a momentum teacher, is refused: its snapshots would mix two steps.
 """
 
 from __future__ import annotations
@@ -129,7 +124,7 @@ each is queued, and a model with adapters has thousands that are frozen."""
 
 
 class _Look(NamedTuple):
-    """What is found in one check; ``differs`` says so once its device has come to it."""
+    """One comparison of samples; ``differs`` is true once its device has found a change."""
 
     names: Sequence[str]
     differs: torch.Tensor
