@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from megatron_ft.cli.chaos.node_network import NodeNetwork
-from megatron_ft.cli.chaos.warm_python import WarmChild, WarmPython
 from megatron_ft.core.environment import TREE
 from megatron_ft.core.ports import free_port
 from megatron_ft.core.scheme import Scheme
@@ -28,6 +26,8 @@ from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.supervisor import Stop, Supervisor
 from megatron_ft.supervisor.watch.hangs import HangSettings
 from tests.gated_training import GATE
+from tests.support.node_network import NodeNetwork
+from tests.support.warm_python import WarmChild, WarmPython
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "plain_pytorch.py"

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.cli.chaos.node_network import NodeNetwork
 from megatron_ft.launchers.virtual_network import HOST
 from tests import ssh_nodes
 from tests.agent_jobs import AgentJob
 from tests.jobs import ROOT, Uninterrupted, difference
 from tests.networks import needs_network
+from tests.support.node_network import NodeNetwork
 
 ITERATIONS = 24
 MISSING = ssh_nodes.missing()

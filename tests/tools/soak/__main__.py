@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_ft.cli.chaos.oracle import warm_python
+from tests.support.warm_python import CHAOS, WarmPython
 from tests.tools.soak.flatness import judge
 from tests.tools.soak.report import is_good, render
 from tests.tools.soak.run import Soak, run
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     folder = options.folder or Path(tempfile.mkdtemp(prefix="mft-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     faults = options.snapshots // 40 if options.faults is None else options.faults
-    server = warm_python()
+    server = WarmPython(CHAOS)
     try:
         result = run(
             Soak(
