@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import sys
 import tempfile
 import uuid
@@ -83,13 +82,13 @@ async def _count(nodes: int, protect: str, warm: str, folder: str) -> Count:
     flags = ("--iterations", "1000000", "--seconds", "0.05")
     command = (sys.executable, "-m", TRAINING_MODULE, *flags)
     job = JobFile(
-        name, folder, command, nodes, 0, protect, lease=60.0, cluster_class=CLUSTER_CLASS, warm=warm
-    )
+        name, folder, command, nodes, 0, protect, lease=60.0, transport="tcp",
+        cluster_class=CLUSTER_CLASS, warm=warm,
+    )  # fmt: skip
     cluster = job.cluster()
     try:
         with JobState(Path(folder) / "state", name) as state:
-            spec = dataclasses.replace(job.spec(), transport="tcp")
-            supervisor = Supervisor(spec, cluster, state)
+            supervisor = Supervisor(job.spec(), cluster, state)
             supervisor.coordinator.link_type = CountingLink
             run = asyncio.create_task(supervisor.run())
             snapshots = await _committed(supervisor, run)
