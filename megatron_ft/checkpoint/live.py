@@ -36,7 +36,7 @@ from megatron_ft.erasure.mending import block_of
 from megatron_ft.erasure.repair import Checks, RowSolver, piece_of, place_of
 from megatron_ft.rpc.local_query import pinned
 from megatron_ft.rpc.messages import Inventory, SlotReport
-from megatron_ft.smp.node import NodeMachine
+from megatron_ft.smp.state_machine import NodeMachine
 from megatron_ft.smp.store import SUFFIX, ArenaStore
 
 

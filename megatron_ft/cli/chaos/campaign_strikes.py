@@ -17,7 +17,8 @@ from megatron_ft.cli.chaos.inflict import processes, send
 from megatron_ft.cli.chaos.judge import Struck
 from megatron_ft.core.environment import SOCKET_NAME
 from megatron_ft.core.errors import ArenaError
-from megatron_ft.smp import state_file, writers
+from megatron_ft.smp.node_folder import STATE_NAME
+from megatron_ft.smp.processes import WRITERS_NAME
 
 BACK_SECONDS = 1.0
 """A lost node is back so much later, empty, so that a job has as many spares as before."""
@@ -221,10 +222,10 @@ class Striker:
         shutil.rmtree(self.job.state_dir, ignore_errors=True)
 
     def _damage_writers(self, node: str) -> None:
-        self._damage_file(node, writers.FILE_NAME)
+        self._damage_file(node, WRITERS_NAME)
 
     def _damage_node_file(self, node: str) -> None:
-        self._damage_file(node, state_file.FILE_NAME)
+        self._damage_file(node, STATE_NAME)
 
     def _damage_file(self, node: str, name: str) -> None:
         self._note(f"{name} of {node} damaged, its SMP killed", lost=(node,), away=False)

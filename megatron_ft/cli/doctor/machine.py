@@ -13,7 +13,7 @@ from megatron_ft.arena.limits import memory_readings
 from megatron_ft.cli.clean import find_jobs, living_process
 from megatron_ft.cli.doctor.facts import ArenaPlace, Leftover, MemoryLimit
 from megatron_ft.core.errors import MegatronFTError
-from megatron_ft.smp.ownership import make_node_dir
+from megatron_ft.smp.node_folder import make_node_dir
 
 LOGIND_FOLDERS = ("/etc/systemd", "/run/systemd", "/usr/local/lib/systemd", "/usr/lib/systemd")
 LINGER = Path("/var/lib/systemd/linger")
