@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 RESTORE_TIMEOUT_SECONDS = 50.0
 """For the coordinator to say what an incarnation restores; trainers wait longer for an answer."""
 
-PASSED_ON = (m.Judged, m.Restored, m.Declined, m.CorruptShard, m.Unfit, m.CaptureCost)
+PASSED_ON = (m.Restored, m.Declined, m.CorruptShard, m.Unfit, m.CaptureCost)
 """Messages of trainers that the coordinator alone decides upon."""
 
 

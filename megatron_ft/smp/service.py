@@ -20,7 +20,6 @@ from megatron_ft.arena import upkeep
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import ControlPlaneError, UntrustedFileError
 from megatron_ft.core.fault_points import reach
-from megatron_ft.core.word import QuietWord
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.event_sender import EventSender, Send
 from megatron_ft.smp.heartbeats import NodeHeartbeats
@@ -68,7 +67,6 @@ class SmpService:
         self.readers = Readers(self.machine.reader_gone)
         self.stalls = Stalls()
         self.state = NodeState()
-        self.quiet = QuietWord(environment.node_dir, create=True)
         self.retired = asyncio.Event()
         self.retiring = False
         self.failure: BaseException | None = None
@@ -121,7 +119,6 @@ class SmpService:
         """Write what this SMP knows into a folder that was made again."""
         self.state.save(self.environment.node_dir)
         self.writers.save()
-        self.quiet = QuietWord(self.environment.node_dir, create=True)
 
     def change_state(self, **changes: Any) -> None:
         """Store a state beyond the life of this process, before anything relies on it."""

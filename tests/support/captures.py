@@ -45,8 +45,6 @@ class FakeSmp:
     on_outcome: Callable[[SnapshotId, str], None] | None = None
     arena: Arena | None = None
     sealed_records: dict[SnapshotId, SealedRecord] = field(default_factory=dict)
-    judged_later: dict[SnapshotId, bool] = field(default_factory=dict)
-    verdicts: list[tuple[SnapshotId, str]] = field(default_factory=list)
     missed_ids: list[SnapshotId] = field(default_factory=list)
     unfit_errors: list[Exception] = field(default_factory=list)
     abandoned_ids: dict[SnapshotId, str] = field(default_factory=dict)
@@ -132,17 +130,10 @@ class FakeSmp:
             header = replace(EMPTY_SLOT, state=SlotState.CAPTURING, snapshot=snapshot)
             self.arena.write_slot(slot, replace(header, iteration=iteration))
 
-    def sealed(
-        self, snapshot: SnapshotId, record: SealedRecord, judged_later: bool = False
-    ) -> None:
+    def sealed(self, snapshot: SnapshotId, record: SealedRecord) -> None:
         """Keep the record."""
         self.sealed_records[snapshot] = record
-        self.judged_later[snapshot] = judged_later
         self.ended.set()
-
-    def judged(self, snapshot: SnapshotId, problem: str) -> None:
-        """Keep the verdict."""
-        self.verdicts.append((snapshot, problem))
 
     def unfit(self, error: Exception) -> None:
         self.unfit_errors.append(error)

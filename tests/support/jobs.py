@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from megatron_ft.cli.chaos.node_network import NodeNetwork
-from megatron_ft.cli.chaos.warm_python import WarmChild, WarmPython
+from megatron_ft.config import SETTINGS, SnapshotConfig
 from megatron_ft.core.environment import TREE
 from megatron_ft.core.ports import free_port
-from megatron_ft.core.scheme import Scheme
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.launchers.virtual_network import HOST
@@ -26,8 +24,9 @@ from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.plan import Sizes, Timing
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.supervisor import Stop, Supervisor
-from megatron_ft.supervisor.watch.hangs import HangSettings
 from tests.programs.gated_training import GATE
+from tests.support.node_network import NodeNetwork
+from tests.support.warm_python import WarmChild, WarmPython
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "plain_pytorch.py"
@@ -105,7 +104,7 @@ class Job:
     from_scratch: bool = False
     checkpoint_dir: Path | None = None
     slots: int = 2
-    sizes: Sizes | None = None
+    sizes: Sizes = Sizes()
     drain_dir: Path | None = None
     drain_interval: int = 0
     drain_export_dir: Path | None = None
@@ -118,7 +117,8 @@ class Job:
     transport: str = "auto"
     domains: Mapping[str, str] = field(default_factory=dict)
     on_hang: str = "restart"
-    hang: HangSettings = field(default_factory=HangSettings)
+    hang_seconds: float = 600.0
+    register_timeout_seconds: float = 600.0
     export_on_failure: Path | None = None
     on_no_spare: str = "stop"
     root: Path | None = None
@@ -168,30 +168,21 @@ class Job:
             spares=self.spares,
             ranks_per_node=self.ranks_per_node,
             trainer_per_node=self.trainer_per_node,
-            scheme=Scheme.parse(self.protect),
-            sizes=self.sizes or Sizes(slot_count=self.slots),
+            settings=self.settings(),
+            sizes=self.sizes,
             from_scratch=self.from_scratch,
-            checkpoint_dir=self.checkpoint_dir,
             log_dir=self.folder / "logs",
             environment={**self.environment, **self._gate_variable()},
-            timing=self.timing,
+            own_timing=self.timing,
             budget=self.budget,
-            drain_dir=self.drain_dir,
-            drain_interval=self.drain_interval,
-            drain_export_dir=self.drain_export_dir,
-            drain_keep=self.drain_keep,
-            drain_stop_seconds=self.drain_stop_seconds,
-            time_limit_seconds=self.time_limit_seconds,
             restore_from=self.restore_from,
-            scrub_percent=self.scrub_percent,
-            expected_mtbf_hours=self.expected_mtbf_hours,
-            transport=self.transport,
             domains=self.domains,
-            on_hang=self.on_hang,
-            hang=self.hang,
-            export_on_failure=self.export_on_failure,
-            on_no_spare=self.on_no_spare,
         )
+
+    def settings(self) -> SnapshotConfig:
+        """Every setting from the field of the same name, where there is one."""
+        given = {name: getattr(self, name) for name in SETTINGS if hasattr(self, name)}
+        return SnapshotConfig(**given)
 
     def run(self, *faults: tuple[int, Fault]) -> None:
         """Run to the end.  Each fault strikes once its iteration was reached and committed.

@@ -80,7 +80,13 @@ def test_a_new_job_starts_from_what_another_one_drained(
     later.mkdir()
     # One node with both ranks, and other protection: stripes are planned anew.
     second = Job(
-        later, nodes=1, ranks_per_node=2, protect="none", restore_from=disk, drain_dir=disk
+        later,
+        nodes=1,
+        ranks_per_node=2,
+        protect="none",
+        restore_from=disk,
+        drain_dir=disk,
+        drain_interval=10**6,
     )
     made.append(second)
     second.run()

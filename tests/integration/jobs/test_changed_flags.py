@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.core.errors import ConfigError, LayoutMismatchError
-from megatron_ft.supervisor.plan import Sizes
 from tests.support.jobs import Job
 from tests.support.registered_command import REGISTERED
 
@@ -36,7 +35,7 @@ def test_what_memory_was_not_made_for_is_refused_and_the_old_flags_still_work(
 
     drain = rf"`megatron-ft drain --job {job.name} --to DIR`.*--restore-from DIR"
     refused(ConfigError, f"--protect xor:2; you asked for replica:2.*{drain}", protect="replica:2")
-    refused(ConfigError, f"--slots 2; you asked for 3.*{drain}", sizes=Sizes(slot_count=3))
+    refused(ConfigError, f"--slots 2; you asked for 3.*{drain}", slots=3)
     refused(
         ConfigError, "kept with 2 nodes; you asked for 1. Use --nodes 2", nodes=1, protect="none"
     )

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.core.errors import RestartBudgetError
-from megatron_ft.supervisor.watch.hangs import HangSettings
 from tests.support.jobs import HANGING, Job, Result, difference, oracle
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 
 ITERATIONS = 60
-QUICK = HangSettings(floor=3.0, factor=5.0, first=60.0)
+QUICK = {"hang_seconds": 3.0, "register_timeout_seconds": 60.0}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +26,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Result:
 @pytest.fixture
 def new(made: list[Job], tmp_path: Path) -> Callable[..., Job]:
     def make(*hangs: str, **settings: object) -> Job:
-        standard: dict[str, object] = {"nodes": 3, "protect": "xor:3", "hang": QUICK}
+        standard: dict[str, object] = {"nodes": 3, "protect": "xor:3", **QUICK}
         standard["iterations"] = ITERATIONS
         standard |= {"script": HANGING, "environment": {"MEGATRON_FT_TEST_HANGS": " ".join(hangs)}}
         job = Job(tmp_path, **{**standard, **settings})  # type: ignore[arg-type]
@@ -57,7 +56,7 @@ def test_each_kind_of_hang_is_named_kept_and_survived(
     recovered = [event for event in job.events if event.kind == "recovered"]
     assert len(recovered) == 4, job.story()
     for event in recovered:
-        assert event.fields["detect"] >= QUICK.floor
+        assert event.fields["detect"] >= QUICK["hang_seconds"]
         parts = {k: v for k, v in event.fields.items() if k != "total"}
         assert all(value >= 0 for value in parts.values()), parts
         # Parts of the slowest rank each: together at least the whole.
@@ -84,8 +83,8 @@ def test_no_alarm_in_500_clean_iterations(new: Callable[..., Job]) -> None:
 
 @pytest.mark.all_layouts
 def test_the_same_hang_three_times_is_one_failure(new: Callable[..., Job]) -> None:
-    quick = HangSettings(floor=1.5, factor=5.0, first=8.0)
-    job = new("1:loop:10:1", "2:loop:9:1", "3:loop:9:1", hang=quick)
+    quick = {"hang_seconds": 1.5, "register_timeout_seconds": 8.0}
+    job = new("1:loop:10:1", "2:loop:9:1", "3:loop:9:1", **quick)
     with pytest.raises(RestartBudgetError, match="hang of rank 1 at loop_for_ever"):
         job.run()
 

@@ -97,8 +97,8 @@ def wait_for(job: Job, kind: str, times: int = 1) -> None:
 
 @pytest.fixture(autouse=True)
 def own_priority(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The drill is called in this process, which keeps its priority for the other tests."""
-    monkeypatch.setattr("megatron_ft.cli.drill.lower_priority", lambda: None)
+    """The command is called in this process, which keeps its priority for the other tests."""
+    monkeypatch.setattr("megatron_ft.cli.verify.lower_priority", lambda: None)
 
 
 def test_damage_in_memory_is_repaired_from_parity_while_training_goes_on(
@@ -116,8 +116,9 @@ def test_damage_in_memory_is_repaired_from_parity_while_training_goes_on(
         return nothing_lost and view["nodes"]["n1"]["scrub"]["passes"] > 0
 
     def damage(job: Job) -> None:
-        drill = ["drill", "--job", job.name, "--arena-dir", str(job.cluster._job_dir.parent)]
-        assert main(drill) == 0, "of a running job"
+        arenas = str(job.cluster._job_dir.parent)
+        verify = ["verify", "--job", job.name, "--rebuild", "--arena-dir", arenas]
+        assert main(verify) == 0, "of a running job"
         pause(job, True)
         with Arena.open(job.cluster.node_dir("n1") / f"{shard(1)}.arena") as arena:
             slot = newest(arena)
@@ -265,9 +266,11 @@ def test_a_snapshot_from_which_training_fails_twice_is_not_used_again(
 
     def poison(job: Job) -> None:
         (folder / "nan").touch()
-        wait_for(job, "gated")
+        wait_for(job, "aborted")
         before = [e.kind for e in job.events].count("committed")
-        wait_for(job, "gated", 2)
+        wait_for(job, "aborted", 2)
+        gated = [e.text for e in job.events if e.kind == "aborted"]
+        assert all("the loss is nan" in text for text in gated), gated
         assert [e.kind for e in job.events].count("committed") <= before + 1
         (folder / "nan").unlink()
         wait_for(job, "committed", before + 2)

@@ -30,10 +30,10 @@ KNOWN = {
     "NodeMachine": "node highest_incarnation shards paths trainers world newest effects _after",
     "ShardSlots": "shard_id slots changes pins promise",
     "SnapshotCycle": "incarnation places nodes stripes schedule _orders phase snapshot iteration "
-    "level _capture _waiting _encoders _world _broken _corrupt _gated _last "
+    "level _capture _waiting _encoders _world _broken _corrupt _last "
     "_sequence _again _passed_since _stuck",
     "Schedule": "interval fixed first lead _before _spent _reached _refused _commits_in_a_row",
-    "CaptureRound": "unsealed writing _unjudged _judged",
+    "CaptureRound": "unsealed writing",
 }
 """What is described below, or decides nothing within the bounds of an exploration.
 

@@ -26,9 +26,9 @@ from megatron_ft.checkpoint.manifest import Manifest, ShardFile, folder_name
 from megatron_ft.checkpoint.native import TRACKER, iteration_of
 from megatron_ft.checkpoint.reader import read_manifest
 from megatron_ft.checkpoint.source import open_newest
+from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import CheckpointDamagedError, ConfigError, DrainError
 from megatron_ft.core.identity import Ancestor, Seat, SnapshotId, on_lineage
-from megatron_ft.core.scheme import Scheme
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.supervisor import disk_restore
 from megatron_ft.supervisor.disk_restore import DiskRestores
@@ -285,10 +285,9 @@ def restores(tmp_path: Path, own: Path | None = None) -> DiskRestores:
         name="job",
         command=("true",),
         nodes=2,
-        scheme=Scheme("none", 1, 0),
-        drain_dir=tmp_path / "disk",
-        drain_interval=1,
-        checkpoint_dir=own,
+        settings=SnapshotConfig(
+            protect="none", drain_dir=tmp_path / "disk", drain_interval=1, checkpoint_dir=own
+        ),
     )
     return DiskRestores(spec, VirtualCluster("job", ["n0", "n1"], tmp_path / "root"))
 

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_ft.cli import run_folders
 from megatron_ft.cli.run_folders import folders_ready
+from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.spec import JobSpec
@@ -18,7 +19,8 @@ from megatron_ft.supervisor.spec import JobSpec
 def spec(tmp_path: Path) -> JobSpec:
     """A job whose drain folder cannot be one: a file is in its place."""
     (tmp_path / "disk").touch()
-    return JobSpec(name="j", command=("x",), nodes=4, drain_dir=tmp_path / "disk", log_dir=tmp_path)
+    settings = SnapshotConfig(drain_dir=tmp_path / "disk", drain_interval=1)
+    return JobSpec(name="j", command=("x",), nodes=4, settings=settings, log_dir=tmp_path)
 
 
 def test_a_first_start_is_refused_for_an_unusable_drain_folder(

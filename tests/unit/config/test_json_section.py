@@ -14,7 +14,7 @@ import pytest
 
 import deepspeed_ext
 from megatron_ft.config import SETTINGS, SnapshotConfig, resolve
-from megatron_ft.config.job_choice import contradictions
+from megatron_ft.config.flags import job_contradictions
 from megatron_ft.config.json_section import read_command, read_section, schema
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.supervisor.command import settle
@@ -156,9 +156,9 @@ def test_a_trainer_refuses_what_the_supervisor_was_told_otherwise() -> None:
     section = read_section({"inmem_snapshot": {"enabled": True, "protect": "xor:2"}})
     assert section is not None
     environment = {"MEGATRON_FT_JOB": "job", "MEGATRON_FT_PROTECT": "rs:3+1"}
-    (line,) = contradictions(section.source, "reads no scripts", environment)
+    (line,) = job_contradictions(section.source, "reads no scripts", environment)
     assert "inmem_snapshot.protect is xor:2" in line and "supervisor's --protect is rs:3+1" in line
-    assert contradictions(section.source, "", {"MEGATRON_FT_PROTECT": "rs:3+1"}) == []
+    assert job_contradictions(section.source, "", {"MEGATRON_FT_PROTECT": "rs:3+1"}) == []
 
 
 def test_the_shipped_schema_is_that_of_the_settings() -> None:

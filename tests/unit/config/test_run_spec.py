@@ -6,18 +6,19 @@ import argparse
 import os
 import pwd
 import tempfile
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from megatron_ft.cli import main as cli
 from megatron_ft.cli import run, run_place
-from megatron_ft.config import SnapshotConfig
+from megatron_ft.config import SETTINGS, SnapshotConfig
+from megatron_ft.core import isal
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.supervisor import command as job_settings
 from megatron_ft.supervisor.spec import JobSpec
 
+JOB_SETTINGS = {name for name, setting in SETTINGS.items() if setting.job} - {"arena_dir"}
 GIVEN = {
     "--drain-dir": "/data/drains",
     "--drain-interval": "7",
@@ -45,8 +46,9 @@ GIVEN = {
     "--straggler-percent": "8.0",
     "--export-on-failure": "/data/failed",
     "--on-no-spare": "shrink",
+    "--spare-imports": "none",
+    "--quiet-seconds": "0.5",
 }
-SAME_NAME = {f.name for f in fields(SnapshotConfig)} & {f.name for f in fields(JobSpec)}
 
 
 @pytest.fixture
@@ -63,19 +65,19 @@ def spec(tmp_path: Path) -> JobSpec:
     return run.spec_from(arguments, command, settings, place)
 
 
-@pytest.mark.parametrize("name", sorted(SAME_NAME))
-def test_a_setting_of_the_same_name_has_the_value_of_its_flag(spec: JobSpec, name: str) -> None:
-    value, flag = getattr(spec, name), "--" + name.replace("_", "-")
+@pytest.mark.parametrize("name", sorted(JOB_SETTINGS))
+def test_a_setting_has_the_value_of_its_flag(spec: JobSpec, name: str) -> None:
+    value, flag = getattr(spec.settings, name), "--" + name.replace("_", "-")
     assert flag in GIVEN, f"give {flag} a value here that is not its default"
     assert value == type(value)(GIVEN[flag]) and value != getattr(SnapshotConfig(), name)
 
 
-def test_settings_with_another_name_there(spec: JobSpec) -> None:
+def test_what_follows_from_settings(spec: JobSpec) -> None:
     assert spec.command == ("python", "train.py")
-    assert (spec.sizes.slot_count, str(spec.scheme)) == (3, "rs:2+1")
-    assert (spec.timing.lease, spec.register_timeout) == (17.0, 99.0)
-    assert spec.drain_export_dir == Path("/data/exports")
-    assert (spec.hang.floor, spec.hang.factor, spec.hang.first) == (44.0, 3.0, 99.0)
+    assert (spec.sizes.crc, str(spec.scheme)) == (isal.available(), "rs:2+1")
+    assert (spec.timing.lease, spec.timing.node_timeout) == (17.0, 25.5)
+    assert spec.checkpoint_dir == Path("/data/exports")
+    assert spec.trainer_environment["MEGATRON_FT_DRAIN_KEEP"] == "5"
 
 
 def test_a_job_that_is_refused_leaves_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Background work keeps away from training: quiet windows, priority, CPUs, NUMA nodes."""
+"""Background work keeps away from training: priority, CPUs, NUMA nodes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -17,7 +17,6 @@ import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-import megatron_ft
 from megatron_ft.arena import numa
 from megatron_ft.arena.numa import home_node, machine_nodes, node_of_process, preferring
 from megatron_ft.config import SnapshotConfig
@@ -25,10 +24,7 @@ from megatron_ft.core import private_files
 from megatron_ft.core.affinity import BACKGROUND_CPUS, bind_to_background_cpus, parse_cpus, shown
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import ConfigError, DrainError
-from megatron_ft.core.gate import MOST_HELD_SECONDS, QuietGate
-from megatron_ft.core.pace import Pace
 from megatron_ft.core.priority import started_low
-from megatron_ft.core.word import MOST_SECONDS, SLOTS, QuietWord, open_word
 from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import Server
@@ -36,162 +32,10 @@ from megatron_ft.smp.control_server import ControlServer
 from megatron_ft.smp.store import free
 from megatron_ft.supervisor.drain_processes import DrainProcesses
 from megatron_ft.supervisor.spec import JobSpec
-from megatron_ft.trainer.quiet import QuietWindows
 from tests.support.smp_node import create, run, service
 
 X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of system calls")
 SETS = st.sets(st.integers(0, 40), min_size=1)
-
-
-class Clock:
-    """Time that passes only where somebody sleeps, or is made to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.at: list[tuple[float, Callable[[], None]]] = []
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += max(seconds, 1e-6)
-        for due, act in [pair for pair in self.at if pair[0] <= self.now]:
-            self.at.remove((due, act))
-            act()
-
-
-@pytest.fixture
-def word(tmp_path: Path) -> QuietWord:
-    return QuietWord(tmp_path, create=True)
-
-
-def gate_of(word: QuietWord | None, clock: Clock) -> QuietGate:
-    return QuietGate(word, clock, clock.sleep)
-
-
-@given(st.dictionaries(st.integers(0, SLOTS - 1), st.floats(-5, 3 * MOST_SECONDS)))
-def test_a_node_is_quiet_while_any_of_its_trainers_is(
-    tmp_path_factory: pytest.TempPathFactory, windows: dict[int, float]
-) -> None:
-    word = QuietWord(tmp_path_factory.mktemp("node"), create=True)
-    for slot, seconds in windows.items():
-        word.begin(slot, 100.0 + seconds)
-    true = [seconds for seconds in windows.values() if 0 < seconds <= MOST_SECONDS]
-    assert word.remaining(100.0) == pytest.approx(max(true, default=0.0), abs=1e-9)
-    for slot in windows:
-        word.end(slot)
-    assert word.remaining(100.0) == 0.0
-
-
-def test_what_is_no_time_holds_nobody(word: QuietWord) -> None:
-    for value in (float("nan"), float("inf"), 1e300, -1.0):
-        word.begin(3, value)
-        assert word.remaining(100.0) == 0.0
-
-
-def test_readers_of_one_node_see_one_page(tmp_path: Path, word: QuietWord) -> None:
-    other = open_word(tmp_path)
-    assert other is not None
-    word.begin(7, 105.0)
-    assert other.remaining(100.0) == 5.0
-    assert (tmp_path / "quiet").stat().st_mode & 0o777 == 0o600
-    assert open_word(tmp_path / "elsewhere") is None
-
-
-def test_a_gate_opens_when_the_window_ends(word: QuietWord) -> None:
-    clock = Clock()
-    gate = gate_of(word, clock)
-    word.begin(0, clock.now + 1.0)
-    clock.at.append((100.2, lambda: word.end(0)))
-    gate.wait()
-    assert 0.2 <= gate.held_seconds < 0.21
-    gate_of(None, clock).wait()
-
-
-def test_a_forgotten_window_holds_no_longer_than_it_may(word: QuietWord) -> None:
-    clock = Clock()
-    gate = gate_of(word, clock)
-    word.begin(0, clock.now + 1.0)
-    gate.wait()
-    assert 1.0 <= gate.held_seconds < 1.01
-
-
-def test_windows_without_end_cannot_keep_a_snapshot_unprotected(word: QuietWord) -> None:
-    """A trainer that begins the next window before the last has ended, for ever."""
-    clock = Clock()
-    gate = gate_of(word, clock)
-
-    def renew() -> None:
-        word.begin(0, clock.now + 1.0)
-        clock.at.append((clock.now + 0.5, renew))
-
-    renew()
-    gate.wait()
-    assert MOST_HELD_SECONDS <= gate.held_seconds < MOST_HELD_SECONDS + 1
-    before = clock.now
-    gate.wait()
-    assert clock.now == before, "all of an encode or a drain is held so long, not each block"
-
-
-def test_a_pace_waits_before_a_block(word: QuietWord) -> None:
-    clock = Clock()
-    pace = Pace(0, clock, clock.sleep, gate_of(word, clock))
-    word.begin(0, clock.now + 0.5)
-    pace.before()
-    assert clock.now >= 100.5
-
-
-def windows_of(
-    word: QuietWord | None, clock: Clock, said: list[tuple[object, ...]]
-) -> QuietWindows:
-    return QuietWindows(word, 2, 1.0, lambda *words: said.append(words), clock)
-
-
-def test_nested_windows_end_with_the_outermost(word: QuietWord) -> None:
-    clock, said = Clock(), list[tuple[object, ...]]()
-    windows = windows_of(word, clock, said)
-    windows.pause()
-    clock.now += 0.3
-    windows.pause()
-    assert word.remaining(clock.now) == pytest.approx(0.7), "the limit counts from the first"
-    windows.resume()
-    assert word.remaining(clock.now) > 0
-    windows.resume()
-    windows.resume()
-    assert word.remaining(clock.now) == 0 and not said
-    windows.pause()
-    assert word.remaining(clock.now) == 1.0, "one resume too many counts for nothing"
-
-
-def test_a_window_that_was_too_long_is_warned_of(word: QuietWord) -> None:
-    clock, said = Clock(), list[tuple[object, ...]]()
-    windows = windows_of(word, clock, said)
-    windows.pause()
-    clock.now += 1.5
-    windows.resume()
-    assert len(said) == 1 and said[0][2:] == (1.5, 1.0)
-
-
-def test_a_resume_that_was_forgotten_is_found_at_the_iteration_s_end(word: QuietWord) -> None:
-    clock, said = Clock(), list[tuple[object, ...]]()
-    windows = windows_of(word, clock, said)
-    windows.pause()
-    windows.check()
-    clock.now += 1.5
-    windows.check()
-    windows.check()
-    assert len(said) == 1
-    windows.pause()
-    assert word.remaining(clock.now) == 1.0
-
-
-def test_windows_outside_a_job_do_nothing() -> None:
-    with megatron_ft.quiet():
-        megatron_ft.pause_traffic()
-    windows = windows_of(None, Clock(), [])
-    windows.pause()
-    windows.check()
-    windows.resume()
 
 
 @given(SETS)
@@ -288,7 +132,7 @@ def test_only_the_step_that_training_waits_for_has_trainings_priority(
         def to_json(self) -> str:
             return "{}"
 
-    spec = JobSpec(name="quiet", command=("true",), nodes=4, log_dir=tmp_path)
+    spec = JobSpec(name="low", command=("true",), nodes=4, log_dir=tmp_path)
     processes = DrainProcesses(cast(Launcher, Refusing()), spec, lambda: 1)
     with pytest.raises(DrainError, match="enough"):
         asyncio.run(processes.run(step, {"node0": Refusing()}))

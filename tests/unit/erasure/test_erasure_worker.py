@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,16 +18,13 @@ from megatron_ft.arena.format import ArenaHeader, Geometry, SlotHeader, SlotStat
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.core.identity import Ancestor
-from megatron_ft.core.word import QuietWord
 from megatron_ft.erasure.stripes import padded_bytes
 from megatron_ft.erasure.worker import ENCODE_RATE, EXIT_SMP_GONE, SmpConnection
-from megatron_ft.erasure.world import TCP
 from megatron_ft.rpc import messages as m
 from tests.support.erasure_samples import META, SNAPSHOT
 from tests.support.erasure_world import BOTH, JOB, World, join, start_world
 
 TIMEOUT = 90.0
-HELD_SECONDS = 1.0
 WORLD = "w1"
 BLOCK = 1024
 SLOT = 1
@@ -304,20 +300,6 @@ def test_encoders_send_as_fast_as_they_may_and_no_faster(cluster: Cluster) -> No
     assert len(reached) == 3 and max(reached) <= 1.1 * rate, reached
     # A busy machine may delay one of them, by seconds only where nothing runs at all.
     assert max(reached) >= 0.5 * rate, reached
-
-
-@pytest.mark.parametrize("transport", [TCP])
-def test_encoders_send_nothing_in_a_quiet_window(cluster: Cluster) -> None:
-    """One node's window holds the stripe; it ends by itself, as after a forgotten resume."""
-    stripe = Stripe(0, 2, 1, (2, 0, 1), cluster.root)
-    word = QuietWord(cluster.root / "n1", create=True)
-    cluster.start()
-    began = time.monotonic()
-    word.begin(5, began + HELD_SECONDS)
-    cluster.order(m.EncodeOrder, [stripe])
-    encoded = [a for a in cluster.answers() if isinstance(a, m.Encoded)]
-    assert len(encoded) == 3 and time.monotonic() - began >= HELD_SECONDS
-    assert all(a.bytes_sent > 0 for a in encoded)
 
 
 @BOTH

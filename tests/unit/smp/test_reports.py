@@ -17,8 +17,8 @@ SHARDS = ("dp0", "dp1", "dp2")
 ONE, TWO = SnapshotId(1, 1), SnapshotId(1, 2)
 
 
-def sealed(shard: str, snapshot: SnapshotId = ONE, later: bool = False) -> m.Sealed:
-    return m.Sealed(record_of(snapshot, shard, 12), later)
+def sealed(shard: str, snapshot: SnapshotId = ONE) -> m.Sealed:
+    return m.Sealed(record_of(snapshot, shard, 12))
 
 
 def cost(shard: str, snapshot: SnapshotId = ONE) -> m.CaptureCost:
@@ -47,7 +47,6 @@ def test_all_ranks_of_a_node_are_one_message() -> None:
     [
         m.Missed("dp1", ONE),
         m.Abandoned("dp1", ONE, "slow"),
-        m.Judged("dp1", ONE, "the loss is nan"),
         m.WriterGone("trainer", "dp1", 7),
         m.OrderFailed(ONE, "w1", "mpi"),
         m.Hello(7, 0, 1, 0, "dp0", (), 1),
@@ -59,16 +58,9 @@ def test_what_is_urgent_leaves_at_once_with_what_came_before(body: Any) -> None:
     assert tell(reports, sealed("dp0"), body) == [0, 2]
 
 
-def test_verdicts_wait_for_those_of_other_ranks_that_owe_one() -> None:
+def test_a_late_seal_does_not_hold_up_the_next_snapshot() -> None:
     reports = EventBatch()
-    first = [sealed("dp0", later=True), sealed("dp1", later=True)]
-    assert tell(reports, m.Judged("dp0", ONE), *first, sealed("dp2")) == [0, 0, 0, 0]
-    assert tell(reports, m.Judged("dp1", ONE)) == [5]
-
-
-def test_a_late_verdict_does_not_hold_up_the_next_snapshot() -> None:
-    reports = EventBatch()
-    assert tell(reports, sealed("dp0", TWO), m.Judged("dp1", ONE)) == [0, 2]
+    assert tell(reports, sealed("dp0", TWO), sealed("dp1", ONE)) == [0, 2]
     assert tell(reports, sealed("dp1", TWO), sealed("dp2", TWO)) == [0, 2]
 
 

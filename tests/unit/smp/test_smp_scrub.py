@@ -231,28 +231,6 @@ def test_a_scrub_that_is_to_end_reads_no_further(
     assert len(pieces.seen) == 1
 
 
-def test_quiet_windows_hold_all_but_the_piece_that_is_being_read(
-    large: Scrub, host: SmpService, pieces: Pieces, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ahead: list[float] = []
-    held = False
-
-    def windows() -> None:
-        assert not ahead, "a piece was read in a window"
-        # One, and another that begins when it ends.
-        ahead[:] = [0.01, 0.01] if len(pieces.seen) == 2 else []
-
-    def remaining() -> float:
-        nonlocal held
-        held = held or bool(ahead)
-        return ahead.pop() if ahead else 0.0
-
-    pieces.at_each = windows
-    monkeypatch.setattr(host.quiet, "remaining", remaining)
-    assert run(large._slot("dp0", 0))
-    assert held
-
-
 def test_damage_in_a_slot_that_is_given_away_behind_its_run_is_nobodys(
     large: Scrub, host: SmpService, monkeypatch: pytest.MonkeyPatch
 ) -> None:

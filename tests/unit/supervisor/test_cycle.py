@@ -356,7 +356,7 @@ def test_a_capture_that_never_ends_is_given_up_after_its_time() -> None:
     d = Driver()
     d.propose(progress=10)
     d.seal("dp0", "dp2")
-    assert d.cycle.overdue(12, 50.0, 300.0) == [], "a late verdict needs one more iteration"
+    assert d.cycle.overdue(12, 50.0, 300.0) == [], "its iteration is not passed yet"
     assert d.cycle.overdue(13, 400.0, 300.0) == [], "its time begins now"
     assert d.cycle.overdue(13, 699.0, 300.0) == []
     aborts = d.cycle.overdue(14, 701.0, 300.0)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.checkpoint.durable import mount_point
+from megatron_ft.config import SnapshotConfig
 from megatron_ft.supervisor.drains import SAFETY_FACTOR, Urgency, is_due, noted_places
 from megatron_ft.supervisor.job_state import DiskPlaces
 from megatron_ft.supervisor.no_spare import doubled_up
@@ -42,14 +43,15 @@ def test_what_is_urgent_waits_for_no_interval_and_is_drained_once() -> None:
 
 def test_the_mount_point_of_a_drain_folder_is_looked_up_once(tmp_path: Path) -> None:
     """At a restart the file system may be unmounted, and the folder lies on the disk below."""
-    spec = JobSpec(name="j", command=("x",), nodes=4, drain_dir=tmp_path / "disk", log_dir=tmp_path)
+    given = SnapshotConfig(drain_dir=tmp_path / "disk", drain_interval=1)
+    spec = JobSpec(name="j", command=("x",), nodes=4, settings=given, log_dir=tmp_path)
     first = noted_places(DiskPlaces(), spec)
     assert first.drain_mount == str(mount_point(tmp_path))
     mounted = DiskPlaces(first.drain_dir, str(tmp_path))
     assert noted_places(mounted, spec).drain_mount == str(tmp_path)
-    other = replace(spec, drain_dir=tmp_path / "other")
+    other = replace(spec, settings=replace(given, drain_dir=tmp_path / "other"))
     assert noted_places(mounted, other).drain_mount == first.drain_mount
-    assert noted_places(mounted, replace(spec, drain_dir=None)) == DiskPlaces()
+    assert noted_places(mounted, replace(spec, settings=SnapshotConfig())) == DiskPlaces()
 
 
 def looks(urgency: Urgency, *events: tuple[float, bool, bool, float]) -> list[str]:

@@ -190,20 +190,23 @@ def test_what_it_needs_of_other_settings_is_said() -> None:
         SnapshotConfig(on_no_spare="shrink", drain_dir=Path("d"), drain_interval=1)
     with pytest.raises(ConfigError, match="--nnodes 2: with --on-no-spare shrink"):
         command.check(["torchrun", "--nnodes", "2", "train.py"], 2, 1, fewer=True)
-    with pytest.raises(ConfigError, match="--checkpoint-dir is own"):
-        spec_of(Path("root"), checkpoint_dir=Path("own"))
+    with pytest.raises(ConfigError, match="--checkpoint-dir is /own"):
+        spec_of(Path("root"), checkpoint_dir=Path("/own"))
 
 
-def spec_of(folder: Path, **changes: Any) -> JobSpec:
+def spec_of(folder: Path, restore_from: Path | None = None, **changes: Any) -> JobSpec:
     given: dict[str, Any] = {
         "drain_dir": folder / "disk",
         "drain_interval": 1,
         "drain_export_dir": folder / "exports",
         "checkpoint_dir": folder / "exports",
-        "scheme": Scheme("none", 1, 0),
+        "protect": "none",
         "on_no_spare": "shrink",
     }
-    return JobSpec(name="job", command=("true",), nodes=2, **{**given, **changes})
+    settings = SnapshotConfig(**{**given, **changes})
+    return JobSpec(
+        name="job", command=("true",), nodes=2, settings=settings, restore_from=restore_from
+    )
 
 
 class Members:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.core.scheme import Scheme
+from megatron_ft.config import SnapshotConfig
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.warm_spares import WarmSpares, modules_of
@@ -41,7 +41,7 @@ def test_each_spare_imports_once_and_what_is_missing_spoils_nothing(
         name=cluster.job,
         command=("env", sys.executable, "train.py"),
         nodes=1,
-        scheme=Scheme.parse("none"),
+        settings=SnapshotConfig(protect="none"),
         log_dir=tmp_path / "logs",
         environment={"PYTHONPATH": str(tmp_path), "GIVEN": "this"},
         warm_modules=("no_such_module", "slow_to_import"),
@@ -66,7 +66,7 @@ def test_an_import_that_lasts_ends_with_the_job(cluster: VirtualCluster, tmp_pat
         name=cluster.job,
         command=(sys.executable, "train.py"),
         nodes=1,
-        scheme=Scheme.parse("none"),
+        settings=SnapshotConfig(protect="none"),
         log_dir=tmp_path / "logs",
         environment={"PYTHONPATH": str(tmp_path)},
         warm_modules=("endless",),

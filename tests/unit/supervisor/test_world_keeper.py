@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.core.scheme import Scheme
+from megatron_ft.config import SnapshotConfig
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import JobKeys
@@ -157,9 +157,8 @@ def test_a_full_tmpfs_under_mpis_shared_memory_is_named(tmp_path: Path) -> None:
             name="full",
             command=("true",),
             nodes=2,
-            scheme=Scheme.parse("xor:2"),
+            settings=SnapshotConfig(protect="xor:2", transport="mpi"),
             log_dir=tmp_path,
-            transport="mpi",
         )
         try:
             told = asyncio.run(asyncio.wait_for(_first_two_ends(EncoderWorld(cluster, spec)), 60))
