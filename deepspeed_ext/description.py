@@ -15,7 +15,7 @@ import torch
 from deepspeed_ext import checkpoint_form
 from deepspeed_ext.checkpoint_form import places
 from deepspeed_ext.optimizers.view import OptimizerView
-from megatron_ft.checkpoint.form import CheckpointForm
+from megatron_ft.checkpoint.export import CheckpointForm
 from megatron_ft.core.shard import LogicalPlace
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import torch
 from arena_folder import open_arenas
 from deepspeed_program import ENVIRONMENT, line, make_engine, train_step
 
-from megatron_ft.checkpoint.form import export
+from megatron_ft.checkpoint.export import export
 from megatron_ft.cli.demo.trace import trace_path
 from megatron_ft.core.errors import ExportError
 

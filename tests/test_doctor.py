@@ -21,7 +21,7 @@ import msgspec
 import pytest
 from doctor_facts import wishes
 
-from megatron_ft.checkpoint.hold import Holder, hold
+from megatron_ft.checkpoint.export_drained import Holder, hold
 from megatron_ft.cli import main as cli
 from megatron_ft.cli.doctor import as_trainer, machine
 from megatron_ft.cli.doctor.examine import DrainToken

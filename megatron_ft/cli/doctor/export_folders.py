@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from megatron_ft.checkpoint.hold import held_by_other
+from megatron_ft.checkpoint.export_drained import held_by_other
 from megatron_ft.cli.doctor.facts import ExportFolder, ExportPlace, Wishes
 
 

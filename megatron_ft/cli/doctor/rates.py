@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ft.arena.mapping import Mapping, allocate
-from megatron_ft.checkpoint.durable import Disk
+from megatron_ft.checkpoint.disk_format import DiskCalls
 from megatron_ft.cli.doctor.facts import DrainPlace, Rates
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.isal import Bytes
@@ -55,7 +55,7 @@ def measure_drain(folder: Path, token: str, node: str, size: int) -> DrainPlace:
 def _distrust(folder: Path) -> str:
     """Why the job would refuse what it has drained itself: some file systems give what is made to
     another user (NFS with root_squash), or to everybody (CIFS, vfat)."""
-    disk, file = Disk(), folder / "shard"
+    disk, file = DiskCalls(), folder / "shard"
     disk.make_folder(folder)
     try:
         disk.write_file(file, [b"shard"])
