@@ -16,7 +16,7 @@ from typing import Any
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.security import JobKeys
+from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.smp.slot_rules import protected_gives_way
 from megatron_ft.supervisor.connections import REQUEST_TIMEOUT_SECONDS, Connections
 from megatron_ft.supervisor.cycle import Action, Ended, KillWorld, Phase, Send, SnapshotCycle
@@ -59,7 +59,6 @@ class Coordinator(Connections):
         self.watched: dict[str, Any] = {}
         self.skips = Skips()
         self.repairs = Repairs(self)
-        self.gated = 0
         self.given_up = (0, "")
         """Snapshots aborted since the last commit, and why the last of them was."""
         self.world = ""
@@ -286,8 +285,7 @@ class Coordinator(Connections):
             self.repairs.count_lost(ended.snapshot, ended.corrupt)
             return
         if ended.level == "aborted":
-            self.gated += ended.gated
-            kind = "gated" if ended.gated else "dropped" if ended.last else "aborted"
+            kind = "dropped" if ended.last else "aborted"
             if kind == "aborted":
                 self.given_up = (self.given_up[0] + 1, ended.reason)
             self.observers.tell(

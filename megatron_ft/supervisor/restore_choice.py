@@ -56,7 +56,7 @@ class RestoreChoice:
             active=tuple(job.members.active),
             incarnation=job.coordinator.incarnation,
             lineage=lineage,
-            slot_count=job.spec.sizes.slot_count,
+            slot_count=job.spec.settings.slots,
             disk=source,
         )
         start = await self._foreseen(plan)
