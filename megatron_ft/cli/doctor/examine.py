@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import msgspec
 
-from megatron_ft.checkpoint.hold import held_by_other
+from megatron_ft.checkpoint.export_drained import held_by_other
 from megatron_ft.cli.doctor import as_trainer
 from megatron_ft.cli.doctor.facts import (
     Clock,
