@@ -106,7 +106,6 @@ class EngineState:
     def forget_tensors(self) -> None:
         """Drop the tensors that ``refresh`` found: DeepSpeed is about to free their memory."""
         self._model.forget()
-        self._kept.forget()
         self._tensors = None
 
     @property

@@ -14,9 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_ft.cli.chaos import warm_python
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.smp.writers import FILE_NAME
+from tests.support import warm_python
 
 WAIT_SECONDS = 200.0
 
