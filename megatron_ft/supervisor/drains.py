@@ -26,7 +26,7 @@ from megatron_ft.checkpoint.drained import Keep
 from megatron_ft.core.errors import DrainError, MegatronFTError
 from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
 from megatron_ft.launchers.launcher import Launcher
-from megatron_ft.smp.readers import STALL_SECONDS
+from megatron_ft.smp.processes import STALL_SECONDS
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.drain_processes import DrainProcesses
 from megatron_ft.supervisor.events import JobEvent

@@ -38,7 +38,7 @@ from megatron_ft.cli.doctor.pairs import Worlds
 from megatron_ft.core.environment import TREE
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.launchers.launcher import Launcher
-from megatron_ft.launchers.outer_launcher import base_environment
+from megatron_ft.launchers.launcher_env import base_environment
 from megatron_ft.launchers.slurm.allocation import ask
 from megatron_ft.supervisor import container
 

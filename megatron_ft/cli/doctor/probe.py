@@ -45,7 +45,7 @@ from megatron_ft.core.pid_namespace import pid_namespace
 from megatron_ft.core.private_files import OTHERS_WRITE, reason_against
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.codec import open_codec
-from megatron_ft.smp.ownership import make_node_dir
+from megatron_ft.smp.node_folder import make_node_dir
 
 REPEATS = 5
 LOGIND_FOLDERS = ("/etc/systemd", "/run/systemd", "/usr/local/lib/systemd", "/usr/lib/systemd")

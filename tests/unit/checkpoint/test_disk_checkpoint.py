@@ -313,7 +313,7 @@ def test_a_checkpoint_that_cannot_be_read_hides_no_other(
     older, newer = drain(memory, disk, 10), drain(memory, disk, 20)
     checked = private_files.check_folder
 
-    def stale(folder: Path, forbidden: int) -> None:
+    def stale(folder: Path, forbidden: int = private_files.OTHERS) -> None:
         if folder == newer:
             fail(errno.ESTALE)
         checked(folder, forbidden)
