@@ -14,7 +14,6 @@ from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.security import JobKeys
 from megatron_ft.supervisor import coordinator as coordinator_module
-from megatron_ft.supervisor.command import provide
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import Phase, SnapshotCycle
 from megatron_ft.supervisor.events import Observers
@@ -22,6 +21,7 @@ from megatron_ft.supervisor.link import ARENA_TIMEOUT_SECONDS, SmpLink
 from megatron_ft.supervisor.plan import Timing
 from megatron_ft.supervisor.restore import admit
 from megatron_ft.supervisor.schedule import Schedule
+from megatron_ft.supervisor.spec import raise_open_files
 
 KEYS = JobKeys.derive(bytes(32))
 NOBODY = "tcp://127.0.0.1:9"
@@ -73,7 +73,7 @@ def test_a_coordinator_holds_more_nodes_than_libzmq_has_sockets_by_default() -> 
         finally:
             await coordinator.close()
 
-    provide(4000)
+    raise_open_files(4000)
     asyncio.run(asyncio.wait_for(story(), 100))
 
 

@@ -1,7 +1,11 @@
-"""The job that ``megatron-ft run`` is asked for, checked before anything is started."""
+"""The job that ``megatron-ft run`` is asked for, and what it needs of this machine.
+
+Both are checked before anything is started.
+"""
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,7 +13,7 @@ from pathlib import Path
 
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.affinity import BACKGROUND_CPUS
-from megatron_ft.core.errors import ConfigError, ProtectionError
+from megatron_ft.core.errors import ConfigError, MissingEnvironmentError, ProtectionError
 from megatron_ft.core.fewer_ranks import SHRINK
 from megatron_ft.core.scheme import Scheme, largest_scheme
 from megatron_ft.erasure.stripes import Domains
@@ -110,3 +114,31 @@ class JobSpec:
     def background_variables(self) -> dict[str, str]:
         """What processes beside training find in their environment."""
         return {BACKGROUND_CPUS: self.settings.background_cpus or ""}
+
+
+_ALWAYS, _A_NODE, _A_PROCESS = 48, 5, 3
+"""Some more than a supervisor was seen to open: 20, 4 for a node's SMP, 2 for a trainer."""
+
+
+def open_files_needed(spec: JobSpec) -> int:
+    """Descriptors that the supervisor of a job opens at most; no other process needs more."""
+    trainers = spec.nodes * (1 if spec.trainer_per_node else spec.ranks_per_node)
+    return _ALWAYS + _A_NODE * (spec.nodes + spec.spares) + _A_PROCESS * trainers
+
+
+def raise_open_files(count: int) -> None:
+    """Raise this process's limit, which its children inherit, to ``count`` if it is lower.
+
+    MissingEnvironmentError if it may not be raised that far.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return
+    if hard != resource.RLIM_INFINITY and hard < count:
+        raise MissingEnvironmentError(
+            f"this job needs {count} open files a process, and the limit is {hard} (`ulimit -n`): "
+            f"raise the hard limit (`ulimit -Hn {count}` as root, nofile in "
+            "/etc/security/limits.conf, LimitNOFILE of a service, --ulimit of a container), or "
+            "take fewer nodes or ranks"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))

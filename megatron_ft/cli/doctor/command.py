@@ -20,7 +20,6 @@ from contextlib import contextmanager, suppress
 
 from megatron_ft.checkpoint.drained import of_one_job
 from megatron_ft.cli import run, run_place
-from megatron_ft.cli import run_place as agent_place
 from megatron_ft.cli.doctor.examine import Examination
 from megatron_ft.cli.doctor.facts import (
     Facts,
@@ -33,15 +32,14 @@ from megatron_ft.cli.doctor.facts import (
 )
 from megatron_ft.cli.doctor.judge import judge
 from megatron_ft.cli.doctor.needs import shard_size
-from megatron_ft.cli.run_folders import EXPORTS, flag_of, make_folder
+from megatron_ft.cli.run_folders import EXPORTS, make_folder
 from megatron_ft.cli.run_place import RunPlace
-from megatron_ft.config import SnapshotConfig, json_section
+from megatron_ft.cli.training_command import check_torchrun, command_of, settle, settle_ranks
+from megatron_ft.config import SETTINGS, SnapshotConfig, json_section
 from megatron_ft.config.flags import read_command
 from megatron_ft.core.errors import ConfigError, ControlPlaneError, ProtectionError
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.launchers.virtual import default_root
-from megatron_ft.supervisor import command as job_settings
-from megatron_ft.supervisor import command as torchrun
 from megatron_ft.supervisor.container import python_of, runtime_of
 from megatron_ft.supervisor.job_state import read_record, state_folder
 from megatron_ft.supervisor.placement import choose_active, read_domains
@@ -82,10 +80,10 @@ def main(arguments: argparse.Namespace) -> int:
     """Ask every node, print the findings; see EXIT_CODES."""
     if arguments.rate_mib < 1:
         raise ConfigError(f"--rate-mib is {arguments.rate_mib}; give a number >= 1")
-    command = run.command_of(arguments)
-    run.settle_ranks(arguments, command)
-    settings = job_settings.settle(vars(arguments), command, os.environ)
-    code = agent_place.serve(arguments)
+    command = command_of(arguments)
+    settle_ranks(arguments, command)
+    settings = settle(vars(arguments), command, os.environ)
+    code = run_place.serve(arguments)
     if code is not None:
         return code
     findings = judge(asyncio.run(examine(arguments, settings, command)))
@@ -105,7 +103,7 @@ async def examine(
     logs = state_folder(name, arguments.log_dir or arguments.state_dir)
     own = argparse.Namespace(**{**vars(arguments), "job": name})
     place = run_place.place_of(
-        own, root, logs, agent_place.meeting_folder(arguments), settings.on_no_spare
+        own, root, logs, run_place.meeting_folder(arguments), settings.on_no_spare
     )
     request = ProbeRequest(
         token=f".{name}",
@@ -154,12 +152,12 @@ def _refuse_what_run_refuses(
     with suppress(ProtectionError):
         spec = run.spec_from(arguments, command or ("python",), settings, place)
         for name in EXPORTS:
-            make_folder(flag_of(name), getattr(spec, name))
+            make_folder(SETTINGS[name].run_flag, getattr(spec.settings, name))
 
 
 def _exports(settings: SnapshotConfig) -> dict[str, str]:
     """Folders of exports by flag."""
-    found = {flag_of(name): getattr(settings, name) for name in EXPORTS}
+    found = {SETTINGS[name].run_flag: getattr(settings, name) for name in EXPORTS}
     return {flag: str(folder) for flag, folder in found.items() if folder}
 
 
@@ -179,7 +177,7 @@ def wishes_of(
     place: RunPlace,
 ) -> Wishes:
     """What the job will want; ConfigError for failure domains that cannot be read."""
-    torchrun.check(command, place.nodes, arguments.ranks_per_node)
+    check_torchrun(command, place.nodes, arguments.ranks_per_node)
     source, scheme = arguments.failure_domains, Scheme.parse(settings.protect)
     nodes = place.launcher.nodes()
     domains = read_domains(source, nodes) if source else {}
