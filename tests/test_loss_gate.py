@@ -16,7 +16,7 @@ from test_cycle import PLACES, Driver, to_all
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.cycle import Ended, Phase
+from megatron_ft.supervisor.cycle import CyclePhase, SnapshotEnded
 from megatron_ft.trainer.loss_gate import HISTORY, LEAST_HISTORY, LossGate
 
 losses = st.floats(0.1, 1.0)
@@ -145,16 +145,16 @@ def test_a_bad_loss_aborts_the_snapshot_and_is_told_apart() -> None:
         aborts = []
         for number in order:
             aborts += d.cycle.handle("n0", words[number])
-        assert to_all(aborts, m.Abort) and d.cycle.phase == Phase.ABORTING
+        assert to_all(aborts, m.Abort) and d.cycle.phase == CyclePhase.ABORTING
         (ended,) = d.confirm(aborts)
-        assert isinstance(ended, Ended) and ended.gated and ended.level == "aborted"
+        assert isinstance(ended, SnapshotEnded) and ended.gated and ended.level == "aborted"
         assert "dp0: the loss is nan" in ended.reason
         d.propose(progress=20)
         d.seal()
-        assert d.cycle.phase == Phase.ENCODING, "the next one is judged by itself"
+        assert d.cycle.phase == CyclePhase.ENCODING, "the next one is judged by itself"
 
 
 def test_a_verdict_that_comes_late_changes_nothing() -> None:
     d = Driver().encoding()
     late = m.Judged("dp0", d.cycle.snapshot, "the loss is nan")
-    assert d.cycle.handle("n0", late) == [] and d.cycle.phase == Phase.ENCODING
+    assert d.cycle.handle("n0", late) == [] and d.cycle.phase == CyclePhase.ENCODING

@@ -24,7 +24,7 @@ from protocol_model.world import World
 
 from megatron_ft.arena.format import SlotState
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.cycle import Phase
+from megatron_ft.supervisor.cycle import CyclePhase
 
 SHORTEN = os.environ.get("MEGATRON_FT_MODEL_SHORTEN", "1") != "0"
 RESETS = Shape("xor", 2, 1, spares=1, slots=2, stripes=2, resets=True)
@@ -87,7 +87,7 @@ def older_slot(world: World) -> tuple[str, int] | None:
     if (
         world.incarnation is None
         or world.incarnation.cycle is None
-        or world.incarnation.cycle.phase != Phase.IDLE
+        or world.incarnation.cycle.phase != CyclePhase.IDLE
     ):
         return None
     for arena in world.nodes["n0"].arenas.values():

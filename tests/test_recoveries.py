@@ -9,11 +9,9 @@ import pytest
 
 from megatron_ft.cli.run_folders import RunSummary
 from megatron_ft.rpc.node_messages import PulseReport
+from megatron_ft.supervisor import heartbeats
 from megatron_ft.supervisor.events import JobEvent
-from megatron_ft.supervisor.watch import recoveries
-from megatron_ft.supervisor.watch.board import Heard, PulseBoard
-from megatron_ft.supervisor.watch.peers import StragglerFinder
-from megatron_ft.supervisor.watch.recoveries import RecoveryClock
+from megatron_ft.supervisor.heartbeats import Heard, Heartbeats, RecoveryClock, StragglerFinder
 
 
 def report(rank: int, **known: Any) -> PulseReport:
@@ -77,7 +75,7 @@ def test_an_incarnation_without_trainers_belongs_to_the_same_recovery(
     """A node was lost and no spare is left: the next incarnation begins only when all is
     exported."""
     now = [100.0]
-    monkeypatch.setattr(recoveries.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(heartbeats.time, "monotonic", lambda: now[0])
     clock = RecoveryClock()
     clock.starting()
     for cause in ("node n1 is lost", "fewer nodes train"):
@@ -131,10 +129,10 @@ def test_only_ranks_with_the_same_part_of_the_model_are_compared() -> None:
 
 
 def test_old_reports_say_nothing() -> None:
-    board = PulseBoard()
-    board.note("n0", {"pp0-tp0-dp0-ep0": report(0)})
+    board = Heartbeats()
+    board.record("n0", {"pp0-tp0-dp0-ep0": report(0)})
     assert board.fresh(2, 60.0) == []
-    board.note("n1", {"pp0-tp0-dp1-ep0": report(1)})
+    board.record("n1", {"pp0-tp0-dp1-ep0": report(1)})
     assert [one.report.rank for one in board.fresh(2, 60.0)] == [0, 1]
     assert board.fresh(2, 0.0) == []
     board.begin_incarnation()

@@ -18,7 +18,7 @@ from megatron_ft.cli.chaos.node_network import NodeNetwork
 from megatron_ft.cli.doctor.facts import answers, last_words
 from megatron_ft.launchers.launcher import Placement
 from megatron_ft.launchers.virtual import VirtualCluster
-from megatron_ft.supervisor.tcp_world import WorldStarter
+from megatron_ft.supervisor.encoder_world import WorldStarter
 
 ROOT = Path(__file__).parents[2]
 WORLD_SECONDS = 900.0

@@ -19,7 +19,14 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.security import JobKeys
 from megatron_ft.smp.slot_rules import protected_gives_way
 from megatron_ft.supervisor.connections import REQUEST_TIMEOUT_SECONDS, Connections
-from megatron_ft.supervisor.cycle import Action, Ended, KillWorld, Phase, Send, SnapshotCycle
+from megatron_ft.supervisor.cycle import (
+    Action,
+    CyclePhase,
+    KillWorld,
+    Send,
+    SnapshotCycle,
+    SnapshotEnded,
+)
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.exposure import Fallbacks, Skips, fallbacks
 from megatron_ft.supervisor.plan import Timing
@@ -37,7 +44,8 @@ HOLDER = "drain"
 class Coordinator(Connections):
     """Control-plane state of one job over all its incarnations.
 
-    ``kill_world`` ends the encoder world; ``observers`` are told what happens.
+    ``kill_world`` ends the encoder world of a name; ``observers`` get what happens.
+    ``scrub_percent`` is the share of one core that each node's scrub may use.
     """
 
     def __init__(
@@ -46,8 +54,9 @@ class Coordinator(Connections):
         observers: Observers,
         kill_world: Callable[[str], None],
         timing: Timing,
+        scrub_percent: float = 0.0,
     ) -> None:
-        super().__init__(keys, observers, timing)
+        super().__init__(keys, observers, timing, scrub_percent)
         self._summary = SummaryParts(self, timing.heartbeat / 2)
         self.cycle: SnapshotCycle | None = None
         self.committed: tuple[SnapshotId, int, str] | None = None
@@ -171,18 +180,18 @@ class Coordinator(Connections):
         while self.cycle is cycle:
             if self.usable_world:
                 self._world_seen = time.monotonic()
-            if cycle.phase == Phase.IDLE and self.repairs.due:
+            if cycle.phase == CyclePhase.IDLE and self.repairs.due:
                 await self.repairs.work(cycle.stripes, cycle.places)
                 continue
-            if cycle.phase == Phase.IDLE and not self.paused:
+            if cycle.phase == CyclePhase.IDLE and not self.paused:
                 await self.refresh()
                 # A pause may have come with these heartbeats.
-                if self.cycle is cycle and cycle.phase == Phase.IDLE and not self.paused:
+                if self.cycle is cycle and cycle.phase == CyclePhase.IDLE and not self.paused:
                     self._perform(cycle, self._next(cycle))
-            elif cycle.phase == Phase.ENCODING and self._encoding_too_long():
+            elif cycle.phase == CyclePhase.ENCODING and self._encoding_too_long():
                 reason = f"no parity after {self.timing.encode_timeout:.0f} s"
                 self._perform(cycle, cycle.give_up(reason))
-            elif cycle.phase == Phase.CAPTURING:
+            elif cycle.phase == CyclePhase.CAPTURING:
                 now, limit = time.monotonic(), self.timing.encode_timeout
                 self._perform(cycle, cycle.overdue(self._fastest(cycle), now, limit))
             self._kick.clear()
@@ -259,7 +268,7 @@ class Coordinator(Connections):
                 self._keep(self._send(cycle, action))
             elif isinstance(action, KillWorld):
                 self.end_world(action.world, action.reason)
-            elif isinstance(action, Ended):
+            elif isinstance(action, SnapshotEnded):
                 self._ended(action)
         if cycle.ready:
             self._kick.set()
@@ -280,7 +289,7 @@ class Coordinator(Connections):
                 self._perform(cycle, cycle.answered(action.node, action.message, answer))
             return
 
-    def _ended(self, ended: Ended) -> None:
+    def _ended(self, ended: SnapshotEnded) -> None:
         if ended.again and ended.level == "local":
             # It is what it was, or known to be less; why the world broke has been told.
             self.repairs.count_lost(ended.snapshot, ended.corrupt)

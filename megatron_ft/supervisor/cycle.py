@@ -40,7 +40,7 @@ class KillWorld:
 
 
 @dataclass(frozen=True)
-class Ended:
+class SnapshotEnded:
     """A snapshot is over: ``level`` is protected, local or aborted; ``last`` if training is too.
 
     ``gated`` says that it was given up because of the loss, ``again`` that it had been committed
@@ -57,7 +57,7 @@ class Ended:
     corrupt: frozenset[str] = frozenset()
 
 
-Action = Send | KillWorld | Ended
+Action = Send | KillWorld | SnapshotEnded
 
 
 class CaptureRound:
@@ -107,7 +107,7 @@ MOMENTARY = (TransitionRefusedError.__name__, PinnedError.__name__)
 """Refusals of a permit that the next message of a trainer or reader may end."""
 
 
-class Phase(Enum):
+class CyclePhase(Enum):
     """Where the snapshot under way is."""
 
     IDLE = "idle"
@@ -136,7 +136,7 @@ class SnapshotCycle:
         self.stripes = stripes
         self.schedule = schedule
         self._orders = orders_by_node(stripes, places)
-        self.phase = Phase.IDLE
+        self.phase = CyclePhase.IDLE
         self.snapshot = SnapshotId(incarnation, 0)
         self.iteration = -1
         self.level = ""
@@ -160,7 +160,7 @@ class SnapshotCycle:
 
         Before that a permit may be asked for, and nodes on which one has not said so refuse it.
         """
-        return self.phase == Phase.IDLE and not self._capture.writing
+        return self.phase == CyclePhase.IDLE and not self._capture.writing
 
     def propose(
         self, progress: int, world: str, *, give_up_protected: bool = False
@@ -171,7 +171,7 @@ class SnapshotCycle:
         yet; ``world`` the encoder world that is up on all nodes, "" if none.  The last
         protected snapshot makes room for it only with ``give_up_protected``.
         """
-        if self.phase != Phase.IDLE or self._last:
+        if self.phase != CyclePhase.IDLE or self._last:
             return []
         self.schedule.reached(progress)
         if self.schedule.waits(progress):
@@ -181,7 +181,7 @@ class SnapshotCycle:
         self._again = False
         self.iteration = self.schedule.next_iteration(progress)
         self.schedule.permitted(self.iteration)
-        self.phase = Phase.CAPTURING
+        self.phase = CyclePhase.CAPTURING
         self._world = world
         self._broken, self._corrupt, self._gated = "", frozenset(), False
         self._capture = CaptureRound(self.places)
@@ -194,7 +194,7 @@ class SnapshotCycle:
 
         Encoders were away when it was taken.  Until they have ended it stays what it was.
         """
-        if self.phase != Phase.IDLE or self._last or not self.stripes:
+        if self.phase != CyclePhase.IDLE or self._last or not self.stripes:
             return []
         self.snapshot, self.iteration, self._world = snapshot, iteration, world
         self._broken, self._corrupt, self._gated, self._again = "", frozenset(), False, True
@@ -202,7 +202,7 @@ class SnapshotCycle:
 
     def world_changed(self, world: str) -> None:
         """A world came up while nothing was being encoded: use it for the snapshot under way."""
-        if self.phase == Phase.CAPTURING:
+        if self.phase == CyclePhase.CAPTURING:
             self._world = world
 
     def handle(self, node: str, body: Any) -> list[Action]:
@@ -236,11 +236,13 @@ class SnapshotCycle:
             return []
         if isinstance(answer, m.Refused):
             return self._refused(node, request, answer)
-        expected = {m.Commit: Phase.COMMITTING, m.Abort: Phase.ABORTING}.get(type(request))
+        expected = {m.Commit: CyclePhase.COMMITTING, m.Abort: CyclePhase.ABORTING}.get(
+            type(request)
+        )
         if expected is None or expected != self.phase:
             return []
         self._waiting.discard(node)
-        if self.phase == Phase.COMMITTING:
+        if self.phase == CyclePhase.COMMITTING:
             reach("commit.between" if self._waiting else "commit.last")
         return [] if self._waiting else self._over()
 
@@ -250,25 +252,25 @@ class SnapshotCycle:
         Words that the old one may have taken with it are repeated; what it was in the
         middle of is given up.  Its encoder has ended with it.
         """
-        if self.phase == Phase.CAPTURING:
+        if self.phase == CyclePhase.CAPTURING:
             return self._abort(f"the SMP of {node} was restarted")
-        if self.phase == Phase.ENCODING:
+        if self.phase == CyclePhase.ENCODING:
             return self._writer_gone(node, m.WriterGone("encoder", self._world, 0))
         return self._repeat(node)
 
     def _repeat(self, node: str) -> list[Action]:
         """The word that decides the snapshot once more, to a node that has not confirmed it."""
-        if self.phase == Phase.COMMITTING and node in self._waiting:
+        if self.phase == CyclePhase.COMMITTING and node in self._waiting:
             return [Send(node, m.Commit(self.incarnation, self.snapshot, self.level))]
-        if self.phase == Phase.ABORTING and node in self._waiting:
+        if self.phase == CyclePhase.ABORTING and node in self._waiting:
             return [Send(node, m.Abort(self.incarnation, self.snapshot, self._broken))]
         return []
 
     def give_up(self, reason: str) -> list[Action]:
         """Abort the snapshot under way unless it is decided already."""
-        if self.phase == Phase.CAPTURING:
+        if self.phase == CyclePhase.CAPTURING:
             return self._abort(reason)
-        if self.phase == Phase.ENCODING:
+        if self.phase == CyclePhase.ENCODING:
             return self._break(reason)
         return []
 
@@ -278,7 +280,7 @@ class SnapshotCycle:
         ``progress`` is as for ``propose``.  Once a trainer has finished the iteration after it,
         every rank has been at this boundary, and every loss of a late verdict is known.
         """
-        if self.phase != Phase.CAPTURING or progress <= self.iteration:
+        if self.phase != CyclePhase.CAPTURING or progress <= self.iteration:
             self._passed_since = None
             return []
         if self._passed_since is None:
@@ -292,13 +294,13 @@ class SnapshotCycle:
         return self._abort(f"{text} {limit:.0f} s after its iteration")
 
     def _sealed(self, body: m.Sealed) -> list[Action]:
-        if self.phase != Phase.CAPTURING or body.record.snapshot != self.snapshot:
+        if self.phase != CyclePhase.CAPTURING or body.record.snapshot != self.snapshot:
             return []
         self._capture.sealed(body.record.shard_id, judged_later=body.judged_later)
         return self._encode_if_complete()
 
     def _verdict(self, body: m.Judged) -> list[Action]:
-        if self.phase != Phase.CAPTURING or body.snapshot != self.snapshot:
+        if self.phase != CyclePhase.CAPTURING or body.snapshot != self.snapshot:
             return []
         if body.problem:
             self._gated = True
@@ -314,7 +316,7 @@ class SnapshotCycle:
         return self._encode()
 
     def _encode(self) -> list[Action]:
-        self.phase = Phase.ENCODING
+        self.phase = CyclePhase.ENCODING
         self._waiting = set(self.places)
         self._encoders = set(self.nodes)
         return [Send(node, self._encode_on(node)) for node in self.nodes]
@@ -324,13 +326,13 @@ class SnapshotCycle:
         return m.Encode(self.incarnation, self.snapshot, self._world, part)
 
     def _encoded(self, body: m.Encoded) -> list[Action]:
-        if self.phase != Phase.ENCODING or body.snapshot != self.snapshot or self._broken:
+        if self.phase != CyclePhase.ENCODING or body.snapshot != self.snapshot or self._broken:
             return []
         self._waiting.discard(body.shard_id)
         return [] if self._waiting else self._commit("protected")
 
     def _gave_up(self, body: m.Missed | m.Abandoned) -> list[Action]:
-        if body.snapshot != self.snapshot or self.phase != Phase.CAPTURING:
+        if body.snapshot != self.snapshot or self.phase != CyclePhase.CAPTURING:
             return []
         if isinstance(body, m.Missed):
             self.schedule.missed()
@@ -341,7 +343,7 @@ class SnapshotCycle:
         return self._abort(f"{body.shard_id}: {body.reason}")
 
     def _order_failed(self, body: m.OrderFailed) -> list[Action]:
-        if self.phase != Phase.ENCODING or body.snapshot != self.snapshot:
+        if self.phase != CyclePhase.ENCODING or body.snapshot != self.snapshot:
             return []
         self._corrupt |= {body.corrupt} if body.corrupt else set()
         return self._break(body.reason)
@@ -355,7 +357,7 @@ class SnapshotCycle:
             return []
         if self._capturing():
             self._world = ""
-        if self.phase != Phase.ENCODING:
+        if self.phase != CyclePhase.ENCODING:
             # Suspended, it had outlived its SMP: the new one refused to commit over it.
             return self._repeat(node)
         return self._encoder_ended(node, f"the encoder on {node} died")
@@ -366,7 +368,7 @@ class SnapshotCycle:
         return actions + ([] if self._encoders else self._encoding_ended())
 
     def _capturing(self) -> bool:
-        return self.phase == Phase.CAPTURING
+        return self.phase == CyclePhase.CAPTURING
 
     def _break(self, reason: str) -> list[Action]:
         """Encoding cannot finish: have the whole world ended, then settle without parity."""
@@ -382,11 +384,11 @@ class SnapshotCycle:
         return self._commit("local")
 
     def _refused(self, node: str, request: m.Message, answer: m.Refused) -> list[Action]:
-        if isinstance(request, m.Grant) and self.phase == Phase.CAPTURING:
+        if isinstance(request, m.Grant) and self.phase == CyclePhase.CAPTURING:
             if self._stuck or answer.error not in MOMENTARY:
                 self.schedule.refused()
             return self._abort(answer.reason)
-        if isinstance(request, m.Encode) and self.phase == Phase.ENCODING:
+        if isinstance(request, m.Encode) and self.phase == CyclePhase.ENCODING:
             if answer.error == WorldGoneError.__name__:
                 return self._encoder_ended(node, answer.reason)
             return self._break(answer.reason)
@@ -394,21 +396,21 @@ class SnapshotCycle:
 
     def _commit(self, level: str) -> list[Action]:
         reach("commit.first")
-        self.phase, self.level, self._stuck = Phase.COMMITTING, level, False
+        self.phase, self.level, self._stuck = CyclePhase.COMMITTING, level, False
         self._waiting = set(self.nodes)
         return self._to_all(m.Commit(self.incarnation, self.snapshot, level))
 
     def _abort(self, reason: str) -> list[Action]:
-        self.phase, self.level, self._broken = Phase.ABORTING, "aborted", reason
+        self.phase, self.level, self._broken = CyclePhase.ABORTING, "aborted", reason
         self._waiting = set(self.nodes)
         return self._to_all(m.Abort(self.incarnation, self.snapshot, reason))
 
     def _over(self) -> list[Action]:
-        self.phase = Phase.IDLE
+        self.phase = CyclePhase.IDLE
         if self.level != "aborted" and not self._again:
             self.schedule.committed()
         return [
-            Ended(
+            SnapshotEnded(
                 self.snapshot,
                 self.iteration,
                 self.level,

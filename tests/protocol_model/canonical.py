@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.cycle import Phase
+from megatron_ft.supervisor.cycle import CyclePhase
 from protocol_model.encoder import Encoder
 from protocol_model.memory import DAMAGED, MemoryArena, MemorySlot
 from protocol_model.node import Node
@@ -353,7 +353,7 @@ class _Describer:
         )
         names: View = ()
         if cycle is not None:
-            capturing = cycle.phase == Phase.CAPTURING
+            capturing = cycle.phase == CyclePhase.CAPTURING
             waiting = cycle._capture.unsealed if capturing else cycle._waiting
             names = (
                 node.name in waiting,

@@ -21,7 +21,7 @@ from megatron_ft.smp.node_shards import StoreSlot
 from megatron_ft.smp.reactions import orders
 from megatron_ft.smp.slot_rules import SlotTable
 from megatron_ft.smp.slots import ShardSlots
-from megatron_ft.supervisor.cycle import Action, CaptureRound, Phase, SnapshotCycle
+from megatron_ft.supervisor.cycle import Action, CaptureRound, CyclePhase, SnapshotCycle
 from protocol_model import memory
 from protocol_model.disk import DiskSteps
 from protocol_model.drain import Drain
@@ -94,7 +94,7 @@ def per_rank_skip(patch: pytest.MonkeyPatch) -> None:
     """A rank that missed the iteration is left out, the others go on."""
 
     def gave_up(self: SnapshotCycle, body: m.Missed | m.Abandoned) -> list[Action]:
-        if body.snapshot != self.snapshot or self.phase != Phase.CAPTURING:
+        if body.snapshot != self.snapshot or self.phase != CyclePhase.CAPTURING:
             return []
         record = record_of(self.snapshot, body.shard_id, self.iteration)
         return self._sealed(m.Sealed(record))

@@ -26,7 +26,7 @@ from megatron_ft.cli.doctor.pairs import (
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.launchers.launcher import Launcher, Placement
 from megatron_ft.launchers.outer_launcher import base_environment
-from megatron_ft.supervisor.tcp_world import AUTO, WorldStarter
+from megatron_ft.supervisor.encoder_world import AUTO, WorldStarter
 
 START_SECONDS = 60.0
 
