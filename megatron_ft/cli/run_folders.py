@@ -113,7 +113,7 @@ class RunSummary:
         self._places: dict[str, str] = {}
 
     def __call__(self, event: JobEvent) -> None:
-        """Take note of an event."""
+        """Record an event."""
         if event.kind == "recovered":
             self._recoveries.append(event)
         elif event.kind == "drained":

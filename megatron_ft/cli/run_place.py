@@ -22,10 +22,17 @@ from megatron_ft.cli.common import say
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.fewer_ranks import HOLD, STOP
 from megatron_ft.core.node_names import check_names, check_sockets
-from megatron_ft.launchers.agents.front import Front, NodeRank, node_rank, read_hostfile
+from megatron_ft.launchers.agents.agent import AgentFront
 from megatron_ft.launchers.agents.hub import AgentHub
 from megatron_ft.launchers.agents.launcher import AgentLauncher
-from megatron_ft.launchers.agents.messages import FILE_NAME, AgentOrders, address_towards
+from megatron_ft.launchers.agents.rendezvous import (
+    FILE_NAME,
+    AgentOrders,
+    NodeRank,
+    address_towards,
+    node_rank,
+    read_hostfile,
+)
 from megatron_ft.launchers.launcher import HostSource, Launcher
 from megatron_ft.launchers.slurm.allocation import Allocation
 from megatron_ft.launchers.slurm.launcher import SlurmLauncher
@@ -49,7 +56,7 @@ class RunPlace:
     """A launcher, how many nodes train, and what only the place knows.
 
     ``seconds_left`` until it ends the job, 0: never.  ``clean`` removes what a job that is done
-    left on its nodes; ``destroy`` also ends its processes.  ``hint`` says what becomes of
+    left on its nodes; ``destroy`` also ends its processes.  ``hint`` explains what becomes of
     memory when the job has stopped.  ``hosts`` is where replacements of lost nodes come from.
     ``leave`` takes the exit code to all nodes, at the very end.
     """
@@ -126,8 +133,9 @@ def place_of(
     meeting_folder: Path,
     on_no_spare: str = STOP,
 ) -> RunPlace:
-    """What the flags ask for; ``root`` is the folder of all jobs' arenas, None: the usual one.
+    """The place that the flags ask for.
 
+    ``root`` is the folder of all jobs' arenas, None: the usual one.
     Agents meet the supervisor in ``meeting_folder``; ``on_no_spare`` is the job's setting.
     ConfigError for flags that do not fit the place.
     """
@@ -213,7 +221,7 @@ def serve(arguments: argparse.Namespace) -> int | None:
     _refuse_other_flags(arguments)
     if arguments.launcher != NODES or _rank(arguments).rank == 0:
         return None
-    # The supervisor drains first, and then tells us to end.
+    # The supervisor drains first, and then ends us.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     rank = _rank(arguments).rank
@@ -233,7 +241,7 @@ def _gather(arguments: argparse.Namespace, root: Path, folder: Path) -> RunPlace
     check_names(root, arguments.job, hosts)
     hub = AgentHub(arguments.address or own_address(os.environ, hosts[0] if hosts else ""))
     hub.meeting.write(file)
-    fronts: list[Front] = []
+    fronts: list[AgentFront] = []
 
     def leave(code: int) -> None:
         hub.close(code)
@@ -282,25 +290,25 @@ def _rank(arguments: argparse.Namespace) -> NodeRank:
     return node_rank(os.environ, arguments.node_rank, wanted)
 
 
-def _own_agent(arguments: argparse.Namespace, rank: int, folder: Path) -> Front:
+def _own_agent(arguments: argparse.Namespace, rank: int, folder: Path) -> AgentFront:
     name = arguments.node_name or socket.gethostname()
-    return Front(AgentOrders(name, rank, file=str(folder / FILE_NAME)))
+    return AgentFront(AgentOrders(name, rank, file=str(folder / FILE_NAME)))
 
 
 def _over_remote_shells(
     arguments: argparse.Namespace, hub: AgentHub, hosts: list[str]
-) -> list[Front]:
+) -> list[AgentFront]:
     shell = shlex.split(arguments.remote_shell or _SSH)
     try:
         return [
-            Front(AgentOrders(host, rank, hub.meeting), [*shell, host])
+            AgentFront(AgentOrders(host, rank, hub.meeting), [*shell, host])
             for rank, host in enumerate(hosts)
         ]
     except OSError as error:
         raise ConfigError(f"--remote-shell {shell[0]!r}: {error.strerror}") from error
 
 
-def _await_agents(hub: AgentHub, fronts: list[Front], size: int) -> None:
+def _await_agents(hub: AgentHub, fronts: list[AgentFront], size: int) -> None:
     """Until all agents are there, or none is to be expected any more."""
     deadline = time.monotonic() + GATHER_SECONDS
     while time.monotonic() < deadline:

@@ -123,7 +123,7 @@ _RENDEZVOUS = frozenset(
 
 
 def is_torchrun(command: Sequence[str]) -> bool:
-    """Whether the command starts torchrun itself; behind another program nobody can see it."""
+    """True if the command starts torchrun itself; behind another program nobody can see it."""
     return _own_words(command) > 0
 
 
@@ -175,7 +175,7 @@ def check_torchrun(
 
 
 def _own_words(command: Sequence[str]) -> int:
-    """How many words start torchrun, before its flags; 0 if it is another program."""
+    """The number of words that start torchrun, before its flags; 0 if it is another program."""
     if command and Path(command[0]).name == "torchrun":
         return 1
     for index, word in enumerate(command[:-1]):

@@ -33,7 +33,6 @@ from megatron_ft.config.setting import (
 )
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.fewer_ranks import HOLD, SHRINK, STOP
-from megatron_ft.core.word import MOST_SECONDS
 
 SWITCH = "--inmem-snapshot"
 SWITCH_HELP = "Keep snapshots of the training state in host memory and restore from them."
@@ -127,14 +126,6 @@ class SnapshotConfig:
     encode_bandwidth_mib: float = bandwidth(
         "Most that a node sends to others while parity is made."
     )
-    quiet_seconds: float = number(
-        1.0,
-        "Longest time that a window marked by trainers (megatron_ft.quiet) holds the traffic of "
-        "encoders and drains; then it goes on, with a warning.",
-        allowed=f"seconds > 0, at most {MOST_SECONDS:g}",
-        accepts=lambda v: 0 < v <= MOST_SECONDS,
-        unit="seconds",
-    )
     background_cpus: str | None = setting(
         CPUS,
         None,
@@ -183,8 +174,8 @@ class SnapshotConfig:
     )
     loss_gate: float = number(
         0.0,
-        "A loss that is not finite, or above this many times the median of the last 64, keeps a "
-        "snapshot from replacing the last good one. 0: no gate.",
+        "A loss that is not finite, or above this many times the median of the last 64, keeps the "
+        "state that it led to from being captured. 0: no gate.",
         allowed="0, or a number > 1",
         accepts=lambda v: v == 0 or v > 1,
         job=False,
@@ -266,7 +257,7 @@ class SnapshotConfig:
         refuse(problems + self._without_effect())
 
     def _without_effect(self) -> list[str]:
-        """Settings of a drain without folder or interval: whoever gave them expects files."""
+        """Settings of a drain without folder or interval: the user who gave them expects files."""
         if self.on_no_spare == SHRINK and None in (self.drain_dir, self.drain_export_dir):
             return [
                 "on_no_spare is shrink, which goes on from an export: give drain_dir, "
@@ -315,7 +306,7 @@ SETTINGS: Mapping[str, Setting] = {
 
 @dataclass(frozen=True)
 class Source:
-    """What one place says about settings, by name; ``label`` tells people where it stands.
+    """The settings that one place gives, by name; ``label`` tells people where each stands.
 
     None and empty text count as not given.
     """
@@ -371,8 +362,8 @@ def differences(ours: Source, theirs: Source) -> dict[str, str]:
         if mine is None or other is None:
             continue
         if declared.parse(mine, ours.label(name)) != declared.parse(other, theirs.label(name)):
-            said = other if other != "" else declared.shown_default
-            lines[name] = f"{ours.label(name)} is {mine}, but {theirs.label(name)} is {said}"
+            theirs_is = other if other != "" else declared.shown_default
+            lines[name] = f"{ours.label(name)} is {mine}, but {theirs.label(name)} is {theirs_is}"
     return lines
 
 

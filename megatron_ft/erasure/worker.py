@@ -25,12 +25,10 @@ from megatron_ft.core.affinity import bind_to_background_cpus
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.core.priority import lower_priority
-from megatron_ft.core.word import open_word
 from megatron_ft.erasure.checks import CorruptMemberError
 from megatron_ft.erasure.orders import Order, OrderRunner
 from megatron_ft.erasure.transport import Transport
 from megatron_ft.erasure.world import join_world
-from megatron_ft.rpc import local_socket
 from megatron_ft.rpc.messages import (
     EncodeOrder,
     EncoderHello,
@@ -44,6 +42,7 @@ from megatron_ft.rpc.messages import (
     decode,
     encode,
 )
+from megatron_ft.rpc.sockets import connect_local
 
 WELCOME_SECONDS = 60.0
 FLUSH_SECONDS = 5.0
@@ -75,7 +74,7 @@ class SmpConnection:
             target=_watch, args=(monitor, on_lost), name="smp-watcher", daemon=True
         )
         self._watcher.start()
-        local_socket.connect(self._socket, environment.socket)
+        connect_local(self._socket, environment.socket)
 
     def send(self, message: Message) -> None:
         """Hand a message to the socket's own thread."""
@@ -125,8 +124,7 @@ def serve(
         welcome = smp.receive(WELCOME_SECONDS)
         if not isinstance(welcome, EncoderWelcome):
             raise ControlPlaneError(f"the SMP of {environment.node} refused us: {welcome}")
-        quiet = open_word(environment.node_dir)
-        runner = OrderRunner(UUID(welcome.job), open_transport, _encode_rate(), quiet)
+        runner = OrderRunner(UUID(welcome.job), open_transport, _encode_rate())
         while True:
             message = smp.receive()
             if isinstance(message, Ok):

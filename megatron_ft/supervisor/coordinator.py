@@ -16,7 +16,7 @@ from typing import Any
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.security import JobKeys
+from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.smp.slot_rules import protected_gives_way
 from megatron_ft.supervisor.connections import REQUEST_TIMEOUT_SECONDS, Connections
 from megatron_ft.supervisor.cycle import (
@@ -34,7 +34,7 @@ from megatron_ft.supervisor.repairs import Repairs
 from megatron_ft.supervisor.summary import SummaryParts
 
 LOOK_SECONDS = 0.25
-"""So often what nobody tells is looked at: whether a pause has ended, or parity takes too long."""
+"""Interval of looks at what no event brings: the end of a pause, parity that takes too long."""
 MOST_PROTECT_TRIES = 3
 """So often parity of a local snapshot is tried; then only a newer snapshot gets some."""
 HOLDER = "drain"
@@ -68,13 +68,12 @@ class Coordinator(Connections):
         self.watched: dict[str, Any] = {}
         self.skips = Skips()
         self.repairs = Repairs(self)
-        self.gated = 0
         self.given_up = (0, "")
-        """Snapshots aborted since the last commit, and why the last of them was."""
+        """Snapshots aborted since the last commit, and the reason of the last one."""
         self.world = ""
         self.world_nodes: tuple[str, ...] = ()
         self.world_joined, self.world_refused = False, ""
-        """Whether the expected world has been up, and why an SMP refused an encoder of it."""
+        """True once the expected world was up; the reason for which an SMP refused its encoder."""
         self.listeners: list[Callable[[m.Event], None]] = []
         self._kill_world = kill_world
         self._encoders_up: set[str] = set()
@@ -99,9 +98,9 @@ class Coordinator(Connections):
         await self.ask_all({n: m.Hold(self.incarnation, HOLDER, snapshot) for n in nodes})
 
     async def release(self, nodes: Sequence[str]) -> None:
-        """End ``hold``: each node has been told, or is given up, or this incarnation is over.
+        """End ``hold``: each node knows of it, or is given up, or this incarnation is over.
 
-        A word that is lost comes again: until the next drain, which may wait for a snapshot
+        A request that is lost is repeated: until the next drain, which may wait for a snapshot
         that has no slot, nothing else would end it.
         """
         await asyncio.gather(*(self._unhold(node, self.incarnation) for node in nodes))
@@ -155,7 +154,7 @@ class Coordinator(Connections):
         self._keep(self._pump(cycle))
 
     def fallbacks(self) -> Fallbacks:
-        """What failures would fall back to; while nothing is trained, what was committed last."""
+        """The snapshots that failures would fall back to; without training those committed last."""
         if self.cycle is not None:
             damaged = self.repairs.lost
             return fallbacks(self.held, self.cycle.places, self.cycle.stripes, damaged)
@@ -231,7 +230,7 @@ class Coordinator(Connections):
         return max((self.progress.get(s, -1) for s in cycle.places), default=-1)
 
     def _skip(self, progress: int, interval: int) -> None:
-        """Count; the observers hear once of each time that something is in the way."""
+        """Count; the observers get one event for each time that something is in the way."""
         if not self.skips.begin(progress, interval):
             return
         if self.pinned:
@@ -291,12 +290,11 @@ class Coordinator(Connections):
 
     def _ended(self, ended: SnapshotEnded) -> None:
         if ended.again and ended.level == "local":
-            # It is what it was, or known to be less; why the world broke has been told.
+            # It is what it was, or known to be less; the event of the broken world has the reason.
             self.repairs.count_lost(ended.snapshot, ended.corrupt)
             return
         if ended.level == "aborted":
-            self.gated += ended.gated
-            kind = "gated" if ended.gated else "dropped" if ended.last else "aborted"
+            kind = "dropped" if ended.last else "aborted"
             if kind == "aborted":
                 self.given_up = (self.given_up[0] + 1, ended.reason)
             self.observers.tell(
@@ -305,7 +303,7 @@ class Coordinator(Connections):
                 iteration=ended.iteration,
             )
             return
-        self.note_commit(ended.snapshot, ended.iteration, ended.level)
+        self.record_commit(ended.snapshot, ended.iteration, ended.level)
         self.observers.tell(
             "committed",
             f"snapshot of iteration {ended.iteration} committed ({ended.level})",
@@ -313,7 +311,7 @@ class Coordinator(Connections):
             level=ended.level,
         )
 
-    def note_commit(self, snapshot: SnapshotId, iteration: int, level: str) -> None:
+    def record_commit(self, snapshot: SnapshotId, iteration: int, level: str) -> None:
         """``snapshot`` is committed on every node: what a failure falls back to from now on."""
         self.committed, self.given_up = (snapshot, iteration, level), (0, "")
         if level == "protected":

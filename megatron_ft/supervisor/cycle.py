@@ -1,16 +1,18 @@
 """One snapshot from permit to commit, as decisions without input or output.
 
-The coordinator feeds events and answers in and sends what comes out; the model test
-does the same with random interleavings.  There is at most one snapshot under way.
+The coordinator feeds events and answers in and performs the actions that come out; the model
+test does the same with random interleavings.  There is at most one snapshot under way::
 
-What a snapshot's cycle wants done; the coordinator does it.
-
-What the trainers still owe for one snapshot: seals, verdicts, and the end of their writing.
+    IDLE --propose--> CAPTURING --all sealed--> ENCODING --all encoded--> COMMITTING --> IDLE
+                          |                        |
+                          +-- missed, abandoned,   +-- bad bytes: ABORTING
+                          |   overdue: ABORTING    +-- world gone: COMMITTING as local
+                          +-- no encoder world: COMMITTING as local
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.refusals import PinnedError, TransitionRefusedError, WorldGoneError
+from megatron_ft.rpc.node_messages import PinnedError, TransitionRefusedError, WorldGoneError
 from megatron_ft.supervisor.plan import orders_by_node
 from megatron_ft.supervisor.schedule import Schedule
 
@@ -43,8 +45,8 @@ class KillWorld:
 class SnapshotEnded:
     """A snapshot is over: ``level`` is protected, local or aborted; ``last`` if training is too.
 
-    ``gated`` says that it was given up because of the loss, ``again`` that it had been committed
-    as local before and was to get parity.  ``corrupt`` are shards whose bytes encoders found wrong.
+    ``again`` says that it had been committed as local before and was to get parity.  ``corrupt``
+    are shards whose bytes encoders found wrong.
     """
 
     snapshot: SnapshotId
@@ -52,55 +54,11 @@ class SnapshotEnded:
     level: str
     reason: str = ""
     last: bool = False
-    gated: bool = False
     again: bool = False
     corrupt: frozenset[str] = frozenset()
 
 
 Action = Send | KillWorld | SnapshotEnded
-
-
-class CaptureRound:
-    """Which shards of a permitted snapshot are done with; reports may come in any order.
-
-    ``unsealed`` are shards that are not captured completely.  ``writing`` are those whose trainer
-    may still write to its slot, whatever has become of the snapshot meanwhile.
-    """
-
-    def __init__(self, shards: Iterable[str]) -> None:
-        self.unsealed = set(shards)
-        self.writing = set(self.unsealed)
-        self._unjudged: set[str] = set()
-        self._judged: set[str] = set()
-
-    @property
-    def complete(self) -> bool:
-        """Whether every shard is sealed, and judged where its loss is seen only later."""
-        return self.all_sealed() and not self._unjudged
-
-    @property
-    def owing(self) -> set[str]:
-        """Shards that have not sealed, or whose loss is not judged yet."""
-        return self.unsealed | self._unjudged
-
-    def all_sealed(self) -> bool:
-        """Whether no shard is still being captured: only then may encoding start."""
-        return not self.unsealed
-
-    def sealed(self, shard_id: str, *, judged_later: bool) -> None:
-        """A shard is captured; with ``judged_later`` its rank waits for the next loss."""
-        self.unsealed.discard(shard_id)
-        if judged_later and shard_id not in self._judged:
-            self._unjudged.add(shard_id)
-
-    def passed(self, shard_id: str) -> None:
-        """The loss gate lets a shard pass: it may say so before the rank says that it sealed."""
-        self._judged.add(shard_id)
-        self._unjudged.discard(shard_id)
-
-    def stopped(self, shard_id: str) -> None:
-        """The trainer writes to its slot no more."""
-        self.writing.discard(shard_id)
 
 
 MOMENTARY = (TransitionRefusedError.__name__, PinnedError.__name__)
@@ -140,14 +98,14 @@ class SnapshotCycle:
         self.snapshot = SnapshotId(incarnation, 0)
         self.iteration = -1
         self.level = ""
-        self._capture = CaptureRound(())
-        # Shards without parity while they are encoded, then nodes that have not confirmed.
+        # Shards that are not sealed, then those without parity, then nodes without an answer.
         self._waiting: set[str] = set()
+        # Shards whose trainer may still write to its slot, whatever became of the snapshot.
+        self._writing: set[str] = set()
         self._encoders: set[str] = set()
         self._world = ""
         self._broken = ""
         self._corrupt: frozenset[str] = frozenset()
-        self._gated = False
         self._last = False
         self._sequence = 0
         self._again = False
@@ -156,11 +114,11 @@ class SnapshotCycle:
 
     @property
     def ready(self) -> bool:
-        """Whether nothing is under way and every trainer has said that its last capture ended.
+        """True if nothing is under way and the last capture of every trainer has ended.
 
-        Before that a permit may be asked for, and nodes on which one has not said so refuse it.
+        Before that a permit may be asked for, but nodes on which one still writes refuse it.
         """
-        return self.phase == CyclePhase.IDLE and not self._capture.writing
+        return self.phase == CyclePhase.IDLE and not self._writing
 
     def propose(
         self, progress: int, world: str, *, give_up_protected: bool = False
@@ -183,8 +141,8 @@ class SnapshotCycle:
         self.schedule.permitted(self.iteration)
         self.phase = CyclePhase.CAPTURING
         self._world = world
-        self._broken, self._corrupt, self._gated = "", frozenset(), False
-        self._capture = CaptureRound(self.places)
+        self._broken, self._corrupt = "", frozenset()
+        self._waiting, self._writing = set(self.places), set(self.places)
         self._passed_since = None
         grant = m.Grant(self.incarnation, self.snapshot, self.iteration, give_up_protected)
         return self._to_all(grant)
@@ -197,7 +155,7 @@ class SnapshotCycle:
         if self.phase != CyclePhase.IDLE or self._last or not self.stripes:
             return []
         self.snapshot, self.iteration, self._world = snapshot, iteration, world
-        self._broken, self._corrupt, self._gated, self._again = "", frozenset(), False, True
+        self._broken, self._corrupt, self._again = "", frozenset(), True
         return self._encode()
 
     def world_changed(self, world: str) -> None:
@@ -210,8 +168,6 @@ class SnapshotCycle:
         self._note_end(body)
         if isinstance(body, m.Sealed):
             return self._sealed(body)
-        if isinstance(body, m.Judged):
-            return self._verdict(body)
         if isinstance(body, m.Encoded):
             return self._encoded(body)
         if isinstance(body, m.Missed | m.Abandoned):
@@ -225,10 +181,10 @@ class SnapshotCycle:
     def _note_end(self, body: Any) -> None:
         """A trainer writes to its slot no more, whatever has become of the snapshot meanwhile."""
         if isinstance(body, m.Sealed) and body.record.snapshot == self.snapshot:
-            self._capture.stopped(body.record.shard_id)
+            self._writing.discard(body.record.shard_id)
         ended = isinstance(body, m.Missed | m.Abandoned | m.SlotFreed)
         if ended and body.snapshot == self.snapshot:
-            self._capture.stopped(body.shard_id)
+            self._writing.discard(body.shard_id)
 
     def answered(self, node: str, request: m.Message, answer: m.Message) -> list[Action]:
         """React to a node's answer to one of our requests."""
@@ -278,7 +234,7 @@ class SnapshotCycle:
         """Abort a capture that has not ended ``limit`` seconds after its iteration was passed.
 
         ``progress`` is as for ``propose``.  Once a trainer has finished the iteration after it,
-        every rank has been at this boundary, and every loss of a late verdict is known.
+        every rank has been at this boundary.
         """
         if self.phase != CyclePhase.CAPTURING or progress <= self.iteration:
             self._passed_since = None
@@ -288,7 +244,7 @@ class SnapshotCycle:
         if now - self._passed_since <= limit:
             return []
         self._stuck = True
-        owing = sorted(self._capture.owing)
+        owing = sorted(self._waiting)
         more = f" and {len(owing) - 3} others" if len(owing) > 3 else ""
         text = f"no end of the capture of {', '.join(owing[:3])}{more}"
         return self._abort(f"{text} {limit:.0f} s after its iteration")
@@ -296,24 +252,15 @@ class SnapshotCycle:
     def _sealed(self, body: m.Sealed) -> list[Action]:
         if self.phase != CyclePhase.CAPTURING or body.record.snapshot != self.snapshot:
             return []
-        self._capture.sealed(body.record.shard_id, judged_later=body.judged_later)
-        return self._encode_if_complete()
-
-    def _verdict(self, body: m.Judged) -> list[Action]:
-        if self.phase != CyclePhase.CAPTURING or body.snapshot != self.snapshot:
-            return []
-        if body.problem:
-            self._gated = True
-            return self._abort(f"the loss gate of {body.shard_id}: {body.problem}")
-        self._capture.passed(body.shard_id)
-        return self._encode_if_complete()
-
-    def _encode_if_complete(self) -> list[Action]:
-        if not self._capture.complete:
+        self._waiting.discard(body.record.shard_id)
+        if not self._all_sealed():
             return []
         if not self._world or not self.stripes:
             return self._commit("local")
         return self._encode()
+
+    def _all_sealed(self) -> bool:
+        return not self._waiting
 
     def _encode(self) -> list[Action]:
         self.phase = CyclePhase.ENCODING
@@ -416,7 +363,6 @@ class SnapshotCycle:
                 self.level,
                 self._broken,
                 self._last,
-                self._gated,
                 self._again,
                 self._corrupt,
             )

@@ -41,12 +41,12 @@ ENCODERS_PATIENCE_SECONDS = 30.0
 """An encoder world that broke is started again at once; this long without one is degraded."""
 
 SAFETY_FACTOR = 1.5
-"""How much longer than the slowest so far the last drain before the time limit may take."""
+"""The last drain before the time limit may take so many times as long as the slowest so far."""
 
 
 @dataclass
 class Urgency:
-    """Reasons to drain at once, each said once, again only after it was gone.
+    """Reasons to drain at once, each given once, again only after it was gone.
 
     Times are in seconds of one clock.  ``ends_at`` is when the job will be killed, None if
     nobody knows; ``margin`` is what must be left then.  ``parity`` is whether snapshots
@@ -60,7 +60,7 @@ class Urgency:
     _world_seen: float | None = None
     _said: set[str] = field(default_factory=set)
 
-    def look(self, now: float, *, world_up: bool, spares_gone: bool, slowest: float) -> str:
+    def poll(self, now: float, *, world_up: bool, spares_gone: bool, slowest: float) -> str:
         """A new reason, or empty.
 
         ``spares_gone`` is whether a node was lost and nobody is left to replace another one;
@@ -93,7 +93,7 @@ class Urgency:
 
 
 def is_due(last: int, committed: int, interval: int, urgent: bool = False) -> bool:
-    """Whether ``committed`` is to be drained when ``last`` was the iteration before.  Pure.
+    """True if ``committed`` is to be drained when ``last`` was the iteration before.  Pure.
 
     What is ``urgent`` waits for no interval, but the same iteration is not drained again.  A lower
     one is of training that has gone back, and what is on disk of what was given up.
@@ -102,7 +102,7 @@ def is_due(last: int, committed: int, interval: int, urgent: bool = False) -> bo
 
 
 def noted_places(before: DiskPlaces, spec: JobSpec) -> DiskPlaces:
-    """Chooses what the job's notes say of the disk from now on.
+    """The places on disk for the job's notes from now on.
 
     The mount point of a drain folder is looked up once, when the job first names the folder.
     At a restart its file system may be unmounted, and the folder would then seem to belong on
@@ -172,7 +172,7 @@ class Drains:
     def _start(self) -> None:
         self._tries_at_end = 0
         self._task = asyncio.create_task(self._keep())
-        self._watch = asyncio.create_task(self._look_out())
+        self._watch = asyncio.create_task(self._watch_urgency())
 
     async def settle(self) -> None:
         """Training has finished: let the drain end that runs, and the one that is due."""
@@ -209,7 +209,7 @@ class Drains:
         return durable is not None and durable[0] >= snapshot
 
     async def export_durable(self, node: str, directory: Path) -> None:
-        """Export what is on disk, on one node; a failure is told and counted."""
+        """Export what is on disk, on one node; a failure is an event and counted."""
         durable = self._coordinator.durable
         if durable is not None and self._spec.settings.drain_dir is not None:
             await self._export(self._plan(*durable, "", directory.absolute()), node)
@@ -242,10 +242,10 @@ class Drains:
         if event.kind == "committed":
             self._news.set()
 
-    async def _look_out(self) -> None:
+    async def _watch_urgency(self) -> None:
         """Have what is committed drained at once, after the drain that runs, for a new reason."""
         while True:
-            reason = self._urgency.look(
+            reason = self._urgency.poll(
                 time.monotonic(),
                 world_up=bool(self._coordinator.usable_world),
                 spares_gone=self._spares_gone(),

@@ -31,7 +31,7 @@ class WorldStarter:
 
     ``auto`` is MPI where one can be loaded, else TCP.  An MPI that is there and does not work
     is an error all the same: it is for `megatron-ft doctor` to find out on which node.
-    ``no_mpi`` says why there is none, once that is known.
+    ``no_mpi`` is the reason why there is none, once it is known.
     """
 
     def __init__(self, launcher: Launcher, wish: str = AUTO) -> None:
@@ -40,7 +40,7 @@ class WorldStarter:
 
     @property
     def over_tcp(self) -> bool:
-        """Whether worlds use TCP, as far as is known."""
+        """True if worlds use TCP, as far as is known."""
         return self._wish == TCP or bool(self.no_mpi)
 
     def describe(self) -> str:
@@ -106,7 +106,7 @@ class EncoderWorld:
         return await self._handle.wait()
 
     def why_ended(self, status: int) -> str:
-        """The cause of its end, as far as its log tells; ``status`` is what ``ended`` gave."""
+        """The cause of its end, as far as its log shows; ``status`` is what ``ended`` gave."""
         handle = self._handle
         folder = str(handle.scratch.parent) if isinstance(handle, WorldProcess) else ""
         return why_ended(text_since(self._log, self._log_begin), status, folder)
@@ -132,7 +132,7 @@ _NUMBER = re.compile(r"\b\d+\b")
 class WorldKeeper:
     """Starts a world over the active nodes, and a new one whenever it ends.
 
-    ``coordinator`` is told which world to expect.  That a world cannot be started degrades
+    ``coordinator`` learns which world to expect.  A world that cannot be started degrades
     protection, visibly, and stops nothing.
     """
 
@@ -143,7 +143,7 @@ class WorldKeeper:
 
     @property
     def wanted(self) -> bool:
-        """Whether a world is being kept."""
+        """True while a world is being kept."""
         return self._task is not None
 
     def start(self, nodes: Sequence[str]) -> None:
@@ -171,7 +171,7 @@ class WorldKeeper:
             begun = time.monotonic()
             status = await self.encoders.ended()
             if time.monotonic() - begun > LONGEST_DELAY_SECONDS:
-                # It did its work: that an earlier one broke days ago says nothing of the next.
+                # It did its work: one that broke days ago proves nothing about the next.
                 delay = FIRST_DELAY_SECONDS
             self._coordinator.world_lost()
             self._explain(status)

@@ -20,7 +20,7 @@ from megatron_ft.trainer.watch.iterations import WINDOW, WindowSummary
 
 
 @dataclass(frozen=True)
-class Heard:
+class RankReport:
     """One rank's last report, and when it came by the supervisor's monotonic clock."""
 
     shard: str
@@ -37,26 +37,26 @@ class Heartbeats:
     """The newest report of each rank in the present incarnation."""
 
     def __init__(self) -> None:
-        self._heard: dict[str, Heard] = {}
+        self._heard: dict[str, RankReport] = {}
 
     def record(self, node: str, reports: Mapping[str, PulseReport]) -> None:
         """A node has answered."""
         now = time.monotonic()
         for shard, report in reports.items():
-            self._heard[shard] = Heard(shard, node, now, report)
+            self._heard[shard] = RankReport(shard, node, now, report)
 
     def begin_incarnation(self) -> None:
-        """What was heard is of trainers that are dead now."""
+        """Forget reports of trainers that are dead now."""
         self._heard.clear()
 
-    def all(self) -> list[Heard]:
+    def all(self) -> list[RankReport]:
         """The newest report of each rank, by rank."""
         return sorted(self._heard.values(), key=lambda heard: heard.report.rank)
 
-    def fresh(self, ranks: int, age: float) -> list[Heard]:
+    def fresh(self, ranks: int, age: float) -> list[RankReport]:
         """Reports of all ranks if none is older than ``age`` seconds, else an empty list.
 
-        A node that is silent, or a supervisor that was suspended, says nothing of progress.
+        The silence of a node, or a supervisor that was suspended, is no sign of missing progress.
         """
         since = time.monotonic() - age
         heard = self.all()
@@ -65,7 +65,7 @@ class Heartbeats:
 
 
 LEAST_SECONDS = 0.001
-"""What is slower by less than this is no matter, however short iterations are."""
+"""A difference below this does not matter, however short iterations are."""
 
 SIGNIFICANT = 6.0
 """By how many standard errors a difference must exceed chance: with thousands of ranks something
@@ -131,7 +131,7 @@ class StragglerFinder:
 
     @property
     def present(self) -> list[Straggler]:
-        """Those of the newest windows."""
+        """The stragglers of the newest windows."""
         return [one for group in self._slow.values() for one in group.values()]
 
     def begin_incarnation(self) -> None:
@@ -139,14 +139,14 @@ class StragglerFinder:
         self._judged.clear()
         self._slow.clear()
 
-    def look(self, heard: Sequence[Heard]) -> list[str]:
-        """What is new, for people."""
-        groups: dict[str, list[Heard]] = defaultdict(list)
+    def poll(self, heard: Sequence[RankReport]) -> list[str]:
+        """New and former stragglers since the last call, in words."""
+        groups: dict[str, list[RankReport]] = defaultdict(list)
         for one in heard:
             groups[_DATA_PARALLEL.sub("dp", one.shard)].append(one)
         return [text for name, members in groups.items() for text in self._judge(name, members)]
 
-    def _judge(self, name: str, members: Sequence[Heard]) -> list[str]:
+    def _judge(self, name: str, members: Sequence[RankReport]) -> list[str]:
         indices = {one.report.window for one in members}
         if len(indices) != 1 or (index := indices.pop()) <= self._judged.get(name, -1):
             return []
@@ -177,7 +177,7 @@ def _describe(slow: Straggler, node: str) -> str:
 class RecoveryTime:
     """Seconds of one recovery; of what ranks do, those of the slowest rank for each part.
 
-    ``detect``: from the last sign of progress (hang) or of the node (silence); the kernel tells of
+    ``detect``: from the last sign of progress (hang) or of the node (silence); the kernel reports
     the end of a process at once.  ``kill``: until all trainers are dead.  ``decide``: until
     new ones are started: fencing, the decision, rebuilding or loading, waiting after repeated
     failures.  ``launch``: until a process is there.  ``imports``: until this package is
@@ -223,7 +223,7 @@ class RecoveryClock:
         self._waiting = self._down = False
 
     def detected(self, seconds: float) -> None:
-        """What ends this incarnation has gone on for so long already."""
+        """The cause that ends this incarnation began so many seconds ago."""
         self._detect = seconds
 
     def failed(self) -> None:
@@ -241,8 +241,8 @@ class RecoveryClock:
         self._started, self._waiting = time.monotonic(), bool(self._cause)
         self._down = False
 
-    def look(self, heard: Sequence[Heard]) -> RecoveryTime | None:
-        """The recovery that has just come to its end, told once."""
+    def poll(self, heard: Sequence[RankReport]) -> RecoveryTime | None:
+        """The recovery that has just ended, returned once."""
         reports = [one.report for one in heard]
         if not self._waiting or not reports or not all(r.first_iteration for r in reports):
             return None

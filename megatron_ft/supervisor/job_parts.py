@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_ft.launchers.launcher import HostSource, Launcher
-from megatron_ft.rpc.security import JobKeys
+from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.disk_restore import DiskRestores
 from megatron_ft.supervisor.distrust import Distrust

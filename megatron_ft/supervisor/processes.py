@@ -227,7 +227,7 @@ class SmpFleet:
         return endpoint
 
     async def _serving(self, node: str, handle: ProcessHandle, ready: Path) -> str:
-        """Wait for the file by which an SMP says that it serves.
+        """Wait for the file that an SMP writes once it serves.
 
         No event of a file reaches other machines, so it is looked at.
         """
@@ -248,7 +248,7 @@ class SmpFleet:
 
 
 def smp_command(address: str, ready: Path) -> list[str]:
-    """How an SMP is started that serves at ``address`` and says so in the file ``ready``."""
+    """The command of an SMP that serves at ``address`` and then writes the file ``ready``."""
     command = [sys.executable, "-m", "megatron_ft.smp"]
     return [*command, "--address", address, "--ready", str(ready)]
 
@@ -294,8 +294,9 @@ class TrainerFleet:
                     run_id=spec.name,
                     restart_count=incarnation - 1,
                 )
-                told = place.of_torchrun if spec.trainer_per_node else place.of_rank
-                environment = told(base)
+                environment = (
+                    place.of_torchrun(base) if spec.trainer_per_node else place.of_rank(base)
+                )
                 if interface := self._launcher.interface(node):
                     environment.setdefault("GLOO_SOCKET_IFNAME", interface)
                 log = self.log_of(index * spec.ranks_per_node + local)
@@ -309,11 +310,11 @@ class TrainerFleet:
 
     @property
     def _ranks_each(self) -> int:
-        """How many ranks one process of ours stands for."""
+        """The ranks that one process of ours stands for."""
         return self._spec.ranks_per_node if self._spec.trainer_per_node else 1
 
     def name_of(self, rank: int) -> str:
-        """What stands for a rank among our processes: itself, or all ranks of its node."""
+        """The name of the process of a rank: its own, or that of all ranks of its node."""
         first = rank - rank % self._ranks_each
         last = first + self._ranks_each - 1
         return f"rank {first}" if first == last else f"ranks {first}-{last}"
@@ -346,7 +347,7 @@ class TrainerFleet:
         return TrainerExit(False, index * self._ranks_each, handle.node, status)
 
     async def all_failed(self, seconds: float) -> bool:
-        """Whether every rank ends by itself with an error within so many seconds."""
+        """True if every rank ends by itself with an error within so many seconds."""
         waits = [asyncio.ensure_future(handle.wait()) for handle in self._handles]
         done, pending = await asyncio.wait(waits, timeout=seconds)
         for wait in pending:

@@ -43,7 +43,7 @@ class Schedule:
         self._commits_in_a_row = 0
 
     def next_iteration(self, progress: int) -> int:
-        """When the next snapshot is due; it lies more than ``lead`` ahead of ``progress``.
+        """The iteration of the next snapshot; it lies more than ``lead`` ahead of ``progress``.
 
         That is the highest iteration that any trainer has finished, -1 if none has yet.
         """

@@ -29,7 +29,7 @@ class JobSpec:
     ranks itself, as torchrun does.  ``nodes`` is how many the job begins with.
     ``from_scratch`` allows a start from nothing when neither memory nor disk has a state;
     ``restore_from`` is a drained checkpoint, perhaps another job's, to start from then.
-    ``environment`` is set for trainers, beside the variables of the settings.
+    ``environment`` is for trainers, beside the variables of the settings.
     ``domains`` is the failure domain of each node; a node that is not named is one of its own.
     Spares import ``warm_modules`` while they wait.  ``budget`` is how often training may be
     started again without progress, and how long is waited before.  ``place_seconds`` is when the
@@ -89,7 +89,7 @@ class JobSpec:
 
     @cached_property
     def timing(self) -> Timing:
-        """How long the control plane waits for what."""
+        """The waits of the control plane."""
         lease = self.settings.lease_seconds
         return self.own_timing or Timing(lease=lease, node_timeout=1.5 * lease)
 
@@ -102,7 +102,7 @@ class JobSpec:
 
     @property
     def time_limit_seconds(self) -> float:
-        """When the job will be killed, counted from its start; 0: never."""
+        """Seconds from the start of the job until it will be killed; 0: never."""
         return self.settings.time_limit_seconds or self.place_seconds
 
     @property
@@ -112,7 +112,7 @@ class JobSpec:
 
     @property
     def background_variables(self) -> dict[str, str]:
-        """What processes beside training find in their environment."""
+        """The variables of processes beside training."""
         return {BACKGROUND_CPUS: self.settings.background_cpus or ""}
 
 

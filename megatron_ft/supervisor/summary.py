@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron_ft.rpc.job_summary import digest, merged
+from megatron_ft.rpc.job_messages import merged_summary, summary_digest
 
 if TYPE_CHECKING:
     from megatron_ft.supervisor.coordinator import Coordinator
@@ -32,13 +32,15 @@ class SummaryParts:
         """Those parts that a node lacks; ``held`` are the digests of those that it has."""
         if time.monotonic() >= self._until:
             self._until = time.monotonic() + self._seconds
-            self._parts = {name: (digest(part), part) for name, part in _parts(self._of).items()}
+            self._parts = {
+                name: (summary_digest(part), part) for name, part in _parts(self._of).items()
+            }
         return {k: part for k, (known, part) in self._parts.items() if held.get(k) != known}
 
 
 def summary(of: Coordinator) -> bytes:
     """The job as the coordinator sees it, as JSON for ``megatron-ft status``."""
-    return merged(_parts(of))
+    return merged_summary(_parts(of))
 
 
 def _parts(of: Coordinator) -> dict[str, bytes]:
@@ -64,7 +66,6 @@ def _state(of: Coordinator) -> dict[str, Any]:
         "skipped": of.skips.total + of.skips.now,
         "drain_failures": of.drain_failures[0],
         "drain_failure": of.drain_failures[1],
-        "gated": of.gated,
         "given_up": of.given_up[0],
         "given_up_reason": of.given_up[1],
         "blocks": {

@@ -1,8 +1,8 @@
 """One world over TCP as one handle: when it is over, none of its ranks is left.
 
 Each rank is a process that the launcher starts on its node, as it starts SMPs.  The world's
-secret goes to their standard inputs; each says in a file where it listens, and is told through
-its own authenticated port where the others do.
+secret goes to their standard inputs; each writes to a file where it listens, and learns
+through its own authenticated port where the others do.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_ft.erasure.ticket import Listening, Ticket
 from megatron_ft.erasure.world import RANK_TRANSPORT, TCP
 from megatron_ft.launchers.launcher import Launcher, Placement, ProcessHandle
 from megatron_ft.launchers.world import WORLD, WORLD_NODES
-from megatron_ft.rpc.security import SECRET_BYTES
+from megatron_ft.rpc.sockets import SECRET_BYTES
 
 START_SECONDS = 60.0
 LOOK_SECONDS = 0.02
@@ -89,7 +89,7 @@ class TcpWorldProcess:
         return self._ranks[0].start_time
 
     def alive(self) -> bool:
-        """Whether a rank still runs."""
+        """True while a rank runs."""
         return any(rank.alive() for rank in self._ranks)
 
     async def wait(self) -> int:
@@ -137,7 +137,7 @@ class TcpWorldProcess:
         send_table(self._tickets[0].keys(), ordered, LINGER_SECONDS)
 
     def _note(self, text: str) -> None:
-        # What a disk without room for it does not take is not worth a world that goes on.
+        # A disk without room for it stops no world.
         with suppress(OSError), self._log_of(0).open("a") as log:
             log.write(f"world {self._tickets[0].world}: {text}\n")
 
@@ -170,7 +170,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def _endpoint(ticket: Ticket) -> str:
-    """Where a rank listens, empty while it has not said so."""
+    """The endpoint of a rank, empty while it has not written it."""
     ready = Path(ticket.ready)
     try:
         if not private_files.is_there(ready):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.core.objects.format import PLAIN
+from megatron_ft.core.objects import PLAIN
 
 SMALL_BYTES = 16384
 """Tensors of unknown Stateful objects up to this size travel with the small objects: a

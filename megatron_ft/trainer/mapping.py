@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from megatron_ft.core.errors import LayoutMismatchError
-from megatron_ft.core.objects import decode, encode
-from megatron_ft.core.objects.encode import Lasting, Part
+from megatron_ft.core.objects import Lasting, Part, decode, encode
 from megatron_ft.trainer.entries import Entries
 from megatron_ft.trainer.enumeration import Enumeration, is_optimizer, is_stateful, local_tensor
 from megatron_ft.trainer.state import TrainingState

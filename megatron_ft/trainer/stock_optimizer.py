@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_ft.core.objects.format import PLAIN
+from megatron_ft.core.objects import PLAIN
 from megatron_ft.trainer.enumeration import (
     DENSE,
     Contents,

@@ -1,0 +1,212 @@
+"""The coordinator's connection to an SMP that is given up while an answer is awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+import zmq.asyncio
+
+from megatron_ft.core.errors import ControlPlaneError
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.sockets import JobKeys
+from megatron_ft.supervisor import coordinator as coordinator_module
+from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.cycle import CyclePhase, SnapshotCycle
+from megatron_ft.supervisor.events import Observers
+from megatron_ft.supervisor.link import ARENA_TIMEOUT_SECONDS, SmpLink
+from megatron_ft.supervisor.plan import Timing
+from megatron_ft.supervisor.restore import admit
+from megatron_ft.supervisor.schedule import Schedule
+from megatron_ft.supervisor.spec import raise_open_files
+
+KEYS = JobKeys.derive(bytes(32))
+NOBODY = "tcp://127.0.0.1:9"
+
+
+def test_who_waits_is_told_and_not_cancelled() -> None:
+    async def story() -> None:
+        context = zmq.asyncio.Context()
+        link = SmpLink(context, "n0", NOBODY, KEYS, lambda event: None)
+        answer = asyncio.create_task(link.ask(m.StatusRequest(), 30))
+        await asyncio.sleep(0)
+        while not link._pending:
+            await asyncio.sleep(0.01)
+        link.close()
+        with pytest.raises(ControlPlaneError, match="n0 was given up"):
+            await answer
+        with pytest.raises(ControlPlaneError, match="n0 was given up"):
+            await link.ask(m.StatusRequest(), 30)
+        context.term()
+
+    asyncio.run(asyncio.wait_for(story(), 100))
+
+
+def test_permits_go_on_after_an_smp_was_replaced() -> None:
+    """It was asked for its progress when its connection was given up."""
+
+    async def story() -> None:
+        coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
+        coordinator.connect("n0", NOBODY)
+        cycle = SnapshotCycle(1, {"dp0": "n0"}, (), Schedule(1))
+        coordinator.start_snapshots(cycle)
+        link = coordinator.links["n0"]
+        while len(link._pending) < 2:  # a heartbeat, and the one before a permit
+            await asyncio.sleep(0.01)
+        coordinator.disconnect("n0")
+        while cycle.phase != CyclePhase.CAPTURING:
+            await asyncio.sleep(0.01)
+        await coordinator.close()
+
+    asyncio.run(asyncio.wait_for(story(), 100))
+
+
+def test_a_coordinator_holds_more_nodes_than_libzmq_has_sockets_by_default() -> None:
+    async def story() -> None:
+        coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
+        try:
+            for number in range(1100):
+                coordinator.connect(f"n{number}", NOBODY)
+        finally:
+            await coordinator.close()
+
+    raise_open_files(4000)
+    asyncio.run(asyncio.wait_for(story(), 100))
+
+
+class Obedient(SmpLink):
+    """An SMP that does what it is asked, and has no heartbeat."""
+
+    async def ask(self, request: m.Message, timeout: float) -> Any:
+        if isinstance(request, m.Lease):
+            raise ControlPlaneError("no heartbeat")
+        return m.Ok()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_next_permit_waits_for_nothing_but_the_last_capture(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No look comes in time: what ends a capture that was missed must lead to the next one."""
+    monkeypatch.setattr(coordinator_module, "LOOK_SECONDS", 1000.0)
+    places = {"dp0": "n0", "dp1": "n1"}
+
+    async def story() -> None:
+        coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
+        coordinator.link_type, coordinator.incarnation = Obedient, 1
+        for node in places.values():
+            coordinator.connect(node, NOBODY)
+        cycle = SnapshotCycle(1, places, (), Schedule(1))
+        coordinator.start_snapshots(cycle)
+        for sequence in (1, 2, 3):
+            while cycle.snapshot.sequence < sequence:
+                await asyncio.sleep(0.001)
+            for shard, node in places.items():
+                coordinator._on_event(m.Event(node, 1, m.Missed(shard, cycle.snapshot)))
+                while late and shard == "dp0" and cycle.phase != CyclePhase.IDLE:
+                    await asyncio.sleep(0.001)
+        await coordinator.close()
+
+    asyncio.run(asyncio.wait_for(story(), 100))
+
+
+class Overtaken(SmpLink):
+    """An SMP whose answer to a heartbeat comes when another incarnation has begun."""
+
+    coordinator: Coordinator
+
+    async def ask(self, request: m.Message, timeout: float) -> Any:
+        self.coordinator.incarnation += 1
+        return m.LeaseAnswer(self.node, True, {"dp0": 160}, "", 0, 1.0)
+
+
+def test_a_heartbeat_of_the_last_incarnation_says_nothing_of_this_one() -> None:
+    async def story() -> None:
+        coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
+        coordinator.link_type, Overtaken.coordinator = Overtaken, coordinator
+        coordinator.connect("n0", NOBODY)
+        try:
+            await coordinator.refresh()
+            assert not coordinator.progress and not coordinator.paused
+        finally:
+            await coordinator.close()
+
+    asyncio.run(asyncio.wait_for(story(), 100))
+
+
+class Losing(Obedient):
+    """A connection that loses the first words that end a hold."""
+
+    told: Counter[str] = Counter()
+
+    async def ask(self, request: m.Message, timeout: float) -> Any:
+        if isinstance(request, m.Unhold):
+            self.told[self.node] += 1
+            if self.node == "n1" and self.told[self.node] < 3:
+                raise ControlPlaneError("no answer")
+        return await super().ask(request, timeout)
+
+
+def test_a_hold_ends_though_the_word_is_lost() -> None:
+    """A slot that stays held has no room for the snapshot after which the next drain would come."""
+
+    async def story() -> None:
+        Losing.told.clear()
+        coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
+        coordinator.link_type, coordinator.incarnation = Losing, 1
+        for node in ("n0", "n1"):
+            coordinator.connect(node, NOBODY)
+        try:
+            await coordinator.release(["n0", "n1", "n2"])
+        finally:
+            await coordinator.close()
+
+    asyncio.run(asyncio.wait_for(story(), 100))
+    assert Losing.told == {"n0": 1, "n1": 3}
+
+
+class Busy(SmpLink):
+    """An SMP that makes a large arena for the incarnation before, and answers heartbeats
+    meanwhile."""
+
+    async def ask(self, request: m.Message, timeout: float) -> Any:
+        self.last_heard = time.monotonic()
+        if isinstance(request, m.Admit) and timeout <= ARENA_TIMEOUT_SECONDS:
+            raise ControlPlaneError(f"no answer in {timeout} s")
+        if isinstance(request, m.Admit):
+            return m.Inventory(self.node, 0, ())
+        raise ControlPlaneError("this one is lost")
+
+
+def test_a_node_that_makes_an_arena_is_not_lost() -> None:
+    async def story() -> None:
+        coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
+        coordinator.link_type = Busy
+        coordinator.connect("n0", NOBODY)
+        try:
+            assert not (await admit(coordinator, 1, ["n0"])).lost
+        finally:
+            await coordinator.close()
+
+    asyncio.run(asyncio.wait_for(story(), 100))
+
+
+@pytest.mark.parametrize("incarnation", [1, 2, 3])
+def test_what_is_told_of_another_incarnation_moves_nothing(incarnation: int) -> None:
+    """A trainer of the last incarnation has ended: this one goes on taking snapshots."""
+
+    async def story() -> list[m.Event]:
+        coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
+        coordinator.incarnation = 2
+        heard: list[m.Event] = []
+        coordinator.listeners.append(heard.append)
+        coordinator.cycle = SnapshotCycle(2, {"dp0": "n0"}, (), Schedule(1))
+        coordinator._on_event(m.Event("n0", incarnation, m.WriterGone("trainer", "dp0", 7)))
+        assert bool(coordinator.cycle.propose(1, "")) == (incarnation != 2)
+        await coordinator.close()
+        return heard
+
+    assert len(asyncio.run(asyncio.wait_for(story(), 100))) == (incarnation == 2)

@@ -1,0 +1,139 @@
+"""The time of recoveries in parts, and windows of stragglers, as the supervisor hears of them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from megatron_ft.cli.run_folders import RunSummary
+from megatron_ft.rpc.node_messages import PulseReport
+from megatron_ft.supervisor import heartbeats
+from megatron_ft.supervisor.events import JobEvent
+from megatron_ft.supervisor.heartbeats import Heartbeats, RankReport, RecoveryClock, StragglerFinder
+
+
+def report(rank: int, **known: Any) -> PulseReport:
+    zero = dict.fromkeys(PulseReport.__struct_fields__, 0)
+    return PulseReport(**{**zero, "rank": rank, "state": "S", **known})
+
+
+def heard(rank: int, at: float, shard: str = "", **known: Any) -> RankReport:
+    return RankReport(shard or f"pp0-tp0-dp{rank}-ep0", f"n{rank}", at, report(rank, **known))
+
+
+def recovering() -> RecoveryClock:
+    """A job whose second incarnation has just been started."""
+    clock = RecoveryClock()
+    clock.starting()
+    clock.failed()
+    clock.dead("rank 1 was killed")
+    clock.starting()
+    return clock
+
+
+def test_a_recovery_is_told_once_by_its_slowest_parts() -> None:
+    clock, now = recovering(), time.monotonic()
+    first = {"imports": 2.0, "communicators": 0.5, "set_up": 0.25, "restore": 0.1}
+    ranks = [
+        heard(0, now + 10, age=9.0, first_iteration=1.0, **first),
+        heard(1, now + 10, age=8.0, first_iteration=0.0, **{**first, "imports": 3.0}),
+    ]
+    assert clock.poll([]) is None and clock.poll(ranks) is None
+    ranks[1] = heard(1, now + 10, age=8.0, first_iteration=2.0, **{**first, "imports": 3.0})
+    found = clock.poll(ranks)
+    assert found is not None
+    assert found.launch == pytest.approx(2.0, abs=0.1)
+    assert (found.imports, found.first_iteration, found.restore) == (3.0, 2.0, 0.1)
+    assert found.total == pytest.approx(2.0 + 3.0 + 0.5 + 0.25 + 0.1 + 2.0, abs=0.1)
+    assert clock.poll(ranks) is None
+    assert [entry["cause"] for entry in clock.view()] == ["rank 1 was killed"]
+
+
+def test_the_first_incarnation_is_no_recovery() -> None:
+    clock = RecoveryClock()
+    clock.starting()
+    assert clock.poll([heard(0, time.monotonic(), age=5.0, first_iteration=1.0)]) is None
+
+
+def test_what_was_detected_late_counts() -> None:
+    clock = RecoveryClock()
+    clock.starting()
+    clock.detected(7.0)
+    clock.failed()
+    clock.dead("hang")
+    clock.starting()
+    found = clock.poll([heard(0, time.monotonic(), age=0.0, first_iteration=1.0)])
+    assert found is not None and found.detect == 7.0
+    assert found.total == pytest.approx(8.0, abs=0.1)
+
+
+def test_an_incarnation_without_trainers_belongs_to_the_same_recovery(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A node was lost and no spare is left: the next incarnation begins only when all is
+    exported."""
+    now = [100.0]
+    monkeypatch.setattr(heartbeats.time, "monotonic", lambda: now[0])
+    clock = RecoveryClock()
+    clock.starting()
+    for cause in ("node n1 is lost", "fewer nodes train"):
+        clock.failed()
+        clock.dead(cause)
+        now[0] += 10.0
+    clock.starting()
+    found = clock.poll([heard(0, now[0] + 1.0, age=1.0, first_iteration=1.0)])
+    assert found is not None and found.cause == "node n1 is lost"
+    assert (found.kill, found.decide, found.total) == (0.0, 20.0, 21.0)
+
+
+def test_recoveries_and_places_are_the_last_lines() -> None:
+    clock, summary = recovering(), RunSummary()
+    found = clock.poll([heard(0, time.monotonic(), age=1.0, first_iteration=1.0)])
+    assert found is not None
+    assert summary.lines() == []
+    fields = {"total": found.total, **found.parts()}
+    summary(JobEvent("recovered", found.describe(), fields))
+    summary(JobEvent("exported", "iteration 6 is exported to /data", {"folder": "/data"}))
+    head, names, row, place = summary.lines()
+    assert head.startswith("recoveries: 1") and len(names) == len(row)
+    assert place == "exported: iteration 6 is exported to /data"
+
+
+def test_each_window_is_judged_once_and_each_change_told_once() -> None:
+    finder = StragglerFinder(5.0)
+
+    def window(index: int, *own: float) -> list[str]:
+        ranks = [heard(r, 0.0, window=index, own=o, spread=0.001) for r, o in enumerate(own)]
+        return finder.poll(ranks)
+
+    (told,) = window(0, 1.0, 1.5, 1.0)
+    assert told.startswith("rank 1 on n1 is a straggler: in iterations 0 to 49")
+    assert window(0, 1.0, 1.0, 1.5) == [] and window(1, 1.0, 1.5, 1.0) == []
+    assert [one.rank for one in finder.present] == [1]
+    assert window(2, 1.0, 1.0, 1.0) == ["rank 1 on n1 is no straggler any more"]
+    assert finder.present == []
+
+
+def test_only_ranks_with_the_same_part_of_the_model_are_compared() -> None:
+    shards = ["pp0-tp0-dp0-ep0", "pp1-tp0-dp0-ep0", "pp0-tp0-dp1-ep0", "pp1-tp0-dp1-ep0"]
+    own = [1.0, 2.0, 1.0, 3.0]
+    ranks = [
+        heard(r, 0.0, shard=s, window=0, own=o, spread=0.001)
+        for r, (s, o) in enumerate(zip(shards, own, strict=True))
+    ]
+    finder = StragglerFinder(5.0)
+    finder.poll(ranks)
+    assert [one.rank for one in finder.present] == [3]
+
+
+def test_old_reports_say_nothing() -> None:
+    board = Heartbeats()
+    board.record("n0", {"pp0-tp0-dp0-ep0": report(0)})
+    assert board.fresh(2, 60.0) == []
+    board.record("n1", {"pp0-tp0-dp1-ep0": report(1)})
+    assert [one.report.rank for one in board.fresh(2, 60.0)] == [0, 1]
+    assert board.fresh(2, 0.0) == []
+    board.begin_incarnation()
+    assert board.fresh(2, 60.0) == []
