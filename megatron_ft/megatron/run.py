@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from megatron_ft.checkpoint import megatron_start as start
+from megatron_ft.checkpoint import native as start
 from megatron_ft.megatron import fewer_ranks, missed_save
 from megatron_ft.megatron.optimizer import optimizer_parts
 from megatron_ft.megatron.snapshot_log import SnapshotLog
@@ -140,8 +140,6 @@ class SnapshotRun:
         """Around what moves captured tensors: no copy reads them, nothing keeps their memory."""
         with self._manager.fence(), self.pause():
             self._manager.forget_tensors()
-            if self._state is not None:
-                self._state.forget_tensors()
             yield
 
     def close(self) -> None:

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_ft.checkpoint.disk_format import mount_point
 from megatron_ft.checkpoint.drain import DrainPlan
 from megatron_ft.checkpoint.drained import Keep
-from megatron_ft.checkpoint.durable import mount_point
 from megatron_ft.checkpoint.load import LoadPlan
 from megatron_ft.core.environment import INCARNATION
 from megatron_ft.core.errors import DrainError, MegatronFTError
@@ -29,8 +29,8 @@ from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
 from megatron_ft.core.log_end import last_word, size
 from megatron_ft.core.priority import started_low
 from megatron_ft.launchers.launcher import Launcher, ProcessHandle
-from megatron_ft.launchers.outer_launcher import base_environment
-from megatron_ft.smp.readers import STALL_SECONDS
+from megatron_ft.launchers.launcher_env import base_environment
+from megatron_ft.smp.processes import STALL_SECONDS
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import DiskPlaces

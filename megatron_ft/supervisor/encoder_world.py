@@ -16,7 +16,7 @@ from megatron_ft.core.log_end import size, text_since
 from megatron_ft.erasure.worker import ENCODE_RATE
 from megatron_ft.erasure.world import MPI, RANK_TRANSPORT, TCP
 from megatron_ft.launchers.launcher import Launcher, Placement, ProcessHandle
-from megatron_ft.launchers.outer_launcher import base_environment
+from megatron_ft.launchers.launcher_env import base_environment
 from megatron_ft.launchers.world import WorldProcess
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.spec import JobSpec

@@ -11,8 +11,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ft.checkpoint.megatron_start import disk_of
-from megatron_ft.checkpoint.native import iteration_of, newest_checkpoint
+from megatron_ft.checkpoint.native import disk_of, iteration_of, newest_checkpoint
 from megatron_ft.config import SWITCH
 from megatron_ft.core.in_thread import in_thread
 from megatron_ft.supervisor.spec import JobSpec

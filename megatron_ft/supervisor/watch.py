@@ -20,7 +20,7 @@ from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.heartbeat_page import Phase
-from megatron_ft.smp.trainer_pulses import STACK_SECONDS
+from megatron_ft.smp.heartbeats import STACK_SECONDS
 from megatron_ft.supervisor.hang_attribution import Blame, Witness, blame
 from megatron_ft.supervisor.heartbeats import RankReport, RecoveryClock, StragglerFinder
 from megatron_ft.trainer.watch.iterations import FIRST_ITERATIONS
