@@ -20,9 +20,9 @@ from typing import Any
 
 import msgspec
 
+from megatron_ft.checkpoint.disk_format import mount_point
 from megatron_ft.checkpoint.drain import DrainPlan
 from megatron_ft.checkpoint.drained import Keep
-from megatron_ft.checkpoint.durable import mount_point
 from megatron_ft.core.errors import DrainError, MegatronFTError
 from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
 from megatron_ft.launchers.launcher import Launcher

@@ -32,7 +32,7 @@ from megatron_ft.launchers.launcher import (
     ProcessGoneError,
     ProcessHandle,
 )
-from megatron_ft.launchers.outer_launcher import base_environment
+from megatron_ft.launchers.launcher_env import base_environment
 from megatron_ft.launchers.startup import before_script
 from megatron_ft.launchers.world import WorldProcess
 from megatron_ft.smp.__main__ import Credentials, Ready

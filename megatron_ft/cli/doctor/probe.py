@@ -25,7 +25,7 @@ import numpy as np
 import megatron_ft
 from megatron_ft.arena.limits import memory_readings
 from megatron_ft.arena.mapping import Mapping, allocate
-from megatron_ft.checkpoint.durable import Disk
+from megatron_ft.checkpoint.disk_format import DiskCalls
 from megatron_ft.cli.clean import find_jobs, living_process
 from megatron_ft.cli.doctor.as_trainer import PACKAGES, versions
 from megatron_ft.cli.doctor.facts import (
@@ -221,7 +221,7 @@ def measure_drain(folder: Path, token: str, node: str, size: int) -> DrainPlace:
 def _distrust(folder: Path) -> str:
     """Why the job would refuse what it has drained itself: some file systems give what is made to
     another user (NFS with root_squash), or to everybody (CIFS, vfat)."""
-    disk, file = Disk(), folder / "shard"
+    disk, file = DiskCalls(), folder / "shard"
     disk.make_folder(folder)
     try:
         disk.write_file(file, [b"shard"])

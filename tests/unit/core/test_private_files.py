@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from megatron_ft.arena.arena import Arena
+from megatron_ft.checkpoint.disk_format import MANIFEST
 from megatron_ft.checkpoint.drain import publish, write_shards
 from megatron_ft.checkpoint.live import open_live
-from megatron_ft.checkpoint.manifest import NAME
-from megatron_ft.checkpoint.reader import open_checkpoint, open_shard, read_manifest
+from megatron_ft.checkpoint.load import open_checkpoint, open_shard, read_manifest
 from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.cli import clean
 from megatron_ft.core import private_files
@@ -148,7 +148,7 @@ FILES = {
         _file("smp.lock", b""), lambda path: os.close(clean._open_lock(path) or -1)
     ),
     "manifest": Kind(
-        lambda folder: _checkpoint(folder) / NAME,
+        lambda folder: _checkpoint(folder) / MANIFEST,
         lambda path: read_manifest(path.parent),
         shared=True,
     ),
