@@ -23,7 +23,6 @@ from megatron_ft.core.fewer_ranks import SHRINK
 from megatron_ft.core.identity import shard_id
 from megatron_ft.core.wrapping import Function
 from megatron_ft.trainer.manager import SnapshotManager
-from megatron_ft.trainer.protocols import Manager
 
 _RUN = "_inmem_snapshot_run"
 _CANNOT_SHRINK = (
@@ -109,7 +108,7 @@ def _replace_methods(engine: Any, run: EngineRun) -> None:
         engine.__dict__[name] = wraps(original)(bound)
 
 
-def make_manager(config: SnapshotConfig, engine: Any) -> Manager:
+def make_manager(config: SnapshotConfig, engine: Any) -> SnapshotManager:
     """The manager of this rank, named by its place in DeepSpeed's parallel groups.
 
     NotUnderSupervisorError outside ``megatron-ft run``.

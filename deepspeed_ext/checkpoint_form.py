@@ -23,7 +23,7 @@ from megatron_ft.checkpoint import export as form
 from megatron_ft.checkpoint.export import CheckpointForm, TensorRecipe
 from megatron_ft.core.errors import ExportError
 from megatron_ft.core.shard import LogicalPlace
-from megatron_ft.trainer.addresses import AddressBook, Window
+from megatron_ft.trainer.addresses import AddressBook, TensorWindow
 from megatron_ft.trainer.plan import dtype_name
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class _Describer:
 def _wanted(
     name: str,
     tensor: torch.Tensor,
-    window: Window | None,
+    window: TensorWindow | None,
     place: tuple[str, tuple[int, ...]] | None = None,
 ) -> TensorRecipe:
     return TensorRecipe(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.checkpoint.disk_format import DiskCalls
-from megatron_ft.trainer.start_choice import Disk
+from megatron_ft.trainer.start_choice import DiskStart
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Megatron-LM's file that names its newest checkpoint."""
@@ -125,7 +125,7 @@ def _override(args: Any) -> int | None:
     return found
 
 
-def disk_of(args: Any) -> Disk:
+def disk_of(args: Any) -> DiskStart:
     """Checkpoint on disk that Megatron would load.
 
     With ``--finetune``, a release, or ``--pretrained-checkpoint`` it starts at iteration 0,
@@ -134,15 +134,15 @@ def disk_of(args: Any) -> Disk:
     """
     directory = getattr(args, "load", None)
     if not directory:
-        return Disk(0 if getattr(args, "pretrained_checkpoint", None) else -1)
+        return DiskStart(0 if getattr(args, "pretrained_checkpoint", None) else -1)
     if getattr(args, "finetune", False):
-        return Disk(0)
+        return DiskStart(0)
     found = getattr(args, "ckpt_step", None) or tracked_iteration(Path(directory, TRACKER))
     override = _override(args)
     if found < 0:
-        return Disk(-1)
+        return DiskStart(-1)
     resumed = override is None and noted(Path(directory)) == found
-    return Disk(found if override is None else override, _asked(args), resumed)
+    return DiskStart(found if override is None else override, _asked(args), resumed)
 
 
 def tracked_iteration(tracker: Path) -> int:

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ft.config import SWITCH, SnapshotConfig
 from megatron_ft.core.environment import RESTORE
@@ -23,9 +23,11 @@ from megatron_ft.core.wrapping import Function, wrap
 from megatron_ft.megatron import arguments, own_checkpoints
 from megatron_ft.megatron.run import SnapshotRun, make_manager, without_disk_load
 from megatron_ft.megatron.versions import check_megatron
-from megatron_ft.trainer.protocols import Manager
 
-ManagerFactory = Callable[[SnapshotConfig], Manager]
+if TYPE_CHECKING:
+    from megatron_ft.trainer.manager import SnapshotManager
+
+ManagerFactory = Callable[[SnapshotConfig], "SnapshotManager"]
 
 _current: SnapshotRun | None = None
 """The run between its set-up and its end; wraps hold no reference of their own to it."""

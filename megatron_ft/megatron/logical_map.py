@@ -24,7 +24,7 @@ from megatron_ft.megatron import save_form
 from megatron_ft.megatron.optimizer import MAIN, WEIGHT, Master, is_distributed, optimizer_parts
 from megatron_ft.megatron.save_form import SaveForm, meta_key, sharded_tensors
 from megatron_ft.trainer import master_tensors
-from megatron_ft.trainer.addresses import AddressBook, Window
+from megatron_ft.trainer.addresses import AddressBook, TensorWindow
 from megatron_ft.trainer.plan import dtype_name
 
 _STATE_PREFIX = re.compile(r"optimizer\.state\.[^.]+\.")
@@ -206,7 +206,7 @@ class _Finder:
             raise ExportError(f"no snapshot holds {key}, which Megatron's checkpoints contain")
         return self._of_parameter(window, MAIN, data.dtype)
 
-    def _of_parameter(self, window: Window, kind: str, dtype: torch.dtype) -> TensorRecipe:
+    def _of_parameter(self, window: TensorWindow, kind: str, dtype: torch.dtype) -> TensorRecipe:
         name = self._master_names[window.name] + kind
         place = place_of(self._pieces[window.name])
         return TensorRecipe(name, dtype_name(dtype), *_geometry(window), place)
@@ -217,14 +217,14 @@ class _Finder:
         for parameter, (start, end, *_) in buffer.param_index_map.items():
             if start <= position < end:
                 name, shape = self._names[id(parameter)], tuple(data.shape)
-                window = Window(name, position - start, shape, tuple(data.stride()))
+                window = TensorWindow(name, position - start, shape, tuple(data.stride()))
                 return self._of_parameter(
                     window, MAIN if kind == "param" else f".{kind}", data.dtype
                 )
         raise ExportError(f"element {position} of a gradient buffer belongs to no parameter")
 
 
-def _geometry(window: Window) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+def _geometry(window: TensorWindow) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
     return window.shape, window.offset, window.stride
 
 

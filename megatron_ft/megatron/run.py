@@ -19,8 +19,7 @@ from megatron_ft.megatron import fewer_ranks, own_checkpoints
 from megatron_ft.megatron.optimizer import optimizer_parts
 from megatron_ft.megatron.state import MegatronState
 from megatron_ft.trainer.manager import SnapshotManager
-from megatron_ft.trainer.protocols import Manager
-from megatron_ft.trainer.start_choice import WISH, View, agree, supervisor_chose_disk
+from megatron_ft.trainer.start_choice import WISH, RankView, agree, supervisor_chose_disk
 from megatron_ft.trainer.stats import TAG, CaptureStats, Figure, figures
 
 log = logging.getLogger(__name__)
@@ -62,7 +61,7 @@ def place_of_rank() -> dict[str, Any]:
     }
 
 
-def make_manager(config: SnapshotConfig) -> Manager:
+def make_manager(config: SnapshotConfig) -> SnapshotManager:
     """The manager of this rank, named by its place in Megatron's parallel groups.
 
     Raises NotUnderSupervisorError outside ``megatron-ft run``.
@@ -80,7 +79,7 @@ class SnapshotRun:
     """
 
     def __init__(
-        self, args: Any, manager: Manager, *, gated: bool = False, shrinks: bool = False
+        self, args: Any, manager: SnapshotManager, *, gated: bool = False, shrinks: bool = False
     ) -> None:
         """``gated`` says that losses are wanted: reading them waits for the device.
 
@@ -102,7 +101,7 @@ class SnapshotRun:
         if offered >= 0 and disk.asked:
             wish = start.wish_of(self._args)
             changed = self._manager.offered_objects().get(WISH) != wish
-        view = View(offered, disk, supervisor_chose_disk(), changed)
+        view = RankView(offered, disk, supervisor_chose_disk(), changed)
         decision = agree(view, self._manager)
         if decision is not None:
             source = "memory" if decision.from_memory else "disk"

@@ -117,7 +117,7 @@ def time_communicators() -> None:
     from importlib.util import find_spec
 
     if find_spec("megatron_ft") is not None:
-        from megatron_ft.trainer.watch.start_parts import time_communicators
+        from megatron_ft.trainer.heartbeats import time_communicators
 
         time_communicators()
 

@@ -19,25 +19,29 @@ from megatron_ft.core.environment import RESTORE  # noqa: E402  # needs torch
 @pytest.mark.parametrize(
     ("tracker", "settings", "expected"),
     [
-        ("120", {}, start.Disk(120)),
-        (None, {}, start.Disk(-1)),
-        ("release", {}, start.Disk(0)),
-        ("120", {"finetune": True}, start.Disk(0)),
-        ("120", {"ckpt_step": 40}, start.Disk(40, "--ckpt-step 40")),
-        ("120", {"override_ckpt_iteration": 40}, start.Disk(40, "--override-ckpt-iteration 40")),
-        ("120", {"override_ckpt_iteration": 0}, start.Disk(0, "--override-ckpt-iteration 0")),
-        (None, {"override_ckpt_iteration": 40}, start.Disk(-1)),
+        ("120", {}, start.DiskStart(120)),
+        (None, {}, start.DiskStart(-1)),
+        ("release", {}, start.DiskStart(0)),
+        ("120", {"finetune": True}, start.DiskStart(0)),
+        ("120", {"ckpt_step": 40}, start.DiskStart(40, "--ckpt-step 40")),
+        (
+            "120",
+            {"override_ckpt_iteration": 40},
+            start.DiskStart(40, "--override-ckpt-iteration 40"),
+        ),
+        ("120", {"override_ckpt_iteration": 0}, start.DiskStart(0, "--override-ckpt-iteration 0")),
+        (None, {"override_ckpt_iteration": 40}, start.DiskStart(-1)),
         (
             "120",
             {"ckpt_step": 90, "override_ckpt_iteration": 40},
-            start.Disk(40, "--ckpt-step 90 --override-ckpt-iteration 40"),
+            start.DiskStart(40, "--ckpt-step 90 --override-ckpt-iteration 40"),
         ),
-        ("120", {"load": None}, start.Disk(-1)),
-        ("120", {"load": None, "pretrained_checkpoint": "elsewhere"}, start.Disk(0)),
+        ("120", {"load": None}, start.DiskStart(-1)),
+        ("120", {"load": None, "pretrained_checkpoint": "elsewhere"}, start.DiskStart(0)),
     ],
 )
 def test_what_megatron_would_load(
-    tmp_path: Path, tracker: str | None, settings: dict[str, Any], expected: start.Disk
+    tmp_path: Path, tracker: str | None, settings: dict[str, Any], expected: start.DiskStart
 ) -> None:
     if tracker is not None:
         (tmp_path / "latest_checkpointed_iteration.txt").write_text(tracker + "\n")

@@ -48,7 +48,7 @@ def hold_deepspeed() -> None:
 
 def hold(finished: int, run: Any) -> None:
     if finished == 0:
-        await_permit(run._manager._captures.engine.arena)
+        await_permit(run._manager._capture._engine.arena)
     if finished + 1 == ITERATION and os.environ["RANK"] == RANK:
         signal.pause()
 
