@@ -149,7 +149,7 @@ def publish(
         shards=files,
     )
     disk = disk or DiskCalls()
-    # Whoever made the folder may have been killed before its name was durable.
+    # The process that made the folder may have been killed before its name was durable.
     disk.sync_folder(folder.parent)
     disk.write_file(folder / MANIFEST, _reaching(manifest.to_json()))
     return manifest
@@ -187,7 +187,7 @@ def _shard_file(path: Path, info: SnapshotInfo, job: uuid.UUID) -> tuple[str, Sh
 
 
 class DrainPlan(ProcessPlan, frozen=True):
-    """What is drained, by whom, and where to.
+    """Order to drain one snapshot: its shards, their nodes, and the folder.
 
     ``shards`` are those of the node that the plan is for with their seats, ``shard_count`` is
     of the whole job.  ``keep`` says what stays in ``directory``, on the file system that was
@@ -243,7 +243,7 @@ def run_step(steps: Mapping[str, Callable[[DrainPlan], None]], program: str) -> 
 
 
 def _check_mounted(plan: DrainPlan) -> None:
-    """Below a mount point that lost its file system there is another disk, each node's own."""
+    """DrainError if nothing is mounted there: below the mount point is each node's own disk."""
     if plan.mount is not None and not os.path.ismount(plan.mount):
         raise DrainError(
             f"{plan.mount} is not mounted any more: {plan.directory} was on it; mount it again, or "
