@@ -17,8 +17,8 @@ from deepspeed_ext.unsupported import refusals
 from megatron_ft.config import SnapshotConfig, Source, environment_source, job_choice, resolve
 from megatron_ft.config.json_section import SECTION, Section, read_section
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.core.fewer_ranks import SHRINK
-from megatron_ft.core.wrapping import Function
+from megatron_ft.core.frameworks import Function
+from megatron_ft.core.identity import SHRINK
 
 _RUN = "_inmem_snapshot_run"
 _CANNOT_SHRINK = (

@@ -29,7 +29,7 @@ from deepspeed_ext.trust import Client, Outside, Wish, disk_of, objection, tag_o
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.config.json_section import Section
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.core.wrapping import Function
+from megatron_ft.core.frameworks import Function
 from megatron_ft.trainer.protocols import Manager
 from megatron_ft.trainer.start_choice import WISH, Disk, Start, View, agree, supervisor_chose_disk
 from megatron_ft.trainer.stats import TAG, CaptureStats, figures

@@ -15,7 +15,7 @@ from typing import ClassVar
 from megatron_ft.cli.chaos.node_network import NodeNetwork
 from megatron_ft.cli.chaos.warm_python import WarmChild, WarmPython
 from megatron_ft.core.environment import TREE
-from megatron_ft.core.ports import free_port
+from megatron_ft.core.process_tools import free_port
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.virtual import VirtualCluster

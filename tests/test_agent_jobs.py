@@ -15,7 +15,7 @@ import pytest
 
 from megatron_ft.cli.chaos.node_network import NodeNetwork
 from megatron_ft.core.environment import JOB, NODE
-from megatron_ft.core.ports import free_port
+from megatron_ft.core.process_tools import free_port
 from megatron_ft.launchers.virtual_network import HOST
 from tests.agent_jobs import AgentJob
 from tests.gated_training import GATE

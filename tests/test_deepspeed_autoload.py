@@ -18,7 +18,7 @@ from deepspeed_cells import zero  # noqa: E402
 from deepspeed_program import ENVIRONMENT  # noqa: E402
 
 from megatron_ft.core.environment import JOB  # noqa: E402
-from megatron_ft.launchers.startup import before_script  # noqa: E402
+from megatron_ft.core.startup import before_script  # noqa: E402
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 
@@ -47,7 +47,7 @@ engine.load_checkpoint("nowhere")
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_key_alone_is_enough(launcher: str, tmp_path: Path) -> None:
     """What follows needs an SMP: outside a job its absence is said, with what to do."""
-    from megatron_ft.core.ports import free_port
+    from megatron_ft.core.process_tools import free_port
 
     script, config = tmp_path / "train.py", tmp_path / "ds.json"
     script.write_text(_SCRIPT)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.launchers.startup import before_script
+from megatron_ft.core.startup import before_script
 from tests import slurm_cluster
 from tests.held_in_step import sitecustomize as held
 from tests.megatron_jobs import check_fewer_ranks, has_reached, needs_megatron, packaged

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_ft.cli.demo import stock_script
 from megatron_ft.cli.demo.report import compare_runs
-from megatron_ft.launchers.startup import before_script
+from megatron_ft.core.startup import before_script
 from tests import slurm_cluster
 from tests.held_in_step import sitecustomize as held
 from tests.megatron_jobs import (

@@ -24,8 +24,7 @@ from megatron_ft.checkpoint.hold import hold_to_write
 from megatron_ft.checkpoint.native import iteration_of, retract
 from megatron_ft.checkpoint.reader import open_checkpoint
 from megatron_ft.checkpoint.source import open_newest
-from megatron_ft.core.decoding import UNREADABLE
-from megatron_ft.core.errors import ExportError
+from megatron_ft.core.errors import UNREADABLE, ExportError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import Ancestor, SnapshotId, on_lineage
 

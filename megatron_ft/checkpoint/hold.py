@@ -20,8 +20,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_ft.checkpoint.durable import FILE_MODE
-from megatron_ft.core.decoding import UNREADABLE
-from megatron_ft.core.errors import ConfigError, ExportError
+from megatron_ft.core.errors import UNREADABLE, ConfigError, ExportError
 
 LOCK = ".megatron-ft-exports.lock"
 """In a folder of exports: locked by the job that exports there, and says who that is."""

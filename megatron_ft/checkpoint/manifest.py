@@ -9,8 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_ft.core.decoding import UNREADABLE
-from megatron_ft.core.errors import CheckpointDamagedError
+from megatron_ft.core.errors import UNREADABLE, CheckpointDamagedError
 from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
 
 NAME = "manifest.json"

@@ -20,9 +20,9 @@ from megatron_ft.checkpoint.live import open_live
 from megatron_ft.checkpoint.manifest import folder_name, is_complete
 from megatron_ft.checkpoint.source import OpenSnapshot, open_newest
 from megatron_ft.cli import common
+from megatron_ft.core.background import Pace
 from megatron_ft.core.errors import DrainError, SnapshotUnavailableError
 from megatron_ft.core.identity import Seat
-from megatron_ft.core.pace import Pace
 from megatron_ft.supervisor.job_state import known_shards
 
 

@@ -40,7 +40,7 @@ from megatron_ft.core.errors import (
     RestartBudgetError,
     UnrecoverableError,
 )
-from megatron_ft.core.fewer_ranks import SHRINK
+from megatron_ft.core.identity import SHRINK
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.supervisor import command as descriptors
 from megatron_ft.supervisor import command as job_settings

@@ -21,8 +21,8 @@ from megatron_ft.checkpoint.live import LiveSource, open_live
 from megatron_ft.checkpoint.reader import open_checkpoint
 from megatron_ft.checkpoint.source import SnapshotSource
 from megatron_ft.cli import common
+from megatron_ft.core.background import lower_priority
 from megatron_ft.core.errors import ConfigError, SnapshotUnavailableError
-from megatron_ft.core.priority import lower_priority
 from megatron_ft.supervisor.job_state import known_shards
 
 EXIT_CODES: Mapping[int, str] = {

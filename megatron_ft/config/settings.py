@@ -33,7 +33,7 @@ from megatron_ft.config.setting import (
     Kind,
     Setting,
 )
-from megatron_ft.core.fewer_ranks import HOLD, SHRINK, STOP
+from megatron_ft.core.identity import HOLD, SHRINK, STOP
 
 
 def setting(

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_ft.config.setting import Setting
 from megatron_ft.config.settings import SETTINGS, Settings
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.core.fewer_ranks import SHRINK
+from megatron_ft.core.identity import SHRINK
 
 
 def refuse(problems: list[str]) -> None:

@@ -15,9 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from megatron_ft.core import private_files, procfs
-from megatron_ft.core.environment import INCARNATION, JOB, NODE, NODE_DIR, READY_NAME
+from megatron_ft.core.environment import INCARNATION, JOB, NODE, NODE_DIR, READY_NAME, check_names
 from megatron_ft.core.errors import ConfigError, MissingEnvironmentError, UntrustedFileError
-from megatron_ft.core.node_names import check_names
 from megatron_ft.launchers.launcher import NodeUnreachable, Placement, ProcessGoneError
 from megatron_ft.launchers.mpirun import MpiLauncher, find_mpi
 from megatron_ft.launchers.process import LocalProcess

@@ -18,8 +18,8 @@ from typing import Any
 from megatron_ft.config import SWITCH, SnapshotConfig
 from megatron_ft.core.environment import RESTORE
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.core.fewer_ranks import SHRINK
-from megatron_ft.core.wrapping import Function, wrap
+from megatron_ft.core.frameworks import Function, wrap
+from megatron_ft.core.identity import SHRINK
 from megatron_ft.megatron import arguments, rerun
 from megatron_ft.megatron.manager import make_manager
 from megatron_ft.megatron.run import SnapshotRun, without_disk_load

@@ -13,7 +13,7 @@ import zmq.asyncio
 
 from megatron_ft.arena import upkeep
 from megatron_ft.core.errors import ControlPlaneError, MegatronFTError, StaleIncarnationError
-from megatron_ft.core.pid_namespace import pid_namespace
+from megatron_ft.core.procfs import pid_namespace
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import Peer, Server, listen_local, refusal
 from megatron_ft.smp.host import NodeHost, resident_bytes

@@ -7,8 +7,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_ft.core import private_files
-from megatron_ft.core.decoding import UNREADABLE
-from megatron_ft.core.errors import ControlPlaneError
+from megatron_ft.core.errors import UNREADABLE, ControlPlaneError
 
 FILE_NAME = "node.json"
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_ft.core import private_files
 from megatron_ft.core.errors import UntrustedFileError
+from megatron_ft.core.procfs import read_stat
 from megatron_ft.rpc.heartbeat_page import (
     DUMP_SIGNAL,
     Phase,
@@ -141,14 +142,6 @@ def _catches(pid: int, number: int) -> bool:
     return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
-def _state(pid: int) -> str:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return "X"
-    return text[text.rindex(")") + 2]
-
-
 def _last_signs(writer: Writer, pulse: Pulse, stacks: str) -> str:
     now = time.monotonic()
     signs = {
@@ -166,6 +159,7 @@ def _last_signs(writer: Writer, pulse: Pulse, stacks: str) -> str:
 
 
 def _report(pulse: Pulse, pid: int, now: float) -> PulseReport:
+    stat = read_stat(pid)
     return PulseReport(
         rank=pulse.rank,
         phase=pulse.phase,
@@ -179,7 +173,7 @@ def _report(pulse: Pulse, pid: int, now: float) -> PulseReport:
         window=pulse.window,
         own=pulse.own,
         spread=pulse.spread,
-        state=_state(pid),
+        state="X" if stat is None else stat.state,
         age=max(0.0, now - pulse.started),
         imports=pulse.imports,
         communicators=pulse.communicators,

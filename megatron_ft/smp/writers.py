@@ -19,8 +19,8 @@ from pathlib import Path
 import msgspec
 
 from megatron_ft.core import private_files
-from megatron_ft.core.decoding import UNREADABLE
-from megatron_ft.core.errors import ControlPlaneError, MegatronFTError
+from megatron_ft.core.errors import UNREADABLE, ControlPlaneError, MegatronFTError
+from megatron_ft.core.procfs import read_stat
 from megatron_ft.smp.store import SUFFIX
 
 log = logging.getLogger(__name__)
@@ -69,11 +69,10 @@ def open_pidfd(pid: int) -> int:
 
 def start_time_of(pid: int) -> int:
     """Start time of a live process; ProcessLookupError if there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError as error:
-        raise ProcessLookupError(pid) from error
-    return int(text.rsplit(")", 1)[1].split()[19])
+    stat = read_stat(pid)
+    if stat is None:
+        raise ProcessLookupError(pid)
+    return stat.start_time
 
 
 def open_started(pid: int, start_time: int) -> int:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from megatron_ft.core.background import started_low
 from megatron_ft.core.environment import INCARNATION
 from megatron_ft.core.errors import DrainError
-from megatron_ft.core.log_end import last_word, size
-from megatron_ft.core.priority import started_low
+from megatron_ft.core.process_tools import last_word, log_size
 from megatron_ft.launchers.launcher import Launcher, ProcessHandle
 from megatron_ft.launchers.outer_launcher import base_environment
 from megatron_ft.supervisor.spec import JobSpec
@@ -68,7 +68,7 @@ class DrainProcesses:
                 environment = {**base_environment(), **ENVIRONMENTS.get(step, {})}
                 environment |= self._spec.background_variables
                 environment[INCARNATION] = str(self._incarnation())
-                before = size(log)
+                before = log_size(log)
                 handles.append(self._launcher.start(node, argv, environment, log))
                 ends.append(asyncio.create_task(self._end(step, handles[-1], before)))
             done, pending = await asyncio.wait(

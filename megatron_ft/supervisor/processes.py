@@ -22,8 +22,8 @@ from megatron_ft.core import private_files
 from megatron_ft.core.environment import INCARNATION, TREE
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.core.fault_points import reach
-from megatron_ft.core.log_end import last_word, size, text_since
-from megatron_ft.core.ports import free_port
+from megatron_ft.core.process_tools import free_port, last_word, log_size, text_since
+from megatron_ft.core.startup import before_script
 from megatron_ft.erasure.worker import ENCODE_RATE
 from megatron_ft.launchers.launcher import (
     Launcher,
@@ -33,7 +33,6 @@ from megatron_ft.launchers.launcher import (
     ProcessHandle,
 )
 from megatron_ft.launchers.outer_launcher import base_environment
-from megatron_ft.launchers.startup import before_script
 from megatron_ft.launchers.world import WorldProcess
 from megatron_ft.smp.__main__ import Ready
 from megatron_ft.smp.daemon import Credentials
@@ -313,7 +312,7 @@ class EncoderWorld:
         environment |= self._spec.background_variables
         environment[ENCODE_RATE] = str(self._spec.encode_bandwidth_mib * (1 << 20))
         placements = [Placement(node, argv, environment) for node in nodes]
-        self._log_begin = size(self._log)
+        self._log_begin = log_size(self._log)
         self._handle = self.starter.start(placements, self._log)
         return self.name
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_ft.core.affinity import BACKGROUND_CPUS
+from megatron_ft.core.background import BACKGROUND_CPUS
 from megatron_ft.core.errors import ConfigError, ProtectionError
-from megatron_ft.core.fewer_ranks import SHRINK, STOP
+from megatron_ft.core.identity import SHRINK, STOP
 from megatron_ft.core.scheme import Scheme, largest_scheme
 from megatron_ft.erasure.stripes import Domains
 from megatron_ft.supervisor.budget import RestartBudget

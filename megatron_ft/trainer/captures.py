@@ -14,7 +14,7 @@ from statistics import median
 from megatron_ft.arena.format import Permit
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.core.objects import encode
-from megatron_ft.core.shard_meta import pack_encoded
+from megatron_ft.core.shard import pack_encoded
 from megatron_ft.trainer.binding import layout_changed
 from megatron_ft.trainer.engine import CaptureEngine
 from megatron_ft.trainer.loss_gate import Verdicts

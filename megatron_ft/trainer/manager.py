@@ -24,10 +24,9 @@ from megatron_ft.arena import digest
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.core.fewer_ranks import RankRule
+from megatron_ft.core.identity import RankRule
 from megatron_ft.core.identity import shard_id as make_shard_id
-from megatron_ft.core.shard import ShardLayout
-from megatron_ft.core.shard_meta import pack_meta
+from megatron_ft.core.shard import ShardLayout, pack_meta
 from megatron_ft.rpc.client import TrainerClient
 from megatron_ft.trainer.boundary import Boundary, Fence
 from megatron_ft.trainer.captures import Captures

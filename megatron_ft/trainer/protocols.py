@@ -10,8 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_ft.core.fewer_ranks import RankRule
-from megatron_ft.core.identity import SealedRecord, SnapshotId
+from megatron_ft.core.identity import RankRule, SealedRecord, SnapshotId
 from megatron_ft.trainer.stats import CaptureStats
 from megatron_ft.trainer.watch.heartbeat import TrainerWatch
 

@@ -18,8 +18,7 @@ from megatron_ft.core.errors import CorruptBlockError, LayoutMismatchError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SealedRecord
 from megatron_ft.core.objects import decode
-from megatron_ft.core.shard import LayoutEntry, ShardLayout, layout_differences
-from megatron_ft.core.shard_meta import Meta, unpack_meta
+from megatron_ft.core.shard import LayoutEntry, Meta, ShardLayout, layout_differences, unpack_meta
 from megatron_ft.trainer.addresses import has_memory, reach_bytes
 from megatron_ft.trainer.binding import live_part, region_tensor, stored_view
 from megatron_ft.trainer.copier import CopyItem

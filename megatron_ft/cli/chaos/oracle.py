@@ -17,7 +17,7 @@ from megatron_ft.cli.chaos.settings import Settings
 from megatron_ft.cli.chaos.trace import Lines, read_traces
 from megatron_ft.cli.chaos.warm_python import WarmPython, start_at
 from megatron_ft.core.errors import MegatronFTError
-from megatron_ft.core.log_end import last_lines
+from megatron_ft.core.process_tools import last_lines
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.supervisor.processes import TrainerFleet
 

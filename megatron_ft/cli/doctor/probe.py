@@ -30,7 +30,7 @@ from megatron_ft.cli.doctor.machine import (
 )
 from megatron_ft.cli.doctor.rates import measure_drain, measure_rates
 from megatron_ft.core.environment import ProcessEnvironment
-from megatron_ft.core.pid_namespace import pid_namespace
+from megatron_ft.core.procfs import pid_namespace
 from megatron_ft.core.scheme import Scheme
 
 

@@ -26,7 +26,7 @@ from megatron_ft.cli.doctor.facts import (
     Verdict,
     by_node,
 )
-from megatron_ft.core.versions import DEEPSPEED, MEGATRON, Releases, version_numbers
+from megatron_ft.core.frameworks import DEEPSPEED, MEGATRON, Releases, version_numbers
 from megatron_ft.supervisor.container import mount_advice, processes_advice
 
 _CONTAINER = re.compile(r"(?:docker|libpod|crio|cri-containerd)[-/]([0-9a-f]{12,64})|/kubepods")
