@@ -13,8 +13,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from megatron_ft.checkpoint.durable import Disk
-from megatron_ft.checkpoint.hold import Holder, hold
+from megatron_ft.checkpoint.disk_format import DiskCalls
+from megatron_ft.checkpoint.export_drained import Holder, hold
 from megatron_ft.cli.common import say
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.process_tools import in_thread
@@ -41,7 +41,7 @@ def folders_ready(spec: JobSpec, state: JobState) -> Iterator[None]:
         try:
             usable = _usable_folders(spec, resumed=state.record.incarnation > 0)
             for name in EXPORTS:
-                folder = getattr(spec, name)
+                folder = getattr(spec.settings, name)
                 problem = held.enter_context(hold(folder, holder)) if name in usable else ""
                 if problem:
                     say(
@@ -59,7 +59,7 @@ def _usable_folders(spec: JobSpec, *, resumed: bool) -> list[str]:
     """Settings whose folder was made and can be written to."""
     usable = []
     for name in ("drain_dir", *EXPORTS):
-        folder, flag = getattr(spec, name), flag_of(name)
+        folder, flag = getattr(spec.settings, name), flag_of(name)
         if folder is None:
             continue
         try:
@@ -87,7 +87,7 @@ def make_folder(flag: str, folder: Path | None) -> None:
     if folder is None:
         return
     try:
-        Disk().make_folder(folder.absolute())
+        DiskCalls().make_folder(folder.absolute())
     except OSError as error:
         raise ConfigError(f"{flag} {folder} cannot be made: {error.strerror}") from error
     if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):

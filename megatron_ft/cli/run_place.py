@@ -33,9 +33,8 @@ from megatron_ft.launchers.agents.rendezvous import (
     read_hostfile,
 )
 from megatron_ft.launchers.launcher import HostSource, Launcher
-from megatron_ft.launchers.slurm.allocation import Allocation
+from megatron_ft.launchers.slurm.allocation import Allocation, ReplacementHosts
 from megatron_ft.launchers.slurm.launcher import SlurmLauncher
-from megatron_ft.launchers.slurm.replacement import ReplacementHosts
 from megatron_ft.launchers.virtual import VirtualCluster, default_root
 from megatron_ft.supervisor.job_state import make_notes_folder, state_folder
 

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ft.config import SWITCH, SnapshotConfig
 from megatron_ft.core.environment import RESTORE
@@ -24,9 +24,11 @@ from megatron_ft.megatron import arguments, rerun
 from megatron_ft.megatron.manager import make_manager
 from megatron_ft.megatron.run import SnapshotRun, without_disk_load
 from megatron_ft.megatron.versions import check_megatron
-from megatron_ft.trainer.protocols import Manager
 
-ManagerFactory = Callable[[SnapshotConfig], Manager]
+if TYPE_CHECKING:
+    from megatron_ft.trainer.manager import SnapshotManager
+
+ManagerFactory = Callable[[SnapshotConfig], "SnapshotManager"]
 
 _current: SnapshotRun | None = None
 """The run between its set-up and its end; wraps hold no reference of their own to it."""

@@ -8,7 +8,6 @@ from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.identity import shard_id
 from megatron_ft.megatron.fewer_ranks import rule_of
 from megatron_ft.trainer.manager import SnapshotManager
-from megatron_ft.trainer.protocols import Manager
 
 
 def place_of_rank() -> dict[str, Any]:
@@ -32,7 +31,7 @@ def place_of_rank() -> dict[str, Any]:
     }
 
 
-def make_manager(config: SnapshotConfig) -> Manager:
+def make_manager(config: SnapshotConfig) -> SnapshotManager:
     """The manager of this rank, named by its place in Megatron's parallel groups.
 
     Raises NotUnderSupervisorError outside ``megatron-ft run``.

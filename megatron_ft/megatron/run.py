@@ -6,15 +6,17 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_ft.checkpoint import megatron_start as start
+from megatron_ft.checkpoint import native as start
 from megatron_ft.megatron import fewer_ranks, missed_save
 from megatron_ft.megatron.optimizer import optimizer_parts
 from megatron_ft.megatron.snapshot_log import SnapshotLog
 from megatron_ft.megatron.state import MegatronState
-from megatron_ft.trainer.protocols import Manager
-from megatron_ft.trainer.start_choice import WISH, View, agree, supervisor_chose_disk
+from megatron_ft.trainer.start_choice import WISH, RankView, agree, supervisor_chose_disk
+
+if TYPE_CHECKING:
+    from megatron_ft.trainer.manager import SnapshotManager
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ class SnapshotRun:
     """
 
     def __init__(
-        self, args: Any, manager: Manager, *, gated: bool = False, shrinks: bool = False
+        self, args: Any, manager: SnapshotManager, *, gated: bool = False, shrinks: bool = False
     ) -> None:
         """``gated`` says that losses are wanted: reading them waits for the device.
 
@@ -64,7 +66,7 @@ class SnapshotRun:
         if offered >= 0 and disk.asked:
             wish = start.wish_of(self._args)
             changed = self._manager.offered_objects().get(WISH) != wish
-        view = View(offered, disk, supervisor_chose_disk(), changed)
+        view = RankView(offered, disk, supervisor_chose_disk(), changed)
         decision = agree(view, self._manager)
         if decision is not None:
             source = "memory" if decision.from_memory else "disk"
@@ -140,8 +142,6 @@ class SnapshotRun:
         """Around what moves captured tensors: no copy reads them, nothing keeps their memory."""
         with self._manager.fence(), self.pause():
             self._manager.forget_tensors()
-            if self._state is not None:
-                self._state.forget_tensors()
             yield
 
     def close(self) -> None:

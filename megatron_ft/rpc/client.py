@@ -49,8 +49,9 @@ class TrainerClient:
     """Connection of one trainer rank to its SMP.
 
     Call ``hello`` once, ``prepare`` once the layout is known, then report each capture's
-    end with ``sealed``, ``missed`` or ``abandoned``.  ``on_outcome`` is called from the
-    client's thread with "protected", "committed" or "aborted".
+    end with ``sealed``, ``missed`` or ``abandoned``.  These may come from the training thread and
+    the copy thread at once, and wait for no answer.  ``on_outcome`` is called from the client's
+    thread with "protected", "committed" or "aborted".
     """
 
     def __init__(self, environment: ProcessEnvironment, rank: int, local_rank: int = 0) -> None:
@@ -111,19 +112,10 @@ class TrainerClient:
         """The slot is wanted now; its header says when it is this snapshot's."""
         self._send(m.Begins(self.shard_id, snapshot, iteration, slot))
 
-    def sealed(
-        self, snapshot: SnapshotId, record: SealedRecord, judged_later: bool = False
-    ) -> None:
-        """Everything of ``snapshot`` is in its slot, digests included.
-
-        With ``judged_later`` it is protected and committed only after ``judged``.
-        """
+    def sealed(self, snapshot: SnapshotId, record: SealedRecord) -> None:
+        """Everything of ``snapshot`` is in its slot, digests included."""
         assert record.snapshot == snapshot
-        self._send(m.Sealed(record, judged_later))
-
-    def judged(self, snapshot: SnapshotId, problem: str) -> None:
-        """What the loss says of a snapshot: with a ``problem`` it is given up."""
-        self._send(m.Judged(self.shard_id, snapshot, problem))
+        self._send(m.Sealed(record))
 
     def missed(self, snapshot: SnapshotId) -> None:
         """The permitted iteration passed without a capture."""

@@ -24,7 +24,6 @@ from megatron_ft.rpc.node_messages import (
     EncoderHello,
     EncoderRefused,
     Hello,
-    Judged,
     Message,
     Missed,
     OrderDone,
@@ -403,7 +402,6 @@ Told = (
     Hello
     | Prepare
     | Sealed
-    | Judged
     | Missed
     | Abandoned
     | Restored

@@ -17,7 +17,7 @@ def check_nodes(spec: JobSpec, record: JobRecord) -> None:
     One that has shrunk is asked for with the number that it began with.
     """
     kept = len(record.active)
-    shrunk = spec.on_no_spare == SHRINK and kept < spec.nodes
+    shrunk = spec.settings.on_no_spare == SHRINK and kept < spec.nodes
     if kept and kept != spec.nodes and not shrunk:
         free = "" if record.committed else ", or free it: `megatron-ft clean --job {spec.name}`"
         raise ConfigError(
@@ -37,7 +37,7 @@ def check_memory(spec: JobSpec, record: JobRecord, memory: Decision) -> None:
     if memory.snapshot is None:
         return
     slots = {len(holding.arena.slots) for holding in memory.holdings.values()}
-    wanted = spec.sizes.slot_count
+    wanted = spec.settings.slots
     if record.scheme and record.scheme != str(spec.scheme):
         _refuse(spec.name, "protect", record.scheme, str(spec.scheme))
     if slots != {wanted}:

@@ -12,11 +12,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_ft.checkpoint.decide import Decision, StripeState
-from megatron_ft.checkpoint.drained import Choice, Drained, Wanted, choose, find, of_one_job
+from megatron_ft.checkpoint.decide import Decision, Quarantine, StripeState
+from megatron_ft.checkpoint.drained import Choice, DiskCriteria, Drained, choose, find, of_one_job
 from megatron_ft.checkpoint.load import EXIT_DAMAGED, LoadPlan
 from megatron_ft.checkpoint.native import iteration_of, newest_checkpoint
-from megatron_ft.checkpoint.quarantine import Quarantine
 from megatron_ft.core.errors import ConfigError, DrainError, MegatronFTError
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.core.process_tools import in_thread
@@ -80,7 +79,7 @@ class DiskRestores:
         except OSError as error:
             # Another disk than that of the drained ones, perhaps.
             reasons = (f"{self._spec.checkpoint_dir} cannot be read: {error.strerror}",)
-        wanted = Wanted(
+        wanted = DiskCriteria(
             shard_count=(len(record.active) or self._spec.nodes) * self._spec.ranks_per_node,
             lineage=record.lineage,
             newer_than=memory.snapshot,
@@ -88,8 +87,8 @@ class DiskRestores:
             refused=frozenset(self._refused),
             reason_against=quarantine.reason_against,
         )
-        if self._spec.drain_dir is not None:
-            found, problems = find(self._spec.drain_dir, record.job)
+        if self._spec.settings.drain_dir is not None:
+            found, problems = find(self._spec.settings.drain_dir, record.job)
             choice = choose(found, wanted)
             reasons = (*choice.reasons, *problems, *reasons)
             if choice.taken is not None:
@@ -107,7 +106,7 @@ class DiskRestores:
         return None if reason_against_own(quarantine, own) else own
 
     def _asked_for(
-        self, folder: Path, wanted: Wanted, record: JobRecord, reasons: tuple[str, ...]
+        self, folder: Path, wanted: DiskCriteria, record: JobRecord, reasons: tuple[str, ...]
     ) -> Choice:
         """What the user gave to start from; the framework's own counts once the job has run."""
         try:

@@ -128,14 +128,14 @@ class Incarnation:
     async def _begin_snapshots(self, roll: Roll, plan: Restore) -> None:
         job = self._job
         sizes = job.spec.sizes
-        await wait_for_all(roll, job.spec.register_timeout)
+        await wait_for_all(roll, job.spec.settings.register_timeout_seconds)
         if roll.stranger:
             check_shard(job.spec.name, roll.known, roll.stranger)
         rule = await self._rank_rule(roll)
         stored = plan.decision.stripes if plan.decision.snapshot is not None else ()
         stripes = settle_stripes(roll, stored, job.spec.scheme, sizes)
         places = roll.places()
-        await make_arenas(job.coordinator, stripes, places, plan.lineage, sizes.slot_count)
+        await make_arenas(job.coordinator, stripes, places, plan.lineage, job.spec.settings.slots)
         job.state.update(shards=roll.seats(), rank_rule=rule)
         orders = stripe_orders(stripes, places, plan.active)
         first = max(0, plan.decision.iteration)
@@ -149,7 +149,7 @@ class Incarnation:
     async def _rank_rule(self, roll: Roll) -> RankRule | None:
         """With how many ranks the command could go on; the trainers hear an error, too."""
         job = self._job
-        shrinks = job.spec.on_no_spare == SHRINK
+        shrinks = job.spec.settings.on_no_spare == SHRINK
         try:
             rule = roll.rank_rule(needed=shrinks)
         except ConfigError as error:

@@ -40,7 +40,7 @@ class JobParts:
             JobKeys.derive(state.record.secret), self.observers, self.world.end_world, spec.timing
         )
         self.world.serve(self.coordinator)
-        self.coordinator.scrub_percent = spec.scrub_percent
+        self.coordinator.scrub_percent = spec.settings.scrub_percent
         self.members = Membership(spec, launcher, state, self.coordinator)
         places = noted_places(state.record.disk, spec)
         if places != state.record.disk:
@@ -55,20 +55,16 @@ class JobParts:
         )
         self.disk = DiskRestores(spec, launcher)
         self.distrust = Distrust(
-            state, self.coordinator, spec.quarantine_iterations, spec.checkpoint_dir
+            state, self.coordinator, spec.settings.quarantine_iterations, spec.checkpoint_dir
         )
         self.pacing = Pacing(
-            spec.overhead_percent / 100, 3600 * spec.expected_mtbf_hours, self.observers
+            spec.settings.overhead_percent / 100,
+            3600 * spec.settings.expected_mtbf_hours,
+            self.observers,
         )
         self.coordinator.listeners.append(self.pacing.hear)
         self.notes = JobNotes(state, self.coordinator)
-        self.watch = JobWatch(
-            self.coordinator,
-            spec.log_dir,
-            on_hang=spec.on_hang,
-            hang=spec.hang,
-            straggler_percent=spec.straggler_percent,
-        )
+        self.watch = JobWatch(self.coordinator, spec.settings, spec.log_dir)
         self.reached = -1
         self.budget = spec.budget
         self.replaced: set[str] = set()

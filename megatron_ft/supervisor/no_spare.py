@@ -50,7 +50,7 @@ async def salvage_without_trainers(parts: JobParts) -> None:
 
     No failure here is raised, so that the job ends with the reason for which it stops.
     """
-    if parts.spec.drain_dir is None:
+    if parts.spec.settings.drain_dir is None:
         return
     try:
         admitted = await parts.members.admit_all()
@@ -68,9 +68,9 @@ async def salvage(
 ) -> None:
     """The job is about to stop: drain what memory can serve before, and export what is on disk."""
     await _drain(parts, choice, admitted, reason)
-    if parts.spec.export_on_failure is not None and admitted.inventories:
+    if parts.spec.settings.export_on_failure is not None and admitted.inventories:
         node = next(iter(admitted.inventories))
-        await parts.drains.export_durable(node, parts.spec.export_on_failure)
+        await parts.drains.export_durable(node, parts.spec.settings.export_on_failure)
 
 
 async def _drain(parts: JobParts, choice: RestoreChoice, admitted: Admitted, reason: str) -> None:
@@ -99,7 +99,7 @@ async def _drain(parts: JobParts, choice: RestoreChoice, admitted: Admitted, rea
 def _plan(parts: JobParts, choice: RestoreChoice, admitted: Admitted) -> Restore | None:
     there = [node for node in parts.members.active if node in parts.members.usable(admitted)]
     shards = parts.state.record.shards
-    if parts.spec.drain_dir is None or not there or not shards:
+    if parts.spec.settings.drain_dir is None or not there or not shards:
         return None
     memory = choice.memory(admitted, len(shards))
     if memory.snapshot is None:
@@ -111,7 +111,7 @@ def _plan(parts: JobParts, choice: RestoreChoice, admitted: Admitted) -> Restore
         active=tuple(there),
         incarnation=parts.coordinator.incarnation,
         lineage=choice.lineage(memory),
-        slot_count=parts.spec.sizes.slot_count,
+        slot_count=parts.spec.settings.slots,
     )
 
 
@@ -172,7 +172,7 @@ async def go_on_with_fewer(parts: JobParts, choice: RestoreChoice, admitted: Adm
     To be called after a salvage.  False, with the reason told, where that cannot be; nothing
     has changed then, and memory has what it had.
     """
-    if parts.spec.on_no_spare != SHRINK:
+    if parts.spec.settings.on_no_spare != SHRINK:
         return False
     chosen, reasons = _choose(parts, admitted)
     if chosen:
@@ -208,7 +208,7 @@ async def _exported(parts: JobParts, choice: RestoreChoice, admitted: Admitted) 
 
     A newer checkpoint that the framework itself has saved is as good.
     """
-    record, directory = parts.state.record, parts.spec.drain_export_dir
+    record, directory = parts.state.record, parts.spec.settings.drain_export_dir
     assert directory is not None, "the settings were checked"
     if not record.committed:
         return ""
@@ -236,7 +236,7 @@ async def _exported(parts: JobParts, choice: RestoreChoice, admitted: Admitted) 
 
 def _of_this_job(parts: JobParts, drained: Drained) -> bool:
     own = drained.manifest.job == parts.state.record.job
-    return own and drained.folder.parent == parts.spec.drain_dir
+    return own and drained.folder.parent == parts.spec.settings.drain_dir
 
 
 def _exported_iteration(directory: Path) -> int:

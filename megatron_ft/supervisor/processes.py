@@ -32,10 +32,9 @@ from megatron_ft.launchers.launcher import (
     ProcessGoneError,
     ProcessHandle,
 )
-from megatron_ft.launchers.outer_launcher import base_environment
+from megatron_ft.launchers.launcher_env import base_environment
 from megatron_ft.launchers.world import WorldProcess
-from megatron_ft.smp.__main__ import Ready
-from megatron_ft.smp.daemon import Credentials
+from megatron_ft.smp.__main__ import Credentials, Ready
 from megatron_ft.supervisor import container
 from megatron_ft.supervisor.job_state import JobState, SmpPlace
 from megatron_ft.supervisor.spec import JobSpec
@@ -298,7 +297,7 @@ class EncoderWorld:
 
     def __init__(self, launcher: Launcher, spec: JobSpec) -> None:
         self._spec = spec
-        self.starter = WorldStarter(launcher, spec.transport)
+        self.starter = WorldStarter(launcher, spec.settings.transport)
         self._log, self._log_begin = spec.log_dir / "encoders.log", 0
         self._handle: ProcessHandle | None = None
         self.name = ""
@@ -310,7 +309,7 @@ class EncoderWorld:
         argv = [sys.executable, "-m", "megatron_ft.erasure.worker", "--world", self.name]
         environment = {**base_environment(), INCARNATION: str(incarnation), "OMP_NUM_THREADS": "1"}
         environment |= self._spec.background_variables
-        environment[ENCODE_RATE] = str(self._spec.encode_bandwidth_mib * (1 << 20))
+        environment[ENCODE_RATE] = str(self._spec.settings.encode_bandwidth_mib * (1 << 20))
         placements = [Placement(node, argv, environment) for node in nodes]
         self._log_begin = log_size(self._log)
         self._handle = self.starter.start(placements, self._log)
@@ -359,7 +358,12 @@ class TrainerFleet:
         """Start every rank, node by node.  NodeUnreachable if one is lost meanwhile."""
         spec = self._spec
         port = free_port()
-        given = {**base_environment(), **spec.environment, **extra, INCARNATION: str(incarnation)}
+        given = {
+            **base_environment(),
+            **spec.trainer_environment,
+            **extra,
+            INCARNATION: str(incarnation),
+        }
         base, master = before_script(given), self._launcher.address(active[0])
         self._handles = []
         for index, node in enumerate(active):

@@ -24,7 +24,7 @@ from megatron_ft.supervisor.restore import (
     describe_restore,
     restore,
 )
-from megatron_ft.trainer.start_choice import Start
+from megatron_ft.trainer.start_choice import StartDecision
 
 
 class RestoreChoice:
@@ -56,7 +56,7 @@ class RestoreChoice:
             active=tuple(job.members.active),
             incarnation=job.coordinator.incarnation,
             lineage=lineage,
-            slot_count=job.spec.sizes.slot_count,
+            slot_count=job.spec.settings.slots,
             disk=source,
         )
         start = await self._foreseen(plan)
@@ -67,7 +67,7 @@ class RestoreChoice:
         job.observers.tell("from_disk", text)
         return replace(plan, framework_loads=True)
 
-    async def _foreseen(self, plan: Restore) -> Start | None:
+    async def _foreseen(self, plan: Restore) -> StartDecision | None:
         """What trainers will do with the snapshot; None if only they can know."""
         if plan.decision.snapshot is None:
             return None

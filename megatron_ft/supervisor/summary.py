@@ -66,7 +66,6 @@ def _state(of: Coordinator) -> dict[str, Any]:
         "skipped": of.skips.total + of.skips.now,
         "drain_failures": of.drain_failures[0],
         "drain_failure": of.drain_failures[1],
-        "gated": of.gated,
         "given_up": of.given_up[0],
         "given_up_reason": of.given_up[1],
         "blocks": {

@@ -251,14 +251,14 @@ class Stop:
 
         Asked again, or without a drain folder, end at once.
         """
-        if self._drain is not None or self._supervisor.spec.drain_dir is None:
+        if self._drain is not None or self._supervisor.spec.settings.drain_dir is None:
             self.at_once()
         else:
             self.code = EXIT_NOT_DRAINED
             self._drain = asyncio.ensure_future(self._drain_first())
 
     async def _drain_first(self) -> None:
-        seconds = self._supervisor.spec.drain_stop_seconds
+        seconds = self._supervisor.spec.settings.drain_stop_seconds
         if await self._supervisor.drains.last(seconds):
             self.code = EXIT_DRAINED
         self.at_once()

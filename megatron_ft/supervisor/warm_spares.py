@@ -14,7 +14,7 @@ from megatron_ft.config.flags import read_command
 from megatron_ft.core.environment import TREE
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.launchers.launcher import Launcher, ProcessHandle
-from megatron_ft.launchers.outer_launcher import base_environment
+from megatron_ft.launchers.launcher_env import base_environment
 from megatron_ft.supervisor import container
 from megatron_ft.supervisor.spec import JobSpec
 
@@ -71,7 +71,11 @@ class WarmSpares:
 
     def _start(self, node: str) -> ProcessHandle | None:
         python = container.python_of(self._spec.command) or [sys.executable]
-        environment = {**base_environment(), **self._spec.environment, "CUDA_VISIBLE_DEVICES": ""}
+        environment = {
+            **base_environment(),
+            **self._spec.trainer_environment,
+            "CUDA_VISIBLE_DEVICES": "",
+        }
         argv = [*python, "-c", _SOURCE, *self._spec.warm_modules]
         command, mark = container.told(argv, environment)
         if mark:

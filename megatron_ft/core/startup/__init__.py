@@ -23,7 +23,7 @@ AFTER_IMPORT = "MEGATRON_FT_AFTER_IMPORT"
 HOOKS = {
     LOOP: "megatron_ft.megatron.autoload:install_for_script",
     DEEPSPEED: "deepspeed_ext.hooks:install",
-    COMMUNICATORS: "megatron_ft.trainer.watch.start_parts:time_communicators?",
+    COMMUNICATORS: "megatron_ft.trainer.heartbeats:time_communicators?",
 }
 """Called behind the import of a module; with ``?`` only where this package is installed.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from megatron_ft.supervisor.watch.board import Heard
-from megatron_ft.trainer.watch.iterations import WINDOW, WindowSummary
+from megatron_ft.trainer.heartbeats import WINDOW, WindowSummary
 
 LEAST_SECONDS = 0.001
 """What is slower by less than this is no matter, however short iterations are."""

@@ -1,0 +1,69 @@
+"""Holds one rank inside a training step of the job's first incarnation, until the test kills it.
+
+So a fault strikes in that very iteration, however fast training is.  No rank begins before
+it may take its first snapshot, or training could stand there with nothing in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+from megatron_ft.core.environment import INCARNATION
+from megatron_ft.core.startup import DEEPSPEED, LOOP
+from megatron_ft.core.startup.sitecustomize import AfterImport, run_hidden
+
+RANK, ITERATION = "1", 11
+PERMIT_SECONDS = 100.0
+
+
+def hold_megatron() -> None:
+    from megatron.training import get_args, training
+
+    step = training.train_step
+
+    def held(*args: Any, **kwargs: Any) -> Any:
+        from megatron_ft.megatron import hooks
+
+        hold(get_args().curr_iteration, hooks._current)
+        return step(*args, **kwargs)
+
+    training.train_step = held
+
+
+def hold_deepspeed() -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    step = DeepSpeedEngine.step
+
+    def held(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        from deepspeed_ext.attachment import run_of
+
+        hold(engine.global_steps, run_of(engine))
+        return step(engine, *args, **kwargs)
+
+    DeepSpeedEngine.step = held
+
+
+def hold(finished: int, run: Any) -> None:
+    if finished == 0:
+        await_permit(run._manager._capture._engine.arena)
+    if finished + 1 == ITERATION and os.environ["RANK"] == RANK:
+        signal.pause()
+
+
+def await_permit(arena: Any) -> None:
+    """The permit is a word in shared memory, which can only be looked at."""
+    deadline = time.monotonic() + PERMIT_SECONDS
+    while arena.permit() is None:
+        assert time.monotonic() < deadline, "the coordinator has permitted no snapshot"
+        time.sleep(0.01)
+
+
+if __name__ == "sitecustomize":
+    if "RANK" in os.environ and os.environ.get(INCARNATION) == "1":
+        AfterImport(LOOP, hold_megatron).install()
+        AfterImport(DEEPSPEED, hold_deepspeed).install()
+    run_hidden(os.path.dirname(os.path.abspath(__file__)))

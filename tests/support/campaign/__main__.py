@@ -1,0 +1,156 @@
+"""Run long jobs of all schemes and transports, with faults of all kinds at random times.
+
+    python -m tests.support.campaign --seed 7 --minutes 30
+
+Exit codes: 0 every promise was kept, 1 one was broken, or nothing struck.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import platform
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+
+import msgspec
+
+from megatron_ft.cli.chaos.runner import ChaosSettings
+from megatron_ft.core.errors import ConfigError
+from megatron_ft.core.scheme import Scheme
+from tests.support.campaign.plan import SCHEMES, JobPlan, jobs
+from tests.support.campaign.rule import OUTCOMES
+from tests.support.campaign.run import EpisodeResult, Limits, run_campaign, table
+from tests.support.chaos_cluster import CLUSTER_CLASS
+from tests.support.warm_python import CHAOS, WarmPython
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.support.campaign", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--seed", type=int, default=0, help="draws jobs, faults and moments")
+    parser.add_argument(
+        "--minutes", type=float, default=5.0, help="begin faults so long (%(default)s)"
+    )
+    parser.add_argument("--faults", type=int, default=sys.maxsize, help="so many at most")
+    parser.add_argument("--jobs", type=int, default=1, help="at once (%(default)s)")
+    parser.add_argument("--job", type=int, help="only the job of this number")
+    parser.add_argument("--protect", help="protection of all jobs (default: every scheme in turn)")
+    parser.add_argument("--lease-seconds", type=float, default=4.0, help="(%(default)s)")
+    parser.add_argument(
+        "--limit-seconds", type=float, default=60.0, help="longest wait (%(default)s)"
+    )
+    parser.add_argument("--markdown", type=Path, help="write the table to this file")
+    parser.add_argument("--json", type=Path, help="write every episode to this file")
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the campaign."""
+    arguments = _parser().parse_args(words)
+    if arguments.minutes <= 0 or arguments.jobs < 1 or arguments.faults < 1:
+        raise ConfigError("--minutes, --jobs and --faults are numbers above 0")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it leaves nothing either
+    schemes = (str(Scheme.parse(arguments.protect)),) if arguments.protect else SCHEMES
+    plans = jobs(arguments.seed, schemes)
+    if arguments.job is not None:
+        plans = itertools.islice(plans, arguments.job, arguments.job + 1)
+    folder = Path(tempfile.mkdtemp(prefix="mft-chaos-"))
+    warm = WarmPython(CHAOS)
+    limits = Limits(arguments.faults, time.monotonic() + 60 * arguments.minutes)
+    results: list[EpisodeResult] = []
+
+    def told(result: EpisodeResult) -> None:
+        results.append(result)
+        print(line(result, arguments), flush=True)
+        _write(arguments, results)
+
+    try:
+        settings = ChaosSettings(
+            folder,
+            seed=arguments.seed,
+            lease=arguments.lease_seconds,
+            limit=arguments.limit_seconds,
+            cluster_class=CLUSTER_CLASS,
+            warm=warm.path,
+        )
+        run_campaign(plans, settings, limits, arguments.jobs, told)
+    finally:
+        warm.close()
+    print("\n".join(["", summary(results), "", *table(results, OUTCOMES)]))
+    good = all(result.ruling.good for result in results) and any(r.faults for r in results)
+    if good:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0 if good else 1
+
+
+def line(result: EpisodeResult, arguments: argparse.Namespace) -> str:
+    """One line of an episode; more of one that broke a promise."""
+    ruling, job = result.ruling, result.job
+    told = ruling.outcome if ruling.good else f"**{ruling.outcome.upper()}**"
+    done = "; ".join(result.done) or result.episode.kind
+    head = f"{job.number}.{result.number} [{job}] {done}: {told} ({result.seconds:.1f} s)"
+    if ruling.good:
+        return head
+    again = ["python", "-m", "tests.support.campaign", "--seed", str(arguments.seed)]
+    again += ["--job", str(job.number)]
+    again += ["--protect", arguments.protect] if arguments.protect else []
+    return "\n".join(
+        [
+            head,
+            *(f"  {problem}" for problem in ruling.problems[:5]),
+            result.tail,
+            f"  logs: {result.folder}",
+            f"  again, up to scheduling: {shlex.join(again)}",
+        ]
+    )
+
+
+def summary(results: Sequence[EpisodeResult]) -> str:
+    """The campaign in a sentence or two."""
+    faults, bad = sum(r.faults for r in results), [r for r in results if not r.ruling.good]
+    by_job: dict[JobPlan, int] = {}
+    for result in results:
+        by_job[result.job] = max(result.compared, by_job.get(result.job, 0))
+    return (
+        f"{faults} faults in {len(by_job)} jobs, {len(bad)} promises broken; "
+        f"{sum(by_job.values())} iterations of ranks compared bit by bit."
+    )
+
+
+def _write(arguments: argparse.Namespace, results: Sequence[EpisodeResult]) -> None:
+    """After every episode, so that a campaign that is interrupted leaves what it has."""
+    if arguments.markdown:
+        where = f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}"
+        head = (
+            f"# Random faults: `python -m tests.support.campaign --seed {arguments.seed}`\n\n"
+            f"{summary(results)} {date.today()}, {where}, Python {platform.python_version()}.\n"
+        )
+        arguments.markdown.write_text("\n".join([head, *table(results, OUTCOMES)]) + "\n")
+    if arguments.json:
+        found = [
+            {
+                "job": str(r.job),
+                "number": f"{r.job.number}.{r.number}",
+                "episode": r.episode,
+                "done": r.done,
+                "outcome": r.ruling.outcome,
+                "problems": r.ruling.problems,
+                "seconds": round(r.seconds, 1),
+            }
+            for r in results
+        ]
+        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

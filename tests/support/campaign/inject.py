@@ -1,0 +1,207 @@
+"""Doing to a long job what the random campaign has drawn, and undoing what must end again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Sequence
+
+from megatron_ft.cli.chaos import damage
+from megatron_ft.cli.chaos.follow import Follower
+from megatron_ft.cli.chaos.inject import RETURN_SECONDS, Injector, send
+from megatron_ft.core.environment import SOCKET_NAME
+from megatron_ft.core.errors import ArenaError
+from megatron_ft.smp.node_folder import STATE_NAME
+from megatron_ft.smp.processes import WRITERS_NAME
+from tests.support.campaign.plan import ENCODERS_AWAY, DrawnFault
+
+START_SECONDS = 10.0
+"""So long trainers are given to be started again, before the fault strikes all the same."""
+
+NEEDS_A_START = ("truncate", "folder", "link", "missing")
+"""Damage after which a shard has its arena again only when trainers start."""
+
+KEPT_AWAY = 0.15
+"""Encoders that are kept away are looked for this often, in seconds, and killed."""
+
+
+class CampaignInjector(Injector):
+    """Strikes one job.
+
+    ``restarts`` is the moment after which trainers must have been started anew, if they must.
+    """
+
+    def __init__(self, follower: Follower) -> None:
+        super().__init__(follower)
+        self.restarts = 0.0
+        self._active = self.job.node_names[: self.job.nodes]
+
+    async def strike(self, fault: DrawnFault) -> None:
+        """Do it; what takes a while to undo is undone in the background."""
+        self._active = self.follower.active() if self._has_notes() else self._active
+        node = self._active[fault.position % len(self._active)]
+        kind, _, what = fault.kind.partition("-")
+        if fault.kind == "kill-smp-at-start":
+            await self._kill_at_start(node, fault)
+        elif kind == "kill":
+            self._kill(what, node)
+        elif kind == "stop":
+            self._suspend(what, node, fault.seconds)
+        elif kind == "lose":
+            self._lose_nodes(fault, self.job.parity + (what == "too-many"))
+        elif kind == "arena":
+            await self._damage(what, node, fault)
+        elif fault.kind == ENCODERS_AWAY:
+            await self._keep_encoders_away(fault.seconds)
+        else:
+            _ON_FILES[fault.kind](self, node)
+            self._follow("trainers" if what.startswith(("socket", "state")) else fault.then, node)
+
+    def _has_notes(self) -> bool:
+        return (self.job.state_dir / "job.json").exists()
+
+    def _note(
+        self, text: str, *, lost: tuple[str, ...] = (), perhaps: tuple[str, ...] = (), away: bool
+    ) -> None:
+        """Remember what is about to be done.
+
+        Of ``lost`` nodes the memory is gone or wrong, of ``perhaps`` it is once they are given
+        up; with ``away`` a spare may be needed for them.
+        """
+        place = {name: self._active.index(name) for name in (*lost, *perhaps)}
+        nodes = (*lost, *perhaps) if away else ()
+        self.record(text, [place[name] for name in lost], nodes, place)
+
+    def _kill(self, what: str, node: str) -> None:
+        """Kill processes of a role: those of one node, or all where the role is a plural."""
+        perhaps: tuple[str, ...] = ()
+        if what.startswith("smp"):
+            perhaps = tuple(self._active) if what == "smps" else (node,)
+        one = what in ("trainer", "smp", "encoder")
+        role = what if what == "world" else what.rstrip("s")
+        pids = self.pids(role, node if one else "")
+        where = f" on {node}" if one else ""
+        if not pids:
+            self._note(f"no {what} to kill{where}", away=False)
+            return
+        self._note(f"{what} killed{where}", perhaps=perhaps, away=False)
+        if what == "supervisor":
+            self.follower.process.kill()
+        else:
+            send(pids, signal.SIGKILL)
+        if what.startswith(("trainer", "supervisor")):
+            self.restarts = self.quiet
+
+    async def _kill_at_start(self, node: str, fault: DrawnFault) -> None:
+        """Trainers that start ask their SMP what to restore; a new one may not know it yet."""
+        self._kill("trainers", "")
+        killed, deadline = self.quiet, self.quiet + START_SECONDS
+        while not self.follower.count("trainers_started", killed) and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+            self.follower.read()
+        await asyncio.sleep(random.Random(fault.seed).uniform(0.0, 0.5))
+        self._kill("smp", node)
+
+    def _suspend(self, what: str, node: str, seconds: float) -> None:
+        perhaps = tuple(self._active) if what == "supervisor" else (node,) * (what == "smp")
+        self._note(f"{what} of {node} suspended for {seconds:.1f} s", perhaps=perhaps, away=True)
+        self.suspend(self.pids(what, node), seconds, f"the {what}")
+
+    def _lose_nodes(self, fault: DrawnFault, most: int) -> None:
+        chance = random.Random(fault.seed)
+        count = most if fault.kind == "lose-too-many" else chance.randint(1, most)
+        self.lose(chance.sample(self._active, min(count, len(self._active))))
+
+    def lose(self, nodes: Sequence[str], *, keep: bool = False) -> None:
+        """Lose nodes; they are back soon, empty, so that a job has as many spares as before."""
+        self._note(f"{', '.join(nodes)} lost with its memory", lost=tuple(nodes), away=True)
+        self.restarts = self.quiet
+        super().lose(nodes, keep=keep)
+        self.later(RETURN_SECONDS, lambda: self.revive(nodes), f"{', '.join(nodes)} back")
+
+    async def _damage(self, what: str, node: str, fault: DrawnFault) -> None:
+        """One arena of a node is damaged, then something happens that makes it show."""
+        paths = self.arenas(node)
+        if not paths:
+            self._note(f"no arena on {node} to damage", away=False)
+            return
+        try:
+            older = paths[0].read_bytes() if what == "stale" else b""
+            if older:
+                await asyncio.sleep(0.5)
+            # Before it is done: whoever sees it may answer at once.
+            lost = () if what == "flip-header" else (node,)
+            self._note(f"{what} in the arena of {node}", lost=lost, perhaps=(node,), away=False)
+            if older:
+                damage.put_back(paths[0], older)
+            else:
+                damage.damage(paths[0], what, random.Random(fault.seed))
+        except (OSError, ArenaError, ValueError) as error:
+            self._note(f"no damage to an arena of {node}: {error}", away=False)
+        # Trainers that run have no arena any more, and take no snapshot until they start again.
+        waits = fault.then == "nothing" and what in NEEDS_A_START
+        self._follow("trainers" if waits else fault.then, node)
+
+    def _follow(self, then: str, node: str) -> None:
+        """What makes damage show.  A second node is lost only where parity is for two."""
+        others = [name for name in self._active if name != node]
+        if then == "node" and self.job.parity > 1:
+            self.lose(others[:1])
+        elif then == "supervisor":
+            self._kill("supervisor", node)
+        elif then != "nothing":
+            self._kill("trainers", node)
+
+    async def _keep_encoders_away(self, seconds: float) -> None:
+        """No encoder lives for long; trainers are killed meanwhile."""
+
+        async def work() -> None:
+            while True:
+                self.kill("encoder")
+                await asyncio.sleep(KEPT_AWAY)
+
+        self._note(f"encoders kept away for {seconds:.1f} s", away=False)
+        keeper = asyncio.create_task(work())
+        try:
+            await asyncio.sleep(seconds)
+            self._kill("trainers", "")
+            await asyncio.sleep(RETURN_SECONDS)
+        finally:
+            keeper.cancel()
+        self.quiet = time.monotonic()
+
+    def _remove_socket(self, node: str) -> None:
+        self._note(f"the socket of {node} removed", perhaps=(node,), away=False)
+        (self.cluster.node_dir(node) / SOCKET_NAME).unlink(missing_ok=True)
+
+    def _remove_folder(self, node: str) -> None:
+        self._note(f"the folder of {node} removed", lost=(node,), away=False)
+        shutil.rmtree(self.cluster.node_dir(node), ignore_errors=True)
+
+    def _remove_state(self, node: str) -> None:
+        self._note("the state folder removed", away=False)
+        shutil.rmtree(self.job.state_dir, ignore_errors=True)
+
+    def _damage_writers(self, node: str) -> None:
+        self._damage_file(node, WRITERS_NAME)
+
+    def _damage_node_file(self, node: str) -> None:
+        self._damage_file(node, STATE_NAME)
+
+    def _damage_file(self, node: str, name: str) -> None:
+        self._note(f"{name} of {node} damaged, its SMP killed", lost=(node,), away=False)
+        path = self.cluster.node_dir(node) / name
+        path.write_bytes(path.read_bytes()[:-7] if path.exists() else b"{")
+        self.kill("smp", node)
+
+
+_ON_FILES: dict[str, Callable[[CampaignInjector, str], None]] = {
+    "remove-socket": CampaignInjector._remove_socket,
+    "remove-node-folder": CampaignInjector._remove_folder,
+    "remove-state": CampaignInjector._remove_state,
+    "damage-writers": CampaignInjector._damage_writers,
+    "damage-node-file": CampaignInjector._damage_node_file,
+}

@@ -1,0 +1,160 @@
+"""The random campaign as a pure function of its seed: its jobs, and the faults of each."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_ft.cli.chaos.cases import VICTIMS
+from megatron_ft.core.scheme import Scheme
+
+SCHEMES = ("xor:2", "xor:4", "rs:3+1", "rs:2+2", "replica:2")
+TRANSPORTS = ("mpi", "tcp")
+FAULTS_PER_JOB = 16
+
+KILLS = {
+    "kill-trainer": "a trainer is killed",
+    "kill-trainers": "all trainers are killed",
+    "kill-smp": "the SMP of a node is killed",
+    "kill-smps": "all SMPs are killed",
+    "kill-smp-at-start": "trainers are killed, and an SMP while the next ones start",
+    "kill-encoder": "an encoder is killed",
+    "kill-world": "the encoder world is killed with its launcher",
+    "kill-supervisor": "the supervisor is killed; the command is run again",
+    "kill-drain": "the process that drains is killed",
+}
+SUSPENSIONS = {
+    "stop-trainer": "a trainer is suspended for a while",
+    "stop-smp": "the SMP of a node is suspended for a while",
+    "stop-encoder": "an encoder is suspended for a while",
+    "stop-supervisor": "the supervisor is suspended for a while",
+}
+NODES = {
+    "lose-nodes": "nodes are lost with their memory, as many as parity makes up for",
+    "lose-too-many": "one node more is lost than parity makes up for",
+}
+FILES = {
+    "remove-socket": "the socket of an SMP is removed",
+    "remove-node-folder": "the folder of a node is removed",
+    "remove-state": "the state folder of the job is removed",
+    "damage-writers": "writers.json of a node is damaged, and its SMP killed",
+    "damage-node-file": "node.json of a node is damaged, and its SMP killed",
+}
+ENCODERS_AWAY = "encoders-away"
+DAMAGE = tuple(f"arena-{fault}" for fault in (*VICTIMS["arena"], "stale"))
+
+WEIGHTS: Mapping[str, float] = {
+    **dict.fromkeys(KILLS, 3.0),
+    **dict.fromkeys(SUSPENSIONS, 1.0),
+    "lose-nodes": 6.0,
+    "lose-too-many": 1.0,
+    **dict.fromkeys(FILES, 1.0),
+    **dict.fromkeys(DAMAGE, 1.0),
+    ENCODERS_AWAY: 4.0,
+}
+"""Every kind of random fault, and how often it is drawn in relation to the others."""
+
+THEN = ("trainers", "node", "supervisor", "nothing")
+"""What makes damage show: trainers start anew, another node is lost, or the supervisor is."""
+
+
+@dataclass(frozen=True)
+class DrawnFault:
+    """One fault: ``wait`` seconds after the job has settled, or after the fault before it.
+
+    ``position`` draws the node, ``seconds`` is how long a suspension or an absence lasts,
+    ``then`` what follows on damage, ``seed`` draws the rest.
+    """
+
+    kind: str
+    wait: float
+    position: int
+    seconds: float
+    then: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One fault, or two of which the second strikes while the job recovers from the first."""
+
+    first: DrawnFault
+    second: DrawnFault | None = None
+
+    @property
+    def kind(self) -> str:
+        """The row of the table that the episode counts in."""
+        return f"{self.second.kind}, in a recovery" if self.second else self.first.kind
+
+    @property
+    def faults(self) -> int:
+        """So many."""
+        return (self.first.kind != START_KIND) + (self.second is not None)
+
+
+START_KIND = "start of a job"
+START = Episode(DrawnFault(START_KIND, 0.0, 0, 0.0, "nothing", 0))
+"""No fault: a job that only has to begin."""
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """One job of the campaign and what it suffers."""
+
+    number: int
+    protect: str
+    transport: str
+    spares: int
+    slots: int
+    drains: bool
+    episodes: tuple[Episode, ...]
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that train: one stripe."""
+        return Scheme.parse(self.protect).members
+
+    def __str__(self) -> str:
+        """The job in a few words."""
+        drains = "drains" if self.drains else "no drains"
+        return f"{self.protect} {self.transport} {self.spares}sp {self.slots}sl {drains}"
+
+
+def jobs(seed: int, protect: Sequence[str] = SCHEMES) -> Iterator[JobPlan]:
+    """The endless list of jobs that a seed stands for; the same on every machine.
+
+    Schemes and transports follow each other in turn, so that a short campaign has them all.
+    """
+    for number in itertools.count():
+        chance = random.Random(f"megatron-ft chaos --random {seed} {number}")
+        turn, place = divmod(number, len(protect))
+        drains = chance.random() < 0.5
+        yield JobPlan(
+            number=number,
+            protect=protect[place],
+            transport=TRANSPORTS[(turn + place) % 2],
+            spares=chance.randint(0, 2),
+            slots=chance.randint(2, 3),
+            drains=drains,
+            episodes=tuple(_episode(chance, drains) for _ in range(FAULTS_PER_JOB)),
+        )
+
+
+def _episode(chance: random.Random, drains: bool) -> Episode:
+    first = _fault(chance, drains, longest_wait=1.0)
+    again = chance.random() < 0.2
+    return Episode(first, _fault(chance, drains, longest_wait=3.0) if again else None)
+
+
+def _fault(chance: random.Random, drains: bool, longest_wait: float) -> DrawnFault:
+    possible = {k: w for k, w in WEIGHTS.items() if drains or k != "kill-drain"}
+    return DrawnFault(
+        kind=chance.choices(list(possible), list(possible.values()))[0],
+        wait=chance.uniform(0.0, longest_wait),
+        position=chance.randrange(1 << 16),
+        seconds=chance.uniform(0.3, 6.0),
+        then=chance.choices(THEN, [6, 2, 1, 1])[0],
+        seed=chance.randrange(1 << 32),
+    )

@@ -1,0 +1,272 @@
+"""The random campaign: long jobs, each of which suffers one random fault after another."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+
+from megatron_ft.cli.chaos.follow import Follower, until
+from megatron_ft.cli.chaos.judge import Story
+from megatron_ft.cli.chaos.runner import ChaosSettings, oracle_traces
+from megatron_ft.cli.chaos.trace import Lines, read_traces
+from tests.support.campaign.inject import CampaignInjector
+from tests.support.campaign.plan import START, Episode, JobPlan
+from tests.support.campaign.rule import Ruling, rule
+
+ITERATIONS = 4000
+"""Of one job: more than it trains while it suffers all of its faults."""
+
+MOST_SUPERVISORS = 200
+SNAPSHOT_INTERVAL, DRAIN_INTERVAL = 4, 40
+
+
+@dataclass(frozen=True)
+class EpisodeResult:
+    """What one episode came to."""
+
+    job: JobPlan
+    number: int
+    episode: Episode
+    ruling: Ruling
+    done: tuple[str, ...]
+    seconds: float
+    compared: int
+    folder: Path
+    tail: str
+
+    @property
+    def faults(self) -> int:
+        """None at the start of a job, else one or two."""
+        return self.episode.faults
+
+
+@dataclass
+class Limits:
+    """When a campaign has done enough: after so many faults, or at a moment of the steady clock.
+
+    Several jobs may ask at once.
+    """
+
+    faults: int
+    deadline: float
+    begun: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self, episode: Episode) -> bool:
+        """Whether an episode may begin; it counts then."""
+        with self.lock:
+            if self.begun >= self.faults or time.monotonic() > self.deadline:
+                return False
+            self.begun += episode.faults
+            return True
+
+    def over(self) -> bool:
+        """Whether no other episode may begin."""
+        return self.begun >= self.faults or time.monotonic() > self.deadline
+
+
+Told = Callable[[EpisodeResult], None]
+
+
+def run_campaign(
+    plans: Iterator[JobPlan], settings: ChaosSettings, limits: Limits, at_once: int, told: Told
+) -> list[EpisodeResult]:
+    """Run jobs, ``at_once`` at a time, until the limits say that it is enough."""
+    oracles, lock = _Oracles(settings), threading.Lock()
+    results: list[EpisodeResult] = []
+
+    def note(result: EpisodeResult) -> None:
+        with lock:
+            results.append(result)
+            told(result)
+
+    def work() -> None:
+        while not limits.over():
+            with lock:
+                plan = next(plans, None)
+            if plan is None:
+                return
+            run_job(plan, settings, oracles.of(plan.nodes), limits, note)
+
+    with ThreadPoolExecutor(at_once) as pool:
+        try:
+            for future in [pool.submit(work) for _ in range(at_once)]:
+                future.result()
+        finally:
+            # Of an interrupted campaign each job ends with its episode, and leaves nothing.
+            limits.deadline = 0.0
+    return results
+
+
+class _Oracles:
+    """The uninterrupted run for each number of ranks, made when first needed."""
+
+    def __init__(self, settings: ChaosSettings) -> None:
+        self._settings, self._lock = settings, threading.Lock()
+        self._known: dict[int, Mapping[int, Lines]] = {}
+
+    def of(self, nodes: int) -> Mapping[int, Lines]:
+        with self._lock:
+            if nodes not in self._known:
+                settings = replace(
+                    self._settings, nodes=nodes, protect="none", iterations=ITERATIONS
+                )
+                self._known[nodes] = oracle_traces(settings)
+            return self._known[nodes]
+
+
+def run_job(
+    plan: JobPlan,
+    settings: ChaosSettings,
+    oracle: Mapping[int, Lines],
+    limits: Limits,
+    told: Callable[[EpisodeResult], None],
+) -> None:
+    """One job with all its episodes, until one of them breaks a promise or ends the job."""
+    name = f"chaos-{plan.number}-{time.monotonic_ns() % 10**6}"
+    folder = settings.folder / name
+    folder.mkdir(mode=0o700, parents=True)
+    good = True
+
+    def note(result: EpisodeResult) -> None:
+        nonlocal good
+        good &= result.ruling.good
+        told(result)
+
+    asyncio.run(_Job(plan, settings, name, folder, oracle).run(limits, note))
+    if good:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Job:
+    """The state of a job that runs."""
+
+    def __init__(
+        self,
+        plan: JobPlan,
+        settings: ChaosSettings,
+        name: str,
+        folder: Path,
+        oracle: Mapping[int, Lines],
+    ) -> None:
+        self.plan, self.oracle, self.limit, self.folder = plan, oracle, settings.limit, folder
+        settings = replace(settings, nodes=plan.nodes, protect=plan.protect, iterations=ITERATIONS)
+        self.job = msgspec.structs.replace(
+            settings.job(name, folder, plan.spares),
+            slots=plan.slots,
+            snapshot_interval=SNAPSHOT_INTERVAL,
+            drain_interval=DRAIN_INTERVAL if plan.drains else 0,
+            transport=plan.transport,
+        )
+        self.follower = Follower(self.job, MOST_SUPERVISORS)
+        self.striker = CampaignInjector(self.follower)
+        self._end = ""
+
+    async def run(self, limits: Limits, told: Told) -> None:
+        self.follower.start()
+        try:
+            for number, episode in enumerate((START, *self.plan.episodes)):
+                if number and (self._over() or not limits.take(episode)):
+                    break
+                result = await self._episode(number, episode)
+                told(result)
+                if not result.ruling.good or self._end:
+                    break
+        finally:
+            self.striker.tidy()
+
+    async def _episode(self, number: int, episode: Episode) -> EpisodeResult:
+        """Strike, await a settled job, and judge."""
+        follower, striker = self.follower, self.striker
+        await asyncio.sleep(episode.first.wait)
+        since, before = time.monotonic(), len(striker.strikes)
+        end, reason = "settled", ""
+        try:
+            if episode.faults:
+                await striker.strike(episode.first)
+            if episode.second is not None:
+                await asyncio.sleep(episode.second.wait)
+                await striker.strike(episode.second)
+            await until(lambda: self._settled() or self._over(), self.limit, self.striker.missing)
+            for _ in range(2):
+                if self._end == "stopped" and follower.last_error()[0] == "NoSpareError":
+                    await self._again()
+            end = self._end or end
+        except TimeoutError as error:
+            end, reason = "hang", str(error)
+        follower.read()
+        traces = read_traces(self.folder / "trace", self.plan.nodes)
+        story = Story(
+            parity=self.job.parity,
+            events=follower.events,
+            strikes=striker.strikes,
+            traces=traces,
+            oracle=self.oracle,
+            reached=True,
+            end=end,
+            reason=reason,
+            disk=self.plan.drains,
+            starts=read_starts(self.folder / "trace"),
+        )
+        return EpisodeResult(
+            self.plan,
+            number,
+            episode,
+            rule(story, since, self.plan.spares),
+            tuple(strike.text for strike in striker.strikes[before:]),
+            time.monotonic() - since,
+            sum(len(lines) for lines in traces.values()),
+            self.folder,
+            follower.tail(20),
+        )
+
+    async def _again(self) -> None:
+        """The job stopped for want of a node.  Nodes are back, and the user runs it again."""
+        await until(lambda: not self.striker.curing(), self.limit, self.striker.missing)
+        self._end = ""
+        self.striker.restarts = time.monotonic()
+        self.follower.start()
+        await until(lambda: self._settled() or self._over(), self.limit, self.striker.missing)
+
+    def _over(self) -> bool:
+        self.follower.read()
+        self._end = self._end or self.follower.over()
+        return bool(self._end)
+
+    def _settled(self) -> bool:
+        """Whether the job trains and has protected snapshots since the last thing done to it."""
+        striker, follower = self.striker, self.follower
+        if striker.curing() or follower.count("training", striker.restarts) == 0:
+            return False
+        return follower.protected_commits(max(striker.quiet, striker.restarts)) >= 2
+
+
+def read_starts(folder: Path) -> list[tuple[float, int]]:
+    """Moment and iteration of every start of every rank."""
+    lines = [line for path in folder.glob("start*.jsonl") for line in path.read_text().splitlines()]
+    return [(start["at"], start["iteration"]) for start in map(json.loads, lines)]
+
+
+def table(results: Sequence[EpisodeResult], outcomes: Sequence[str]) -> list[str]:
+    """Kinds of faults by outcomes, as lines of Markdown."""
+    kinds = sorted({result.episode.kind for result in results})
+    rows = [
+        "| fault | episodes | " + " | ".join(outcomes) + " |",
+        "| --- |" + " ---: |" * (len(outcomes) + 1),
+    ]
+    for kind in [*kinds, ""]:
+        of = [r for r in results if kind in ("", r.episode.kind)]
+        counts = [sum(r.ruling.outcome == outcome for r in of) for outcome in outcomes]
+        cells = [str(count) if count else "" for count in counts]
+        name = f"`{kind}`" if kind else "**all**"
+        rows.append(f"| {name} | {len(of)} | " + " | ".join(cells) + " |")
+    return rows

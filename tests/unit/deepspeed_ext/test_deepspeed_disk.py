@@ -1,0 +1,107 @@
+"""Of which step the checkpoint is that DeepSpeed would load."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from deepspeed_ext.saving import NAME, LoadWish, Saved, disk_of  # noqa: E402  # noqa: E402
+from megatron_ft.trainer.start_choice import WISH, DiskStart  # noqa: E402
+
+ENGINE = SimpleNamespace(load_universal_checkpoint=lambda: False)
+
+
+def saved_before(folder: Path) -> dict[str, Any]:
+    """What a snapshot knows of a checkpoint with the tag that the files below have."""
+    return {NAME: Saved(os.path.realpath(folder), "last", 12)._asdict()}
+
+
+def saved(folder: Path, files: dict[str, Any], latest_after: bool = True) -> str:
+    """A checkpoint "last" of these files, of which ``latest`` was written after or before."""
+    (folder / "last").mkdir()
+    for name, content in files.items():
+        torch.save(content, folder / "last" / name)
+        os.utime(folder / "last" / name, ns=(10, 10))
+    (folder / "latest").write_text("last")
+    os.utime(folder / "latest", ns=(11, 11) if latest_after else (9, 9))
+    return str(folder)
+
+
+MODEL, OF_STAGE_3 = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
+EXPERT = "layer_0_expert_0_mp_rank_00_model_states.pt"
+
+
+@pytest.mark.parametrize("name", [MODEL, OF_STAGE_3])
+def test_a_free_tag_is_looked_into(tmp_path: Path, name: str) -> None:
+    folder = saved(tmp_path, {name: {"global_steps": 20}, EXPERT: {"experts": 1}})
+    assert disk_of(ENGINE, folder, None, {}) == DiskStart(20)
+    assert disk_of(ENGINE, folder, "last", {}) == DiskStart(20, "the checkpoint 'last'")
+
+
+def test_a_tag_that_was_saved_again_is_of_the_later_step(tmp_path: Path) -> None:
+    folder = saved(tmp_path, {MODEL: {"global_steps": 20}})
+    assert disk_of(ENGINE, folder, None, saved_before(tmp_path)) == DiskStart(20)
+
+
+def test_one_that_was_half_overwritten_is_of_the_earlier_step(tmp_path: Path) -> None:
+    folder = saved(tmp_path, {MODEL: {"global_steps": 20}}, latest_after=False)
+    assert disk_of(ENGINE, folder, None, saved_before(tmp_path)) == DiskStart(12)
+
+
+def test_one_that_cannot_be_read_is_left_to_deepspeed(tmp_path: Path) -> None:
+    folder = saved(tmp_path, {MODEL: {}})
+    (tmp_path / "last" / MODEL).write_bytes(b"cut off")
+    assert disk_of(ENGINE, folder, None, {}) == DiskStart(0)
+    os.utime(tmp_path / "last" / MODEL, ns=(10, 10))
+    assert disk_of(ENGINE, folder, None, saved_before(tmp_path)) == DiskStart(12)
+
+
+def test_without_a_checkpoint_nothing_is_loaded(tmp_path: Path) -> None:
+    assert disk_of(ENGINE, str(tmp_path), None, {}) == DiskStart(-1)
+    assert disk_of(ENGINE, str(tmp_path), "last", saved_before(tmp_path)) == DiskStart(-1)
+
+
+def test_a_tag_of_another_folder_is_another_checkpoint(tmp_path: Path) -> None:
+    folder = saved(tmp_path, {MODEL: {"global_steps": 20}}, latest_after=False)
+    assert disk_of(ENGINE, folder, "last", saved_before(tmp_path / "elsewhere")).iteration == 20
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path, target_is_directory=True)
+    assert disk_of(ENGINE, str(link), "last", saved_before(tmp_path)).iteration == 12
+
+
+folders, tags, steps = (st.sampled_from(["a", "b"]), st.sampled_from(["x", "y"]), st.integers(0, 3))
+
+
+@given(folders, st.none() | tags, steps, folders, st.none() | tags, tags, steps, st.integers(0, 3))
+def test_a_checkpoint_that_the_lineage_did_not_have_is_new(
+    before: str,
+    tag_before: str | None,
+    step_before: int,
+    now: str,
+    tag_now: str | None,
+    found: str,
+    step: int,
+    offered: int,
+) -> None:
+    """Only what was named before, at the same step, or what it has saved itself, is not."""
+    found = tag_now or found
+    first, second = LoadWish(), LoadWish()
+    first.name(before, tag_before)
+    first.is_new(tag_before or found, step_before, -1, {})
+    objects = {WISH: first.state_dict()}
+    second.name(now, tag_now)
+    same = before == now and tag_before == tag_now
+    unchanged = same and (tag_now is None or step == step_before)
+    assert second.is_new(found, step, offered, objects) == (not unchanged)
+    assert not second.is_new("", -1, offered, objects)
+    own = {**objects, NAME: Saved(os.path.realpath(now), found, step)._asdict()}
+    follows = unchanged or (step <= offered and (same or tag_now is None))
+    assert second.is_new(found, step, offered, own) == (not follows)

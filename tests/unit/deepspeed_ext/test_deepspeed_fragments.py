@@ -1,0 +1,131 @@
+"""Where flat partitions lie in the model, and parameters put together again: no DeepSpeed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from deepspeed_ext.exporter import FileTensors  # noqa: E402
+from deepspeed_ext.logical_map import MASTER, WEIGHT, fragments  # noqa: E402
+from deepspeed_ext.optimizers.view import OwnedMaster, Weight  # noqa: E402
+from megatron_ft.checkpoint.export import TensorRecipe  # noqa: E402
+from megatron_ft.checkpoint.source import ShardBytes  # noqa: E402
+from megatron_ft.core.errors import ExportError  # noqa: E402
+from megatron_ft.core.shard import LogicalPlace, Piece, TensorSpec, plan_layout  # noqa: E402
+
+
+@dataclass
+class Partitions:
+    """One rank's view of bf16 parameters that lie behind each other, cut in equal partitions."""
+
+    parameters: list[Any]
+    part: Any
+    master: Any
+
+    def owned(self) -> list[Any]:
+        return self.parameters
+
+    def masters(self) -> list[OwnedMaster]:
+        return [OwnedMaster("optimizer/0", None, {}, self.master)]
+
+    def weights(self) -> list[Weight]:
+        return [Weight("weight/0", self.part, self.master)]
+
+
+def cut(values: Any, sizes: list[int], order: list[int], ranks: int, padding: int) -> list[Any]:
+    """The ranks' views; ``order`` is that of the parameters in memory."""
+    size = -(-(len(values) + padding) // ranks)
+    views = []
+    for rank in range(ranks):
+        flat = torch.zeros(size * ranks, dtype=torch.bfloat16)
+        starts, position = {}, 0
+        for index in order:
+            starts[index] = position
+            first = sum(sizes[:index])
+            flat[position : position + sizes[index]] = values[first : first + sizes[index]]
+            position += sizes[index]
+        owned = [flat[starts[i] : starts[i] + n] for i, n in enumerate(sizes)]
+        part = flat[rank * size : (rank + 1) * size]
+        views.append(Partitions(owned, part, part.float()))
+    return views
+
+
+def shard(view: Partitions, kept: bool = False) -> ShardBytes:
+    """What a snapshot of a rank holds; with ``kept`` weights, that are not the masters."""
+    pieces: dict[str, list[Piece]] = {MASTER: [], WEIGHT: []}
+    numbers = {id(p): number for number, p in enumerate(view.parameters)}
+    for found in fragments(view):  # type: ignore[arg-type]
+        for kind, parts in pieces.items():
+            name = f"p{numbers[id(found.parameter)]}/{kind}"
+            box = ((found.elements,), (found.start,), (found.numel,), found.offset, (1,))
+            parts.append(Piece(name, *box))
+    tensors = {"optimizer/0/master": (MASTER, view.master)}
+    if kept:
+        tensors["weight/0"] = (WEIGHT, view.part + 1)
+    specs = [
+        TensorSpec(
+            name,
+            str(tensor.dtype).removeprefix("torch."),
+            tensor.element_size(),
+            tuple(tensor.shape),
+            logical=LogicalPlace(0, tensor.numel(), tuple(pieces[kind])),
+        )
+        for name, (kind, tensor) in tensors.items()
+    ]
+    layout = plan_layout(specs)
+    data = np.zeros(layout.tensor_bytes, dtype=np.uint8)
+    for entry in layout.entries:
+        raw = tensors[entry.name][1].contiguous().view(torch.uint8).numpy()
+        data[entry.offset : entry.offset + entry.nbytes] = raw
+    return ShardBytes(None, data, layout, b"", b"", 64, 1, "test")  # type: ignore[arg-type]
+
+
+sizes_of_parameters = st.lists(st.integers(1, 9), min_size=1, max_size=6)
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(sizes_of_parameters, st.randoms(use_true_random=False), st.integers(1, 5), st.integers(0, 9))
+def test_masters_of_all_ranks_make_every_parameter(
+    sizes: list[int], random: Any, ranks: int, padding: int
+) -> None:
+    order = random.sample(range(len(sizes)), len(sizes))
+    views = cut(torch.arange(1.0, sum(sizes) + 1), sizes, order, ranks, padding)
+    covered = [sum(f.numel for f in fragments(view)) for view in views]
+    assert sum(covered) == sum(sizes), "padding belongs to no parameter"
+    for kept in (False, True):
+        shards = {f"dp{rank}": shard(view, kept) for rank, view in enumerate(views)}
+        captured = FileTensors(shards)
+        for number, size in enumerate(sizes):
+            wanted = TensorRecipe(MASTER, "bfloat16", (size,), 0, (1,), (f"p{number}", ()))
+            made = captured.make("dp0", wanted)
+            assert torch.equal(made, views[0].parameters[number] + kept)
+            assert made.untyped_storage().nbytes() == made.nbytes
+
+
+def test_a_missing_rank_is_named() -> None:
+    views = cut(torch.arange(12.0), [12], [0], 2, 0)
+    captured = FileTensors({"dp0": shard(views[0])})
+    wanted = TensorRecipe(MASTER, "bfloat16", (12,), 0, (1,), ("p0", ()))
+    with pytest.raises(ExportError, match="only parts of p0/fp32"):
+        captured.make("dp0", wanted)
+
+
+def test_what_a_rank_captured_itself_keeps_its_type_and_wish_for_gradients() -> None:
+    (view,) = cut(torch.arange(12.0), [12], [0], 1, 4)
+    captured = FileTensors({"dp0": shard(view)})
+    wanted = TensorRecipe("optimizer/0/master", "float32", (12,), 0, (1,), None, True)
+    made = captured.make("dp0", wanted)
+    assert made.requires_grad and made.tolist() == list(range(12))
+    assert made.untyped_storage().nbytes() == made.nbytes, "padding is not written"
+    with pytest.raises(ExportError, match="dp0 holds no other"):
+        captured.make("dp0", wanted._replace(name="other"))
+    placeholder = captured.make("dp0", TensorRecipe("", "bfloat16", (0,), 0, (1,)))
+    assert placeholder.shape == (0,) and placeholder.dtype == torch.bfloat16

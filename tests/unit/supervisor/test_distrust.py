@@ -1,0 +1,71 @@
+"""Which failures a supervisor holds against the snapshot that its job started from."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.checkpoint.decide import FAILURE_LIMIT, Decision, Quarantine
+from megatron_ft.core.identity import Ancestor, SnapshotId
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.sockets import JobKeys
+from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.distrust import Distrust
+from megatron_ft.supervisor.events import Observers
+from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.supervisor.plan import Timing
+
+SNAPSHOT = SnapshotId(1, 1)
+START = Decision(SNAPSHOT, 10, True, (), {})
+
+
+def test_only_who_has_loaded_a_snapshot_can_fail_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that dies while another still loads says nothing of the weights."""
+
+    async def story(state: JobState) -> None:
+        coordinator = Coordinator(
+            JobKeys.derive(bytes(32)), Observers(), lambda world: None, Timing()
+        )
+        distrust = Distrust(state, coordinator, near=5)
+        await distrust.begin(START, (Ancestor(1, None),), ranks=2)
+
+        def loads(shard: str) -> None:
+            coordinator._on_event(m.Event("n0", 0, m.Restored(shard, SNAPSHOT, 1.0, "memory")))
+
+        loads("dp0")
+        for _ in range(FAILURE_LIMIT):
+            assert not await distrust.training_failed()
+        assert state.record.quarantine == Quarantine()
+
+        async def refresh() -> None:
+            """A node answers behind what it has told."""
+            loads("dp1")
+
+        monkeypatch.setattr(coordinator, "refresh", refresh)
+        rejected = [await distrust.training_failed() for _ in range(FAILURE_LIMIT)]
+        assert rejected == [False] * (FAILURE_LIMIT - 1) + [True]
+        assert state.record.quarantine.rejected == (SNAPSHOT,)
+        await coordinator.close()
+
+    with JobState(tmp_path / "job", "job") as state:
+        asyncio.run(asyncio.wait_for(story(state), 100))
+
+
+def test_an_outage_of_the_notes_keeps_no_job_from_rewinding(tmp_path: Path) -> None:
+    told: list[str] = []
+    with JobState(tmp_path / "job", "job") as state:
+        observers = Observers()
+        observers.add(lambda event: told.append(event.kind))
+        coordinator = Coordinator(
+            JobKeys.derive(bytes(32)), observers, lambda world: None, Timing()
+        )
+        coordinator.rewind_before = 7
+        (tmp_path / "job" / ".job.json.tmp").mkdir()
+        distrust = Distrust(state, coordinator, near=5)
+        distrust.rewind()
+        assert distrust.quarantine == Quarantine().rewound(7)
+    assert told == ["notes_unwritten", "rewind"]

@@ -1,0 +1,354 @@
+"""Pure decisions of the watch: silences, blame, stragglers; and the heartbeats they rest on."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ft.core.environment import ProcessEnvironment
+from megatron_ft.rpc.heartbeat_page import (
+    FILE_BYTES,
+    Phase,
+    Pulse,
+    PulseFile,
+    pulse_path,
+    read_pulse,
+    signs_path,
+    stacks_path,
+)
+from megatron_ft.smp.heartbeats import NodeHeartbeats
+from megatron_ft.smp.processes import WriterProcess, Writers
+from megatron_ft.supervisor.watch.hang_attribution import (
+    Witness,
+    blame,
+    main_thread,
+    of_training,
+    waits_for_others,
+)
+from megatron_ft.supervisor.watch.hangs import HangSettings, allowance, learned_timeout
+from megatron_ft.supervisor.watch.peers import LEAST_SECONDS, find_stragglers
+from megatron_ft.trainer.heartbeats import (
+    FIRST_ITERATIONS,
+    LEAST_OF_WINDOW,
+    WINDOW,
+    Iterations,
+    TrainerWatch,
+    WindowSummary,
+    summarise,
+)
+
+SECONDS = st.floats(0, 1e4)
+SETTINGS = st.builds(
+    HangSettings, floor=st.floats(0.1, 1e4), factor=st.floats(1, 100), first=SECONDS, pause=SECONDS
+)
+
+
+@given(st.lists(SECONDS), SECONDS, SETTINGS)
+def test_a_silence_that_was_seen_is_no_hang(
+    seen: list[float], another: float, settings: HangSettings
+) -> None:
+    learned = learned_timeout([*seen, another], settings)
+    assert learned >= settings.floor
+    assert learned >= settings.factor * another
+    # What was learned is never unlearned.
+    assert learned >= learned_timeout(seen, settings)
+    for phase in (Phase.TRAINING, Phase.PAUSED, Phase.ENDED):
+        assert allowance(phase, 1000, learned, settings) >= another
+
+
+@given(SECONDS, SETTINGS, st.integers(0, 10_000))
+def test_more_time_for_first_iterations_and_pauses(
+    learned: float, settings: HangSettings, done: int
+) -> None:
+    usual = allowance(Phase.TRAINING, FIRST_ITERATIONS, learned, settings)
+    assert usual == learned
+    assert allowance(Phase.TRAINING, FIRST_ITERATIONS - 1, learned, settings) >= settings.first
+    assert allowance(Phase.PAUSED, done, learned, settings) >= max(learned, settings.pause)
+    assert allowance(Phase.ENDED, done, learned, settings) == float("inf")
+    assert allowance(Phase.STARTING, done, learned, settings) <= settings.first
+
+
+def run(lengths: Sequence[float], waits: Sequence[float] = (), first: int = 0) -> Iterations:
+    """A rank whose iterations take so long, of which it waits so long."""
+    iterations, now = Iterations(), 0.0
+    for i, seconds in enumerate(lengths):
+        wait = waits[i] if waits else 0.0
+        iterations.gradient(now + seconds - wait)
+        iterations.step(now + seconds)
+        iterations.ended(first + i, now + seconds)
+        now += seconds
+    return iterations
+
+
+@given(st.lists(st.floats(1e-3, 10), min_size=FIRST_ITERATIONS + 1, max_size=80))
+def test_the_longest_silence_leaves_out_the_first_iterations(lengths: list[float]) -> None:
+    found = run(lengths)
+    assert found.longest == pytest.approx(max(lengths[FIRST_ITERATIONS:]))
+    assert found.done == len(lengths) and found.marks == 3 * len(lengths)
+
+
+def test_a_pause_teaches_nothing() -> None:
+    iterations = run([1.0] * 10)
+    iterations.disturbed(10.1)
+    iterations.disturbed(500.0)
+    iterations.ended(10, 500.5)
+    assert iterations.longest == 1.0
+    assert iterations.typical == pytest.approx(1.0)
+
+
+@given(st.integers(0, 200), st.floats(0.01, 1), st.floats(0, 5))
+def test_windows_end_at_the_same_iterations_on_all_ranks(
+    first: int, own: float, waited: float
+) -> None:
+    count = 2 * WINDOW + FIRST_ITERATIONS
+    found = run([own + waited] * count, [waited] * count, first).window
+    assert found is not None and found.index == (first + count) // WINDOW - 1
+    assert found.own == pytest.approx(own) and found.spread == pytest.approx(0, abs=1e-6)
+
+
+def test_a_window_of_few_iterations_is_passed_over() -> None:
+    assert summarise(0, [1.0] * (LEAST_OF_WINDOW - 1)) is None
+    assert run([1.0] * WINDOW, first=20).window is None
+
+
+def noisy(rng: random.Random, mean: float, noise: float) -> float:
+    """One own part; now and then something takes three times as long."""
+    return mean * rng.gauss(1, noise) * (3 if rng.random() < 0.02 else 1)
+
+
+def summaries(rng: random.Random, means: Sequence[float], noise: float) -> dict[int, WindowSummary]:
+    found = {}
+    for rank, mean in enumerate(means):
+        window = summarise(7, [noisy(rng, mean, noise) for _ in range(WINDOW)])
+        assert window is not None
+        found[rank] = window
+    return found
+
+
+@given(st.integers(0, 2**32), st.integers(2, 16), st.floats(0.05, 5), st.floats(0, 0.15))
+@settings(max_examples=30, deadline=None)
+def test_no_straggler_in_500_clean_iterations(
+    seed: int, ranks: int, mean: float, noise: float
+) -> None:
+    rng = random.Random(seed)
+    for _ in range(500 // WINDOW):
+        assert find_stragglers(summaries(rng, [mean] * ranks, noise), 5.0) == []
+
+
+@given(st.integers(0, 2**32), st.integers(2, 16), st.floats(0.05, 5), st.floats(0.05, 2))
+@settings(max_examples=60, deadline=None)
+def test_who_is_5_percent_slower_for_50_iterations_is_named(
+    seed: int, ranks: int, mean: float, slower: float
+) -> None:
+    rng = random.Random(seed)
+    slow = rng.randrange(ranks)
+    means = [mean * (1 + slower) if rank == slow else mean for rank in range(ranks)]
+    (found,) = find_stragglers(summaries(rng, means, 0.015), 5.0)
+    assert found.rank == slow and found.excess >= 0.035
+
+
+@given(
+    st.dictionaries(
+        st.integers(0, 20),
+        st.builds(WindowSummary, st.just(3), st.floats(0, 10), st.floats(0, 10)),
+        max_size=8,
+    ),
+    st.floats(0, 100),
+)
+def test_a_straggler_is_slower_than_most(windows: dict[int, WindowSummary], limit: float) -> None:
+    for found in find_stragglers(windows, limit):
+        others = [w.own for rank, w in windows.items() if rank != found.rank]
+        assert limit > 0 and found.own - median(others) >= LEAST_SECONDS
+        assert found.excess >= 0.7 * limit / 100 - 1e-9
+
+
+WITNESSES = st.lists(
+    st.tuples(
+        st.integers(0, 3),
+        st.sampled_from("SSRDT"),
+        st.lists(st.sampled_from("ab"), max_size=3),
+        st.sampled_from([True, False, None]),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(WITNESSES)
+def test_somebody_is_always_blamed_and_never_who_is_ahead(
+    drawn: list[tuple[int, str, list[str], bool | None]],
+) -> None:
+    witnesses = [
+        Witness(rank, marks, state, calls[-1] if calls else "", tuple(calls), waits)
+        for rank, (marks, state, calls, waits) in enumerate(drawn)
+    ]
+    found = blame(witnesses)
+    assert found.ranks and found.reason
+    blamed = [w for w in witnesses if w.rank in found.ranks]
+    suspended = [w for w in witnesses if w.state == "T"]
+    if suspended:
+        assert blamed == suspended
+    else:
+        assert {w.marks for w in blamed} == {min(w.marks for w in witnesses)}
+
+
+@pytest.mark.parametrize(
+    ("witnesses", "ranks"),
+    [
+        ([Witness(0, 9, "S"), Witness(1, 8, "S"), Witness(2, 9, "S")], (1,)),
+        ([Witness(0, 8, "T"), Witness(1, 7, "S")], (0,)),
+        ([Witness(0, 8, "S", waits=True), Witness(1, 8, "R", waits=False)], (1,)),
+        ([Witness(0, 8, "S", waits=None), Witness(1, 8, "S", waits=True)], (0, 1)),
+        (
+            [
+                Witness(0, 8, "S", calls=("main", "train"), waits=True),
+                Witness(1, 8, "S", calls=("main", "barrier"), waits=True),
+                Witness(2, 9, "S", calls=("main", "train"), waits=True),
+            ],
+            (1,),
+        ),
+    ],
+    ids=["behind", "suspended", "in no collective", "unknown", "apart"],
+)
+def test_blame(witnesses: list[Witness], ranks: tuple[int, ...]) -> None:
+    assert blame(witnesses).ranks == ranks
+
+
+STACKS = """Thread 0x00007f4fef7fe6c0 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 982 in run
+
+Current thread 0x00007f502ac38b80 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 5 in barrier
+  File "/home/me/train one.py", line 79 in train_one
+  File "<frozen runpy>", line 88 in _run_code
+"""
+
+
+def test_the_main_threads_stack_is_read() -> None:
+    frames = main_thread(STACKS)
+    assert waits_for_others(frames) is True
+    assert [str(frame) for frame in of_training(frames)] == ["train_one (/home/me/train one.py:79)"]
+    assert waits_for_others(frames[1:]) is False
+    assert waits_for_others(main_thread("")) is None
+
+
+@given(st.text(max_size=300))
+def test_any_text_can_be_read_as_stacks(text: str) -> None:
+    Witness.of(0, 0, "S", text)
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> ProcessEnvironment:
+    tmp_path.chmod(0o700)
+    return ProcessEnvironment("job", "n0", tmp_path, 1)
+
+
+def test_a_pulse_is_read_as_it_was_stored_or_not_at_all(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    path = pulse_path(tmp_path, 5)
+    assert read_pulse(path) is None
+    file, pulse = PulseFile(path), Pulse(rank=3, iteration=7, own=0.5, first_iteration=1.5)
+    assert read_pulse(path) is None
+    file.store(pulse)
+    file.beat(12.5)
+    pulse.beat = 12.5
+    assert read_pulse(path) == pulse
+    with path.open("r+b") as raw, mmap.mmap(raw.fileno(), FILE_BYTES) as torn:
+        torn[0] += 1  # a store has begun
+        assert read_pulse(path) is None
+    path.write_bytes(b"short")
+    assert read_pulse(path) is None
+
+
+def test_a_trainer_beats_writes_its_stacks_and_ends(environment: ProcessEnvironment) -> None:
+    watch = TrainerWatch.begin(environment, 2)
+    path = pulse_path(environment.node_dir, os.getpid())
+    watch.training()
+    with watch.pause():
+        assert read_pulse(path).phase == Phase.PAUSED  # type: ignore[union-attr]
+    watch.iteration_ended(1)
+    pulse = read_pulse(path)
+    assert pulse is not None and pulse.dumps and pulse.phase == Phase.TRAINING
+    assert (pulse.rank, pulse.iteration, pulse.marks) == (2, 1, 3)
+    assert 0 < pulse.started < pulse.marked <= time.monotonic()
+    deadline = time.monotonic() + 10
+    while not read_pulse(path).beat:  # type: ignore[union-attr]
+        assert time.monotonic() < deadline, "the thread has not run"
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGRTMIN + 9)
+    text = (environment.node_dir / f"stacks-{os.getpid()}").read_text()
+    assert any("writes_its_stacks" in frame.function for frame in main_thread(text))
+    watch.close()
+    assert read_pulse(path).phase == Phase.ENDED  # type: ignore[union-attr]
+    os.kill(os.getpid(), signal.SIGRTMIN + 9)  # ends nobody
+    watch.iteration_ended(2)
+
+
+def test_training_goes_on_where_nothing_can_be_stored(environment: ProcessEnvironment) -> None:
+    environment.node_dir.chmod(0o777)
+    watch = TrainerWatch.begin(environment, 0)
+    watch.training()
+    watch.step()
+    watch.iteration_ended(1)
+    watch.close()
+
+
+@pytest.fixture
+def gone(environment: ProcessEnvironment) -> WriterProcess:
+    """A trainer's registration, outlived by the files that it has written."""
+    pulse = PulseFile(pulse_path(environment.node_dir, 5))
+    pulse.store(Pulse(rank=3, phase=Phase.TRAINING, iteration=17, marks=40, done=7, marked=1.0))
+    pulse.beat(2.0)
+    pulse.close()
+    stacks = stacks_path(environment.node_dir, 5)
+    stacks.write_text("Current thread (most recent call first):\n")
+    stacks.chmod(0o600)
+    return WriterProcess("trainer", "dp0", 5, 0, b"")
+
+
+def test_what_a_crashed_trainer_did_last_is_kept_and_its_place_is_logged(
+    environment: ProcessEnvironment, gone: WriterProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = NodeHeartbeats(environment.node_dir, Writers(environment.node_dir, lambda _: None))
+    watch.ended(gone)
+    kept = signs_path(environment.node_dir, "dp0")
+    text = kept.read_text()
+    assert text.startswith("rank 3 (pid 5) ended after iteration 17\nphase: training\n")
+    assert "Current thread" in text
+    assert str(kept) in caplog.text and "after iteration 17" in caplog.text
+    assert kept.stat().st_mode & 0o777 == 0o600
+    left = {path.name for path in environment.node_dir.iterdir()}
+    assert kept.name in left and not left & {"pulse-5", "stacks-5"}
+    watch.sweep()
+    assert kept.exists(), "the next incarnation does not remove it"
+
+
+def test_of_a_trainer_that_ended_by_itself_nothing_is_kept(
+    environment: ProcessEnvironment, gone: WriterProcess
+) -> None:
+    watch = NodeHeartbeats(environment.node_dir, Writers(environment.node_dir, lambda _: None))
+    watch.ended(gone)
+    pulse = PulseFile(pulse_path(environment.node_dir, 6))
+    pulse.store(Pulse(phase=Phase.ENDED))
+    pulse.close()
+    watch.ended(WriterProcess("trainer", "dp0", 6, 0, b""))
+    assert not signs_path(environment.node_dir, "dp0").exists()
+
+
+def test_pulses_that_say_nothing_end_no_smp(environment: ProcessEnvironment) -> None:
+    watch = NodeHeartbeats(environment.node_dir, Writers(environment.node_dir, lambda _: None))
+    pulse = PulseFile(pulse_path(environment.node_dir, 7))
+    pulse.store(Pulse(phase=77, marked=float("nan")))
+    pulse.close()
+    for who, pid in (("dp0", 7), ("dp0", 8), ("x" * 300, 9), ("a/b", 7)):
+        watch.ended(WriterProcess("trainer", who, pid, 0, b""))

@@ -1,0 +1,277 @@
+"""The order of the CUDA copier's calls, on a recorded device: no GPU is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ft.trainer import cuda as cuda_module
+from megatron_ft.trainer.copier import CopyItem, SharedPieces
+from megatron_ft.trainer.cuda import CudaCopier
+
+HERE = 2
+"""The third GPU."""
+
+
+class OnDevice(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    number = HERE
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    def get_device(self) -> int:
+        return self.number
+
+
+class Elsewhere(OnDevice):
+    """Says that it is on another."""
+
+    number = 3
+
+
+class Pinned(torch.Tensor):
+    """Host memory that a device may write to."""
+
+    def is_pinned(self, *_: Any) -> bool:
+        return True
+
+
+class RecordedEvent:
+    """Records what is done with it."""
+
+    def __init__(self, cuda: RecordedCuda, number: int) -> None:
+        self.cuda, self.number = cuda, number
+
+    def record(self, stream: RecordedStream) -> None:
+        """Note the stream."""
+        self.cuda.calls.append(("record", self.number, stream.name))
+
+    def synchronize(self) -> None:
+        """Note the wait."""
+        self.cuda.calls.append(("wait", self.number))
+
+
+class RecordedStream:
+    """Records what is done with it."""
+
+    def __init__(self, cuda: RecordedCuda, name: str) -> None:
+        self.cuda, self.name = cuda, name
+
+    def wait_event(self, event: RecordedEvent) -> None:
+        """Note the order that is asked for."""
+        self.cuda.calls.append(("stream waits", self.name, event.number))
+
+    def synchronize(self) -> None:
+        """Note the wait."""
+        self.cuda.calls.append(("drain", self.name))
+
+
+class RecordedCuda:
+    """The names of torch.cuda that the copier uses."""
+
+    def __init__(self, register_code: int = 0) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.events = 0
+        self.register_code = register_code
+        self.last_error = 0
+        self.training = RecordedStream(self, "training")
+
+    def set_device(self, device: int) -> None:
+        """Note it."""
+        self.calls.append(("set_device", device))
+
+    def current_stream(self, device: int) -> RecordedStream:
+        """Training's."""
+        return self.training
+
+    def Stream(self, device: int) -> RecordedStream:  # noqa: N802
+        """The side stream."""
+        return RecordedStream(self, "side")
+
+    def Event(self, blocking: bool = False) -> RecordedEvent:  # noqa: N802
+        """A numbered event."""
+        self.events += 1
+        return RecordedEvent(self, self.events)
+
+    @contextmanager
+    def stream(self, stream: RecordedStream) -> Iterator[None]:
+        """Note what runs inside."""
+        self.calls.append(("enter", stream.name))
+        yield
+        self.calls.append(("leave", stream.name))
+
+    def cudart(self) -> RecordedCuda:
+        """The runtime."""
+        return self
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        """Note it; the code that the test wants."""
+        self.calls.append(("register", address, nbytes, flags))
+        self.last_error = self.last_error or self.register_code
+        return self.register_code
+
+    def _sleep(self, cycles: int) -> None:
+        """A kernel, after which torch raises the last error of any call, as after all of them."""
+        error, self.last_error = self.last_error, 0
+        if error:
+            raise RuntimeError(f"CUDA error {error}")
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        """Note it."""
+        self.calls.append(("unregister", address))
+        return 0
+
+
+def items(count: int) -> list[CopyItem]:
+    """Copies of 4000 bytes each."""
+    return [CopyItem(torch.full((1000,), float(i)), torch.zeros(1000)) for i in range(count)]
+
+
+def test_copies_follow_the_training_stream_and_are_bounded() -> None:
+    cuda = RecordedCuda()
+    copier = CudaCopier(4000, HERE, cuda)
+    wanted = items(5)
+    mark = copier.mark()
+    assert copier.copy(wanted, mark, lambda: False, SharedPieces())
+    assert all(torch.equal(source, target) for source, target in wanted)
+    assert cuda.calls[:3] == [
+        ("record", 1, "training"),
+        ("enter", "side"),
+        ("stream waits", "side", 1),
+    ]
+    assert cuda.calls[-1] == ("drain", "side")
+    in_flight = most = 0
+    for call in cuda.calls[3:]:
+        in_flight += {"record": 1, "wait": -1}.get(call[0], 0)
+        most = max(most, in_flight)
+    assert most == 3
+
+
+def test_a_stop_leaves_nothing_in_flight() -> None:
+    cuda = RecordedCuda()
+    copier = CudaCopier(4000, HERE, cuda)
+    answers = iter([False, False, True])
+    wanted = items(5)
+    assert not copier.copy(wanted, copier.mark(), lambda: next(answers), SharedPieces())
+    assert cuda.calls[-1] == ("drain", "side")
+    assert not wanted[2].target.any()
+
+
+def test_an_error_leaves_nothing_in_flight() -> None:
+    cuda = RecordedCuda()
+    copier = CudaCopier(4000, HERE, cuda)
+
+    def fail() -> bool:
+        raise RuntimeError("injected")
+
+    with pytest.raises(RuntimeError, match="injected"):
+        copier.copy(items(1), copier.mark(), fail, SharedPieces())
+    assert cuda.calls[-1] == ("drain", "side")
+
+
+def test_regions_are_registered_once_and_unregistered() -> None:
+    cuda = RecordedCuda()
+    copier = CudaCopier(4000, HERE, cuda)
+    regions = [np.zeros(8192, np.uint8), np.zeros(4096, np.uint8)]
+    copier.attach(regions)
+    addresses = [region.ctypes.data for region in regions]
+    assert cuda.calls == [("register", addresses[0], 8192, 1), ("register", addresses[1], 4096, 1)]
+    cuda.calls.clear()
+    copier.detach()
+    assert cuda.calls == [("drain", "side"), *(("unregister", address) for address in addresses)]
+    copier.detach()
+    assert len(cuda.calls) == 4
+
+
+def test_a_failed_registration_warns_and_is_not_undone(caplog: pytest.LogCaptureFixture) -> None:
+    cuda = RecordedCuda(register_code=2)
+    copier = CudaCopier(4000, HERE, cuda)
+    copier.attach([np.zeros(8192, np.uint8)])
+    assert "error 2" in caplog.text
+    cuda._sleep(1)  # training's next kernel
+    copier.detach()
+    assert not any(call[0] == "unregister" for call in cuda.calls)
+
+
+def test_host_tensors_are_secured_at_once() -> None:
+    copier = CudaCopier(4000, HERE, RecordedCuda())
+    wanted = items(2)
+    secured = wanted[1].source.clone()
+    staged = copier.stage(wanted)
+    wanted[1].source.zero_()
+    assert not torch.equal(secured, wanted[1].target)  # an older snapshot's, until the copy
+    assert torch.equal(staged[1].source, secured) and staged[1].target is wanted[1].target
+
+
+def test_large_tensors_are_cut_in_pieces() -> None:
+    cuda = RecordedCuda()
+    copier = CudaCopier(1024, HERE, cuda)
+    source = torch.randn(3, 1001)
+    target = torch.zeros(3, 1001)
+    assert copier.copy([CopyItem(source, target)], copier.mark(), lambda: False, SharedPieces())
+    assert torch.equal(source, target)
+    assert sum(call[0] == "record" for call in cuda.calls) == 1 + -(-source.nbytes // 1024)
+
+
+def one(kind: type[torch.Tensor]) -> list[CopyItem]:
+    return [CopyItem(torch.ones(10).as_subclass(kind), torch.zeros(10))]
+
+
+def test_a_tensor_of_another_device_is_refused() -> None:
+    """Its copy would run on that device's own stream, for which nobody waits."""
+    copier = CudaCopier(4000, HERE, RecordedCuda())
+    for begin in (
+        copier.stage,
+        lambda items: copier.copy(items, copier.mark(), lambda: False, SharedPieces()),
+    ):
+        begin(one(OnDevice))
+        wanted = one(Elsewhere)
+        with pytest.raises(ValueError, match="is on cuda:3 now, not cuda:2"):
+            begin(wanted)
+        assert not wanted[0].target.any()
+
+
+def test_host_tensors_that_the_device_may_write_to_are_awaited() -> None:
+    cuda = RecordedCuda()
+    copier = CudaCopier(4000, HERE, cuda)
+    copier.stage(one(Pinned))
+    assert cuda.calls == [("drain", "training")]
+    mark = copier.mark()
+    copier.copy(one(Pinned), mark, lambda: False, SharedPieces())
+    assert cuda.calls[2] == ("wait", mark.number)
+    for kind in (torch.Tensor, OnDevice):
+        cuda.calls.clear()
+        copier.stage(one(kind))
+        assert not cuda.calls
+        copier.copy(one(kind), mark, lambda: False, SharedPieces())
+        assert ("wait", mark.number) not in cuda.calls
+
+
+@pytest.mark.parametrize("name", ["conj", "_neg_view"])
+def test_lazy_signs_are_settled_on_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would settle them in the target, before the bytes have arrived there."""
+    moved: list[CopyItem] = []
+    monkeypatch.setattr(cuda_module, "move", lambda batch, non_blocking: moved.extend(batch))
+    lazy = getattr(torch.randn(9, dtype=torch.complex64), name)()
+    copier = CudaCopier(4000, HERE, RecordedCuda())
+    copier.copy(
+        [CopyItem(lazy, torch.zeros_like(lazy))], copier.mark(), lambda: False, SharedPieces()
+    )
+    (item,) = moved
+    assert torch.equal(item.source, lazy)
+    assert not item.source.is_conj() and not item.source.is_neg()
+
+
+def test_what_is_recorded_here_is_what_torch_has() -> None:
+    """One of the names is torch's own, and could go."""
+    used = ("_sleep", "cudart", "current_stream", "Event", "set_device", "Stream", "stream")
+    assert all(callable(getattr(torch.cuda, name)) for name in used)
+    assert all(callable(getattr(RecordedCuda, name)) for name in used)
