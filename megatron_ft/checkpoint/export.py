@@ -75,7 +75,8 @@ class CheckpointForm(msgspec.Struct, frozen=True, kw_only=True):
 
     ``framework`` is the distribution that trained (``megatron-core``, ``deepspeed``),
     ``release`` its version, ``rank`` the global rank.  ``state`` is of the integration's
-    own making, of what :func:`dump` gives; empty if there is none, for the reason in ``problem``.
+    own making, of what :func:`dump_form` gives; empty if there is none, for the reason in
+    ``problem``.
     """
 
     framework: str
@@ -142,7 +143,7 @@ class TensorRecipe(NamedTuple):
     requires_grad: bool = False
 
 
-def dump(value: Any, describe: Callable[[Any], TensorRecipe | None]) -> bytes:
+def dump_form(value: Any, describe: Callable[[Any], TensorRecipe | None]) -> bytes:
     """``value`` encoded and compressed, with what ``describe`` gives in the place of its parts.
 
     ``describe`` gets every object in it but numbers and texts, and returns None for those that
@@ -156,8 +157,8 @@ def dump(value: Any, describe: Callable[[Any], TensorRecipe | None]) -> bytes:
     return zlib.compress(encode(value, stand_in))
 
 
-def load(state: bytes, make: Callable[[TensorRecipe], Any] = lambda wanted: wanted) -> Any:
-    """What :func:`dump` was given, with ``make(wanted)`` in the place of parts.
+def load_form(state: bytes, make: Callable[[TensorRecipe], Any] = lambda wanted: wanted) -> Any:
+    """What :func:`dump_form` was given, with ``make(wanted)`` in the place of parts.
 
     Imports the framework's classes that it holds.  UndecodableError if that is not possible, or
     the bytes are no such thing; what ``make`` raises of our own errors comes through.

@@ -104,10 +104,10 @@ def retract(directory: Path, checkpoint: Path) -> None:
         DiskCalls().remove(directory / LATEST)
 
 
-NOTE = ".megatron-ft-resume"
+RESUME_NOTE = ".megatron-ft-resume"
 """In the folder of ``--save``: the iteration of the checkpoint that is to be resumed from.
 
-Written by megatron_ft.megatron.rerun.
+Written by megatron_ft.megatron.own_checkpoints.
 """
 
 
@@ -157,7 +157,7 @@ def tracked_iteration(tracker: Path) -> int:
 def noted(folder: Path) -> int:
     """The iteration whose checkpoint in this folder is to be resumed from, -1 for none."""
     try:
-        word = (folder / NOTE).read_text(errors="replace").strip()
+        word = (folder / RESUME_NOTE).read_text(errors="replace").strip()
     except OSError:
         return -1
     return int(word) if word.isdigit() else -1

@@ -11,18 +11,17 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from megatron_ft.config import SWITCH, SnapshotConfig
 from megatron_ft.core.environment import RESTORE
-from megatron_ft.core.errors import ConfigError
+from megatron_ft.core.errors import ConfigError, UnsupportedVersionError
 from megatron_ft.core.frameworks import Function, wrap
 from megatron_ft.core.identity import SHRINK
-from megatron_ft.megatron import arguments, rerun
-from megatron_ft.megatron.manager import make_manager
-from megatron_ft.megatron.run import SnapshotRun, without_disk_load
+from megatron_ft.megatron import arguments, own_checkpoints
+from megatron_ft.megatron.run import SnapshotRun, make_manager, without_disk_load
 from megatron_ft.megatron.versions import check_megatron
 
 if TYPE_CHECKING:
@@ -66,6 +65,21 @@ def install(manager_factory: ManagerFactory = make_manager) -> None:
     for name in ("offload_to_cpu", "restore_from_cpu"):
         if hasattr(MegatronOptimizer, name):
             wrap(MegatronOptimizer, name, _at_rest)
+
+
+def install_for_script(argv: Sequence[str] | None = None) -> None:
+    """Install the hooks in a script that did not ask for them itself.
+
+    Raises UnsupportedVersionError only if ``argv`` (this process's by default) asks for snapshots.
+    Any other program that imports this Megatron under a supervisor continues without them, and a
+    message says so.
+    """
+    try:
+        install()
+    except UnsupportedVersionError as error:
+        if any(word.startswith("--inmem-") for word in (sys.argv if argv is None else argv)):
+            raise
+        print(f"megatron-ft: {error}", file=sys.stderr)
 
 
 def _with_flags(original: Function) -> Function:
@@ -186,7 +200,7 @@ def _with_note(original: Function) -> Function:
     def save(*args: Any, **kwargs: Any) -> Any:
         if _current is not None:
             given = signature.bind(*args, **kwargs).arguments
-            rerun.note_save(_options(), given["iteration"])
+            own_checkpoints.note_save(_options(), given["iteration"])
         return paused(*args, **kwargs)
 
     return save

@@ -1,22 +1,12 @@
-"""Captures counters, random states, data position and buffers: what Megatron keeps beside models.
+"""Parts of Megatron's training state beside the optimizer's: captured, restored, and checked.
 
-Where training stands: counters on Megatron's arguments, schedule, and the rerun machine.
-
-Arguments that must not change between incarnations, though every tensor would still fit.
-
-They are those that Megatron compares when it loads a checkpoint of its own
-(``check_checkpoint_args`` in megatron/training/checkpointing.py): with another number of heads,
-say, the same weights are another model.
-
-Every generator that training draws from, Megatron's tracker included; each rank's own.
-
-Where an external data loader stands.
-
-Megatron's own loaders need nothing here: their position is the number of samples used.
-
-Which ranks hold the same of an optimizer's state.
-
-Names and tensors of Megatron's model chunks.
+- Counters on Megatron's arguments, the schedule, and the rerun machine.
+- Arguments that must not change between incarnations, though every tensor would still fit:
+  those that Megatron compares when it loads a checkpoint of its own (``check_checkpoint_args`` in
+  megatron/training/checkpointing.py).  With another number of heads the weights are another model.
+- Every generator that training draws from, Megatron's tracker included; each rank's own.
+- The position of an external data loader.  That of Megatron's own is the number of samples used.
+- Names and tensors of the model's chunks, and the ranks that hold the same of the optimizer.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ AFTER_IMPORT = "MEGATRON_FT_AFTER_IMPORT"
 """The environment variable with the hooks: ``watched=module:function``, separated by commas."""
 
 HOOKS = {
-    LOOP: "megatron_ft.megatron.autoload:install_for_script",
+    LOOP: "megatron_ft.megatron.hooks:install_for_script",
     DEEPSPEED: "deepspeed_ext.hooks:install",
     COMMUNICATORS: "megatron_ft.trainer.heartbeats:time_communicators?",
 }
