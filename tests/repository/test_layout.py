@@ -31,12 +31,6 @@ CIRCLES = {
     "use AfterImport, which is in sitecustomize.py as that imports nothing in most processes",
     frozenset({"megatron_ft.supervisor.coordinator", "megatron_ft.supervisor.summary"}): "for "
     "types only: the summary is a view of the coordinator",
-    frozenset(
-        {
-            "megatron_ft.cli.demo.frameworks",
-            "megatron_ft.cli.demo.settings",
-        }
-    ): "for types only: settings name a framework, which reads settings",
 }
 """Modules that import each other, each circle with its reason."""
 
