@@ -1,26 +1,19 @@
-"""Every generator that training draws from, DeepSpeed's tracker included; each rank's own.
+"""Parts of an engine's state beside its optimizer: progress, model tensors, random states.
 
-Where training stands: the engine's counters, batch size and schedules.
-
-What a model holds that follows from no optimizer: buffers, frozen parameters.
-
-Whether parameters that no optimizer owns stay as they are, as captures rely on.
-
-They are copied while the next step runs.  A script that updates some of them itself, such as a
-momentum teacher, would have snapshots that hold a mixture of two steps.
+Progress is the engine's counters, batch size and schedules.  Model tensors are buffers and the
+parameters that no optimizer owns.  The latter are copied while the next step runs, so a script that
+updates some of them itself, as a momentum teacher, is refused: its snapshots would mix two steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from deepspeed_ext.optimizers.view import plain_fields, set_fields
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.trainer.enumeration import DENSE, Contents
 from megatron_ft.trainer.master_tensors import as_captured
 from megatron_ft.trainer.module_tree import ModuleTree
 from megatron_ft.trainer.state import RngState, host_copy, same_bits
@@ -77,11 +70,11 @@ def restore(engine: Any, captured: Mapping[str, Any]) -> None:
         schedule = getattr(engine, name, None)
         if schedule is not None:
             schedule.load_state_dict(state)
-    curriculum = getattr(engine, CURRICULUM, None)
+    curriculum, layer_drop = getattr(engine, CURRICULUM, None), getattr(engine, LAYER_DROP, None)
     if curriculum is not None and captured["curriculum"] is not None:
         curriculum.set_state(captured["curriculum"])
-    if getattr(engine, LAYER_DROP, None) is not None:
-        set_fields(getattr(engine, LAYER_DROP), captured["layer_drop"])
+    if layer_drop is not None:
+        set_fields(layer_drop, captured["layer_drop"])
 
 
 BUFFER, FROZEN = "buffer/", "frozen/"
@@ -93,8 +86,7 @@ class ModelTensors:
 
     ``buffers`` are all, those that no state dict would hold included; a shared one once.
     ``frozen`` is this rank's part of all parameters but the owned ones, which follow from masters:
-    the frozen ones, and trainable ones that the optimizer was not given; a tied one once.  Nobody
-    changes these dicts, which are the same ones while they hold the same tensors.
+    the frozen ones, and trainable ones that the optimizer was not given; a tied one once.
     """
 
     def __init__(self, engine: Any, owned: Callable[[], Iterable[torch.Tensor]]) -> None:
@@ -103,38 +95,24 @@ class ModelTensors:
         self.buffers: dict[str, torch.Tensor] = {}
         self.frozen: dict[str, torch.Tensor] = {}
         self._find_owned = owned
-        self._owned: set[int] = set()
-        self._unowned: dict[str, torch.Tensor] = {}
-        self._seen: Contents | None = None
 
     def refresh(self) -> None:
         """Look at the model as it is now."""
-        changed, owned = self.tree.refresh(), set(map(id, self._find_owned()))
-        if changed or owned != self._owned:
-            self._owned, every = owned, self.tree.parameters.items()
-            self._unowned = {f"{FROZEN}{name}": p for name, p in every if id(p) not in owned}
-        frozen = self._parts()
-        now = Contents.of((frozen, self.tree.buffers))
-        if self._seen is None or not self._seen.same(now):
-            self._take(frozen, now)
+        self.tree.refresh()
+        owned = set(map(id, self._find_owned()))
+        # ZeRO-3 leaves an empty tensor in the model, and its partition beside it.
+        self.frozen = {
+            f"{FROZEN}{name}": as_captured(getattr(parameter, "ds_tensor", parameter))
+            for name, parameter in self.tree.parameters.items()
+            if id(parameter) not in owned
+        }
+        buffers = self.tree.buffers.items()
+        self.buffers = {f"{BUFFER}{name}": as_captured(tensor) for name, tensor in buffers}
 
     def forget(self) -> None:
         """Let go of all tensors, until the next ``refresh``."""
         self.tree.forget()
-        self.buffers, self.frozen, self._unowned, self._seen = {}, {}, {}, None
-
-    def _parts(self) -> dict[str, torch.Tensor]:
-        # ZeRO-3 leaves an empty tensor in the model, and its partition beside it.
-        whole = self._unowned.values()
-        parts = map(getattr, whole, repeat("ds_tensor"), whole)
-        return dict(zip(self._unowned, parts, strict=True))
-
-    def _take(self, frozen: dict[str, torch.Tensor], now: Contents) -> None:
-        buffers = self.tree.buffers.items()
-        self.frozen = {name: as_captured(tensor) for name, tensor in frozen.items()}
-        self.buffers = {f"{BUFFER}{name}": as_captured(tensor) for name, tensor in buffers}
-        # A view that is made of anything else would be of the memory that this had then.
-        self._seen = now if DENSE.issuperset(map(type, now.values)) else None
+        self.buffers, self.frozen = {}, {}
 
 
 _SAMPLES = 64
@@ -143,13 +121,6 @@ _SAMPLES = 64
 LOOKED_AT = 32
 """Parameters that are looked at in a check, spread over all: training waits while the work for
 each is queued, and a model with adapters has thousands that are frozen."""
-
-
-class _Look(NamedTuple):
-    """What is found in one check; ``differs`` says so once its device has come to it."""
-
-    names: Sequence[str]
-    differs: torch.Tensor
 
 
 class FrozenParameters:
@@ -162,7 +133,8 @@ class FrozenParameters:
     def __init__(self) -> None:
         self._known: dict[str, torch.Tensor] | None = None
         self._checks = 0
-        self._looks: list[_Look] = []
+        # Names, and whether one of them differs: true once their device has found that.
+        self._comparisons: list[tuple[Sequence[str], torch.Tensor]] = []
         self._problem = ""
 
     def forget(self) -> None:
@@ -186,7 +158,7 @@ class FrozenParameters:
         if not self._problem:
             self._settle(tensors)
             self._begin([name for name in self._known if name in tensors], tensors)
-            if not any(look.differs.is_cuda for look in self._looks):
+            if not any(differs.is_cuda for _, differs in self._comparisons):
                 self._settle(tensors)
         if self._problem:
             raise ConfigError(
@@ -196,7 +168,7 @@ class FrozenParameters:
             )
 
     def _know(self, samples: dict[str, torch.Tensor] | None) -> None:
-        self._known, self._looks, self._problem = samples, [], ""
+        self._known, self._comparisons, self._problem = samples, [], ""
 
     def _begin(self, names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> None:
         assert self._known is not None
@@ -208,15 +180,14 @@ class FrozenParameters:
             here = [name for name in chosen if kinds[name] == (device, dtype)]
             now = torch.cat([_elements(tensors[name]) for name in here]).view(torch.uint8)
             before = torch.cat([self._known[name].to(device) for name in here])
-            same_form = now.shape == before.shape
-            self._looks.append(
-                _Look(here, (now != before).any() if same_form else torch.tensor(True))
-            )
+            alike = now.shape == before.shape
+            differs = (now != before).any() if alike else torch.tensor(True)
+            self._comparisons.append((here, differs))
 
     def _settle(self, tensors: Mapping[str, torch.Tensor]) -> None:
         assert self._known is not None
-        looks, self._looks = self._looks, []
-        for name in (name for look in looks if look.differs for name in look.names):
+        comparisons, self._comparisons = self._comparisons, []
+        for name in (name for names, differs in comparisons if differs for name in names):
             if not same_bits(_sample(tensors[name]), self._known[name]):
                 self._problem = name
 

@@ -50,8 +50,9 @@ class TrainerClient:
     """Connection of one trainer rank to its SMP.
 
     Call ``hello`` once, ``prepare`` once the layout is known, then report each capture's
-    end with ``sealed``, ``missed`` or ``abandoned``.  ``on_outcome`` is called from the
-    client's thread with "protected", "committed" or "aborted".
+    end with ``sealed``, ``missed`` or ``abandoned``.  These may come from the training thread and
+    the copy thread at once, and wait for no answer.  ``on_outcome`` is called from the client's
+    thread with "protected", "committed" or "aborted".
     """
 
     def __init__(self, environment: ProcessEnvironment, rank: int, local_rank: int = 0) -> None:

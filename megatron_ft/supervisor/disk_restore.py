@@ -12,18 +12,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_ft.checkpoint.decide import Decision, StripeState
-from megatron_ft.checkpoint.drained import Choice, Drained, Wanted, choose, find, of_one_job
+from megatron_ft.checkpoint.decide import Decision, Quarantine, StripeState
+from megatron_ft.checkpoint.drained import Choice, DiskCriteria, Drained, choose, find, of_one_job
 from megatron_ft.checkpoint.load import EXIT_DAMAGED, LoadPlan
 from megatron_ft.checkpoint.native import iteration_of, newest_checkpoint
-from megatron_ft.checkpoint.quarantine import Quarantine
 from megatron_ft.core.errors import ConfigError, DrainError, MegatronFTError
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.core.in_thread import in_thread
 from megatron_ft.erasure.stripes import RankPlace, domain_of
 from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.supervisor.distrust import memory_goes_first, reason_against_own
-from megatron_ft.supervisor.drain_processes import DrainProcesses, StepFailedError
+from megatron_ft.supervisor.drains import StepFailedError, run_step
 from megatron_ft.supervisor.job_state import JobRecord
 from megatron_ft.supervisor.registration import new_stripes
 from megatron_ft.supervisor.restore import DiskSource, Restore
@@ -80,7 +79,7 @@ class DiskRestores:
         except OSError as error:
             # Another disk than that of the drained ones, perhaps.
             reasons = (f"{self._spec.checkpoint_dir} cannot be read: {error.strerror}",)
-        wanted = Wanted(
+        wanted = DiskCriteria(
             shard_count=(len(record.active) or self._spec.nodes) * self._spec.ranks_per_node,
             lineage=record.lineage,
             newer_than=memory.snapshot,
@@ -107,7 +106,7 @@ class DiskRestores:
         return None if reason_against_own(quarantine, own) else own
 
     def _asked_for(
-        self, folder: Path, wanted: Wanted, record: JobRecord, reasons: tuple[str, ...]
+        self, folder: Path, wanted: DiskCriteria, record: JobRecord, reasons: tuple[str, ...]
     ) -> Choice:
         """What the user gave to start from; the framework's own counts once the job has run."""
         try:
@@ -177,9 +176,8 @@ class DiskRestores:
             node: LoadPlan(source.folder, snapshot, tuple(shards), world)
             for node, shards in by_node.items()
         }
-        processes = DrainProcesses(self._launcher, self._spec, lambda: plan.incarnation)
         try:
-            await processes.run("load", plans)
+            await run_step(self._launcher, self._spec, plan.incarnation, "load", plans)
         except DrainError as error:
             if isinstance(error, StepFailedError) and error.status == EXIT_DAMAGED:
                 self._refused.add(source.folder)

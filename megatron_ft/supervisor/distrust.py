@@ -6,9 +6,8 @@ import asyncio
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_ft.checkpoint.decide import Decision
+from megatron_ft.checkpoint.decide import Decision, Quarantine
 from megatron_ft.checkpoint.native import iteration_of, naming, newest_checkpoint
-from megatron_ft.checkpoint.quarantine import Quarantine
 from megatron_ft.core.identity import Ancestor, on_lineage
 from megatron_ft.core.in_thread import in_thread
 from megatron_ft.rpc import messages as m

@@ -11,23 +11,22 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ft.checkpoint.megatron_start import disk_of
-from megatron_ft.checkpoint.native import iteration_of, newest_checkpoint
+from megatron_ft.checkpoint.native import disk_of, iteration_of, newest_checkpoint
 from megatron_ft.config import SWITCH
 from megatron_ft.core.in_thread import in_thread
 from megatron_ft.supervisor.spec import JobSpec
-from megatron_ft.trainer.start_choice import Start, View, decide
+from megatron_ft.trainer.start_choice import RankView, StartDecision, decide
 
 LOOK_SECONDS = 10.0
 
 
-def foresee(command: Sequence[str], offered: int, rewound: bool) -> Start | None:
+def foresee(command: Sequence[str], offered: int, rewound: bool) -> StartDecision | None:
     """The decision for a snapshot of iteration ``offered``; None if it is not known here."""
     args = _arguments(command)
     if SWITCH not in command or not args.load:
         return None
     disk = disk_of(args)
-    return None if disk.asked else decide([View(offered, disk, rewound=rewound)])
+    return None if disk.asked else decide([RankView(offered, disk, rewound=rewound)])
 
 
 def folder_of(spec: JobSpec) -> Path | None:

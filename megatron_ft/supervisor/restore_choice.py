@@ -24,7 +24,7 @@ from megatron_ft.supervisor.restore import (
     describe_restore,
     restore,
 )
-from megatron_ft.trainer.start_choice import Start
+from megatron_ft.trainer.start_choice import StartDecision
 
 
 class RestoreChoice:
@@ -67,7 +67,7 @@ class RestoreChoice:
         job.observers.tell("from_disk", text)
         return replace(plan, framework_loads=True)
 
-    async def _foreseen(self, plan: Restore) -> Start | None:
+    async def _foreseen(self, plan: Restore) -> StartDecision | None:
         """What trainers will do with the snapshot; None if only they can know."""
         if plan.decision.snapshot is None:
             return None

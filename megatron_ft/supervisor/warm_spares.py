@@ -14,13 +14,13 @@ from megatron_ft.config.flags import read_command
 from megatron_ft.core.environment import TREE
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.launchers.launcher import Launcher, ProcessHandle
-from megatron_ft.launchers.outer_launcher import base_environment
+from megatron_ft.launchers.launcher_env import base_environment
 from megatron_ft.supervisor import container
 from megatron_ft.supervisor.spec import JobSpec
 
 AUTO, NONE = "auto", "none"
 _ALWAYS = ("torch", "torch.distributed", "torch.nn.parallel", "megatron_ft.trainer.manager")
-_MEGATRON = ("megatron.training.training", "megatron_ft.megatron.autoload")
+_MEGATRON = ("megatron.training.training", "megatron_ft.megatron.hooks")
 _DEEPSPEED = ("deepspeed", "deepspeed_ext.hooks")
 
 # One that is missing, or needs a device, leaves the others; its log is looked at by nobody else.

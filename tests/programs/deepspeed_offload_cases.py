@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from deepspeed_ext import attach, manager
+from deepspeed_ext import attach, attachment
 from megatron_ft.rpc.heartbeat_page import Phase
 from tests.programs.deepspeed_program import make_engine, train_step
 from tests.support.captures import WAIT, FakeSmp, GatedCopier, make_manager
@@ -31,7 +31,7 @@ def attached(stage: int, copier: Any = None) -> Iterator[tuple[Any, FakeSmp, Any
     smp = FakeSmp(Path(sys.argv[1]))
     smp.directory.mkdir()
     made = make_manager(smp, copier=copier)
-    manager.make_manager = lambda config, engine: made
+    attachment.make_manager = lambda config, engine: made
     os.environ["MEGATRON_FT_PROTECT"] = "none"
     engine = make_engine(dataclasses.asdict(cell))
     with torch.no_grad():
@@ -98,7 +98,7 @@ def states_move_when_no_copy_reads_them() -> None:
             smp.grant(engine.global_steps + 1)
             train_step(engine)
             assert copier.started.wait(WAIT), "the copy has not begun"
-            run, found = made._captures.run, []
+            run, found = made._capture._run, []
             move = getattr(engine.optimizer, name)
 
             def moved(move: Any = move, run: Any = run, found: Any = found, **options: Any) -> None:

@@ -17,7 +17,7 @@ ORDER = (
 UPWARD = {
     (
         "megatron_ft.launchers.startup.sitecustomize",
-        "megatron_ft.megatron.autoload",
+        "megatron_ft.megatron.hooks",
     ): "runs in the trainer's interpreter, behind Megatron's own import",
     (
         "megatron_ft.launchers.startup.sitecustomize",

@@ -37,7 +37,7 @@ class Offer:
 
 @dataclass
 class FakeSmp:
-    """Implements SnapshotClient on one arena file; outlives managers, as the SMP does."""
+    """Stands for TrainerClient on one arena file; outlives managers, as the SMP does."""
 
     directory: Path
     shard_id: str = "pp0-tp0-dp0-ep0"

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megatron_ft import SnapshotConfig, SnapshotManager
 from megatron_ft.checkpoint import export_drained, native
 from megatron_ft.checkpoint.drain import run_step
-from megatron_ft.checkpoint.form import CheckpointForm, add_format, whole_folder
+from megatron_ft.checkpoint.export import CheckpointForm, add_format, whole_folder
 from megatron_ft.checkpoint.source import OpenSnapshot
 from megatron_ft.cli.chaos.trace import Trace
 from megatron_ft.trainer.mapping import MappingState
@@ -87,24 +87,24 @@ class ExportableState(MappingState):
 
 
 def folder_of(directory: Path, iteration: int) -> Path:
-    """See form.Writer."""
+    """See export.FormatWriter."""
     return native.checkpoint_folder(directory, iteration)
 
 
 def export(shards: OpenSnapshot, folder: Path) -> None:
-    """See form.Writer."""
+    """See export.FormatWriter."""
     with whole_folder(folder, shards) as partial:
         for shard_id, shard in shards.items():
             (partial / f"{shard_id}.bin").write_bytes(shard.data.tobytes())
 
 
 def announce(directory: Path, iteration: int) -> None:
-    """See form.Writer."""
+    """See export.FormatWriter."""
     native.point_tracker(directory, iteration)
 
 
 def advice(directory: Path) -> str:
-    """See form.Writer."""
+    """See export.FormatWriter."""
     return f"the shards are in {directory}"
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from megatron_ft.megatron import optional_packages
+from megatron_ft.megatron import versions
 
 _PRETENDED_BYTES = 1 << 34
 _HELPER = "megatron.core.datasets.helpers_cpp"
@@ -359,8 +359,8 @@ TORCH_PARTS = (
     replace_streams,
     replace_generators,
     keep_data_loader_off_the_generator,
-    optional_packages.supply_typing_override,
-    optional_packages.stub_triton,
+    versions.supply_typing_override,
+    versions.stub_triton,
 )
 """Touch only torch and the import table."""
 

@@ -95,7 +95,7 @@ def run_hidden(folder: str) -> None:
 def install_snapshots() -> None:
     """Megatron's loop was imported here: wrap it, where this interpreter has the package."""
     try:
-        from megatron_ft.megatron.autoload import install_for_script
+        from megatron_ft.megatron.hooks import install_for_script
     except ModuleNotFoundError as error:
         say_if_not_installed(error, "Megatron will not know --inmem-snapshot")
         return
@@ -117,7 +117,7 @@ def time_communicators() -> None:
     from importlib.util import find_spec
 
     if find_spec("megatron_ft") is not None:
-        from megatron_ft.trainer.watch.start_parts import time_communicators
+        from megatron_ft.trainer.heartbeats import time_communicators
 
         time_communicators()
 

@@ -20,7 +20,7 @@ from megatron_ft.core import environment
 from megatron_ft.core.errors import UnsupportedVersionError
 from megatron_ft.launchers.startup import FOLDER, before_script, sitecustomize
 from megatron_ft.launchers.startup.sitecustomize import AfterImport, install_snapshots
-from megatron_ft.megatron import autoload, versions
+from megatron_ft.megatron import hooks, versions
 
 ROOT = Path(__file__).parents[3]
 
@@ -174,10 +174,10 @@ def test_an_unsupported_release_stops_only_who_asks_for_snapshots(
     def refuse() -> None:
         raise UnsupportedVersionError("Megatron 0.16 is too old")
 
-    monkeypatch.setattr(autoload, "install", refuse)
+    monkeypatch.setattr(hooks, "install", refuse)
     with pytest.raises(UnsupportedVersionError):
-        autoload.install_for_script(["pretrain_gpt.py", "--lr", "1", "--inmem-snapshot"])
-    autoload.install_for_script(["tokenize.py"])
+        hooks.install_for_script(["pretrain_gpt.py", "--lr", "1", "--inmem-snapshot"])
+    hooks.install_for_script(["tokenize.py"])
     assert capsys.readouterr().err == "megatron-ft: Megatron 0.16 is too old\n"
 
 

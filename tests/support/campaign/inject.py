@@ -14,7 +14,8 @@ from megatron_ft.cli.chaos.follow import Follower
 from megatron_ft.cli.chaos.inject import RETURN_SECONDS, Injector, send
 from megatron_ft.core.environment import SOCKET_NAME
 from megatron_ft.core.errors import ArenaError
-from megatron_ft.smp import state_file, writers
+from megatron_ft.smp.node_folder import STATE_NAME
+from megatron_ft.smp.processes import WRITERS_NAME
 from tests.support.campaign.plan import ENCODERS_AWAY, DrawnFault
 
 START_SECONDS = 10.0
@@ -185,10 +186,10 @@ class CampaignInjector(Injector):
         shutil.rmtree(self.job.state_dir, ignore_errors=True)
 
     def _damage_writers(self, node: str) -> None:
-        self._damage_file(node, writers.FILE_NAME)
+        self._damage_file(node, WRITERS_NAME)
 
     def _damage_node_file(self, node: str) -> None:
-        self._damage_file(node, state_file.FILE_NAME)
+        self._damage_file(node, STATE_NAME)
 
     def _damage_file(self, node: str, name: str) -> None:
         self._note(f"{name} of {node} damaged, its SMP killed", lost=(node,), away=False)

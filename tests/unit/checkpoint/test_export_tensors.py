@@ -15,12 +15,12 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from megatron_ft.checkpoint.form import (  # noqa: E402
+from megatron_ft.checkpoint.export import (  # noqa: E402
     FORM_VERSION,
     CheckpointForm,
-    Wanted,
-    dump,
-    load,
+    TensorRecipe,
+    dump_form,
+    load_form,
 )
 from megatron_ft.checkpoint.source import ShardBytes  # noqa: E402
 from megatron_ft.core.errors import ExportError, UndecodableError  # noqa: E402
@@ -34,7 +34,7 @@ no_deadline = settings(deadline=None, max_examples=100)
 NAME, COPY = "optimizer0.w.main", "optimizer0.w.weight_copy"
 PIECES = (Piece("optimizer.state.param.w", (12,), (0,), (12,), 0, (1,)),)
 PLACE = place_of(PIECES)
-WHOLE = Wanted(NAME, "float32", (12,), 0, (1,), PLACE)
+WHOLE = TensorRecipe(NAME, "float32", (12,), 0, (1,), PLACE)
 
 
 def shard(tensors: dict[str, tuple[Any, int]]) -> ShardBytes:
@@ -123,10 +123,10 @@ def test_a_window_is_strided() -> None:
 
 def test_padding_is_zero_and_unknown_names_are_refused() -> None:
     captured = CapturedTensors(ranges(torch.arange(12.0), [(0, 12)]))
-    padding = captured.make("pp0-tp0-dp0-ep0", Wanted("", "bfloat16", (3,)))
+    padding = captured.make("pp0-tp0-dp0-ep0", TensorRecipe("", "bfloat16", (3,)))
     assert padding.dtype == torch.bfloat16 and padding.tolist() == [0, 0, 0]
     with pytest.raises(ExportError, match="holds no other"):
-        captured.make("pp0-tp0-dp0-ep0", Wanted("other", "float32", (3,)))
+        captured.make("pp0-tp0-dp0-ep0", TensorRecipe("other", "float32", (3,)))
 
 
 def test_an_address_book_finds_what_a_view_looks_into() -> None:
@@ -171,17 +171,17 @@ def test_a_form_says_who_can_export_it() -> None:
 
 def test_a_form_keeps_what_stands_for_tensors_and_the_rest() -> None:
     tree = {"weight": torch.ones(2), "nested": [1, {"same": "text"}]}
-    state = dump(tree, lambda part: WHOLE if isinstance(part, torch.Tensor) else None)
-    assert load(state) == {"weight": WHOLE, "nested": [1, {"same": "text"}]}
-    assert load(state, lambda wanted: wanted.name)["weight"] == NAME
+    state = dump_form(tree, lambda part: WHOLE if isinstance(part, torch.Tensor) else None)
+    assert load_form(state) == {"weight": WHOLE, "nested": [1, {"same": "text"}]}
+    assert load_form(state, lambda wanted: wanted.name)["weight"] == NAME
 
 
 def test_a_form_that_is_damaged_cut_off_or_of_an_unknown_class_is_said_to_be_so() -> None:
-    state = dump({"nested": [1] * 1000}, lambda part: None)
+    state = dump_form({"nested": [1] * 1000}, lambda part: None)
     with pytest.raises(ExportError, match="cut off"):
-        load(state[:-5])
+        load_form(state[:-5])
     with pytest.raises(ExportError, match="cannot be read"):
-        load(b"no form" + state)
+        load_form(b"no form" + state)
     unknown = MAGIC + msgspec.msgpack.encode([Tag.OBJECT, "no_such_module:Thing", []])
     with pytest.raises(UndecodableError, match="no_such_module:Thing.*--import MODULE"):
-        load(zlib.compress(unknown))
+        load_form(zlib.compress(unknown))

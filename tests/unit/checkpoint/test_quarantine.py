@@ -13,15 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.checkpoint.decide import Decision
+from megatron_ft.checkpoint.decide import FAILURE_LIMIT, MOST_REJECTED, Decision, Quarantine
 from megatron_ft.checkpoint.native import TRACKER, checkpoint_folder, naming
-from megatron_ft.checkpoint.quarantine import FAILURE_LIMIT, MOST_REJECTED, Quarantine
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.distrust import Distrust, memory_goes_first, reason_against_own
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.trainer.start_choice import Disk, View, decide
+from megatron_ft.trainer.start_choice import DiskStart, RankView, decide
 from tests.support.decisions import NEW, OLD, decided, everywhere
 
 NEAR = 10
@@ -303,9 +302,9 @@ def test_recovery_rewinds_to_the_newest_before_the_iteration() -> None:
 
 
 def test_a_rewound_job_does_not_load_the_newer_checkpoint_of_what_it_gave_up() -> None:
-    ranks = [View(8, Disk(10))] * 2
+    ranks = [RankView(8, DiskStart(10))] * 2
     assert not decide(ranks).from_memory
     rewound = decide([view._replace(rewound=True) for view in ranks])
     assert rewound.from_memory and "rewound to before what is on disk" in rewound.reason
-    asked = [View(8, Disk(10, "the checkpoint 'x'"), wish_changed=True, rewound=True)] * 2
+    asked = [RankView(8, DiskStart(10, "the checkpoint 'x'"), wish_changed=True, rewound=True)] * 2
     assert not decide(asked).from_memory, "what the user names now is what he wants"

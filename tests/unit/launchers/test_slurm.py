@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 
 from megatron_ft.cli import main as cli
 from megatron_ft.core.errors import ConfigError
+from megatron_ft.launchers.launcher_env import outside_of_steps
 from megatron_ft.launchers.mpirun import MpiKind, MpiLauncher, world_environment
-from megatron_ft.launchers.outer_launcher import outside_of_steps
 from megatron_ft.launchers.slurm import allocation, launcher
 from megatron_ft.launchers.slurm.allocation import (
     Allocation,
+    host_command,
     job_reference,
     node_addresses,
     parse_duration,
 )
 from megatron_ft.launchers.slurm.launcher import reach_by_steps, step_command, task_status
-from megatron_ft.launchers.slurm.replacement import host_command
 from tests.support.jobs import ROOT
 
 OPEN_MPI = MpiLauncher(Path("/bin/mpirun"), MpiKind.OPEN_MPI, "5.0.1", "python")

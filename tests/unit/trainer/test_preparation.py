@@ -16,7 +16,7 @@ from megatron_ft.core.errors import ConfigError, NotUnderSupervisorError
 from megatron_ft.core.shard_meta import pack_meta
 from megatron_ft.trainer import cuda, manager
 from megatron_ft.trainer.cpu import CpuCopier
-from megatron_ft.trainer.manager import (
+from megatron_ft.trainer.engine import (
     META_SPARE_BYTES,
     PLANNING_BLOCK_BYTES,
     choose_copier,

@@ -1,0 +1,169 @@
+"""Events of one SMP to its coordinator: one message for all ranks of a round, and none lost.
+
+``EventBatch`` holds events back until those of the node's other ranks are there, ``Outbox``
+numbers them and keeps each until it has arrived, ``EventSender`` sends them.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any
+
+from megatron_ft.core.identity import SnapshotId
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.sockets import Peer
+from megatron_ft.smp.state_machine import NodeMachine
+
+Send = Callable[[Peer, m.Message], Awaitable[Any]]
+"""Sends one message to one peer; a peer that has left gets nothing."""
+
+MOST_WAITED = 10
+"""Heartbeats after which a word waits no longer, should the others never be said."""
+
+MOST_UNHEARD = 3
+"""Heartbeats after which what should have arrived is sent once more.
+
+The first may have left before it: with the usual heartbeats of 0.5 s this is 1.0 s at least.
+"""
+
+
+class EventBatch:
+    """Events that wait for those of the node's other ranks.  Pure.
+
+    The coordinator goes on only when *all* ranks have sealed, or encoded. So
+    the word of one of a node's ranks waits here for those of the others, and all of them leave
+    as one message, in the order in which they were said.  Anything else (a capture that was
+    missed, a writer that has died) leaves at once, and takes along what was said before it.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: list[Any] = []
+        self.snapshot: SnapshotId | None = None
+        self.sealed: set[str] = set()
+        self._beats = 0
+
+    def add(self, body: Any, shards: Collection[str]) -> list[Any]:
+        """Events that leave now because of ``body``, oldest first; ``shards`` are the node's."""
+        self.waiting.append(body)
+        return [] if self._waits(body, shards) else self.take()
+
+    def on_heartbeat(self) -> list[Any]:
+        """A heartbeat: events that have waited too long."""
+        self._beats += 1 if self.waiting else 0
+        return self.take() if self._beats >= MOST_WAITED else []
+
+    def take(self) -> list[Any]:
+        """All that waits."""
+        taken, self.waiting, self._beats = self.waiting, [], 0
+        return taken
+
+    def _waits(self, body: Any, shards: Collection[str]) -> bool:
+        if isinstance(body, m.CaptureCost | m.Encoded):
+            return True  # Sealed and OrderDone come after them
+        if not self._waits_for_others(body):
+            return False
+        return not self.sealed >= set(shards)
+
+    def _waits_for_others(self, body: Any) -> bool:
+        """Whether it is a word that waits for those of other ranks on the newest snapshot."""
+        if isinstance(body, m.Sealed) and self._begin(body.record.snapshot):
+            self.sealed.add(body.record.shard_id)
+            return True
+        return False
+
+    def _begin(self, snapshot: SnapshotId) -> bool:
+        """There is one snapshot at a time: what was said of another counts no more."""
+        if self.snapshot is None or snapshot > self.snapshot:
+            self.snapshot = snapshot
+            self.sealed = set()
+        return snapshot == self.snapshot
+
+
+class Outbox:
+    """Events with their numbers, and those of which no heartbeat says that they arrived.  Pure.
+
+    A connection that is made anew loses what was under way.  So every event is kept in ``unheard``
+    until a heartbeat names it, and told again if none does in time.  Numbers count from 1 in each
+    ``stream``, which no other outbox of the node has.
+    """
+
+    def __init__(self, stream: int = 0) -> None:
+        self.stream = stream
+        self.unheard: list[Any] = []
+        self._last = 0
+        self._beats = 0
+
+    def event(self, node: str, incarnation: int, bodies: list[Any]) -> m.Event:
+        """One message with these, numbered behind all that was told."""
+        self._beats = self._beats if self.unheard else 0
+        first, self._last = self._last + 1, self._last + len(bodies)
+        self.unheard = [*self.unheard, *bodies]
+        return self._message(node, incarnation, bodies, first)
+
+    def again(self, node: str, incarnation: int) -> m.Event:
+        """One message with all that may have been lost."""
+        self._beats = 0
+        first = self._last - len(self.unheard) + 1
+        return self._message(node, incarnation, self.unheard, first)
+
+    def arrived(self, stream: int, number: int) -> None:
+        """The coordinator has all events up to this number of a stream."""
+        left = max(self._last - number, 0)
+        if stream == self.stream and left < len(self.unheard):
+            self.unheard, self._beats = self.unheard[len(self.unheard) - left :], 0
+
+    def overdue(self) -> bool:
+        """A heartbeat: whether something has been under way for too long."""
+        self._beats += 1 if self.unheard else 0
+        return self._beats >= MOST_UNHEARD
+
+    def _message(self, node: str, incarnation: int, bodies: list[Any], first: int) -> m.Event:
+        body = bodies[0] if len(bodies) == 1 else m.NodeReport(tuple(bodies))
+        return m.Event(node, incarnation, body, self.stream, first)
+
+
+class EventSender:
+    """Sends the events of one SMP with ``send``, a server's.
+
+    ``coordinator`` is the peer that had the lease last, empty before the first.
+    """
+
+    def __init__(self, machine: NodeMachine, send: Send) -> None:
+        self.coordinator = b""
+        self._machine, self._send = machine, send
+        self.begin_incarnation()
+
+    def begin_incarnation(self) -> None:
+        """Forget the events of an older incarnation."""
+        self._batch, self._outbox = EventBatch(), Outbox(1 + secrets.randbits(31))
+        self._early: list[Any] = []
+
+    async def emit(self, body: Any) -> None:
+        """Send an event: at once, or with the node's others, or once there is a coordinator."""
+        await self._leave(self._batch.add(body, self._machine.shards))
+
+    async def on_heartbeat(self, lease: m.Lease) -> None:
+        """Drop the events that have arrived; send those that have waited or are missing."""
+        self._outbox.arrived(lease.stream, lease.told)
+        early, self._early = self._early, []
+        await self._leave([*early, *self._batch.on_heartbeat()])
+        if self._outbox.overdue():
+            machine = self._machine
+            await self._to_coordinator(
+                self._outbox.again(machine.node, machine.highest_incarnation)
+            )
+
+    async def _leave(self, bodies: list[Any]) -> None:
+        """Send these as one message; nothing if there are none."""
+        if not self.coordinator:
+            # An encoder may find a restarted SMP before the coordinator does.
+            self._early += bodies
+        elif bodies:
+            machine = self._machine
+            await self._to_coordinator(
+                self._outbox.event(machine.node, machine.highest_incarnation, bodies)
+            )
+
+    async def _to_coordinator(self, event: m.Event) -> None:
+        await self._send((self.coordinator, b""), event)

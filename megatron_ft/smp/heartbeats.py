@@ -1,0 +1,170 @@
+"""Heartbeats of a node's trainers as its SMP reads them, and stacks that they write on request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+
+from megatron_ft.core import private_files, procfs
+from megatron_ft.core.errors import UntrustedFileError
+from megatron_ft.rpc.heartbeat_page import (
+    DUMP_SIGNAL,
+    Phase,
+    Pulse,
+    pulse_path,
+    read_pulse,
+    signs_path,
+    stacks_path,
+)
+from megatron_ft.rpc.node_messages import PulseReport
+from megatron_ft.smp.processes import WriterProcess, Writers
+
+log = logging.getLogger(__name__)
+
+MOST_STACK_BYTES = 64 << 10
+"""Of one rank's stacks; those of 100 frames in 100 threads would be some ten times as long."""
+
+_SETTLED_SECONDS = 0.2
+_POLL_SECONDS = 0.05
+_PHASES = {phase.value: phase.name.lower() for phase in Phase}
+_COPIED = {f.name for f in fields(Pulse)} & set(PulseReport.__struct_fields__)
+STACK_SECONDS = 3.0
+"""Longest wait for stacks: a process that sleeps in the kernel writes none."""
+
+
+class NodeHeartbeats:
+    """Looks at the trainers among ``writers``, whose files are in ``folder``."""
+
+    def __init__(self, folder: Path, writers: Writers) -> None:
+        self._folder, self._writers = folder, writers
+
+    def reports(self) -> dict[str, PulseReport]:
+        """Shard id to what its trainer says of itself, of those that say anything."""
+        found = {}
+        for writer in self._trainers():
+            pulse = self._read(writer)
+            if pulse is not None:
+                found[writer.who] = _report(pulse, writer.pid, time.monotonic())
+        return found
+
+    async def stacks(self, resume: bool) -> dict[str, str]:
+        """Shard id to the stacks of its threads; empty text where none came."""
+        asked = {w.who: w for w in self._trainers() if self._dumps(w)}
+        for writer in asked.values():
+            with suppress(OSError, UntrustedFileError):
+                os.close(self._open(writer, os.O_WRONLY | os.O_TRUNC))
+                self._writers.signal(writer, DUMP_SIGNAL)
+                if resume:
+                    self._writers.signal(writer, signal.SIGCONT)
+        await self._settled(asked)
+        return {shard: self._written(writer) for shard, writer in asked.items()}
+
+    def ended(self, writer: WriterProcess) -> None:
+        """Remove the files of a trainer that is gone; of one that did not end by itself, keep
+        its last heartbeats until the next trainer of the shard ends.
+        """
+        pulse = self._read(writer)
+        last_signs = signs_path(self._folder, writer.who)
+        try:
+            if pulse is not None and pulse.phase == Phase.ENDED:
+                last_signs.unlink(missing_ok=True)
+            elif pulse is not None:
+                text = _last_signs(writer, pulse, self._written(writer))
+                private_files.replace_file(last_signs, text.encode())
+                log.warning("%s: %s; see %s", writer.who, text.partition("\n")[0], last_signs)
+        except (OSError, UntrustedFileError) as error:
+            log.warning("the last heartbeats of %s are not kept: %s", writer.who, error)
+        for path in (pulse_path(self._folder, writer.pid), stacks_path(self._folder, writer.pid)):
+            with suppress(OSError):
+                path.unlink()
+
+    def sweep(self) -> None:
+        """Remove what trainers left whose end nobody has seen."""
+        for path in (*self._folder.glob("pulse-*"), *self._folder.glob("stacks-*")):
+            pid = path.name.partition("-")[2]
+            if not Path("/proc", pid).exists():
+                path.unlink(missing_ok=True)
+
+    def _trainers(self) -> list[WriterProcess]:
+        return [writer for writer in self._writers.all() if writer.role == "trainer"]
+
+    def _read(self, writer: WriterProcess) -> Pulse | None:
+        try:
+            return read_pulse(pulse_path(self._folder, writer.pid))
+        except UntrustedFileError:
+            return None
+
+    def _dumps(self, writer: WriterProcess) -> bool:
+        """Whether it catches the signal, which would end it otherwise."""
+        pulse = self._read(writer)
+        return pulse is not None and pulse.dumps and _catches(writer.pid, DUMP_SIGNAL)
+
+    def _open(self, writer: WriterProcess, flags: int) -> int:
+        return private_files.open_file(stacks_path(self._folder, writer.pid), flags)
+
+    async def _settled(self, asked: Mapping[str, WriterProcess]) -> None:
+        """Until all have written and none has gone on for a moment."""
+        deadline = time.monotonic() + STACK_SECONDS
+        sizes: dict[str, int] = {}
+        since = time.monotonic()
+        while time.monotonic() < deadline:
+            now = {shard: len(self._written(writer)) for shard, writer in asked.items()}
+            if now != sizes:
+                sizes, since = now, time.monotonic()
+            elif all(now.values()) and time.monotonic() - since > _SETTLED_SECONDS:
+                return
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def _written(self, writer: WriterProcess) -> str:
+        try:
+            descriptor = self._open(writer, os.O_RDONLY)
+        except (OSError, UntrustedFileError):
+            return ""
+        try:
+            return os.pread(descriptor, MOST_STACK_BYTES, 0).decode(errors="replace")
+        finally:
+            os.close(descriptor)
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for a signal (proc(5), SigCgt)."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    caught = next((line for line in lines if line.startswith("SigCgt:")), "SigCgt: 0")
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
+def _last_signs(writer: WriterProcess, pulse: Pulse, stacks: str) -> str:
+    now = time.monotonic()
+    signs = {
+        "phase": _PHASES.get(pulse.phase, "unknown"),
+        "iterations of this incarnation": pulse.done,
+        "seconds since the last mark": f"{now - pulse.marked:.1f}" if pulse.marked else "no mark",
+        "seconds since the last beat": f"{now - pulse.beat:.1f}" if pulse.beat else "no beat",
+        "seconds of an iteration": f"{pulse.typical:.3f}",
+        "seconds since the start": f"{now - pulse.started:.1f}",
+        "written": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }
+    lines = [f"{name}: {value}" for name, value in signs.items()]
+    head = f"rank {pulse.rank} (pid {writer.pid}) ended after iteration {pulse.iteration}"
+    return "\n".join([head, *lines, "stacks, written when asked for:", stacks or "none", ""])
+
+
+def _report(pulse: Pulse, pid: int, now: float) -> PulseReport:
+    stat = procfs.read_stat(pid)
+    return PulseReport(
+        **{name: getattr(pulse, name) for name in _COPIED},
+        idle=max(0.0, now - pulse.marked) if pulse.marked else 0.0,
+        quiet=max(0.0, now - pulse.beat) if pulse.beat else 0.0,
+        state=stat.state if stat else "X",
+        age=max(0.0, now - pulse.started),
+    )

@@ -1,0 +1,159 @@
+"""The snapshot that the job offers a rank at its start: looked at, declined, or loaded."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+from megatron_ft.arena.arena import Arena
+from megatron_ft.core.errors import CorruptBlockError, LayoutMismatchError
+from megatron_ft.core.shard import ShardLayout
+from megatron_ft.rpc.client import RestoreOffer, TrainerClient
+from megatron_ft.trainer.identity_check import require_same_layout
+from megatron_ft.trainer.restore import SealedShard, read_objects, restore_shard
+from megatron_ft.trainer.state import TrainingState
+
+logger = logging.getLogger(__name__)
+
+
+class PendingRestore:
+    """What one rank starts from; asks the SMP when it is first needed.
+
+    ``declined`` says that the rank starts without it, ``restored`` is the layout it had,
+    ``broken_off`` the error that ended a load, whose first bytes may be in tensors by then.
+    """
+
+    def __init__(
+        self,
+        client: TrainerClient,
+        shard_id: str,
+        coordinates: tuple[int, ...],
+        world_size: int,
+    ) -> None:
+        self.declined = False
+        self.restored: ShardLayout | None = None
+        self.broken_off: Exception | None = None
+        self._client, self._shard_id = client, shard_id
+        self._coordinates, self._world_size = coordinates, world_size
+        self._offer: RestoreOffer | None = None
+        self._greeted = False
+        self._arena: Arena | None = None
+        self._expected: Future[SealedShard] | None = None
+
+    def get(self) -> RestoreOffer | None:
+        """The offer, None if there is none or it was declined."""
+        if not self._greeted:
+            self._greeted = True
+            self._offer = self._client.hello(self._shard_id, self._coordinates, self._world_size)
+        return self._offer
+
+    def objects(self) -> dict[str, Any]:
+        """Its small objects, their digests checked; {} if there is none."""
+        offer = self.get()
+        if offer is None:
+            return {}
+        with self._reporting(), Arena.open(offer.arena_path) as arena:
+            return read_objects(self._shard(arena, offer))
+
+    def decline(self, reason: str, iteration: int) -> None:
+        """Start without it, and tell the job; it stays in memory until a newer one is committed."""
+        offer = self.get()
+        if offer is not None:
+            self._client.declined(offer.record.snapshot, reason, iteration)
+            self.declined, self._offer = True, None
+
+    def expect(self) -> None:
+        """Do in a thread what ``load`` would begin with: read all but tensors, map the arena.
+
+        For who knows that there is something else to do before, such as to build a model.
+        """
+        offer = self.get()
+        if offer is None or self._arena is not None:
+            return
+        with self._reporting():
+            self._arena = arena = Arena.open(offer.arena_path)
+        self._expected = Future()
+        threading.Thread(
+            target=self._get_ready,
+            args=[arena, offer, self._expected],
+            name="megatron-ft-map",
+            daemon=True,
+        ).start()
+
+    def _get_ready(self, arena: Arena, offer: RestoreOffer, expected: Future[SealedShard]) -> None:
+        try:
+            shard = self._shard(arena, offer)
+            shard.prepare()
+        except Exception as error:
+            # Raised where it can be told of, and ends the load.
+            return expected.set_exception(error)
+        expected.set_result(shard)
+        shard.map_pages()
+
+    def load(self, offer: RestoreOffer, into: TrainingState, split_bytes: int) -> None:
+        """Restore in place, every block verified before it; errors as of SnapshotManager.load."""
+        with self._reporting():
+            arena, self._arena = self._arena or Arena.open(offer.arena_path), None
+            try:
+                # The call alone holds the shard, whose memory is unmapped beside what follows.
+                self.restored = restore_shard(self._awaited(arena, offer), into, split_bytes)
+            except Exception as error:
+                # Whatever it was, of tensors and small objects some may be the snapshot's by now.
+                self.broken_off = error
+                raise
+            finally:
+                arena.close_beside()
+
+    def _awaited(self, arena: Arena, offer: RestoreOffer) -> SealedShard:
+        expected, self._expected = self._expected, None
+        return expected.result() if expected else self._shard(arena, offer)
+
+    def _shard(self, arena: Arena, offer: RestoreOffer) -> SealedShard:
+        return SealedShard(arena, offer.slot, offer.record, self._report_corrupt)
+
+    def report_restored(self, offer: RestoreOffer, seconds: float, *, aloud: bool) -> None:
+        """Tell the job that its shard was loaded in so many seconds; ``aloud`` the user as well."""
+        record = offer.record
+        text = (
+            f"megatron-ft: {self._shard_id} restored iteration {record.iteration} "
+            f"(snapshot {record.snapshot}) from {offer.source} in {seconds:.3f} s"
+        )
+        logger.info(text)
+        if aloud:
+            print(text, file=sys.stderr, flush=True)
+        self._client.restored(record.snapshot, seconds, offer.source)
+
+    def require_whole(self) -> None:
+        """CorruptBlockError if what was loaded is only a part of the snapshot, for any reason."""
+        if self.broken_off is not None:
+            raise CorruptBlockError(
+                "this rank has loaded a part of a snapshot and must not train on it: end the "
+                "process, so that the job recovers"
+            ) from self.broken_off
+
+    def check(self, layout: ShardLayout) -> None:
+        """LayoutMismatchError unless what was restored fits what is captured from now on."""
+        if self.restored is not None:
+            with self._reporting():
+                require_same_layout(self.restored, layout)
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """What keeps this shard from its snapshot is told to the job before it ends this rank."""
+        try:
+            yield
+        except (LayoutMismatchError, CorruptBlockError) as error:
+            if isinstance(error, LayoutMismatchError):
+                self._client.unfit(error)
+            # Closing sends what is queued; the process is about to end.
+            self._client.close()
+            raise
+
+    def _report_corrupt(self, blocks: int) -> None:
+        assert self._offer is not None
+        self._client.corrupt(self._offer.record.snapshot, blocks)
