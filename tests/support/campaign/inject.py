@@ -146,7 +146,7 @@ class CampaignInjector(Injector):
         self._follow("trainers" if waits else fault.then, node)
 
     def _follow(self, then: str, node: str) -> None:
-        """What makes damage show.  A second node is lost only where parity is for two."""
+        """Make damage show.  A second node is lost only where parity is for two."""
         others = [name for name in self._active if name != node]
         if then == "node" and self.job.parity > 1:
             self.lose(others[:1])

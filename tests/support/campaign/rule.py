@@ -29,7 +29,7 @@ class Ruling:
 
 
 def rule(story: Story, since: float, spares: int) -> Ruling:
-    """What the fault that struck at ``since`` came to in a job whose story goes on until now.
+    """The outcome of the fault that struck at ``since``, by the job's story until now.
 
     A stop is honest if more was lost than parity makes up for and nothing is on disk, or if
     more nodes were lost since then than there were ``spares``.

@@ -31,7 +31,7 @@ SNAPSHOT_INTERVAL, DRAIN_INTERVAL = 4, 40
 
 @dataclass(frozen=True)
 class EpisodeResult:
-    """What one episode came to."""
+    """One episode and its outcome."""
 
     job: JobPlan
     number: int
