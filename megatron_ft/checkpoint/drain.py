@@ -38,7 +38,7 @@ from megatron_ft.checkpoint.drained import Keep, clean_up, clear_unfinished
 from megatron_ft.checkpoint.live import hold, scan
 from megatron_ft.checkpoint.load import ProcessPlan, check_folder, open_trusted, wrong_blocks
 from megatron_ft.checkpoint.source import OpenSnapshot, ShardBytes, SnapshotInfo
-from megatron_ft.core.affinity import bind_to_background_cpus
+from megatron_ft.core.background import Pace, bind_to_background_cpus, lower_priority
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import (
     CheckpointDamagedError,
@@ -48,8 +48,6 @@ from megatron_ft.core.errors import (
 )
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
-from megatron_ft.core.pace import Pace
-from megatron_ft.core.priority import lower_priority
 from megatron_ft.rpc.local_query import begin_errand, pinned
 
 log = logging.getLogger(__name__)

@@ -171,6 +171,8 @@ class MegatronState:
         }
 
     def _numbers(self) -> list[dict[int, dict[str, Any]]]:
+        if not self._owned.numbers():
+            return [{} for _ in optimizers.optimizer_parts(self._optimizer)]
         return optimizers.state_numbers(self._optimizer)
 
     def _data_position(self) -> Any:
