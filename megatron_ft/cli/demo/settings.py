@@ -23,36 +23,18 @@ FEWEST_ITERATIONS = 20
 _LEASE_SECONDS = 30.0
 
 
-@dataclass(frozen=True)
 class DemoFolders:
-    """Folders that one demo writes to; ``root`` is new or empty at the start."""
+    """Folders that one demo writes to, below ``root``, which is new or empty at the start.
 
-    root: Path
+    ``logs`` has the output of every process, ``state`` the supervisor's notes (gone at the end),
+    ``corpus`` the training text and what a framework makes of it; ``protected`` and ``oracle``
+    have trace and final state of the run that faults hit and of the one without any.
+    """
 
-    @property
-    def logs(self) -> Path:
-        """Output of every process."""
-        return self.root / "logs"
-
-    @property
-    def state(self) -> Path:
-        """The supervisor's notes; gone at the end."""
-        return self.root / "state"
-
-    @property
-    def corpus(self) -> Path:
-        """The training text, and what a framework makes of it."""
-        return self.root / "corpus"
-
-    @property
-    def protected(self) -> Path:
-        """Trace and final state of the run that faults hit."""
-        return self.root / "run"
-
-    @property
-    def oracle(self) -> Path:
-        """Trace and final state of the run that nothing interrupts."""
-        return self.root / "uninterrupted"
+    def __init__(self, root: Path) -> None:
+        self.root, self.logs, self.state = root, root / "logs", root / "state"
+        self.corpus, self.protected = root / "corpus", root / "run"
+        self.oracle = root / "uninterrupted"
 
 
 @dataclass(frozen=True, kw_only=True)
