@@ -15,7 +15,7 @@ from megatron_ft.cli.demo import deepspeed_script
 from megatron_ft.cli.demo.report import compare_runs
 from megatron_ft.cli.demo.trace import read_trace
 from megatron_ft.launchers.startup import before_script
-from megatron_ft.supervisor.plan import Timing
+from megatron_ft.supervisor.orders import Timing
 from tests.held_in_step import sitecustomize as held
 from tests.jobs import DEEPSPEED_EXAMPLE, ROOT, Job, run_alone
 

@@ -18,7 +18,7 @@ from megatron_ft.cli.demo import demo_model, stock_script
 from megatron_ft.cli.demo.report import Comparison, compare_runs, compare_states
 from megatron_ft.cli.demo.trace import final_lines, read_trace
 from megatron_ft.launchers.startup import before_script
-from megatron_ft.supervisor.plan import Timing
+from megatron_ft.supervisor.orders import Timing
 from tests.held_in_step import sitecustomize as held
 from tests.jobs import ROOT, Job
 

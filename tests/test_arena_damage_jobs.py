@@ -18,7 +18,7 @@ import pytest
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.smp.daemon import LOOK_SECONDS
-from megatron_ft.supervisor.plan import Timing
+from megatron_ft.supervisor.orders import Timing
 from tests import test_store_admission as kinds
 from tests.jobs import Job, Uninterrupted, difference
 from tests.test_arena_file import mount_tmpfs

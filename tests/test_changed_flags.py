@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.core.errors import ConfigError, LayoutMismatchError
-from megatron_ft.supervisor.plan import Sizes
+from megatron_ft.supervisor.orders import Sizes
 from tests.jobs import Job
 from tests.test_budget_jobs import REGISTERED
 

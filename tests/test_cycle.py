@@ -9,7 +9,7 @@ from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.cycle import Action, Ended, KillWorld, Phase, Send, SnapshotCycle
-from megatron_ft.supervisor.plan import stripe_orders
+from megatron_ft.supervisor.orders import stripe_orders
 from megatron_ft.supervisor.schedule import Schedule
 
 NODES = ("n0", "n1", "n2")

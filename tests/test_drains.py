@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from megatron_ft.checkpoint.durable import mount_point
 from megatron_ft.supervisor.drains import SAFETY_FACTOR, Urgency, is_due, noted_places
+from megatron_ft.supervisor.emergency_drain import doubled_up
 from megatron_ft.supervisor.job_state import DiskPlaces
-from megatron_ft.supervisor.no_spare import doubled_up
 from megatron_ft.supervisor.spec import JobSpec
 
 

@@ -31,8 +31,6 @@ UPWARD = {
 CIRCLES = {
     frozenset({"deepspeed_ext.hooks", "megatron_ft.launchers.startup.sitecustomize"}): "the hooks "
     "use AfterImport, which is in sitecustomize.py as that imports nothing in most processes",
-    frozenset({"megatron_ft.supervisor.coordinator", "megatron_ft.supervisor.summary"}): "for "
-    "types only: the summary is a view of the coordinator",
     frozenset(
         {
             "megatron_ft.cli.demo.frameworks",

@@ -17,7 +17,7 @@ import pytest
 
 from megatron_ft.checkpoint.drained import find
 from megatron_ft.supervisor.membership import NoSpareError
-from megatron_ft.supervisor.plan import Timing
+from megatron_ft.supervisor.orders import Timing
 from tests.disk_jobs import stop_until_drained
 from tests.fates import in_incarnation
 from tests.jobs import Fault, Job

@@ -13,7 +13,7 @@ from megatron_ft.cli.chaos.node_network import NodeNetwork
 from megatron_ft.cli.chaos.warm_python import enter_namespace
 from megatron_ft.launchers.virtual_network import HOST
 from megatron_ft.supervisor.membership import NoSpareError
-from megatron_ft.supervisor.plan import Timing
+from megatron_ft.supervisor.orders import Timing
 from tests.fates import Deaths, in_incarnation, of_node, when
 from tests.jobs import Fault, Job, Result, difference, oracle
 from tests.networks import needs_network

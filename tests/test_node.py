@@ -20,7 +20,7 @@ from megatron_ft.smp.node_shards import (
 )
 from megatron_ft.smp.slot_rules import EMPTY_SLOT
 from megatron_ft.smp.slots import ShardSlots, forget
-from megatron_ft.supervisor.plan import stripe_orders
+from megatron_ft.supervisor.orders import stripe_orders
 
 HERE, INCARNATION, WORLD = "dp0", 3, "w3"
 ONE, TWO = SnapshotId(INCARNATION, 1), SnapshotId(INCARNATION, 2)

@@ -14,7 +14,7 @@ from benchmarks.scale.model import Shape, control_messages, encoder_bytes
 from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.encode import encode
-from megatron_ft.supervisor.plan import orders_by_node, stripe_orders
+from megatron_ft.supervisor.orders import orders_by_node, stripe_orders
 
 COUNTED = Path(__file__).parents[1] / "benchmarks" / "scale" / "counted.json"
 

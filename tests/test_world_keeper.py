@@ -16,7 +16,7 @@ from megatron_ft.rpc.security import JobKeys
 from megatron_ft.supervisor import world_keeper
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.events import JobEvent, Observers
-from megatron_ft.supervisor.plan import Timing
+from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.processes import EncoderWorld, why_ended
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.world_keeper import (

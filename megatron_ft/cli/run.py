@@ -48,8 +48,8 @@ from megatron_ft.supervisor import command as torchrun
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState, state_folder
 from megatron_ft.supervisor.membership import NoSpareError
+from megatron_ft.supervisor.orders import Sizes, Timing
 from megatron_ft.supervisor.placement import describe_domains, read_domains
-from megatron_ft.supervisor.plan import Sizes, Timing
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.supervisor import (
     EXIT_DRAINED,
@@ -179,8 +179,7 @@ def _supervise(
     with JobState(notes, spec.name) as state, ExitStack() as held:
         with _leaving_nothing(place):
             held.enter_context(folders_ready(spec, state))
-        supervisor = Supervisor(spec, place.launcher, state)
-        supervisor.hosts = place.hosts
+        supervisor = Supervisor(spec, place.launcher, state, place.hosts)
         supervisor.observers.add(Printer())
         supervisor.observers.add(end := RunSummary())
         if spec.domains:

@@ -16,7 +16,7 @@ from megatron_ft.rpc.security import JobKeys
 from megatron_ft.supervisor.awake import Awake
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.link import Inbox, SmpLink
-from megatron_ft.supervisor.plan import Timing
+from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.watch.board import PulseBoard
 
 REQUEST_TIMEOUT_SECONDS = 30.0

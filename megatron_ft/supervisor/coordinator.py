@@ -21,10 +21,9 @@ from megatron_ft.smp.slot_rules import protected_gives_way
 from megatron_ft.supervisor.connections import REQUEST_TIMEOUT_SECONDS, Connections
 from megatron_ft.supervisor.cycle import Action, Ended, KillWorld, Phase, Send, SnapshotCycle
 from megatron_ft.supervisor.events import Observers
-from megatron_ft.supervisor.exposure import Fallbacks, Skips, fallbacks
-from megatron_ft.supervisor.plan import Timing
+from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.repairs import Repairs
-from megatron_ft.supervisor.summary import SummaryParts
+from megatron_ft.supervisor.summary import Fallbacks, Skips, SummaryParts, fallbacks
 
 LOOK_SECONDS = 0.25
 """So often what nobody tells is looked at: whether a pause has ended, or parity takes too long."""
@@ -48,7 +47,7 @@ class Coordinator(Connections):
         timing: Timing,
     ) -> None:
         super().__init__(keys, observers, timing)
-        self._summary = SummaryParts(self, timing.heartbeat / 2)
+        self._summary = SummaryParts(self.view, timing.heartbeat / 2)
         self.cycle: SnapshotCycle | None = None
         self.committed: tuple[SnapshotId, int, str] | None = None
         self.protected: tuple[SnapshotId, int] | None = None
@@ -78,6 +77,46 @@ class Coordinator(Connections):
         """End all tasks and connections; the SMPs stay."""
         self.stop_snapshots()
         await super().close()
+
+    def view(self) -> dict[str, dict[str, Any]]:
+        """The job as the coordinator sees it, for its summary: JSON objects by part."""
+        return {
+            "state": self._state(),
+            "nodes": {"nodes": sorted(self.links)},
+            "progress": {"iteration": max(self.progress.values(), default=-1)},
+        }
+
+    def _state(self) -> dict[str, Any]:
+        committed, protected, durable = self.committed, self.protected, self.durable
+        crash, node_loss = self.fallbacks()
+        reason = "a reader" if self.pinned else "want of encoders" if self.crowded else ""
+        return {
+            "incarnation": self.incarnation,
+            "resumed_from": self.resumed_from,
+            "encoders": "up" if self.usable_world else "down",
+            "paused": self.paused,
+            "held": self.pinned,
+            "skipping_for": reason,
+            "skipped": self.skips.total + self.skips.now,
+            "drain_failures": self.drain_failures[0],
+            "drain_failure": self.drain_failures[1],
+            "gated": self.gated,
+            "given_up": self.given_up[0],
+            "given_up_reason": self.given_up[1],
+            "blocks": {
+                "bad": self.repairs.found,
+                "repaired": self.repairs.repaired,
+                "damaged_shards": len(self.repairs.lost),
+            },
+            "watch": self.watched,
+            "committed": None
+            if committed is None
+            else {**_named(*committed[:2]), "level": committed[2]},
+            "protected": None if protected is None else _named(*protected),
+            "crash": None if crash is None else crash.iteration,
+            "node_loss": None if node_loss is None else node_loss.iteration,
+            "durable": None if durable is None else _named(*durable),
+        }
 
     def _unknown(self, held: Mapping[str, bytes]) -> dict[str, bytes]:
         return self._summary.unknown_to(held)
@@ -340,3 +379,7 @@ class Coordinator(Connections):
             self._perform(self.cycle, self.cycle.handle(event.node, body))
         for listener in list(self.listeners):
             listener(event)
+
+
+def _named(snapshot: SnapshotId, iteration: int) -> dict[str, Any]:
+    return {"snapshot": str(snapshot), "iteration": iteration}

@@ -11,8 +11,8 @@ from megatron_ft.core.errors import ConfigError, ProtectionError
 from megatron_ft.core.fewer_ranks import SHRINK, STOP
 from megatron_ft.core.scheme import Scheme, largest_scheme
 from megatron_ft.erasure.stripes import Domains
-from megatron_ft.supervisor.budget import RestartBudget
-from megatron_ft.supervisor.plan import Sizes, Timing
+from megatron_ft.supervisor.failures import RestartBudget
+from megatron_ft.supervisor.orders import Sizes, Timing
 from megatron_ft.supervisor.watch.hangs import HangSettings
 
 

@@ -29,7 +29,7 @@ from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.plan import Sizes, Timing
+from megatron_ft.supervisor.orders import Sizes, Timing
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.supervisor import Supervisor
 

@@ -21,7 +21,7 @@ from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.events import JobEvent
-from megatron_ft.supervisor.plan import Sizes, Timing
+from megatron_ft.supervisor.orders import Sizes, Timing
 from megatron_ft.supervisor.spec import JobSpec
 
 

@@ -1,32 +1,42 @@
-"""What a supervisor remembers against snapshots: failures soon after a restore, and rewinds."""
+"""Quarantine of a job: what its recoveries must not restore, and the rival checkpoints on disk.
+
+It holds damaged shards, snapshots from which training fails soon after a restore, and what the
+user has asked to rewind.  Since training frameworks load checkpoints of their own, it also says
+when memory goes before them, as Megatron's ranks will agree.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron_ft.checkpoint.decide import Decision
-from megatron_ft.checkpoint.native import iteration_of, naming, newest_checkpoint
+from megatron_ft.checkpoint.megatron_start import disk_of
+from megatron_ft.checkpoint.native import iteration_of, naming, newest_iteration
 from megatron_ft.checkpoint.quarantine import Quarantine
-from megatron_ft.core.identity import Ancestor, on_lineage
+from megatron_ft.config import SWITCH
+from megatron_ft.core.identity import Ancestor, SnapshotId, on_lineage
 from megatron_ft.core.in_thread import in_thread
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.trainer.start_choice import Start, View, choose_start
 
-LOOK_TIMEOUT_SECONDS = 10.0
+DISK_TIMEOUT_SECONDS = 10.0
 """Longest that a recovery waits for the folder of the framework's own checkpoints."""
 
 
-class Own(NamedTuple):
+class OwnCheckpoint(NamedTuple):
     """The framework's newest checkpoint: its iteration, -1 for none, and how it is named."""
 
     iteration: int
     named: str
 
 
-class Distrust:
+class QuarantinePolicy:
     """The quarantine in the job's notes, so that a later supervisor knows it, too.
 
     ``near`` is the number of iterations after a restore within which a failure counts.  In
@@ -41,22 +51,30 @@ class Distrust:
         self._start: Decision | None = None
         self._over_own = False
         self._restored: set[str] = set()
-        coordinator.listeners.append(self._note_restored)
+        self._corrupt: set[tuple[str, SnapshotId]] = set()
+        coordinator.listeners.append(self._on_event)
 
     @property
     def quarantine(self) -> Quarantine:
         """As it stands in the notes."""
         return self._state.record.quarantine
 
+    @property
+    def damaged(self) -> set[tuple[str, SnapshotId]]:
+        """Shards that count as lost in these snapshots."""
+        return self._corrupt | self._coordinator.repairs.lost
+
     def admitted(self) -> None:
-        """All nodes are in a new incarnation: what was heard of the last one is over."""
+        """All nodes are in a new incarnation: the events of the last one are void."""
         self._coordinator.rewind_asked.clear()
         self._coordinator.progress.clear()
         self._restored.clear()
 
     async def begin(self, decision: Decision, lineage: tuple[Ancestor, ...], ranks: int) -> None:
-        """An incarnation of so many ranks starts from a decision, and every arena's lineage says
-        so."""
+        """Record that an incarnation of ``ranks`` starts from a decision.
+
+        Every arena has its ``lineage`` by then.
+        """
         self._start, self._ranks = decision, ranks
         self._state.update(quarantine=await self._begun_from(decision))
         durable = self._coordinator.durable
@@ -64,22 +82,36 @@ class Distrust:
             # On disk there is only what was given up.
             self._coordinator.durable = None
 
-    async def memory_first(self) -> bool:
-        """Whether memory goes before the framework's own checkpoint, even if that is newer."""
-        own = await self._own() if self.quarantine.over_disk else None
-        return self.quarantine.goes_before(None if own is None else own.named)
-
     def source(self, decision: Decision) -> str:
         """The word by which trainers know where their state is to come from."""
         if decision.snapshot is None:
             return "disk"
         return "rewound" if self._over_own else "memory"
 
-    async def _begun_from(self, decision: Decision) -> Quarantine:
-        """What of the framework's own this incarnation gives up.
+    async def foresee(self, command: Sequence[str], decision: Decision) -> Start | None:
+        """The start that Megatron's ranks will agree on; None if only they can know.
 
-        Also what it passes over, for training will come to that iteration once more and save it
-        in the same place: cut off in that, it is of two incarnations.
+        The same rule is applied here to the same arguments and files.  They cannot be known here
+        where the command is a script that hides them, or names a checkpoint.
+        """
+        args = _arguments(command)
+        if decision.snapshot is None or SWITCH not in command or not args.load:
+            return None
+        own = await self._own() if self.quarantine.over_disk else None
+        rewound = self.quarantine.goes_before(None if own is None else own.named)
+        try:
+            disk = await in_thread(lambda: disk_of(args), DISK_TIMEOUT_SECONDS)
+        except (asyncio.TimeoutError, OSError, ValueError):
+            return None
+        return (
+            None if disk.asked else choose_start([View(decision.iteration, disk, rewound=rewound)])
+        )
+
+    async def _begun_from(self, decision: Decision) -> Quarantine:
+        """The quarantine with what of the framework's own this incarnation gives up.
+
+        That includes what it passes over, for training will come to that iteration once more and
+        save it in the same place: cut off in that, it is of two incarnations.
         """
         quarantine, own = self.quarantine, None
         if quarantine.over_disk:
@@ -95,13 +127,13 @@ class Distrust:
         return quarantine.settled(own.named)
 
     async def training_failed(self) -> bool:
-        """Hold it against the snapshot of the start if that is near; whether it is out now.
+        """Hold a failure against the snapshot of the start if that is near; whether it is out now.
 
         A failure before all ranks had loaded the snapshot says nothing about it.
         """
         if self._start is None or self._start.snapshot is None:
             return False
-        # Nodes answer behind what they have told: who has loaded is known then.
+        # Nodes answer after their earlier events: who has loaded is known then.
         await self._coordinator.refresh()
         if len(self._restored) < self._ranks:
             return False
@@ -125,37 +157,48 @@ class Distrust:
         )
         return True
 
-    async def _own(self) -> Own | None:
-        """The newest that the framework has saved itself, None where that is not known."""
-        directory = self._directory
-        if directory is None:
-            return None
-
-        def look() -> Own:
-            newest = newest_checkpoint(directory)
-            return Own(-1 if newest is None else iteration_of(newest), naming(directory))
-
-        try:
-            return await in_thread(look, LOOK_TIMEOUT_SECONDS)
-        except (asyncio.TimeoutError, OSError):
-            return None
-
-    def _note_restored(self, event: m.Event) -> None:
-        if isinstance(event.body, m.Restored):
-            self._restored.add(event.body.shard_id)
-
-    def _remember(self, quarantine: Quarantine) -> None:
-        """It holds from now on; an outage of the notes ends no job that runs from memory."""
-        if reason := self._state.remember(quarantine=quarantine):
-            self._coordinator.observers.tell("notes_unwritten", reason)
+    def rebuild_failed(self, corrupt: str) -> None:
+        """A rebuild of the snapshot being restored found a shard (or none: "") corrupt."""
+        if corrupt and self._coordinator.restoring is not None:
+            self._corrupt.add((corrupt, self._coordinator.restoring))
 
     def rewind(self) -> str:
-        """The user has asked for it: what this incarnation ends with, for people."""
+        """Carry out the user's request; the reason why this incarnation ends, for people."""
         before = self._coordinator.rewind_before
         self._remember(self.quarantine.rewound(before))
         text = f"rewinding to before iteration {before}"
         self._coordinator.observers.tell("rewind", text, before=before)
         return text
+
+    async def _own(self) -> OwnCheckpoint | None:
+        """The newest that the framework has saved itself, None where that is not known."""
+        directory = self._directory
+        if directory is None:
+            return None
+        try:
+            return await in_thread(
+                lambda: OwnCheckpoint(newest_iteration(directory), naming(directory)),
+                DISK_TIMEOUT_SECONDS,
+            )
+        except (asyncio.TimeoutError, OSError):
+            return None
+
+    def _on_event(self, event: m.Event) -> None:
+        body = event.body
+        if isinstance(body, m.Restored):
+            self._restored.add(body.shard_id)
+        elif isinstance(body, m.CorruptShard):
+            self._corrupt.add((body.shard_id, body.snapshot))
+            text = f"{body.blocks} blocks of {body.shard_id} fail their digests; the shard counts "
+            self._coordinator.observers.tell("corrupt", text + "as lost")
+        elif isinstance(body, m.Rebuilt):
+            self._corrupt.discard((body.shard_id, body.snapshot))
+            self._coordinator.repairs.lost.discard((body.shard_id, body.snapshot))
+
+    def _remember(self, quarantine: Quarantine) -> None:
+        """It holds from now on; an outage of the notes ends no job that runs from memory."""
+        if reason := self._state.remember(quarantine=quarantine):
+            self._coordinator.observers.tell("notes_unwritten", reason)
 
 
 def reason_against_own(quarantine: Quarantine, checkpoint: Path | None) -> str:
@@ -170,3 +213,29 @@ def reason_against_own(quarantine: Quarantine, checkpoint: Path | None) -> str:
 def memory_goes_first(quarantine: Quarantine, directory: Path) -> bool:
     """Whether memory goes before a newer checkpoint of the framework's own in ``directory``."""
     return quarantine.goes_before(naming(directory))
+
+
+async def newest_saved(directory: Path | None, command: Sequence[str]) -> int:
+    """The newest iteration that the framework has saved itself; -1 for none, or if unknown.
+
+    It saves in ``directory``, or where the ``command`` loads from.
+    """
+    load = _arguments(command).load
+    folder = directory or (None if load is None else Path(load))
+    try:
+        return await in_thread(lambda: newest_iteration(folder), DISK_TIMEOUT_SECONDS)
+    except (asyncio.TimeoutError, OSError):
+        return -1
+
+
+def _arguments(command: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--load")
+    parser.add_argument("--pretrained-checkpoint")
+    parser.add_argument("--finetune", action="store_true")
+    parser.add_argument("--ckpt-step", type=int)
+    parser.add_argument("--override-ckpt-iteration", type=int)
+    try:
+        return parser.parse_known_args(list(command))[0]
+    except argparse.ArgumentError:
+        return argparse.Namespace(load=None)
