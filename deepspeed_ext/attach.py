@@ -14,7 +14,8 @@ from typing import Any
 from deepspeed_ext import manager, saving
 from deepspeed_ext.run import SnapshotRun
 from deepspeed_ext.unsupported import refusals
-from megatron_ft.config import SnapshotConfig, Source, environment_source, job_choice, resolve
+from megatron_ft.config import SnapshotConfig, Source, environment_source, resolve
+from megatron_ft.config.flags import job_contradictions
 from megatron_ft.config.json_section import SECTION, Section, read_section
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.fewer_ranks import SHRINK
@@ -72,9 +73,7 @@ def attach(engine: Any, *, follows_engine: bool = False) -> SnapshotRun | None:
 def _checked(engine: Any, section: Section) -> SnapshotConfig:
     """The settings, unless something stands in the way of them."""
     problems = refusals(engine)
-    problems += job_choice.contradictions(
-        section.source, "reads only a JSON file that the command names"
-    )
+    problems += job_contradictions(section.source, "reads only a JSON file that the command names")
     config = resolve(section.source, environment_source())
     if config.on_no_spare == SHRINK:
         problems.append(_CANNOT_SHRINK)

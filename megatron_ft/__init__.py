@@ -15,25 +15,18 @@ if TYPE_CHECKING:
     from megatron_ft.config import SnapshotConfig
     from megatron_ft.core.objects import register_class
     from megatron_ft.trainer.manager import SnapshotManager
-    from megatron_ft.trainer.quiet import pause_traffic, quiet, resume_traffic
 
 __all__ = [
     "SnapshotConfig",
     "SnapshotManager",
     "__version__",
-    "pause_traffic",
-    "quiet",
     "register_class",
-    "resume_traffic",
 ]
 
 _HOME = {
     "SnapshotConfig": "megatron_ft.config",
     "SnapshotManager": "megatron_ft.trainer.manager",
-    "pause_traffic": "megatron_ft.trainer.quiet",
-    "quiet": "megatron_ft.trainer.quiet",
     "register_class": "megatron_ft.core.objects",
-    "resume_traffic": "megatron_ft.trainer.quiet",
 }
 
 

@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from job_folders import unused
 
 from megatron_ft.cli import clean
 from megatron_ft.launchers.virtual import default_root
+from tests.support.job_folders import unused
 
+REPOSITORY = Path(__file__).parents[1]
 # Children inherit it, so processes of this run are told apart from those of any other.
 SESSION_VARIABLE = "MEGATRON_FT_TEST_SESSION"
 SESSION = uuid.uuid4().hex
@@ -91,7 +92,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         if "test_megatron_resume.py" in report.nodeid and "[" in report.nodeid
     }
     if passed:
-        from megatron_layouts import table
+        from tests.support.megatron_layouts import table
 
         terminalreporter.section("layouts of Megatron")
         terminalreporter.write_line(table(passed))
@@ -99,6 +100,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 def pytest_configure() -> None:
     os.environ[SESSION_VARIABLE] = SESSION
+    # Programs that tests start import tests.support by its full name.
+    paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -186,11 +190,11 @@ def megatron_server() -> Iterator[Any]:
     from megatron_ft.cli.demo import demo_model
 
     environment = demo_model.ENVIRONMENT | {"PYTHONWARNINGS": "ignore"}
-    yield from _shared_server("megatron_program", environment)
+    yield from _shared_server("tests.programs.megatron_program", environment)
 
 
 def _shared_server(preload: str, environment: dict[str, str]) -> Iterator[Any]:
-    from fork_server import ForkServer
+    from tests.support.fork_server import ForkServer
 
     server = ForkServer(preload, environment)
     SHARED.append(server)
@@ -209,7 +213,7 @@ def megatron_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def smp(tmp_path: Path) -> Iterator[Any]:
     """An SMP of one trainer in this process, without an arena yet."""
-    from test_capture_support import FakeSmp
+    from tests.support.captures import FakeSmp
 
     fake = FakeSmp(tmp_path)
     yield fake
@@ -220,7 +224,7 @@ def smp(tmp_path: Path) -> Iterator[Any]:
 @pytest.fixture
 def runs(megatron_server: Any, megatron_corpus: Path, tmp_path: Path) -> Any:
     """Runs of Megatron in this test's folder; see megatron_runs.Runs."""
-    from megatron_runs import Runs
+    from tests.support.megatron_runs import Runs
 
     return Runs(megatron_server, tmp_path, megatron_corpus)
 
@@ -239,7 +243,7 @@ def warm_python() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def warm_trainers(warm_python: Any, no_process_left: None) -> Iterator[None]:
     """Trainers of jobs in this file are forked from a process that has imported torch."""
-    from tests.jobs import WarmCluster
+    from tests.support.jobs import WarmCluster
 
     WarmCluster.warm = warm_python
     yield
@@ -260,15 +264,15 @@ def made() -> Iterator[list[Any]]:
 @pytest.fixture(scope="session")
 def deepspeed_server() -> Iterator[Any]:
     """The process that DeepSpeed's ranks are forked from; tests that use it need DeepSpeed."""
-    from deepspeed_program import ENVIRONMENT
+    from tests.programs.deepspeed_program import ENVIRONMENT
 
-    yield from _shared_server("deepspeed_program", ENVIRONMENT)
+    yield from _shared_server("tests.programs.deepspeed_program", ENVIRONMENT)
 
 
 @pytest.fixture
 def deepspeed_runs(deepspeed_server: Any, tmp_path: Path) -> Any:
     """Runs of DeepSpeed in this test's folder; see deepspeed_runs.Runs."""
-    from deepspeed_runs import Runs
+    from tests.support.deepspeed_runs import Runs
 
     return Runs(deepspeed_server, tmp_path)
 
@@ -276,7 +280,7 @@ def deepspeed_runs(deepspeed_server: Any, tmp_path: Path) -> Any:
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory, no_process_left: None) -> Iterator[Any]:
     """A Slurm of five nodes; see slurm_cluster.SlurmCluster."""
-    from tests.slurm_cluster import SlurmCluster
+    from tests.support.slurm_cluster import SlurmCluster
 
     cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"), 5)
     try:
@@ -298,7 +302,7 @@ def slurm_job_name() -> Iterator[str]:
 @pytest.fixture
 def submit(slurm: Any, tmp_path: Path, slurm_job_name: str) -> Callable[..., Any]:
     """Submits one job to the test's Slurm; takes what slurm_jobs.SlurmJob does."""
-    from tests.slurm_jobs import SlurmJob
+    from tests.support.slurm_jobs import SlurmJob
 
     return partial(SlurmJob, slurm, tmp_path, slurm_job_name)
 
@@ -308,7 +312,7 @@ def uninterrupted(
     tmp_path_factory: pytest.TempPathFactory, warm_trainers: None
 ) -> Callable[[int, int], Any]:
     """What the plain example's ranks compute in so many iterations of a run without faults."""
-    from tests.jobs import oracle
+    from tests.support.jobs import oracle
 
     return cache(lambda ranks, until: oracle(tmp_path_factory.mktemp("oracle"), ranks, until))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import sys
 import tempfile
 import uuid
@@ -81,12 +80,11 @@ async def _count(nodes: int, protect: str, warm: str, folder: str) -> Count:
     name = f"scale-{uuid.uuid4().hex[:8]}"
     flags = ("--iterations", "1000000", "--seconds", "0.05")
     command = (sys.executable, "-m", TRAINING_MODULE, *flags)
-    job = JobFile(name, folder, command, nodes, 0, protect, lease=60.0, warm=warm)
+    job = JobFile(name, folder, command, nodes, 0, protect, lease=60.0, warm=warm, transport="tcp")
     cluster = job.cluster()
     try:
         with JobState(Path(folder) / "state", name) as state:
-            spec = dataclasses.replace(job.spec(), transport="tcp")
-            supervisor = Supervisor(spec, cluster, state)
+            supervisor = Supervisor(job.spec(), cluster, state)
             supervisor.coordinator.link_type = CountingLink
             run = asyncio.create_task(supervisor.run())
             snapshots = await _committed(supervisor, run)

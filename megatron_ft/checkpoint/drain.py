@@ -43,11 +43,9 @@ from megatron_ft.core.errors import (
     SnapshotUnavailableError,
 )
 from megatron_ft.core.fault_points import reach
-from megatron_ft.core.gate import QuietGate
 from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
 from megatron_ft.core.pace import Pace
 from megatron_ft.core.priority import lower_priority
-from megatron_ft.core.word import open_word
 from megatron_ft.rpc.local_query import begin_errand, pinned
 
 PIECE_BYTES = 4 << 20
@@ -93,7 +91,6 @@ def _pieces(shard: ShardBytes, job: uuid.UUID, pace: Pace, seat: Seat | None) ->
         )
     blocks = max(1, PIECE_BYTES // shard.block_bytes)
     for first in range(0, table.size, blocks):
-        pace.before()
         piece = _checked_copy(shard, first, table[first : first + blocks])
         yield piece.data
         reach("drain.writing")
@@ -274,7 +271,7 @@ def write(plan: DrainPlan) -> None:
     if is_complete(plan.folder):
         return
     node = ProcessEnvironment.from_env().node_dir
-    pace = Pace(plan.bandwidth_mib * (1 << 20), gate=QuietGate(open_word(node)))
+    pace = Pace(plan.bandwidth_mib * (1 << 20))
     with (
         pinned([node], plan.snapshot),
         scan([node]) as memory,

@@ -41,14 +41,13 @@ from megatron_ft.core.errors import (
     UnrecoverableError,
 )
 from megatron_ft.core.fewer_ranks import SHRINK
-from megatron_ft.core.scheme import Scheme
 from megatron_ft.supervisor import command as descriptors
 from megatron_ft.supervisor import command as job_settings
 from megatron_ft.supervisor import command as torchrun
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState, state_folder
 from megatron_ft.supervisor.membership import NoSpareError
-from megatron_ft.supervisor.orders import Sizes, Timing
+from megatron_ft.supervisor.orders import Sizes
 from megatron_ft.supervisor.placement import describe_domains, read_domains
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.supervisor import (
@@ -59,7 +58,6 @@ from megatron_ft.supervisor.supervisor import (
     Supervisor,
 )
 from megatron_ft.supervisor.warm_spares import modules_of
-from megatron_ft.supervisor.watch.hangs import HangSettings
 
 EXIT_CODES: Mapping[int, str] = {
     10: "stopped: no snapshot in memory can be served and no checkpoint was found",
@@ -253,8 +251,7 @@ def spec_from(
     """The job that flags and settings describe; ConfigError or ProtectionError if it makes no
     sense."""
     settle_ranks(arguments, command)
-    lease, source = settings.lease_seconds, arguments.failure_domains
-    shrinks = settings.on_no_spare == SHRINK
+    source, shrinks = arguments.failure_domains, settings.on_no_spare == SHRINK
     torchrun.check(command, place.nodes, arguments.ranks_per_node, fewer=shrinks)
     return JobSpec(
         name=arguments.job,
@@ -263,38 +260,13 @@ def spec_from(
         spares=arguments.spares,
         ranks_per_node=arguments.ranks_per_node,
         trainer_per_node=arguments.trainer_per_node,
-        scheme=Scheme.parse(settings.protect),
-        sizes=Sizes(slot_count=settings.slots, crc=isal.available()),
-        checkpoint_dir=settings.checkpoint_dir or (settings.drain_export_dir if shrinks else None),
+        settings=settings,
+        sizes=Sizes(crc=isal.available()),
         from_scratch=arguments.from_scratch,
         restore_from=arguments.restore_from,
         log_dir=arguments.log_dir or state_folder(arguments.job, arguments.state_dir) / "logs",
-        environment=settings.job_variables(),
-        timing=Timing(lease=lease, node_timeout=1.5 * lease),
-        register_timeout=settings.register_timeout_seconds,
-        drain_dir=settings.drain_dir,
-        drain_interval=settings.drain_interval if settings.drain_dir else 0,
-        drain_keep=settings.drain_keep,
-        drain_keep_every=settings.drain_keep_every,
-        drain_bandwidth_mib=settings.drain_bandwidth_mib,
-        drain_export_dir=settings.drain_export_dir,
-        encode_bandwidth_mib=settings.encode_bandwidth_mib,
-        background_cpus=settings.background_cpus,
-        drain_stop_seconds=settings.drain_stop_seconds,
-        time_limit_seconds=settings.time_limit_seconds or place.seconds_left,
-        scrub_percent=settings.scrub_percent,
-        quarantine_iterations=settings.quarantine_iterations,
-        overhead_percent=settings.overhead_percent,
-        expected_mtbf_hours=settings.expected_mtbf_hours,
-        on_hang=settings.on_hang,
-        hang=HangSettings(
-            settings.hang_seconds, settings.hang_factor, first=settings.register_timeout_seconds
-        ),
-        straggler_percent=settings.straggler_percent,
-        export_on_failure=settings.export_on_failure,
-        on_no_spare=settings.on_no_spare,
-        transport=settings.transport,
         domains=read_domains(source, place.launcher.nodes()) if source else {},
+        place_seconds=place.seconds_left,
         # Virtual nodes share this machine's memory for files.
         warm_modules=()
         if arguments.launcher == run_place.VIRTUAL

@@ -41,7 +41,7 @@ def folders_ready(spec: JobSpec, state: JobState) -> Iterator[None]:
         try:
             usable = _usable_folders(spec, resumed=state.record.incarnation > 0)
             for name in EXPORTS:
-                folder = getattr(spec, name)
+                folder = getattr(spec.settings, name)
                 problem = held.enter_context(hold(folder, holder)) if name in usable else ""
                 if problem:
                     say(
@@ -59,7 +59,7 @@ def _usable_folders(spec: JobSpec, *, resumed: bool) -> list[str]:
     """Settings whose folder was made and can be written to."""
     usable = []
     for name in ("drain_dir", *EXPORTS):
-        folder, flag = getattr(spec, name), flag_of(name)
+        folder, flag = getattr(spec.settings, name), flag_of(name)
         if folder is None:
             continue
         try:

@@ -146,8 +146,6 @@ def _headline(job: dict[str, Any]) -> str:
     paused += skipped if summary.get("skipping_for") else ""
     if summary.get("skipped"):
         paused += f", {summary['skipped']} skipped so far"
-    if summary.get("gated"):
-        paused += f", {summary['gated']} snapshots refused for their loss"
     return (
         f"incarnation {summary['incarnation']}, iteration {summary['iteration']}, "
         f"encoders {summary['encoders']}{paused}; {exposed}"

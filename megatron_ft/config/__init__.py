@@ -1,10 +1,12 @@
 """Every setting, once: flags, environment variables, JSON keys and docs come from here.
 
-Settings are declared in the modules ``snapshots``, ``keeping``, ``failures`` and ``capture``.
+A new setting is a new field of ``SnapshotConfig`` in ``settings``.
 """
 
-from megatron_ft.config.settings import SETTINGS, SWITCH, SWITCH_HELP
-from megatron_ft.config.snapshot_config import (
+from megatron_ft.config.settings import (
+    SETTINGS,
+    SWITCH,
+    SWITCH_HELP,
     SnapshotConfig,
     Source,
     differences,

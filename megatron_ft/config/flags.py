@@ -1,18 +1,29 @@
-"""The ``--inmem-*`` flags: adding them to a parser, and reading them out of a command.
+"""The ``--inmem-*`` flags: added to a parser, read out of a command, held against the job's.
 
-Both use one argparse group, so the supervisor reads a training command exactly as the
-training program will.
+Adding and reading use one argparse group, so the supervisor reads a training command exactly as
+the training program will.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from megatron_ft.config import SETTINGS, SWITCH, SWITCH_HELP, Source, nearest, refuse
+from megatron_ft.config import (
+    SETTINGS,
+    SWITCH,
+    SWITCH_HELP,
+    Source,
+    differences,
+    environment_source,
+    nearest,
+    refuse,
+)
 from megatron_ft.config.setting import FLAG_PREFIX, Setting
+from megatron_ft.core.environment import JOB
 from megatron_ft.core.errors import ConfigError
 
 
@@ -108,3 +119,29 @@ def _reader() -> argparse.ArgumentParser:
     reader = _Reader(prog="", usage="", add_help=False, allow_abbrev=False)
     add_flags(reader)
     return reader
+
+
+def job_contradictions(
+    given: Source, blindness: str, environment: Mapping[str, str] | None = None
+) -> list[str]:
+    """Settings of the job that differ from what the supervisor uses, one line each.
+
+    The supervisor told its choice in environment variables; ``blindness`` completes
+    "`megatron-ft run`, which ..." and explains why it did not see what is ``given`` here.
+    Outside ``megatron-ft run`` there is nothing to contradict.
+    """
+    variables = os.environ if environment is None else environment
+    if JOB not in variables:
+        return []
+    shared = {name: value for name, value in given.given.items() if SETTINGS[name].job}
+    told = environment_source(variables).values
+    # An empty variable is how the supervisor says that it uses none.
+    choice = {name: told[name] for name in shared if told[name] is not None}
+    return [
+        f"{line}; give it as {SETTINGS[name].flag} or {SETTINGS[name].run_flag} in the command "
+        f"line of `megatron-ft run`, which {blindness}"
+        for name, line in differences(
+            Source(shared, given.label),
+            Source(choice, lambda name: f"the supervisor's {SETTINGS[name].run_flag}"),
+        ).items()
+    ]

@@ -1,10 +1,14 @@
-"""What is known of one setting, and the names it has in flags, variables and JSON."""
+"""The declaration of one setting: its values, its meaning, and its names everywhere.
+
+A setting is a field of :class:`megatron_ft.config.SnapshotConfig`.  The functions at the end of
+this module make such fields.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +24,10 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True)
-class Kind:
+class ValueType:
     """A type of values: its name for people and how text or a number becomes one.
 
-    ``convert`` raises ValueError for what is not of this kind.  ``json_types`` are what JSON
+    ``convert`` raises ValueError for what is not of this type.  ``json_types`` are what JSON
     calls it.
     """
 
@@ -39,10 +43,6 @@ def _whole(value: Any) -> int:
     return number
 
 
-def _interval(value: Any) -> int | str:
-    return AUTO if value == AUTO else _whole(value)
-
-
 def _number(value: Any) -> float:
     number = float(value)
     if isinstance(value, bool) or not math.isfinite(number):
@@ -56,44 +56,46 @@ def _folder(value: Any) -> Path:
         folder = Path(value).expanduser().absolute()
     except RuntimeError as error:
         raise ConfigError(f"there is no user whose home that could be ({error})") from error
-    # It travels in messages and notes.
-    if not _is_text(str(folder)):
+    try:
+        travels = b"\0" not in str(folder).encode()
+    except UnicodeEncodeError:
+        travels = False
+    if not travels:  # in messages and notes
         raise ConfigError("a folder's name must be UTF-8, without NUL; rename it, or link to it")
     return folder
 
 
-def _is_text(name: str) -> bool:
-    try:
-        return b"\0" not in name.encode()
-    except UnicodeEncodeError:
-        return False
-
-
-WHOLE = Kind("a whole number", _whole, ("integer",))
-INTERVAL = Kind("a whole number, or auto", _interval, ("integer", "string"))
-NUMBER = Kind("a finite number", _number, ("number",))
-FOLDER = Kind("a folder", _folder, ("string",))
-WORD = Kind("a word", str, ("string",))
-CPUS = Kind("a list of CPUs", lambda value: shown(parse_cpus(str(value))), ("string",))
-SCHEME = Kind("a redundancy scheme", lambda value: str(Scheme.parse(str(value))), ("string",))
+WHOLE = ValueType("a whole number", _whole, ("integer",))
+INTERVAL = ValueType(
+    "a whole number, or auto",
+    lambda value: AUTO if value == AUTO else _whole(value),
+    ("integer", "string"),
+)
+NUMBER = ValueType("a finite number", _number, ("number",))
+FOLDER = ValueType("a folder", _folder, ("string",))
+WORD = ValueType("a word", str, ("string",))
+CPUS = ValueType("a list of CPUs", lambda value: shown(parse_cpus(str(value))), ("string",))
+SCHEME = ValueType("a redundancy scheme", lambda value: str(Scheme.parse(str(value))), ("string",))
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting: its meaning, its values, and whether the supervisor needs it.
+    """One setting: its meaning, its values, and who uses it.
 
     ``allowed`` says in words what ``accepts`` checks.  A setting with ``job`` set is used by the
-    supervisor, so trainers must have been told the same.  A default of None means "none".
+    supervisor, so trainers must have been told the same.  One with ``needs_drain_dir`` does
+    nothing without that folder.  A default of None means "none".
     """
 
     name: str
-    kind: Kind
+    kind: ValueType
     default: Any
     help: str
     unit: str
     allowed: str
     accepts: Callable[[Any], bool]
     job: bool
+    needs_drain_dir: bool
 
     @property
     def flag(self) -> str:
@@ -116,7 +118,7 @@ class Setting:
         return "none" if self.default is None else str(self.default)
 
     def parse(self, value: Any, label: str) -> Any:
-        """The value of this setting's kind; None and empty text give the default.
+        """The value of this setting's type; None and empty text give the default.
 
         Raises ConfigError that begins with ``label``, the place where the value was given.
         """
@@ -131,3 +133,77 @@ class Setting:
         if not self.accepts(parsed):
             raise ConfigError(f"{label} is {value}; give {self.allowed}")
         return parsed
+
+
+def setting(
+    kind: ValueType,
+    default: Any,
+    help_text: str,
+    *,
+    allowed: str = "",
+    accepts: Callable[[Any], bool] = lambda value: True,
+    unit: str = "",
+    job: bool = True,
+    needs_drain_dir: bool = False,
+) -> Any:
+    """A dataclass field with a :class:`Setting` behind it, whose name is the field's."""
+    described = Setting(
+        "", kind, default, help_text, unit, allowed or kind.name, accepts, job, needs_drain_dir
+    )
+    return field(default=default, metadata={"setting": described})
+
+
+def whole(default: int, help_text: str, least: int, unit: str, **more: Any) -> Any:
+    """A whole number of at least ``least``."""
+    return setting(
+        WHOLE,
+        default,
+        help_text,
+        allowed=f"a whole number >= {least}",
+        accepts=lambda v: v >= least,
+        unit=unit,
+        **more,
+    )
+
+
+def number(
+    default: float,
+    help_text: str,
+    allowed: str,
+    accepts: Callable[[Any], bool],
+    unit: str = "",
+    **more: Any,
+) -> Any:
+    """A finite number."""
+    return setting(NUMBER, default, help_text, allowed=allowed, accepts=accepts, unit=unit, **more)
+
+
+def seconds(default: float, help_text: str, *, never: bool = False, **more: Any) -> Any:
+    """A time above zero; with ``never`` zero is allowed, and means that."""
+    return setting(
+        NUMBER,
+        default,
+        help_text,
+        allowed="seconds >= 0" if never else "seconds > 0",
+        accepts=lambda v: v > 0 or (never and v == 0),
+        unit="seconds",
+        **more,
+    )
+
+
+def bandwidth(help_text: str, **more: Any) -> Any:
+    """A node's limit on traffic of one kind; there is none by default."""
+    allowed = "MiB a second >= 0"
+    return number(0.0, f"{help_text} 0: no limit.", allowed, lambda v: v >= 0, "MiB/s", **more)
+
+
+def folder(help_text: str, **more: Any) -> Any:
+    """A folder that need not be given."""
+    return setting(FOLDER, None, help_text, **more)
+
+
+def one_of(words: tuple[str, ...], help_text: str) -> Any:
+    """One of several words, the first by default."""
+    *others, last = words
+    allowed = f"{', '.join(others)} or {last}"
+    return setting(WORD, words[0], help_text, allowed=allowed, accepts=lambda v: v in words)

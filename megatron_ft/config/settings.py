@@ -1,137 +1,53 @@
-"""Declares every setting of a job once: name, type, default, flag and help.
+"""Every setting of a job, declared once, and the places where settings are given.
 
-How a field of a settings class says what it is: kind, default, meaning, allowed values.
-
-How tensors are cut up to be captured.
-
-When snapshots are taken, where they lie and how they are protected.
-
-What becomes of snapshots beside training: drained, sent, read again, distrusted.
-
-What counts as a failure, of a part or of the job, and what follows it.
-
-Every setting, in the order of the documentation.
+Flags, environment variables, JSON keys, help texts and docs follow from the fields of
+:class:`SnapshotConfig`.  A :class:`Source` is one place; ``resolve`` makes a configuration of
+several.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from megatron_ft.config.setting import (
     AUTO,
     CPUS,
-    FOLDER,
     INTERVAL,
-    NUMBER,
     SCHEME,
     WHOLE,
     WORD,
-    Kind,
     Setting,
+    bandwidth,
+    folder,
+    number,
+    one_of,
+    seconds,
+    setting,
+    whole,
 )
+from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.fewer_ranks import HOLD, SHRINK, STOP
-from megatron_ft.core.word import MOST_SECONDS
 
-
-def setting(
-    kind: Kind,
-    default: Any,
-    help_text: str,
-    *,
-    allowed: str = "",
-    accepts: Callable[[Any], bool] = lambda value: True,
-    unit: str = "",
-    job: bool = False,
-) -> Any:
-    """A field with a :class:`Setting` behind it, whose name is the field's."""
-    described = Setting("", kind, default, help_text, unit, allowed or kind.name, accepts, job)
-    return field(default=default, metadata={"setting": described})
-
-
-def whole(default: int, help_text: str, least: int, unit: str, job: bool = False) -> Any:
-    """A whole number of at least ``least``."""
-    allowed = f"a whole number >= {least}"
-    return setting(
-        WHOLE, default, help_text, allowed=allowed, accepts=lambda v: v >= least, unit=unit, job=job
-    )
-
-
-def seconds(default: float, help_text: str, job: bool = False) -> Any:
-    """A time that is never zero."""
-    return setting(
-        NUMBER,
-        default,
-        help_text,
-        allowed="seconds > 0",
-        accepts=lambda v: v > 0,
-        unit="seconds",
-        job=job,
-    )
-
-
-def seconds_or_never(default: float, help_text: str) -> Any:
-    """A time of the job, with zero for never."""
-    return setting(
-        NUMBER,
-        default,
-        help_text,
-        allowed="seconds >= 0",
-        accepts=lambda v: v >= 0,
-        unit="seconds",
-        job=True,
-    )
-
-
-def bandwidth(help_text: str) -> Any:
-    """A node's limit on traffic of one kind; there is none by default."""
-    return setting(
-        NUMBER,
-        0.0,
-        f"{help_text} 0: no limit.",
-        allowed="MiB a second >= 0",
-        accepts=lambda v: v >= 0,
-        unit="MiB/s",
-        job=True,
-    )
-
-
-def folder(help_text: str) -> Any:
-    """A folder of the job's that need not be given."""
-    return setting(FOLDER, None, help_text, job=True)
-
-
-def one_of(words: tuple[str, ...], help_text: str) -> Any:
-    """One of several words for the job, the first by default."""
-    *others, last = words
-    allowed = f"{', '.join(others)} or {last}"
-    return setting(
-        WORD, words[0], help_text, allowed=allowed, accepts=lambda v: v in words, job=True
-    )
+SWITCH = "--inmem-snapshot"
+SWITCH_HELP = "Keep snapshots of the training state in host memory and restore from them."
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaptureSettings:
-    """Sizes from which, and into which, tensors are split."""
+class SnapshotConfig:
+    """Settings of a job's snapshots; immutable, checked when it is made.
 
-    replicated_split_bytes: int = whole(
-        65536,
-        "Replicated tensors of at least this size are split over data-parallel ranks.",
-        0,
-        "bytes",
-    )
-    copy_piece_bytes: int = whole(
-        16 << 20, "Device-to-host copies are cut in pieces of this size.", 1, "bytes"
-    )
+    Fields are in the order of the documentation.  Megatron flags are ``--inmem-<name with
+    dashes>``; environment variables are ``MEGATRON_FT_<NAME>``.  Values out of range raise one
+    ConfigError that lists all of them.
+    """
 
-
-@dataclass(frozen=True, kw_only=True)
-class SnapshotSettings:
-    """Interval, redundancy and memory."""
-
+    # Interval, redundancy and memory.
     snapshot_interval: int | str = setting(
         INTERVAL,
         2,
@@ -140,31 +56,27 @@ class SnapshotSettings:
         allowed="a whole number >= 1, or auto",
         accepts=lambda v: v == AUTO or v >= 1,
         unit="iterations",
+        job=False,
     )
-    overhead_percent: float = setting(
-        NUMBER,
+    overhead_percent: float = number(
         1.0,
         "Most that snapshots may take of all training time, where their interval is auto.",
         allowed="percent > 0, at most 50",
         accepts=lambda v: 0 < v <= 50,
         unit="percent",
-        job=True,
     )
-    expected_mtbf_hours: float = setting(
-        NUMBER,
+    expected_mtbf_hours: float = number(
         3.0,
         "Time between failures that the job expects before it has seen any; for the interval auto.",
         allowed="hours > 0",
         accepts=lambda v: v > 0,
         unit="hours",
-        job=True,
     )
     protect: str = setting(
         SCHEME,
         "rs:3+1",
         "Redundancy over nodes: how many nodes share their parity, and how many may be lost.",
         allowed="xor:N, rs:K+M, replica:R or none",
-        job=True,
     )
     slots: int = setting(
         WHOLE,
@@ -173,7 +85,6 @@ class SnapshotSettings:
         allowed="2 or 3",
         accepts=lambda v: v in (2, 3),
         unit="snapshots",
-        job=True,
     )
     arena_dir: Path | None = folder(
         "Folder of the arenas, on a tmpfs; before Linux 6.1, mount it with huge=always. "
@@ -183,11 +94,7 @@ class SnapshotSettings:
         "Where the training command keeps its own checkpoints, used when memory is lost."
     )
 
-
-@dataclass(frozen=True, kw_only=True)
-class KeepingSettings:
-    """Drains, traffic between nodes, scrubbing and quarantine."""
-
+    # Drains, traffic between nodes, scrubbing and quarantine.
     drain_dir: Path | None = folder(
         "Folder to which committed snapshots are written; all nodes share it."
     )
@@ -196,14 +103,14 @@ class KeepingSettings:
         "Iterations between snapshots that are written to the drain folder. 0: none.",
         0,
         "iterations",
-        job=True,
+        needs_drain_dir=True,
     )
     drain_keep: int = whole(
         2,
         "Snapshots kept in the drain folder, and exports of them; older ones are removed.",
         1,
         "snapshots",
-        job=True,
+        needs_drain_dir=True,
     )
     drain_keep_every: int = whole(
         0,
@@ -211,50 +118,43 @@ class KeepingSettings:
         "good. 0: none does.",
         0,
         "iterations",
-        job=True,
+        needs_drain_dir=True,
     )
-    drain_bandwidth_mib: float = bandwidth("Most that a node writes to the drain folder.")
+    drain_bandwidth_mib: float = bandwidth(
+        "Most that a node writes to the drain folder.", needs_drain_dir=True
+    )
     encode_bandwidth_mib: float = bandwidth(
         "Most that a node sends to others while parity is made."
-    )
-    quiet_seconds: float = setting(
-        NUMBER,
-        1.0,
-        "Longest time that a window marked by trainers (megatron_ft.quiet) holds the traffic of "
-        "encoders and drains; then it goes on, with a warning.",
-        allowed=f"seconds > 0, at most {MOST_SECONDS:g}",
-        accepts=lambda v: 0 < v <= MOST_SECONDS,
-        unit="seconds",
-        job=True,
     )
     background_cpus: str | None = setting(
         CPUS,
         None,
         "The CPUs of each node on which SMP, encoder and drains run. None: any.",
         allowed="CPUs that every node has, such as 0-3,8",
-        job=True,
     )
     drain_export_dir: Path | None = folder(
         "Folder in which each drained snapshot becomes a checkpoint of the framework's own. "
-        "Two running jobs cannot share it."
+        "Two running jobs cannot share it.",
+        needs_drain_dir=True,
     )
     drain_stop_seconds: float = seconds(
         25.0,
         "After SIGTERM the newest committed snapshot is drained, for at most so long.",
-        job=True,
+        needs_drain_dir=True,
     )
-    time_limit_seconds: float = seconds_or_never(
-        0.0, "When the job will be killed, counted from its start: it drains in time. 0: never."
+    time_limit_seconds: float = seconds(
+        0.0,
+        "When the job will be killed, counted from its start: it drains in time. 0: never.",
+        never=True,
+        needs_drain_dir=True,
     )
-    scrub_percent: float = setting(
-        NUMBER,
+    scrub_percent: float = number(
         1.0,
         "Share of one core that a node uses to read committed snapshots again and check their "
         "digests. 0: none.",
         allowed="0 to 100",
         accepts=lambda v: 0 <= v <= 100,
         unit="percent",
-        job=True,
     )
     quarantine_iterations: int = whole(
         10,
@@ -262,57 +162,51 @@ class KeepingSettings:
         "time. 0: never mind.",
         0,
         "iterations",
-        job=True,
     )
     transport: str = one_of(
         ("auto", "mpi", "tcp"),
         "How encoders reach each other. auto: MPI where one can be loaded, else TCP.",
     )
 
-
-@dataclass(frozen=True, kw_only=True)
-class FailureSettings:
-    """Leases, timeouts, hangs, stragglers, bad losses and lost nodes."""
-
+    # Leases, timeouts, hangs, stragglers, bad losses and lost nodes.
     lease_seconds: float = seconds(
-        10.0, "A node that hears nothing of the supervisor kills its trainers after it.", job=True
+        10.0, "A node that hears nothing of the supervisor kills its trainers after it."
     )
-    loss_gate: float = setting(
-        NUMBER,
+    loss_gate: float = number(
         0.0,
-        "A loss that is not finite, or above this many times the median of the last 64, keeps a "
-        "snapshot from replacing the last good one. 0: no gate.",
+        "A loss that is not finite, or above this many times the median of the last 64, keeps the "
+        "state that it led to from being captured. 0: no gate.",
         allowed="0, or a number > 1",
         accepts=lambda v: v == 0 or v > 1,
+        job=False,
     )
     fence_timeout_seconds: float = seconds(
-        30.0, "Longest wait before optimizer.step() for a running capture; then it is abandoned."
+        30.0,
+        "Longest wait before optimizer.step() for a running capture; then it is abandoned.",
+        job=False,
     )
     on_hang: str = one_of(
         ("restart", "report"),
         "What follows when training makes no progress: a restart from memory, or only a report.",
     )
-    hang_seconds: float = seconds_or_never(
+    hang_seconds: float = seconds(
         600.0,
         "Training that makes no progress for at least so long, and for hang_factor times the "
         "longest such time so far, hangs. 0: hangs are not looked for.",
+        never=True,
     )
-    hang_factor: float = setting(
-        NUMBER,
+    hang_factor: float = number(
         5.0,
         "See hang_seconds.",
         allowed="a number >= 1",
         accepts=lambda v: v >= 1,
-        job=True,
     )
-    straggler_percent: float = setting(
-        NUMBER,
+    straggler_percent: float = number(
         5.0,
         "A rank that is slower than its peers by this much over 50 iterations is named. 0: none.",
         allowed="percent >= 0",
         accepts=lambda v: v >= 0,
         unit="percent",
-        job=True,
     )
     on_no_spare: str = one_of(
         (STOP, HOLD, SHRINK),
@@ -322,7 +216,8 @@ class FailureSettings:
     )
     export_on_failure: Path | None = folder(
         "Folder in which a job that stops because its trainers cannot come back leaves the last "
-        "snapshot as a checkpoint of the framework's own. Two running jobs cannot share it."
+        "snapshot as a checkpoint of the framework's own. Two running jobs cannot share it.",
+        needs_drain_dir=True,
     )
     spare_imports: str = setting(
         WORD,
@@ -330,26 +225,163 @@ class FailureSettings:
         "What spare nodes import once, at low priority, so that trainers start there sooner: "
         "auto for torch and the framework in the command, none, or modules with commas between.",
         allowed="auto, none or modules",
-        job=True,
     )
     register_timeout_seconds: float = seconds(
         600.0,
         "Longest wait at start-up for all ranks to register and for arenas to be made.",
-        job=True,
     )
 
+    # Sizes from which, and into which, tensors are split.
+    replicated_split_bytes: int = whole(
+        65536,
+        "Replicated tensors of at least this size are split over data-parallel ranks.",
+        0,
+        "bytes",
+        job=False,
+    )
+    copy_piece_bytes: int = whole(
+        16 << 20,
+        "Device-to-host copies are cut in pieces of this size.",
+        1,
+        "bytes",
+        job=False,
+    )
 
-SWITCH = "--inmem-snapshot"
-SWITCH_HELP = "Keep snapshots of the training state in host memory and restore from them."
+    def __post_init__(self) -> None:
+        problems = []
+        for name, declared in SETTINGS.items():
+            try:
+                object.__setattr__(self, name, declared.parse(getattr(self, name), name))
+            except ConfigError as error:
+                problems.append(str(error))
+        refuse(problems + self._without_effect())
 
+    def _without_effect(self) -> list[str]:
+        """Settings of a drain without folder or interval: whoever gave them expects files."""
+        if self.on_no_spare == SHRINK and None in (self.drain_dir, self.drain_export_dir):
+            return [
+                "on_no_spare is shrink, which goes on from an export: give drain_dir, "
+                "drain_interval and drain_export_dir, the folder that the training command loads"
+            ]
+        if self.drain_dir is not None:
+            never = f"drain_dir is {self.drain_dir}, but drain_interval is 0: nothing is written"
+            return [] if self.drain_interval else [f"{never}; give both"]
+        return [
+            f"{name} is {getattr(self, name)}, but there is no drain_dir to write to; give both"
+            for name, declared in SETTINGS.items()
+            if declared.needs_drain_dir and getattr(self, name) != declared.default
+        ]
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(CaptureSettings, FailureSettings, KeepingSettings, SnapshotSettings):
-    """The values of all settings, not checked.  Fields come from the last base to the first."""
+    @property
+    def fixed_interval(self) -> int:
+        """Iterations between snapshots, 0 where the job finds it out."""
+        return 0 if isinstance(self.snapshot_interval, str) else self.snapshot_interval
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> SnapshotConfig:
+        """Settings from names and values, text converted to each setting's type.
+
+        Raises ConfigError for unknown names (with the nearest right ones) and for values
+        that do not convert, all at once.
+        """
+        return resolve(Source(values, str))
+
+    @classmethod
+    def from_env(cls, environment: Mapping[str, str] | None = None) -> SnapshotConfig:
+        """Settings from ``MEGATRON_FT_<NAME>`` variables; what is not set keeps its default."""
+        return resolve(environment_source(environment))
+
+    def job_variables(self) -> dict[str, str]:
+        """The environment variables by which trainers learn what the supervisor uses."""
+        values = {s.variable: getattr(self, s.name) for s in SETTINGS.values() if s.job}
+        return {name: "" if value is None else str(value) for name, value in values.items()}
 
 
 SETTINGS: Mapping[str, Setting] = {
     f.name: dataclasses.replace(f.metadata["setting"], name=f.name)
-    for f in dataclasses.fields(Settings)
+    for f in dataclasses.fields(SnapshotConfig)
 }
 """Every setting by its name, in the order of the documentation."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What one place says about settings, by name; ``label`` tells people where it stands.
+
+    None and empty text count as not given.
+    """
+
+    values: Mapping[str, Any]
+    label: Callable[[str], str]
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Only what is given."""
+        return {n: v for n, v in self.values.items() if v is not None and v != ""}
+
+
+def environment_source(environment: Mapping[str, str] | None = None) -> Source:
+    """Environment variables of settings as a source; other variables are not looked at."""
+    variables = os.environ if environment is None else environment
+    return Source(
+        {name: variables.get(declared.variable) for name, declared in SETTINGS.items()},
+        lambda name: SETTINGS[name].variable,
+    )
+
+
+def resolve(*sources: Source) -> SnapshotConfig:
+    """Each setting from the first source that gives it, converted to its type, else its default.
+
+    Raises one ConfigError that lists every unknown name and every bad value, with the
+    place where it stands.
+    """
+    values: dict[str, Any] = {}
+    problems = []
+    for source in sources:
+        for name, value in source.given.items():
+            if name not in SETTINGS:
+                problems.append(f"unknown setting {name!r}; {nearest(name, SETTINGS)}")
+                continue
+            try:
+                values.setdefault(name, SETTINGS[name].parse(value, source.label(name)))
+            except ConfigError as error:
+                problems.append(str(error))
+    refuse(problems)
+    return SnapshotConfig(**values)
+
+
+def differences(ours: Source, theirs: Source) -> dict[str, str]:
+    """Settings to which two sources give different values, each with a line that says so.
+
+    Only None counts as not given here: empty text is the word for "none".  Raises ConfigError
+    for a value that does not convert.
+    """
+    lines = {}
+    for name, declared in SETTINGS.items():
+        mine, other = ours.values.get(name), theirs.values.get(name)
+        if mine is None or other is None:
+            continue
+        if declared.parse(mine, ours.label(name)) != declared.parse(other, theirs.label(name)):
+            said = other if other != "" else declared.shown_default
+            lines[name] = f"{ours.label(name)} is {mine}, but {theirs.label(name)} is {said}"
+    return lines
+
+
+def refuse(problems: list[str]) -> None:
+    """Raise ConfigError with the problems, if there are any: one a line when several."""
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        lines = "".join(f"\n  {problem}" for problem in problems)
+        raise ConfigError(f"{len(problems)} settings are wrong:{lines}")
+
+
+def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """A hint for a name that is not known: the nearest one, else all of them.
+
+    ``prefix`` is common to all and tells nothing about which one was meant.
+    """
+    rest = [candidate.removeprefix(prefix) for candidate in known]
+    near = get_close_matches(name.removeprefix(prefix), rest, n=1)
+    names = ", ".join(prefix + candidate for candidate in near or rest)
+    return f"did you mean {names}?" if near else f"known: {names}"

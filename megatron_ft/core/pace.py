@@ -1,4 +1,4 @@
-"""A cap on bandwidth, and waits for quiet windows to end."""
+"""A cap on bandwidth."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from megatron_ft.core.gate import QuietGate
-
 
 class Pace:
     """Keeps the average rate since the start at or below ``bytes_per_second``, 0 for no cap.
 
-    Between blocks it also waits at ``gate``, if one is given.  Threads may share one.
+    Threads may share one.
     """
 
     def __init__(
@@ -20,17 +18,10 @@ class Pace:
         bytes_per_second: float,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        gate: QuietGate | None = None,
     ) -> None:
-        self._gate = gate
         self._rate, self._clock, self._sleep = bytes_per_second, clock, sleep
         self._start, self._bytes = clock(), 0
         self._lock = threading.Lock()
-
-    def before(self) -> None:
-        """A block is about to be moved: wait until no quiet window is open."""
-        if self._gate is not None:
-            self._gate.wait()
 
     def after(self, length: int) -> None:
         """``length`` more bytes were moved: wait until that many were allowed."""

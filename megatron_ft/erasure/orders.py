@@ -3,7 +3,7 @@
 All encoders of a world get an order's stripes in the same sequence, and every stripe
 is finished before the next is begun, so no two encoders can wait for each other.
 
-A transport that sends no faster than it was told to, and not in quiet windows.
+A transport that sends no faster than it was told to.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotHeader
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.core.fault_points import reach
-from megatron_ft.core.gate import QuietGate
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.core.isal import Bytes
 from megatron_ft.core.pace import Pace
-from megatron_ft.core.word import QuietWord
 from megatron_ft.erasure.encode import EncodeResult, VerifyResult, encode, verify
 from megatron_ft.erasure.member import MemberView, StripeCode
 from megatron_ft.erasure.mending import Damage
@@ -75,7 +73,6 @@ class PacedTransport:
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Pending:
         """Start sending once that is allowed, and wait until so many bytes are due."""
-        self._pace.before()
         pending = self._inner.isend(buffer, peer, tag)
         self._pace.after(buffer.nbytes)
         return pending
@@ -130,14 +127,13 @@ class OrderRunner:
         job: UUID,
         open_transport: Callable[[], Transport],
         encode_rate: float = 0.0,
-        quiet: QuietWord | None = None,
     ) -> None:
         """Nothing is opened yet.
 
-        While parity is made no more than ``encode_rate`` bytes a second are sent (0: no cap), and
-        nothing in windows that ``quiet`` tells of.  Rebuilding is free: training waits for it.
+        While parity is made no more than ``encode_rate`` bytes a second are sent (0: no cap).
+        Rebuilding is free: training waits for it.
         """
-        self._encode_rate, self._quiet = encode_rate, quiet
+        self._encode_rate = encode_rate
         self._shelf, self._open_transport = ArenaShelf(job), open_transport
         self._rank = open_transport().rank
 
@@ -168,7 +164,7 @@ class OrderRunner:
     def _encode(
         self, order: EncodeOrder, stripe: StripeOrder, local: Sequence[int]
     ) -> Iterator[Message]:
-        pace = Pace(self._encode_rate, gate=QuietGate(self._quiet))
+        pace = Pace(self._encode_rate)
 
         def work(member: int, transport: Transport) -> EncodeResult:
             transport = PacedTransport(transport, pace)

@@ -25,7 +25,6 @@ from megatron_ft.core.affinity import bind_to_background_cpus
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.core.priority import lower_priority
-from megatron_ft.core.word import open_word
 from megatron_ft.erasure.checks import CorruptMemberError
 from megatron_ft.erasure.orders import Order, OrderRunner
 from megatron_ft.erasure.transport import Transport
@@ -125,8 +124,7 @@ def serve(
         welcome = smp.receive(WELCOME_SECONDS)
         if not isinstance(welcome, EncoderWelcome):
             raise ControlPlaneError(f"the SMP of {environment.node} refused us: {welcome}")
-        quiet = open_word(environment.node_dir)
-        runner = OrderRunner(UUID(welcome.job), open_transport, _encode_rate(), quiet)
+        runner = OrderRunner(UUID(welcome.job), open_transport, _encode_rate())
         while True:
             message = smp.receive()
             if isinstance(message, Ok):

@@ -11,12 +11,17 @@ from megatron_ft.config import (
     SWITCH,
     SnapshotConfig,
     environment_source,
-    job_choice,
     nearest,
     refuse,
     resolve,
 )
-from megatron_ft.config.flags import add_flags, attribute_of, flag_source, read_command
+from megatron_ft.config.flags import (
+    add_flags,
+    attribute_of,
+    flag_source,
+    job_contradictions,
+    read_command,
+)
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.fewer_ranks import SHRINK
 from megatron_ft.megatron import fewer_ranks
@@ -123,7 +128,7 @@ def conflicts(args: Any) -> list[str]:
 def contradictions(args: Any, environment: Mapping[str, str] | None = None) -> list[str]:
     """Flags that differ from what the supervisor uses; it cannot have seen those in a YAML file
     or inside a shell script."""
-    return job_choice.contradictions(flag_source(args), "reads no files or scripts", environment)
+    return job_contradictions(flag_source(args), "reads no files or scripts", environment)
 
 
 def check(args: Any, command: Sequence[str]) -> None:

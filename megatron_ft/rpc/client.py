@@ -116,19 +116,10 @@ class TrainerClient:
         """The slot is wanted now; its header says when it is this snapshot's."""
         self._send(m.Begins(self.shard_id, snapshot, iteration, slot))
 
-    def sealed(
-        self, snapshot: SnapshotId, record: SealedRecord, judged_later: bool = False
-    ) -> None:
-        """Everything of ``snapshot`` is in its slot, digests included.
-
-        With ``judged_later`` it is protected and committed only after ``judged``.
-        """
+    def sealed(self, snapshot: SnapshotId, record: SealedRecord) -> None:
+        """Everything of ``snapshot`` is in its slot, digests included."""
         assert record.snapshot == snapshot
-        self._send(m.Sealed(record, judged_later))
-
-    def judged(self, snapshot: SnapshotId, problem: str) -> None:
-        """What the loss says of a snapshot: with a ``problem`` it is given up."""
-        self._send(m.Judged(self.shard_id, snapshot, problem))
+        self._send(m.Sealed(record))
 
     def missed(self, snapshot: SnapshotId) -> None:
         """The permitted iteration passed without a capture."""

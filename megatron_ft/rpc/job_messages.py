@@ -29,7 +29,6 @@ from megatron_ft.rpc.node_messages import (
     EncoderHello,
     EncoderRefused,
     Hello,
-    Judged,
     Missed,
     OrderDone,
     OrderFailed,
@@ -385,7 +384,6 @@ Told = (
     Hello
     | Prepare
     | Sealed
-    | Judged
     | Missed
     | Abandoned
     | Restored

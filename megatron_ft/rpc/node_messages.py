@@ -80,21 +80,9 @@ class Begins(Message, frozen=True):
 
 
 class Sealed(Message, frozen=True):
-    """All bytes and digests of the shard are in the granted slot; capture has ended.
-
-    With ``judged_later`` the snapshot waits for this rank's Judged before it is protected.
-    """
+    """All bytes and digests of the shard are in the granted slot; capture has ended."""
 
     record: SealedRecord
-    judged_later: bool = False
-
-
-class Judged(Message, frozen=True):
-    """What the next loss says of a snapshot's state: ``problem`` is empty if it is good."""
-
-    shard_id: ShardId
-    snapshot: SnapshotId
-    problem: str = ""
 
 
 class Missed(Message, frozen=True):

@@ -25,7 +25,6 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from megatron_ft.core import private_files
 from megatron_ft.core.environment import ProcessEnvironment
-from megatron_ft.core.word import QuietWord
 from megatron_ft.rpc.security import JobKeys
 from megatron_ft.smp.control_server import ControlServer
 from megatron_ft.smp.host import NodeHost
@@ -88,7 +87,6 @@ class Keeper:
             log.error("%s was removed: it is made again", self._place.directory)
             self._place.take(send_away=False)
             self._host.write_notes()
-            self._host.quiet = QuietWord(self._place.directory, create=True)
             write_pid(self._place.directory)
         if not whole or not self._local.in_place():
             log.error("the socket in %s was removed: it is made again", self._place.directory)

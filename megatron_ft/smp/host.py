@@ -19,7 +19,6 @@ from megatron_ft.arena import upkeep
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import ControlPlaneError, UntrustedFileError
 from megatron_ft.core.fault_points import reach
-from megatron_ft.core.word import QuietWord
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp import state_file, writers
 from megatron_ft.smp.node import NodeMachine
@@ -56,7 +55,6 @@ class NodeHost:
         self.readers = Readers(self.machine.reader_gone)
         self.stalls = Stalls()
         self.state = NodeState()
-        self.quiet = QuietWord(environment.node_dir, create=True)
         self.retired = asyncio.Event()
         self.failure: BaseException | None = None
         self.lease_until = 0.0

@@ -36,7 +36,7 @@ FROM_WRITERS = (
     | m.OrderDone
     | m.OrderFailed
 )
-PASSED_ON = m.Judged | m.Restored | m.Declined | m.CorruptShard | m.Unfit | m.CaptureCost
+PASSED_ON = m.Restored | m.Declined | m.CorruptShard | m.Unfit | m.CaptureCost
 
 
 class LocalServer:

@@ -180,12 +180,7 @@ class Scrub:
         return await loop.run_in_executor(self._thread, self._paced, work)
 
     def _paced(self, work: Callable[[], T]) -> T:
-        """In the thread: the result of ``work``, then rest until our share of a processor is kept.
-
-        A quiet window holds the work itself.
-        """
-        while (left := self._host.quiet.remaining()) and not self._closed.wait(left):
-            pass
+        """In the thread: run ``work``, then rest until our share of a processor is kept."""
         started = time.monotonic()
         result = work()
         # All that the thread has done since it last rested, to come back from that included.

@@ -29,7 +29,7 @@ The first may have left before it: with the usual heartbeats of 0.5 s this is 1.
 class Reports:
     """Events that wait for those of the node's other ranks.  Pure.
 
-    The coordinator goes on only when *all* ranks have sealed and been judged, or been encoded. So
+    The coordinator goes on only when *all* ranks have sealed, or been encoded. So
     the word of one of a node's ranks waits here for those of the others, and all of them leave
     as one message, in the order in which they were said.  Anything else (a capture that was
     missed, a writer that has died) leaves at once, and takes along what was said before it.
@@ -39,8 +39,6 @@ class Reports:
         self.waiting: list[Any] = []
         self.snapshot: SnapshotId | None = None
         self.sealed: set[str] = set()
-        self.unjudged: set[str] = set()
-        self.judged: set[str] = set()
         self._looks = 0
 
     def tell(self, body: Any, shards: Collection[str]) -> list[Any]:
@@ -63,16 +61,12 @@ class Reports:
             return True  # Sealed and OrderDone come after them
         if not self._note(body):
             return False
-        return not (self.sealed >= set(shards) and self.unjudged <= self.judged)
+        return not self.sealed >= set(shards)
 
     def _note(self, body: Any) -> bool:
         """Whether it is a word that waits for those of other ranks on the newest snapshot."""
         if isinstance(body, m.Sealed) and self._begin(body.record.snapshot):
             self.sealed.add(body.record.shard_id)
-            self.unjudged |= {body.record.shard_id} if body.judged_later else set()
-            return True
-        if isinstance(body, m.Judged) and not body.problem and self._begin(body.snapshot):
-            self.judged.add(body.shard_id)
             return True
         return False
 
@@ -80,7 +74,7 @@ class Reports:
         """There is one snapshot at a time: what was said of another counts no more."""
         if self.snapshot is None or snapshot > self.snapshot:
             self.snapshot = snapshot
-            self.sealed, self.unjudged, self.judged = set(), set(), set()
+            self.sealed = set()
         return snapshot == self.snapshot
 
 

@@ -58,7 +58,6 @@ class Coordinator(Connections):
         self.watched: dict[str, Any] = {}
         self.skips = Skips()
         self.repairs = Repairs(self)
-        self.gated = 0
         self.given_up = (0, "")
         """Snapshots aborted since the last commit, and why the last of them was."""
         self.world = ""
@@ -100,7 +99,6 @@ class Coordinator(Connections):
             "skipped": self.skips.total + self.skips.now,
             "drain_failures": self.drain_failures[0],
             "drain_failure": self.drain_failures[1],
-            "gated": self.gated,
             "given_up": self.given_up[0],
             "given_up_reason": self.given_up[1],
             "blocks": {
@@ -325,8 +323,7 @@ class Coordinator(Connections):
             self.repairs.count_lost(ended.snapshot, ended.corrupt)
             return
         if ended.level == "aborted":
-            self.gated += ended.gated
-            kind = "gated" if ended.gated else "dropped" if ended.last else "aborted"
+            kind = "dropped" if ended.last else "aborted"
             if kind == "aborted":
                 self.given_up = (self.given_up[0] + 1, ended.reason)
             self.observers.tell(

@@ -5,7 +5,7 @@ does the same with random interleavings.  There is at most one snapshot under wa
 
 What a snapshot's cycle wants done; the coordinator does it.
 
-What the trainers still owe for one snapshot: seals, verdicts, and the end of their writing.
+What the trainers still owe for one snapshot: seals, and the end of their writing.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class KillWorld:
 class Ended:
     """A snapshot is over: ``level`` is protected, local or aborted; ``last`` if training is too.
 
-    ``gated`` says that it was given up because of the loss, ``again`` that it had been committed
-    as local before and was to get parity.  ``corrupt`` are shards whose bytes encoders found wrong.
+    ``again`` says that it had been committed as local before and was to get parity.  ``corrupt``
+    are shards whose bytes encoders found wrong.
     """
 
     snapshot: SnapshotId
@@ -52,7 +52,6 @@ class Ended:
     level: str
     reason: str = ""
     last: bool = False
-    gated: bool = False
     again: bool = False
     corrupt: frozenset[str] = frozenset()
 
@@ -70,33 +69,14 @@ class CaptureRound:
     def __init__(self, shards: Iterable[str]) -> None:
         self.unsealed = set(shards)
         self.writing = set(self.unsealed)
-        self._unjudged: set[str] = set()
-        self._judged: set[str] = set()
-
-    @property
-    def complete(self) -> bool:
-        """Whether every shard is sealed, and judged where its loss is seen only later."""
-        return self.all_sealed() and not self._unjudged
-
-    @property
-    def owing(self) -> set[str]:
-        """Shards that have not sealed, or whose loss is not judged yet."""
-        return self.unsealed | self._unjudged
 
     def all_sealed(self) -> bool:
         """Whether no shard is still being captured: only then may encoding start."""
         return not self.unsealed
 
-    def sealed(self, shard_id: str, *, judged_later: bool) -> None:
-        """A shard is captured; with ``judged_later`` its rank waits for the next loss."""
+    def sealed(self, shard_id: str) -> None:
+        """A shard is captured."""
         self.unsealed.discard(shard_id)
-        if judged_later and shard_id not in self._judged:
-            self._unjudged.add(shard_id)
-
-    def passed(self, shard_id: str) -> None:
-        """The loss gate lets a shard pass: it may say so before the rank says that it sealed."""
-        self._judged.add(shard_id)
-        self._unjudged.discard(shard_id)
 
     def stopped(self, shard_id: str) -> None:
         """The trainer writes to its slot no more."""
@@ -147,7 +127,6 @@ class SnapshotCycle:
         self._world = ""
         self._broken = ""
         self._corrupt: frozenset[str] = frozenset()
-        self._gated = False
         self._last = False
         self._sequence = 0
         self._again = False
@@ -183,7 +162,7 @@ class SnapshotCycle:
         self.schedule.permitted(self.iteration)
         self.phase = Phase.CAPTURING
         self._world = world
-        self._broken, self._corrupt, self._gated = "", frozenset(), False
+        self._broken, self._corrupt = "", frozenset()
         self._capture = CaptureRound(self.places)
         self._passed_since = None
         grant = m.Grant(self.incarnation, self.snapshot, self.iteration, give_up_protected)
@@ -197,7 +176,7 @@ class SnapshotCycle:
         if self.phase != Phase.IDLE or self._last or not self.stripes:
             return []
         self.snapshot, self.iteration, self._world = snapshot, iteration, world
-        self._broken, self._corrupt, self._gated, self._again = "", frozenset(), False, True
+        self._broken, self._corrupt, self._again = "", frozenset(), True
         return self._encode()
 
     def world_changed(self, world: str) -> None:
@@ -210,8 +189,6 @@ class SnapshotCycle:
         self._note_end(body)
         if isinstance(body, m.Sealed):
             return self._sealed(body)
-        if isinstance(body, m.Judged):
-            return self._verdict(body)
         if isinstance(body, m.Encoded):
             return self._encoded(body)
         if isinstance(body, m.Missed | m.Abandoned):
@@ -276,7 +253,7 @@ class SnapshotCycle:
         """Abort a capture that has not ended ``limit`` seconds after its iteration was passed.
 
         ``progress`` is as for ``propose``.  Once a trainer has finished the iteration after it,
-        every rank has been at this boundary, and every loss of a late verdict is known.
+        every rank has been at this boundary.
         """
         if self.phase != Phase.CAPTURING or progress <= self.iteration:
             self._passed_since = None
@@ -286,7 +263,7 @@ class SnapshotCycle:
         if now - self._passed_since <= limit:
             return []
         self._stuck = True
-        owing = sorted(self._capture.owing)
+        owing = sorted(self._capture.unsealed)
         more = f" and {len(owing) - 3} others" if len(owing) > 3 else ""
         text = f"no end of the capture of {', '.join(owing[:3])}{more}"
         return self._abort(f"{text} {limit:.0f} s after its iteration")
@@ -294,20 +271,8 @@ class SnapshotCycle:
     def _sealed(self, body: m.Sealed) -> list[Action]:
         if self.phase != Phase.CAPTURING or body.record.snapshot != self.snapshot:
             return []
-        self._capture.sealed(body.record.shard_id, judged_later=body.judged_later)
-        return self._encode_if_complete()
-
-    def _verdict(self, body: m.Judged) -> list[Action]:
-        if self.phase != Phase.CAPTURING or body.snapshot != self.snapshot:
-            return []
-        if body.problem:
-            self._gated = True
-            return self._abort(f"the loss gate of {body.shard_id}: {body.problem}")
-        self._capture.passed(body.shard_id)
-        return self._encode_if_complete()
-
-    def _encode_if_complete(self) -> list[Action]:
-        if not self._capture.complete:
+        self._capture.sealed(body.record.shard_id)
+        if not self._capture.all_sealed():
             return []
         if not self._world or not self.stripes:
             return self._commit("local")
@@ -414,7 +379,6 @@ class SnapshotCycle:
                 self.level,
                 self._broken,
                 self._last,
-                self._gated,
                 self._again,
                 self._corrupt,
             )

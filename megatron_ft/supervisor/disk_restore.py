@@ -100,8 +100,8 @@ class DiskRestores:
             refused=frozenset(self._refused),
             reason_against=quarantine.reason_against,
         )
-        if self._spec.drain_dir is not None:
-            found, problems = find(self._spec.drain_dir, record.job)
+        if self._spec.settings.drain_dir is not None:
+            found, problems = find(self._spec.settings.drain_dir, record.job)
             choice = choose(found, wanted)
             reasons = (*choice.reasons, *problems, *reasons)
             if choice.taken is not None:

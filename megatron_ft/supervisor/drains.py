@@ -104,7 +104,7 @@ def noted_places(before: DiskPlaces, spec: JobSpec) -> DiskPlaces:
     At a restart its file system may be unmounted, and the folder would then seem to belong on
     the disk below; it may also hang, so nothing of it is touched.
     """
-    drain_dir = "" if spec.drain_dir is None else str(spec.drain_dir.absolute())
+    drain_dir = "" if spec.settings.drain_dir is None else str(spec.settings.drain_dir.absolute())
     mount = before.drain_mount if drain_dir == before.drain_dir else ""
     if drain_dir and not mount:
         mount = str(mount_point(Path(drain_dir)))
@@ -143,14 +143,14 @@ class Drains:
         self._ending = False
         self._urgent = False
         self._busy = False
-        self._cap = spec.drain_bandwidth_mib
+        self._cap = spec.settings.drain_bandwidth_mib
         self._slowest = 0.0
         self._mount = Path(mount) if mount else None
         limit = spec.time_limit_seconds
         self._urgency = Urgency(
             parity=bool(spec.scheme.parity_members),
             ends_at=time.monotonic() + limit if limit else None,
-            margin=spec.drain_stop_seconds,
+            margin=spec.settings.drain_stop_seconds,
         )
         self._spares_gone = spares_gone
         coordinator.observers.add(self._note)
@@ -166,7 +166,7 @@ class Drains:
         nodes."""
         self._places, self._seats, self._lineage = dict(places), dict(seats), lineage
         self._last = min(self._last, first)
-        if self._spec.drain_interval and self._spec.drain_dir is not None:
+        if self._spec.settings.drain_interval and self._spec.settings.drain_dir is not None:
             self._ending = False
             self._start()
 
@@ -218,7 +218,7 @@ class Drains:
     async def export_durable(self, node: str, directory: Path) -> None:
         """Export what is on disk, on one node; a failure is told and counted."""
         durable = self._coordinator.durable
-        if durable is not None and self._spec.drain_dir is not None:
+        if durable is not None and self._spec.settings.drain_dir is not None:
             await self._export(self._plan(*durable, "", directory.absolute()), node)
 
     async def abandon(self) -> None:
@@ -289,17 +289,17 @@ class Drains:
 
     def _next(self) -> DrainPlan | None:
         """The newest committed snapshot, if it is due."""
-        committed, interval = self._coordinator.committed, self._spec.drain_interval
+        committed, interval = self._coordinator.committed, self._spec.settings.drain_interval
         if committed is None or not is_due(self._last, committed[1], interval, self._urgent):
             return None
         self._urgent = False
         snapshot, self._last, level = committed
-        return self._plan(snapshot, self._last, level, self._spec.drain_export_dir)
+        return self._plan(snapshot, self._last, level, self._spec.settings.drain_export_dir)
 
     def _plan(
         self, snapshot: SnapshotId, iteration: int, level: str, export_dir: Path | None
     ) -> DrainPlan:
-        directory = self._spec.drain_dir
+        directory = self._spec.settings.drain_dir
         assert directory is not None
         return DrainPlan(
             job=self._job,
@@ -309,7 +309,7 @@ class Drains:
             lineage=self._lineage,
             directory=directory.absolute(),
             shard_count=len(self._places),
-            keep=Keep(self._spec.drain_keep, self._spec.drain_keep_every),
+            keep=Keep(self._spec.settings.drain_keep, self._spec.settings.drain_keep_every),
             bandwidth_mib=self._cap,
             mount=self._mount,
             export_dir=export_dir,

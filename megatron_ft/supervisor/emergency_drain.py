@@ -61,7 +61,7 @@ class EmergencyDrain:
 
     async def without_trainers(self) -> None:
         """Trainers fail again and again: bring the last committed snapshot to disk."""
-        if self._spec.drain_dir is None:
+        if self._spec.settings.drain_dir is None:
             return
         try:
             admitted = await self._members.admit_all()
@@ -73,9 +73,9 @@ class EmergencyDrain:
     async def run(self, admitted: Inventories, reason: str = "no spare is left") -> None:
         """The job is about to stop: drain what memory can serve, and export what is on disk."""
         await self._drain(admitted, reason)
-        if self._spec.export_on_failure is not None and admitted:
+        if self._spec.settings.export_on_failure is not None and admitted:
             node = next(iter(admitted))
-            await self._drains.export_durable(node, self._spec.export_on_failure)
+            await self._drains.export_durable(node, self._spec.settings.export_on_failure)
 
     async def shrink(self, admitted: Inventories) -> bool:
         """Whether the next incarnation has fewer nodes: all that it needs is on disk then.
@@ -83,7 +83,7 @@ class EmergencyDrain:
         To be called after ``run``.  False, with the reason emitted, where that cannot be; nothing
         has changed then, and memory has what it had.
         """
-        if self._spec.on_no_spare != SHRINK:
+        if self._spec.settings.on_no_spare != SHRINK:
             return False
         chosen, reasons = self._choose(admitted)
         if chosen:
@@ -126,7 +126,7 @@ class EmergencyDrain:
         """The restore on nodes that are left; None if nothing can be drained."""
         usable = self._members.usable(admitted)
         there = [node for node in self._members.active if node in usable]
-        if self._spec.drain_dir is None or not there or not self._state.record.shards:
+        if self._spec.settings.drain_dir is None or not there or not self._state.record.shards:
             return None
         memory = self._recovery.memory(admitted)
         if memory.snapshot is None:
@@ -137,7 +137,7 @@ class EmergencyDrain:
             active=tuple(there),
             incarnation=self._coordinator.incarnation,
             lineage=self._recovery.lineage(memory),
-            slot_count=self._spec.sizes.slot_count,
+            slot_count=self._spec.settings.slots,
         )
 
     def _choose(self, admitted: Inventories) -> tuple[list[str], tuple[str, ...]]:
@@ -154,14 +154,14 @@ class EmergencyDrain:
 
         A newer checkpoint that the framework itself has saved is as good.
         """
-        record, directory = self._state.record, self._spec.drain_export_dir
+        record, directory = self._state.record, self._spec.settings.drain_export_dir
         assert directory is not None, "the settings were checked"
         if not record.committed:
             return ""
         wanted = self._recovery.memory(admitted).iteration
         taken = (await self._disk.look(NOTHING, record)).taken
         ours = taken is not None and taken.manifest.job == record.job
-        if taken is not None and ours and taken.folder.parent == self._spec.drain_dir:
+        if taken is not None and ours and taken.folder.parent == self._spec.settings.drain_dir:
             wanted = max(wanted, taken.manifest.iteration)
             # After a rewind, what has a higher number may be of what was given up: an export of
             # that is withdrawn by the next one.

@@ -90,7 +90,7 @@ class Incarnation:
     async def _begin_snapshots(self) -> None:
         """Once all ranks have registered: make arenas, let trainers begin, permit snapshots."""
         spec, plan, registration = self.spec, self.plan, self.registration
-        await registration.wait(spec.register_timeout)
+        await registration.wait(spec.settings.register_timeout_seconds)
         registration.check_shards(spec.name)
         rule = await self._rank_rule()
         stored = plan.decision.stripes if plan.decision.snapshot is not None else ()
@@ -98,7 +98,7 @@ class Incarnation:
             registration.stripes(stored, spec.scheme, spec.sizes),
             registration.places(),
         )
-        requests = create_requests(stripes, plan.incarnation, plan.lineage, spec.sizes.slot_count)
+        requests = create_requests(stripes, plan.incarnation, plan.lineage, spec.settings.slots)
         try:
             await make_arenas(self.coordinator, requests, places)
         except MegatronFTError as error:
@@ -118,7 +118,7 @@ class Incarnation:
 
     async def _rank_rule(self) -> RankRule | None:
         """With how many ranks the command could go on; the trainers get an error, too."""
-        shrinks = self.spec.on_no_spare == SHRINK
+        shrinks = self.spec.settings.on_no_spare == SHRINK
         try:
             rule = self.registration.rank_rule(needed=shrinks)
         except ConfigError as error:

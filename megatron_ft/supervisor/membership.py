@@ -430,7 +430,7 @@ def _check_nodes(spec: JobSpec, record: JobRecord) -> None:
     One that has shrunk is asked for with the number that it began with.
     """
     kept = len(record.active)
-    shrunk = spec.on_no_spare == SHRINK and kept < spec.nodes
+    shrunk = spec.settings.on_no_spare == SHRINK and kept < spec.nodes
     if kept and kept != spec.nodes and not shrunk:
         free = "" if record.committed else ", or free it: `megatron-ft clean --job {spec.name}`"
         raise ConfigError(

@@ -41,7 +41,6 @@ class Sizes:
     """Choices for new arenas; those of a stripe have what its first ones had."""
 
     block_bytes: int = BLOCK_BYTES
-    slot_count: int = 2
     crc: bool = True
 
     @property

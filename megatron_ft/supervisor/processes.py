@@ -299,7 +299,7 @@ class EncoderWorld:
 
     def __init__(self, launcher: Launcher, spec: JobSpec) -> None:
         self._spec = spec
-        self.starter = WorldStarter(launcher, spec.transport)
+        self.starter = WorldStarter(launcher, spec.settings.transport)
         self._log, self._log_begin = spec.log_dir / "encoders.log", 0
         self._handle: ProcessHandle | None = None
         self.name = ""
@@ -311,7 +311,7 @@ class EncoderWorld:
         argv = [sys.executable, "-m", "megatron_ft.erasure.worker", "--world", self.name]
         environment = {**base_environment(), INCARNATION: str(incarnation), "OMP_NUM_THREADS": "1"}
         environment |= self._spec.background_variables
-        environment[ENCODE_RATE] = str(self._spec.encode_bandwidth_mib * (1 << 20))
+        environment[ENCODE_RATE] = str(self._spec.settings.encode_bandwidth_mib * (1 << 20))
         placements = [Placement(node, argv, environment) for node in nodes]
         self._log_begin = size(self._log)
         self._handle = self.starter.start(placements, self._log)
@@ -360,7 +360,12 @@ class TrainerFleet:
         """Start every rank, node by node.  NodeUnreachable if one is lost meanwhile."""
         spec = self._spec
         port = free_port()
-        given = {**base_environment(), **spec.environment, **extra, INCARNATION: str(incarnation)}
+        given = {
+            **base_environment(),
+            **spec.trainer_environment,
+            **extra,
+            INCARNATION: str(incarnation),
+        }
         base, master = before_script(given), self._launcher.address(active[0])
         self._handles = []
         for index, node in enumerate(active):

@@ -194,7 +194,7 @@ class Recovery:
             active=tuple(members.active),
             incarnation=coordinator.incarnation,
             lineage=lineage,
-            slot_count=spec.sizes.slot_count,
+            slot_count=spec.settings.slots,
             disk=source,
         )
         start = await self._quarantine.foresee(spec.command, decision)
@@ -320,7 +320,7 @@ def check_memory(spec: JobSpec, scheme: str, memory: Decision) -> None:
     if memory.snapshot is None:
         return
     slots = {len(holding.arena.slots) for holding in memory.holdings.values()}
-    wanted = spec.sizes.slot_count
+    wanted = spec.settings.slots
     if scheme and scheme != str(spec.scheme):
         flag, kept, asked = "protect", scheme, str(spec.scheme)
     elif slots != {wanted}:

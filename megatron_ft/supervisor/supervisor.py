@@ -74,7 +74,7 @@ class Supervisor:
         keys, end_world = JobKeys.derive(state.record.secret), self.world.end_world
         self.coordinator = Coordinator(keys, self.observers, end_world, spec.timing)
         self.world.serve(self.coordinator)
-        self.coordinator.scrub_percent = spec.scrub_percent
+        self.coordinator.scrub_percent = spec.settings.scrub_percent
         self.members = Membership(spec, launcher, state, self.coordinator)
         places = noted_places(state.record.disk, spec)
         if places != state.record.disk:
@@ -89,7 +89,7 @@ class Supervisor:
         )
         self._disk = DiskRestores(spec, launcher)
         self._quarantine = QuarantinePolicy(
-            state, self.coordinator, spec.quarantine_iterations, spec.checkpoint_dir
+            state, self.coordinator, spec.settings.quarantine_iterations, spec.checkpoint_dir
         )
         self._recovery = Recovery(
             spec, state, self.coordinator, self.members, self.world, self._disk, self._quarantine
@@ -98,16 +98,12 @@ class Supervisor:
             spec, state, self.coordinator, self.members, self.drains, self._disk, self._recovery
         )
         self._pacing = Pacing(
-            spec.overhead_percent / 100, 3600 * spec.expected_mtbf_hours, self.observers
+            spec.settings.overhead_percent / 100,
+            3600 * spec.settings.expected_mtbf_hours,
+            self.observers,
         )
         self.coordinator.listeners.append(self._pacing.hear)
-        self._watch = JobWatch(
-            self.coordinator,
-            spec.log_dir,
-            on_hang=spec.on_hang,
-            hang=spec.hang,
-            straggler_percent=spec.straggler_percent,
-        )
+        self._watch = JobWatch(self.coordinator, spec.settings, spec.log_dir)
         self._oom = OomKills()
         self.observers.add(self._note_first_commit)
         self._oom.report_to(self.observers)
@@ -342,14 +338,14 @@ class Stop:
 
         Asked again, or without a drain folder, end at once.
         """
-        if self._drain is not None or self._supervisor.spec.drain_dir is None:
+        if self._drain is not None or self._supervisor.spec.settings.drain_dir is None:
             self.at_once()
         else:
             self.code = EXIT_NOT_DRAINED
             self._drain = asyncio.ensure_future(self._drain_first())
 
     async def _drain_first(self) -> None:
-        seconds = self._supervisor.spec.drain_stop_seconds
+        seconds = self._supervisor.spec.settings.drain_stop_seconds
         if await self._supervisor.drains.last(seconds):
             self.code = EXIT_DRAINED
         self.at_once()

@@ -71,7 +71,11 @@ class WarmSpares:
 
     def _start(self, node: str) -> ProcessHandle | None:
         python = container.python_of(self._spec.command) or [sys.executable]
-        environment = {**base_environment(), **self._spec.environment, "CUDA_VISIBLE_DEVICES": ""}
+        environment = {
+            **base_environment(),
+            **self._spec.trainer_environment,
+            "CUDA_VISIBLE_DEVICES": "",
+        }
         argv = [*python, "-c", _SOURCE, *self._spec.warm_modules]
         command, mark = container.told(argv, environment)
         if mark:

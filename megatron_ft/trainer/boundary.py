@@ -138,8 +138,6 @@ class Boundary:
         captures = self._captures
         assert captures.engine is not None
         captures.engine.arena.write_progress(iteration)
-        for snapshot in captures.verdicts.overdue(iteration):
-            captures.judge(snapshot, "")
         permit = captures.engine.arena.permit()
         due = turn(
             permit,
@@ -152,10 +150,10 @@ class Boundary:
         self._ended = iteration
         if permit is None or due is Turn.WAIT:
             return self.skip(iteration)
-        if due is Turn.CAPTURE and not captures.verdicts.problem:
+        if due is Turn.CAPTURE and not captures.losses.problem:
             return self._capture(permit, state)
         if due is Turn.CAPTURE:
-            captures.refuse(permit.snapshot, captures.verdicts.problem)
+            captures.refuse(permit.snapshot, captures.losses.problem)
         elif due is Turn.MISS:
             captures.miss(permit.snapshot)
         elif not captures.running:

@@ -17,7 +17,7 @@ from megatron_ft.core.objects import encode
 from megatron_ft.core.shard_meta import pack_encoded
 from megatron_ft.trainer.binding import layout_changed
 from megatron_ft.trainer.engine import CaptureEngine
-from megatron_ft.trainer.loss_gate import Verdicts
+from megatron_ft.trainer.loss_gate import LossGate
 from megatron_ft.trainer.protocols import SnapshotClient
 from megatron_ft.trainer.run import CaptureRun
 from megatron_ft.trainer.state import TrainingState, live_tensors
@@ -90,7 +90,7 @@ class Captures:
         self.form = b""
         self.run: CaptureRun | None = None
         self.last: SnapshotId | None = None
-        self.verdicts = Verdicts(loss_gate)
+        self.losses = LossGate(loss_gate)
         self.times = IterationTimes()
         self._client, self._stats, self._warn = client, stats, warn
         self._tickets = TicketBook()
@@ -106,13 +106,6 @@ class Captures:
         """Whether the job has not heard the end of a snapshot that this rank has captured."""
         return self.running or self._tickets.any_open
 
-    def judge(self, snapshot: SnapshotId, problem: str) -> None:
-        """Report the loss gate's verdict on a captured snapshot; an empty problem lets it pass."""
-        if problem:
-            self._stats.gated += 1
-            self._warn("loss gate", "snapshot %s is given up: %s", snapshot, problem)
-        self._client.judged(snapshot, problem)
-
     def miss(self, snapshot: SnapshotId) -> None:
         """This rank does not take a permitted snapshot."""
         self.last = snapshot
@@ -126,7 +119,8 @@ class Captures:
     def refuse(self, snapshot: SnapshotId, problem: str) -> None:
         """The state is not worth a snapshot: the loss that led here was bad."""
         self.last = snapshot
-        self.judge(snapshot, problem)
+        self._stats.gated += 1
+        self._warn("loss gate", "snapshot %s is refused: %s", snapshot, problem)
         self._client.abandoned(snapshot, problem)
 
     def begin(self, permit: Permit, adapt: Callable[[], TrainingState]) -> Ticket:
@@ -137,7 +131,6 @@ class Captures:
         self.last = permit.snapshot
         started = time.monotonic()
         ticket = Ticket(permit.iteration, permit.snapshot)
-        self.verdicts.captured(permit.snapshot, permit.iteration)
         try:
             self.run = self._begin(permit, ticket, adapt(), started)
         except Exception as error:
@@ -176,10 +169,7 @@ class Captures:
             self.times.shadow_seconds,
         )
         # The cost first: the node's report leaves with the last of its ranks' Sealed.
-        if self.verdicts.waits(snapshot):
-            self._client.sealed(snapshot, record, judged_later=True)
-        else:
-            self._client.sealed(snapshot, record)
+        self._client.sealed(snapshot, record)
 
     def on_abandoned(self, run: CaptureRun, reason: str) -> None:
         """The engine has stopped a capture and writes no more for it."""

@@ -38,7 +38,6 @@ from megatron_ft.trainer.mapping import State, StateAdapter
 from megatron_ft.trainer.offered import OfferedSnapshot
 from megatron_ft.trainer.plan import check_replicas, plan_state
 from megatron_ft.trainer.protocols import SnapshotClient
-from megatron_ft.trainer.quiet import windows
 from megatron_ft.trainer.state import HasCheckpointForm, TrainingState, live_tensors
 from megatron_ft.trainer.stats import CaptureStats, Warner
 from megatron_ft.trainer.ticket import Ticket
@@ -343,7 +342,6 @@ class SnapshotManager:
         captures = self._captures
         try:
             self.watch.iteration_ended(iteration)
-            windows().check()
             captures.times.end(time.monotonic(), self.stats.stall_seconds)
             ticket = self._boundary.take(iteration, state, declined=self._offered.declined)
             captures.times.begin(time.monotonic(), self.stats.stall_seconds, captures.under_way)
@@ -356,12 +354,11 @@ class SnapshotManager:
     def report_loss(self, loss: float) -> None:
         """Tell the loss of the iteration that is about to end; before its ``save``.
 
-        With the setting ``loss_gate`` a loss that is not finite, or a spike, keeps the
-        snapshots of the state before and after it from replacing the last good one.  A rank that
-        reports once must do so in every iteration; ranks without a loss never do.
+        With the setting ``loss_gate`` a loss that is not finite, or a spike, keeps the state that
+        it led to from being captured, on all ranks.  A rank that reports once must do so in every
+        iteration; ranks without a loss never do.
         """
-        for snapshot, problem in self._captures.verdicts.report(loss):
-            self._captures.judge(snapshot, problem)
+        self._captures.losses.report(loss)
 
     @contextmanager
     def fence(self) -> Iterator[None]:
@@ -408,8 +405,6 @@ class SnapshotManager:
             if engine is not None:
                 self._fence.wait(captures.run)
                 engine.close(self.config.fence_timeout_seconds)
-                for snapshot in captures.verdicts.end():
-                    captures.judge(snapshot, "")
         finally:
             self._client.close()
 

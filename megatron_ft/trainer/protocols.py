@@ -67,11 +67,8 @@ class SnapshotClient(Protocol):
     def begins(self, snapshot: SnapshotId, iteration: int, slot: int) -> None:
         """The slot is wanted now; its header says when it is this snapshot's."""
 
-    def sealed(self, snapshot: SnapshotId, record: SealedRecord, judged_later: bool = ...) -> None:
-        """All bytes and digests are in the granted slot; it may have to wait for ``judged``."""
-
-    def judged(self, snapshot: SnapshotId, problem: str) -> None:
-        """What the loss says of a snapshot; with a problem it is given up."""
+    def sealed(self, snapshot: SnapshotId, record: SealedRecord) -> None:
+        """All bytes and digests are in the granted slot."""
 
     def missed(self, snapshot: SnapshotId) -> None:
         """The permitted iteration has passed without a capture."""

@@ -33,7 +33,7 @@ class CaptureStats:
     ``taken`` counts sealed snapshots, ``skipped`` calls of save() that captured
     nothing, ``due_skipped`` those of them at a multiple of the snapshot interval,
     ``missed`` permits whose iteration passed uncaptured, ``abandoned``
-    captures that ended without a result, ``gated`` snapshots that this rank's loss gate
+    captures that ended without a result, ``gated`` permits that this rank's loss gate
     has refused.  ``stall_seconds`` is the time the training
     thread spent in save() while capturing and in fences; ``copied_bytes`` counts
     tensor bytes of sealed snapshots.

@@ -22,6 +22,7 @@ import msgspec
 
 from megatron_ft.cli.chaos import trace
 from megatron_ft.cli.chaos.warm_python import start_at
+from megatron_ft.config import SnapshotConfig
 from megatron_ft.core import fault_points
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.scheme import Scheme
@@ -29,7 +30,7 @@ from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.orders import Sizes, Timing
+from megatron_ft.supervisor.orders import Sizes
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.supervisor import Supervisor
 
@@ -121,15 +122,18 @@ class JobFile(msgspec.Struct, frozen=True):
             nodes=self.nodes,
             spares=self.spares,
             ranks_per_node=self.ranks_per_node,
-            scheme=Scheme.parse(self.protect),
-            sizes=Sizes(block_bytes=16384, slot_count=self.slots),
+            settings=SnapshotConfig(
+                protect=self.protect,
+                slots=self.slots,
+                lease_seconds=self.lease,
+                drain_dir=self.drain_dir if self.drain_interval else None,
+                drain_interval=self.drain_interval,
+                drain_export_dir=self.place / "exports" if self.exports else None,
+                transport=self.transport,
+            ),
+            sizes=Sizes(block_bytes=16384),
             log_dir=self.place / "logs",
             environment=environment,
-            timing=Timing(lease=self.lease, node_timeout=1.5 * self.lease),
-            drain_dir=self.drain_dir if self.drain_interval else None,
-            drain_interval=self.drain_interval,
-            drain_export_dir=self.place / "exports" if self.exports else None,
-            transport=self.transport,
         )
 
 

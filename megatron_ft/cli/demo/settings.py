@@ -16,12 +16,13 @@ from enum import Enum
 from pathlib import Path
 
 from megatron_ft.cli.demo.frameworks import Framework, MegatronCore
+from megatron_ft.config import SnapshotConfig
 from megatron_ft.core import isal
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.events import JobEvent
-from megatron_ft.supervisor.orders import Sizes, Timing
+from megatron_ft.supervisor.orders import Sizes
 from megatron_ft.supervisor.spec import JobSpec
 
 
@@ -147,7 +148,7 @@ def now() -> tuple[float, float]:
 
 FEWEST_ITERATIONS = 20
 # Twelve processes on a few cores may all stand still for a while; deaths are noticed without it.
-_TIMING = Timing(lease=30.0, node_timeout=45.0)
+_LEASE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,9 +259,8 @@ def job_spec(
         nodes=settings.nodes,
         spares=settings.spares,
         ranks_per_node=settings.ranks_per_node,
-        scheme=settings.scheme,
+        settings=SnapshotConfig(protect=str(settings.scheme), lease_seconds=_LEASE_SECONDS),
         sizes=Sizes(crc=isal.available()),
-        timing=_TIMING,
         log_dir=folders.logs / ("run" if snapshots else "uninterrupted"),
         environment=settings.framework.environment(trace),
     )

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_ft.config import SnapshotConfig
 from megatron_ft.supervisor.watch.hangs import Hang, HangFinder, HangSettings
 from megatron_ft.supervisor.watch.peers import StragglerFinder
 from megatron_ft.supervisor.watch.recoveries import RecoveryClock
@@ -23,19 +24,14 @@ class JobWatch:
     ``clock`` measures recoveries.  With ``on_hang`` "report" a hang ends no incarnation.
     """
 
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        log_dir: Path,
-        *,
-        on_hang: str,
-        hang: HangSettings,
-        straggler_percent: float,
-    ) -> None:
+    def __init__(self, coordinator: Coordinator, settings: SnapshotConfig, log_dir: Path) -> None:
         self.clock = RecoveryClock()
-        self._coordinator, self._ranks, self._on_hang = coordinator, 0, on_hang
+        self._coordinator, self._ranks, self._on_hang = coordinator, 0, settings.on_hang
+        hang = HangSettings(
+            settings.hang_seconds, settings.hang_factor, first=settings.register_timeout_seconds
+        )
         self._hangs = HangFinder(coordinator, hang, log_dir)
-        self._stragglers = StragglerFinder(straggler_percent)
+        self._stragglers = StragglerFinder(settings.straggler_percent)
         self._reported: list[int] = []
         self._failed = False
 

@@ -1,0 +1,42 @@
+"""Tensors of an engine that move, come, go or are replaced: what is captured, and what is kept."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+CHANGES = (
+    "changes_are_followed",
+    "memory_that_moves_before_the_copy_is_followed",
+    "other_layouts_are_refused",
+)
+CALLS = "a_save_makes_few_calls_for_more_tensors"
+OFFLOADS = ("offloaded_memory_is_given_back", "states_move_when_no_copy_reads_them")
+CASES = [
+    *(
+        ("tests.programs.deepspeed_change_cases:" + case, stage)
+        for case in CHANGES
+        for stage in ("0", "2", "3")
+    ),
+    *(("tests.programs.deepspeed_calls_cases:" + CALLS, stage) for stage in ("0", "3")),
+    *(("tests.programs.deepspeed_offload_cases:" + case, "2") for case in OFFLOADS),
+]
+"""What is run, and at which stage of ZeRO; without it in two ranks, each of which stores a part."""
+
+
+@pytest.mark.deepspeed
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
+@pytest.mark.parametrize(("case", "stage"), CASES)
+def test_changes_of_an_engine(case: str, stage: str, deepspeed_server: Any, tmp_path: Path) -> None:
+    from tests.support.fork_server import Request
+
+    argv, ranks = [str(tmp_path / "arena"), stage], 2 if stage == "0" else 1
+    request = Request(case, argv, ranks, str(tmp_path), 60.0)
+    outcome = deepspeed_server.run(request)
+    assert not any(outcome.codes), outcome.story()

@@ -1,0 +1,90 @@
+"""Jobs of the plain DeepSpeed example that lose a trainer or a node, against the oracle."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.support.deepspeed_jobs import (
+    ITERATIONS,
+    Program,
+    check_identical,
+    go_on_alone,
+    kill_held_rank,
+    log_of,
+    lose_node_of_held_rank,
+)
+from tests.support.jobs import ROOT
+from tests.support.no_pickle import check_holds_no_pickle
+
+pytestmark = [
+    pytest.mark.usefixtures("warm_trainers"),
+    pytest.mark.mpi,
+    pytest.mark.deepspeed,
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed"),
+]
+
+RELEASES = ROOT / ".venv" / "deepspeed"
+"""Where scripts/lib/environment.sh puts releases beside the one in the environment itself."""
+
+
+def test_zero_3_loses_a_node(tmp_path: Path) -> None:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 1000}
+    job = check_identical(
+        Program({"zero_optimization": zero}),
+        tmp_path,
+        lose_node_of_held_rank,
+        nodes=4,
+        spares=1,
+        protect="rs:3+1",
+    )
+    assert [source for _, source in job.restores()] == ["parity"], job.story()
+    assert "no checkpoint was read" in log_of(job, 0)
+
+
+@pytest.mark.all_layouts
+def test_a_script_that_promises_nothing_begins_again(tmp_path: Path) -> None:
+    """It declines what memory offers; the job goes on from scratch and takes snapshots anew."""
+    program = Program({"zero_optimization": {"stage": 1}}, follows=False)
+    job = check_identical(program, tmp_path, kill_held_rank, nodes=2)
+    said = log_of(job, 0)
+    assert "warning: starting from scratch, not from the snapshot of step" in said, job.story()
+    (told,) = [event for event in job.events if event.kind == "declined"]
+    assert "they start from scratch" in told.text and "follows the engine" in told.text, told
+    assert "no checkpoint was read" not in said
+
+
+@pytest.mark.all_layouts
+def test_zero_1_loses_a_trainer_and_leaves_deepspeeds_own_files(tmp_path: Path) -> None:
+    program, exports = Program({"zero_optimization": {"stage": 1}}), tmp_path / "exports"
+    job = check_identical(
+        program,
+        tmp_path,
+        kill_held_rank,
+        nodes=2,
+        drain_dir=tmp_path / "drains",
+        drain_interval=2,
+        drain_export_dir=exports,
+    )
+    assert [source for _, source in job.restores()] == ["own memory"], job.story()
+    check_holds_no_pickle(tmp_path / "drains")
+    last = int((exports / "latest").read_text().removeprefix("global_step"))
+    exported = [e.fields["iteration"] for e in job.events if e.kind == "exported"]
+    assert last == max(exported) <= ITERATIONS, job.story()
+    assert go_on_alone(program, tmp_path / "later", exports, steps=last + 1) == [last + 1]
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.all_layouts)])
+@pytest.mark.parametrize("release", ["0.18.9"])
+def test_an_older_release_survives_a_kill(release: str, stage: int, tmp_path: Path) -> None:
+    folder = RELEASES / release
+    if not folder.is_dir():
+        pytest.skip(f"needs deepspeed {release} in {folder}: run scripts/test.sh")
+    # With torch 2.13 and on the CPU its stages 1 and 2 fail by themselves (views changed in place),
+    # and stage 3, without us, does not train the same each time (docs/deepspeed.md).
+    program = Program({"zero_optimization": {"stage": stage}}, folder)
+    job = check_identical(program, tmp_path, kill_held_rank, nodes=2)
+    assert [source for _, source in job.restores()] == ["own memory"], job.story()

@@ -1,0 +1,30 @@
+"""DeepSpeed's engine: a run resumed from a snapshot is the uninterrupted run, bit by bit."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+pytest.importorskip("torch")
+if find_spec("deepspeed") is None:
+    pytest.skip("needs deepspeed", allow_module_level=True)
+
+from tests.support.deepspeed_cells import CELLS, MORE_CELLS, Cell  # noqa: E402
+from tests.support.deepspeed_runs import Runs  # noqa: E402
+from tests.support.resume_runs import check_resume  # noqa: E402
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_a_resumed_run_is_bit_identical(
+    cell: Cell, deepspeed_runs: Runs, pytestconfig: pytest.Config
+) -> None:
+    check_resume(deepspeed_runs, cell, crash=pytestconfig.getoption("all_layouts"))
+
+
+@pytest.mark.all_layouts
+@pytest.mark.parametrize("cell", MORE_CELLS, ids=lambda cell: cell.name)
+def test_so_is_every_other_one(cell: Cell, deepspeed_runs: Runs) -> None:
+    check_resume(deepspeed_runs, cell, crash=True)

@@ -1,0 +1,50 @@
+"""Flags that change when a job is run again: carried out, or refused before training."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.core.errors import ConfigError, LayoutMismatchError
+from tests.support.jobs import Job
+from tests.support.registered_command import REGISTERED
+
+pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
+
+
+def test_what_memory_was_not_made_for_is_refused_and_the_old_flags_still_work(
+    made: list[Job], tmp_path: Path
+) -> None:
+    job = Job(tmp_path, nodes=2, iterations=20)
+    made.append(job)
+    with pytest.raises(asyncio.CancelledError):
+        job.run((8, Job.interrupt))
+    starts = job.kinds().count("trainers_started")
+
+    def refused(error: type[Exception], match: str, **changes: object) -> None:
+        usual = {name: getattr(job, name) for name in changes}
+        for name, value in changes.items():
+            setattr(job, name, value)
+        with pytest.raises(error, match=match):
+            job.run()
+        for name, value in usual.items():
+            setattr(job, name, value)
+
+    drain = rf"`megatron-ft drain --job {job.name} --to DIR`.*--restore-from DIR"
+    refused(ConfigError, f"--protect xor:2; you asked for replica:2.*{drain}", protect="replica:2")
+    refused(ConfigError, f"--slots 2; you asked for 3.*{drain}", slots=3)
+    refused(
+        ConfigError, "kept with 2 nodes; you asked for 1. Use --nodes 2", nodes=1, protect="none"
+    )
+    export = rf"`megatron-ft export --job {job.name} --to DIR`.*--load DIR"
+    refused(LayoutMismatchError, f"of 2 ranks in memory.*for 4.*{export}", ranks_per_node=2)
+    assert job.kinds().count("trainers_started") == starts, job.story()
+    script = REGISTERED.replace("dp=rank", "tp=rank").format(condition="False")
+    shape = (sys.executable, "-c", script + "import time; time.sleep(600)")
+    refused(LayoutMismatchError, f"no shard pp0-tp1-dp0.*{export}", command=shape)
+    assert job.kinds().count("trainers_started") == starts + 1, job.story()
+    job.run()
+    assert job.restores()[-1][0] >= 8, job.story()

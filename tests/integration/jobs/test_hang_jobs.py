@@ -1,0 +1,102 @@
+"""Jobs in which a rank stops making progress: it is named, its stacks are kept, the job goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.core.errors import RestartBudgetError
+from tests.support.jobs import HANGING, Job, Result, difference, oracle
+
+pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
+
+ITERATIONS = 60
+QUICK = {"hang_seconds": 3.0, "register_timeout_seconds": 60.0}
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return oracle(tmp_path_factory.mktemp("oracle3"), 3, ITERATIONS)
+
+
+@pytest.fixture
+def new(made: list[Job], tmp_path: Path) -> Callable[..., Job]:
+    def make(*hangs: str, **settings: object) -> Job:
+        standard: dict[str, object] = {"nodes": 3, "protect": "xor:3", **QUICK}
+        standard["iterations"] = ITERATIONS
+        standard |= {"script": HANGING, "environment": {"MEGATRON_FT_TEST_HANGS": " ".join(hangs)}}
+        job = Job(tmp_path, **{**standard, **settings})  # type: ignore[arg-type]
+        made.append(job)
+        return job
+
+    return make
+
+
+def stacks(event: object, rank: int) -> str:
+    return Path(event.fields["folder"], f"rank{rank}.txt").read_text()  # type: ignore[attr-defined]
+
+
+def test_each_kind_of_hang_is_named_kept_and_survived(
+    new: Callable[..., Job], three: Result
+) -> None:
+    job = new("1:loop:10:1", "2:c:18:0", "3:collective:26:1", "4:suspended:34:0")
+    job.run()
+    hangs = [event for event in job.events if event.kind == "hang"]
+    assert [event.fields["ranks"] for event in hangs] == [[1], [0], [1], [0]], job.story()
+    places = ["loop_for_ever", "block_in_c", "enter_alone", "be_suspended"]
+    for event, rank, place in zip(hangs, (1, 0, 1, 0), places, strict=True):
+        assert f"at {place} (" in event.text, event.text
+        assert f"in {place}\n" in stacks(event, rank)
+        assert "in train_one" in stacks(event, 1 - rank)
+    assert not difference(job.result(), three), job.story()
+    recovered = [event for event in job.events if event.kind == "recovered"]
+    assert len(recovered) == 4, job.story()
+    for event in recovered:
+        assert event.fields["detect"] >= QUICK["hang_seconds"]
+        parts = {k: v for k, v in event.fields.items() if k != "total"}
+        assert all(value >= 0 for value in parts.values()), parts
+        # Parts of the slowest rank each: together at least the whole.
+        assert sum(parts.values()) >= event.fields["total"] - 0.25, event.text
+
+
+@pytest.mark.all_layouts
+def test_a_slow_rank_is_named_and_is_no_hang(new: Callable[..., Job]) -> None:
+    """Rank 1 takes 6 % longer than the others, which wait for it; it is known after 50."""
+    everybody = [f"*:slow:100:{rank}" for rank in range(3)]
+    job = new(*everybody, "*:slow:6:1", iterations=150, iteration_seconds=0.0)
+    job.run()
+    named = [event for event in job.events if event.kind == "straggler"]
+    assert [event.fields["ranks"] for event in named] == [[1]], job.story()
+    assert "hang" not in job.kinds(), job.story()
+
+
+@pytest.mark.all_layouts
+def test_no_alarm_in_500_clean_iterations(new: Callable[..., Job]) -> None:
+    job = new(iterations=510, iteration_seconds=0.0)
+    job.run()
+    assert not {"straggler", "hang", "watch_failed"} & set(job.kinds()), job.story()
+
+
+@pytest.mark.all_layouts
+def test_the_same_hang_three_times_is_one_failure(new: Callable[..., Job]) -> None:
+    quick = {"hang_seconds": 1.5, "register_timeout_seconds": 8.0}
+    job = new("1:loop:10:1", "2:loop:9:1", "3:loop:9:1", **quick)
+    with pytest.raises(RestartBudgetError, match="hang of rank 1 at loop_for_ever"):
+        job.run()
+
+
+@pytest.mark.all_layouts
+def test_a_hang_that_is_only_reported_ends_no_incarnation(new: Callable[..., Job]) -> None:
+    """Told once; who watches the job decides, here by killing the rank."""
+    job = new("1:loop:10:1", on_hang="report")
+
+    def kill(job: Job) -> None:
+        os.kill(job.supervisor.trainers.pids()[1], signal.SIGKILL)
+
+    job.at_event["hang"] = kill
+    job.run()
+    assert job.kinds().count("hang") == job.kinds().count("trainer_died") == 1, job.story()

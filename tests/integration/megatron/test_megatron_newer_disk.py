@@ -1,0 +1,104 @@
+"""A job whose checkpoint on disk is newer than its snapshot in memory goes on from disk."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.cli.demo.trace import read_trace
+from megatron_ft.supervisor.orders import Timing
+from tests.support.jobs import Job
+from tests.support.megatron_jobs import (
+    RANKS,
+    log_of,
+    needs_megatron,
+    packaged,
+    survive_a_kill,
+    train_alone,
+)
+
+
+def _installed() -> Path:
+    spec = importlib.util.find_spec("megatron")
+    assert spec is not None and spec.submodule_search_locations
+    return Path(next(iter(spec.submodule_search_locations))).parent
+
+
+@pytest.mark.all_layouts
+@pytest.mark.mpi
+@pytest.mark.megatron
+@pytest.mark.slow
+@needs_megatron
+@pytest.mark.parametrize("hidden", [False, True], ids=["command", "script"])
+def test_all_ranks_take_the_newer_checkpoint(
+    megatron_corpus: Path, tmp_path: Path, hidden: bool
+) -> None:
+    """Killed in iteration 11: memory holds 8 at most, disk 9.
+
+    Where a script hides --load the supervisor announces memory, and corrects that.
+    """
+    program = replace(packaged(_installed()), iterations=40)
+    own = str(tmp_path / "checkpoints")
+    (tmp_path / "job").mkdir()
+    checkpoints = ("--save", own, "--load", own, "--save-interval", "9")
+    snapshots = ("--inmem-snapshot", "--inmem-snapshot-interval", "4")
+    folder, kind = tmp_path / "job", "declined" if hidden else "from_disk"
+    if hidden:
+        job = survive_a_kill(program, megatron_corpus, folder, snapshots, checkpoints)
+    else:
+        job = survive_a_kill(program, megatron_corpus, folder, (*snapshots, *checkpoints))
+        assert not job.restores(), "the supervisor announces what trainers do"
+        assert "starting from disk: the job decided to start from disk" in log_of(job, 0)
+    (announced,) = (event.text for event in job.events if event.kind == kind)
+    assert "the checkpoint of iteration 9" in announced, job.story()
+    after = job.kinds()[job.kinds().index(kind) :]
+    assert "committed" in after, job.story()
+    train_alone(program, megatron_corpus, tmp_path / "alone")
+    for rank in range(RANKS):
+        ours, alone = (
+            {line.iteration: (line.loss, line.samples) for line in read_trace(folder, rank)}
+            for folder in (tmp_path / "job" / "trace", tmp_path / "alone")
+        )
+        assert list(alone) == list(range(1, program.iterations + 1))
+        assert ours == alone
+
+
+@pytest.mark.mpi
+@pytest.mark.megatron
+@pytest.mark.slow
+@needs_megatron
+def test_a_doubtful_result_is_resumed_from_the_checkpoint_that_knows_of_it(
+    megatron_corpus: Path, tmp_path: Path
+) -> None:
+    """Megatron declares a result doubtful, saves, and exits with 16; memory is as new."""
+    program = replace(packaged(_installed()), iterations=8)
+    own, trace = str(tmp_path / "checkpoints"), tmp_path / "trace"
+    flags = [*program.flags(megatron_corpus, trace), "--save", own, "--load", own]
+    flags += ["--save-interval", "100", "--inmem-snapshot", "--inmem-snapshot-interval", "1"]
+    flags += ["--rerun-mode", "validate_results", "--error-injection-rate", "12"]
+    job = Job(
+        tmp_path,
+        nodes=RANKS,
+        protect="none",
+        command=(sys.executable, *flags, "--error-injection-type", "correct_result"),
+        environment=program.environment(trace),
+        timing=Timing(lease=30.0, node_timeout=45.0),
+    )
+    job.at_event["from_disk"] = Job.interrupt
+    try:
+        with pytest.raises(asyncio.CancelledError):
+            job.run()
+    finally:
+        job.cluster.destroy()
+    (end,) = (event for event in job.events if event.kind == "trainer_died")
+    (said,) = (event.text for event in job.events if event.kind == "from_disk")
+    committed = [e.fields["iteration"] for e in job.events if e.kind == "committed"]
+    assert end.fields["status"] == 16, job.story()
+    newest = f"iteration {max(committed)}"
+    assert f"{newest} was saved to be resumed from; {newest} is kept" in said, job.story()
+    assert "backoff" not in job.kinds(), "what Megatron saves is progress"

@@ -1,0 +1,30 @@
+"""Every supported release of megatron-core trains, loses a trainer and ends bit-identical."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import ROOT
+from tests.support.megatron_jobs import check_identical, log_of, needs_megatron, packaged
+
+RELEASES = ROOT / ".venv" / "megatron-core"
+"""Where scripts/lib/environment.sh puts releases beside the one in the environment itself."""
+
+
+@pytest.mark.mpi
+@pytest.mark.megatron
+@pytest.mark.slow
+@needs_megatron
+@pytest.mark.parametrize(
+    "release", [pytest.param("0.17.1", marks=pytest.mark.all_layouts), "0.18.2"]
+)
+def test_an_older_release_survives_a_kill(
+    release: str, megatron_corpus: Path, tmp_path: Path
+) -> None:
+    folder = RELEASES / release
+    if not folder.is_dir():
+        pytest.skip(f"needs megatron-core {release} in {folder}: run scripts/test.sh")
+    job = check_identical(packaged(folder), megatron_corpus, tmp_path)
+    assert f"> megatron-core {release}" in log_of(job, 0)

@@ -1,0 +1,57 @@
+"""No spare is left on a real Slurm: Megatron's loop goes on with fewer nodes."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.launchers.startup import before_script
+from tests.programs.held_in_step import sitecustomize as held
+from tests.support import slurm_cluster
+from tests.support.megatron_jobs import check_fewer_ranks, has_reached, needs_megatron, packaged
+from tests.support.slurm_jobs import Submit
+
+MISSING = slurm_cluster.missing()
+
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.mpi,
+    pytest.mark.megatron,
+    pytest.mark.all_layouts,
+    pytest.mark.timeout(900),
+    needs_megatron,
+    pytest.mark.skipif(bool(MISSING), reason=MISSING),
+]
+
+
+def test_megatrons_loop_goes_on_with_two_of_four_nodes(
+    submit: Submit, tmp_path: Path, megatron_corpus: Path
+) -> None:
+    """A rank is held in mid-iteration until another node dies."""
+    program = packaged(Path(str(distribution("megatron-core").locate_file(""))))
+    trace, exports = tmp_path / "trace", tmp_path / "exports"
+    words = [sys.executable, *program.flags(megatron_corpus, trace), "--load", str(exports)]
+    environment = before_script(program.environment(trace), Path(held.__file__).parent)
+    job = submit(
+        nodes=4,
+        run_flags="--lease-seconds 10",
+        site={
+            **environment,
+            "ON_NO_SPARE": "shrink",
+            "EXPORT_DIR": str(exports),
+            "TRAIN": " ".join([*words, "--inmem-snapshot"]),
+        },
+    )
+    job.until_printed("committed (protected)")
+    before = held.ITERATION - 1
+    job.until(f"iteration {before}", lambda: has_reached(trace, before))
+    job.end_without("n3")
+    said = job.text()
+    assert "going on with 2 nodes instead of 4, 2 ranks: n0, n1" in said, job.story()
+    loaded = re.search(r"another number of ranks; starting from \S*/iter_(\d+)", said)
+    assert loaded is not None, job.story()
+    check_fewer_ranks(program, megatron_corpus, tmp_path, int(loaded.group(1)))

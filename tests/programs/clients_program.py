@@ -1,0 +1,272 @@
+"""What a rank of the tests of foreign clients runs: the real libraries, models without files.
+
+The SMP is the test's; everything else goes the way of a user's script.  A rank writes its losses
+and where it began to ``seen<rank>.json`` in the folder that its argument names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.programs import deepspeed_program
+from tests.support.late_capture import LOAD_FROM, ArenaManager, poison
+
+VOCABULARY, LENGTH, SAMPLES, BATCH = 16, 8, 40, 2
+ENVIRONMENT = {
+    **deepspeed_program.ENVIRONMENT,
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def preload() -> None:
+    """Import the clients once, in the process that ranks are forked from."""
+    deepspeed_program.preload()
+    import accelerate.data_loader
+    import accelerate.utils.deepspeed  # noqa: F401
+    import lightning.pytorch  # noqa: F401
+    from transformers import GPT2LMHeadModel, Trainer  # noqa: F401
+
+
+def main() -> None:
+    """Run the client that ``sys.argv`` names, with what the test tells it."""
+    from deepspeed_ext import manager
+
+    manager.make_manager = deepspeed_program.make_manager
+    told, folder = json.loads(sys.argv[2]), Path(sys.argv[3])
+    seen = globals()[sys.argv[1]](told, folder)
+    (folder / f"seen{os.environ['RANK']}.json").write_text(json.dumps(seen))
+
+
+def config(told: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """DeepSpeed's configuration; what the test tells may add to our section."""
+    section = {"enabled": True, "snapshot_interval": 1, "protect": "none"}
+    return {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": 1000,
+        "zero_optimization": {"stage": told.get("stage", 1)},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "inmem_snapshot": {**section, **told.get("section", {})},
+        **more,
+    }
+
+
+def gpt2() -> Any:
+    """A model of a few hundred weights, with dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(1)
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, **sizes))
+
+
+def samples() -> list[dict[str, Any]]:
+    """The same tokens in every run."""
+    tokens = torch.randint(
+        VOCABULARY, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(0)
+    )
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def trainer(told: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """transformers.Trainer with DeepSpeed; it resumes by the folder's newest checkpoint."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_utils import get_last_checkpoint
+
+    seen: dict[str, Any] = {"losses": {}}
+
+    class Notes(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            seen["begins_at"] = state.global_step
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if "loss" in logs:
+                seen["losses"][state.global_step] = [logs["loss"].hex(), logs["learning_rate"]]
+
+    output = told["output"]
+    arguments = TrainingArguments(
+        output_dir=output,
+        max_steps=told["steps"],
+        save_steps=told["save_steps"],
+        per_device_train_batch_size=BATCH,
+        logging_steps=1,
+        learning_rate=1e-2,
+        report_to=[],
+        disable_tqdm=True,
+        deepspeed=config(told),
+    )
+    one = Trainer(gpt2(), arguments, train_dataset=samples(), callbacks=[Notes()])
+    last = get_last_checkpoint(output) if os.path.isdir(output) else None
+    one.train(resume_from_checkpoint=last)
+    seen["engine"] = one.deepspeed.global_steps
+    one.deepspeed.destroy()
+    return seen
+
+
+def accelerator(told: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """accelerate.Accelerator with a DeepSpeedPlugin, and a loop that counts its steps itself."""
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin, DummyOptim
+
+    plugin = DeepSpeedPlugin(hf_ds_config=config(told))
+    one = Accelerator(deepspeed_plugin=plugin)
+    loader = torch.utils.data.DataLoader(samples(), BATCH, shuffle=True)  # type: ignore[arg-type]
+    model = gpt2()
+    model, optimizer, loader = one.prepare(model, DummyOptim(model.parameters()), loader)
+    seen: dict[str, Any] = {"losses": {}}
+    step = 0
+    if told.get("load"):
+        one.load_state(told["load"])
+        step = int(told["load"].rpartition("step")[2])
+    seen["begins_at"], seen["engine"] = step, model.global_steps
+    for batch in one.skip_first_batches(loader, step):
+        loss = model(**batch).loss
+        one.backward(loss)
+        optimizer.step()
+        step += 1
+        seen["losses"][step] = loss.item().hex()
+        if step in told.get("saves", ()):
+            one.save_state(str(folder.parent / f"step{step}"))
+        if step == told["steps"]:
+            break
+    model.destroy()
+    return seen
+
+
+class Net(torch.nn.Module):
+    """For the plain interface: dropout draws from the process's generator."""
+
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = torch.nn.Sequential(
+            torch.nn.Embedding(VOCABULARY, 8), torch.nn.Dropout(dropout), torch.nn.Linear(8, 1)
+        )
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """A loss."""
+        return self.layers(tokens).square().mean()
+
+
+class PlainManager(ArenaManager):
+    """For a mapping as the state."""
+
+    def _poison(self, into: Any) -> None:
+        poison(self._of(into))
+
+
+def _snapshots(weights: torch.nn.Module) -> PlainManager:
+    from megatron_ft.config import SnapshotConfig
+
+    rank = int(os.environ["RANK"])
+    place = {
+        "shard_id": f"pp0-tp0-dp{rank}-ep0",
+        "rank": rank,
+        "world_size": int(os.environ["WORLD_SIZE"]),
+        "coordinates": (0, 0, 0),
+    }
+    return PlainManager(SnapshotConfig(protect="none"), place, lambda _: weights.parameters())
+
+
+def plain_accelerator(told: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Accelerate without DeepSpeed, and our plain interface; ``wrap`` gives the loader to us."""
+    from accelerate import Accelerator
+
+    from deepspeed_ext import ResumableLoader
+    from megatron_ft.trainer.state import RngState
+
+    one = Accelerator(cpu=True)
+    net = Net()
+    tokens = torch.stack([sample["input_ids"] for sample in samples()])
+    model, optimizer, loader = one.prepare(
+        net,
+        torch.optim.SGD(net.parameters(), 0.1),
+        torch.utils.data.DataLoader(tokens, BATCH, shuffle=True),
+    )
+    state = {"model": model, "optimizer": optimizer.optimizer, "rng": RngState()}
+    if told.get("wrap"):
+        loader = state["loader"] = ResumableLoader(loader)
+    torch.manual_seed(50 + 100 * (LOAD_FROM in os.environ) + one.process_index)
+    snapshots = _snapshots(net)
+    step = snapshots.load(into=state)
+    snapshots.register_fence(optimizer.optimizer)
+    seen: dict[str, Any] = {"begins_at": step, "losses": {}}
+    # What is left of the pass comes first, if the loader knows; a user's own skip otherwise.
+    batches = iter(loader if told.get("wrap") else one.skip_first_batches(loader, step))
+    while step < told["steps"]:
+        step += 1
+        seen["losses"][step] = _train_one(one, model, optimizer, batches)
+        snapshots.save(step, state)
+    snapshots.close()
+    return seen
+
+
+def _train_one(one: Any, model: Any, optimizer: Any, batches: Iterator[Any]) -> str:
+    optimizer.zero_grad()
+    loss = model(next(batches))
+    one.backward(loss)
+    optimizer.step()
+    return str(loss.item().hex())
+
+
+def plain_lightning(told: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Lightning on two ranks, with a callback of the user's own on our plain interface."""
+    import lightning.pytorch as lightning
+
+    from megatron_ft.trainer.state import RngState
+
+    seen: dict[str, Any] = {"losses": {}}
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            return self.net(batch)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    class Snapshots(lightning.Callback):
+        def on_train_start(self, one: Any, module: Any) -> None:
+            optimizer = one.optimizers[0]
+            self.state = {"model": module, "optimizer": optimizer, "rng": RngState()}
+            self.manager = _snapshots(module)
+            self.first = seen["begins_at"] = self.manager.load(into=self.state)
+            self.manager.register_fence(optimizer)
+
+        def on_train_batch_end(
+            self, one: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            step = self.first + one.global_step
+            seen["losses"][step] = outputs["loss"].item().hex()
+            self.manager.save(step, self.state)
+
+        def on_train_end(self, one: Any, module: Any) -> None:
+            self.manager.close()
+
+    tokens = torch.stack([sample["input_ids"] for sample in samples()])
+    one = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=told["steps"],
+        callbacks=[Snapshots()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=str(folder),
+    )
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
+    one.fit(Module(), torch.utils.data.DataLoader(tokens, BATCH, shuffle=True))
+    return seen

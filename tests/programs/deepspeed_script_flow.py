@@ -1,0 +1,135 @@
+"""What a rank of the tests of starts runs: a user's script, as its argument (JSON) says.
+
+Everything goes through the hook, as for users; only the SMP is the test's.  What the script
+has seen goes to ``seen<rank>.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ft.core.errors import ConfigError
+from tests.programs.deepspeed_program import NUMBERS, make_manager, train_step
+from tests.support.late_capture import LOAD_FROM, ArenaManager
+
+
+def run() -> None:
+    """Do what the argument says; errors are noted as well."""
+    told = json.loads(sys.argv[1])
+    seen: dict[str, Any] = {"losses": {}}
+    for plugin in told.get("plugins", ()):
+        globals()[plugin]()
+    try:
+        _script(told, seen)
+    except Exception as error:
+        seen["error"] = f"{type(error).__name__}: {error}"
+    Path(sys.argv[2], f"seen{os.environ['RANK']}.json").write_text(json.dumps(seen))
+
+
+def _script(told: dict[str, Any], seen: dict[str, Any]) -> None:
+    import deepspeed
+
+    from deepspeed_ext import manager
+    from tests.programs.deepspeed_models import small
+
+    manager.make_manager = make_manager
+    deepspeed.init_distributed("gloo", verbose=False)
+    torch.manual_seed(NUMBERS[LOAD_FROM in os.environ])
+    engine, *_ = deepspeed.initialize(config=told["config"], **small({}))
+    torch.manual_seed(100 * NUMBERS[LOAD_FROM in os.environ] + torch.distributed.get_rank())
+    seen["replaced"] = sorted({"step", "load_checkpoint", "save_checkpoint"} & vars(engine).keys())
+    for load in told.get("loads", ()):
+        path, client_state = engine.load_checkpoint(**load)
+        own = {k: v for k, v in (client_state or {}).items() if k in ("step", "epoch")}
+        seen.setdefault("loads", []).append([path and Path(path).parent.name, own])
+    seen["begins_at"] = engine.global_steps
+    if told.get("second_engine"):
+        other, *_ = deepspeed.initialize(config=told["config"], **small({}))
+        other.load_checkpoint(**told["loads"][0])
+    schedule = told.get("schedule") and _schedule(engine)
+    for _ in range(told.get("steps", 1)):
+        try:
+            losses = train_step(engine)
+            if schedule:
+                schedule.step()
+        except ConfigError as error:
+            if not told.get("goes_on"):
+                raise
+            seen.setdefault("errors", []).append(str(error))
+            continue
+        seen["losses"][engine.global_steps] = [loss.item().hex() for loss in losses]
+        for save in told.get("saves", {}).get(str(engine.global_steps), ()):
+            engine.save_checkpoint(**save)
+        for load in told.get("reloads", {}).get(str(engine.global_steps), ()):
+            engine.load_checkpoint(**load)
+    engine.destroy()
+    torch.distributed.destroy_process_group()
+
+
+def _schedule(engine: Any) -> Any:
+    """One that the engine knows nothing of."""
+    return torch.optim.lr_scheduler.ExponentialLR(engine.basic_optimizer, 0.5)
+
+
+def noted_losses() -> None:
+    """Reported losses are written to a file beside what was seen."""
+
+    def report_loss(self: Any, loss: float) -> None:
+        with Path(sys.argv[2], f"losses{os.environ['RANK']}").open("a") as file:
+            file.write(f"{loss.hex()}\n")
+
+    ArenaManager.report_loss = report_loss  # type: ignore[method-assign]
+
+
+def _unwrap() -> type:
+    """DeepSpeed's engine as it is without the hook."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    for name in ("_configure_checkpointing", "_take_model_step"):
+        setattr(DeepSpeedEngine, name, vars(DeepSpeedEngine)[name].__wrapped__)
+    return DeepSpeedEngine
+
+
+def late_hook() -> None:
+    """The engine is made before the hook is there."""
+    from deepspeed_ext import hooks
+
+    engine = _unwrap()
+    initialise = engine.__init__
+
+    def initialise_first(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialise(self, *args, **kwargs)
+        hooks.install()
+
+    engine.__init__ = initialise_first
+
+
+def old_release() -> None:
+    """DeepSpeed is one that is too old."""
+    import deepspeed
+
+    from deepspeed_ext import hooks
+
+    _unwrap()
+    deepspeed.__version__ = "0.17.6"
+    hooks.install()
+
+
+def renamed_parameter() -> None:
+    """DeepSpeed's load_checkpoint has lost a parameter."""
+    from deepspeed_ext import hooks
+
+    engine = _unwrap()
+    original = engine.load_checkpoint
+
+    def load_checkpoint(self: Any, directory: str, tag: Any = None) -> Any:
+        return original(self, directory, tag)
+
+    engine.load_checkpoint = load_checkpoint
+    hooks.install()

@@ -1,0 +1,211 @@
+"""What ranks of tests of EngineState run; an assertion that fails ends the rank with its trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import sys
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+from deepspeed_ext.state import RANDOM, EngineState
+from megatron_ft.core.errors import ConfigError, LayoutMismatchError
+from megatron_ft.trainer.plan import plan_state
+from megatron_ft.trainer.state import live_tensors
+from tests.programs.deepspeed_models import small
+from tests.programs.deepspeed_program import make_engine, train_step
+from tests.support.deepspeed_cells import Cell, zero
+
+
+def engine_of(
+    stage: int, precision: str, model: str = "tests.programs.deepspeed_models:small"
+) -> Any:
+    """An engine of a small cell."""
+    return make_engine(dataclasses.asdict(Cell("case", 0, zero(stage, precision), model=model)))
+
+
+def replicas_are_shared_out() -> None:
+    """Without ZeRO each of two ranks captures half of the large tensors."""
+    engine = engine_of(0, "fp32")
+    state = EngineState(engine)
+    captured = plan_state(state, split_bytes=1024).tensor_bytes
+    everything = plan_state(state, split_bytes=10**9).tensor_bytes
+    assert 0.5 * everything < captured < 0.6 * everything
+    engine.destroy()
+
+
+def reloading_is_followed() -> None:
+    """DeepSpeed's own load makes new moments; these are captured then, under the same names."""
+    engine = engine_of(1, "bf16")
+    state = EngineState(engine)
+    before = live_tensors(state)
+    train_step(engine)
+    engine.save_checkpoint(sys.argv[1])
+    engine.load_checkpoint(sys.argv[1])
+    state.rescan()
+    after = live_tensors(state)
+    assert after.keys() == before.keys()
+    assert after["optimizer/0/exp_avg"].data_ptr() != before["optimizer/0/exp_avg"].data_ptr()
+    for master in engine.optimizer.single_partition_of_fp32_groups:
+        kept = engine.optimizer.optimizer.state[master]["exp_avg"]
+        assert kept.data_ptr() in {tensor.data_ptr() for tensor in after.values()}
+    engine.destroy()
+
+
+def moved_states_are_followed() -> None:
+    """DeepSpeed's offload_states gives masters other memory; what is trained on is captured."""
+    engine = engine_of(2, "bf16")
+    train_step(engine)
+    state = EngineState(engine)
+    before = [master.data_ptr() for master in engine.optimizer.single_partition_of_fp32_groups]
+    engine.offload_states()
+    engine.reload_states()
+    train_step(engine)
+    masters = engine.optimizer.single_partition_of_fp32_groups
+    assert before != [master.data_ptr() for master in masters], "nothing was moved"
+    captured = {tensor.data_ptr() for tensor in live_tensors(state).values()}
+    assert {master.data_ptr() for master in masters} <= captured
+    engine.destroy()
+
+
+def batch_sizes_come_back() -> None:
+    """A script sets them once on the way, and would not again behind a restore."""
+    engine = engine_of(2, "bf16")
+    state = EngineState(engine)
+    configured = engine.train_batch_size(), engine.gradient_accumulation_steps()
+    engine.set_train_batch_size(2 * configured[0])
+    objects = state.objects()
+    engine.set_train_batch_size(configured[0])
+    state.load(objects)
+    assert engine.train_batch_size() == 2 * configured[0]
+    assert engine.gradient_accumulation_steps() == 2 * configured[1]
+    engine.destroy()
+
+
+def numbers_come_back() -> None:
+    """What an optimizer keeps beside tensors is kept for every master, or for none."""
+    engine = engine_of(0, "fp32", model="tests.programs.deepspeed_models:with_host_adam")
+    train_step(engine)
+    state = EngineState(engine)
+    objects = state.objects()
+    masters = [name for name in state.tensors() if name.endswith("/master")]
+    assert objects["numbers"] == {name.removesuffix("/master"): {"step": 1} for name in masters}
+    train_step(engine)
+    assert {kept["step"] for kept in state.objects()["numbers"].values()} == {2}
+    state.load(objects)
+    assert {kept["step"] for kept in engine.optimizer.state.values()} == {1}
+    engine.destroy()
+
+
+def numbers_of_the_release_before_are_read() -> None:
+    """Which had an entry for every master, though torch's optimizers keep tensors alone."""
+    engine = engine_of(0, "fp32")
+    train_step(engine)
+    state = EngineState(engine)
+    objects = state.objects()
+    assert objects["numbers"] == {}
+    names = [name.removesuffix("/master") for name in state.tensors() if name.endswith("/master")]
+    kept = [dict(one) for one in engine.optimizer.state.values()]
+    for numbers in ({}, {name: {} for name in names}):
+        state.load(objects | {"numbers": numbers})
+        after = [dict(one) for one in engine.optimizer.state.values()]
+        assert all(
+            one[key] is more[key] for one, more in zip(kept, after, strict=True) for key in one
+        )
+    engine.destroy()
+
+
+def what_is_forgotten_is_found_again() -> None:
+    """Whoever asks first, and as it is by then."""
+    engine = engine_of(0, "fp32", model="tests.programs.deepspeed_models:with_host_adam")
+    train_step(engine)
+    state = EngineState(engine)
+    names, numbers = state.tensors().keys(), state.objects()["numbers"]
+    state.forget_tensors()
+    engine.module.mean = torch.rand_like(engine.module.mean)
+    assert state.boundary_tensors()["buffer/mean"] is engine.module.mean
+    state.forget_tensors()
+    assert state.objects()["numbers"] == numbers != {}
+    state.forget_tensors()
+    assert state.tensors().keys() == names
+    engine.destroy()
+
+
+def frozen_weights_that_move_are_refused() -> None:
+    """They are copied while the next step runs: a teacher that follows would be half copied."""
+    engine = engine_of(2, "bf16")
+    state = EngineState(engine)
+    teacher = engine.module.places.weight
+    teacher.data += 1
+    objects = state.objects()
+    train_step(engine)
+    state.objects()
+    teacher.data += 1
+    with pytest.raises(ConfigError, match="^frozen/places.weight, a parameter without"):
+        state.objects()
+    state.load(objects)
+    teacher.data += 1
+    assert state.objects().keys() == objects.keys(), "training has not begun"
+    teacher.data += 1
+    state.rescan()
+    assert state.objects().keys() == objects.keys(), "so does a load in the middle"
+    engine.destroy()
+
+
+def destroyed_engines_are_let_go() -> None:
+    """A process that makes one engine after another must not keep them all."""
+    from deepspeed_ext.attach import attach, run_of
+
+    engine = engine_of(1, "bf16")
+    os.environ["MEGATRON_FT_PROTECT"] = "none"
+    run = weakref.ref(attach(engine))
+    assert run() is run_of(engine)
+    engine.destroy()
+    del engine
+    gc.collect()
+    assert run() is None, gc.get_referrers(run())
+
+
+def foreign_objects_are_refused() -> None:
+    """Nothing is set from objects of another version, or for an optimizer that is not known."""
+    engine = engine_of(2, "bf16")
+    state = EngineState(engine)
+    with pytest.raises(LayoutMismatchError, match="version 0"):
+        state.load(state.objects() | {"version": 0, "training": None})
+    engine.destroy()
+    engine = engine_of(0, "fp32", model="tests.programs.deepspeed_state_cases:with_adadelta")
+    with pytest.raises(ConfigError, match="Adadelta"):
+        EngineState(engine)
+    engine.destroy()
+
+
+def with_adadelta(options: dict[str, Any]) -> dict[str, Any]:
+    keywords = small(options)
+    return {**keywords, "optimizer": torch.optim.Adadelta(keywords["model_parameters"])}
+
+
+def generators_come_last() -> None:
+    """A part that draws while it loads does not move the generators."""
+    engine = engine_of(1, "fp32")
+    order: list[str] = []
+
+    class Part:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"name": self.name}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            assert state_dict == {"name": self.name}
+            order.append(self.name)
+
+    state = EngineState(engine, {name: Part(name) for name in (RANDOM, "loader", "client")})
+    state.load(state.objects())
+    assert order == ["loader", "client", RANDOM]
+    distributed.destroy_process_group()

@@ -1,0 +1,83 @@
+"""examples/plain_pytorch.py with one rank that stops making progress, in ways of its own.
+
+MEGATRON_FT_TEST_HANGS is a list ``incarnation:kind:iteration:rank``; incarnation ``*`` stands for
+all.  With kind ``slow`` the third number is how many milliseconds longer each iteration takes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.programs.poisoned_training import load
+
+
+def loop_for_ever() -> None:
+    while True:
+        pass
+
+
+def block_in_c() -> None:
+    """A call that never returns, with the interpreter's lock held."""
+    reading, _writing = os.pipe()
+    ctypes.PyDLL(None).read(reading, ctypes.create_string_buffer(1), 1)
+
+
+def enter_alone() -> None:
+    dist.barrier()
+
+
+def be_suspended() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    while True:  # not another function: who asks for its stack wakes it
+        pass
+
+
+KINDS: dict[str, Callable[[], None]] = {
+    "loop": loop_for_ever,
+    "c": block_in_c,
+    "collective": enter_alone,
+    "suspended": be_suspended,
+}
+
+
+def hanging(train_one: Any, faults: list[list[str]]) -> Any:
+    """The example's training step with the faults."""
+    here = (os.environ["MEGATRON_FT_INCARNATION"], "*", os.environ["RANK"])
+    mine = {
+        int(at): KINDS[kind]
+        for incarnation, kind, at, rank in faults
+        if incarnation in here[:2] and rank == here[2] and kind != "slow"
+    }
+    slower = [int(at) for _, kind, at, rank in faults if (kind, rank) == ("slow", here[2])]
+
+    def step(state: dict[str, Any], iteration: int, device: Any) -> float:
+        if iteration in mine:
+            mine[iteration]()
+        time.sleep(sum(slower) / 1000)
+        return float(train_one(state, iteration, device))
+
+    return step
+
+
+def main() -> None:
+    """Train as the example does."""
+    training = load()
+    faults = [fault.split(":") for fault in os.environ["MEGATRON_FT_TEST_HANGS"].split()]
+    training.train_one = hanging(training.train_one, faults)
+    if any(kind == "slow" for _, kind, _, _ in faults):
+        # Buffers are exchanged in the forward pass, where a wait counts as the rank's own part.
+        parallel = training.DistributedDataParallel
+        training.DistributedDataParallel = partial(parallel, broadcast_buffers=False)
+    training.main()
+
+
+if __name__ == "__main__":
+    main()

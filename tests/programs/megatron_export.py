@@ -1,0 +1,161 @@
+"""What a forked process runs to test exports: Megatron is imported, no rank is started."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from megatron_ft.checkpoint import native
+from megatron_ft.checkpoint.form import Wanted
+from megatron_ft.checkpoint.source import OpenSnapshot
+from megatron_ft.cli.demo import final_state
+from megatron_ft.core.errors import ExportError
+from megatron_ft.megatron import logical_map
+from megatron_ft.megatron.exporter import CapturedTensors, export, form_of
+from megatron_ft.megatron.save_form import sharded_tensors
+from megatron_ft.trainer.plan import dtype_from_name
+from tests.support.arena_folder import open_arenas
+
+ARENAS, EXPORTED, REFERENCE = "TEST_ARENAS", "TEST_EXPORTED", "TEST_REFERENCE"
+
+Box = tuple[slice, ...]
+
+
+def read_checkpoint(folder: Path) -> dict[str, Any]:
+    """Everything that a torch_dist checkpoint holds, tensors whole."""
+    content: dict[str, Any] = {}
+    _load_state_dict(
+        content,
+        storage_reader=FileSystemReader(folder),
+        planner=_EmptyStateDictLoadPlanner(),
+        no_dist=True,
+    )
+    if (folder / "common.pt").exists():
+        content["common.pt"] = torch.load(folder / "common.pt", weights_only=False)
+    return {key: plain(value) for key, value in content.items()}
+
+
+def plain(value: Any) -> Any:
+    """Values that final_state.differences compares: objects become dicts of what they hold."""
+    if isinstance(value, io.BytesIO):
+        return plain(torch.load(io.BytesIO(value.getvalue()), weights_only=False))
+    if isinstance(value, dict):
+        return {repr(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.astype(np.int64))
+    if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor) and not callable(value):
+        return plain(vars(value))
+    return value
+
+
+def padding(shards: OpenSnapshot) -> Iterator[tuple[str, Box]]:
+    """Where Megatron itself saves whatever was in memory, between parameters."""
+    for shard_id, shard in shards.items():
+        tree, _ = logical_map.load(form_of(shard_id, shard.form).state)
+        for leaf in sharded_tensors(tree):
+            if isinstance(leaf.data, Wanted) and not leaf.data.name:
+                starts = zip(leaf.global_offset, leaf.local_shape, strict=True)
+                yield leaf.key, tuple(slice(start, start + size) for start, size in starts)
+
+
+def compare_export() -> None:
+    """Export, compare with what Megatron saved itself, print what differs."""
+    with ExitStack() as stack:
+        shards = open_arenas(Path(os.environ[ARENAS]), stack)
+        folder = native.checkpoint_folder(Path(os.environ[EXPORTED]), shards.info.iteration)
+        export(shards, folder)
+        native.point_tracker(folder.parent, shards.info.iteration)
+        gaps = list(padding(shards))
+    ours, theirs = read_checkpoint(folder), read_checkpoint(Path(os.environ[REFERENCE]))
+    for key, box in gaps:
+        for content in (ours, theirs):
+            content[key][box] = 0
+    print(f"compared {len(theirs)} entries, {len(gaps)} gaps left out")
+    finish(final_state.differences(ours, theirs))
+
+
+def refuse_export() -> None:
+    """Print why a snapshot cannot be exported, and what was left behind."""
+    target = Path(os.environ[EXPORTED])
+    with ExitStack() as stack:
+        shards = open_arenas(Path(os.environ[ARENAS]), stack)
+        try:
+            export(shards, native.checkpoint_folder(target, shards.info.iteration))
+        except ExportError as error:
+            print(f"refused: {error}; left behind: {list(target.glob('*'))}")
+
+
+def read_all() -> None:
+    """Print how many entries a checkpoint of Megatron's has."""
+    print(f"read {len(read_checkpoint(Path(os.environ[EXPORTED])))} entries")
+
+
+def compare_checkpoints() -> None:
+    """Print what differs between two checkpoints of Megatron's."""
+    folders = [Path(os.environ[name]) for name in (EXPORTED, REFERENCE)]
+    finish(final_state.differences(*[read_checkpoint(folder) for folder in folders]))
+
+
+def global_tensors(shards: OpenSnapshot) -> dict[str, torch.Tensor]:
+    """Every tensor of the unsharded model that the logical maps speak of, put together.
+
+    Elements that no shard gives stay NaN; parts that several shards give must agree.
+    """
+    captured, found = CapturedTensors(shards), {}
+    for shard_id, shard in shards.items():
+        for entry in shard.layout.entries:
+            place = entry.logical
+            if place is None or entry.alias_of:
+                continue
+            flat = captured.whole(entry.name, logical_map.place_of(place.pieces), shard_id)
+            for piece in place.pieces:
+                part = torch.as_strided(flat, piece.shape, piece.stride, piece.offset)
+                whole = found.setdefault(
+                    piece.global_name,
+                    torch.full(piece.global_shape, torch.nan, dtype=dtype_from_name(entry.dtype)),
+                )
+                target = whole[piece.box]
+                known = ~torch.isnan(target)
+                same = torch.equal(target[known], part.view(target.shape)[known])
+                assert same, f"shards differ in {piece.global_name}"
+                target.copy_(part.view(target.shape))
+    return found
+
+
+def compare_logical_map() -> None:
+    """Put all global tensors together and compare them with those that Megatron saved."""
+    with ExitStack() as stack:
+        ours = global_tensors(open_arenas(Path(os.environ[ARENAS]), stack))
+        theirs = read_checkpoint(Path(os.environ[REFERENCE]))
+        saved = {key for key, value in theirs.items() if isinstance(value, torch.Tensor)}
+        derived = {key.removeprefix("optimizer.state.param.") for key in ours}
+        derived |= {key.removeprefix("optimizer.state.fp32_param.") for key in ours}
+        missing = sorted(saved - ours.keys() - derived)
+        unknown = sorted(ours.keys() - saved)
+        common = ours.keys() & saved
+        different = final_state.differences(
+            {key: ours[key] for key in common}, {key: theirs[key] for key in common}
+        )
+        print(f"compared {len(common)} global tensors")
+    finish([f"missing {key}" for key in missing] + [f"unknown {key}" for key in unknown])
+    finish(different)
+
+
+def finish(differences: list[str]) -> None:
+    """Leave with 1 if anything differs."""
+    if differences:
+        print("\n".join(differences))
+        sys.exit(1)

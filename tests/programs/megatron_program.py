@@ -1,0 +1,91 @@
+"""What a rank of a test runs: the demo's training program, with an SMP that the test plays."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from megatron_ft.cli.demo import cpu_device
+from megatron_ft.config import SnapshotConfig
+from tests.support.late_capture import ArenaManager
+
+PLUGINS = "TEST_PLUGINS"
+"""Functions to call before training, "module:function", separated by blanks."""
+
+
+def _weights(state: Any) -> Iterator[torch.Tensor]:
+    for chunk in state._model:
+        yield from chunk.parameters()
+
+
+def make_manager(config: SnapshotConfig) -> ArenaManager:
+    """The manager of this rank."""
+    from megatron_ft.megatron.manager import place_of_rank
+
+    return ArenaManager(config, place_of_rank(), _weights)
+
+
+def preload() -> None:
+    """Import everything that ranks need, in the process that they are forked from."""
+    cpu_device.install()
+    # Let data loaders draw from the generator of dropout again: a restore must not need
+    # the stand-in's help against that.
+    loader: Any = DataLoader
+    loader.__iter__ = loader.__iter__.__wrapped__
+    for module in (
+        "megatron.core.models.mimo",
+        "megatron.core.tokenizers.text",
+        "megatron.training.training",
+        "megatron.training.models",
+        "megatron.training.yaml_arguments",
+        "megatron_ft.megatron",
+        "megatron_ft.cli.demo.gpt_training",
+        "megatron_ft.cli.demo.training_trace",
+    ):
+        importlib.import_module(module)
+    _read_help_once()
+
+
+def _read_help_once() -> None:
+    """Parsers of flags are made from the source of Megatron's classes, in every rank."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    inspect.getsource = functools.cache(inspect.getsource)
+    add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def train() -> None:
+    """Train as ``sys.argv`` says."""
+    from megatron_ft.cli.demo import pretrain_gpt
+    from megatron_ft.megatron import install
+
+    for plugin in os.environ.get(PLUGINS, "").split():
+        module, _, function = plugin.partition(":")
+        getattr(importlib.import_module(module), function)()
+    install(make_manager)
+    if "--save" in sys.argv:
+        _fork_result_queue()
+    pretrain_gpt.main()
+    # The first rank serves the store that the others may still ask.
+    torch.distributed.barrier()
+
+
+def _fork_result_queue() -> None:
+    """Of checkpoint writers: Megatron spawns its process otherwise, which imports torch anew."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
+
+    get_write_results_queue(mp_mode="fork")
+
+
+if __name__ == "__main__":
+    preload()
+    train()

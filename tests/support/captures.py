@@ -1,0 +1,251 @@
+"""An in-test SMP: real arenas, permits written by hand, everything reported kept in lists."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import torch
+
+from megatron_ft.arena.arena import Arena
+from megatron_ft.arena.digest import default_algorithm
+from megatron_ft.arena.format import ArenaHeader, Geometry, Permit, SlotState
+from megatron_ft.config import SnapshotConfig
+from megatron_ft.core.fewer_ranks import RankRule
+from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
+from megatron_ft.smp.slot_rules import EMPTY_SLOT
+from megatron_ft.trainer.cpu import CpuCopier
+from megatron_ft.trainer.manager import SnapshotManager
+
+WAIT = 20.0
+BLOCK = 4096
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A restore offer as the SMP makes it."""
+
+    arena_path: Path
+    slot: int
+    record: SealedRecord
+    source: str = "memory"
+
+
+@dataclass
+class FakeSmp:
+    """Implements SnapshotClient on one arena file; outlives managers, as the SMP does."""
+
+    directory: Path
+    shard_id: str = "pp0-tp0-dp0-ep0"
+    offer: Offer | None = None
+    on_outcome: Callable[[SnapshotId, str], None] | None = None
+    arena: Arena | None = None
+    sealed_records: dict[SnapshotId, SealedRecord] = field(default_factory=dict)
+    missed_ids: list[SnapshotId] = field(default_factory=list)
+    unfit_errors: list[Exception] = field(default_factory=list)
+    abandoned_ids: dict[SnapshotId, str] = field(default_factory=dict)
+    restored_calls: list[tuple[SnapshotId, float, str]] = field(default_factory=list)
+    declines: list[tuple[SnapshotId, str, int]] = field(default_factory=list)
+    corrupt_calls: list[tuple[SnapshotId, int]] = field(default_factory=list)
+    costs: list[tuple[SnapshotId, float, float, int]] = field(default_factory=list)
+    slots: dict[SnapshotId, int] = field(default_factory=dict)
+    begun: list[SnapshotId] = field(default_factory=list)
+    gives: bool = True
+    required: int = 0
+    sequence: int = 0
+    ended: Event = field(default_factory=Event)
+    block_bytes: int = BLOCK
+
+    @property
+    def path(self) -> Path:
+        """The arena file."""
+        return self.directory / f"{self.shard_id}.arena"
+
+    def hello(self, shard_id: str, coordinates: tuple[int, ...], world_size: int) -> Offer | None:
+        """Give the offer that the test set."""
+        assert shard_id == self.shard_id
+        return self.offer
+
+    def prepare(
+        self,
+        layout_hash: bytes,
+        required_bytes: int,
+        interval: int,
+        timeout: float = 0.0,
+        rank_rule: RankRule | None = None,
+    ) -> Path:
+        """Make the arena, or keep the one that is there."""
+        self.required = required_bytes
+        if self.arena is None:
+            geometry = Geometry.for_stripe(
+                slot_count=2,
+                required_bytes=required_bytes,
+                data_members=1,
+                parity_members=0,
+                block_bytes=self.block_bytes,
+            )
+            header = ArenaHeader(
+                job=uuid.uuid4(),
+                shard_id=self.shard_id,
+                incarnation=1,
+                lineage=(Ancestor(1, None),),
+                codec="none",
+                matrix=0,
+                data_members=1,
+                parity_members=0,
+                member_index=0,
+                members=(self.shard_id,),
+                digest_algorithm=default_algorithm(),
+                geometry=geometry,
+            )
+            self.arena = Arena.create(self.path, header)
+        return self.path
+
+    def grant(self, iteration: int, slot: int = 0) -> SnapshotId:
+        """Permit the next snapshot at ``iteration``."""
+        assert self.arena is not None
+        self.sequence += 1
+        snapshot = SnapshotId(1, self.sequence)
+        self.slots[snapshot] = slot
+        self.ended.clear()
+        self.arena.write_permit(Permit(snapshot, iteration, slot, False))
+        return snapshot
+
+    def revoke(self) -> None:
+        """Take the permit back."""
+        assert self.arena is not None
+        permit = self.arena.permit()
+        assert permit is not None
+        self.arena.write_permit(Permit(permit.snapshot, permit.iteration, permit.slot, True))
+
+    def begins(self, snapshot: SnapshotId, iteration: int, slot: int) -> None:
+        """Give the slot at once, unless the test keeps it."""
+        self.begun.append(snapshot)
+        assert self.arena is not None
+        if self.gives:
+            header = replace(EMPTY_SLOT, state=SlotState.CAPTURING, snapshot=snapshot)
+            self.arena.write_slot(slot, replace(header, iteration=iteration))
+
+    def sealed(self, snapshot: SnapshotId, record: SealedRecord) -> None:
+        """Keep the record."""
+        self.sealed_records[snapshot] = record
+        self.ended.set()
+
+    def unfit(self, error: Exception) -> None:
+        self.unfit_errors.append(error)
+
+    def missed(self, snapshot: SnapshotId) -> None:
+        """Keep the id."""
+        self.missed_ids.append(snapshot)
+
+    def abandoned(self, snapshot: SnapshotId, reason: str) -> None:
+        """Keep id and reason."""
+        assert snapshot not in self.abandoned_ids
+        self.abandoned_ids[snapshot] = reason
+        self.ended.set()
+
+    def declined(self, snapshot: SnapshotId, reason: str, iteration: int) -> None:
+        self.declines.append((snapshot, reason, iteration))
+
+    def restored(self, snapshot: SnapshotId, seconds: float, source: str) -> None:
+        """Keep the call."""
+        self.restored_calls.append((snapshot, seconds, source))
+
+    def corrupt(self, snapshot: SnapshotId, blocks: int) -> None:
+        """Keep the call."""
+        self.corrupt_calls.append((snapshot, blocks))
+
+    def cost(
+        self,
+        snapshot: SnapshotId,
+        stall_seconds: float,
+        copy_seconds: float,
+        copied_bytes: int,
+        iteration_seconds: float,
+        shadow_seconds: float,
+    ) -> None:
+        """Keep the call."""
+        self.costs.append((snapshot, stall_seconds, copy_seconds, copied_bytes))
+
+    def close(self) -> None:
+        """A trainer left; the arena stays."""
+
+    def wait_ended(self) -> None:
+        """Until the last granted snapshot is sealed or abandoned."""
+        assert self.ended.wait(WAIT), "the capture neither sealed nor was abandoned"
+
+    def offer_last(self) -> None:
+        """Offer the newest sealed snapshot to the next trainer."""
+        snapshot = max(self.sealed_records)
+        record = self.sealed_records[snapshot]
+        self.offer = Offer(self.path, self.slots[snapshot], record)
+
+
+class GatedCopier(CpuCopier):
+    """A copier that waits, before each piece, until the test lets it go on."""
+
+    def __init__(self, piece_bytes: int = 1 << 20) -> None:
+        """Closed at first."""
+        super().__init__(piece_bytes)
+        self.started = Event()
+        self.gate = Event()
+
+    def copy(self, *arguments: Any) -> bool:
+        """Copy the first item's first piece when the gate is open."""
+        self.started.set()
+        assert self.gate.wait(WAIT)
+        return super().copy(*arguments)
+
+
+def make_manager(smp: FakeSmp, **options: object) -> SnapshotManager:
+    """A manager that talks to the in-test SMP."""
+    settings = {"fence_timeout_seconds": WAIT, "copy_piece_bytes": 65536}
+    settings.update(options.pop("settings", {}))  # type: ignore[call-overload]
+    return SnapshotManager(
+        SnapshotConfig(**settings),
+        client=smp,
+        rank=0,
+        world_size=1,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def saved(smp: FakeSmp, state: object, slot: int = 0) -> SealedRecord:
+    """What a state was sealed as by a trainer that has ended; the next one is offered it."""
+    manager = make_manager(smp)
+    manager.prepare(state)
+    snapshot = smp.grant(1, slot)
+    manager.save(1, state)
+    smp.wait_ended()
+    manager.close()
+    smp.offer_last()
+    return smp.sealed_records[snapshot]
+
+
+def gated(smp: FakeSmp, state: object, **settings: object) -> tuple[SnapshotManager, GatedCopier]:
+    """A prepared trainer that has been through its fence, and whose copies wait at a gate."""
+    copier = GatedCopier()
+    manager = make_manager(smp, copier=copier, settings=settings)
+    with manager.fence():
+        pass
+    manager.prepare(state)
+    return manager, copier
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """The exact bytes of a tensor."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def capture(smp: FakeSmp, manager: Any, state: Any, iteration: int = 1, slot: int = 0) -> Any:
+    """One complete capture."""
+    if smp.arena is None:
+        manager.prepare(state)
+    smp.grant(iteration, slot)
+    ticket = manager.save(iteration, state)
+    smp.wait_ended()
+    return ticket

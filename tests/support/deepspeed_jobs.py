@@ -1,0 +1,120 @@
+"""Whole jobs of examples/deepspeed_gpt.py: one that is hit, and one that nothing interrupts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.cli.demo import deepspeed_script
+from megatron_ft.cli.demo.report import compare_runs
+from megatron_ft.cli.demo.trace import read_trace
+from megatron_ft.launchers.startup import before_script
+from megatron_ft.supervisor.orders import Timing
+from tests.programs.held_in_step import sitecustomize as held
+from tests.support.jobs import DEEPSPEED_EXAMPLE, ROOT, Job, run_alone
+
+ITERATIONS = 16
+SECTION = {"enabled": True, "follows_engine": True, "snapshot_interval": 2}
+
+
+@dataclass(frozen=True)
+class Program:
+    """The example with a DeepSpeed configuration, of the release in the folder ``deepspeed``."""
+
+    config: Mapping[str, Any]
+    deepspeed: Path | None = None
+    follows: bool = True
+
+    def flags(self, folder: Path, *, snapshots: bool) -> list[str]:
+        """Its flags; the JSON is written into ``folder``."""
+        path = folder / "ds_config.json"
+        ours = {**SECTION, "follows_engine": self.follows}
+        section = {"inmem_snapshot": ours} if snapshots else {}
+        path.write_text(json.dumps({**BASE, **self.config, **section}))
+        small = ["--hidden", "64", "--sequence", "16", "--text", str(DEEPSPEED_EXAMPLE)]
+        steps = ["--steps", str(ITERATIONS), "--checkpoints", str(folder / "checkpoints")]
+        return ["--deepspeed_config", str(path), *small, *steps]
+
+    def environment(self, trace: Path) -> dict[str, str]:
+        """Variables for its ranks."""
+        path = [str(ROOT)] if self.deepspeed is None else [str(self.deepspeed), str(ROOT)]
+        own = {"PYTHONPATH": os.pathsep.join(path), "PYTHONWARNINGS": "ignore"}
+        return deepspeed_script.environment(trace, own)
+
+
+BASE: Mapping[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "steps_per_print": 1000,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}},
+    "scheduler": {
+        "type": "WarmupCosineLR",
+        "params": {"total_num_steps": ITERATIONS, "warmup_num_steps": 2},
+    },
+}
+
+
+def kill_held_rank(job: Job) -> None:
+    """Kill the trainer that is held in the middle of a step."""
+    os.kill(job.supervisor.trainers.pids()[int(held.RANK)], signal.SIGKILL)
+
+
+def lose_node_of_held_rank(job: Job) -> None:
+    """Lose its node, with all processes and memory."""
+    job.cluster.kill_node(job.supervisor.members.active[int(held.RANK)])
+
+
+def check_identical(
+    program: Program, folder: Path, fault: Callable[[Job], None], **shape: Any
+) -> Job:
+    """Losses, samples and final states of both runs are equal bit by bit; the job that was hit."""
+    job = _hit(program, folder / "job", fault, **shape)
+    alone = folder / "alone"
+    alone.mkdir()
+    environment = {**os.environ, **program.environment(alone / "trace")}
+    command = [str(DEEPSPEED_EXAMPLE), *program.flags(alone, snapshots=False)]
+    run_alone(command, job.nodes, alone, environment)
+    found = compare_runs(folder / "job" / "trace", alone / "trace", job.nodes, ITERATIONS)
+    assert found.identical, found.differences
+    return job
+
+
+def go_on_alone(program: Program, folder: Path, checkpoints: Path, steps: int) -> list[int]:
+    """The steps that two plain ranks make when they start from these checkpoints."""
+    folder.mkdir()
+    environment = {**os.environ, **program.environment(folder / "trace")}
+    flags = program.flags(folder, snapshots=False)
+    given = ["--checkpoints", str(checkpoints), "--steps", str(steps)]
+    run_alone([str(DEEPSPEED_EXAMPLE), *flags, *given], 2, folder, environment)
+    return [line.iteration for line in read_trace(folder / "trace", 0)]
+
+
+def _hit(program: Program, folder: Path, fault: Callable[[Job], None], **shape: Any) -> Job:
+    folder.mkdir()
+    holding = before_script(program.environment(folder / "trace"), Path(held.__file__).parent)
+    command = (sys.executable, str(DEEPSPEED_EXAMPLE), *program.flags(folder, snapshots=True))
+    job = Job(
+        folder,
+        command=command,
+        environment=holding,
+        # Imports may keep every core of a small machine from the SMPs for a while.
+        timing=Timing(lease=30.0, node_timeout=45.0),
+        **shape,
+    )
+    try:
+        job.run((held.ITERATION - 1, fault))
+    finally:
+        job.cluster.destroy()
+    return job
+
+
+def log_of(job: Job, rank: int) -> str:
+    """What a rank has printed in all its incarnations."""
+    return (job.folder / "logs" / f"rank{rank}.log").read_text(errors="replace")

@@ -1,0 +1,178 @@
+"""Small jobs for the tests of disk/: arenas of some nodes with committed snapshots in them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from megatron_ft.arena.arena import Arena
+from megatron_ft.arena.digest import required_bytes, seal
+from megatron_ft.arena.format import (
+    MATRIX_CAUCHY,
+    ArenaHeader,
+    Geometry,
+    SlotHeader,
+    SlotState,
+)
+from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
+from megatron_ft.core.shard import ShardLayout, TensorSpec, plan_layout
+from megatron_ft.core.shard_meta import pack_meta
+from megatron_ft.erasure.checks import parity_digests_of, parity_root
+from megatron_ft.erasure.member import code_of, member_of
+from tests.support.bit_flips.stripe import code_rows
+
+JOB = uuid.UUID(int=7)
+BLOCK = 1024
+ALGORITHM = 2
+SHARDS = ("dp0", "dp1")
+
+
+def layout(width: int = 100) -> ShardLayout:
+    """An odd-sized layout: gaps, an alias, a part of a split tensor, an empty one, odd dtypes."""
+    return plan_layout(
+        [
+            TensorSpec("weight", "float32", 4, (width, 3), address=4096),
+            TensorSpec("tied", "float32", 4, (10,), address=4100),
+            TensorSpec("half", "bfloat16", 2, (7,)),
+            TensorSpec("part", "int64", 8, (11,), split=(1, 2)),
+            TensorSpec("empty", "float64", 8, (0, 4)),
+            TensorSpec("flag", "bool", 1, ()),
+            TensorSpec("spectrum", "complex128", 16, (2,)),
+        ]
+    )
+
+
+def content(shard_id: str, snapshot: SnapshotId, size: int) -> np.ndarray:
+    seed = [*shard_id.encode(), *snapshot]
+    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+
+
+class Memory:
+    """The arenas of a job: shard i on node i, as SMPs would have left them."""
+
+    def __init__(
+        self,
+        root: Path,
+        job: str = "job",
+        shards: Sequence[str] = SHARDS,
+        slots: int = 2,
+        width: int = 100,
+        block_bytes: int = BLOCK,
+        algorithm: int = ALGORITHM,
+        parity: int = 0,
+    ) -> None:
+        self.root, self.job, self.shards = root, job, tuple(shards)
+        self.layout, self.algorithm, self.parity = layout(width), algorithm, parity
+        room = required_bytes(self.layout.tensor_bytes, 4096, BLOCK)
+        self.geometry = Geometry.for_stripe(
+            slot_count=slots,
+            required_bytes=room,
+            data_members=len(shards) - parity,
+            parity_members=parity,
+            block_bytes=block_bytes,
+        )
+        for index, shard_id in enumerate(self.shards):
+            Arena.create(self.path(shard_id), self._header(index)).close()
+
+    def folder(self, shard_id: str) -> Path:
+        return self.root / self.job / f"n{self.shards.index(shard_id)}"
+
+    def path(self, shard_id: str) -> Path:
+        return self.folder(shard_id) / f"{shard_id}.arena"
+
+    def _header(self, index: int) -> ArenaHeader:
+        return ArenaHeader(
+            job=JOB,
+            shard_id=self.shards[index],
+            incarnation=1,
+            lineage=(Ancestor(1, None),),
+            codec="rs" if self.parity else "none",
+            matrix=MATRIX_CAUCHY if self.parity else 0,
+            data_members=len(self.shards) - self.parity,
+            parity_members=self.parity,
+            member_index=index,
+            members=self.shards,
+            digest_algorithm=self.algorithm,
+            geometry=self.geometry,
+        )
+
+    def commit(self, sequence: int, iteration: int, *, slot: int | None = None) -> SnapshotId:
+        """A snapshot in all arenas."""
+        snapshot = SnapshotId(1, sequence)
+        for shard_id in self.shards:
+            self.commit_one(shard_id, snapshot, iteration, slot=slot)
+        return snapshot
+
+    def commit_one(
+        self,
+        shard_id: str,
+        snapshot: SnapshotId,
+        iteration: int,
+        *,
+        slot: int | None = None,
+        state: SlotState = SlotState.COMMITTED,
+    ) -> SealedRecord:
+        index = snapshot.sequence % 2 if slot is None else slot
+        with Arena.open(self.path(shard_id)) as arena:
+            data = arena.data(index, writable=True)
+            size = self.layout.tensor_bytes
+            for entry in self.layout.entries:
+                if not entry.alias_of:
+                    stored = content(shard_id + entry.name, snapshot, entry.nbytes)
+                    data[entry.offset : entry.offset + entry.nbytes] = stored
+            record = seal(
+                data,
+                shard_id=shard_id,
+                snapshot=snapshot,
+                iteration=iteration,
+                tensor_bytes=size,
+                meta=pack_meta(self.layout.to_bytes(), {"iteration": iteration}),
+                layout_hash=self.layout.hash(),
+                block_bytes=BLOCK,
+                algorithm=ALGORITHM,
+            )
+            del data
+            header = SlotHeader(state, snapshot, iteration, True, record)
+            arena.write_slot(index, header)
+        return record
+
+    def protect(self, sequence: int, iteration: int) -> SnapshotId:
+        """A snapshot in all arenas with its parity, as encoders would have left it."""
+        snapshot, slot = SnapshotId(1, sequence), sequence % 2
+        records = [self.commit_one(s, snapshot, iteration) for s in self.shards]
+        with ExitStack() as opened:
+            arenas = [opened.enter_context(Arena.open(self.path(s))) for s in self.shards]
+            code = code_of(arenas[0].header)
+            views = [member_of(a, slot, a.slot(slot), writable=True) for a in arenas]
+            code_rows(code, views)
+            for arena, view in zip(arenas, views, strict=True):
+                view.parity_digests[:] = parity_digests_of(code, view.parity)
+                root = parity_root(view.parity_digests)
+                header = replace(arena.slot(slot), parity_valid=True, parity_root=root)
+                arena.write_slot(slot, replace(header, stripe_table=tuple(records)))
+            views.clear()
+            del view
+        return snapshot
+
+    def flip(self, shard_id: str, sequence: int, at: int = 0) -> None:
+        """Change one byte of a snapshot in place."""
+        with Arena.open(self.path(shard_id)) as arena:
+            data = arena.data(sequence % 2, writable=True)
+            data[at] ^= 1
+            del data
+
+
+def waiting(root: Path, sequence: int = 1, width: int = 100, **digests: int) -> Memory:
+    """Arenas in which a slot waits for the snapshot; it holds an older, longer one's bytes."""
+    memory = Memory(root, width=width, **digests)
+    for shard in SHARDS:
+        with Arena.open(memory.path(shard)) as arena:
+            arena.data(1, writable=True)[:] = 0xFF
+            snapshot = SnapshotId(1, sequence)
+            arena.write_slot(1, SlotHeader(SlotState.REBUILDING, snapshot, 10 * sequence))
+    return memory

@@ -1,0 +1,354 @@
+"""Whole jobs of the examples on a virtual cluster, with faults on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from megatron_ft.cli.chaos.node_network import NodeNetwork
+from megatron_ft.cli.chaos.warm_python import WarmChild, WarmPython
+from megatron_ft.config import SETTINGS, SnapshotConfig
+from megatron_ft.core.environment import TREE
+from megatron_ft.core.ports import free_port
+from megatron_ft.launchers.process import LocalProcess
+from megatron_ft.launchers.virtual import VirtualCluster
+from megatron_ft.launchers.virtual_network import HOST
+from megatron_ft.supervisor.events import JobEvent
+from megatron_ft.supervisor.failures import RestartBudget
+from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.supervisor.orders import Sizes, Timing
+from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.supervisor import Stop, Supervisor
+from tests.programs.gated_training import GATE
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "plain_pytorch.py"
+DEEPSPEED_EXAMPLE = ROOT / "examples" / "deepspeed_gpt.py"
+TORCHRUN = "torch.distributed.run"
+POISONED = ROOT / "tests" / "programs" / "poisoned_training.py"
+HANGING = ROOT / "tests" / "programs" / "hanging_training.py"
+GATED = ROOT / "tests" / "programs" / "gated_training.py"
+WAIT_SECONDS = 200.0
+
+Fault = Callable[["Job"], None]
+Result = tuple[dict[int, str], str]
+
+
+def _failed(task: asyncio.Task[None]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is not None
+
+
+class WarmCluster(VirtualCluster):
+    """A virtual cluster whose trainers, if they run an example, do not wait for its imports."""
+
+    warm: ClassVar[WarmPython | None] = None
+    """The server while it runs; without one all processes are started as ever."""
+
+    waiting: list[WarmChild]
+    """Trainers that have not begun."""
+
+    def __init__(
+        self,
+        job: str,
+        nodes: Sequence[str],
+        root: Path | None = None,
+        network: NodeNetwork | None = None,
+        place: str = HOST,
+    ) -> None:
+        super().__init__(job, nodes, root, network=network, place=place)
+        self.waiting = []
+
+    def start(
+        self,
+        node: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log_path: Path,
+        stdin: bytes | None = None,
+    ) -> LocalProcess:
+        scripts = (EXAMPLE, DEEPSPEED_EXAMPLE, POISONED, HANGING, GATED)
+        known = [[sys.executable, str(script)] for script in scripts]
+        known.append([sys.executable, "-m", TORCHRUN])
+        if self.warm is None or not any(list(argv[: len(k)]) == k for k in known):
+            return super().start(node, argv, env, log_path, stdin)
+        self._require([node])
+        namespace = "" if self.network is None else self.network.namespace_path(node)
+        child = self.warm.start(argv[1:], self._marked(node, env), log_path, namespace)
+        self.waiting.append(child)
+        tree = env.get(TREE, "")
+        process = self._placed(self._kind(node, child.pid, child, tree))  # type: ignore[arg-type]
+        self._end_if_lost([node], process)
+        return process
+
+
+@dataclass
+class Job:
+    """One job in ``folder``; ``run`` may be called again, as a user would."""
+
+    folder: Path
+    nodes: int
+    spares: int = 0
+    protect: str = "xor:2"
+    ranks_per_node: int = 1
+    trainer_per_node: bool = False
+    iterations: int = 40
+    width: int = 64
+    iteration_seconds: float = 0.05
+    from_scratch: bool = False
+    checkpoint_dir: Path | None = None
+    slots: int = 2
+    sizes: Sizes = Sizes()
+    drain_dir: Path | None = None
+    drain_interval: int = 0
+    drain_export_dir: Path | None = None
+    drain_keep: int = 2
+    drain_stop_seconds: float = 25.0
+    time_limit_seconds: float = 0.0
+    restore_from: Path | None = None
+    scrub_percent: float = 1.0
+    expected_mtbf_hours: float = 3.0
+    transport: str = "auto"
+    domains: Mapping[str, str] = field(default_factory=dict)
+    on_hang: str = "restart"
+    hang_seconds: float = 600.0
+    register_timeout_seconds: float = 600.0
+    export_on_failure: Path | None = None
+    on_no_spare: str = "stop"
+    root: Path | None = None
+    networked: bool = False
+    """Whether every node has a network of its own, to be cut."""
+    place: str = HOST
+    """Where the supervisor is in it."""
+    command: tuple[str, ...] = ()
+    script: Path = EXAMPLE
+    environment: Mapping[str, str] = field(default_factory=dict)
+    timing: Timing = Timing(lease=3.0, node_timeout=8.0)
+    budget: RestartBudget = RestartBudget(first_delay_seconds=0.1)
+    events: list[JobEvent] = field(default_factory=list)
+    at_event: dict[str, Fault] = field(default_factory=dict)
+    """Faults that strike at the first event of a kind, before anything follows from it."""
+
+    def __post_init__(self) -> None:
+        self.name = f"test-{uuid.uuid4().hex[:8]}"
+        names = [f"n{i}" for i in range(self.nodes + self.spares)]
+        self.network = NodeNetwork(self.name, names).open() if self.networked else None
+        self.cluster = WarmCluster(self.name, names, self.root, self.network, self.place)
+        self.supervisor: Supervisor
+        self.stop: Stop
+        self.gate: Path | None = None
+        self.failed_fault: Exception | None = None
+
+    @property
+    def losses(self) -> Path:
+        return self.folder / "losses.jsonl"
+
+    def training_command(self) -> tuple[str, ...]:
+        flags = {
+            "--iterations": self.iterations,
+            "--losses": self.losses,
+            "--width": self.width,
+            "--iteration-seconds": self.iteration_seconds,
+        }
+        words = [str(word) for pair in flags.items() for word in pair]
+        script = self.script if self.gate is None else GATED
+        return self.command or (sys.executable, str(script), *words)
+
+    def spec(self) -> JobSpec:
+        return JobSpec(
+            name=self.name,
+            command=self.training_command(),
+            nodes=self.nodes,
+            spares=self.spares,
+            ranks_per_node=self.ranks_per_node,
+            trainer_per_node=self.trainer_per_node,
+            settings=self.settings(),
+            sizes=self.sizes,
+            from_scratch=self.from_scratch,
+            log_dir=self.folder / "logs",
+            environment={**self.environment, **self._gate_variable()},
+            own_timing=self.timing,
+            budget=self.budget,
+            restore_from=self.restore_from,
+            domains=self.domains,
+        )
+
+    def settings(self) -> SnapshotConfig:
+        """Every setting from the field of the same name, where there is one."""
+        given = {name: getattr(self, name) for name in SETTINGS if hasattr(self, name)}
+        return SnapshotConfig(**given)
+
+    def run(self, *faults: tuple[int, Fault]) -> None:
+        """Run to the end.  Each fault strikes once its iteration was reached and committed.
+
+        The example does not begin its last iteration before all of them have struck: what the
+        supervisor knows of progress is a heartbeat old, and a busy machine makes it older.
+        """
+        self.gate = self._closed_gate() if faults else None
+        asyncio.run(self._run(faults))
+
+    def _closed_gate(self) -> Path | None:
+        if self.script != EXAMPLE or self.command or WarmCluster.warm is None:
+            return None
+        gate = self.folder / "gate"
+        gate.unlink(missing_ok=True)
+        return gate
+
+    def _gate_variable(self) -> dict[str, str]:
+        return {} if self.gate is None else {GATE: str(self.gate)}
+
+    async def _run(self, faults: tuple[tuple[int, Fault], ...]) -> None:
+        self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
+        with JobState(self.folder / "state" / self.name, self.name) as state:
+            self.supervisor = Supervisor(self.spec(), self.cluster, state)
+            self.supervisor.observers.add(self._notice)
+            tasks = [asyncio.create_task(self._inject(faults)), asyncio.create_task(self._begin())]
+            run = asyncio.create_task(self.supervisor.run())
+            self.stop = Stop(self.supervisor, run)
+            for task in tasks:
+                # Without its faults the job may never end.
+                task.add_done_callback(lambda t: run.cancel() if _failed(t) else None)
+            try:
+                await run
+            except asyncio.CancelledError:
+                for task in filter(_failed, tasks):
+                    task.result()
+                if self.failed_fault is not None:
+                    raise self.failed_fault from None
+                raise
+            finally:
+                for task in tasks:
+                    task.cancel()
+                print(self.story())
+
+    def interrupt(self) -> None:
+        """End the supervisor as Ctrl-C does, from a fault; ``run`` raises CancelledError."""
+        assert self._task is not None
+        self._loop.call_soon_threadsafe(self._task.cancel)
+
+    def terminate(self) -> None:
+        """SIGTERM to the supervisor, from a fault; ``run`` raises CancelledError in the end."""
+        self._loop.call_soon_threadsafe(self.stop.after_drain)
+
+    def _notice(self, event: JobEvent) -> None:
+        self.events.append(event)
+        try:
+            self.at_event.pop(event.kind, lambda job: None)(self)
+        except Exception as error:
+            # A fault that could not strike: the job goes on, and its test must not.
+            self.failed_fault = error
+            self.interrupt()
+
+    async def _begin(self) -> None:
+        """Let trainers begin once encoders are up, as imports give them the time elsewhere."""
+        parity = self.supervisor.spec.scheme.parity_members
+        while True:
+            if self.cluster.waiting and (self.supervisor.coordinator.usable_world or not parity):
+                for child in self.cluster.waiting:
+                    child.go()
+                self.cluster.waiting.clear()
+            await asyncio.sleep(0.02)
+
+    async def _inject(self, faults: tuple[tuple[int, Fault], ...]) -> None:
+        for iteration, fault in faults:
+            await self.until(lambda at=iteration: self._reached(at))  # type: ignore[misc]
+            await asyncio.to_thread(fault, self)
+        if self.gate is not None:
+            self.gate.touch()
+
+    def _reached(self, iteration: int) -> bool:
+        coordinator = self.supervisor.coordinator
+        progress = max(coordinator.progress.values(), default=-1)
+        protected = coordinator.protected or coordinator.committed
+        training = coordinator.cycle is not None
+        return training and progress >= iteration and protected is not None
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Look again after each event of the job; a heartbeat comes twice a second at least."""
+        deadline = asyncio.get_running_loop().time() + WAIT_SECONDS
+        while not condition():
+            assert asyncio.get_running_loop().time() < deadline, self.story()
+            await asyncio.sleep(0.02)
+
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.events]
+
+    def story(self) -> str:
+        start = self.events[0].monotonic if self.events else 0.0
+        return "\n".join(
+            f"{event.monotonic - start:6.2f} s {event.kind}: {event.text}" for event in self.events
+        )
+
+    def restores(self) -> list[tuple[int, str]]:
+        return [
+            (e.fields["iteration"], e.fields["source"])
+            for e in self.events
+            if e.kind == "restoring"
+        ]
+
+    def result(self) -> Result:
+        return read_losses(self.losses)
+
+
+def difference(one: Result, other: Result) -> str:
+    """The first place where two runs differ, or nothing."""
+    (losses, sha), (expected, expected_sha) = one, other
+    for iteration in sorted(losses.keys() | expected.keys()):
+        if losses.get(iteration) != expected.get(iteration):
+            pair = f"{losses.get(iteration)} instead of {expected.get(iteration)}"
+            return f"iteration {iteration} has loss {pair}"
+    return "" if sha == expected_sha else "the final states differ"
+
+
+def read_losses(path: Path) -> Result:
+    """Last loss of each iteration, and the final hash."""
+    losses: dict[int, str] = {}
+    sha = ""
+    for line in path.read_text().splitlines():
+        entry = json.loads(line)
+        if "sha256" in entry:
+            sha = entry["sha256"]
+        else:
+            losses[entry["iteration"]] = entry["loss"]
+    return losses, sha
+
+
+def oracle(folder: Path, ranks: int, iterations: int = 40, width: int = 64) -> Result:
+    """The same training without us and without interruption."""
+    losses = folder / "oracle.jsonl"
+    flags = ["--iterations", str(iterations), "--losses", str(losses), "--width", str(width)]
+    run_alone([str(EXAMPLE), *flags], ranks, folder)
+    return read_losses(losses)
+
+
+def run_alone(
+    command: Sequence[str],
+    ranks: int,
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Run a script and its flags on all ranks to the end, with none of our processes."""
+    variables = os.environ if environment is None else environment
+    base = {k: v for k, v in variables.items() if not k.startswith("MEGATRON_FT_JOB")}
+    assert WarmCluster.warm is not None
+    port = str(free_port())
+    children = []
+    for rank in range(ranks):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        log = folder / f"rank{rank}.log"
+        children.append(WarmCluster.warm.start(command, base | place, log))
+    for child in children:
+        child.go()
+    codes = [child.wait() for child in children]
+    assert not any(codes), (codes, (folder / "rank0.log").read_text()[-3000:])
+
+
+Uninterrupted = Callable[[int, int], Result]
+"""The fixture ``uninterrupted``: ranks and iterations to what they compute without faults."""

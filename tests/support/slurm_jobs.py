@@ -1,0 +1,158 @@
+"""Jobs submitted to a real Slurm with the scripts that we ship, followed by what they print."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from megatron_ft.core import procfs
+from megatron_ft.core.environment import JOB, NODE
+from megatron_ft.launchers.virtual import default_root
+from tests.support.jobs import EXAMPLE, ROOT, Result, read_losses
+from tests.support.slurm_cluster import SlurmCluster
+
+SCRIPT = ROOT / "scripts" / "slurm" / "pretrain_gpt_inmem.sbatch"
+ITERATIONS = 40
+WAIT_SECONDS = 200.0
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL")
+
+
+class SlurmJob:
+    """One submitted job whose training command is the plain PyTorch example.
+
+    ``site`` are the script's site variables beside those that every test needs, ``flags`` more
+    of sbatch's, ``run_flags`` those of ``megatron-ft run``.
+    """
+
+    def __init__(
+        self,
+        cluster: SlurmCluster,
+        folder: Path,
+        name: str,
+        *,
+        nodes: int = 2,
+        spares: int = 0,
+        iterations: int = ITERATIONS,
+        iteration_seconds: float = 0.15,
+        run_flags: str = "--lease-seconds 4",
+        site: Mapping[str, str] | None = None,
+        flags: Sequence[str] = (),
+    ) -> None:
+        self.cluster, self.folder, self.name = cluster, folder, name
+        self.losses, self.output = folder / "losses.jsonl", folder / "job.out"
+        command = [sys.executable, EXAMPLE, "--iterations", iterations, "--losses", self.losses]
+        command += ["--width", 64, "--iteration-seconds", iteration_seconds]
+        variables = {
+            # Interfaces of other tests come and go on this machine.
+            "OMPI_MCA_btl_tcp_if_include": "lo",
+            "MEGATRON_FT_HOME": str(ROOT),
+            "VENV": str(Path(sys.executable).parent.parent),
+            "SPARES": str(spares),
+            "RUN_FLAGS": run_flags,
+            "RANKS_PER_NODE": "1",
+            "PROTECT": "xor:2",
+            "STATE_DIR": str(folder / "state"),
+            "DRAIN_DIR": str(folder / "drained"),
+            "TRAIN": " ".join(map(str, command)),
+            **(site or {}),
+        }
+        words = [f"--nodes={nodes}", f"--job-name={name}", f"--output={self.output}", *flags]
+        self.id = cluster.run("sbatch", "--parsable", *words, str(SCRIPT), more=variables).strip()
+
+    def text(self) -> str:
+        """What the job has printed."""
+        return self.output.read_text() if self.output.exists() else ""
+
+    def until_printed(self, words: str, times: int = 1) -> None:
+        """Wait for the words in the job's output, so many times."""
+        self.until(f"{words!r} in the output", lambda: self.text().count(words) >= times)
+
+    def until_state(self, *states: str) -> str:
+        """Wait until Slurm says one of these; which."""
+        self.until(f"state {states}", lambda: self.state() in states)
+        return self.state()
+
+    def until_gone(self, name: str) -> None:
+        """Wait until no job of this name is in Slurm's queue."""
+
+        def gone() -> bool:
+            return not self.cluster.run("squeue", "--noheader", f"--name={name}")
+
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not gone():
+            assert time.monotonic() < deadline, f"job {name} does not end\n{self.story()}"
+            time.sleep(0.3)
+
+    def state(self) -> str:
+        return self.cluster.job_state(self.id)
+
+    def until(self, what: str, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not condition():
+            state = self.state()
+            over = state in ENDED or time.monotonic() > deadline
+            assert condition() or not over, f"no {what} ({state})\n{self.story()}"
+            # Neither a file nor Slurm tells anybody of news.
+            time.sleep(0.3)
+
+    def start_now(self, *changes: str) -> None:
+        """Start a job that was requeued, changed; Slurm would let it wait for two minutes."""
+        self.until_state("PENDING")
+        self.cluster.run("scontrol", "update", f"JobId={self.id}", "StartTime=now", *changes)
+
+    def story(self) -> str:
+        """For a test that failed: what the job and its processes printed."""
+        logs = sorted((self.folder / "state").glob("*/logs/*"))
+        ends = [f"== {log.name}\n{log.read_text(errors='replace')[-800:]}" for log in logs]
+        return "\n".join([self.text(), *ends])
+
+    def kill_rank(self, rank: int) -> None:
+        """SIGKILL to one trainer."""
+        found = [pid for pid in procfs.own_processes() if self._is_trainer(pid, rank)]
+        assert len(found) == 1, (found, self.story())
+        os.kill(found[0], signal.SIGKILL)
+
+    def lose_node(self, node: str) -> None:
+        """Everything on the node dies, its slurmd included, and its memory is gone."""
+        self.cluster.kill_node(node)
+        shutil.rmtree(default_root() / self.name / node)
+
+    def end_without(self, node: str, state: str = "COMPLETED") -> None:
+        """Lose a node and see the job end in this state; then the cluster has the node again."""
+        self.lose_node(node)
+        try:
+            found = self.until_state("COMPLETED", "FAILED", "PENDING")
+            assert found == state, f"{found}\n{self.story()}"
+        finally:
+            self.cluster.start_node(node)
+
+    def _is_trainer(self, pid: int, rank: int) -> bool:
+        env = procfs.read_environment(pid)
+        if env.get(JOB) != self.name or env.get("RANK") != str(rank) or NODE not in env:
+            return False
+        return os.readlink(f"/proc/{pid}/exe") == os.path.realpath(sys.executable)
+
+    def tell(self, signal_name: str, task: str = "") -> None:
+        """Signal the batch script, as a user or Slurm does; in an array that of ``task``.
+
+        Of a task scancel says that it could not, and signals again until the task has ended.
+        """
+        job = f"{self.id}_{task}" if task else self.id
+        self.cluster.run("scancel", "--batch", f"--signal={signal_name}", job, check=not task)
+
+    def exit_code(self, job: str = "") -> int:
+        """What the batch script ended with, or that of another ``job``."""
+        fields = self.cluster.run("scontrol", "show", "job", "-o", job or self.id).split()
+        return int(next(f for f in fields if f.startswith("ExitCode=")).split("=")[1].split(":")[0])
+
+    def result(self) -> Result:
+        return read_losses(self.losses)
+
+
+Submit = Callable[..., SlurmJob]
+"""The fixture ``submit``: SlurmJob with the cluster, the folder and the name of a test."""

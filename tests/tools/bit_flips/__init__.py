@@ -1,4 +1,0 @@
-"""Random bits of real arenas are flipped: is each found, and repaired or refused?
-
-``python -m tests.tools.bit_flips --flips 1000000`` prints a table.
-"""

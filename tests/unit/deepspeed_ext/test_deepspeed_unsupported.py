@@ -1,0 +1,176 @@
+"""What cannot be captured is refused by name; what can be is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+deepspeed_config = pytest.importorskip("deepspeed.runtime.config")
+attach = pytest.importorskip("deepspeed_ext.attach")  # The package has a function of that name.
+
+from deepspeed_ext.unsupported import REFUSALS, config_refusals  # noqa: E402
+from megatron_ft.config import Source  # noqa: E402
+from megatron_ft.config.json_section import Section  # noqa: E402
+from megatron_ft.core.errors import ConfigError  # noqa: E402
+
+pytestmark = pytest.mark.deepspeed
+
+PLAIN = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+}
+
+
+def zero(**section: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, **section}}
+
+
+NVME = {"device": "nvme", "nvme_path": "/nvme"}
+
+REFUSED = {
+    "zero_optimization.offload_optimizer.device": zero(offload_optimizer=NVME),
+    "zero_optimization.offload_param.device": zero(offload_param=NVME),
+    "zero_optimization.offload_optimizer.super_offload": zero(
+        offload_optimizer={"device": "cpu", "super_offload": True}
+    ),
+    "zero_optimization.offload_optimizer.ratio": zero(
+        offload_optimizer={"device": "cpu", "ratio": 0.5}
+    ),
+    "zero_optimization.zenflow": zero(zenflow={"overlap_step": True}),
+    "zero_optimization.zero_quantized_nontrainable_weights": zero(
+        zero_quantized_nontrainable_weights=True
+    ),
+    "compile.deepcompile": {"compile": {"deepcompile": True, "offload_opt_states": True}},
+    "hybrid_engine.enabled": {"hybrid_engine": {"enabled": True}},
+    "zero_optimization.zeropp_loco_param": zero(
+        zeropp_loco_param={"err_beta": 0.8, "reset_T": 1024}
+    ),
+    "zero_optimization.mics_shard_size": zero(mics_shard_size=2),
+    "amp.enabled": {"amp": {"enabled": True}},
+    "compression_training": {"compression_training": {"layer_reduction": {"enabled": True}}},
+    "quantize_training.enabled": {"quantize_training": {"enabled": True}},
+}
+
+REMOVED = {
+    "zero_optimization.zeropp_loco_param",
+    "zero_optimization.mics_shard_size",
+    "amp.enabled",
+    "compression_training",
+    "quantize_training.enabled",
+}
+"""DeepSpeed rejects these itself since 0.19; older releases leave it to us."""
+
+OLDER = Path(__file__).parents[3] / ".venv" / "deepspeed" / "0.18.9"
+
+_JUDGE = """
+import json, sys
+from deepspeed import __version__
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed_ext.unsupported import config_refusals
+with open(sys.argv[1]) as file:
+    configs = json.load(file)
+said = {key: config_refusals(DeepSpeedConfig(config)) for key, config in configs.items()}
+with open(sys.argv[1], "w") as file:
+    json.dump({"release": __version__, "said": said}, file)
+"""
+
+TAKEN = {
+    "plain": {},
+    "zero 2": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
+    "offload": zero(offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}),
+    "no offload": zero(offload_optimizer={"device": "none"}, offload_param={"device": "none"}),
+    "ratio without offload": zero(offload_optimizer={"device": "none", "ratio": 0.5}),
+    "zero++": zero(zero_hpz_partition_size=2, zero_quantized_weights=True),
+    "bf16 masters": {
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    },
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+    "universal": {"checkpoint": {"load_universal": True}},
+    "compile": {"compile": {"deepcompile": False}},
+    "hybrid engine off": {"hybrid_engine": {"enabled": False}},
+}
+
+
+def refusals_of(section: dict[str, Any]) -> list[str]:
+    """The lines that we answer to a configuration that DeepSpeed takes."""
+    return config_refusals(deepspeed_config.DeepSpeedConfig({**PLAIN, **section}))
+
+
+def keys_of(lines: list[str]) -> list[str]:
+    return [line.partition(":")[0] for line in lines]
+
+
+@pytest.mark.parametrize("key", [key for key in REFUSED if key not in REMOVED])
+def test_refused_by_us(key: str) -> None:
+    assert keys_of(refusals_of(REFUSED[key])) == [key]
+
+
+@pytest.mark.parametrize("key", sorted(REMOVED))
+def test_refused_by_deepspeed_before_us(key: str) -> None:
+    """Once it does not, the key belongs to the others."""
+    with pytest.raises(deepspeed_config.DeepSpeedConfigError):
+        refusals_of(REFUSED[key])
+
+
+def test_all_are_refused_by_us_where_an_older_deepspeed_takes_them(tmp_path: Path) -> None:
+    if not OLDER.is_dir():
+        pytest.skip(f"needs deepspeed {OLDER.name} in {OLDER}: run scripts/test.sh")
+    file = tmp_path / "configs.json"
+    file.write_text(json.dumps({key: {**PLAIN, **REFUSED[key]} for key in REFUSED}))
+    paths = os.pathsep.join(map(str, (OLDER, OLDER.parents[2])))
+    done = subprocess.run(
+        [sys.executable, "-c", _JUDGE, str(file)],
+        env={**os.environ, "PYTHONPATH": paths, "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    answer = json.loads(file.read_text())
+    assert answer["release"] == OLDER.name
+    assert {key: keys_of(lines) for key, lines in answer["said"].items()} == {
+        key: [key] for key in REFUSED
+    }
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Muon", "muon"])
+def test_optimizers_refused(name: str) -> None:
+    lines = refusals_of({"optimizer": {"type": name, "params": {}}})
+    assert keys_of(lines) == ["optimizer.type"]
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_taken(name: str) -> None:
+    assert refusals_of(TAKEN[name]) == []
+
+
+def test_one_plain_line_each() -> None:
+    for refusal in REFUSALS:
+        line = refusal.line()
+        assert line.startswith(f"{refusal.key}: ")
+        assert "\n" not in line
+        assert len(line) < 200
+        assert "; " in line
+
+
+def test_all_reasons_at_once() -> None:
+    both = zero(offload_optimizer=NVME, offload_param=NVME)
+    lines = refusals_of({**both, "hybrid_engine": {"enabled": True}})
+    assert len(lines) == 3
+
+
+def test_going_on_with_fewer_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attach, "refusals", lambda engine: [])
+    folders = {"drain_dir": "/drains", "drain_interval": 1, "drain_export_dir": "/exports"}
+    stops = Section(True, Source({**folders, "on_no_spare": "stop"}, str), {})
+    assert attach._checked(object(), stops).on_no_spare == "stop"
+    shrinks = Section(True, Source({**folders, "on_no_spare": "shrink"}, str), {})
+    with pytest.raises(ConfigError, match="only after ds_to_universal"):
+        attach._checked(object(), shrinks)

@@ -1,0 +1,375 @@
+"""What the batch scripts do after each exit code, and on signals: requeue, go on, or end.
+
+Slurm's commands only write down here that they were called; the real ones: test_slurm_ends.py.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import ROOT
+
+SUPERVISE = ROOT / "scripts" / "slurm" / "supervise.sh"
+CALLED = """\
+#!/bin/bash
+echo "${0##*/} $*" >>"$CALLS"
+case "${0##*/} $*" in
+    "squeue --steps "*) [ -z "$STEPS" ] || echo "$STEPS" ;;
+    "sleep infinity") ;;
+    "sleep "*) exec /bin/sleep 0.1 ;;
+    *deputy.sh*) echo watching ;;
+    *--format=%T) echo "$STATE" ;;
+    *--format=%L) echo "$LEFT" ;;
+    "squeue "* | *hostnames*) printf '%s\\n' $NODES ;;
+    *requeue*) exit "$REQUEUE" ;;
+esac
+"""
+RUN = """\
+#!/bin/bash
+trap 'echo told >>"$CALLS"; told=1' TERM
+echo "begun $*" >>"$CALLS"
+[ -n "$SIGNALS" ] || exit "$CODE"
+while [ "$(grep -c ^sent "$CALLS")" -lt "$SIGNALS" ]; do /bin/sleep 0.05; done
+exit "$CODE"
+"""
+
+
+FREED = "--output=none bash -c for folder in"
+
+
+class Batch:
+    """The batch script's part in a folder of commands that only write down their calls."""
+
+    def __init__(self, folder: Path, code: int, **variables: str) -> None:
+        self.calls = folder / "calls"
+        self.calls.touch()
+        for name in ("squeue", "scontrol", "scancel", "srun", "sleep"):
+            self._write(folder / name, CALLED)
+        self._write(folder / "megatron-ft", RUN)
+        self.environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("SLURM")},
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "CALLS": str(self.calls),
+            "CODE": str(code),
+            "SIGNALS": "",
+            "REQUEUE": "1",
+            "STATE": "RUNNING",
+            "NODES": "n0",
+            "STEPS": "",
+            "LEFT": "1-02:00:00",
+            "SLURM_JOB_ID": "9",
+            "SLURM_JOB_NAME": "job",
+            "SLURM_JOB_NODELIST": "n0",
+            "SLURMD_NODENAME": "n0",
+            "STATE_DIR": str(folder / "state"),
+            **variables,
+        }
+
+    @staticmethod
+    def _write(path: Path, text: str) -> None:
+        path.write_text(text)
+        path.chmod(0o700)
+
+    def start(self, before: str = "") -> subprocess.Popen[str]:
+        command = ["bash", "-c", f"source {SUPERVISE}; {before} supervise true"]
+        return subprocess.Popen(command, env=self.environment, stdout=subprocess.PIPE, text=True)
+
+    def did(self, words: str) -> bool:
+        return words in self.calls.read_text()
+
+
+@pytest.mark.parametrize("name", ["AFTER_TERM", "ON_NO_SPARE", "MAX_REQUEUES"])
+def test_a_policy_that_does_not_exist_is_refused(tmp_path: Path, name: str) -> None:
+    batch = Batch(tmp_path, 0, **{name: "grow"})
+    assert batch.start().wait(60) == 2
+    assert not batch.did("begun")
+
+
+def test_an_environment_without_the_program_is_refused(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, 0, VENV="/nowhere")
+    (tmp_path / "megatron-ft").unlink()
+    batch.environment["PATH"] = f"{tmp_path}:/usr/bin:/bin"
+    process = subprocess.run(
+        ["bash", "-c", f"source {SUPERVISE}; supervise true"],
+        env=batch.environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert process.returncode == 2 and not batch.calls.read_text()
+    assert "no command megatron-ft in '/nowhere/bin'" in process.stderr, process.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("MEGATRON_FT_HOME", "export MEGATRON_FT_HOME"), ("TRAIN", "flags.txt")],
+)
+def test_a_script_without_its_files_trains_nothing(tmp_path: Path, name: str, said: str) -> None:
+    given = {"MEGATRON_FT_HOME": str(ROOT), "TRAIN": "true", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    batch = Batch(tmp_path, 0, **{key: value for key, value in given.items() if key != name})
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "slurm" / "pretrain_gpt_inmem.sbatch")],
+        env=batch.environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and said in done.stderr, done
+    assert not batch.did("begun")
+
+
+def test_nothing_follows_a_requeue(tmp_path: Path) -> None:
+    """Slurm may end what the script waits for before it ends the script."""
+    batch = Batch(tmp_path, 13, REQUEUE="0")
+    batch.start().wait(60)
+    # Deputies that the script has begun beside itself may still look for their nodes.
+    looks = ("scontrol show hostnames", "squeue")
+    calls = [c for c in batch.calls.read_text().splitlines() if not c.startswith(looks)]
+    assert calls[-2:] == ["scontrol requeue 9", "sleep infinity"], calls
+
+
+@pytest.mark.parametrize("name", ["TERM", "USR1"])
+def test_a_script_that_slurm_ends_for_its_requeue_ends_at_once(tmp_path: Path, name: str) -> None:
+    """Not after KillWait: the nodes are waited for.  Slurm does not wait for its command's end."""
+    batch = Batch(tmp_path, 13, REQUEUE="0")
+    batch._write(tmp_path / "scontrol", CALLED.replace("exit", f"kill -{name} $PPID; exit"))
+    assert batch.start().wait(60) == -signal.Signals[f"SIG{name}"]
+    assert batch.did("scontrol requeue 9") and not batch.did("sleep infinity")
+
+
+def test_a_job_that_was_cancelled_is_not_revived(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, 13, STATE="COMPLETING")
+    assert batch.start().wait(60) == 13
+    assert not batch.did("scontrol requeue")
+
+
+def test_deputies_are_on_two_other_nodes_whatever_their_names_begin_with(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, 0, NODES="n1 n10 n11 n12", SLURMD_NODENAME="n1", SIGNALS="1")
+    script = batch.start()
+    wait_for(batch, "--nodelist=n11 ", script)
+    with batch.calls.open("a") as calls:
+        calls.write("sent\n")
+    # They are started beside the script, and have its output open as long as they run.
+    script.communicate(timeout=60)
+    assert script.returncode == 0
+    deputies = [line for line in batch.calls.read_text().splitlines() if "deputy.sh" in line]
+    assert {line.partition("--nodelist=")[2].split()[0] for line in deputies} == {"n10", "n11"}
+    assert all(f"deputy.sh n1 {tmp_path}/state" in line for line in deputies)
+
+
+@pytest.mark.parametrize(
+    ("running", "nodes", "started"),
+    [
+        ("n10 n11", "n1 n10 n11 n12", set()),
+        ("n10 n11", "n1 n11 n12", {"n12"}),
+        ("n10 n11", "n1 n12 n13 n14", {"n12", "n13"}),
+        ("n10", "n1 n10", set()),
+    ],
+    ids=["both", "one lost", "both lost", "no other node"],
+)
+def test_a_lost_deputy_gets_a_successor(
+    tmp_path: Path, running: str, nodes: str, started: set[str]
+) -> None:
+    """A step on a node that is in the job no more counts as lost."""
+    steps = "\n".join(f"{node} megatron-ft-deputy" for node in running.split())
+    batch = Batch(tmp_path, 0, NODES=nodes, STEPS=steps, SLURMD_NODENAME="n1", SIGNALS="1")
+    script = batch.start()
+    for node in sorted(started):
+        wait_for(batch, f"--nodelist={node} ", script)
+    wait_for(batch, "sleep 10", script)
+    with batch.calls.open("a") as calls:
+        calls.write("sent\n")
+    script.communicate(timeout=60)
+    deputies = [line for line in batch.calls.read_text().splitlines() if "deputy.sh" in line]
+    assert {line.partition("--nodelist=")[2].split()[0] for line in deputies} == started
+
+
+def test_flags_for_srun_stay_one_word(tmp_path: Path) -> None:
+    """As a container's image and mounts, of which a shell would make flags of ours."""
+    flags = "--container-image=x.sqsh --container-mounts=/dev/shm:/dev/shm"
+    batch = Batch(tmp_path, 0, SRUN_FLAGS=flags, RUN_FLAGS="--lease-seconds 4")
+    batch._write(tmp_path / "megatron-ft", '#!/bin/sh\nprintf "<%s>" "$@" >>"$CALLS"\n')
+    assert batch.start().wait(60) == 0
+    assert batch.did(f"<--srun-flags={flags}><--lease-seconds><4><--><true>")
+    without = Batch(tmp_path, 0)
+    without.calls.write_text("")
+    assert without.start().wait(60) == 0 and not without.did("--srun-flags")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, "240"),
+        ({"DRAIN_STOP_SECONDS": "900"}, "900"),
+        ({"MEGATRON_FT_DRAIN_STOP_SECONDS": "800"}, "800"),
+    ],
+)
+def test_a_last_drain_may_take_what_the_warning_leaves(
+    tmp_path: Path, given: dict[str, str], told: str
+) -> None:
+    """Not the 25 seconds of a launcher that kills after 30."""
+    batch = Batch(tmp_path, 0, **given)
+    show = '#!/bin/sh\necho "may drain for $MEGATRON_FT_DRAIN_STOP_SECONDS s" >>"$CALLS"\n'
+    batch._write(tmp_path / "megatron-ft", show)
+    assert batch.start().wait(60) == 0
+    assert batch.did(f"may drain for {told} s")
+
+
+ARRAY = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+
+
+@pytest.mark.parametrize(
+    ("code", "settings", "requeued"),
+    [
+        (0, {}, False),
+        (10, {}, False),
+        (11, {}, True),
+        (11, {"ON_NO_SPARE": "hold"}, True),
+        (11, {"ON_NO_SPARE": "shrink"}, True),
+        (11, {"ON_NO_SPARE": "stop"}, False),
+        (12, {}, False),
+        (13, {}, True),
+        (13, {"AFTER_TERM": "stop"}, False),
+        (13, {"MAX_REQUEUES": "3", "SLURM_RESTART_COUNT": "3"}, False),
+        (14, {}, True),
+    ],
+)
+def test_what_follows_from_an_exit_code(
+    tmp_path: Path, code: int, settings: dict[str, str], requeued: bool
+) -> None:
+    batch = Batch(tmp_path, code, **settings)
+    assert batch.start().wait(60) == code
+    assert batch.did("scontrol requeue 9") == requeued
+    assert batch.did(FREED) == (code != 0), "memory of a job that ends is freed"
+    policy = settings.get("ON_NO_SPARE", "")
+    assert batch.did(f"--on-no-spare {policy if policy in ('hold', 'shrink') else 'stop'} ")
+    assert batch.did("scancel --me --name=megatron-ft-host-of-9")
+    assert not batch.did("--state=PENDING")
+
+
+@pytest.mark.parametrize(
+    ("code", "settings", "goes_on"),
+    [(0, {}, False), (10, {}, False), (13, {}, True), (14, {}, True), (11, {}, True)]
+    + [(13, {"AFTER_TERM": "stop"}, False)],
+)
+def test_what_follows_from_a_task_of_an_array(
+    tmp_path: Path, code: int, settings: dict[str, str], goes_on: bool
+) -> None:
+    batch = Batch(tmp_path, code, **ARRAY, **settings)
+    assert batch.start().wait(60) == code
+    assert batch.did("scancel --state=PENDING 7") != goes_on
+    assert batch.did("--job job-7 ")
+    assert batch.did("squeue --noheader --jobs 7_2 ") or code in (0, 14)
+    assert not batch.did("squeue --noheader --jobs 9 "), "it may stand for all tasks"
+    assert batch.did(FREED) == (code not in (0, 14)), "what is not on disk stays"
+    assert not batch.did("requeue")
+
+
+@pytest.mark.parametrize("array", [{}, ARRAY])
+def test_a_second_script_of_one_job_leaves_all_to_the_first(
+    tmp_path: Path, array: dict[str, str]
+) -> None:
+    """As when a job was submitted twice, and shares nodes with itself."""
+    batch = Batch(tmp_path, 2, JOB="twice", **array)
+    lock = tmp_path / "state" / "twice" / "lock"
+    lock.parent.mkdir(parents=True)
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert batch.start().wait(60) == 2
+    assert batch.did("begun") and not batch.did("srun") and not batch.did("scancel")
+    assert batch.start().wait(60) == 2
+    assert batch.did(FREED), "nobody holds it any more"
+
+
+def test_only_what_this_slurm_job_has_made_is_freed(tmp_path: Path) -> None:
+    job = tmp_path / "arenas" / "a job"
+    for node, number in (("n0", "9"), ("n1", "8"), (".worlds", "9")):
+        (job / node).mkdir(parents=True)
+        (job / node / "slurm-job").write_text(number)
+    free = f'source {SUPERVISE}; bash -c "$FREE" "$ARENA_DIR/$JOB" "$SLURM_JOB_ID"'
+    batch = Batch(tmp_path, 0, ARENA_DIR=str(job.parent), JOB=job.name)
+    subprocess.run(["bash", "-c", free], env=batch.environment, check=True, timeout=60)
+    assert [node.name for node in job.iterdir()] == ["n1"]
+    batch.environment["SLURM_JOB_ID"] = "8"
+    subprocess.run(["bash", "-c", free], env=batch.environment, check=True, timeout=60)
+    assert not job.exists() and job.parent.exists()
+
+
+@pytest.mark.parametrize("code", [1, 129, 134, 135, 137, 139])
+def test_a_supervisor_that_crashed_is_started_again(tmp_path: Path, code: int) -> None:
+    """By an error of its own or whatever signal, its nodes' memory is as it was."""
+    batch = Batch(tmp_path, code)
+    assert batch.start().wait(60) == code
+    assert batch.calls.read_text().count("begun") == 3
+
+
+@pytest.mark.parametrize("code", [0, 2, 10, 12, 13, 130])
+def test_a_supervisor_that_ended_is_not_started_again(tmp_path: Path, code: int) -> None:
+    batch = Batch(tmp_path, code)
+    assert batch.start().wait(60) == code
+    assert batch.calls.read_text().count("begun") == 1
+
+
+def test_a_supervisor_told_to_stop_while_it_starts_is_one_that_did_not_drain(
+    tmp_path: Path,
+) -> None:
+    batch = Batch(tmp_path, 143)
+    assert batch.start().wait(60) == 14
+    assert batch.calls.read_text().count("begun") == 1 and batch.did("scontrol requeue 9")
+
+
+def test_a_script_told_to_stop_before_its_supervisor_starts_none(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, 0)
+    assert batch.start("kill -TERM $$;").wait(60) == 14
+    assert not batch.did("begun") and batch.did("scontrol requeue 9")
+
+
+@pytest.mark.parametrize(
+    ("left", "requeued"), [("4:59", False), ("0:30", False), ("1:00:00", True), ("", True)]
+)
+def test_a_time_limit_within_its_own_warning_requeues_nothing(
+    tmp_path: Path, left: str, requeued: bool
+) -> None:
+    """Slurm gives that warning at once: a hundred incarnations would train nothing."""
+    batch = Batch(tmp_path, 0, LEFT=left)
+    assert batch.start("kill -TERM $$;").wait(60) == 14
+    assert batch.did("scontrol requeue 9") == requeued
+    drained = Batch(tmp_path, 13, LEFT=left)
+    drained.calls.write_text("")
+    assert drained.start().wait(60) == 13
+    assert drained.did("scontrol requeue 9"), "it trained"
+
+
+@pytest.mark.parametrize(("name", "requeued"), [("TERM", True), ("USR1", False)])
+def test_signals_reach_the_supervisor_once(tmp_path: Path, name: str, requeued: bool) -> None:
+    batch = Batch(tmp_path, 13, SIGNALS="3")
+    process = batch.start()
+    wait_for(batch, "begun", process)
+    for _ in range(3):
+        process.send_signal(signal.Signals[f"SIG{name}"])
+        wait_for(batch, "told", process)
+        with batch.calls.open("a") as calls:
+            calls.write("sent\n")
+    assert process.wait(60) == 13
+    assert batch.calls.read_text().count("told") == 1
+    assert batch.did("scontrol requeue") == requeued
+
+
+def wait_for(batch: Batch, words: str, process: subprocess.Popen[str]) -> None:
+    for _ in range(600):
+        if batch.did(words):
+            return
+        assert process.poll() is None, f"it ended before {words!r}"
+        # Nobody tells of lines in a file.
+        try:
+            process.wait(0.1)
+        except subprocess.TimeoutExpired:
+            continue
+    raise AssertionError(f"no {words!r} within 60 s")

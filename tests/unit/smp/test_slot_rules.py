@@ -1,0 +1,106 @@
+"""The rules that keep a snapshot alive, asked directly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ft.arena.format import SlotHeader, SlotState
+from megatron_ft.core.identity import SnapshotId
+from megatron_ft.smp.slot_rules import (
+    ENCODERS_BACK_SECONDS,
+    MOST_SKIPPED,
+    capturing,
+    ending,
+    may_reuse,
+    oldest_reusable,
+    protected_gives_way,
+    still_written,
+)
+from tests.support.slot_samples import (
+    CAPTURING,
+    COMMITTED,
+    ENCODING,
+    FREE,
+    REBUILDING,
+    header,
+    headers,
+)
+
+SLOTS = st.lists(headers, min_size=1, max_size=4, unique_by=lambda h: h.snapshot or id(h))
+MANY = settings(max_examples=500, derandomize=True, deadline=None)
+
+
+def newest(slots: list[SlotHeader]) -> SnapshotId | None:
+    return max((s.snapshot for s in slots if s.snapshot is not None), default=None)
+
+
+@given(SLOTS)
+@MANY
+def test_all_may_be_reused_but_what_is_in_doubt_and_the_one_to_fall_back_to(
+    slots: list[SlotHeader],
+) -> None:
+    """That is the newest for a trainer's crash, and the newest protected one for a node's loss."""
+    committed = [s for s in slots if s.state == COMMITTED]
+    last = newest(committed)
+    protected = newest([s for s in committed if not s.local_only])
+    for index, slot in enumerate(slots):
+        older = slot.state == COMMITTED and slot.snapshot != last
+        given_up = slot.state == FREE or (older and slot.snapshot != protected)
+        assert may_reuse(slots, index) == given_up
+        given_up = slot.state == FREE or older
+        assert may_reuse(slots, index, give_up_protected=True) == given_up
+
+
+def test_the_protected_one_gives_way_only_when_encoders_are_not_expected_back() -> None:
+    known = {"on_disk": False, "protectable": True}
+    for skipped, seconds in product((0, MOST_SKIPPED - 1), (0.0, 1e6)):
+        assert not protected_gives_way(skipped=skipped, seconds_away=seconds, **known)
+    assert not protected_gives_way(skipped=100, seconds_away=ENCODERS_BACK_SECONDS - 1, **known)
+    assert protected_gives_way(skipped=MOST_SKIPPED, seconds_away=ENCODERS_BACK_SECONDS, **known)
+    for on_disk, protectable in ((True, True), (False, False)):
+        assert protected_gives_way(
+            skipped=0, seconds_away=0.0, on_disk=on_disk, protectable=protectable
+        )
+
+
+@given(SLOTS, st.sets(st.integers(0, 3)))
+@MANY
+def test_a_free_slot_is_taken_first_then_the_oldest_that_nobody_reads(
+    slots: list[SlotHeader], read: set[int]
+) -> None:
+    spared = {slots[i].snapshot for i in read if i < len(slots)} - {None}
+    index = oldest_reusable(slots, spared)  # type: ignore[arg-type]
+    usable = [s for i, s in enumerate(slots) if may_reuse(slots, i) and s.snapshot not in spared]
+    if index is None:
+        assert not usable
+    elif any(s.state == FREE for s in slots):
+        assert slots[index].state == FREE
+    else:
+        assert slots[index].snapshot == min(s.snapshot for s in usable)  # type: ignore[type-var]
+
+
+@given(SLOTS)
+@MANY
+def test_a_trainer_captures_while_any_slot_says_so_even_one_that_is_ending(
+    slots: list[SlotHeader],
+) -> None:
+    aborted = [replace(s, iteration=-1) for s in slots]
+    assert capturing(slots) == capturing(aborted) == (CAPTURING in [s.state for s in slots])
+
+
+def test_a_slot_that_lost_its_iteration_is_ending() -> None:
+    for state in SlotState:
+        assert not ending(header(state))
+        assert ending(header(state, ending=True)) == (state != FREE)
+
+
+def test_who_writes_where() -> None:
+    """The trainer captures; the encoder writes parity, and what it rebuilds."""
+    for state, trainer, encoder in product(SlotState, (False, True), (False, True)):
+        written = trainer and state == CAPTURING
+        written = written or (encoder and state in (ENCODING, REBUILDING))
+        assert still_written(state, trainer, encoder) == written

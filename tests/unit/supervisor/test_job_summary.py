@@ -1,0 +1,272 @@
+"""A heartbeat brings a node what it does not know of the job yet, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ft.checkpoint.decide import StripeState
+from megatron_ft.cli import status
+from megatron_ft.core.identity import SnapshotId
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.job_summary import digests, merged
+from megatron_ft.rpc.local_query import ask
+from megatron_ft.rpc.security import JobKeys
+from megatron_ft.smp.slot_rules import MOST_SKIPPED
+from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.cycle import Action, Ended, Phase, Send, SnapshotCycle
+from megatron_ft.supervisor.events import Observers
+from megatron_ft.supervisor.link import SmpLink
+from megatron_ft.supervisor.membership import admit
+from megatron_ft.supervisor.orders import Timing, stripe_orders
+from megatron_ft.supervisor.schedule import Schedule
+from megatron_ft.supervisor.summary import SummaryParts, fallbacks
+from megatron_ft.trainer.binding import layout_changed
+from tests.support.smp_node import SECRET, SmpNode, run
+
+
+class Leases(SmpLink):
+    """A link that keeps the heartbeats that it has sent."""
+
+    seen: list[m.Lease] = []  # noqa: RUF012
+
+    async def ask(self, request: m.Message, timeout: float) -> Any:
+        if isinstance(request, m.Lease):
+            self.seen.append(request)
+        return await super().ask(request, timeout)
+
+
+def coordinator(heartbeat: float = 0.5) -> Coordinator:
+    made = Coordinator(
+        JobKeys.derive(SECRET), Observers(), lambda world: None, Timing(heartbeat=heartbeat)
+    )
+    made.link_type = Leases
+    return made
+
+
+def summary(of: Coordinator) -> dict[str, Any]:
+    """All parts as one."""
+    return {name: value for part in of.view().values() for name, value in part.items()}
+
+
+def test_what_a_node_knows_is_not_sent_again() -> None:
+    of = coordinator()
+    of.links = dict.fromkeys((f"node{i:04d}" for i in range(2048)), None)  # type: ignore[arg-type]
+    parts = SummaryParts(of.view, 0.0)
+    held = parts.unknown_to({})
+    assert json.loads(merged(held)) == summary(of)
+    assert parts.unknown_to(digests(held)) == {}
+    of.progress["dp0"] = 7
+    news = parts.unknown_to(digests(held))
+    assert news == {"progress": b'{"iteration": 7}'}
+    assert len(m.encode(m.Lease(1, 10.0, 1.0, news))) < 150
+    of.links.pop("node0007")
+    assert list(parts.unknown_to(digests(held | news))) == ["nodes"]
+
+
+def test_it_is_made_once_for_all_nodes_of_a_round() -> None:
+    of = coordinator()
+    parts = SummaryParts(of.view, 3600.0)
+    held = digests(parts.unknown_to({}))
+    of.progress["dp0"] = 7
+    assert parts.unknown_to(held) == {}
+
+
+PLACES = {"dp0": "n0", "dp1": "n1"}
+OLD, NEW = SnapshotId(1, 1), SnapshotId(1, 2)
+STRIPES = stripe_orders(
+    [StripeState("replica", 1, 1, 128, tuple(PLACES), 64, 1)], PLACES, sorted(PLACES.values())
+)
+
+
+def training(of: Coordinator, **held: tuple[m.HeldSnapshot, ...]) -> Coordinator:
+    """In the middle of training, with what each node has said to hold."""
+    of.cycle = SnapshotCycle(1, PLACES, STRIPES, Schedule(10))
+    of.held = dict(held)
+    of.note_commit(OLD, 10, "protected")
+    of.note_commit(NEW, 20, "local")
+    return of
+
+
+def headline(of: Coordinator) -> str:
+    job = {"summary": summary(of), "nodes": {}, "supervised": True}
+    return status.render("job", job).splitlines()[0]
+
+
+def test_the_headline_says_what_each_failure_falls_back_to_now() -> None:
+    old, new = m.HeldSnapshot(OLD, 10, True), m.HeldSnapshot(NEW, 20, False)
+    of = training(coordinator(), n0=(new, old), n1=(new, old))
+    assert "iteration 20 survives a crash, iteration 10 a node loss" in headline(of)
+    of.repairs.lost.add(("dp0", OLD))
+    assert "20 survives a crash, nothing in memory survives a node loss (1 sh" in headline(of)
+    of.held["n0"] = (new,)
+    of.repairs.lost.clear()
+    assert "20 survives a crash, nothing in memory survives a node loss" in headline(of)
+    of.repairs.lost.add(("dp1", NEW))
+    assert "nothing in memory survives a crash" in headline(of)
+
+
+def test_parity_makes_up_for_a_damaged_shard_or_for_a_lost_node() -> None:
+    new = m.HeldSnapshot(NEW, 20, True)
+    held = {"n0": (new,), "n1": (new,)}
+    assert fallbacks(held, PLACES, STRIPES, ()) == (new, new)
+    assert fallbacks(held, PLACES, STRIPES, {("dp0", NEW)}) == (new, None)
+    assert fallbacks(held, PLACES, (), ()) == (new, None)
+    both = {("dp0", NEW), ("dp1", NEW)}
+    assert fallbacks(held, PLACES, STRIPES, both) == (None, None)
+    assert fallbacks({"n0": (new,)}, PLACES, STRIPES, ()) == (None, None)
+
+
+def test_a_pause_that_comes_with_a_heartbeat_stops_the_permit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def story() -> Phase:
+        of = coordinator()
+        cycle = SnapshotCycle(1, PLACES, STRIPES, Schedule(10))
+        looked = asyncio.Event()
+
+        async def refresh() -> None:
+            of.links = dict.fromkeys(PLACES.values())  # type: ignore[assignment]
+            of._paused_on = {"n0"}
+            looked.set()
+
+        monkeypatch.setattr(of, "refresh", refresh)
+        of.start_snapshots(cycle)
+        await asyncio.wait_for(looked.wait(), 30)
+        phase = cycle.phase
+        of.links.clear()
+        await of.close()
+        return phase
+
+    assert run(story()) == Phase.IDLE
+
+
+def full(of: Coordinator, *, skipped: int, away: float) -> list[Action]:
+    """What is permitted beside a protected snapshot and a newer local one, without encoders."""
+    of._crowded_on = {"n0"}
+    of.links = dict.fromkeys(PLACES.values())  # type: ignore[assignment]
+    of._world_seen = time.monotonic() - away
+    assert of.cycle is not None
+    of.progress = dict.fromkeys(PLACES, 20)
+    assert of._next(of.cycle) == []
+    of.progress = dict.fromkeys(PLACES, 20 + 10 * skipped)
+    assert of._next(of.cycle) == [] or skipped >= MOST_SKIPPED
+    return of._next(of.cycle) if of.cycle.phase == Phase.IDLE else [Send("", m.Ok())]
+
+
+def test_captures_are_skipped_and_counted_until_the_protected_one_gives_way() -> None:
+    old, new = m.HeldSnapshot(OLD, 10, True), m.HeldSnapshot(NEW, 20, False)
+    held = {"n0": (new, old), "n1": (new, old)}
+    soon = training(coordinator(), **held)
+    assert full(soon, skipped=MOST_SKIPPED, away=1.0) == []
+    assert f"want of encoders, {MOST_SKIPPED} skipped so far" in headline(soon)
+    assert full(training(coordinator(), **held), skipped=1, away=1e6) == []
+    late = training(coordinator(), **held)
+    assert full(late, skipped=MOST_SKIPPED, away=1e6)
+    assert late.skips.total == MOST_SKIPPED
+
+
+def test_nothing_is_given_up_while_a_refused_permit_is_waited_for() -> None:
+    """A node cannot take snapshots for now: there is no capture that needs the room."""
+    old, new = m.HeldSnapshot(OLD, 10, True), m.HeldSnapshot(NEW, 20, False)
+    of = training(coordinator(), n0=(new, old), n1=(new, old))
+    told: list[str] = []
+    of.observers.add(lambda event: told.append(event.kind))
+    assert of.cycle is not None
+    of.cycle.schedule.permitted(1_000_000)
+    of.cycle.schedule.refused()
+    assert full(of, skipped=MOST_SKIPPED, away=1e6) == []
+    assert "given_up" not in told
+
+
+def test_the_coordinator_looks_how_long_a_capture_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, timing = JobKeys.derive(SECRET), Timing(encode_timeout=0.01)
+    of = training(Coordinator(keys, Observers(), lambda world: None, timing))
+    cycle = of.cycle
+    assert cycle is not None and cycle.propose(20, "")
+    of.progress = dict.fromkeys(PLACES, 1000)
+
+    async def story() -> None:
+        aborted = asyncio.Event()
+
+        def perform(cycle: SnapshotCycle, actions: list[Action]) -> None:
+            if any(isinstance(a, Send) and isinstance(a.message, m.Abort) for a in actions):
+                aborted.set()
+
+        monkeypatch.setattr(of, "_perform", perform)
+        pump = asyncio.create_task(of._pump(cycle))
+        try:
+            await asyncio.wait_for(aborted.wait(), 20)
+        finally:
+            pump.cancel()
+
+    run(story())
+
+
+def test_a_local_snapshot_whose_parity_finds_wrong_bytes_counts_as_damaged() -> None:
+    """Without that word the headline would promise what no rank could load."""
+    new = m.HeldSnapshot(NEW, 20, False)
+    of = training(coordinator(), n0=(new,), n1=(new,))
+    assert "iteration 20 survives a crash" in headline(of)
+    of._ended(Ended(NEW, 20, "local", "wrong bytes", again=True, corrupt=frozenset({"dp0"})))
+    assert "nothing in memory survives a crash" in headline(of)
+    assert of.cycle is not None
+    of.world, of.links = "w1", dict.fromkeys(PLACES.values())  # type: ignore[assignment]
+    of._world_up.set()
+    grants = [a.message for a in of._next(of.cycle) if isinstance(a, Send)]
+    assert grants and all(isinstance(g, m.Grant) for g in grants), "no parity of wrong bytes"
+
+
+async def until_quiet(of: Coordinator) -> None:
+    """Until a heartbeat has nothing to tell."""
+    await of.refresh()
+    while Leases.seen[-1].summary:
+        await of.refresh()
+
+
+def test_an_smp_tells_what_it_has_and_shows_it(tmp_path: Path) -> None:
+    node = SmpNode(tmp_path)
+
+    async def story() -> None:
+        node.start()
+        endpoint = await node.endpoint()
+        of = coordinator(heartbeat=0.02)
+        of.connect("node0", endpoint)
+        await admit(of, 1, ["node0"])
+        await until_quiet(of)
+        assert any(lease.summary for lease in Leases.seen)
+        status = await asyncio.to_thread(ask, node.environment.socket, m.StatusRequest())
+        assert json.loads(status.summary) == summary(of)
+        of.connect("node0", endpoint)  # as after the SMP was replaced: nothing is known of it
+        first = len(Leases.seen)
+        await until_quiet(of)
+        assert Leases.seen[first].summary
+        await of.close()
+
+    try:
+        run(story())
+    finally:
+        node.kill()
+
+
+def test_status_shows_why_no_snapshot_succeeds_until_one_does() -> None:
+    """As where a layout has changed in mid-run: each one is given up for the same reason."""
+    of, cause = coordinator(), layout_changed("moment is new")
+
+    def shown() -> str:
+        job = {"summary": summary(of), "nodes": {}, "supervised": True}
+        return status.render("job", job)
+
+    for sequence in (1, 2, 3):
+        assert ("given up" in shown()) == (sequence > 2)
+        of._ended(Ended(SnapshotId(1, sequence), sequence, "aborted", f"dp0: {cause}"))
+    assert f"the last 3 snapshots were given up: dp0: {cause}" in shown()
+    of._ended(Ended(SnapshotId(1, 4), 4, "aborted", "training ends", last=True))
+    assert "the last 3 snapshots were given up" in shown(), "that has a cause of its own"
+    of._ended(Ended(SnapshotId(1, 5), 5, "local"))
+    assert "given up" not in shown()

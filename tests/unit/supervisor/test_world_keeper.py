@@ -1,0 +1,213 @@
+"""How long snapshots go without parity when encoder worlds end again and again, and why."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ft.config import SnapshotConfig
+from megatron_ft.launchers.virtual import VirtualCluster
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.security import JobKeys
+from megatron_ft.supervisor import world_keeper
+from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.events import JobEvent, Observers
+from megatron_ft.supervisor.orders import Timing
+from megatron_ft.supervisor.processes import EncoderWorld, why_ended
+from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.world_keeper import (
+    FIRST_DELAY_SECONDS,
+    LONGEST_DELAY_SECONDS,
+    WorldKeeper,
+)
+from tests.support.tmpfs import mount_tmpfs
+
+BUS_ERROR = """[vm:15153] *** Process received signal ***
+[vm:15153] Signal: Bus error (7)
+[vm:15153] *** End of error message ***
+"""
+KILLED = """--------------------------------------------------------------------------
+prterun noticed that process rank 1 with PID 15182 on node vm exited on
+signal 9 (Killed).
+"""
+REFUSED = """Traceback (most recent call last):
+  File "x.py", line 1, in serve
+megatron_ft.core.errors.ControlPlaneError: process 7 is gone
+prterun has exited due to process rank 1 with PID 0 on node vm calling "abort".
+"""
+
+
+class Worlds:
+    """Worlds that live for so many seconds each, and a clock that nobody waits for."""
+
+    def __init__(self, incarnations: Sequence[float]) -> None:
+        self.now, self.waited = 0.0, list[float]()
+        self._incarnations = list(incarnations)
+        self.over = asyncio.Event()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.waited.append(seconds)
+        self.now += seconds
+
+    def start(self, nodes: Sequence[str], incarnation: int) -> str:
+        return "world"
+
+    async def ended(self) -> int:
+        if not self._incarnations:
+            self.over.set()
+            await asyncio.Future()
+        self.now += self._incarnations.pop(0)
+        return 1
+
+    def why_ended(self, status: int) -> str:
+        return f"exit status {status}"
+
+    def kill(self) -> None:
+        pass
+
+
+def delays(incarnations: Sequence[float], monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    async def story() -> list[float]:
+        worlds: Any = Worlds(incarnations)
+        monkeypatch.setattr(world_keeper.time, "monotonic", worlds.monotonic)
+        monkeypatch.setattr(world_keeper.asyncio, "sleep", worlds.sleep)
+        keeper = WorldKeeper(worlds)
+        keeper.serve(
+            Coordinator(JobKeys.derive(bytes(32)), Observers(), keeper.end_world, Timing())
+        )
+        keeper.start(["n0"])
+        await worlds.over.wait()
+        keeper.stop()
+        monkeypatch.undo()
+        return list(worlds.waited)
+
+    return asyncio.run(asyncio.wait_for(story(), 60))
+
+
+def test_worlds_that_break_at_once_are_started_more_and_more_slowly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = delays([0.1] * 9, monkeypatch)
+    assert found == [min(FIRST_DELAY_SECONDS * 2**n, LONGEST_DELAY_SECONDS) for n in range(9)]
+
+
+def test_a_world_that_has_worked_is_replaced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One a day breaks: the eighth is no reason for half a minute without parity."""
+    assert delays([86400.0] * 9, monkeypatch) == [FIRST_DELAY_SECONDS] * 9
+
+
+def test_a_cause_is_told_once_until_a_world_is_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    full = "[Errno 28] No space left on device: 'writers.json'"
+
+    def step(keeper: WorldKeeper, world: int) -> None:
+        """The first five are refused, the sixth joins, and all end."""
+        event = m.EncoderRefused("world", f"{full} {world}")
+        if world < 5:
+            keeper._coordinator._on_event(m.Event("n0", 0, event))
+        elif world == 5:
+            keeper._coordinator._on_event(m.Event("n0", 0, m.EncoderHello(1, "world", 0, 1, 0)))
+
+    async def story() -> None:
+        worlds: Any = Worlds([0.1] * 8)
+        monkeypatch.setattr(world_keeper.asyncio, "sleep", worlds.sleep)
+        keeper, observers, count = WorldKeeper(worlds), Observers(), 0
+        ended = worlds.ended
+
+        async def until_end() -> int:
+            nonlocal count
+            step(keeper, count)
+            count += 1
+            return await ended()  # type: ignore[no-any-return]
+
+        worlds.ended = until_end
+        observers.add(lambda event: told.append(f"{event.kind}: {event.text}"))
+        keys = JobKeys.derive(bytes(32))
+        keeper.serve(Coordinator(keys, observers, keeper.end_world, Timing()))
+        keeper.start(["n0"])
+        await worlds.over.wait()
+        keeper.stop()
+        monkeypatch.undo()
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+    ended, new = "world_ended: the encoder world ended:", "a new one is started"
+    assert told == [
+        f"{ended} the SMP of n0 refused its encoder: {full} 0; {new}",
+        f"{ended} exit status 1; {new}",
+    ]
+
+
+def test_a_full_tmpfs_under_mpis_shared_memory_is_named(tmp_path: Path) -> None:
+    """Two ranks of Open MPI ask for 16 MiB each; the second finds too little."""
+    for small in mount_tmpfs(tmp_path / "small", "size=24m,mode=0700"):
+        root, nodes = small / "root", ["n0", "n1"]
+        root.mkdir(mode=0o700)
+        cluster = VirtualCluster("full", nodes, root)
+        if not cluster.mpi().path.exists() or cluster.mpi().kind.value != "Open MPI":
+            pytest.skip("needs Open MPI")
+        (small / "filler").write_bytes(bytes(16 << 20))
+        spec = JobSpec(
+            name="full",
+            command=("true",),
+            nodes=2,
+            settings=SnapshotConfig(protect="xor:2", transport="mpi"),
+            log_dir=tmp_path,
+        )
+        try:
+            told = asyncio.run(asyncio.wait_for(_first_two_ends(EncoderWorld(cluster, spec)), 60))
+        finally:
+            cluster.destroy()
+        assert [event.kind for event in told] == ["world_ended"], told
+        assert f"shared memory in {root / 'full' / '.worlds'}" in told[0].text
+        assert "less than 16 MiB is free" in told[0].text
+
+
+async def _first_two_ends(world: EncoderWorld) -> list[JobEvent]:
+    """What is told until the second world of a keeper has ended, too, and a third is due."""
+    told: list[JobEvent] = []
+    ends, second = 0, asyncio.Event()
+    keeper, observers = WorldKeeper(world), Observers()
+    why = world.why_ended
+
+    def counted(status: int) -> str:
+        nonlocal ends
+        ends += 1
+        return why(status)
+
+    def started(nodes: Sequence[str], incarnation: int) -> str:
+        if ends == 2:
+            second.set()
+        return start(nodes, incarnation)
+
+    start, world.start = world.start, started  # type: ignore[method-assign]
+    world.why_ended = counted  # type: ignore[method-assign]
+    observers.add(told.append)
+    keys = JobKeys.derive(bytes(32))
+    keeper.serve(Coordinator(keys, observers, keeper.end_world, Timing()))
+    keeper.start(["n0", "n1"])
+    await second.wait()
+    keeper.stop()
+    return told
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "cause"),
+    [
+        (BUS_ERROR + KILLED, 135, "a bus error, as where the tmpfs of /x/.worlds is full"),
+        ("OSError: [Errno 28] No space left on device: '/x/f'", 1, "No space left on device: '/x/"),
+        (REFUSED, 1, "ControlPlaneError: process 7 is gone"),
+        (KILLED, 137, "ended by signal 9 (Killed)"),
+        ("the SMP closed the connection: this encoder leaves", 3, "the SMP closed the connection"),
+        ("", -9, "ended by signal 9"),
+        ("", 3, "exit status 3"),
+    ],
+)
+def test_the_cause_is_read_from_what_the_world_said(said: str, status: int, cause: str) -> None:
+    assert cause in why_ended(said, status, "/x/.worlds")

@@ -1,0 +1,166 @@
+"""The end of an iteration: what is counted, said and waited for; and the state that it is given."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ft.core.identity import SealedRecord, SnapshotId
+from megatron_ft.trainer.boundary import Boundary, Fence
+from megatron_ft.trainer.captures import Captures
+from megatron_ft.trainer.engine import CaptureEngine
+from megatron_ft.trainer.manager import SnapshotManager
+from megatron_ft.trainer.mapping import MappingState, StateAdapter
+from megatron_ft.trainer.run import CaptureRun
+from megatron_ft.trainer.stats import CaptureStats, Warner
+from tests.support.captures import WAIT, FakeSmp, GatedCopier, gated, make_manager
+
+WARN = Warner(logging.getLogger(__name__))
+
+
+def new_state() -> dict[str, Any]:
+    return {"weight": torch.arange(1000.0)}
+
+
+def boundary_of(manager: SnapshotManager) -> tuple[Boundary, Fence, CaptureStats]:
+    """A boundary on the arena and the copy thread of a prepared manager."""
+    fence, stats = Fence(WAIT, manager.stats), manager.stats
+    boundary = Boundary(manager._captures, fence, StateAdapter(), stats, WARN, 2)
+    return boundary, fence, stats
+
+
+def no_captures(stats: CaptureStats) -> Captures:
+    return Captures(FakeSmp(Path("/nowhere")), stats, 0.0, WARN)
+
+
+@given(st.integers(0, 9), st.lists(st.integers(0, 1000), max_size=50))
+def test_skips_are_counted_and_those_at_a_multiple_apart(
+    interval: int, iterations: list[int]
+) -> None:
+    stats = CaptureStats()
+    fence = Fence(WAIT, stats)
+    boundary = Boundary(no_captures(stats), fence, StateAdapter(), stats, WARN, interval)
+    tickets = [boundary.skip(iteration) for iteration in iterations]
+    assert [ticket.iteration for ticket in tickets] == iterations
+    due = [at for at in iterations if interval and at % interval == 0]
+    assert (stats.skipped, stats.due_skipped) == (len(iterations), len(due))
+
+
+def test_a_permit_is_missed_where_training_goes_back_before_it(smp: FakeSmp) -> None:
+    """A script loads an older checkpoint: the permitted iteration may be hours away."""
+    manager, state = make_manager(smp), new_state()
+    manager.save(100, state)
+    late = smp.grant(102)
+    assert manager.save(51, state).skipped and smp.missed_ids == [late]
+    smp.grant(53)
+    assert manager.save(52, state).skipped and smp.missed_ids == [late]
+    assert not manager.save(53, state).skipped
+    manager.close()
+
+
+def test_a_revoked_permit_is_answered_at_every_boundary_and_counted_once(smp: FakeSmp) -> None:
+    """The first word may have died with an SMP, and without it the slot is never free."""
+    manager, state = make_manager(smp), new_state()
+    manager.prepare(state)
+    boundary, _, stats = boundary_of(manager)
+    snapshot = smp.grant(3)
+    smp.revoke()
+    for iteration in (1, 2, 3):
+        boundary.take(iteration, state, declined=False)
+    assert smp.missed_ids == [snapshot] * 3
+    assert (stats.missed, stats.skipped) == (1, 3)
+    manager.close()
+
+
+def test_trainers_progress_is_written_whatever_is_permitted(smp: FakeSmp) -> None:
+    manager, state = make_manager(smp), new_state()
+    manager.prepare(state)
+    boundary, _, _ = boundary_of(manager)
+    for iteration in (1, 2, 3):
+        boundary.take(iteration, state, declined=False)
+        assert smp.arena is not None and smp.arena.progress() == iteration
+    manager.close()
+
+
+def test_it_waits_for_the_copy_only_until_a_fence_was_seen(smp: FakeSmp) -> None:
+    copier = GatedCopier()
+    manager, state = make_manager(smp, copier=copier), new_state()
+    manager.prepare(state)
+    boundary, fence, _ = boundary_of(manager)
+    copier.gate.set()
+    smp.grant(1)
+    boundary.take(1, state, declined=False)
+    run = manager._captures.run
+    assert run is not None and run.moved.is_set()
+    assert run.finished.wait(WAIT), "the copy thread did not finish"
+    fence.wait(None)
+    copier.gate.clear()
+    smp.grant(2, slot=1)
+    boundary.take(2, state, declined=False)
+    run = manager._captures.run
+    assert run is not None and not run.moved.is_set()
+    copier.gate.set()
+    smp.wait_ended()
+    assert len(smp.sealed_records) == 2
+    manager.close()
+
+
+def test_nobody_says_that_nothing_is_written_while_it_is(smp: FakeSmp) -> None:
+    """The SMP would take the slot for free."""
+    manager, copier = gated(smp, state := new_state())
+    boundary, _, _ = boundary_of(manager)
+    boundary.hold_without_fence = lambda run: None  # type: ignore[method-assign]
+    snapshot = smp.grant(1)
+    boundary.take(1, state, declined=False)
+    smp.revoke()
+    boundary.take(2, state, declined=False)
+    assert manager._captures.running and not smp.missed_ids
+    copier.gate.set()
+    smp.wait_ended()
+    run = manager._captures.run
+    assert run is not None and run.finished.wait(WAIT), "the copy thread did not finish"
+    assert not manager._captures.under_way, "its ticket waits for an outcome that never comes"
+    boundary.take(3, state, declined=False)
+    assert smp.missed_ids == [snapshot] and snapshot in smp.abandoned_ids
+    manager.close()
+
+
+def test_an_outcome_that_comes_before_save_returns_is_not_lost(
+    smp: FakeSmp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ticket would stay open, and the snapshot be under way for ever."""
+    begin, sealed = CaptureEngine.begin, smp.sealed
+
+    def slow(engine: CaptureEngine, *words: Any) -> CaptureRun:
+        run = begin(engine, *words)
+        assert run.finished.wait(WAIT), "the copy thread did not finish"
+        return run
+
+    def prompt(snapshot: SnapshotId, record: SealedRecord) -> None:
+        sealed(snapshot, record)
+        assert smp.on_outcome is not None
+        smp.on_outcome(snapshot, "committed")
+
+    monkeypatch.setattr(CaptureEngine, "begin", slow)
+    monkeypatch.setattr(smp, "sealed", prompt)
+    manager, state = make_manager(smp), new_state()
+    manager.prepare(state)
+    smp.grant(1)
+    ticket = manager.save(1, state)
+    assert ticket.committed.result(timeout=0) and not manager._captures.under_way
+    manager.close()
+
+
+def test_a_mapping_has_one_adapter_as_long_as_it_is_the_same_mapping() -> None:
+    adapt, one, equal = StateAdapter(), new_state(), new_state()
+    adapted = adapt(one)
+    assert adapt(one) is adapted
+    assert adapt(equal) is not adapted, "its tensors are others"
+    given_already = MappingState(one)
+    assert adapt(given_already) is given_already

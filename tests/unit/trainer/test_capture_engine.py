@@ -1,0 +1,87 @@
+"""What a capture leaves in its slot, and when it is not sealed though all was copied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ft.arena import digest
+from megatron_ft.arena.digest import tail_is_zero
+from megatron_ft.core.identity import SnapshotId
+from megatron_ft.trainer.cpu import CpuCopier
+from tests.support.captures import WAIT, FakeSmp, make_manager
+
+
+def test_each_slot_ends_with_zeros_whatever_earlier_lives_have_left(smp: FakeSmp) -> None:
+    """Coding takes what lies behind a shard for zeros; a slot is longer than most of them."""
+    state: dict[str, Any] = {"weights": torch.ones(3000), "objects": "a" * 5000}
+    first = make_manager(smp)
+    first.prepare(state)
+    first.close()
+    assert smp.arena is not None
+    for slot in (0, 1):
+        smp.arena.data(slot, writable=True)[:] = 255
+    manager = make_manager(smp)
+    manager.prepare(state)
+    for iteration, length in enumerate((5000, 10, 4000, 3000, 20), 1):
+        state["objects"] = "a" * length
+        slot = iteration % 2
+        snapshot = smp.grant(iteration, slot)
+        manager.save(iteration, state)
+        smp.wait_ended()
+        assert tail_is_zero(smp.arena.data(slot), smp.sealed_records[snapshot])
+    manager.close()
+
+
+def test_a_seal_that_broke_off_leaves_nothing_behind_the_next_one(
+    smp: FakeSmp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every encode would find that the shard is not followed by zeros, and give it up."""
+    state: dict[str, Any] = {"weights": torch.ones(3000), "objects": ""}
+    manager = make_manager(smp)
+    manager.prepare(state)
+
+    def capture(iteration: int, length: int) -> SnapshotId:
+        state["objects"] = "a" * length
+        snapshot = smp.grant(iteration)
+        manager.save(iteration, state)
+        smp.wait_ended()
+        return snapshot
+
+    def broken(*_: Any) -> None:
+        raise MemoryError("injected")
+
+    capture(1, 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(digest, "digest_blocks", broken)
+        assert "injected" in smp.abandoned_ids[capture(2, 9000)]
+    sealed = capture(3, 10)
+    assert smp.arena is not None
+    assert tail_is_zero(smp.arena.data(0), smp.sealed_records[sealed])
+    manager.close()
+
+
+class RevokedAtItsEnd(CpuCopier):
+    """Has copied everything when the permit is taken back."""
+
+    smp: FakeSmp
+
+    def copy(self, *arguments: Any) -> bool:
+        complete = super().copy(*arguments)
+        self.smp.revoke()
+        return complete
+
+
+def test_a_permit_that_is_revoked_after_the_copy_seals_nothing(smp: FakeSmp) -> None:
+    copier = RevokedAtItsEnd(1 << 20)
+    copier.smp = smp
+    manager, state = make_manager(smp, copier=copier), {"weights": torch.ones(3000)}
+    manager.prepare(state)
+    snapshot = smp.grant(1)
+    ticket = manager.save(1, state)
+    smp.wait_ended()
+    assert ticket.captured.result(WAIT)
+    assert smp.sealed_records == {} and "revoked" in smp.abandoned_ids[snapshot]
+    manager.close()
