@@ -18,16 +18,16 @@ from deepspeed_ext.hooks import install_after_import
 
 if TYPE_CHECKING:
     from deepspeed_ext.resumable_loader import ResumableLoader
-    from deepspeed_ext.run import SnapshotRun
+    from deepspeed_ext.run import EngineRun
 
 __all__ = ["ResumableLoader", "attach", "set_client_state"]
 
 install_after_import()
 
 
-def attach(engine: Any, *, follows_engine: bool = False) -> SnapshotRun | None:
-    """Take snapshots of an engine that ``deepspeed.initialize`` returned; see attach.attach."""
-    from deepspeed_ext.attach import attach as attach_engine
+def attach(engine: Any, *, follows_engine: bool = False) -> EngineRun | None:
+    """Take snapshots of an engine that ``deepspeed.initialize`` returned; see attachment.attach."""
+    from deepspeed_ext.attachment import attach as attach_engine
 
     return attach_engine(engine, follows_engine=follows_engine)
 

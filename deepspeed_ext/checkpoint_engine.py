@@ -1,15 +1,9 @@
 """DeepSpeed's checkpoint engine, wrapped: a checkpoint counts once every rank has written it.
 
 The files are those of the inner engine.  DeepSpeed's rank 0 names a checkpoint in ``latest`` when
-it has committed its own files; here it does when all ranks have.  The module defines a subclass of
-DeepSpeed's, so it is imported when an engine exists, not with the package.
-
-All ranks learn whether all ranks did their part, within a stated time.
-
-Goes through the job's key-value store, not through collectives: a rank that failed somewhere
-else can still say so, a rank that is gone is named, and nothing is left half-joined.
-
-What DeepSpeed's files hold beside plain tensors and values, for engines that trip over it.
+it has committed its own files; here it does when all ranks have, which they agree on within a
+stated time.  The module defines a subclass of DeepSpeed's, so it is imported when an engine exists,
+not with the package.
 """
 
 from __future__ import annotations
@@ -35,7 +29,6 @@ from megatron_ft.checkpoint.durable import Disk
 from megatron_ft.checkpoint.native import LATEST
 from megatron_ft.core.errors import CheckpointSaveError, ControlPlaneError
 
-_PREFIX = "deepspeed_ext/agreement"
 _SLICE_SECONDS = 1.0
 """The store's client is shared with the process groups, so it is never held for long."""
 
@@ -43,25 +36,25 @@ _SHORTEST_SECONDS = 0.01
 """A store takes less than a millisecond for no limit at all."""
 
 _GRACE_SECONDS = 5.0
-"""Extra wait of the other ranks, so that they hear rank 0's decision before they time out."""
+"""Extra wait of the other ranks, so that rank 0's decision reaches them before they time out."""
 
 
 class Agreement:
     """Meetings of all ranks, numbered; every rank comes to each of them once, or is missed.
 
-    ``store`` is a key-value store that all ranks share (torch.distributed.Store), ``name`` tells
-    agreements in it apart.  Rank 0 collects and decides, so the cost grows with the number of
-    ranks, not with its square.
+    They go through the job's key-value store, not through collectives: a rank that failed
+    elsewhere can still report it, a rank that is gone is named, and nothing is left half-joined.
+    ``store`` is a torch.distributed.Store that all ranks share, ``name`` tells agreements in it
+    apart.  Rank 0 collects and decides, so the cost grows with the number of ranks, not with its
+    square.
     """
 
     def __init__(
         self, store: Any, rank: int, world_size: int, timeout: timedelta, name: str = ""
     ) -> None:
-        self._store = store
-        self._prefix = f"{_PREFIX}{name}"
-        self._rank = rank
-        self._world_size = world_size
+        self._store, self._rank, self._world_size = store, rank, world_size
         self._seconds = timeout.total_seconds()
+        self._prefix = f"deepspeed_ext/agreement{name}"
         self._meeting = 0
 
     def meet(self, subject: str, failure: str = "") -> dict[int, str]:
@@ -70,56 +63,51 @@ class Agreement:
         ``failure`` says what failed here.  ControlPlaneError names ranks that did not come
         within the timeout; ``subject`` says for what, as "all files are written".
         """
-        self._meeting += 1
         if self._rank:
-            self._store.set(self._key(self._rank), failure)
-            decision = self._await_decision(subject)
+            self.leave(failure)
         else:
-            decision = self._decide(failure)
-        if decision["missing"]:
-            raise ControlPlaneError(self._missing_text(subject, decision["missing"]))
-        return {int(rank): text for rank, text in decision["failures"].items()}
+            self._decide(failure)
+        key, limit = self._key("decision"), time.monotonic() + self._seconds + _GRACE_SECONDS
+        missing, failures = [0], {}
+        if self._appears(key, limit):
+            missing, failures = json.loads(self._store.get(key))
+        if missing:
+            raise ControlPlaneError(
+                f"ranks {missing} did not report within {self._seconds:.0f} s that {subject}: see "
+                "their logs; DEEPSPEED_TIMEOUT (minutes) sets how long the others wait"
+            )
+        return {int(rank): text for rank, text in failures.items()}
 
     def leave(self, failure: str) -> None:
-        """Tell the ranks that come to the next meeting that this one will not; waits for nobody."""
+        """Report to the next meeting, and do not wait for it."""
         self._meeting += 1
         if self._rank:
-            self._store.set(self._key(self._rank), failure)
+            self._store.set(self._key(f"rank{self._rank}"), failure)
         else:
-            self._announce({0: failure}, [])
+            self._announce([], {0: failure})
 
-    def _key(self, rank: int) -> str:
-        return f"{self._prefix}/{self._meeting}/rank{rank}"
-
-    def _decision_key(self, meeting: int) -> str:
-        return f"{self._prefix}/{meeting}/decision"
-
-    def _decide(self, own_failure: str) -> dict[str, Any]:
+    def _decide(self, own_failure: str) -> None:
+        """Rank 0: collect what the others report, and announce it."""
+        self._meeting += 1
         deadline = time.monotonic() + self._seconds
-        failures = {0: own_failure} if own_failure else {}
-        missing = []
+        failures, missing = {0: own_failure} if own_failure else {}, []
         for rank in range(1, self._world_size):
-            # Once the time is over each of the rest gets one look.
-            if not self._appears(self._key(rank), deadline):
+            key = self._key(f"rank{rank}")
+            # Once the time is over each of the rest is checked once.
+            if not self._appears(key, deadline):
                 missing.append(rank)
-            elif text := self._store.get(self._key(rank)).decode():
+            elif text := self._store.get(key).decode():
                 failures[rank] = text
-            self._store.delete_key(self._key(rank))
-        return self._announce(failures, missing)
+            self._store.delete_key(key)
+        self._announce(missing, failures)
 
-    def _announce(self, failures: dict[int, str], missing: list[int]) -> dict[str, Any]:
-        decision = {"failures": failures, "missing": missing}
-        self._store.set(self._decision_key(self._meeting), json.dumps(decision))
+    def _announce(self, missing: list[int], failures: dict[int, str]) -> None:
+        self._store.set(self._key("decision"), json.dumps([missing, failures]))
         # A rank at this meeting has read the decision of the one before the last.
-        self._store.delete_key(self._decision_key(self._meeting - 2))
-        return json.loads(json.dumps(decision))  # type: ignore[no-any-return]
+        self._store.delete_key(self._key("decision", self._meeting - 2))
 
-    def _await_decision(self, subject: str) -> dict[str, Any]:
-        key = self._decision_key(self._meeting)
-        deadline = time.monotonic() + self._seconds + _GRACE_SECONDS
-        if not self._appears(key, deadline):
-            raise ControlPlaneError(self._missing_text(subject, [0]))
-        return json.loads(self._store.get(key))  # type: ignore[no-any-return]
+    def _key(self, name: str, meeting: int | None = None) -> str:
+        return f"{self._prefix}/{self._meeting if meeting is None else meeting}/{name}"
 
     def _appears(self, key: str, deadline: float) -> bool:
         while not self._store.check([key]):
@@ -137,18 +125,12 @@ class Agreement:
                     ) from error
         return True
 
-    def _missing_text(self, subject: str, missing: list[int]) -> str:
-        return (
-            f"ranks {missing} did not report within {self._seconds:.0f} s that {subject}: see "
-            "their logs; DEEPSPEED_TIMEOUT (minutes) sets how long the others wait"
-        )
-
 
 _agreements = itertools.count()
 
 
 def world_agreement(timeout: timedelta | None = None) -> Agreement:
-    """Of all ranks of the default process group; the timeout is DeepSpeed's own unless given.
+    """The agreement of all ranks; the timeout is DeepSpeed's own unless given.
 
     Ranks make theirs in the same order, as they do with process groups.
     """
@@ -196,7 +178,7 @@ def _own_classes() -> list[Any]:
 
 
 def _members_by_getattr() -> bool:
-    """Tells whether this Python (3.11.0 to 3.11.3) pickles members of an enumeration by getattr."""
+    """Whether this Python (3.11.0 to 3.11.3) pickles members of an enumeration by getattr."""
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
     return ZeroStageEnum.weights.__reduce_ex__(2)[0] is getattr
@@ -222,23 +204,20 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def __init__(self, inner: CheckpointEngine, agreement: Agreement | None = None) -> None:
         # The base class knows no more than a name; its parameters are the inner engine's.
-        self.name = inner.name
-        self.inner = inner
+        self.name, self.inner = inner.name, inner
         self._agreement = agreement or world_agreement()
         self._failure: Exception | None = None
         self._written: list[Path] = []
-        self._writes_latest = False
-        self._publishes = False
-        self._awaited = False
+        self._publishes = self._writes_latest = self._awaited = False
 
     @contextmanager
     def publishing(self, publishes: bool, writes_latest: bool) -> Iterator[None]:
         """One ``save_checkpoint`` that DeepSpeed runs inside this with ``save_latest=False``.
 
         ``publishes`` is what the user asked for; ``writes_latest`` says that this rank is to
-        write it.  An error that only this rank meets is told to those that wait for it.
+        write it.  An error that only this rank meets is reported to the ranks that wait for it.
         """
-        self._reset()
+        self._end()
         self._publishes, self._writes_latest, self._awaited = publishes, writes_latest, True
         try:
             yield
@@ -247,8 +226,8 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 self._agreement.leave(_text(error))
             raise
         finally:
-            self._reset()
-            self._publishes = self._writes_latest = self._awaited = False
+            self._end()
+            self._publishes = self._writes_latest = False
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """Begin a checkpoint, or another set of files (``save_16bit_model``)."""
@@ -266,7 +245,7 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._written.append(Path(path))
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """What the inner engine reads, with DeepSpeed's own classes allowed to be in it."""
+        """Read a file with the inner engine, with DeepSpeed's own classes allowed in it."""
         with safe_to_load():
             return self.inner.load(path, map_location=map_location)
 
@@ -286,15 +265,14 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             if self._writes_latest:
                 self._attempt(self._write_latest, info)
             self._settle(info, "`latest` is written")
-        self._awaited = False
-        self._reset()
+        self._end()
         return True
 
     def _commit_alone(self, info: CheckpointCommitInfo) -> bool:
         self._attempt(self.inner.commit, self._as_asked(info))
         self._attempt(self._make_durable)
         failure = self._failure
-        self._reset()
+        self._end()
         if failure is not None:
             raise failure
         return True
@@ -338,11 +316,11 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         try:
             failures = self._agreement.meet(f"of {where} {subject}", _text(own) if own else "")
         except BaseException:
-            self._give_up()
+            self._end()
             raise
         if not failures:
             return
-        self._give_up()
+        self._end()
         if own is not None:
             raise own
         told = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
@@ -350,13 +328,9 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             f"{where} is incomplete, so `latest` still names the one before it. {told}"
         )
 
-    def _give_up(self) -> None:
-        self._awaited = False
-        self._reset()
-
-    def _reset(self) -> None:
-        self._failure = None
-        self._written = []
+    def _end(self) -> None:
+        """Forget this checkpoint: nobody waits for this rank any more."""
+        self._failure, self._written, self._awaited = None, [], False
 
     def _make_durable(self) -> None:
         disk = Disk()

@@ -1,240 +1,36 @@
-"""The state of a form: DeepSpeed's files with names in the place of tensors.
+"""The checkpoint form of a rank: what DeepSpeed itself would save, recorded once.
 
-Names of parameters that are the same on every rank that holds a part of them, and only there.
-
-Where captured tensors lie in the unsharded model.
-
-ZeRO flattens parameters behind each other, pads, and cuts the result at equal places; a rank's
-masters are laid out as its part of the weights is.  Parameters are views of those weights, so
-addresses say which range of which parameter came to lie where, whatever the optimizer.
-(DeepSpeed's own map, ``_hp_mapping``, is wrong with ``round_robin_gradients`` in 0.19.8.)
-
-What DeepSpeed itself would save, asked for once: the trees that it hands to an engine for files.
-
-No file is written, no tensor is copied, nothing is communicated.  Everything about names and
-formats is DeepSpeed's own answer, so nothing of it is repeated here.
+The trees that DeepSpeed hands to a checkpoint engine are taken from it, and each tensor in them is
+replaced by the name of the captured tensor that it can be made from.  No file is written, no tensor
+is copied, nothing is communicated.  Names and formats are DeepSpeed's own answer.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-import re
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
 from torch.overrides import TorchFunctionMode
 
+from deepspeed_ext.logical_map import MASTER, ParameterNames, places
 from deepspeed_ext.optimizers.view import OptimizerView
 from megatron_ft.checkpoint import form
-from megatron_ft.checkpoint.form import Wanted
+from megatron_ft.checkpoint.form import CheckpointForm, Wanted
 from megatron_ft.core.errors import ExportError
-from megatron_ft.core.shard import LogicalPlace, Piece
+from megatron_ft.core.shard import LogicalPlace
 from megatron_ft.trainer.addresses import AddressBook, Window
 from megatron_ft.trainer.plan import dtype_name
 
-_EXPERT = re.compile(r"(\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)")
+logger = logging.getLogger(__name__)
 
-
-class ParameterNames:
-    """Global names of an engine's parameters and buffers.
-
-    DeepSpeed's own names, but an expert has its number in the whole layer (as in DeepSpeed's
-    expert files), and under tensor parallelism the rank comes first, as each holds another
-    part: ``mp_rank_01.layers.0.weight``.
-    """
-
-    def __init__(self, engine: Any) -> None:
-        self._prefix = _tensor_parallel_prefix(engine)
-        self._first_experts = _first_experts(engine.module)
-
-    def of(self, name: str) -> str:
-        """The global name of what is called ``name`` in ``engine.module``."""
-        layer = _EXPERT.search(name)
-        if layer is not None:
-            number = self._first_experts.get(name[: layer.start()], 0) + int(layer.group(2))
-            name = f"{name[: layer.start(2)]}{number}{name[layer.end(2) :]}"
-        return self._prefix + name
-
-
-def _tensor_parallel_prefix(engine: Any) -> str:
-    if engine.mp_world_size <= 1:
-        return ""
-    # In a pipeline the model-parallel rank counts stages too; names tell those apart already.
-    mpu = engine.mpu
-    rank = getattr(mpu, "get_slice_parallel_rank", mpu.get_model_parallel_rank)()
-    size = getattr(mpu, "get_slice_parallel_world_size", mpu.get_model_parallel_world_size)()
-    return f"mp_rank_{rank:02d}." if size > 1 else ""
-
-
-def _first_experts(module: Any) -> dict[str, int]:
-    """By the name of each of DeepSpeed's MoE layers the number of this rank's first expert."""
-    from deepspeed.moe.layer import MoE
-    from deepspeed.utils import groups
-
-    return {
-        name: groups._get_expert_parallel_rank(layer.expert_group_name) * layer.num_local_experts
-        for name, layer in module.named_modules()
-        if isinstance(layer, MoE)
-    }
-
-
-MASTER, WEIGHT = "fp32", "weight"
-"""Kinds of state: masters as in DeepSpeed's universal checkpoints, weights captured beside them.
-
-Moments have the names that the inner optimizer gives them."""
-
-
-class Fragment(NamedTuple):
-    """Elements ``start`` and following of a flattened parameter of ``elements``.
-
-    ``numel`` of them are elements ``offset`` and following of the master called ``master``.
-    """
-
-    parameter: torch.Tensor
-    elements: int
-    start: int
-    numel: int
-    master: str
-    offset: int
-
-
-class _Memory(NamedTuple):
-    """Contiguous elements: bytes ``first`` to ``last``, of ``item`` bytes each."""
-
-    first: int
-    last: int
-    item: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Memory:
-        first = tensor.data_ptr()
-        return cls(first, first + tensor.nbytes, tensor.element_size())
-
-
-def fragments(view: OptimizerView) -> Iterator[Fragment]:
-    """The parts of this rank's masters, in their order, without padding."""
-    parts = sorted(((_Memory.of(part), p, start) for p, start, part in _parts(view)), key=_first)
-    starts = [memory.first for memory, *_ in parts]
-    for master, memory in _laid_out(view):
-        # The part before may reach into this memory.
-        for own, parameter, start in parts[max(0, bisect_right(starts, memory.first) - 1) :]:
-            if own.first >= memory.last:
-                break
-            first, last = max(own.first, memory.first), min(own.last, memory.last)
-            if first < last:
-                yield Fragment(
-                    parameter,
-                    getattr(parameter, "ds_numel", parameter.numel()),
-                    start + (first - own.first) // own.item,
-                    (last - first) // own.item,
-                    master,
-                    (first - memory.first) // own.item,
-                )
-
-
-def _first(part: tuple[_Memory, torch.Tensor, int]) -> int:
-    return part[0].first
-
-
-def _parts(view: OptimizerView) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
-    """Each parameter with what of it is in memory here, and where in it that starts."""
-    for parameter in view.owned():
-        if hasattr(parameter, "ds_id"):
-            partition: Any = parameter
-            size = partition.partition_numel()
-            start = torch.distributed.get_rank(partition.ds_process_group) * size
-            # What is behind the parameter's end is padding.
-            held = partition.ds_tensor.view(-1)[: max(0, partition.ds_numel - start)]
-        else:
-            start, held = 0, parameter.detach()
-        if held.numel() and held.is_contiguous():
-            yield parameter, start, held
-
-
-def _laid_out(view: OptimizerView) -> Iterator[tuple[str, _Memory]]:
-    """Names of masters with the memory of the weights that are laid out as they are."""
-    weights = {weight.master.data_ptr(): weight.tensor for weight in view.weights()}
-    for master in view.masters():
-        # Where there are none, the master is the weight.
-        weight = weights.get(master.tensor.data_ptr(), master.tensor)
-        assert weight.numel() == master.tensor.numel()
-        yield master.name, _Memory.of(weight)
-
-
-def places(
-    engine: Any, view: OptimizerView, captured: Mapping[str, torch.Tensor]
-) -> dict[str, LogicalPlace]:
-    """Places of captured tensors, by their names; a tensor of which nothing is known has none.
-
-    Pieces are ranges of flattened parameters.  Their global names are a parameter's, with the
-    kind of state behind it, as the folders and files of DeepSpeed's universal checkpoints:
-    ``layers.0.weight/fp32``, ``layers.0.weight/exp_avg``.
-    """
-    names = ParameterNames(engine)
-    kinds = _kinds(view, captured)
-    pieces: dict[str, list[Piece]] = {}
-    for fragment in fragments(view):
-        parameter = names.of(engine.param_names[fragment.parameter])
-        for captured_name, kind in kinds[fragment.master].items():
-            piece = _piece(fragment, f"{parameter}/{kind}")
-            pieces.setdefault(captured_name, []).append(piece)
-    found = {name: _place(captured[name], parts) for name, parts in pieces.items()}
-    return {**_model_places(engine.module, captured, names), **found}
-
-
-def _kinds(view: OptimizerView, captured: Mapping[str, torch.Tensor]) -> dict[str, dict[str, str]]:
-    """By master: the captured tensors that are laid out as it is, and of what kind they are."""
-    found: dict[str, dict[str, str]] = {}
-    for master in view.masters():
-        alike = {
-            name: name.removeprefix(f"{master.name}/")
-            for name, tensor in captured.items()
-            if name.startswith(f"{master.name}/") and tensor.shape == master.tensor.shape
-        }
-        alike[f"{master.name}/master"] = MASTER
-        weights = (w for w in view.weights() if w.master.data_ptr() == master.tensor.data_ptr())
-        alike.update({weight.name: WEIGHT for weight in weights if weight.name in captured})
-        found[master.name] = alike
-    return found
-
-
-def _piece(fragment: Fragment, name: str) -> Piece:
-    return Piece(
-        global_name=name,
-        global_shape=(fragment.elements,),
-        global_offset=(fragment.start,),
-        shape=(fragment.numel,),
-        offset=fragment.offset,
-        stride=(1,),
-    )
-
-
-def _place(tensor: torch.Tensor, pieces: Iterable[Piece]) -> LogicalPlace:
-    ordered = sorted(pieces, key=lambda piece: (piece.offset, piece.global_name))
-    return LogicalPlace(0, tensor.numel(), tuple(ordered))
-
-
-def _model_places(
-    module: Any, captured: Mapping[str, torch.Tensor], names: ParameterNames
-) -> dict[str, LogicalPlace]:
-    """Parameters and buffers that are captured themselves, whole."""
-    live = [*module.named_parameters(), *module.named_buffers()]
-    known = {_Memory.of(tensor): name for name, tensor in live if tensor.numel()}
-    found = {}
-    for name, tensor in captured.items():
-        own = known.get(_Memory.of(tensor))
-        if own is not None:
-            whole = Fragment(tensor, tensor.numel(), 0, tensor.numel(), name, 0)
-            found[name] = _place(tensor, [_piece(whole, names.of(own))])
-    return found
-
-
+FRAMEWORK = "deepspeed"
 EXTRA_STATE = "_extra_state"
-"""What torch adds to a module's name for what it keeps outside parameters and buffers."""
+"""Suffix of a module's name in a state dict, for state outside parameters and buffers."""
 
 
 def describe(engine: Any, view: OptimizerView, captured: Mapping[str, torch.Tensor]) -> bytes:
@@ -262,7 +58,7 @@ def _check(name: str, tree: Any) -> None:
 
 
 def files_of(state: bytes) -> dict[str, bytes]:
-    """What ``form.dump`` gave of each file, by its name, from a form's state."""
+    """The output of ``form.dump`` for each file, by its name, from a form's state."""
     return msgspec.msgpack.decode(state, type=dict[str, bytes]) if state else {}
 
 
@@ -321,6 +117,41 @@ def _wanted(
         place,
         tensor.requires_grad,
     )
+
+
+class RankDescription:
+    """Logical map (``places``) and checkpoint form (``form``) of one rank.
+
+    Where DeepSpeed saves what no snapshot holds, the form says so and a warning says why:
+    snapshots work without it, export does not.
+    """
+
+    def __init__(
+        self, engine: Any, view: OptimizerView, captured: Mapping[str, torch.Tensor]
+    ) -> None:
+        """``captured`` are the tensors of a snapshot by name.  Nothing is raised."""
+        self.places: dict[str, LogicalPlace] = {}
+        state, problem = b"", ""
+        try:
+            self.places = places(engine, view, captured)
+            state = describe(engine, view, captured)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            logger.warning("snapshots of this run cannot be exported: %s", problem)
+        self.form = CheckpointForm(
+            framework=FRAMEWORK,
+            release=deepspeed_version(),
+            rank=torch.distributed.get_rank(),
+            state=state,
+            problem=problem,
+        ).to_bytes()
+
+
+def deepspeed_version() -> str:
+    """The release of DeepSpeed, without the commit that a build from source appends."""
+    import deepspeed
+
+    return str(deepspeed.__version__).partition("+")[0]
 
 
 ROOT, TAG = "root", "tag"

@@ -1,45 +1,30 @@
-"""The script's ``client_state``, which DeepSpeed keeps only when ``save_checkpoint`` is called.
+"""The script's own state: what it gives as ``client_state``, and what it keeps elsewhere.
 
-A snapshot is mostly of a later step than the last save, and what the script would have given
-then nobody knows: an epoch number may have changed or not.  So it is made exact by a function of
-the script, or by declaring in the JSON how entries follow from DeepSpeed's counters; failing
-both, a snapshot with a stale one is not used.
+DeepSpeed keeps ``client_state`` only when ``save_checkpoint`` is called.  A snapshot is mostly of a
+later step, and nobody knows what the script would have given then.  So a function of the script
+makes it exact, or the JSON declares how entries follow from DeepSpeed's counters; failing both, a
+snapshot with a stale one is not used.
 
-Values that belong to an engine but live beside it, so that nothing of DeepSpeed's is changed.
+An engine from memory stands at the snapshot's step, and counters, schedulers and data positions
+outside the engine must come to the same step.  Only the script, or an adapter of it, can promise
+that: ``objection`` says why a snapshot may not serve a script, as far as it shows.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
-from megatron_ft.config.json_section import CONSTANT, COUNTERS
-
-T = TypeVar("T")
-
-
-class PerEngine(Generic[T]):
-    """One value per engine, gone with the engine."""
-
-    def __init__(self) -> None:
-        self._values: WeakKeyDictionary[Any, T] = WeakKeyDictionary()
-
-    def get(self, engine: Any) -> T | None:
-        """The value, None if there is none."""
-        return self._values.get(engine)
-
-    def set(self, engine: Any, value: T) -> None:
-        """Replace the value."""
-        self._values[engine] = value
-
+from megatron_ft.config.json_section import CONSTANT, COUNTERS, FOLLOWS_ENGINE
+from megatron_ft.trainer.manager import active_clients
 
 logger = logging.getLogger(__name__)
 
-NAME = "client_state"
-"""Name of :class:`ClientState` among the parts of a snapshot."""
+NAME, OUTSIDE = "client_state", "outside"
+"""Names of :class:`ClientState` and :class:`Outside` among the parts of a snapshot."""
 
 DEEPSPEEDS_OWN = frozenset(
     {
@@ -85,15 +70,12 @@ class _Record:
         return sorted(set(self.entries) - set(self.declared or {})) if not self.provider else []
 
 
-_records: PerEngine[_Record] = PerEngine()
+_records: WeakKeyDictionary[Any, _Record] = WeakKeyDictionary()
+"""By engine, beside it, so that nothing of DeepSpeed's is changed."""
 
 
 def _record(engine: Any) -> _Record:
-    record = _records.get(engine)
-    if record is None:
-        record = _Record()
-        _records.set(engine, record)
-    return record
+    return _records.setdefault(engine, _Record())
 
 
 def set_client_state(engine: Any, provider: Provider) -> None:
@@ -168,7 +150,7 @@ class ClientState:
         )
 
     def result(self) -> dict[str, Any]:
-        """What ``load_checkpoint`` returns after a restore from memory, counters already set."""
+        """The client_state for ``load_checkpoint`` to return, once counters are restored."""
         entries = dict(self._record.entries)
         for name, counter in (self._record.declared or {}).items():
             if counter != CONSTANT:
@@ -193,4 +175,91 @@ def _remedy(names: list[str]) -> str:
         f'step. Add "client_state": {{{example}}} to the inmem_snapshot section, with the counter '
         f"that each follows ({', '.join(COUNTERS)}, or {CONSTANT}), or call "
         "deepspeed_ext.set_client_state(engine, function)"
+    )
+
+
+_SCHEDULER_MARKS = ("_wrapped_by_lr_sched", "_with_counter")
+"""Marks of torch's schedulers at the ``step`` of their optimizer; the second up to torch 2.3."""
+
+
+class Outside:
+    """Names the clients, schedulers and optimizers around one engine; goes into each snapshot.
+
+    Some of it shows only in training: a scheduler may be made after the load, a second
+    optimizer is known when it steps.  So a later incarnation reads of it in the snapshot.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._found: set[str] = set()
+        self._hook: Any = None
+        self.found()
+
+    def found(self) -> list[str]:
+        """Everything that has shown so far, now included."""
+        self._found |= active_clients()
+        if self._has_foreign_scheduler():
+            self._found.add("a learning rate scheduler that deepspeed.initialize did not get")
+        return sorted(self._found)
+
+    def watch_optimizers(self, own: Callable[[], Any]) -> None:
+        """See every optimizer of torch that steps from now on; ``own`` gives the engine's."""
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        known = WeakSet([own()])
+
+        def stepping(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+            if optimizer not in known and optimizer is not own():
+                self._found.add(f"a second optimizer ({type(optimizer).__name__})")
+            known.add(optimizer)
+
+        self._hook = register_optimizer_step_pre_hook(stepping)
+
+    def close(self) -> None:
+        """Watch no longer."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The names."""
+        return {"found": self.found()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Each incarnation looks for itself."""
+
+    def _has_foreign_scheduler(self) -> bool:
+        from torch.optim.lr_scheduler import LRScheduler
+
+        step = getattr(getattr(self._engine, "basic_optimizer", None), "step", None)
+        marked = any(hasattr(step, mark) for mark in _SCHEDULER_MARKS)
+        return marked and not isinstance(self._engine.lr_scheduler, LRScheduler)
+
+
+_WITH_FUNCTION = (
+    "give this state to deepspeed_ext.set_client_state(engine, function) before training, and set "
+    "it from the client_state that engine.load_checkpoint returns at every start"
+)
+
+
+def objection(follows: bool, provided: bool, outside: Sequence[str]) -> str:
+    """Why no snapshot may serve a script, and what to do about it; '' if one may.
+
+    ``follows``: its configuration says that it follows the engine's counters; ``provided``: a
+    function of it gives its state to each snapshot; ``outside``: what keeps state that no snapshot
+    holds.
+    """
+    if provided:
+        return ""
+    if outside:
+        return (
+            f"no snapshot holds the state of {', '.join(outside)}. For restarts from "
+            f"memory {_WITH_FUNCTION}"
+        )
+    if follows:
+        return ""
+    return (
+        "nothing says that the script follows the engine's step. If its loop and its data follow "
+        f'from engine.global_steps, add "{FOLLOWS_ENGINE}": true to the inmem_snapshot section; '
+        f"else {_WITH_FUNCTION}"
     )

@@ -1,18 +1,19 @@
-"""DeepSpeed on machines without an accelerator: what would stop or starve a job there.
+"""Prepares DeepSpeed for machines without an accelerator.
 
-Started on a CPU, DeepSpeed compiles a shared-memory collective before it joins the job.
-That needs a compiler and ninja, takes minutes in which nothing is said, waits for ever for
-the lock of a build that was killed, and under DeepSpeed's launcher leaves 69 MB a rank in
-/dev/shm.  Training never calls that collective: it serves tensor-parallel inference, which
-falls back to an ordinary all-reduce.
+Started on a CPU, DeepSpeed compiles a shared-memory collective before it joins the job.  That
+needs a compiler and ninja, takes minutes without a message, waits for ever for the lock of a build
+that was killed, and under DeepSpeed's launcher leaves 69 MB a rank in /dev/shm.  Training never
+calls that collective: it serves tensor-parallel inference, which falls back to an all-reduce.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+from megatron_ft.core.procfs import PROC
 
 SHARED_MEMORY_OP = "deepspeed_shm_comm"
 """DeepSpeed's name of the collective, a key of ``deepspeed.ops.__compatible_ops__``."""
@@ -33,11 +34,11 @@ def on_cpu() -> bool:
 
 
 def prepare() -> None:
-    """On a CPU: keep DeepSpeed from compiling, and warn of what others left; else nothing.
+    """On a CPU, keep DeepSpeed from compiling, and warn of what other jobs left.
 
-    Call it before torch.distributed is started, with or without a compiler: both then train
-    with the same collectives, so a job may go on where the other kind of machine began.
-    The first rank of a machine warns with CpuWarning.
+    Call it before torch.distributed is started.  It acts with and without a compiler: both then
+    train with the same collectives, so a job may move between such machines.  The first rank of a
+    machine warns with CpuWarning.
     """
     if not on_cpu():
         return
@@ -50,14 +51,9 @@ def prepare() -> None:
 
 
 def buffer_problems(folder: Path = SHARED_MEMORY) -> list[str]:
-    """A sentence about collective buffers in ``folder`` that no process maps any more.
-
-    Without a process behind it a buffer is only memory that snapshots lack.
-    """
+    """A sentence about collective buffers in ``folder`` that no process maps any more."""
     found = [path for path in folder.glob(_BUFFERS) if path.stat().st_uid == os.getuid()]
-    if not found:
-        return []
-    used = _mapped_files()
+    used = _of_all_processes(_mapped) if found else set()
     left = [path for path in found if str(path) not in used]
     size = sum(path.stat().st_blocks * 512 for path in left)
     what = f"{len(left)} buffers of DeepSpeed runs that have ended hold {size >> 20} MiB of"
@@ -68,11 +64,11 @@ def lock_problems(root: Path) -> list[str]:
     """A sentence about each lock below ``root`` that no process of this machine holds.
 
     torch keeps the lock file of an extension's build open until the build is done
-    (torch.utils.file_baton), and whoever finds the file waits until it is gone.
+    (torch.utils.file_baton).  A process that finds the file waits until it is gone.
     """
     # torch's own root has a folder for each Python and device above those of the extensions.
     locks = sorted([*root.glob("*/lock"), *root.glob("*/*/lock")])
-    held = _open_files() if locks else set()
+    held = _of_all_processes(_opened) if locks else set()
     return [
         f"{lock} is left of a build that was killed, unless it runs on another machine: DeepSpeed "
         f"will wait for it for ever if it needs {lock.parent.name}; remove the file"
@@ -88,28 +84,21 @@ def build_root() -> Path:
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
 
 
-def _processes() -> Iterable[Path]:
-    return (path for path in Path("/proc").iterdir() if path.name.isdigit())
+def _opened(process: Path) -> Iterable[str]:
+    return (os.readlink(entry) for entry in (process / "fd").iterdir())
 
 
-def _open_files() -> set[str]:
-    """Files that processes which we may look into have open."""
+def _mapped(process: Path) -> Iterable[str]:
+    lines = (process / "maps").read_text().splitlines()
+    return (words[5] for line in lines if len(words := line.split(None, 5)) == 6)
+
+
+def _of_all_processes(files: Callable[[Path], Iterable[str]]) -> set[str]:
+    """Files of the processes that this one may inspect."""
     found: set[str] = set()
-    for process in _processes():
+    for process in PROC.iterdir():
         try:
-            found.update(os.readlink(entry) for entry in (process / "fd").iterdir())
+            found.update(files(process) if process.name.isdigit() else ())
         except OSError:  # it has ended, or is another user's
             continue
-    return found
-
-
-def _mapped_files() -> set[str]:
-    """Files that processes which we may look into have mapped."""
-    found: set[str] = set()
-    for process in _processes():
-        try:
-            lines = (process / "maps").read_text().splitlines()
-        except OSError:
-            continue
-        found.update(words[5] for line in lines if len(words := line.split(None, 5)) == 6)
     return found

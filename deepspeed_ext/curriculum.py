@@ -1,8 +1,8 @@
 """The position of DeepSpeed's curriculum sampler (data efficiency), batch by batch.
 
-DeepSpeed saves numpy's global generator in the place of the sampler's own, so what it restores
-draws other samples than an uninterrupted run would; and with workers it saves how far they
-have read, not how far training is.  Here the own generator is kept, and a state per batch.
+DeepSpeed saves numpy's global generator in the place of the sampler's own, so a restored sampler
+draws other samples than an uninterrupted run would.  With workers it saves how far they have read,
+not how far training is.  Here the sampler's own generator is kept, and a state for each batch.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class CurriculumSampler:
         """The oldest batch that is on its way went to training."""
         self._current = self._ahead.popleft()
 
-    def position(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The state after the last batch that went to training."""
         return self._take() if self._current is None else self._current
 
-    def set_position(self, position: Mapping[str, Any]) -> None:
-        """Go on from there, in the next pass.
+    def load_state_dict(self, position: Mapping[str, Any]) -> None:
+        """Continue there, in the next pass.
 
         SnapshotUnavailableError if a file with a cluster of samples is not what it was.
         """

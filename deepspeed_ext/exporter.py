@@ -1,8 +1,7 @@
-"""From an open snapshot to a checkpoint that DeepSpeed loads with ``load_checkpoint``.
+"""Exports an open snapshot as a checkpoint that DeepSpeed loads with ``load_checkpoint``.
 
-Tensors of DeepSpeed's files, made from the captured bytes of one or several shards.
-
-Setting what changes in training into what was recorded of DeepSpeed's files at the start.
+The files' trees are those of the checkpoint form.  Their tensors are made from the captured bytes
+of one or several shards, and the small values that training changes are set to the snapshot's.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from typing import Any
 import torch
 
 from deepspeed_ext import client_state
-from deepspeed_ext.checkpoint_form import EXTRA_STATE, WEIGHT, files_of
-from deepspeed_ext.description import FRAMEWORK, deepspeed_version
+from deepspeed_ext.checkpoint_form import EXTRA_STATE, FRAMEWORK, deepspeed_version, files_of
+from deepspeed_ext.logical_map import WEIGHT
 from deepspeed_ext.optimizers.view import group_names, set_fields
 from megatron_ft.checkpoint import form
 from megatron_ft.checkpoint.durable import Disk
@@ -31,7 +30,7 @@ from megatron_ft.core.shard import LayoutEntry, Piece
 from megatron_ft.trainer.plan import dtype_from_name
 
 
-class CapturedTensors:
+class FileTensors:
     """The tensors of all shards of one snapshot; views last as long as it is open."""
 
     def __init__(self, shards: Mapping[str, ShardBytes]) -> None:
@@ -41,7 +40,7 @@ class CapturedTensors:
         self._split: dict[tuple[str, Piece], list[Range]] = {}
         for shard_id, entries in self._stored.entries.items():
             for entry in entries.values():
-                self._note(shard_id, entry)
+                self._index(shard_id, entry)
 
     def make(self, shard_id: str, wanted: Wanted) -> torch.Tensor:
         """The tensor that ``shard_id`` would have saved, in memory of just its size.
@@ -65,7 +64,7 @@ class CapturedTensors:
     def _parameter(self, name: str, kind: str, dtype: torch.dtype) -> torch.Tensor:
         """A whole parameter, flat: its masters converted, but where its weights were captured."""
         whole = self._whole(f"{name}/{kind}").to(dtype)
-        kept = [held for held in self._parameters.get(f"{name}/{WEIGHT}", [])]
+        kept = self._parameters.get(f"{name}/{WEIGHT}", [])
         if kept:
             whole = whole.clone()
         for held in kept:
@@ -96,7 +95,7 @@ class CapturedTensors:
             raise ExportError(f"{name} of {shard_id} is split, and not all parts are known")
         return made
 
-    def _note(self, shard_id: str, entry: LayoutEntry) -> None:
+    def _index(self, shard_id: str, entry: LayoutEntry) -> None:
         if entry.logical is None:
             return
         read = partial(self._stored.flat, shard_id, entry)
@@ -240,7 +239,7 @@ _RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 
 
 def folder_of(directory: Path, iteration: int) -> Path:
-    """Where DeepSpeed keeps the checkpoint of a step, if the script names no tag."""
+    """The folder in which DeepSpeed keeps the checkpoint of a step, without a tag of the script."""
     return directory / f"global_step{iteration}"
 
 
@@ -255,7 +254,7 @@ def export(shards: OpenSnapshot, folder: Path) -> None:
         shard_id: CheckpointForm.from_bytes(shard.form).require(shard_id, FRAMEWORK, installed)
         for shard_id, shard in shards.items()
     }
-    tensors = CapturedTensors(shards)
+    tensors = FileTensors(shards)
     with whole_folder(folder, shards) as partial:
         for shard_id, found in forms.items():
             objects = decode(shards[shard_id].objects)
@@ -276,11 +275,11 @@ def announce(directory: Path, iteration: int) -> None:
 
 
 def advice(directory: Path) -> str:
-    """Tells how to resume from the exported checkpoint."""
+    """The call that resumes from the exported checkpoint."""
     return f"engine.load_checkpoint({str(directory)!r})"
 
 
-def _tree(recorded: bytes, shard_id: str, tensors: CapturedTensors) -> Any:
+def _tree(recorded: bytes, shard_id: str, tensors: FileTensors) -> Any:
     """One file's content, tensors in place; what the rank saved twice is one tensor."""
     made: dict[Wanted, Any] = {}
 
@@ -293,8 +292,6 @@ def _tree(recorded: bytes, shard_id: str, tensors: CapturedTensors) -> Any:
 
 
 def _write(path: Path, tree: Any, objects: dict[str, Any]) -> None:
-    import torch
-
     fill(tree, objects)
     with path.open("xb") as stream:
         torch.save(tree, stream)

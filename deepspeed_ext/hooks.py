@@ -1,7 +1,7 @@
 """The method of DeepSpeed's engine that is wrapped, and when that happens.
 
 ``_configure_checkpointing`` is called once by every engine class, when optimizer and schedule
-exist.  Everything else is done on the one engine that asked for it; see attach.py.
+exist.  Everything else is done on the one engine that asked for it; see attachment.py.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _attaching(original: Function) -> Function:
     def configure_checkpointing(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         if _asks(self):
-            from deepspeed_ext.attach import attach
+            from deepspeed_ext.attachment import attach
 
             attach(self)
         return result
@@ -73,7 +73,7 @@ def _guarded(original: Function) -> Function:
     """An engine that was made before the hook was there would train without protection."""
 
     def take_model_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from deepspeed_ext.attach import run_of
+        from deepspeed_ext.attachment import run_of
 
         if run_of(self) is None and _asks(self):
             raise ConfigError(
@@ -88,7 +88,7 @@ def _guarded(original: Function) -> Function:
 
 def _asks(engine: Any) -> bool:
     """True if the engine's configuration switches snapshots on; ConfigError if it is wrong."""
-    from deepspeed_ext.attach import section_of
+    from deepspeed_ext.attachment import section_of
 
     section = section_of(engine)
     return section is not None and section.enabled

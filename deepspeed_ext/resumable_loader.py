@@ -1,10 +1,6 @@
-"""A data loader that knows where it stands, and goes on from there in a fresh process.
+"""Data loaders that continue where training stood: DeepSpeed's by themselves, others if wrapped.
 
-What was handed out counts, not what workers have read ahead.  A position is the state of all
-generators when the pass over the data began, and the number of batches since: from these the
-same order is drawn again, and the batches that were used are skipped without being read.
-
-Where training stands in its data: DeepSpeed's loaders by themselves, others if wrapped.
+Batches that were handed out count, not those that workers have read ahead; see loader_position.py.
 """
 
 from __future__ import annotations
@@ -17,9 +13,8 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
-from deepspeed_ext.loader_kinds import EpochNumbers, Kind, kind_of, samplers_of
+from deepspeed_ext.loader_position import LoaderPosition, Pass, position_of
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.trainer.state import RngState
 
 
 class ResumableLoader:
@@ -35,19 +30,19 @@ class ResumableLoader:
     repeated; those in the training process are part of its random state.
     """
 
-    _tracker: Tracker
+    _position: LoaderPosition
     _held: Pass | None
 
     def __init__(self, loader: Any, name: str = "") -> None:
-        tracker = loader._tracker if isinstance(loader, ResumableLoader) else Tracker(loader)
-        object.__setattr__(self, "_tracker", tracker)
+        position = loader._position if isinstance(loader, ResumableLoader) else position_of(loader)
+        object.__setattr__(self, "_position", position)
         object.__setattr__(self, "_held", None)
         if not isinstance(loader, ResumableLoader):
-            register(tracker, name)
+            register(position, name)
 
     def __iter__(self) -> Iterator[Any]:
-        begun = self._tracker.begin()
-        if hasattr(self._tracker.loader, "__next__"):
+        begun = self._position.begin()
+        if hasattr(self._position.loader, "__next__"):
             # As DeepSpeed's, which is its own iterator.
             object.__setattr__(self, "_held", begun)
         return begun
@@ -58,162 +53,51 @@ class ResumableLoader:
         return next(self._held)
 
     def __len__(self) -> int:
-        return len(self._tracker.loader)
+        return len(self._position.loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_tracker", "_held"):
+        if name in ("_position", "_held"):
             raise AttributeError(name)
-        return getattr(self._tracker.loader, name)
+        return getattr(self._position.loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._tracker.loader, name, value)
+        setattr(self._position.loader, name, value)
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the batches handed out so far; about 15 KB, picklable."""
-        return self._tracker.state_dict()
+        return self._position.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there: the pass that is under way, or else the next one."""
-        self._tracker.load_state_dict(state)
+        """Continue there: the pass that is under way, or else the next one."""
+        self._position.load_state_dict(state)
 
 
-class Tracker:
-    """The position of one loader."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-        self._kind: Kind = kind_of(loader)
-        self._epochs = EpochNumbers(samplers_of(loader))
-        # Held by the training loop; one that was dropped will not be gone on with.
-        self._pass: Callable[[], Pass | None] = lambda: None
-        self._passes = 0
-        self._pending: dict[str, Any] | None = None
-
-    def begin(self) -> Pass:
-        """A new pass over the data, or the rest of the one that a restore brought back."""
-        if self._pending is not None and self._next_was_asked_for(self._pending):
-            self._kind.set_now(self.loader, self._pending["now"])
-            self._pending = None
-        begun = Pass(self)
-        self._pass = weakref.ref(begun)
-        begun.start()
-        return begun
-
-    def is_pending(self, one: Pass) -> bool:
-        """True if this pass has to jump to a restored position first."""
-        return self._pending is not None and one is self._pass()
-
-    def open(self, one: Pass) -> Iterator[Any]:
-        """The batches of a pass, from the restored position if there is one."""
-        self._passes += 1
-        if self._pending is None:
-            one.begun = self.moment()
-            return iter(self.loader)
-        pending, self._pending = self._pending, None
-        one.begun, one.consumed = pending["begun"], pending["consumed"]
-        self._epochs.resume(one.begun["epochs"])
-        now = RngState().state_dict()
-        try:
-            RngState().load_state_dict(one.begun["generators"])
-            self.loader, batches = self._kind.resume(self.loader, one.begun, pending)
-        finally:
-            RngState().load_state_dict(now)
-        return batches
-
-    def moment(self) -> dict[str, Any]:
-        """What the order of a pass that begins now depends on."""
-        return {
-            "generators": RngState().state_dict(),
-            "epochs": self._epochs.current(),
-            "first": self._passes <= 1,
-            **self._kind.moment(self.loader),
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """See ResumableLoader."""
-        if self._pending is not None:
-            return self._pending
-        one = self._pass()
-        if one is None or one.ended:
-            begun, consumed = self.moment(), None
-        else:
-            begun, consumed = one.begun, one.consumed
-        return {"begun": begun, "consumed": consumed, "now": self._kind.now(self.loader)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See ResumableLoader."""
-        if state["consumed"] is None and not self._kind.continues:
-            self._epochs.set(state["begun"]["epochs"])
-            self._kind.set_now(self.loader, state["now"])
-        else:
-            self._pending = {**state, "consumed": state["consumed"] or 0}
-
-    def handed_out(self) -> None:
-        """A batch went to training."""
-        self._kind.handed_out(self.loader)
-
-    def _next_was_asked_for(self, pending: Mapping[str, Any]) -> bool:
-        # A script that knows its epoch goes on with the next one if it had finished this.
-        ended = pending["consumed"] >= self._kind.length(self.loader)
-        return ended and self._epochs.asks_for_next(pending["begun"]["epochs"])
-
-
-class Pass:
-    """One iteration over the data; counts what it hands out."""
-
-    def __init__(self, tracker: Tracker) -> None:
-        self._tracker = tracker
-        self._batches: Iterator[Any] = iter(())
-        self.begun: dict[str, Any] = {}
-        self.consumed = 0
-        self.ended = False
-
-    def start(self) -> None:
-        """Open the loader now, as ``iter`` does."""
-        self._batches = self._tracker.open(self)
-
-    def __iter__(self) -> Pass:
-        return self
-
-    def __next__(self) -> Any:
-        if self._tracker.is_pending(self):
-            self.start()
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            self.ended = True
-            raise
-        self.consumed += 1
-        self._tracker.handed_out()
-        return batch
-
-
-_trackers: weakref.WeakValueDictionary[str, Tracker] = weakref.WeakValueDictionary()
+_positions: weakref.WeakValueDictionary[str, LoaderPosition] = weakref.WeakValueDictionary()
 _waiting: dict[str, Mapping[str, Any]] = {}
 _numbers = itertools.count()
 
 
-def register(tracker: Tracker, name: str = "") -> None:
+def register(position: LoaderPosition, name: str = "") -> None:
     """Have snapshots hold its position; one that was restored before it was made is set now."""
     name = name or f"loader{next(_numbers)}"
-    if name in _trackers:
+    if name in _positions:
         raise ConfigError(f"there is a ResumableLoader named {name!r} already: name them apart")
-    _trackers[name] = tracker
+    _positions[name] = position
     if name in _waiting:
-        tracker.load_state_dict(_waiting.pop(name))
+        position.load_state_dict(_waiting.pop(name))
 
 
 def positions() -> dict[str, dict[str, Any]]:
-    """Of all loaders of this process, by name."""
-    return {name: tracker.state_dict() for name, tracker in sorted(_trackers.items())}
+    """Positions of all loaders of this process, by name."""
+    return {name: position.state_dict() for name, position in sorted(_positions.items())}
 
 
 def set_positions(states: Mapping[str, Mapping[str, Any]]) -> None:
     """Restore them; those of loaders that do not exist yet wait for these to be made."""
     _waiting.clear()
     for name, state in states.items():
-        if name in _trackers:
-            _trackers[name].load_state_dict(state)
+        if name in _positions:
+            _positions[name].load_state_dict(state)
         else:
             _waiting[name] = state
 
@@ -275,7 +159,7 @@ class DataPosition:
         set_positions(state)
 
     def warning(self) -> str:
-        """What a script that has loaders of its own should know, '' if all are watched."""
+        """A warning for a script that has loaders of its own, '' if all are watched."""
         loader = getattr(self._engine, "training_dataloader", None)
         loader = getattr(loader, "loader", loader)
         watched = isinstance(loader, ResumableLoader) or (loader is None and positions())

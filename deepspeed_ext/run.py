@@ -1,12 +1,7 @@
-"""Snapshots over the incarnation of one engine: from its set-up to its end.
+"""Runs the snapshots of one engine, from its set-up to its end.
 
-The losses of an engine's iteration, for the gate that keeps bad snapshots from counting.
-
-Snapshots in the monitors that DeepSpeed's JSON switches on: TensorBoard, W&B, CSV, Comet.
-
-Everything comes from this rank's counters, which outcomes reach through the SMP: no
-collective, no request, no wait.  As DeepSpeed's own figures, they are written by rank 0 over
-the number of samples.
+Beside the run itself, this module holds the losses of an iteration for the loss gate, and the
+figures for the monitors that DeepSpeed's JSON switches on (TensorBoard, W&B, CSV, Comet).
 """
 
 from __future__ import annotations
@@ -15,17 +10,17 @@ import atexit
 import inspect
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from deepspeed_ext import client_state, resumable_loader, saving, trust
-from deepspeed_ext.client_state import ClientState
-from deepspeed_ext.manager import claim
+from deepspeed_ext import client_state, resumable_loader, saving
+from deepspeed_ext.client_state import ClientState, Outside, objection
 from deepspeed_ext.resumable_loader import DataPosition
+from deepspeed_ext.saving import LoadWish, disk_of, tag_on_disk
 from deepspeed_ext.state import EngineState, Stateful
 from deepspeed_ext.state_parts import RandomStates
-from deepspeed_ext.trust import Client, Outside, Wish, disk_of, objection, tag_on_disk
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.config.json_section import Section
 from megatron_ft.core.errors import ConfigError
@@ -69,10 +64,12 @@ class LossReport:
             log.warning("losses are no longer judged: %r", error)
 
 
-class SnapshotLog:
-    """Writes one rank's counters to the engine's monitors whenever they have changed.
+class MonitorLog:
+    """Writes rank 0's counters to the engine's monitors whenever they have changed.
 
-    The first error ends the logging of snapshots with a warning, never training.
+    They reach this rank through the SMP: no collective, no request, no wait.  As DeepSpeed's own
+    figures, they are written over the number of samples.  The first error ends the logging of
+    snapshots with a warning, never training.
     """
 
     def __init__(self, engine: Any, stats: CaptureStats) -> None:
@@ -104,7 +101,7 @@ _LOAD_FIRST = (
 )
 
 
-class SnapshotRun:
+class EngineRun:
     """One engine's snapshots.  Nothing collective happens before the first load or forward.
 
     The engine is complete only when its constructor has returned, and where it starts from is
@@ -126,14 +123,14 @@ class SnapshotRun:
         self._follows = section.follows_engine or bool(section.client_state)
         self._outside = Outside(engine)
         self._warned_of: list[str] | None = None
-        self._wish = Wish()
+        self._wish = LoadWish()
         self._data = DataPosition(engine)
         self._client_state = ClientState(engine, section.client_state)
         self._decided = self._began = False
         self._restored = ""
         self._failure: Exception | None = None
         self._hook: Any = None
-        self._log: SnapshotLog
+        self._log: MonitorLog
 
     def begin_with(self, hook: Any) -> None:
         """``hook`` is the handle of what calls ``begin``; it is removed when that happened."""
@@ -146,7 +143,7 @@ class SnapshotRun:
         after training has begun.  Until then an incarnation that was restored from memory stays
         so: a script that loads twice has trained on what it loaded since.
         """
-        given = _arguments(original, load_dir, args, kwargs)
+        given = inspect.signature(original).bind(load_dir, *args, **kwargs).arguments
         whole = given.get("load_optimizer_states", True) and not given.get("load_module_only")
         if whole and not self._began and self._serves(load_dir, given.get("tag")):
             return self._restored, self._client_state.result()
@@ -171,9 +168,9 @@ class SnapshotRun:
     def _named(
         self, load_dir: str, tag: str | None, offered: int, objects: dict[str, Any]
     ) -> tuple[Disk, bool]:
-        """What DeepSpeed would load, and whether that is another wish than the snapshot's.
+        """The checkpoint that DeepSpeed would load, and whether the snapshot's was another.
 
-        Collective it is not: each rank compares with the objects of its own shard.
+        Not collective: each rank compares with the objects of its own shard.
         """
         self._wish.name(load_dir, None if tag is None else str(tag))
         disk = disk_of(self._engine, load_dir, tag, objects)
@@ -202,9 +199,9 @@ class SnapshotRun:
 
     @contextmanager
     def _lasting_failure(self) -> Iterator[None]:
-        """What fails here fails at every later attempt, also in a script that goes on after it.
+        """Raise an error of this block again at every later attempt.
 
-        It would train unprotected, or on a part of a snapshot.
+        A script that continued after it would train unprotected, or on a part of a snapshot.
         """
         if self._failure is not None:
             raise self._failure
@@ -237,10 +234,9 @@ class SnapshotRun:
         if self._engine.zero_optimization_stage() < 3:
             # With 3 ranks wait for each other all along, so none has a part of its own.
             self._manager.watch.follow(self._engine.module.parameters())
-        self._log = SnapshotLog(self._engine, self._manager.stats)
-        for optimizer in state.inner_optimizers():
-            self._manager.register_fence(optimizer)
-        self._outside.watch_optimizers(state.inner_optimizers)
+        self._log = MonitorLog(self._engine, self._manager.stats)
+        self._manager.register_fence(state.inner_optimizer)
+        self._outside.watch_optimizers(lambda: state.inner_optimizer)
         if warning := self._data.warning():
             self._print(f"warning: {warning}")
         self._warn_of_objection()
@@ -264,12 +260,12 @@ class SnapshotRun:
         ``objects`` are those of the snapshot that would be restored; without them it is said
         for the snapshots to come.
         """
-        found = self._outside.look()
+        found = self._outside.found()
         if objects is None:
-            return objection(Client(self._follows, self._client_state.provided, found))
-        found = sorted({*found, *objects.get(trust.NAME, {}).get("found", ())})
+            return objection(self._follows, self._client_state.provided, found)
+        found = sorted({*found, *objects.get(client_state.OUTSIDE, {}).get("found", ())})
         state = objects.get(client_state.NAME) or {}
-        return objection(Client(self._follows, bool(state.get("provided")), found))
+        return objection(self._follows, bool(state.get("provided")), found)
 
     def around_step(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """``step`` or ``train_batch``: a snapshot behind each one that ended an iteration."""
@@ -286,7 +282,7 @@ class SnapshotRun:
 
     def _warn_of_objection(self) -> None:
         """Say it as training begins, and again when more of the script has shown."""
-        if (found := self._outside.look()) == self._warned_of:
+        if (found := self._outside.found()) == self._warned_of:
             return
         self._warned_of = found
         if problem := self._objection():
@@ -321,7 +317,7 @@ class SnapshotRun:
         be started from without it, and whether the script asks for that anew.
         """
         self._decided = True
-        claim(self._engine)
+        _claim(self._engine)
         self._manager = manager = self._make_manager()
         offered, objects = manager.offered_iteration, manager.offered_objects()
         disk, is_new = named(offered, objects)
@@ -330,10 +326,10 @@ class SnapshotRun:
             problem = problem or self._objection(objects)
         start = agree(View(offered, disk, supervisor_chose_disk(), is_new, problem), manager)
         if start is not None:
-            self._say(start, offered, disk)
+            self._announce(start, offered, disk)
         return start is not None and start.from_memory
 
-    def _say(self, start: Start, offered: int, disk: Disk) -> None:
+    def _announce(self, start: Start, offered: int, disk: Disk) -> None:
         if start.from_memory or disk.iteration >= 0:
             source = "memory" if start.from_memory else "disk"
             return self._print(f"starting from {source}: {start.reason}")
@@ -361,7 +357,7 @@ class SnapshotRun:
                 client_state.NAME: self._client_state,
                 saving.NAME: saving.LastSave(self._engine),
                 WISH: self._wish,
-                trust.NAME: self._outside,
+                client_state.OUTSIDE: self._outside,
                 "random": RandomStates(),
             }
             self._state = EngineState(self._engine, parts)
@@ -372,7 +368,18 @@ class SnapshotRun:
             print(f"[megatron-ft] {message}", flush=True)
 
 
-def _arguments(
-    function: Function, first: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    return inspect.signature(function).bind(first, *args, **kwargs).arguments
+_claimed_by: list[weakref.ref[Any]] = []
+
+
+def _claim(engine: Any) -> None:
+    """Have the snapshots of this process be those of ``engine``; ConfigError if they are another's.
+
+    The claim outlives the engine: the shards of both would have one name, and the next incarnation
+    would restore the one from the other's.
+    """
+    _claimed_by[:] = _claimed_by or [weakref.ref(engine)]
+    if _claimed_by[0]() is not engine:
+        raise ConfigError(
+            "this process has taken snapshots of another engine, and a job can have those of one "
+            'only: leave "inmem_snapshot" out of the config of every engine but one'
+        )

@@ -14,16 +14,18 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed_ext import state_parts
-from deepspeed_ext.description import Description
-from deepspeed_ext.optimizers.choice import names_of, tensors_of, view_of
+from deepspeed_ext.checkpoint_form import RankDescription
+from deepspeed_ext.optimizers import view_of
 from deepspeed_ext.optimizers.view import (
-    Master,
+    OwnedMaster,
     Weight,
     group_scalars,
     load_group_scalars,
     materialise,
+    names_of,
     share_states,
     shared_states,
+    tensors_of,
 )
 from deepspeed_ext.state_parts import FrozenParameters, ModelTensors
 from megatron_ft.core.errors import LayoutMismatchError
@@ -66,17 +68,17 @@ class EngineState:
         assert not OWN & self._parts.keys(), f"parts must not be called {sorted(OWN)}"
         self._view = view_of(engine)
         self._model = ModelTensors(engine, self._view.owned)
-        self._masters: list[Master] = []
+        self._masters: list[OwnedMaster] = []
         self._kept = tensors_of([])
         self._tensors: dict[str, torch.Tensor] | None = None
         self._unlike_masters: set[str] = set()
-        self._description: Description | None = None
+        self._description: RankDescription | None = None
         self._shared: dict[str, str] = {}
         self._frozen = FrozenParameters()
         self.rescan()
 
     def rescan(self) -> None:
-        """Look at the optimizer anew: DeepSpeed has loaded a checkpoint of its own."""
+        """Read the optimizer anew: DeepSpeed has loaded a checkpoint of its own."""
         self._description = None
         self._masters = list(self._view.masters())
         for master in self._masters:
@@ -96,20 +98,20 @@ class EngineState:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look at the model, and at what its optimizer keeps, as they are now."""
+        """Read the model and the state of its optimizer as they are now."""
         self._model.refresh()
         weights = {weight.name: weight.tensor for weight in self._captured_weights()}
         self._tensors = {**self._model.frozen, **weights, **self._kept.tensors()}
 
     def forget_tensors(self) -> None:
-        """Let go of what ``refresh`` found: DeepSpeed is about to give its memory back."""
+        """Drop the tensors that ``refresh`` found: DeepSpeed is about to free their memory."""
         self._model.forget()
-        self._kept.forget()
         self._tensors = None
 
-    def inner_optimizers(self) -> list[Any]:
-        """The optimizers before whose steps captures have to be over."""
-        return list(self._view.inner())
+    @property
+    def inner_optimizer(self) -> Any:
+        """The optimizer before whose steps captures have to be over."""
+        return self._view.inner
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Masters, moments, steps, frozen parameters: changed by the optimizer alone."""
@@ -162,12 +164,12 @@ class EngineState:
         return self._described().places
 
     def checkpoint_form(self) -> bytes:
-        """What DeepSpeed itself would save of this rank."""
+        """The form of the checkpoint that DeepSpeed itself would save of this rank."""
         return self._described().form
 
-    def _described(self) -> Description:
+    def _described(self) -> RankDescription:
         if self._description is None:
-            self._description = Description(self._engine, self._view, live_tensors(self))
+            self._description = RankDescription(self._engine, self._view, live_tensors(self))
         return self._description
 
     def objects(self) -> dict[str, Any]:
@@ -180,7 +182,7 @@ class EngineState:
         own = {
             "version": OBJECTS_VERSION,
             "training": state_parts.capture(self._engine),
-            "groups": [group_scalars(inner) for inner in self._view.inner()],
+            "groups": [group_scalars(self._view.inner)],
             "numbers": self._numbers(),
             "shared": dict(self._shared),
             "optimizer": host_copy(self._view.scalars()),
@@ -218,8 +220,8 @@ class EngineState:
 
     def _load_optimizer(self, objects: dict[str, Any]) -> None:
         # After the schedules: what the groups held at the snapshot is what the next step uses.
-        for inner, scalars in zip(self._view.inner(), objects["groups"], strict=True):
-            load_group_scalars(inner, scalars)
+        (scalars,) = objects["groups"]
+        load_group_scalars(self._view.inner, scalars)
         for master in self._masters:
             numbers = objects["numbers"].get(master.name, {})
             master.inner.state[master.parameter].update(numbers)

@@ -1,26 +1,19 @@
-"""Every generator that training draws from, DeepSpeed's tracker included; each rank's own.
+"""Parts of an engine's state beside its optimizer: progress, model tensors, random states.
 
-Where training stands: the engine's counters, batch size and schedules.
-
-What a model holds that follows from no optimizer: buffers, frozen parameters.
-
-Whether parameters that no optimizer owns stay as they are, as captures rely on.
-
-They are copied while the next step runs.  A script that updates some of them itself, such as a
-momentum teacher, would have snapshots that hold a mixture of two steps.
+Progress is the engine's counters, batch size and schedules.  Model tensors are buffers and the
+parameters that no optimizer owns.  The latter are copied while the next step runs, so a script that
+updates some of them itself, as a momentum teacher, is refused: its snapshots would mix two steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 
 from deepspeed_ext.optimizers.view import plain_fields, set_fields
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.trainer.enumeration import DENSE, Contents
 from megatron_ft.trainer.master_tensors import as_captured
 from megatron_ft.trainer.module_tree import ModuleTree
 from megatron_ft.trainer.state import RngState, host_copy, same_bits
@@ -93,8 +86,7 @@ class ModelTensors:
 
     ``buffers`` are all, those that no state dict would hold included; a shared one once.
     ``frozen`` is this rank's part of all parameters but the owned ones, which follow from masters:
-    the frozen ones, and trainable ones that the optimizer was not given; a tied one once.  Nobody
-    changes these dicts, which are the same ones while they hold the same tensors.
+    the frozen ones, and trainable ones that the optimizer was not given; a tied one once.
     """
 
     def __init__(self, engine: Any, owned: Callable[[], Iterable[torch.Tensor]]) -> None:
@@ -103,38 +95,24 @@ class ModelTensors:
         self.buffers: dict[str, torch.Tensor] = {}
         self.frozen: dict[str, torch.Tensor] = {}
         self._find_owned = owned
-        self._owned: set[int] = set()
-        self._unowned: dict[str, torch.Tensor] = {}
-        self._seen: Contents | None = None
 
     def refresh(self) -> None:
         """Look at the model as it is now."""
-        changed, owned = self.tree.refresh(), set(map(id, self._find_owned()))
-        if changed or owned != self._owned:
-            self._owned, every = owned, self.tree.parameters.items()
-            self._unowned = {f"{FROZEN}{name}": p for name, p in every if id(p) not in owned}
-        frozen = self._parts()
-        now = Contents.of((frozen, self.tree.buffers))
-        if self._seen is None or not self._seen.same(now):
-            self._take(frozen, now)
+        self.tree.refresh()
+        owned = set(map(id, self._find_owned()))
+        # ZeRO-3 leaves an empty tensor in the model, and its partition beside it.
+        self.frozen = {
+            f"{FROZEN}{name}": as_captured(getattr(parameter, "ds_tensor", parameter))
+            for name, parameter in self.tree.parameters.items()
+            if id(parameter) not in owned
+        }
+        buffers = self.tree.buffers.items()
+        self.buffers = {f"{BUFFER}{name}": as_captured(tensor) for name, tensor in buffers}
 
     def forget(self) -> None:
         """Let go of all tensors, until the next ``refresh``."""
         self.tree.forget()
-        self.buffers, self.frozen, self._unowned, self._seen = {}, {}, {}, None
-
-    def _parts(self) -> dict[str, torch.Tensor]:
-        # ZeRO-3 leaves an empty tensor in the model, and its partition beside it.
-        whole = self._unowned.values()
-        parts = map(getattr, whole, repeat("ds_tensor"), whole)
-        return dict(zip(self._unowned, parts, strict=True))
-
-    def _take(self, frozen: dict[str, torch.Tensor], now: Contents) -> None:
-        buffers = self.tree.buffers.items()
-        self.frozen = {name: as_captured(tensor) for name, tensor in frozen.items()}
-        self.buffers = {f"{BUFFER}{name}": as_captured(tensor) for name, tensor in buffers}
-        # A view that is made of anything else would be of the memory that this had then.
-        self._seen = now if DENSE.issuperset(map(type, now.values)) else None
+        self.buffers, self.frozen = {}, {}
 
 
 _SAMPLES = 64
@@ -146,7 +124,7 @@ each is queued, and a model with adapters has thousands that are frozen."""
 
 
 class _Look(NamedTuple):
-    """What is found in one check; ``differs`` says so once its device has come to it."""
+    """One comparison of samples; ``differs`` is true once its device has found a change."""
 
     names: Sequence[str]
     differs: torch.Tensor

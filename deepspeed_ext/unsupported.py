@@ -1,14 +1,14 @@
-"""What of DeepSpeed cannot be captured safely: refused by name before training starts.
+"""Refuses DeepSpeed releases that lack what is used, and modes that cannot be captured safely.
 
-Each entry is a state that lives where it cannot be read between two steps (files, another
-process, graphs that DeepSpeed compiles), or that nobody could restore.
-
-Which DeepSpeed releases work, and the check that this one has what is used.
+Each refused mode keeps a state where it cannot be read between two steps (files, another process,
+graphs that DeepSpeed compiles), or that a restore could not put back.  All are refused by name
+before training starts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from megatron_ft.core.errors import UnsupportedVersionError
@@ -73,10 +73,6 @@ class Refusal(NamedTuple):
     why: str
     remedy: str
 
-    def line(self) -> str:
-        """The refusal in one line."""
-        return f"{self.key}: {self.why}; {self.remedy}"
-
 
 def _raw(config: Any, key: str) -> Any:
     """A top-level value as the user wrote it."""
@@ -88,53 +84,41 @@ def _enabled(config: Any, key: str) -> bool:
     return bool(section.get("enabled")) if isinstance(section, dict) else bool(section)
 
 
+_NO_OFFLOAD = SimpleNamespace(device="none", super_offload=False, ratio=1.0)
+
+
 def _offload(config: Any, name: str) -> Any:
-    """An offload section that is in use, else None."""
+    """An offload section that is in use, else one that offloads nothing."""
     section = getattr(config.zero_config, name)
-    return section if section is not None and section.device != "none" else None
-
-
-def _on_nvme(config: Any, name: str) -> bool:
-    section = _offload(config, name)
-    return section is not None and bool(section.device == "nvme")
+    return _NO_OFFLOAD if section is None or section.device == "none" else section
 
 
 def _optimizer(config: Any) -> str:
     return str(config.optimizer_name or "").lower()
 
 
-def _uses_super_offload(config: Any) -> bool:
-    section = _offload(config, "offload_optimizer")
-    return section is not None and bool(section.super_offload)
-
-
-def _splits_offload(config: Any) -> bool:
-    section = _offload(config, "offload_optimizer")
-    return section is not None and section.ratio < 1.0
-
-
 REFUSALS = (
     Refusal(
         "zero_optimization.offload_optimizer.device",
-        lambda c: _on_nvme(c, "offload_optimizer"),
+        lambda c: _offload(c, "offload_optimizer").device == "nvme",
         'with "nvme" the optimizer\'s state is in swap files between steps, not in memory',
         'use "cpu"',
     ),
     Refusal(
         "zero_optimization.offload_param.device",
-        lambda c: _on_nvme(c, "offload_param"),
+        lambda c: _offload(c, "offload_param").device == "nvme",
         'with "nvme" the parameters are in swap files between steps, not in memory',
         'use "cpu"',
     ),
     Refusal(
         "zero_optimization.offload_optimizer.super_offload",
-        _uses_super_offload,
+        lambda c: bool(_offload(c, "offload_optimizer").super_offload),
         "a process of its own updates the optimizer's state while the next step runs",
         "remove it, offload_optimizer itself is supported",
     ),
     Refusal(
         "zero_optimization.offload_optimizer.ratio",
-        _splits_offload,
+        lambda c: _offload(c, "offload_optimizer").ratio < 1.0,
         "below 1.0 a second optimizer, with learning rates of its own, keeps part of the state",
         "set it to 1.0",
     ),
@@ -210,19 +194,15 @@ REFUSALS = (
 
 def refusals(engine: Any) -> list[str]:
     """Why snapshots of this engine would not be safe, one line a reason; empty if they are."""
-    return [*config_refusals(engine._config), *_engine_refusals(engine)]
+    found, inner = config_refusals(engine._config), engine.optimizer
+    if not hasattr(getattr(inner, "optimizer", inner), "step"):
+        found.append(
+            "optimizer: this engine has none, so nothing changes that a snapshot could save; give "
+            'deepspeed.initialize an optimizer or a section "optimizer"'
+        )
+    return found
 
 
 def config_refusals(config: Any) -> list[str]:
     """The reasons that a DeepSpeedConfig gives."""
-    return [refusal.line() for refusal in REFUSALS if refusal.used(config)]
-
-
-def _engine_refusals(engine: Any) -> list[str]:
-    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    if hasattr(inner, "step"):
-        return []
-    return [
-        "optimizer: this engine has none, so nothing changes that a snapshot could save; give "
-        'deepspeed.initialize an optimizer or a section "optimizer"'
-    ]
+    return [f"{r.key}: {r.why}; {r.remedy}" for r in REFUSALS if r.used(config)]

@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from megatron_ft.config import SnapshotConfig
-    from megatron_ft.core.objects import register_class
+    from megatron_ft.core.object_classes import register_class
     from megatron_ft.trainer.manager import SnapshotManager
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
 _HOME = {
     "SnapshotConfig": "megatron_ft.config",
     "SnapshotManager": "megatron_ft.trainer.manager",
-    "register_class": "megatron_ft.core.objects",
+    "register_class": "megatron_ft.core.object_classes",
 }
 
 

@@ -11,44 +11,37 @@ from typing import Any
 import torch
 from torch import distributed
 
-from deepspeed_ext.optimizers.view import (
-    Master,
-    Weight,
-    group_names,
-    load_wrapper_scalars,
-    round_masters,
-    wrapper_scalars,
-)
+from deepspeed_ext.optimizers.view import OptimizerView, OwnedMaster, Weight, group_names
 from megatron_ft.core.errors import ConfigError
 
 
-class PlainView:
-    """Implements OptimizerView for torch's optimizer itself: weights are their own masters."""
+class PlainView(OptimizerView):
+    """An optimizer of torch itself: weights are their own masters, and loss is not scaled."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._inner = engine.optimizer
+        super().__init__(engine)
         self._names = {id(p): name for name, p in engine.module.named_parameters()}
 
-    def inner(self) -> Sequence[Any]:
-        """The optimizer."""
-        return [self._inner]
+    @property
+    def inner(self) -> Any:
+        """The optimizer itself."""
+        return self._wrapper
 
-    def masters(self) -> Sequence[Master]:
+    def masters(self) -> Sequence[OwnedMaster]:
         """One a trained parameter."""
         return [
             self._master(group, parameter, parameter)
-            for group in self._inner.param_groups
+            for group in self.inner.param_groups
             for parameter in group["params"]
             if parameter.requires_grad
         ]
 
     def _master(
         self, group: dict[str, Any], parameter: torch.Tensor, master: torch.Tensor
-    ) -> Master:
+    ) -> OwnedMaster:
         name = f"optimizer/{self._name(parameter)}"
         replicas = replica_group(self._engine, parameter)
-        return Master(name, self._inner, group, master, replicas)
+        return OwnedMaster(name, self.inner, group, master, replicas)
 
     def _name(self, parameter: torch.Tensor) -> str:
         name: str | None = self._names.get(id(parameter))
@@ -68,7 +61,7 @@ class PlainView:
         """The trained parameters; ConfigError for one that is not in the model."""
         owned = [
             parameter
-            for group in self._inner.param_groups
+            for group in self.inner.param_groups
             for parameter in group["params"]
             if parameter.requires_grad
         ]
@@ -77,46 +70,38 @@ class PlainView:
                 self._name(parameter)
         return owned
 
-    def publish(self, kept: Mapping[str, torch.Tensor]) -> None:
-        """Nothing follows from masters."""
-
     def scalars(self) -> dict[str, Any]:
-        """None: loss is not scaled."""
+        """Nothing."""
         return {}
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """Nothing to set."""
+        """Set nothing."""
 
 
 class _WrapperView(PlainView):
-    """For low-precision weights: ``wrapper`` keeps fp32 masters, and rounds each on its rank."""
+    """A wrapper that keeps fp32 masters of low-precision weights; each rank rounds all of them."""
 
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine)
-        self._wrapper = engine.optimizer
-        self._inner = self._wrapper.optimizer
+    @property
+    def inner(self) -> Any:
+        """The optimizer that the wrapper was given."""
+        return self._wrapper.optimizer
 
     def owned(self) -> Iterable[torch.Tensor]:
         """The parameters that have masters."""
         return [parameter for group in self._wrapper.fp16_groups for parameter in group]
 
-    def publish(self, kept: Mapping[str, torch.Tensor]) -> None:
-        """Round every master here; no rank needs another."""
-        round_masters(self.weights(), kept)
+    def scaler(self) -> Any:
+        """FP16 wrappers have one, bf16 ones do not."""
+        return getattr(self._wrapper, "loss_scale_config", None)
 
-    def scalars(self) -> dict[str, Any]:
-        """Loss scale, overflow and clipping."""
-        return wrapper_scalars(self._wrapper, _scaler(self._wrapper))
-
-    def load_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """Set what ``scalars`` gave."""
-        load_wrapper_scalars(self._wrapper, _scaler(self._wrapper), scalars)
+    scalars = OptimizerView.scalars
+    load_scalars = OptimizerView.load_scalars
 
 
 class UnfusedView(_WrapperView):
     """``FP16_UnfusedOptimizer``, of bf16 too: a master for each parameter."""
 
-    def masters(self) -> Sequence[Master]:
+    def masters(self) -> Sequence[OwnedMaster]:
         """One a trained parameter."""
         return [
             self._master(group, parameter, master) for group, parameter, master in self._pairs()
@@ -135,7 +120,7 @@ class UnfusedView(_WrapperView):
         ]
 
     def _pairs(self) -> Iterator[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
-        groups, wrapper = self._inner.param_groups, self._wrapper
+        groups, wrapper = self.inner.param_groups, self._wrapper
         found = zip(groups, wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
         for group, parameters, masters in found:
             for parameter, master in zip(parameters, masters, strict=True):
@@ -145,11 +130,11 @@ class UnfusedView(_WrapperView):
 class FusedView(_WrapperView):
     """``FP16_Optimizer``, of bf16 too: one flat master for each parameter group."""
 
-    def masters(self) -> Sequence[Master]:
+    def masters(self) -> Sequence[OwnedMaster]:
         """One a parameter group."""
-        groups, flats = self._inner.param_groups, self._wrapper.fp32_groups_flat
+        groups, flats = self.inner.param_groups, self._wrapper.fp32_groups_flat
         return [
-            Master(f"optimizer/{name}", self._inner, group, flat, replicas)
+            OwnedMaster(f"optimizer/{name}", self.inner, group, flat, replicas)
             for name, flat, group, replicas in zip(
                 group_names(groups), flats, groups, self._replicas(), strict=True
             )
@@ -157,7 +142,7 @@ class FusedView(_WrapperView):
 
     def weights(self) -> Sequence[Weight]:
         """One a parameter group."""
-        names, wrapper = group_names(self._inner.param_groups), self._wrapper
+        names, wrapper = group_names(self.inner.param_groups), self._wrapper
         pairs = zip(wrapper.fp16_groups_flat, wrapper.fp32_groups_flat, strict=True)
         return [
             Weight(f"weight/{name}", flat.detach(), master.detach(), replicas)
@@ -166,10 +151,6 @@ class FusedView(_WrapperView):
 
     def _replicas(self) -> list[Any]:
         return [replica_group(self._engine, group[0]) for group in self._wrapper.fp16_groups]
-
-
-def _scaler(wrapper: Any) -> Any:
-    return getattr(wrapper, "loss_scale_config", None)
 
 
 def replica_group(engine: Any, parameter: torch.Tensor) -> Any:

@@ -1,35 +1,27 @@
-"""What every family of DeepSpeed's optimizers is seen as.
+"""DeepSpeed's optimizers as snapshots see them: masters, the weights that follow, plain values.
 
-Plain values that DeepSpeed keeps as attributes of optimizers and loss scalers.
-
-Names of parameter groups that are the same in every incarnation of the job.
-
-Optimizer state that several masters share.
-
-DeepSpeed's load of a universal checkpoint under ZeRO-3 gives all sub-groups one ``step``,
-which each of them advances: steps are counted several times, and the bias corrections of
-Adam with them.  A job that began so keeps to it, whether it was interrupted or not.
-
-How the states of DeepSpeed's own optimizers begin.
-
-After ``step`` of each class in deepspeed/ops (0.19.8): they create their state when it is
-empty, and keep it as it is when it is there.
+``OptimizerView`` is the interface; zero.py and unsharded.py implement it, one class a family of
+optimizers.  This module also creates the state that an optimizer's first step would create, names
+it, and keeps state shared that several masters share.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_ft.core.errors import LayoutMismatchError
 from megatron_ft.trainer import master_tensors
-from megatron_ft.trainer.master_tensors import StateMaker
+from megatron_ft.trainer.master_tensors import MasterTensors, Owned, StateMaker
+
+_MASTER, _SEPARATOR = "master", "/"
 
 
-class Master(NamedTuple):
+class OwnedMaster(NamedTuple):
     """One tensor that an inner optimizer updates, on this rank.
 
     ``name`` is the same in every incarnation of the job.  ``inner.state[parameter]`` is where the
@@ -58,39 +50,60 @@ class Weight(NamedTuple):
     replicas: Any = None
 
 
-class OptimizerView(Protocol):
-    """An engine's optimizer.  Asked when training begins and after a restore, not in between."""
+class OptimizerView(ABC):
+    """One engine's optimizer, read when training begins and after a restore, not in between."""
 
-    def inner(self) -> Sequence[Any]:
-        """The optimizers of torch's kind that update masters: to be fenced."""
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._wrapper = engine.optimizer
 
-    def masters(self) -> Sequence[Master]:
-        """All tensors that those update, in an order that is the same in every incarnation."""
+    @property
+    def inner(self) -> Any:
+        """The optimizer of torch's kind that updates the masters: the one to fence."""
+        return self._wrapper.optimizer
 
+    @abstractmethod
+    def masters(self) -> Sequence[OwnedMaster]:
+        """All tensors that ``inner`` updates, in an order that is the same in every incarnation."""
+
+    @abstractmethod
     def weights(self) -> Sequence[Weight]:
         """The weights that follow from masters of this rank; none where these are the weights."""
 
+    @abstractmethod
     def owned(self) -> Iterable[torch.Tensor]:
-        """The model's parameters that follow from masters, whichever rank has these."""
+        """The model's parameters that follow from masters of any rank."""
 
     def publish(self, kept: Mapping[str, torch.Tensor]) -> None:
         """Make the model's weights equal to the masters: collective over the ranks that share.
 
         A weight whose name is in ``kept`` becomes that instead.
         """
+        with torch.no_grad():
+            for weight in self.weights():
+                weight.tensor.copy_(kept.get(weight.name, weight.master))
+
+    def scaler(self) -> Any:
+        """The object that holds the loss scale, None if there is none."""
+        return getattr(self._wrapper, "loss_scaler", None)
 
     def scalars(self) -> dict[str, Any]:
-        """Loss scaler and other plain values that decide how training goes on."""
+        """Loss scale, overflow, clipping: the plain values on which later steps depend."""
+        scaler, autocast = self.scaler(), getattr(self._wrapper, _AUTOCAST_SCALER, None)
+        return {
+            "wrapper": plain_fields(self._wrapper, WRAPPER_FIELDS),
+            "scaler": {} if scaler is None else plain_fields(scaler),
+            "autocast_scaler": None if autocast is None else autocast.state_dict(),
+        }
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """Set what ``scalars`` gave."""
-
-
-def round_masters(weights: Iterable[Weight], kept: Mapping[str, torch.Tensor]) -> None:
-    """Set this rank's weights to their masters, or to what is ``kept`` of that name."""
-    with torch.no_grad():
-        for weight in weights:
-            weight.tensor.copy_(kept.get(weight.name, weight.master))
+        """Set what ``scalars`` gave, in the objects that are there."""
+        scaler, autocast = self.scaler(), getattr(self._wrapper, _AUTOCAST_SCALER, None)
+        set_fields(self._wrapper, scalars["wrapper"])
+        if scaler is not None:
+            set_fields(scaler, scalars["scaler"])
+        if autocast is not None and scalars["autocast_scaler"] is not None:
+            autocast.load_state_dict(scalars["autocast_scaler"])
 
 
 PLAIN = bool | int | float | str | torch.dtype | None
@@ -113,26 +126,6 @@ def set_fields(holder: Any, fields: Mapping[str, Any]) -> None:
     """Set what :func:`plain_fields` gave."""
     for name, value in fields.items():
         setattr(holder, name, value)
-
-
-def wrapper_scalars(wrapper: Any, scaler: Any) -> dict[str, Any]:
-    """Of an optimizer and of the object that holds its loss scale, None if it has none."""
-    autocast = getattr(wrapper, _AUTOCAST_SCALER, None)
-    return {
-        "wrapper": plain_fields(wrapper, WRAPPER_FIELDS),
-        "scaler": {} if scaler is None else plain_fields(scaler),
-        "autocast_scaler": None if autocast is None else autocast.state_dict(),
-    }
-
-
-def load_wrapper_scalars(wrapper: Any, scaler: Any, scalars: Mapping[str, Any]) -> None:
-    """Set what :func:`wrapper_scalars` gave, in the objects that are there."""
-    set_fields(wrapper, scalars["wrapper"])
-    if scaler is not None:
-        set_fields(scaler, scalars["scaler"])
-    autocast = getattr(wrapper, _AUTOCAST_SCALER, None)
-    if autocast is not None and scalars["autocast_scaler"] is not None:
-        autocast.load_state_dict(scalars["autocast_scaler"])
 
 
 def group_names(groups: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -172,7 +165,7 @@ State = tuple[dict[str, Any], str]
 """The state of one master, and the name of a tensor in it."""
 
 
-def shared_states(masters: Iterable[Master]) -> dict[str, str]:
+def shared_states(masters: Iterable[OwnedMaster]) -> dict[str, str]:
     """Names of state tensors that are the tensor of an earlier master, with that one's name."""
     first: dict[int, str] = {}
     shared = {}
@@ -183,7 +176,7 @@ def shared_states(masters: Iterable[Master]) -> dict[str, str]:
     return shared
 
 
-def share_states(masters: Iterable[Master], shared: Mapping[str, str]) -> None:
+def share_states(masters: Iterable[OwnedMaster], shared: Mapping[str, str]) -> None:
     """Make states share tensors as :func:`shared_states` said."""
     states = _states(masters)
     for name, owner in shared.items():
@@ -191,7 +184,7 @@ def share_states(masters: Iterable[Master], shared: Mapping[str, str]) -> None:
         state[key] = owning[owned]
 
 
-def _states(masters: Iterable[Master]) -> dict[str, State]:
+def _states(masters: Iterable[OwnedMaster]) -> dict[str, State]:
     return {
         f"{master.name}/{key}": (state, key)
         for master in masters
@@ -201,13 +194,25 @@ def _states(masters: Iterable[Master]) -> dict[str, State]:
     }
 
 
-def materialise(master: Master) -> None:
+def tensors_of(masters: Iterable[OwnedMaster]) -> MasterTensors:
+    """Masters and what is kept for them, by name; looked at when they are asked for."""
+    owned = (Owned(master.name, master.inner, master.parameter) for master in masters)
+    return MasterTensors(owned, _SEPARATOR, _MASTER)
+
+
+def names_of(master: OwnedMaster) -> list[str]:
+    """The names of one master's tensors, as of now."""
+    kept = master_tensors.state_tensors(master.inner, master.parameter)
+    return [f"{master.name}{_SEPARATOR}{name}" for name in (_MASTER, *kept)]
+
+
+def materialise(master: OwnedMaster) -> None:
     """Create the state of a master that is still empty; ConfigError for an unknown optimizer."""
     master_tensors.create_state(master.inner, master.group, master.parameter, MAKERS)
 
 
 def _on_host(*moments: str) -> StateMaker:
-    """Of the optimizers for offloaded states: fp32 by default, ``step`` a Python int."""
+    """State of the optimizers for offloaded states: fp32 by default, ``step`` a Python int."""
 
     def make(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
         full = getattr(inner, "fp32_optimizer_states", True)
@@ -219,7 +224,7 @@ def _on_host(*moments: str) -> StateMaker:
 
 
 def _fused(*moments: str) -> StateMaker:
-    """Of the fused optimizers: ``step`` continues from the group's, if a checkpoint set one."""
+    """State of the fused optimizers: ``step`` continues from the group's, if there is one."""
 
     def make(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
         zeros = {name: torch.zeros_like(parameter).detach() for name in moments}

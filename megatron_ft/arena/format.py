@@ -14,7 +14,7 @@ from enum import IntEnum
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 
 MAGIC = b"MFTARENA"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 BYTE_ORDER_MARK = 0x0A0B0C0D
 PAGE_BYTES = 4096
 

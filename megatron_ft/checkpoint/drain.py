@@ -43,7 +43,7 @@ from megatron_ft.core.errors import (
     SnapshotUnavailableError,
 )
 from megatron_ft.core.fault_points import reach
-from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
+from megatron_ft.core.identity import Ancestor, ShardPlacement, SnapshotId
 from megatron_ft.core.pace import Pace
 from megatron_ft.core.priority import lower_priority
 from megatron_ft.rpc.local_query import begin_errand, pinned
@@ -56,7 +56,7 @@ def write_shards(
     folder: Path,
     disk: Disk | None = None,
     pace: Pace | None = None,
-    seats: Mapping[str, Seat] | None = None,
+    seats: Mapping[str, ShardPlacement] | None = None,
 ) -> int:
     """Write these shards into a checkpoint's folder; bytes written.
 
@@ -80,7 +80,9 @@ def write_shards(
     return written
 
 
-def _pieces(shard: ShardBytes, job: uuid.UUID, pace: Pace, seat: Seat | None) -> Iterator[object]:
+def _pieces(
+    shard: ShardBytes, job: uuid.UUID, pace: Pace, seat: ShardPlacement | None
+) -> Iterator[object]:
     known = (shard.record, shard.block_bytes, shard.digest_algorithm, str(job))
     header = st.ShardHeader(*known, seat)
     yield st.pack_header(header, shard.layout)
@@ -200,7 +202,7 @@ class DrainPlan(msgspec.Struct, frozen=True):
     lineage: tuple[Ancestor, ...]
     directory: Path
     shard_count: int
-    shards: dict[str, Seat] = {}
+    shards: dict[str, ShardPlacement] = {}
     keep: Keep = Keep(2)
     bandwidth_mib: float = 0.0
     export_dir: Path | None = None

@@ -18,7 +18,7 @@ from megatron_ft.checkpoint.durable import Disk
 from megatron_ft.checkpoint.manifest import Manifest
 from megatron_ft.checkpoint.reader import read_manifest
 from megatron_ft.core.errors import CheckpointDamagedError, ConfigError
-from megatron_ft.core.identity import Ancestor, Seat, SnapshotId, on_lineage
+from megatron_ft.core.identity import Ancestor, ShardPlacement, SnapshotId, on_lineage
 
 Objection = Callable[[SnapshotId, int], str]
 
@@ -31,7 +31,7 @@ class Drained:
     manifest: Manifest
 
     @property
-    def seats(self) -> dict[str, Seat]:
+    def seats(self) -> dict[str, ShardPlacement]:
         """Where each shard belongs; without those that nobody knew."""
         return {s: line.seat for s, line in self.manifest.shards.items() if line.seat is not None}
 

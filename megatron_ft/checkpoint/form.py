@@ -27,9 +27,7 @@ from megatron_ft.checkpoint.source import OpenSnapshot
 from megatron_ft.core.decoding import UNREADABLE
 from megatron_ft.core.errors import ConfigError, ExportError
 from megatron_ft.core.fault_points import reach
-from megatron_ft.core.objects import decode, encode
-from megatron_ft.core.objects.encode import Part
-from megatron_ft.core.objects.format import MOST_BYTES
+from megatron_ft.core.objects import MOST_BYTES, Part, decode, encode
 
 
 @contextmanager

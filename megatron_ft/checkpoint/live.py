@@ -1,15 +1,9 @@
-"""Snapshots in the arenas of a job, running or stopped, as a source to read from.
+"""Reads snapshots from the arenas of a job, running or stopped.
 
 Where an SMP runs, the snapshot is pinned with it for as long as it is read; where none
-runs, arenas are read as they lie.  Either way a slot's header is looked at again after
-the last read, since an SMP that was restarted has forgotten its readers.
-
-A shard that is lost or damaged in memory, computed from its stripe for a reader.
-
-Nothing is written to arenas: a reader gets a private copy, checked against the digests that were
-taken at capture.  Repairing the arenas is left to the job's scrub and its recoveries.
-
-Arenas opened to read: what they hold, and one snapshot of them verified and watched.
+runs, arenas are read as they lie.  Either way a slot's header is read again after the last
+byte, since an SMP that was restarted has forgotten its readers.  A shard that is lost or
+damaged is rebuilt from its stripe into private memory (rebuild.py).
 """
 
 from __future__ import annotations
@@ -17,146 +11,27 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotState
 from megatron_ft.checkpoint.decide import Holding, candidates, owners
-from megatron_ft.checkpoint.source import OpenSnapshot, ShardBytes, SnapshotInfo, verified_shard
+from megatron_ft.checkpoint.rebuild import RebuiltNode, Survivors, rebuild, rebuild_node
+from megatron_ft.checkpoint.source import (
+    MOST_TRIES,
+    OpenSnapshot,
+    ShardBytes,
+    SnapshotInfo,
+    verified_shard,
+)
 from megatron_ft.core.errors import ArenaError, ConfigError, SnapshotUnavailableError
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
-from megatron_ft.core.isal import Bytes
-from megatron_ft.erasure.checks import CorruptMemberError, DataCheck, ParityCheck, digest_table_of
-from megatron_ft.erasure.member import MemberView, StripeCode, code_of, member_of
-from megatron_ft.erasure.mending import block_of
-from megatron_ft.erasure.repair import Checks, RowSolver, piece_of, place_of
 from megatron_ft.rpc.local_query import pinned
 from megatron_ft.rpc.messages import Inventory, SlotReport
 from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.store import SUFFIX, ArenaStore
-
-
-@dataclass(frozen=True)
-class Survivors:
-    """Members of one stripe that hold a protected snapshot, by their number in the stripe.
-
-    ``table`` has the record of every member, as all survivors stored it.
-    """
-
-    holdings: Mapping[int, Holding]
-    table: tuple[SealedRecord, ...]
-    missing: int
-
-    @classmethod
-    def find(
-        cls, holdings: Mapping[str, Holding], shard_id: str, snapshot: SnapshotId
-    ) -> Survivors:
-        """Those that can rebuild ``shard_id``; SnapshotUnavailableError if they are too few."""
-        naming = [h.arena for h in holdings.values() if shard_id in h.arena.members]
-        if not naming:
-            raise SnapshotUnavailableError(f"no arena here is of a stripe with {shard_id}")
-        newest = max(naming, key=lambda arena: arena.incarnation)
-        found, tables = {}, set()
-        for number, member in enumerate(newest.members):
-            holding = holdings.get(member)
-            slot = None if holding is None else holding.slot(snapshot)
-            if holding is None or slot is None or member == shard_id:
-                continue
-            table = slot.stripe_table
-            if not slot.parity_valid or len(table) <= number or slot.record != table[number]:
-                continue
-            found[number] = holding
-            tables.add(table)
-        if len(found) < newest.data_members:
-            raise SnapshotUnavailableError(
-                f"{len(found)} of the other {len(newest.members) - 1} shards of its stripe are here"
-                f" with parity, and a rebuild needs {newest.data_members}"
-            )
-        if len(tables) > 1:
-            raise SnapshotUnavailableError("the shards of its stripe disagree on what it held")
-        return cls(found, tables.pop(), newest.members.index(shard_id))
-
-    @property
-    def record(self) -> SealedRecord:
-        """What the missing shard held."""
-        return self.table[self.missing]
-
-
-def rebuild(
-    survivors: Survivors,
-    snapshot: SnapshotId,
-    arenas: Mapping[tuple[str, str], Arena],
-    own: Arena | None,
-) -> Bytes:
-    """The sealed region of the missing shard in new memory; the caller verifies it.
-
-    Blocks of ``own``, the shard's arena if there is one, are used where their digests match.
-    SnapshotUnavailableError names the first block for which too few right ones are left.
-    """
-    members = {
-        number: (arenas[holding.node, holding.arena.shard_id], _slot(holding, snapshot))
-        for number, holding in survivors.holdings.items()
-    }
-    code = code_of(next(iter(members.values()))[0].header)
-    views = {n: member_of(arena, slot, arena.slot(slot)) for n, (arena, slot) in members.items()}
-    checks = {number: _checks(code, view) for number, view in views.items()}
-    mine, my_check = _own_view(own, snapshot, survivors.record, code)
-    solver, size = RowSolver(code), code.block_bytes
-    result: Bytes = np.zeros(code.data_bytes, np.uint8)
-    for block in range(-(-survivors.record.used_bytes // size)):
-        into = block_of(code, result, block)
-        if mine is not None and my_check is not None:
-            held = block_of(code, mine.data, block)
-            if not my_check.bad_blocks(block * size, held):
-                into[:] = held
-                continue
-        place = place_of(code, survivors.missing, block, parity=False)
-        part = slice(place.offset, place.offset + size)
-        pieces = {n: piece_of(code, view, n, place.row, part) for n, view in views.items()}
-        solved = solver.solve_block(place, survivors.missing, pieces, checks)
-        if solved is None:
-            raise SnapshotUnavailableError(
-                f"at block {block} fewer than {code.data_members} shards of its stripe are right"
-            )
-        into[:] = solved
-    return result
-
-
-def _slot(holding: Holding, snapshot: SnapshotId) -> int:
-    report = holding.slot(snapshot)
-    assert report is not None, "survivors hold the snapshot"
-    return report.slot
-
-
-def _checks(code: StripeCode, view: MemberView) -> Checks:
-    assert view.record is not None, "survivors have sealed their slot"
-    data = parity = None
-    with suppress(CorruptMemberError):
-        data = DataCheck(code, view.record, digest_table_of(view))
-    with suppress(CorruptMemberError):
-        parity = ParityCheck(code, view.record.shard_id, view.parity_digests, view.parity_root)
-    return data, parity
-
-
-def _own_view(
-    own: Arena | None, snapshot: SnapshotId, record: SealedRecord, code: StripeCode
-) -> tuple[MemberView | None, DataCheck | None]:
-    """The slot of the shard's own arena that holds this record, if its digest table is right."""
-    if own is None or code_of(own.header) != code:
-        return None, None
-    for slot in range(own.geometry.slot_count):
-        with suppress(CorruptMemberError, ArenaError):
-            header = own.slot(slot)
-            if header.snapshot == snapshot and header.record == record:
-                view = member_of(own, slot, header)
-                # A copy, as the slot may be given up meanwhile.
-                return view, DataCheck(code, record, digest_table_of(view).copy())
-    return None, None
-
 
 log = logging.getLogger(__name__)
 
@@ -360,12 +235,49 @@ class LiveSource:
         """See SnapshotSource."""
         with scan(self._folders) as memory:
             shards = self._known | _members(memory.holdings)
-            nodes = {memory.holdings[s].node for s in shards if s in memory.holdings}
             with (
-                pinned([memory.folders[node] for node in sorted(nodes)], info.snapshot),
+                pinned(_folders_of(memory), info.snapshot),
                 hold(memory, info, shards) as opened,
             ):
                 yield opened
+
+    def rebuild_newest(self) -> tuple[SnapshotInfo, list[RebuiltNode]]:
+        """Rebuild every node's shards of the newest protected snapshot from the other nodes'.
+
+        SnapshotUnavailableError if none is protected, or each was superseded while it was read.
+        """
+        problem: SnapshotUnavailableError | None = None
+        for _ in range(MOST_TRIES):
+            with scan(self._folders) as memory:
+                infos, problems = complete_snapshots(memory, self._known)
+                protected = [info for info in infos if info.level == "protected"]
+                if not protected:
+                    raise SnapshotUnavailableError(
+                        "; ".join(["no snapshot is protected (yet)", *problems])
+                    )
+                try:
+                    return protected[0], _rebuild_each(memory, protected[0].snapshot)
+                except SnapshotUnavailableError as error:
+                    problem = error
+        raise SnapshotUnavailableError(f"{MOST_TRIES} snapshots were superseded: {problem}")
+
+
+def _rebuild_each(memory: Memory, snapshot: SnapshotId) -> list[RebuiltNode]:
+    """One outcome a node.  SnapshotUnavailableError if the snapshot was given up meanwhile."""
+    holdings = memory.holdings
+    with pinned(_folders_of(memory), snapshot):
+        held = [_Held.find(memory, s, snapshot) for s in holdings if holdings[s].slot(snapshot)]
+        nodes = sorted({holding.node for holding in holdings.values()})
+        rebuilt = [rebuild_node(holdings, memory.arenas, node, snapshot) for node in nodes]
+        for one in held:
+            one.check()
+    return rebuilt
+
+
+def _folders_of(memory: Memory) -> list[Path]:
+    """The folders of the nodes that own arenas."""
+    nodes = {holding.node for holding in memory.holdings.values()}
+    return [memory.folders[node] for node in sorted(nodes)]
 
 
 def _members(holdings: Mapping[str, Holding]) -> set[str]:

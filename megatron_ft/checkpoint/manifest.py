@@ -11,7 +11,7 @@ import msgspec
 
 from megatron_ft.core.decoding import UNREADABLE
 from megatron_ft.core.errors import CheckpointDamagedError
-from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
+from megatron_ft.core.identity import Ancestor, ShardPlacement, SnapshotId
 
 NAME = "manifest.json"
 SHARD_SUFFIX = ".safetensors"
@@ -32,7 +32,7 @@ class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     bytes: int
     header_digest: str
     digest_root: str
-    seat: Seat | None = None
+    seat: ShardPlacement | None = None
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -18,7 +18,7 @@ import msgspec
 from megatron_ft.arena.format import DIGEST_BLAKE2B, DIGEST_CRC64, MAX_REGION_BYTES
 from megatron_ft.core.decoding import UNREADABLE
 from megatron_ft.core.errors import CheckpointDamagedError, DrainError
-from megatron_ft.core.identity import SealedRecord, Seat
+from megatron_ft.core.identity import SealedRecord, ShardPlacement
 from megatron_ft.core.shard import ALIGNMENT, LayoutEntry, ShardLayout, align
 
 FORMAT = "megatron-ft shard"
@@ -71,7 +71,7 @@ class ShardHeader(msgspec.Struct, frozen=True):
     block_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_REGION_BYTES)]
     digest_algorithm: Annotated[int, msgspec.Meta(ge=DIGEST_CRC64, le=DIGEST_BLAKE2B)]
     job: str
-    seat: Seat | None = None
+    seat: ShardPlacement | None = None
 
 
 def pack_header(header: ShardHeader, layout: ShardLayout) -> bytes:

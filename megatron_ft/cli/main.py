@@ -36,7 +36,6 @@ COMMANDS = (
     Command("drain", "megatron_ft.cli.drain", "write a snapshot from memory to disk now"),
     Command("verify", "megatron_ft.cli.verify", "check every byte of what is on disk or in memory"),
     Command("rewind", "megatron_ft.cli.rewind", "go on from before an iteration"),
-    Command("drill", "megatron_ft.cli.drill", "rebuild a random shard and compare: a fire drill"),
     Command("export", "megatron_ft.cli.export", "make the framework's own checkpoint"),
     Command(
         "demo", "megatron_ft.cli.demo.command", "lose a node on this machine and go on from memory"

@@ -21,14 +21,20 @@ from megatron_ft.cli.common import say
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.fewer_ranks import HOLD, STOP
 from megatron_ft.core.node_names import check_names, check_sockets
-from megatron_ft.launchers.agents.front import Front, NodeRank, node_rank, read_hostfile
+from megatron_ft.launchers.agents.agent import AgentFront
 from megatron_ft.launchers.agents.hub import AgentHub
 from megatron_ft.launchers.agents.launcher import AgentLauncher
-from megatron_ft.launchers.agents.messages import FILE_NAME, AgentOrders, address_towards
+from megatron_ft.launchers.agents.rendezvous import (
+    FILE_NAME,
+    AgentOrders,
+    NodeRank,
+    address_towards,
+    node_rank,
+    read_hostfile,
+)
 from megatron_ft.launchers.launcher import HostSource, Launcher
-from megatron_ft.launchers.slurm.allocation import Allocation
+from megatron_ft.launchers.slurm.allocation import Allocation, ReplacementHosts
 from megatron_ft.launchers.slurm.launcher import SlurmLauncher
-from megatron_ft.launchers.slurm.replacement import ReplacementHosts
 from megatron_ft.launchers.virtual import VirtualCluster, default_root
 from megatron_ft.supervisor.job_state import make_notes_folder, state_folder
 
@@ -118,7 +124,7 @@ def gather(arguments: argparse.Namespace, root: Path, folder: Path) -> AgentPlac
     check_names(root, arguments.job, hosts)
     hub = AgentHub(arguments.address or own_address(os.environ, hosts[0] if hosts else ""))
     hub.meeting.write(file)
-    fronts: list[Front] = []
+    fronts: list[AgentFront] = []
 
     def leave(code: int) -> None:
         hub.close(code)
@@ -165,25 +171,25 @@ def _rank(arguments: argparse.Namespace) -> NodeRank:
     return node_rank(os.environ, arguments.node_rank, wanted)
 
 
-def _own_agent(arguments: argparse.Namespace, rank: int, folder: Path) -> Front:
+def _own_agent(arguments: argparse.Namespace, rank: int, folder: Path) -> AgentFront:
     name = arguments.node_name or socket.gethostname()
-    return Front(AgentOrders(name, rank, file=str(folder / FILE_NAME)))
+    return AgentFront(AgentOrders(name, rank, file=str(folder / FILE_NAME)))
 
 
 def _over_remote_shells(
     arguments: argparse.Namespace, hub: AgentHub, hosts: list[str]
-) -> list[Front]:
+) -> list[AgentFront]:
     shell = shlex.split(arguments.remote_shell or _SSH)
     try:
         return [
-            Front(AgentOrders(host, rank, hub.meeting), [*shell, host])
+            AgentFront(AgentOrders(host, rank, hub.meeting), [*shell, host])
             for rank, host in enumerate(hosts)
         ]
     except OSError as error:
         raise ConfigError(f"--remote-shell {shell[0]!r}: {error.strerror}") from error
 
 
-def _await_agents(hub: AgentHub, fronts: list[Front], size: int) -> None:
+def _await_agents(hub: AgentHub, fronts: list[AgentFront], size: int) -> None:
     """Until all agents are there, or none is to be expected any more."""
     deadline = time.monotonic() + GATHER_SECONDS
     while time.monotonic() < deadline:

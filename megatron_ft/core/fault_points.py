@@ -2,7 +2,7 @@
 
 Where no plan is armed a place costs one call and one test.  A plan is armed by an
 environment variable that only the supervisor of a chaos job sets, so that all processes of
-that job inherit it; what strikes is then decided in megatron_ft/cli/chaos.
+that job inherit it; fault_plan.py then carries out what strikes.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _first(name: str) -> None:
     _strike = None
     folder = os.environ.get(VARIABLE)
     if folder:
-        _strike = import_module("megatron_ft.cli.chaos.armed").arm(folder)
+        _strike = import_module("megatron_ft.core.fault_plan").arm(folder)
     reach(name)
 
 

@@ -39,7 +39,7 @@ from megatron_ft.erasure.tcp_sockets import (
 )
 from megatron_ft.erasure.ticket import Listening, Ticket
 from megatron_ft.erasure.transport import Pending, wrong_length
-from megatron_ft.rpc.message_base import MOST_BYTES
+from megatron_ft.rpc.sockets import MOST_BYTES
 
 CREDIT = 4
 """How many messages to one peer may be under way beside the one that is waited for."""

@@ -18,8 +18,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from megatron_ft.core.isal import Bytes
-from megatron_ft.rpc.message_base import MOST_BYTES
-from megatron_ft.rpc.security import JobKeys
+from megatron_ft.rpc.sockets import JobKeys
 
 IO_THREADS = 2
 """Threads of libzmq that encrypt, send, receive and decrypt."""
@@ -81,8 +80,7 @@ def send_table(keys: JobKeys, endpoints: Sequence[str], linger_seconds: float) -
         for endpoint in endpoints:
             socket = context.socket(zmq.PUSH)
             socket.linger = int(linger_seconds * 1000)
-            keys.protect_client(socket)
-            socket.connect(endpoint)
+            keys.connect(socket, endpoint)
             socket.send_multipart([packed(Word.TABLE, 0), table])
             socket.close()
 
@@ -97,10 +95,7 @@ class Inbox:
         self._authenticator.configure_curve_callback("*", credentials_provider=keys)
         self._socket = context.socket(zmq.PULL)
         self._socket.rcvhwm = 0  # the senders' credit bounds what waits
-        self._socket.maxmsgsize = MOST_BYTES
-        keys.protect_server(self._socket)
-        self._socket.bind(f"tcp://{address}:*")
-        self.endpoint = bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+        self.endpoint = keys.listen(self._socket, address)
 
     def receive(
         self, on_arrival: Callable[[Arrival], None], on_error: Callable[[str], None]
@@ -146,13 +141,12 @@ class Outlet:
         socket.linger = int(HEARTBEAT_SECONDS * 1000)
         socket.heartbeat_ivl = int(HEARTBEAT_SECONDS * 1000)
         socket.heartbeat_timeout = int(SILENCE_SECONDS * 1000)
-        keys.protect_client(socket)
         monitor = socket.get_monitor_socket(_EVENTS)
         self._watcher = threading.Thread(
             target=self._watch, args=(monitor,), name=f"watcher of {endpoint}", daemon=True
         )
         self._watcher.start()
-        socket.connect(endpoint)
+        keys.connect(socket, endpoint)
 
     def send(self, header: bytes, body: Bytes | bytes = b"") -> zmq.MessageTracker:
         """Start sending; the tracker is done when ``body`` is not read any more."""

@@ -10,8 +10,8 @@ import msgspec
 
 from megatron_ft.core.decoding import UNREADABLE
 from megatron_ft.core.errors import ControlPlaneError
-from megatron_ft.rpc.message_base import Name
-from megatron_ft.rpc.security import JobKeys
+from megatron_ft.rpc.node_messages import Name
+from megatron_ft.rpc.sockets import JobKeys
 
 
 class Ticket(msgspec.Struct, frozen=True):

@@ -29,7 +29,6 @@ from megatron_ft.erasure.checks import CorruptMemberError
 from megatron_ft.erasure.orders import Order, OrderRunner
 from megatron_ft.erasure.transport import Transport
 from megatron_ft.erasure.world import join_world
-from megatron_ft.rpc import local_socket
 from megatron_ft.rpc.messages import (
     EncodeOrder,
     EncoderHello,
@@ -43,6 +42,7 @@ from megatron_ft.rpc.messages import (
     decode,
     encode,
 )
+from megatron_ft.rpc.sockets import connect_local
 
 WELCOME_SECONDS = 60.0
 FLUSH_SECONDS = 5.0
@@ -74,7 +74,7 @@ class SmpConnection:
             target=_watch, args=(monitor, on_lost), name="smp-watcher", daemon=True
         )
         self._watcher.start()
-        local_socket.connect(self._socket, environment.socket)
+        connect_local(self._socket, environment.socket)
 
     def send(self, message: Message) -> None:
         """Hand a message to the socket's own thread."""

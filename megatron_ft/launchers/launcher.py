@@ -1,4 +1,4 @@
-"""What the supervisor asks of the place where a job runs.
+"""Protocols between the supervisor and the place where a job runs.
 
 One implementation per kind of cluster; the supervisor knows only this module.
 """
@@ -48,7 +48,7 @@ class ProcessHandle(Protocol):
 
     @property
     def start_time(self) -> int:
-        """When it started, in kernel clock ticks: with the pid it names a process for good."""
+        """Kernel clock ticks from boot to its start: with the pid it names a process for good."""
 
     async def wait(self) -> int:
         """Its exit status once it has ended; any number of tasks may wait.
@@ -65,7 +65,7 @@ class ProcessHandle(Protocol):
 
 
 class HostSource(Protocol):
-    """Where a job's place can get more nodes from."""
+    """A source of more nodes for a job."""
 
     seconds: float
     """Longest to wait for them."""
@@ -99,12 +99,12 @@ class Launcher(Protocol):
     def gone(self, node: str) -> bool:
         """Whether no process of the node can run any more; False when in doubt.
 
-        A lost node that may only have been cut off goes on training until its lease has run
+        A lost node that may only have been cut off trains until its lease has run
         out, so that is waited for.
         """
 
     def address(self, node: str) -> str:
-        """Where processes of other nodes, and the supervisor, reach this one over TCP/IP.
+        """The address at which processes of other nodes, and the supervisor, reach this one.
 
         A numeric address; its SMP listens there, and the trainers' rendezvous is the
         first node's.

@@ -39,7 +39,7 @@ _ALWAYS_PER_RANK = frozenset({NODE, NODE_DIR, JOB, INCARNATION})
 
 
 class MpiKind(enum.Enum):
-    """Whose launcher and library it is; descendants of MPICH count as MPICH."""
+    """The family of a launcher and library; descendants of MPICH count as MPICH."""
 
     OPEN_MPI = "Open MPI"
     MPICH = "MPICH"
@@ -84,7 +84,7 @@ def find_mpi(
 
 
 def library_kind(python: str, environment: Mapping[str, str]) -> MpiKind:
-    """Which MPI the mpi4py of ``python`` is linked to; NoMpiError if it does not import."""
+    """The MPI that mpi4py of ``python`` is linked to; NoMpiError if it does not import."""
     output = _ask([python, "-c", _ASK_LIBRARY], environment)
     kind = parse_kind(output)
     if kind is None:
@@ -106,7 +106,7 @@ def candidates(python: str, environment: Mapping[str, str]) -> Iterator[Path]:
 
 
 def parse_kind(text: str) -> MpiKind | None:
-    """Whose MPI printed ``text`` (of ``mpirun --version`` or ``MPI_Get_library_version``)."""
+    """The MPI that printed ``text`` (of ``mpirun --version`` or ``MPI_Get_library_version``)."""
     if re.search(r"Open MPI|OpenRTE|PRRTE|prte", text):
         return MpiKind.OPEN_MPI
     if re.search(r"HYDRA|MPICH|MVAPICH|Intel\(R\) MPI", text):
@@ -123,7 +123,7 @@ def parse_version(text: str) -> str:
 def split_environments(
     environments: Sequence[Mapping[str, str]],
 ) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """What all environments share, and per environment what is its own.
+    """The variables that all environments share, and those of each alone.
 
     Only the latter goes to a command line, where others can read it.
     """

@@ -1,7 +1,7 @@
-"""What the launcher that started us left in the environment, and what of it we pass on.
+"""Environments without the variables of the launcher that started us.
 
 ``megatron-ft run`` may itself have been started by srun, mpirun, torchrun or ``deepspeed``.  Their
-variables say of a process which rank it is; whoever we start is another rank, or none.  All
+variables say of a process which rank it is; a process that we start is another rank, or none.  All
 environments of processes that we start begin with ``base_environment``.
 """
 
@@ -29,7 +29,7 @@ _DEEPSPEED = "CROSS_SIZE"
 KEPT = frozenset(
     ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOB_NAME", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
 )
-"""Which job of a scheduler this is; MPI launchers do not get even these."""
+"""Names of a scheduler's job; MPI launchers do not get even these."""
 
 # What a user sets to tune MPI, and an outer mpirun sets too.
 _TUNING = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")
@@ -42,7 +42,7 @@ STEP_PLACES = (
     "SLURM_NNODES", "SLURM_GTIDS", "SLURM_TASKS_PER_NODE", "SLURM_STEP_ID", "SLURM_STEPID",
     "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_TASKS_PER_NODE",
 )  # fmt: skip
-"""Of a step's place in its job; torch, DeepSpeed and MPI would take it for a rank's place."""
+"""A step's place in its job; torch, DeepSpeed and MPI would take it for a rank's place."""
 
 
 def base_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -52,7 +52,7 @@ class LocalProcess:
         self._node, self._pid, self._child, self._stat = node, pid, child, stat
         self._exit: int | None = None
         self._tree = tree
-        # Who reaps closes the pidfd, whose number may be another process's then.
+        # Reaping closes the pidfd; its number may be reused.
         self._lock = threading.RLock()
 
     @classmethod
@@ -187,7 +187,7 @@ def open_session(
 ) -> subprocess.Popen[bytes]:
     """Start a program in a new session, output appended to ``log_path`` (made with mode 0600).
 
-    No parent-death signal and no terminal: it outlives whoever starts it.
+    No parent-death signal and no terminal: it outlives the process that starts it.
     MissingEnvironmentError if the program cannot be run, ControlPlaneError if the machine lacks
     what it takes just now: room for a log, descriptors, processes.
     """

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import os
 import shutil
-import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from megatron_ft.core import private_files, procfs
-from megatron_ft.core.environment import INCARNATION, JOB, NODE, NODE_DIR, READY_NAME
-from megatron_ft.core.errors import ConfigError, MissingEnvironmentError, UntrustedFileError
+from megatron_ft.core.environment import JOB, NODE, READY_NAME
+from megatron_ft.core.errors import MissingEnvironmentError, UntrustedFileError
 from megatron_ft.core.node_names import check_names
+from megatron_ft.launchers.base import BaseLauncher
 from megatron_ft.launchers.launcher import NodeUnreachable, Placement, ProcessGoneError
-from megatron_ft.launchers.mpirun import MpiLauncher, find_mpi
+from megatron_ft.launchers.mpirun import MpiLauncher
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.virtual_network import HOST, Network, RemoteProcess, spread_over
 from megatron_ft.launchers.world import WORLD, WORLD_NODES, Spread, WorldProcess, probe_world
@@ -28,11 +28,11 @@ _END_SECONDS = 10.0
 
 
 def default_root() -> Path:
-    """Where nodes keep their memory unless told otherwise: a folder of this user's on a tmpfs."""
+    """The default folder of the nodes' memory: one of this user's on a tmpfs."""
     return Path(f"/dev/shm/megatron-ft-{os.geteuid()}")
 
 
-class VirtualCluster:
+class VirtualCluster(BaseLauncher):
     """A Launcher whose nodes are groups of processes of this machine.
 
     Only processes of this user whose environment names exactly this job and node are ever
@@ -57,13 +57,13 @@ class VirtualCluster:
         ConfigError for names that cannot be folders or make socket paths too long, and
         MissingEnvironmentError when ``root`` is not a private folder of this user.
         """
-        self.job, self.root = job, (root or default_root())
+        super().__init__(job, root or default_root(), mpi)
         self._names = list(node_names)
-        self._mpi, self.network, self._place = mpi, network, place
+        self.network, self._place = network, place
         check_names(self.root, job, self._names)
         # Made by hand, perhaps, with the user's usual mode; all that is below it is closed.
         _make_private(self.root, private_files.OTHERS_WRITE)
-        _make_private(self._job_dir)
+        _make_private(self.job_dir)
 
     def nodes(self) -> list[str]:
         """All nodes, lost ones included, in the order given."""
@@ -88,11 +88,6 @@ class VirtualCluster:
     def interface(self, node: str) -> str:
         """Empty, or the node's device where there is a network."""
         return "" if self.network is None else self.network.interface(node)
-
-    def node_dir(self, node: str) -> Path:
-        """The node's memory: <root>/<job>/<node>."""
-        self._check_known(node)
-        return self._job_dir / node
 
     def ready_file(self, node: str) -> Path:
         """In the node's memory, which is this machine's."""
@@ -132,28 +127,13 @@ class VirtualCluster:
 
     def start_world(self, placements: Sequence[Placement], log_path: Path) -> WorldProcess:
         """Start an MPI world over the nodes of ``placements``; see Launcher."""
-        placed = [Placement(*p) for p in placements]
-        if not placed:
-            raise ValueError("a world needs at least one placement")
-        nodes = [p.node for p in placed]
-        self._require(nodes)
-        for node in nodes:
-            _make_private(self.node_dir(node))
-        marked = [p._replace(env=self._marked(p.node, p.env)) for p in placed]
-        scratch = self._job_dir / ".worlds" / uuid.uuid4().hex[:12]
-        spread = self._spread(nodes, scratch)
-        world = WorldProcess.start(self.mpi(), self.job, marked, log_path, scratch, spread)
-        self._end_if_lost(nodes, world)
+        world = super().start_world(placements, log_path)
+        self._end_if_lost([Placement(*placement).node for placement in placements], world)
         return world
-
-    def mpi(self) -> MpiLauncher:
-        """The MPI launcher in use; the first call may start short processes to find it."""
-        self._mpi = self._mpi or find_mpi()
-        return self._mpi
 
     def processes_of(self, node: str) -> list[int]:
         """Numbers of the running processes of a node."""
-        self._check_known(node)
+        self.node_dir(node)
         return [pid for pid in procfs.own_processes() if self._is_of(pid, node)]
 
     def kill_node(self, node: str, *, keep_folder: bool = False) -> list[int]:
@@ -182,23 +162,14 @@ class VirtualCluster:
     def destroy(self) -> None:
         """End every process of the job, worlds included, and remove all its folders."""
         procfs.kill_matching(self._is_of_job, f"job {self.job}")
-        shutil.rmtree(self._job_dir, ignore_errors=True)
+        shutil.rmtree(self.job_dir, ignore_errors=True)
 
     def clean(self) -> None:
         """Remove all folders of a job that is done: small files of daemons that died stay there."""
-        shutil.rmtree(self._job_dir, ignore_errors=True)
-
-    @property
-    def _job_dir(self) -> Path:
-        return self.root / self.job
+        shutil.rmtree(self.job_dir, ignore_errors=True)
 
     def _tombstone(self, node: str) -> Path:
-        self._check_known(node)
-        return self._job_dir / ".dead" / node
-
-    def _marked(self, node: str, env: Mapping[str, str]) -> dict[str, str]:
-        marks = {JOB: self.job, NODE: node, NODE_DIR: str(self.node_dir(node))}
-        return {INCARNATION: "0", **env, **marks}
+        return self.node_dir(node).parent / ".dead" / node
 
     def _is_of(self, pid: int, node: str, worlds: set[str] | None = None) -> bool:
         """Whether a process is of a node; collects the names of the worlds of those that are."""
@@ -236,6 +207,8 @@ class VirtualCluster:
         return self.network is None or self.network.connected(self._place, node)
 
     def _spread(self, nodes: Sequence[str], scratch: Path) -> Spread | None:
+        for node in nodes:
+            _make_private(self.node_dir(node))
         if self.network is None:
             return None
         scratch.mkdir(parents=True, mode=0o700)
@@ -245,12 +218,7 @@ class VirtualCluster:
         away = sorted({n for n in nodes if not self._near(n)})
         if away:
             raise NodeUnreachable(f"node {', '.join(away)} of job {self.job} cannot be reached")
-        lost = sorted({n for n in nodes if not self.reachable(n)})
-        if lost:
-            raise NodeUnreachable(
-                f"node {', '.join(lost)} of job {self.job} is lost; go on without it or put a "
-                "spare in its place"
-            )
+        super()._require(nodes)
 
     def _end_if_lost(self, nodes: Sequence[str], process: LocalProcess) -> None:
         try:
@@ -259,10 +227,6 @@ class VirtualCluster:
             process.kill()
             process.join(_END_SECONDS)
             raise
-
-    def _check_known(self, node: str) -> None:
-        if node not in self._names:
-            raise ConfigError(f"no node {node!r} in job {self.job}; there are {self._names}")
 
 
 def _make_private(folder: Path, forbidden: int = private_files.OTHERS) -> None:

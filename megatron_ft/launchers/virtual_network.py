@@ -1,7 +1,7 @@
 """Virtual nodes with a network: what passes between the supervisor and a node may be cut.
 
 A process of a node that is cut off cannot be started, looked at or ended from where the
-supervisor is, as if it ran on another machine.  It is on this one, but whoever used that
+supervisor is, as if it ran on another machine.  It is on this one, but a test that used that
 would test something that no cluster can do.
 """
 
@@ -28,7 +28,7 @@ _LOOK_SECONDS = 0.05
 
 
 class Network(Protocol):
-    """What a VirtualCluster asks of a network; cli/chaos/node_network.py has one."""
+    """The network of a VirtualCluster; cli/chaos/node_network.py has one."""
 
     def address(self, place: str) -> str:
         """IPv4 address of a node or of HOST."""

@@ -1,13 +1,9 @@
 """One MPI world as one handle: when it is over, none of its ranks is left.
 
-How an MPI world gets to other machines.
-
-Takes the listening sockets of an MPI launcher off the network.
-
-PRRTE, Open MPI's launcher, binds them to all interfaces; no setting of its own changes that
-(``create_listen`` in its ``oob_tcp_listener.c``), and it asks who connects for no secret.  Where
-all ranks are on one machine nobody needs to: each socket is borrowed and bound to the loopback
-device.
+Where all ranks are on one machine, the listening sockets of the MPI launcher are taken off the
+network.  PRRTE, Open MPI's launcher, binds them to all interfaces; no setting of its own changes
+that (``create_listen`` in its ``oob_tcp_listener.c``), and it asks no secret of those who connect.
+So each socket is borrowed and bound to the loopback device.
 """
 
 from __future__ import annotations
@@ -52,7 +48,7 @@ Open MPI does not start without a HOME.
 
 @dataclass(frozen=True)
 class Spread:
-    """How a world is started over several machines, or namespaces that stand for them.
+    """The way of a world to several machines, or to namespaces that stand for them.
 
     ``hosts`` are the names or addresses by which MPI knows the nodes, in the order of the
     ranks; empty: this machine, which they reach at ``here`` (empty: by its host name).

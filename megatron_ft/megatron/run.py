@@ -140,8 +140,6 @@ class SnapshotRun:
         """Around what moves captured tensors: no copy reads them, nothing keeps their memory."""
         with self._manager.fence(), self.pause():
             self._manager.forget_tensors()
-            if self._state is not None:
-                self._state.forget_tensors()
             yield
 
     def close(self) -> None:

@@ -98,10 +98,6 @@ class MegatronState:
         """Look at the model's modules as they are now."""
         self._tree.refresh()
 
-    def forget_tensors(self) -> None:
-        """Let go of what the optimizer kept when it was looked at last."""
-        self._owned.forget()
-
     def tensors(self) -> dict[str, torch.Tensor]:
         """Masters, moments, steps and frozen parameters: changed by the optimizer alone."""
         every = self._tree.parameters.items()
@@ -175,8 +171,6 @@ class MegatronState:
         }
 
     def _numbers(self) -> list[dict[int, dict[str, Any]]]:
-        if not self._owned.numbers():
-            return [{} for _ in optimizers.optimizer_parts(self._optimizer)]
         return optimizers.state_numbers(self._optimizer)
 
     def _data_position(self) -> Any:

@@ -17,12 +17,12 @@ from pathlib import Path
 import zmq
 
 from megatron_ft.core.environment import ProcessEnvironment
-from megatron_ft.core.errors import ControlPlaneError, UntrustedFileError, error_class
+from megatron_ft.core.errors import ControlPlaneError, error_class
 from megatron_ft.core.fewer_ranks import RankRule
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.core.pid_namespace import pid_namespace
-from megatron_ft.rpc import local_socket
 from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.sockets import Connection
 
 log = logging.getLogger(__name__)
 
@@ -63,13 +63,9 @@ class TrainerClient:
         self._noted = threading.Event()
         self._outbox: queue.SimpleQueue[m.Message | None] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
-        context = zmq.Context()
-        self._thread = threading.Thread(
-            target=self._run,
-            args=(context, self._connect(context)),
-            name="megatron-ft-client",
-            daemon=True,
-        )
+        identity = f"trainer-{rank}-{os.getpid()}".encode()
+        self._smp = Connection(environment.socket, identity=identity, linger_ms=2000)
+        self._thread = threading.Thread(target=self._run, name="megatron-ft-client", daemon=True)
         self._thread.start()
 
     def hello(
@@ -206,43 +202,24 @@ class TrainerClient:
         self._outbox.put(message)
         os.write(self._wake_write, b"x")
 
-    def _connect(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-        socket = context.socket(zmq.DEALER)
-        socket.identity = f"trainer-{self._rank}-{os.getpid()}".encode()
-        socket.linger = 2000
-        try:
-            local_socket.connect(socket, self._environment.socket)
-        except UntrustedFileError:
-            socket.close()
-            context.term()
-            raise
-        return socket
-
-    def _run(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
+    def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
+        poller.register(self._smp.socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
-        try:
-            while self._turn(socket, dict(poller.poll())):
-                pass
-        finally:
-            socket.close()
-            context.term()
+        with self._smp:
+            while True:
+                ready = dict(poller.poll())
+                if self._wake_read in ready:
+                    os.read(self._wake_read, 4096)
+                    while not self._outbox.empty():
+                        message = self._outbox.get()
+                        if message is None:
+                            return
+                        self._smp.send(message)
+                if self._smp.socket in ready:
+                    self._on_message(self._smp.receive())
 
-    def _turn(self, socket: zmq.Socket[bytes], ready: dict[object, int]) -> bool:
-        """One round of the thread; False when it should end."""
-        if self._wake_read in ready:
-            os.read(self._wake_read, 4096)
-            while not self._outbox.empty():
-                message = self._outbox.get()
-                if message is None:
-                    return False
-                socket.send(m.encode(message))
-        if socket in ready:
-            self._received(m.decode(socket.recv()))
-        return True
-
-    def _received(self, message: m.Message) -> None:
+    def _on_message(self, message: m.Message) -> None:
         if isinstance(message, m.Noted):
             self._noted.set()
             return

@@ -1,25 +1,20 @@
-"""Messages between the coordinator and the SMPs of a job.
+"""Messages between the coordinator and the SMPs of a job, and from the command line to an SMP.
 
-The coordinator's words to all nodes on one snapshot, from permit to commit and after.
-
-How a new incarnation of the job begins on a node: what it holds, what it is to hold.
-
-What the command line asks an SMP.
-
-What the coordinator and an SMP say to each other with every heartbeat.
-
-What an SMP tells the coordinator unasked.
+The coordinator's orders for one snapshot come first, from permit to commit.  Then how an
+incarnation begins on a node, what the command line asks, the heartbeats, and the SMP's events.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
 from megatron_ft.arena.format import DIGEST_CRC64
 from megatron_ft.core.identity import Ancestor, Count, Iteration, SealedRecord, ShardId, SnapshotId
-from megatron_ft.rpc.message_base import Message, Seconds
 from megatron_ft.rpc.node_messages import (
     Abandoned,
     CaptureCost,
@@ -29,6 +24,7 @@ from megatron_ft.rpc.node_messages import (
     EncoderHello,
     EncoderRefused,
     Hello,
+    Message,
     Missed,
     OrderDone,
     OrderFailed,
@@ -37,6 +33,7 @@ from megatron_ft.rpc.node_messages import (
     Rebuilt,
     Restored,
     Sealed,
+    Seconds,
     StripeOrder,
     Unfit,
 )
@@ -288,7 +285,7 @@ class Lease(Message, frozen=True):
     ``heard`` is the newest ``clock`` that the coordinator has had from this SMP, 0 for none,
     which grants nothing.  So a lease that lay in a queue, or that comes through while no
     answer does, is not longer than the coordinator knows.  ``summary`` are those parts of the
-    job's summary (job_summary.py) that the node does not have.  ``scrub_percent`` is the share of
+    job's summary that the node does not have.  ``scrub_percent`` is the share of
     one core that the node's scrub may use, 0 for none.  ``told``: events of the node's ``stream``
     up to this number have arrived.
     """
@@ -334,6 +331,27 @@ class LeaseAnswer(Message, frozen=True):
     summary: dict[str, bytes] = {}
     crowded: bool = False
     held: tuple[HeldSnapshot, ...] = ()
+
+
+def summary_digest(part: bytes) -> bytes:
+    """Digest of a part of the job's summary: a node that has it is not sent the part again.
+
+    It is long enough to tell a part from the one before it; nothing is proved with it.
+    """
+    return hashlib.blake2b(part, digest_size=8).digest()
+
+
+def summary_digests(parts: Mapping[str, bytes]) -> dict[str, bytes]:
+    """``summary_digest`` of each part, by name."""
+    return {name: summary_digest(part) for name, part in parts.items()}
+
+
+def merged_summary(parts: Mapping[str, bytes]) -> bytes:
+    """Merges the parts, JSON objects, to one; empty if there are no parts."""
+    members: dict[str, Any] = {}
+    for part in parts.values():
+        members |= json.loads(part)
+    return json.dumps(members).encode() if parts else b""
 
 
 class BadBlocks(Message, frozen=True):

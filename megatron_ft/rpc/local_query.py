@@ -1,17 +1,13 @@
-"""Asks the SMPs of this node, and pins a snapshot while it is read.
+"""Requests of short-lived processes to the SMPs of this machine, over their Unix sockets.
 
-Questions to the SMPs of this machine over their Unix sockets.
-
-Pinning a snapshot with the SMPs of this machine, for as long as it is read.
-
-A process that acts for the supervisor on a node tells the SMP there, which ends it in time.
+The command line asks, readers pin a snapshot while they read it, and a process that writes to
+disk for the supervisor registers itself, so that the SMP ends it in time.
 """
 
 from __future__ import annotations
 
 import glob
 import os
-import socket
 import socket as unix
 import struct
 import uuid
@@ -19,8 +15,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-import zmq
 
 from megatron_ft.core import private_files
 from megatron_ft.core.environment import SOCKET_NAME, ProcessEnvironment
@@ -32,8 +26,8 @@ from megatron_ft.core.errors import (
     UntrustedFileError,
 )
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.rpc import local_socket
 from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.sockets import Connection
 
 
 def sockets(root: Path, job: str | None) -> Iterator[Path]:
@@ -44,7 +38,7 @@ def sockets(root: Path, job: str | None) -> Iterator[Path]:
 
 def has_listener(path: Path) -> bool:
     """Whether a process serves this socket; UntrustedFileError if it is not this user's alone."""
-    # ZeroMQ would go on trying until the timeout: it cannot know that nobody will come.
+    # ZeroMQ would try until the timeout: it cannot know that nothing will ever listen there.
     with unix.socket(unix.AF_UNIX, unix.SOCK_STREAM) as probe:
         try:
             private_files.check_socket(path)
@@ -58,7 +52,7 @@ def has_listener(path: Path) -> bool:
 
 
 def _check_peer(probe: unix.socket, path: Path) -> None:
-    """Who listens is told by the kernel (SO_PEERCRED, unix(7)), whatever the file says."""
+    """Refuse a listener of another user, which the kernel names (SO_PEERCRED, unix(7))."""
     raw = probe.getsockopt(unix.SOL_SOCKET, unix.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", raw)
     if uid != os.geteuid():
@@ -74,18 +68,13 @@ def ask(socket_path: Path, request: m.Message, timeout_seconds: float = 5.0) -> 
     """
     if not has_listener(socket_path):
         raise ControlPlaneError(f"no SMP listens at {socket_path}: it is dead")
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.linger = 0
-    try:
-        local_socket.connect(socket, socket_path)
-        socket.send(m.encode(request))
-        if not socket.poll(int(timeout_seconds * 1000)):
-            raise ControlPlaneError(f"no SMP answers at {socket_path}: it is dead or stopped")
-        return m.decode(socket.recv())
-    finally:
-        socket.close()
-        context.term()
+    with Connection(socket_path) as smp:
+        smp.send(request)
+        try:
+            return smp.receive(timeout_seconds)
+        except TimeoutError:
+            reason = f"no SMP answers at {socket_path}: it is dead or stopped"
+            raise ControlPlaneError(reason) from None
 
 
 @contextmanager
@@ -99,7 +88,7 @@ def pinned(folders: Iterable[Path], snapshot: SnapshotId) -> Iterator[None]:
     asked: list[Path] = []
     try:
         for folder in folders:
-            if serves(folder / SOCKET_NAME):
+            if has_listener(folder / SOCKET_NAME):
                 asked.append(folder)
                 _pin(folder, m.Pin(reader, snapshot, os.getpid()))
         yield
@@ -114,7 +103,7 @@ def _pin(folder: Path, request: m.Pin) -> None:
     try:
         answer = ask(folder / SOCKET_NAME, request)
     except ControlPlaneError:
-        if serves(folder / SOCKET_NAME):
+        if has_listener(folder / SOCKET_NAME):
             raise
         # It has died since it was looked for: its arenas are read like those of a stopped job.
         return
@@ -122,16 +111,6 @@ def _pin(folder: Path, request: m.Pin) -> None:
         raise SnapshotUnavailableError(
             f"snapshot {request.snapshot} cannot be held in {folder}: {answer.reason}"
         )
-
-
-def serves(path: Path) -> bool:
-    """Whether somebody listens on a Unix socket; one that is merely stopped does, too."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(path))
-        except (FileNotFoundError, ConnectionRefusedError):
-            return False
-    return True
 
 
 def begin_errand(what: str) -> None:
@@ -145,7 +124,7 @@ def begin_errand(what: str) -> None:
         environment = ProcessEnvironment.from_env()
     except NotUnderSupervisorError:
         return
-    if not serves(environment.socket):
+    if not has_listener(environment.socket):
         return
     errand = m.Errand(f"{what}-{os.getpid()}", os.getpid(), environment.incarnation)
     answer = ask(environment.socket, errand, 30.0)

@@ -1,12 +1,13 @@
-"""Typed messages of the control plane, as msgspec structs in MessagePack.
+"""Every message of the control plane, and the one codec: msgspec structs in MessagePack.
 
-Four conversations use them: trainer, encoder or reader and SMP (Unix socket), and
-coordinator and SMP (TCP).  A message is one frame; its struct's tag says what it is.
-Lengths are bytes.  Nothing here moves tensor bytes.
+Trainers, encoders and readers talk with their node's SMP (node_messages.py), SMPs with the
+coordinator (job_messages.py), agents with the supervisor (agent_messages.py).  A message is one
+frame; its struct's tag says what it is.  Lengths are bytes.  No message moves tensor bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -15,171 +16,20 @@ import msgspec
 
 from megatron_ft.core.decoding import UNREADABLE
 from megatron_ft.core.errors import ControlPlaneError
-from megatron_ft.rpc.job_messages import (
-    Abort,
-    Admit,
-    Adopt,
-    ArenaReport,
-    ArenasReady,
-    BadBlocks,
-    Commit,
-    CreateArena,
-    Discard,
-    Encode,
-    Event,
-    Grant,
-    HeldSnapshot,
-    Hold,
-    Inventory,
-    Lease,
-    LeaseAnswer,
-    Load,
-    NodeReport,
-    Pause,
-    ReaderStalled,
-    Rebuild,
-    Repair,
-    Repaired,
-    RestoreReady,
-    Retire,
-    Rewind,
-    ScrubCounts,
-    SlotFreed,
-    SlotReport,
-    Status,
-    StatusRequest,
-    Unhold,
-    WriterGone,
-)
-from megatron_ft.rpc.message_base import (
-    Message,
-    Ok,
-    Refused,
-)
-from megatron_ft.rpc.node_messages import (
-    Abandoned,
-    Begins,
-    CaptureCost,
-    CorruptShard,
-    Declined,
-    Encoded,
-    EncodeOrder,
-    EncoderHello,
-    EncoderRefused,
-    EncoderWelcome,
-    Errand,
-    Hello,
-    Loaded,
-    Missed,
-    Noted,
-    OrderDone,
-    OrderFailed,
-    Outcome,
-    Pin,
-    Prepare,
-    Prepared,
-    PulseReport,
-    RebuildOrder,
-    Rebuilt,
-    Recomputed,
-    RepairOrder,
-    Restored,
-    Sealed,
-    Stacks,
-    StacksRequest,
-    StripeOrder,
-    Unfit,
-    Unpin,
-    VerifyOrder,
-    Welcome,
-)
+from megatron_ft.rpc.agent_messages import *  # noqa: F403
+from megatron_ft.rpc.job_messages import *  # noqa: F403
+from megatron_ft.rpc.node_messages import *  # noqa: F403
+from megatron_ft.rpc.node_messages import Message
 
-__all__ = [
-    "Abandoned",
-    "Abort",
-    "Admit",
-    "Adopt",
-    "ArenaReport",
-    "ArenasReady",
-    "BadBlocks",
-    "Begins",
-    "CaptureCost",
-    "Commit",
-    "CorruptShard",
-    "Declined",
-    "CreateArena",
-    "Discard",
-    "Encode",
-    "EncodeOrder",
-    "Encoded",
-    "EncoderHello",
-    "EncoderRefused",
-    "EncoderWelcome",
-    "Event",
-    "Grant",
-    "Hello",
-    "Hold",
-    "Inventory",
-    "HeldSnapshot",
-    "Lease",
-    "LeaseAnswer",
-    "Load",
-    "Loaded",
-    "Message",
-    "Missed",
-    "NodeReport",
-    "Noted",
-    "Ok",
-    "OrderDone",
-    "OrderFailed",
-    "Outcome",
-    "Pause",
-    "Pin",
-    "Prepare",
-    "Prepared",
-    "PulseReport",
-    "ReaderStalled",
-    "Rebuild",
-    "RebuildOrder",
-    "Rebuilt",
-    "Recomputed",
-    "Repair",
-    "RepairOrder",
-    "Repaired",
-    "Refused",
-    "RestoreReady",
-    "Restored",
-    "Retire",
-    "Rewind",
-    "ScrubCounts",
-    "Sealed",
-    "SlotFreed",
-    "SlotReport",
-    "Stacks",
-    "StacksRequest",
-    "Status",
-    "StatusRequest",
-    "StripeOrder",
-    "Unfit",
-    "Unhold",
-    "Errand",
-    "Unpin",
-    "VerifyOrder",
-    "Welcome",
-    "WriterGone",
-    "MESSAGES",
-    "decode",
-    "encode",
-]
 
-MESSAGES: tuple[type[Message], ...] = tuple(
-    found
-    for name in __all__
-    if isinstance(found := globals().get(name), type)
-    and issubclass(found, Message)
-    and found is not Message
-)
-"""Types that a frame may hold: all of the names above that are messages."""
+def _kinds(base: type[Message]) -> Iterator[type[Message]]:
+    """The message types that have no subtypes."""
+    for kind in base.__subclasses__():
+        yield from _kinds(kind) if kind.__subclasses__() else (kind,)
+
+
+MESSAGES: tuple[type[Message], ...] = tuple(_kinds(Message))
+"""Types that a frame may hold."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(reduce(or_, MESSAGES))

@@ -1,12 +1,6 @@
-"""Messages between an SMP and the processes of its own node.
+"""Messages within one node: trainers, encoders and readers of snapshots with their SMP.
 
-What a trainer and its SMP say to each other.
-
-What an encoder and its SMP say to each other.
-
-What a reader of snapshots (drain, export, verify) and an SMP say to each other.
-
-What an SMP says of its trainers' progress, and how their stacks are asked for.
+The base of all messages, and the errors by which an SMP refuses one, are here too.
 """
 
 from __future__ import annotations
@@ -16,9 +10,48 @@ from typing import Annotated
 import msgspec
 
 from megatron_ft.arena.format import MAX_MEMBERS
+from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.fewer_ranks import RankRule
 from megatron_ft.core.identity import Count, Hash, SealedRecord, ShardId, SnapshotId
-from megatron_ft.rpc.message_base import Message, Name, Pid
+
+Pid = Annotated[int, msgspec.Meta(ge=1, le=1 << 22)]
+"""A process number; the kernel gives none above (proc(5), pid_max)."""
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+"""The name of a peer, or of the world that it belongs to."""
+
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+"""A duration."""
+
+Members = Annotated[tuple[SealedRecord, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
+"""The records of a stripe's members, in order."""
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Base of all messages."""
+
+
+class Ok(Message, frozen=True):
+    """The request was carried out."""
+
+
+class Refused(Message, frozen=True):
+    """The request was not carried out; ``error`` names a class of megatron_ft.core.errors."""
+
+    error: str
+    reason: str
+
+
+class TransitionRefusedError(MegatronFTError):
+    """The slot is not in a state in which the request makes sense; nothing was changed."""
+
+
+class PinnedError(TransitionRefusedError):
+    """There would be room for a snapshot if a reader did not hold what lies there."""
+
+
+class WorldGoneError(TransitionRefusedError):
+    """The message belongs to an encoder world that is not, or no longer, the node's."""
 
 
 class Hello(Message, frozen=True):
@@ -165,10 +198,6 @@ class Outcome(Message, frozen=True):
 
     snapshot: SnapshotId
     state: str
-
-
-Members = Annotated[tuple[SealedRecord, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
-"""The records of a stripe's members, in order."""
 
 
 class EncoderHello(Message, frozen=True):

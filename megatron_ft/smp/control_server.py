@@ -6,18 +6,13 @@ import asyncio
 import time
 from typing import Any
 
-import zmq
 import zmq.asyncio
 
 from megatron_ft.arena.numa import node_of_process
-from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.job_summary import digests
-from megatron_ft.rpc.message_base import MOST_BYTES
-from megatron_ft.rpc.security import JobKeys
+from megatron_ft.rpc.sockets import JobKeys, Peer, Server, answered
 from megatron_ft.smp.host import NodeHost, resident_bytes
-from megatron_ft.smp.local_server import refusal, unexpected
 
 FROM_COORDINATOR = (
     m.Adopt
@@ -46,54 +41,32 @@ class ControlServer:
     ) -> None:
         self._host = host
         self._busy = asyncio.Lock()
-        self.socket = context.socket(zmq.ROUTER)
-        self.socket.linger = 1000
-        self.socket.maxmsgsize = MOST_BYTES
-        keys.protect_server(self.socket)
-        self.socket.bind(f"tcp://{address}:*")
+        self._server = Server(context, numbered=True, linger_ms=1000)
+        self.socket = self._server.socket
+        self.endpoint = keys.listen(self.socket, address)
         host.upward.send = self._send_event
-
-    @property
-    def endpoint(self) -> str:
-        """Where it listens, as ``tcp://address:port``."""
-        return bytes(self.socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
     async def serve(self) -> None:
         """Answer until cancelled."""
-        while True:
-            frames = await self.socket.recv_multipart()
-            if len(frames) != 3:
-                continue
-            identity, correlation, frame = frames
-            try:
-                request = m.decode(frame)
-            except MegatronFTError as error:
-                await self._reply(identity, correlation, refusal(error))
-                continue
-            if isinstance(request, m.Lease):
-                await self._reply(identity, correlation, self._lease(identity, request))
-                await self._host.upward.look(request)
-            else:
-                self._host.later(self._answer(identity, correlation, request))
+        await self._server.serve(self._handle)
 
     async def _send_event(self, identity: bytes, body: m.Message) -> None:
-        await self._reply(identity, b"", body)
+        await self._server.send((identity, b""), body)
 
-    async def _reply(self, identity: bytes, correlation: bytes, body: m.Message) -> None:
-        await self.socket.send_multipart([identity, correlation, m.encode(body)])
+    async def _handle(self, peer: Peer, request: Any) -> m.Message | None:
+        """Answer a heartbeat at once, so that a request that takes long is no silence."""
+        if isinstance(request, m.Lease):
+            return await self._lease(peer[0], request)
+        self._host.later(self._answer(peer, request))
+        return None
 
-    async def _answer(self, identity: bytes, correlation: bytes, request: Any) -> None:
-        """One request at a time; heartbeats overtake, so that a long one is no silence."""
-        answer: m.Message
+    async def _answer(self, peer: Peer, request: Any) -> None:
+        """One request at a time."""
         async with self._busy:
-            try:
-                answer = await self._decide(identity, request)
-            except MegatronFTError as error:
-                answer = refusal(error)
-            except Exception as error:
-                answer = unexpected(request, error)
+            answer = await answered(self._decide(peer[0], request), request)
             await self._host.carry_out()
-        await self._reply(identity, correlation, answer)
+        assert answer is not None
+        await self._server.send(peer, answer)
 
     async def _decide(self, identity: bytes, request: Any) -> m.Message:
         host = self._host
@@ -129,7 +102,7 @@ class ControlServer:
             return host.machine.handle(request)
         return m.Ok()
 
-    def _lease(self, identity: bytes, request: m.Lease) -> m.Message:
+    async def _lease(self, identity: bytes, request: m.Lease) -> m.Message:
         host = self._host
         if request.incarnation != host.machine.highest_incarnation:
             return self._refuse_lease(request)
@@ -137,6 +110,7 @@ class ControlServer:
         host.renew_lease(request)
         host.summary |= request.summary
         host.scrub_percent = request.scrub_percent
+        await host.upward.look(request)
         return m.LeaseAnswer(
             node=host.machine.node,
             paused=host.state.paused,
@@ -147,7 +121,7 @@ class ControlServer:
             pinned=host.machine.held_back(),
             rewind=host.rewind,
             pulses=host.watch.reports(),
-            summary=digests(host.summary),
+            summary=m.summary_digests(host.summary),
             crowded=host.machine.crowded(),
             held=host.machine.held(),
         )

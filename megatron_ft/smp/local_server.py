@@ -15,8 +15,7 @@ from megatron_ft.arena import upkeep
 from megatron_ft.core.errors import ControlPlaneError, MegatronFTError, StaleIncarnationError
 from megatron_ft.core.pid_namespace import pid_namespace
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.job_summary import merged
-from megatron_ft.rpc.local_socket import bind, listen
+from megatron_ft.rpc.sockets import Peer, Server, listen_local, refusal
 from megatron_ft.smp.host import NodeHost, resident_bytes
 from megatron_ft.smp.writers import DRAIN, start_time_of
 
@@ -44,13 +43,15 @@ class LocalServer:
 
     def __init__(self, host: NodeHost, context: zmq.asyncio.Context) -> None:
         self._host = host
-        self.socket = bind(context, host.environment.socket)
+        self._server = Server(context)
+        self.socket = self._server.socket
+        listen_local(self.socket, host.environment.socket)
         self._inode = host.environment.socket.lstat().st_ino
         host.send_local = self.send
 
     async def send(self, identity: bytes, body: m.Message) -> None:
         """Send one message to one peer; one that has left gets nothing."""
-        await self.socket.send_multipart([identity, m.encode(body)])
+        await self._server.send((identity,), body)
 
     def in_place(self) -> bool:
         """Whether those who open the socket's path reach this server."""
@@ -64,23 +65,15 @@ class LocalServer:
         path = self._host.environment.socket
         self.socket.unbind(f"ipc://{path}")
         upkeep.clear(path)
-        listen(self.socket, path)
+        listen_local(self.socket, path)
         self._inode = path.lstat().st_ino
 
     async def serve(self) -> None:
-        """Answer until cancelled.  A frame that makes no sense is refused, never fatal."""
-        while True:
-            frames = await self.socket.recv_multipart()
-            try:
-                answer = await self._handle(frames[0], m.decode(b"".join(frames[1:])))
-            except MegatronFTError as error:
-                answer = refusal(error)
-            except Exception as error:
-                answer = unexpected(frames, error)
-            if answer is not None:
-                await self.send(frames[0], answer)
+        """Answer until cancelled."""
+        await self._server.serve(self._handle)
 
-    async def _handle(self, identity: bytes, message: Any) -> m.Message | None:
+    async def _handle(self, peer: Peer, message: Any) -> m.Message | None:
+        identity = peer[0]
         if isinstance(message, m.Hello):
             return await self._hello(identity, message)
         if isinstance(message, m.EncoderHello):
@@ -283,7 +276,7 @@ class LocalServer:
             resident_bytes=resident_bytes(),
             arenas=host.store.reports(host.machine),
             progress=host.store.progress(),
-            summary=merged(host.summary),
+            summary=m.merged_summary(host.summary),
             scrub=host.scrub_counts,
         )
 
@@ -296,18 +289,3 @@ def _check_namespace(message: m.Hello) -> None:
             "by which its SMP cannot watch it: start its container with the host's "
             "(docker, podman: `--pid host`)"
         )
-
-
-def refusal(error: MegatronFTError) -> m.Refused:
-    """An error as an answer; the other side raises it again."""
-    return m.Refused(type(error).__name__, str(error))
-
-
-def unexpected(what: object, error: Exception) -> m.Refused:
-    """An answer to what must never happen: the owner of the snapshots outlives it.
-
-    Nothing was carried out, or some of it; headers are written whole, one after the other, so
-    what they say stays true.
-    """
-    log.error("%r could not be handled", what, exc_info=error)
-    return m.Refused("ControlPlaneError", f"{type(error).__name__}: {error}; see the SMP's log")

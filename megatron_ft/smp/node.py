@@ -13,7 +13,7 @@ from typing import Any
 from megatron_ft.core.errors import StaleIncarnationError
 from megatron_ft.core.identity import Ancestor, SnapshotId, on_lineage
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.refusals import TransitionRefusedError
+from megatron_ft.rpc.node_messages import TransitionRefusedError
 from megatron_ft.smp.node_shards import NodeShards, StorePermit
 from megatron_ft.smp.reactions import encoders, orders, readers, trainers
 from megatron_ft.smp.slot_rules import is_committed

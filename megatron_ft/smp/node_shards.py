@@ -14,7 +14,7 @@ from megatron_ft.arena.format import Permit, SlotHeader
 from megatron_ft.core.errors import StaleIncarnationError
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.refusals import TransitionRefusedError, WorldGoneError
+from megatron_ft.rpc.node_messages import TransitionRefusedError, WorldGoneError
 from megatron_ft.smp.slots import ShardSlots
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.rpc.refusals import TransitionRefusedError
+from megatron_ft.rpc.node_messages import TransitionRefusedError
 
 NO_ROOT = bytes(32)
 EMPTY_SLOT = SlotHeader(

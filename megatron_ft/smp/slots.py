@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.core.identity import SealedRecord, SnapshotId
-from megatron_ft.rpc.refusals import PinnedError, TransitionRefusedError
+from megatron_ft.rpc.node_messages import PinnedError, TransitionRefusedError
 from megatron_ft.smp.slot_rules import (
     EMPTY_SLOT,
     NO_ROOT,

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from megatron_ft.core import private_files
 from megatron_ft.core.errors import UntrustedFileError
-from megatron_ft.rpc.node_messages import PulseReport
-from megatron_ft.rpc.pulse import (
+from megatron_ft.rpc.heartbeat_page import (
     DUMP_SIGNAL,
     Phase,
     Pulse,
@@ -23,6 +22,7 @@ from megatron_ft.rpc.pulse import (
     signs_path,
     stacks_path,
 )
+from megatron_ft.rpc.node_messages import PulseReport
 from megatron_ft.smp.writers import Writer, Writers
 
 log = logging.getLogger(__name__)

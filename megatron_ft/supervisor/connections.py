@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from megatron_ft.core.errors import ControlPlaneError, StaleIncarnationError
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.security import JobKeys
+from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.supervisor.awake import Awake
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.link import Inbox, SmpLink

@@ -16,7 +16,7 @@ from typing import Any
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.security import JobKeys
+from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.smp.slot_rules import protected_gives_way
 from megatron_ft.supervisor.connections import REQUEST_TIMEOUT_SECONDS, Connections
 from megatron_ft.supervisor.cycle import Action, Ended, KillWorld, Phase, Send, SnapshotCycle

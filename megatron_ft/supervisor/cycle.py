@@ -18,7 +18,7 @@ from typing import Any
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.refusals import PinnedError, TransitionRefusedError, WorldGoneError
+from megatron_ft.rpc.node_messages import PinnedError, TransitionRefusedError, WorldGoneError
 from megatron_ft.supervisor.orders import orders_by_node
 from megatron_ft.supervisor.schedule import Schedule
 

@@ -24,7 +24,7 @@ from megatron_ft.checkpoint.drain import DrainPlan
 from megatron_ft.checkpoint.drained import Keep
 from megatron_ft.checkpoint.durable import mount_point
 from megatron_ft.core.errors import DrainError, MegatronFTError
-from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
+from megatron_ft.core.identity import Ancestor, ShardPlacement, SnapshotId
 from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.smp.readers import STALL_SECONDS
 from megatron_ft.supervisor.coordinator import Coordinator
@@ -135,7 +135,7 @@ class Drains:
         self._processes = DrainProcesses(launcher, spec, lambda: self._coordinator.incarnation)
         self._task: asyncio.Task[None] | None = None
         self._places: dict[str, str] = {}
-        self._seats: dict[str, Seat] = {}
+        self._seats: dict[str, ShardPlacement] = {}
         self._lineage: tuple[Ancestor, ...] = ()
         self._last = 0
         self._news = asyncio.Event()
@@ -158,7 +158,7 @@ class Drains:
     def begin(
         self,
         places: Mapping[str, str],
-        seats: Mapping[str, Seat],
+        seats: Mapping[str, ShardPlacement],
         lineage: tuple[Ancestor, ...],
         first: int,
     ) -> None:

@@ -106,13 +106,13 @@ class Incarnation:
             raise
         ready = m.ArenasReady(plan.incarnation)
         await self.coordinator.ask_all({node: ready for node in sorted(set(places.values()))})
-        self.state.update(shards=registration.seats(), rank_rule=rule)
+        self.state.update(shards=registration.placements(), rank_rule=rule)
         first = max(0, plan.decision.iteration)
         schedule = self.pacing.begin(registration.interval, first)
         self._emit("training", "training")
         orders = stripe_orders(stripes, places, plan.active)
         self.coordinator.start_snapshots(SnapshotCycle(plan.incarnation, places, orders, schedule))
-        self.drains.begin(places, registration.seats(), plan.lineage, first)
+        self.drains.begin(places, registration.placements(), plan.lineage, first)
         # Now, when the nodes that train have done with imports of their own.
         self.warm_spares.begin(n for n in self.launcher.nodes() if n not in plan.active)
 

@@ -26,7 +26,7 @@ from megatron_ft.core.errors import (
 )
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.fewer_ranks import RankRule
-from megatron_ft.core.identity import Ancestor, Seat
+from megatron_ft.core.identity import Ancestor, ShardPlacement
 
 VERSION = 2
 SECRET_BYTES = 32
@@ -72,7 +72,7 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     active: tuple[str, ...] = ()
     scheme: str = ""
     command_digest: str = ""
-    shards: dict[str, Seat] = {}
+    shards: dict[str, ShardPlacement] = {}
     incarnation: int = 0
     lineage: tuple[Ancestor, ...] = ()
     committed: bool = False
@@ -250,7 +250,7 @@ def _home() -> Path:
         ) from error
 
 
-def known_shards(name: str, state_dir: Path | None = None) -> dict[str, Seat]:
+def known_shards(name: str, state_dir: Path | None = None) -> dict[str, ShardPlacement]:
     """Shards that the job is known to have, from its supervisor's notes; {} without notes."""
     record = read_record(state_folder(name, state_dir), name)
     return {} if record is None else record.shards

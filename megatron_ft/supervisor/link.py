@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from megatron_ft.core.errors import ArenaMemoryError, ControlPlaneError, NoRoomError, error_class
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.security import JobKeys
+from megatron_ft.rpc.sockets import JobKeys
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +84,7 @@ class SmpLink:
         self._pending: dict[bytes, asyncio.Future[Any]] = {}
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
-        keys.protect_client(self._socket)
-        self._socket.connect(endpoint)
+        keys.connect(self._socket, endpoint)
         self._reader = asyncio.create_task(self._read())
 
     async def ask(self, request: m.Message, timeout: float) -> Any:

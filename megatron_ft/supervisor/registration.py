@@ -18,7 +18,7 @@ from megatron_ft.core.errors import (
     error_class,
 )
 from megatron_ft.core.fewer_ranks import RankRule
-from megatron_ft.core.identity import Seat
+from megatron_ft.core.identity import ShardPlacement
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import Domains, RankPlace, domain_of, plan_stripes
 from megatron_ft.rpc import messages as m
@@ -87,10 +87,10 @@ class Registration:
         """Shard to node."""
         return {shard_id: node for shard_id, (node, _) in self.hellos.items()}
 
-    def seats(self) -> dict[str, Seat]:
+    def placements(self) -> dict[str, ShardPlacement]:
         """Where each shard belongs, for a later incarnation that has nothing but a disk."""
         return {
-            shard: Seat(hello.rank, hello.coordinates, self.layouts[shard].required_bytes)
+            shard: ShardPlacement(hello.rank, hello.coordinates, self.layouts[shard].required_bytes)
             for shard, (_, hello) in self.hellos.items()
         }
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.job_summary import digest
+from megatron_ft.rpc.job_messages import summary_digest
 
 
 class SummaryParts:
@@ -34,7 +34,7 @@ class SummaryParts:
         if time.monotonic() >= self._until:
             self._until = time.monotonic() + self._seconds
             parts = {name: json.dumps(part).encode() for name, part in self._view().items()}
-            self._parts = {name: (digest(part), part) for name, part in parts.items()}
+            self._parts = {name: (summary_digest(part), part) for name, part in parts.items()}
         return {k: part for k, (known, part) in self._parts.items() if held.get(k) != known}
 
 

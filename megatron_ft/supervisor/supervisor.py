@@ -26,7 +26,7 @@ from megatron_ft.core.errors import (
 from megatron_ft.core.in_thread import in_thread
 from megatron_ft.launchers.launcher import HostSource, Launcher
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.security import JobKeys
+from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.disk_restore import DiskRestores, LoadError
 from megatron_ft.supervisor.drains import Drains, noted_places

@@ -30,7 +30,7 @@ from megatron_ft.erasure.ticket import Listening, Ticket
 from megatron_ft.erasure.world import MPI, RANK_TRANSPORT, TCP
 from megatron_ft.launchers.launcher import Launcher, Placement, ProcessHandle
 from megatron_ft.launchers.world import WORLD, WORLD_NODES
-from megatron_ft.rpc.security import SECRET_BYTES
+from megatron_ft.rpc.sockets import SECRET_BYTES
 
 START_SECONDS = 60.0
 LOOK_SECONDS = 0.02

@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+DENSE = {torch.Tensor, torch.nn.Parameter}
+"""Of these torch.strided says that they have plain memory; their subclasses may do otherwise."""
+
 
 class Window(NamedTuple):
     """A view into a named tensor: ``as_strided(flat, shape, stride, offset)``, in elements."""

@@ -1,4 +1,9 @@
-"""A layout bound to memory: typed views of a slot, and the check that a state still fits."""
+"""A layout bound to memory: on one side the slots of an arena, on the other the live tensors.
+
+At each capture the names of the layout are bound to the tensors that the state has now, and to
+where these lie.  When their bytes have been copied, the same table says whether they still lie
+there: a tensor that was replaced, resized or moved meanwhile is never captured stale.
+"""
 
 from __future__ import annotations
 
@@ -51,52 +56,8 @@ def _copyable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype in _NEVER_COPIED else tensor
 
 
-Items = tuple[CopyList, CopyList]
-
 _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 _FACTS = (torch.Tensor.data_ptr, _SHAPE, torch.Tensor.stride, _DTYPE)
-
-
-class _Seen(NamedTuple):
-    """Which tensors a state had, and how they lay in memory: taken by calls that loop in C."""
-
-    names: list[str]
-    tensors: list[torch.Tensor]
-    facts: list[list[Any]]
-
-    @classmethod
-    def of(cls, live: Mapping[str, torch.Tensor]) -> _Seen:
-        tensors = list(live.values())
-        return cls(list(live), tensors, _facts(tensors))
-
-    def same(self, live: Mapping[str, torch.Tensor]) -> bool:
-        """Whether these very tensors have these names, wherever they lie by now, or others that
-        look at the very memory of these: adapters of frameworks make views of it each time.
-        """
-        if self.names != list(live):
-            return False
-        return all(map(is_, self.tensors, live.values())) or _alike(
-            self.tensors, list(live.values())
-        )
-
-    def stayed(self) -> bool:
-        """Whether all of them still lie where they lay, in the same form."""
-        return self.facts == _facts(self.tensors)
-
-
-def _alike(before: list[torch.Tensor], now: list[torch.Tensor]) -> bool:
-    """Whether each pair shares storage, place in it, form and dtype; never one with a lazy sign."""
-    try:
-        return list(map(_DTYPE, now)) == list(map(_DTYPE, before)) and all(
-            map(torch.Tensor.is_set_to, now, before)
-        )
-    except RuntimeError:
-        # Of two devices, or of a kind that torch cannot compare so.
-        return False
-
-
-def _facts(tensors: list[torch.Tensor]) -> list[list[Any]]:
-    return [list(map(fact, tensors)) for fact in _FACTS]
 
 
 def layout_changed(mismatch: str) -> str:
@@ -107,67 +68,129 @@ def layout_changed(mismatch: str) -> str:
     )
 
 
+class BoundState(NamedTuple):
+    """The tensors of a layout in its order, and how each lay in memory when they were bound."""
+
+    names: list[str]
+    tensors: list[torch.Tensor]
+    facts: list[list[Any]]
+
+    @classmethod
+    def of(cls, names: list[str], tensors: list[torch.Tensor]) -> BoundState:
+        """As of now."""
+        return cls(names, tensors, [list(map(fact, tensors)) for fact in _FACTS])
+
+    def same(self, other: BoundState) -> bool:
+        """Whether the other has these very tensors, and they lay there in the same form."""
+        return all(map(is_, self.tensors, other.tensors)) and self.facts == other.facts
+
+    def moved(self) -> str:
+        """The name of a tensor that has other memory or another form by now, or nothing."""
+        now = BoundState.of(self.names, self.tensors)
+        if now.facts == self.facts:
+            return ""
+        before, after = zip(*self.facts, strict=True), zip(*now.facts, strict=True)
+        pairs = zip(self.names, before, after, strict=True)
+        return next(name for name, was, is_now in pairs if was != is_now)
+
+
 class LayoutBinding:
-    """What every snapshot needs of a layout, computed once.
+    """What every snapshot needs of a layout, computed once, and of the tensors of the last one.
 
     ``copied_bytes`` are the tensor bytes that one snapshot copies.
     """
 
     def __init__(self, layout: ShardLayout, regions: list[Bytes]) -> None:
         """``regions`` are the writable data regions, one per slot."""
+        entries, by_name = layout.entries, layout.by_name()
         self.layout = layout
         self.layout_bytes = layout.to_bytes()
         self.layout_hash = layout.hash()
-        self._owners = [entry for entry in layout.entries if not entry.alias_of]
-        self._read_at_once = [entry.name for entry in self._owners if entry.boundary]
-        self._expected = [
-            (entry.name, dtype_from_name(entry.dtype), entry.shape) for entry in layout.entries
-        ]
-        by_name = layout.by_name()
+        self._names = [entry.name for entry in entries]
+        self._dtypes = [dtype_from_name(entry.dtype) for entry in entries]
+        self._shapes = [entry.shape for entry in entries]
+        self._owners = [entry for entry in entries if not entry.alias_of]
+        self._boundary = [entry.name for entry in self._owners if entry.boundary]
         self._aliases = [
             (e.name, e.alias_of, e.offset - by_name[e.alias_of].offset)
-            for e in layout.entries
+            for e in entries
             if e.alias_of
         ]
-        self._seen: _Seen | None = None
-        self._cached: dict[int, Items] = {}
         self.copied_bytes = sum(entry.nbytes for entry in self._owners)
-        self._targets = [self._views(region_tensor(region)) for region in regions]
-
-    def _views(self, region: torch.Tensor) -> list[torch.Tensor]:
-        return [stored_view(region, entry) for entry in self._owners]
+        self._targets = [
+            {e.name: stored_view(region, e) for e in self._owners}
+            for region in map(region_tensor, regions)
+        ]
+        self._bound: BoundState | None = None
+        self._items: dict[int, CopyList] = {}
 
     def mismatch(self, live: Mapping[str, torch.Tensor]) -> str:
         """Why the live tensors no longer fit the layout; empty if they do.
 
-        Compares names, dtypes and shapes, and that tensors have memory, aliases that of their
-        owners.  The very tensors of last time, and new views of their memory, are left to
-        ``settle``: to look at thousands one by one would hold training for milliseconds.  Only
-        what is read before ``settle`` must have memory: torch would end the process.
+        Compares names, dtypes and shapes.  Of those that are read at the boundary it is known
+        then that they have memory, of the others when they are bound: torch would end the process.
         """
-        known = self._seen is not None and self._seen.same(live)
-        readable = known and all(has_memory(live[name]) for name in self._read_at_once)
-        return "" if readable else self._look(live)
+        tensors = self._in_order(live)
+        if tensors is None or list(map(_DTYPE, tensors)) != self._dtypes:
+            return self._difference(live)
+        fit = list(map(_SHAPE, tensors)) == self._shapes
+        if not fit or not all(has_memory(live[name]) for name in self._boundary):
+            return self._difference(live)
+        return ""
 
-    def settle(self, live: Mapping[str, torch.Tensor]) -> str:
-        """As ``mismatch``, of tensors that may have been given other memory or another form.
+    def at_boundary(self, live: Mapping[str, torch.Tensor], slot: int) -> list[CopyItem]:
+        """The copies of what forward may change; ``mismatch`` must have been asked before."""
+        targets = self._targets[slot]
+        owners = [entry for entry in self._owners if entry.boundary]
+        return [CopyItem(live_part(live[e.name], e), targets[e.name]) for e in owners]
 
-        For the copy thread, which has the time, before it asks for ``items``.
+    def bind(self, live: Mapping[str, torch.Tensor]) -> BoundState:
+        """The tensors as they lie now; for the copy thread, before their bytes are read.
+
+        ValueError if they do not fit: some may have been given other memory since the boundary.
         """
-        seen = self._seen  # forget() may come in between
-        if seen is not None and seen.stayed():
-            return ""
-        return self._look(live)
-
-    def _look(self, live: Mapping[str, torch.Tensor]) -> str:
-        self._seen, self._cached = None, {}
+        tensors = self._in_order(live)
         difference = self._difference(live)
-        if not difference:
-            self._seen = _Seen.of(live)
-        return difference
+        if difference or tensors is None:
+            raise ValueError(layout_changed(difference))
+        return BoundState.of(self._names, tensors)
+
+    def later(self, live: Mapping[str, torch.Tensor], bound: BoundState, slot: int) -> CopyList:
+        """The copies of all other tensors, made anew unless these are as they were last time."""
+        if self._bound is None or not self._bound.same(bound):
+            self._bound, self._items = bound, {}
+        made = self._items  # forget() may come in between
+        if slot not in made:
+            targets = self._targets[slot]
+            owners = [entry for entry in self._owners if not entry.boundary]
+            pairs = [CopyItem(live_part(live[e.name], e), targets[e.name]) for e in owners]
+            made[slot] = CopyList(pairs)
+        return made[slot]
+
+    def forget(self) -> None:
+        """Let go of the tensors of last time, and of all views of their memory.
+
+        A copy that still runs may keep some, until the next snapshot at most.
+        """
+        self._bound, self._items = None, {}
+
+    def release(self) -> None:
+        """Drop all views of the arena, so that it can be unmapped."""
+        self.forget()
+        self._targets.clear()
+
+    def _in_order(self, live: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | None:
+        """The tensors in the order of the layout; None if they have other names."""
+        if len(live) != len(self._names):
+            return None
+        try:
+            return list(map(live.__getitem__, self._names))
+        except KeyError:
+            return None
 
     def _difference(self, live: Mapping[str, torch.Tensor]) -> str:
-        for name, dtype, shape in self._expected:
+        """As ``mismatch``, and of all tensors: whether they have memory, aliases that of owners."""
+        for name, dtype, shape in zip(self._names, self._dtypes, self._shapes, strict=True):
             tensor = live.get(name)
             if tensor is None:
                 return f"{name} has gone"
@@ -175,39 +198,9 @@ class LayoutBinding:
                 return f"{name} is now {tensor.dtype} {list(tensor.shape)}"
             if not has_memory(tensor):
                 return f"{name} has no memory any more"
-        if len(live) != len(self._expected):
-            known = {name for name, _, _ in self._expected}
-            return f"{min(live.keys() - known)} is new"
+        if len(live) != len(self._names):
+            return f"{min(live.keys() - {*self._names})} is new"
         for name, owner, distance in self._aliases:
             if live[name].data_ptr() != live[owner].data_ptr() + distance:
                 return f"{name} no longer shares memory with {owner}"
         return ""
-
-    def items(self, live: Mapping[str, torch.Tensor], slot: int) -> Items:
-        """The copies of one snapshot: at the boundary, and lazily.
-
-        ``live`` must be what ``mismatch`` or ``settle`` was asked of last.
-        """
-        cached = self._cached  # forget() may come in between
-        if slot not in cached:
-            cached[slot] = self._items(live, slot)
-        return cached[slot]
-
-    def _items(self, live: Mapping[str, torch.Tensor], slot: int) -> Items:
-        now, later = CopyList(), CopyList()
-        for entry, target in zip(self._owners, self._targets[slot], strict=True):
-            source = live_part(live[entry.name], entry)
-            (now if entry.boundary else later).append(CopyItem(source, target))
-        return now, later
-
-    def forget(self) -> None:
-        """Let go of the tensors of last time, and of all views of their memory.
-
-        A copy that still runs may keep some, until the next snapshot at most.
-        """
-        self._seen, self._cached = None, {}
-
-    def release(self) -> None:
-        """Drop all views of the arena, so that it can be unmapped."""
-        self._targets.clear()
-        self._cached.clear()

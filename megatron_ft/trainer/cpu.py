@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -24,23 +23,21 @@ from megatron_ft.trainer.copier import (
 )
 from megatron_ft.trainer.shared_pieces import SharedPieces, ShouldStop
 
-_SOURCE, _TARGET = attrgetter("source_bytes"), attrgetter("target_bytes")
 
+class PlainCopy(NamedTuple):
+    """A tensor, and its bytes and those of its target as arrays; ``copy_all`` copies them."""
 
-class PlainCopy:
-    """A tensor and where its bytes go; ``copy_all`` copies them."""
+    source: torch.Tensor
+    address: int
+    source_bytes: Bytes
+    target_bytes: Bytes
 
-    __slots__ = ("address", "source", "source_bytes", "target_bytes")
-
-    def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    @classmethod
+    def of(cls, target: torch.Tensor, source: torch.Tensor) -> PlainCopy:
         """Both are plain memory of as many bytes; the target must stay where it is."""
-        self.target_bytes = bytes_at(target.data_ptr(), source.nbytes)
-        self.source = source
-        self.address, self.source_bytes = 0, self.target_bytes[:0]
-
-    def look(self, address: int) -> None:
-        """The source lies there now."""
-        self.source_bytes, self.address = bytes_at(address, self.source.nbytes), address
+        address, length = source.data_ptr(), source.nbytes
+        target_bytes = bytes_at(target.data_ptr(), length)
+        return cls(source, address, bytes_at(address, length), target_bytes)
 
 
 def copy_all(copies: Sequence[PlainCopy]) -> None:
@@ -49,18 +46,19 @@ def copy_all(copies: Sequence[PlainCopy]) -> None:
     The loop is numpy's ``positive`` of unsigned bytes, which leaves every bit as it is.  libc's
     memmove takes an instruction for it that some processors repeat slowly (``rep movsb``), and
     torch's copy_ shares large tensors among intra-op threads.
-    Where a source lies is asked at every copy, so that memory that it has given back is not read,
-    and what is read is kept: after a fence that gave up, training may give it back meanwhile.
+    ValueError if a source lies elsewhere by now: its old memory may have been given back.  What is
+    read is kept: after a fence that gave up, training may give it back meanwhile.
     """
+    if not copies:
+        return
     place, memory = torch.Tensor.data_ptr, torch.Tensor.untyped_storage
-    sources = [copy.source for copy in copies]
+    sources, addresses, froms, tos = zip(*copies, strict=True)
     # In one call, between whose steps no other thread runs.
     kept = list(zip(map(memory, sources), map(place, sources), strict=True))
-    for copy, (_, address) in zip(copies, kept, strict=True):
-        if address != copy.address:
-            copy.look(address)
+    if [address for _, address in kept] != list(addresses):
+        raise ValueError("a tensor was given other memory while it was copied")
     # No bytecode between the calls: other threads wait while this one holds the GIL.
-    deque(map(np.positive, map(_SOURCE, copies), map(_TARGET, copies)), 0)
+    deque(map(np.positive, froms, tos), 0)
 
 
 def copy_large(target: int, source: int, length: int) -> None:
@@ -141,7 +139,7 @@ class SerialBatch(NamedTuple):
         for item in batch:
             source, target = item
             if source.numel() >= SERIAL_ELEMENTS and all(map(is_plain_memory, item)):
-                plain.append(PlainCopy(target, source))
+                plain.append(PlainCopy.of(target, source))
             else:
                 others.append(item)
         return cls(plain, others)

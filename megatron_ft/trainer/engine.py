@@ -17,7 +17,7 @@ from megatron_ft.core.errors import ArenaCorruptError, ArenaForeignError, Contro
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.core.shard import ShardLayout
-from megatron_ft.trainer.binding import LayoutBinding, layout_changed
+from megatron_ft.trainer.binding import LayoutBinding
 from megatron_ft.trainer.copier import Copier
 from megatron_ft.trainer.run import CaptureRun, StopWatch
 from megatron_ft.trainer.shared_pieces import SharedPieces, ShouldStop
@@ -103,8 +103,7 @@ class CaptureEngine:
         that writes to the slot.
         """
         reach("capture.permitted")
-        now, _ = self.binding.items(live, permit.slot)
-        staged = self._copier.stage(now)
+        staged = self._copier.stage(self.binding.at_boundary(live, permit.slot))
         run = CaptureRun(
             permit,
             ticket,
@@ -171,16 +170,20 @@ class CaptureEngine:
         return False
 
     def _copy_items(self, run: CaptureRun, should_stop: ShouldStop) -> bool:
-        """Copy what the boundary left, then the rest; ValueError if the layout has changed."""
-        mismatch = self.binding.settle(run.live)
-        if mismatch:
-            raise ValueError(layout_changed(mismatch))
-        _, later = self.binding.items(run.live, run.permit.slot)
+        """Copy what the boundary left, then the rest.
+
+        ValueError if the layout has changed, or tensors were given other memory meanwhile.
+        """
+        bound = self.binding.bind(run.live)
+        later = self.binding.later(run.live, bound, run.permit.slot)
         # Apart from what was staged: copiers keep plans with the list.
         staged = run.staged
         if staged and not self._copier.copy(staged, run.mark, should_stop, SharedPieces()):
             return False
-        return self._copier.copy(later, run.mark, should_stop, run.shared)
+        complete = self._copier.copy(later, run.mark, should_stop, run.shared)
+        if complete and (moved := bound.moved()):
+            raise ValueError(f"{moved} was given other memory while it was copied")
+        return complete
 
     def _seal(self, run: CaptureRun) -> SealedRecord | None:
         permit, slot = run.permit, run.permit.slot

@@ -27,25 +27,12 @@ LARGE_BYTES = 1 << 20
 """From this length on a faster copy is worth the 14 us that it takes to begin."""
 
 
-class Spans(NamedTuple):
-    """Bytes to copy: the targets' addresses, the offsets in the region, and how many."""
-
-    targets: list[int]
-    offsets: list[int]
-    lengths: list[int]
-
-    def add(self, target: int, offset: int, length: int) -> None:
-        """One more."""
-        for column, number in zip(self, (target, offset, length), strict=True):
-            column.append(number)
-
-
 def chunk_blocks(block_bytes: int) -> int:
     """How many blocks a chunk has."""
     return max(1, CHUNK_BYTES // block_bytes)
 
 
-class Cuts(NamedTuple):
+class BlockRanges(NamedTuple):
     """Spans of a region, cut where chunks of its blocks end, chunk by chunk.
 
     Made of the region alone: where the bytes of each span go to is said later.
@@ -60,7 +47,9 @@ class Cuts(NamedTuple):
     lengths: NDArray[np.int64]
 
     @classmethod
-    def of(cls, offsets: list[int], lengths: list[int], blocks: int, block_bytes: int) -> Cuts:
+    def of(
+        cls, offsets: list[int], lengths: list[int], blocks: int, block_bytes: int
+    ) -> BlockRanges:
         """Computed for all at once: a loop over thousands of tensors takes milliseconds."""
         step = chunk_blocks(block_bytes)
         width, at = step * block_bytes, np.array(offsets, np.int64)
@@ -94,7 +83,9 @@ class Cuts(NamedTuple):
 class VerifiedCopy:
     """Copies chunks of one region, none of them before its digests were found right."""
 
-    def __init__(self, region: Bytes, check: BlockCheck, cuts: Cuts, targets: list[int]) -> None:
+    def __init__(
+        self, region: Bytes, check: BlockCheck, cuts: BlockRanges, targets: list[int]
+    ) -> None:
         """``targets``: the addresses of the spans that ``cuts`` were made of."""
         self._check, self._cuts = check, cuts
         sources = cuts.offsets + region.ctypes.data

@@ -1,25 +1,140 @@
 """The public ``state`` mapping, as a TrainingState.
 
-The state that a program passes, as what captures and restores work on.
+One pass finds the tensors in a mapping of names to tensors, DTensors, modules, optimizers, other
+objects with ``state_dict``, and small values.  The pass is made again at each iteration boundary:
+any of these objects may hold other tensors than last time without being another object.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 
-from megatron_ft.core.errors import LayoutMismatchError
-from megatron_ft.core.objects import decode, encode
-from megatron_ft.core.objects.encode import Lasting, Part
-from megatron_ft.trainer.entries import Entries
-from megatron_ft.trainer.enumeration import Enumeration, is_optimizer, is_stateful, local_tensor
+from megatron_ft.core.errors import ConfigError, LayoutMismatchError
+from megatron_ft.core.objects import PLAIN, Lasting, Part, decode, encode
+from megatron_ft.trainer.addresses import DENSE
 from megatron_ft.trainer.state import TrainingState
+
+SMALL_BYTES = 16384
+"""Tensors of unknown Stateful objects up to this size travel with the small objects: a
+data loader's may change their shape, which no planned layout could hold."""
+
+COUNTER_BYTES = 4096
+"""Plain tensors up to this size are secured at the boundary: likely counters."""
 
 _NAMES = "names"
 _STRUCTURES = "structures"
+
+
+@dataclass
+class Enumeration:
+    """One pass over a state mapping.
+
+    ``structures`` holds, per name of the mapping, what has to be encoded beside the
+    tensors; ``name_of`` tells by ``id`` which tensor inside them is stored under which
+    name; ``handles`` gives the user's own object (a DTensor, not its local shard).
+    """
+
+    lazy: dict[str, torch.Tensor] = field(default_factory=dict)
+    boundary: dict[str, torch.Tensor] = field(default_factory=dict)
+    structures: dict[str, Any] = field(default_factory=dict)
+    name_of: dict[int, str] = field(default_factory=dict)
+    handles: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def put(self, name: str, tensor: torch.Tensor, lazy: bool) -> None:
+        """Register a tensor under a name that must be new."""
+        if name in self.handles:
+            raise ConfigError(f"two tensors of the state are called {name!r}; rename one of them")
+        self.handles[name] = tensor
+        self.name_of.setdefault(id(tensor), name)
+        (self.lazy if lazy else self.boundary)[name] = local_tensor(tensor)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The shard of a DTensor that lies on this rank; any other tensor as it is."""
+    if type(tensor) in DENSE:
+        return tensor
+    local = getattr(tensor, "_local_tensor", tensor)
+    return local if isinstance(local, torch.Tensor) else tensor
+
+
+def is_stateful(value: Any) -> bool:
+    """True for the Stateful protocol of torch.distributed.checkpoint."""
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def is_optimizer(value: Any) -> bool:
+    """True for torch's optimizers and wrappers that look like one."""
+    return is_stateful(value) and hasattr(value, "param_groups") and hasattr(value, "step")
+
+
+def enumerate_entry(found: Enumeration, name: str, value: Any, force: bool | None) -> None:
+    """Enumerate one entry of a state mapping.
+
+    Lazily copied: parameters of modules, everything of optimizers, plain tensors that
+    are no counters.  At the boundary: buffers, and whatever else has a state_dict.
+    ``force`` overrules that: lazily if True, at the boundary if False.
+    """
+    if isinstance(value, torch.Tensor):
+        found.put(name, value, _is_longer(value, COUNTER_BYTES) if force is None else force)
+    elif isinstance(value, torch.nn.Module):
+        _module(found, name, value, force)
+    elif is_optimizer(value):
+        enumerate_structure(found, name, value.state_dict(), force is not False)
+    elif is_stateful(value):
+        enumerate_structure(found, name, value.state_dict(), force is True, inline=SMALL_BYTES)
+    else:
+        enumerate_structure(found, name, value, force)
+
+
+def _is_longer(tensor: torch.Tensor, length: int) -> bool:
+    """Whether it has more bytes; of what is not dense, which a plan refuses, nobody can say."""
+    return tensor.layout != torch.strided or tensor.is_nested or tensor.nbytes > length
+
+
+def _module(found: Enumeration, name: str, module: torch.nn.Module, force: bool | None) -> None:
+    """Enumerate a module; its structure is kept only if it has extra state."""
+    content = module.state_dict(keep_vars=True)
+    only_tensors = True
+    for key, value in content.items():
+        if isinstance(value, torch.Tensor):
+            is_parameter = isinstance(value, torch.nn.Parameter)
+            found.put(f"{name}/{key}", value, is_parameter if force is None else force)
+        else:
+            only_tensors = False
+    if not only_tensors:
+        found.structures[name] = dict(content)
+
+
+def enumerate_structure(
+    found: Enumeration, name: str, value: Any, lazy: bool | None, inline: int = -1
+) -> None:
+    """Enumerate nested containers; tensors of at most ``inline`` bytes stay with it."""
+    found.structures[name] = value
+    pending: list[tuple[str, Any]] = [("", {name: value})]
+    while pending:
+        path, container = pending.pop()
+        items = container.items() if isinstance(container, Mapping) else enumerate(container)
+        for key, item in items:
+            if isinstance(item, torch.Tensor):
+                if inline < 0 or _is_longer(item, inline):
+                    now = _is_longer(item, COUNTER_BYTES) if lazy is None else lazy
+                    found.put(f"{path}{key}", item, now)
+            elif isinstance(item, Mapping):
+                pending.append((f"{path}{key}/", item))
+            elif isinstance(item, list | tuple):
+                if not PLAIN.issuperset(map(type, item)):
+                    pending.append((f"{path}{key}/", item))
+            elif type(item) not in PLAIN and is_stateful(item):
+                raise ConfigError(
+                    f"{path}{key} ({type(item).__name__}) has a state_dict but lies inside another "
+                    "value; put it into the state mapping under a name of its own"
+                )
 
 
 class MappingState:
@@ -44,10 +159,9 @@ class MappingState:
         """Nothing is read yet; refresh() does."""
         self._state = state
         self._replicated = dict(replicated or {})
-        forced = {**dict.fromkeys(boundary, False), **dict.fromkeys(lazy, True)}
-        self._entries = Entries(state, forced)
+        self._forced = {**dict.fromkeys(boundary, False), **dict.fromkeys(lazy, True)}
         self._found: Enumeration | None = None
-        self._lasting: dict[int, Lasting] = {}
+        self._written: dict[str, _WrittenMoments] = {}
         self._adopted: dict[str, torch.Tensor] = {}
 
     def adapts(self, state: Any) -> bool:
@@ -55,15 +169,15 @@ class MappingState:
         return self._state is state
 
     def refresh(self) -> None:
-        """Enumerate again what may hold other tensors than last time; see Entries."""
-        found = self._entries.refresh()
-        if found is not self._found:
-            self._found, self._lasting = found, {id(kept): Lasting() for kept in found.lasting}
+        """Enumerate the mapping as it is now."""
+        self._found, found = None, Enumeration()
+        for name, value in self._state.items():
+            enumerate_entry(found, name, value, self._forced.get(name))
+        self._found = found
 
     def forget_tensors(self) -> None:
         """Let go of what was enumerated, until it is asked for."""
-        self._found, self._lasting = None, {}
-        self._entries.forget()
+        self._found, self._written = None, {}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters, optimizer tensors, plain tensors; see enumerate_entry."""
@@ -76,11 +190,12 @@ class MappingState:
     def objects(self) -> dict[str, Any]:
         """All else, encoded, with stored tensors replaced by their names."""
         found = self._current()
+        lasting = self._lasting(found)
 
         def stored(part: Any) -> Part | Lasting | None:
             # The enumeration keeps all of these alive, so no other object has one of these ids.
             name = found.name_of.get(id(part))
-            return self._lasting.get(id(part)) if name is None else Part(name)
+            return lasting.get(id(part)) if name is None else Part(name)
 
         return {_NAMES: sorted(self._state), _STRUCTURES: encode(found.structures, stored)}
 
@@ -120,8 +235,7 @@ class MappingState:
             )
         for name, value in decode(objects[_STRUCTURES], _taken_from(handles)).items():
             self._load_one(name, value)
-        self._adopted, self._lasting, self._found = {}, {}, None
-        self._entries.objects_loaded()
+        self._adopted, self._found = {}, None
 
     def _load_one(self, name: str, value: Any) -> None:
         target = self._state[name]
@@ -138,11 +252,60 @@ class MappingState:
         elif target != value:
             raise LayoutMismatchError(f"cannot set {name!r}: the state mapping is read-only")
 
+    def _lasting(self, found: Enumeration) -> dict[int, Lasting]:
+        """By ``id``, the moments of optimizers whose encoded form is that of last time."""
+        lasting = {}
+        for name, structure in found.structures.items():
+            if is_optimizer(self._state[name]) and isinstance(structure, Mapping):
+                moments = structure.get("state")
+                written = _WrittenMoments.of(moments, found.name_of, self._written.get(name))
+                if written is not None:
+                    self._written[name] = written
+                    lasting[id(moments)] = written.lasting
+        return lasting
+
     def _current(self) -> Enumeration:
         if self._found is None:
             self.refresh()
         assert self._found is not None
         return self._found
+
+
+class _WrittenMoments(NamedTuple):
+    """What an optimizer keeps for its parameters, if that is tensors alone, and its encoded form.
+
+    The dicts, their keys and the names of their tensors decide how that is encoded.  As long as
+    they are the same it is encoded once: there are thousands of tensors.
+    """
+
+    holders: list[dict[str, Any]]
+    keys: list[Any]
+    names: list[str | None]
+    lasting: Lasting
+
+    @classmethod
+    def of(
+        cls, moments: Any, name_of: Mapping[int, str], before: _WrittenMoments | None
+    ) -> _WrittenMoments | None:
+        """``before`` if nothing is another by now; None if it has to be encoded each time."""
+        if type(moments) is not dict or not {*map(type, moments)} <= {int}:
+            return None
+        holders = list(moments.values())
+        if not {*map(type, holders)} <= {dict}:
+            return None
+        inner = list(map(list, holders))
+        names = list(map(name_of.get, map(id, chain.from_iterable(map(dict.values, holders)))))
+        if None in names or not {*map(type, chain.from_iterable(inner))} <= {str}:
+            return None
+        now = cls(holders, [*moments, inner], names, Lasting())
+        return before if before is not None and before._same(now) else now
+
+    def _same(self, other: _WrittenMoments) -> bool:
+        return (
+            len(self.holders) == len(other.holders)
+            and all(map(is_, self.holders, other.holders))
+            and (self.keys, self.names) == (other.keys, other.names)
+        )
 
 
 def _taken_from(tensors: Mapping[str, torch.Tensor]) -> Callable[[str], torch.Tensor]:

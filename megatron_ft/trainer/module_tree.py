@@ -1,20 +1,17 @@
-"""A model's modules, parameters and buffers by name, walked anew only when one was replaced.
+"""A model's modules, parameters and buffers by name, and what modules keep beside them.
 
-What modules keep outside parameters and buffers, through torch's own interface for it.
+The latter is extra state, through torch's own interface for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
-from operator import itemgetter
 from typing import Any
 
 import torch
 
-from megatron_ft.trainer.enumeration import Contents, same_objects
-
 NamedModules = Iterable[tuple[str, torch.nn.Module]]
+Named = list[tuple[str, Any]]
 
 
 def extra_states(modules: NamedModules) -> dict[str, Any]:
@@ -41,72 +38,54 @@ def has_extra_state(module: torch.nn.Module) -> bool:
 Roots = Callable[[], Sequence[torch.nn.Module]]
 Name = Callable[[int, str], str]
 
-_HOLDER_NAMES = ("_modules", "_parameters", "_buffers")
-_HOLDERS = itemgetter(*_HOLDER_NAMES)
-_WALKS = ("named_modules", "named_parameters", "named_buffers")
-_OVERRIDABLE = (*_WALKS, "_named_members")
+_OVERRIDABLE = ("named_parameters", "named_buffers", "_named_members")
 
 
 class ModuleTree:
     """What torch's ``named_modules``, ``named_parameters`` and ``named_buffers`` give, as of the
     last ``refresh``: each parameter and buffer once, by the first of its names.  ``keeping`` are
     the modules that have extra state.
-
-    Nothing is remembered of modules that answer these calls in a way of their own: they are
-    asked each time.
     """
 
     def __init__(self, roots: Roots, name: Name = lambda _number, name: name) -> None:
         """``roots`` are asked for at each look; ``name(number, name)`` is what that is called
         here which is called ``name`` below the root of that number.  Nothing is read yet."""
+        self._find_roots, self._name = roots, name
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of all that was found."""
         self.modules: list[tuple[str, torch.nn.Module]] = []
         self.keeping: list[tuple[str, torch.nn.Module]] = []
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.buffers: dict[str, torch.Tensor] = {}
-        self._find_roots, self._name = roots, name
-        self._roots: list[torch.nn.Module] = []
-        self._attributes: list[dict[str, Any]] = []
-        self._seen: Contents | None = None
 
-    def refresh(self) -> bool:
-        """Look at the model as it is now; True unless it holds the very objects of last time."""
-        roots = list(self._find_roots())
-        if self._seen is not None and same_objects(roots, self._roots):
-            if self._seen.same(self._look()):
-                return False
-        self._walk(roots)
-        return True
-
-    def forget(self) -> None:
-        """Let go of all that was found."""
-        self.modules, self.keeping, self.parameters, self.buffers = [], [], {}, {}
-        self._roots, self._attributes, self._seen = [], [], None
-
-    def _look(self) -> Contents:
-        return Contents.of(chain.from_iterable(map(_HOLDERS, self._attributes)))
-
-    def _walk(self, roots: list[torch.nn.Module]) -> None:
-        self._seen = None
-        modules, parameters, buffers = (self._named(roots, walk) for walk in _WALKS)
-        self.modules, self.parameters, self.buffers = modules, dict(parameters), dict(buffers)
-        self.keeping = [named for named in modules if has_extra_state(named[1])]
-        # Children too: one with a walk of its own may have kept itself out of this one.
-        every = chain(roots, *(module.children() for _, module in modules))
-        if all(map(_walks_as_torch, every)):
-            self._roots, self._attributes = roots, [vars(module) for _, module in modules]
-            self._seen = self._look()
-
-    def _named(self, roots: list[torch.nn.Module], walk: str) -> list[tuple[str, Any]]:
-        return [
-            (self._name(number, name), found)
-            for number, root in enumerate(roots)
-            for name, found in getattr(root, walk)()
-        ]
+    def refresh(self) -> None:
+        """Walk the model as it is now."""
+        self.forget()
+        for number, root in enumerate(self._find_roots()):
+            modules, parameters, buffers = _walk(root)
+            self.modules += [(self._name(number, name), module) for name, module in modules]
+            self.parameters |= {self._name(number, name): found for name, found in parameters}
+            self.buffers |= {self._name(number, name): found for name, found in buffers}
+        self.keeping = [named for named in self.modules if has_extra_state(named[1])]
 
 
-def _walks_as_torch(module: torch.nn.Module) -> bool:
-    """Whether what its names are follows from its plain dicts alone."""
-    kind, own = type(module), vars(module)
-    stock = all(getattr(kind, walk) is getattr(torch.nn.Module, walk) for walk in _OVERRIDABLE)
-    plain = all(isinstance(own.get(holder), dict) for holder in _HOLDER_NAMES)
-    return stock and plain and not any(walk in own for walk in _OVERRIDABLE)
+def _walk(root: torch.nn.Module) -> tuple[NamedModules, Named, Named]:
+    """One walk instead of three, where the root answers the other two as torch's modules do."""
+    modules = list(root.named_modules())
+    own, kind = vars(root), type(root)
+    stock = all(getattr(kind, name) is getattr(torch.nn.Module, name) for name in _OVERRIDABLE)
+    if not stock or any(name in own for name in _OVERRIDABLE):
+        return modules, list(root.named_parameters()), list(root.named_buffers())
+    return modules, _members(modules, "_parameters"), _members(modules, "_buffers")
+
+
+def _members(modules: NamedModules, holder: str) -> Named:
+    found, seen = [], set[int]()
+    for prefix, module in modules:
+        for key, tensor in getattr(module, holder).items():
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                found.append((f"{prefix}.{key}" if prefix else key, tensor))
+    return found

@@ -13,8 +13,9 @@ from typing import Any
 from megatron_ft.arena.arena import Arena
 from megatron_ft.core.errors import CorruptBlockError, LayoutMismatchError
 from megatron_ft.core.shard import ShardLayout
+from megatron_ft.trainer.identity_check import require_same_layout
 from megatron_ft.trainer.protocols import RestoreOffer, SnapshotClient
-from megatron_ft.trainer.restore import SealedShard, compare, read_objects, restore_shard
+from megatron_ft.trainer.restore import SealedShard, read_objects, restore_shard
 from megatron_ft.trainer.state import TrainingState
 
 logger = logging.getLogger(__name__)
@@ -139,7 +140,7 @@ class OfferedSnapshot:
         """LayoutMismatchError unless what was restored fits what is captured from now on."""
         if self.restored is not None:
             with self.telling():
-                compare(self.restored, layout)
+                require_same_layout(self.restored, layout)
 
     @contextmanager
     def telling(self) -> Iterator[None]:

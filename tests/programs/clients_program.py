@@ -37,9 +37,9 @@ def preload() -> None:
 
 def main() -> None:
     """Run the client that ``sys.argv`` names, with what the test tells it."""
-    from deepspeed_ext import manager
+    from deepspeed_ext import attachment
 
-    manager.make_manager = deepspeed_program.make_manager
+    attachment.make_manager = deepspeed_program.make_manager
     told, folder = json.loads(sys.argv[2]), Path(sys.argv[3])
     seen = globals()[sys.argv[1]](told, folder)
     (folder / f"seen{os.environ['RANK']}.json").write_text(json.dumps(seen))

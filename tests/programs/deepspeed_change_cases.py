@@ -38,7 +38,7 @@ class Snapshots:
         self.smp.directory.mkdir(parents=True)
         self.manager = make_manager(self.smp, settings={"replicated_split_bytes": 1024})
         self.state, self.taken, self._of = EngineState(engine), 0, engine
-        for inner in self.state.inner_optimizers():
+        for inner in [self.state.inner_optimizer]:
             self.manager.register_fence(inner)
         train_step(engine)
         self.manager.prepare(self.state)
@@ -87,7 +87,7 @@ def engine_of(stage: int) -> Any:
 
 def state_of(engine: Any) -> dict[str, Any]:
     """What the inner optimizer keeps for its first master."""
-    (inner,) = EngineState(engine).inner_optimizers()
+    inner = EngineState(engine).inner_optimizer
     return next(iter(inner.state.values()))
 
 
@@ -157,13 +157,13 @@ def moment_moves(engine: Any) -> None:
 
 def states_are_loaded(engine: Any) -> None:
     """As load_state_dict of torch's optimizers does: every tensor is another one."""
-    (inner,) = EngineState(engine).inner_optimizers()
+    inner = EngineState(engine).inner_optimizer
     for state in inner.state.values():
         state.update({name: spoilt(tensor) for name, tensor in state.items()})
 
 
 def master_moves(engine: Any) -> None:
-    (inner,) = EngineState(engine).inner_optimizers()
+    inner = EngineState(engine).inner_optimizer
     moved(next(iter(inner.state)))
 
 

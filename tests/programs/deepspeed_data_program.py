@@ -72,7 +72,7 @@ def new_process() -> None:
     from deepspeed_ext import resumable_loader
 
     gc.collect()
-    resumable_loader._trackers.clear()
+    resumable_loader._positions.clear()
     resumable_loader._waiting.clear()
     resumable_loader._numbers = itertools.count()
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from deepspeed_ext import attach, manager
-from megatron_ft.rpc.pulse import Phase
+from deepspeed_ext import attach, attachment
+from megatron_ft.rpc.heartbeat_page import Phase
 from tests.programs.deepspeed_program import make_engine, train_step
 from tests.support.captures import WAIT, FakeSmp, GatedCopier, make_manager
 from tests.support.deepspeed_cells import Cell, zero
@@ -31,7 +31,7 @@ def attached(stage: int, copier: Any = None) -> Iterator[tuple[Any, FakeSmp, Any
     smp = FakeSmp(Path(sys.argv[1]))
     smp.directory.mkdir()
     made = make_manager(smp, copier=copier)
-    manager.make_manager = lambda config, engine: made
+    attachment.make_manager = lambda config, engine: made
     os.environ["MEGATRON_FT_PROTECT"] = "none"
     engine = make_engine(dataclasses.asdict(cell))
     with torch.no_grad():

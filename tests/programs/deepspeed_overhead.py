@@ -58,7 +58,7 @@ def measure() -> None:
     manager = SnapshotManager(config, shard_id=smp.shard_id, client=smp, copier=copier)
     state = EngineState(engine, {"random": RngState()})
     manager.prepare(state)
-    for inner in state.inner_optimizers():
+    for inner in [state.inner_optimizer]:
         manager.register_fence(inner)
     size = sum(t.nbytes for t in live_tensors(state).values())
     plain = PlainCopy(folder / "plain", size, config.copy_piece_bytes)

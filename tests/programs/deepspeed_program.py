@@ -86,7 +86,7 @@ def make_engine(cell: dict[str, Any]) -> Any:
 
 def make_manager(config: SnapshotConfig, engine: Any) -> ArenaManager:
     """The manager of this rank."""
-    from deepspeed_ext.manager import place_of
+    from deepspeed_ext.attachment import place_of
 
     return ArenaManager(config, place_of(engine), _weights)
 
@@ -121,10 +121,10 @@ def train_step(engine: Any) -> list[torch.Tensor]:
 
 def train() -> None:
     """Train as ``sys.argv`` says: the cell, the number of steps, the folder of the trace."""
-    from deepspeed_ext import manager
+    from deepspeed_ext import attachment
     from tests.support.deepspeed_final import collect
 
-    manager.make_manager = make_manager
+    attachment.make_manager = make_manager
     cell, folder = json.loads(sys.argv[1]), Path(sys.argv[3])
     steps = int(os.environ.get(STEPS, sys.argv[2]))
     cell["config"]["inmem_snapshot"] = SECTION

@@ -35,10 +35,10 @@ def run() -> None:
 def _script(told: dict[str, Any], seen: dict[str, Any]) -> None:
     import deepspeed
 
-    from deepspeed_ext import manager
+    from deepspeed_ext import attachment
     from tests.programs.deepspeed_models import small
 
-    manager.make_manager = make_manager
+    attachment.make_manager = make_manager
     deepspeed.init_distributed("gloo", verbose=False)
     torch.manual_seed(NUMBERS[LOAD_FROM in os.environ])
     engine, *_ = deepspeed.initialize(config=told["config"], **small({}))

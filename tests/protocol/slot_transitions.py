@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.rpc.refusals import TransitionRefusedError
+from megatron_ft.rpc.node_messages import TransitionRefusedError
 from megatron_ft.smp import slots as slot_recovery
 from megatron_ft.smp.slot_rules import EMPTY_SLOT
 from megatron_ft.smp.slots import ShardSlots

@@ -12,7 +12,7 @@ from megatron_ft.arena.format import SlotState
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask
-from megatron_ft.rpc.security import JobKeys
+from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import Phase, SnapshotCycle
 from megatron_ft.supervisor.events import Observers

@@ -15,8 +15,6 @@ ORDER = (
 """Each may import those before it."""
 
 UPWARD = {
-    ("megatron_ft.core.fault_points", "megatron_ft.cli.chaos.armed"): "only where a fault was "
-    "planned: a process that runs no chaos imports nothing of it",
     (
         "megatron_ft.launchers.startup.sitecustomize",
         "megatron_ft.megatron.autoload",

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from megatron_ft.arena.limits import MemoryReading
 from megatron_ft.cli.doctor.facts import (
     ArenaPlace,
     Clock,
@@ -13,7 +14,6 @@ from megatron_ft.cli.doctor.facts import (
     ExportFolder,
     ExportPlace,
     Facts,
-    MemoryLimit,
     NodeFacts,
     Rates,
     TrainerFacts,
@@ -74,8 +74,8 @@ def node(name: str, **changes: Any) -> NodeFacts:
 
 def arena(**changes: Any) -> ArenaPlace:
     limits = (
-        MemoryLimit("free space of /dev/shm", 500 * GIB),
-        MemoryLimit("memory.max", 600 * GIB),
+        MemoryReading("free space of /dev/shm", 500 * GIB),
+        MemoryReading("memory.max", 600 * GIB),
     )
     good = ArenaPlace("/dev/shm/j/n", "tmpfs", 512 * GIB, limits, device=5)
     return msgspec.structs.replace(good, **changes)

@@ -18,8 +18,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ft.cli.doctor.pairs import judge_pairs
-from megatron_ft.cli.doctor.worlds import Worlds
+from megatron_ft.cli.doctor.pairs import Worlds, judge_pairs
 from megatron_ft.launchers.launcher import Placement
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.launchers.world import WorldProcess

@@ -13,7 +13,7 @@ import msgspec
 from megatron_ft.checkpoint.reader import open_checkpoint
 from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.core.decoding import UNREADABLE
-from megatron_ft.core.objects.format import MAGIC
+from megatron_ft.core.objects import MAGIC
 
 
 def check_holds_no_pickle(directory: Path) -> None:

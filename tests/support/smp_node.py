@@ -24,7 +24,7 @@ from megatron_ft.arena.format import Permit
 from megatron_ft.core.environment import READY_NAME, ProcessEnvironment
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.security import JobKeys
+from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.smp.__main__ import Ready
 from megatron_ft.smp.daemon import Credentials
 from megatron_ft.supervisor.link import SmpLink

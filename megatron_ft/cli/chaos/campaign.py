@@ -17,9 +17,9 @@ from megatron_ft.cli.chaos.follow import Follower, until
 from megatron_ft.cli.chaos.job import JobFile
 from megatron_ft.cli.chaos.judge import Ruling, Story, rule
 from megatron_ft.cli.chaos.oracle import run_oracle
-from megatron_ft.cli.chaos.plan import Plan
 from megatron_ft.cli.chaos.settings import Settings
 from megatron_ft.cli.chaos.trace import Lines, read_starts, read_traces
+from megatron_ft.core.fault_plan import FaultPlan
 
 ITERATIONS = 4000
 """Of one job: more than it trains while it suffers all of its faults."""
@@ -174,7 +174,7 @@ class _Job:
             trace=str(folder / "trace"),
             transport=plan.transport,
         )
-        Plan(()).write(folder)
+        FaultPlan(()).write(folder)
         self.follower = Follower(self.job, MOST_SUPERVISORS)
         self.striker = Striker(self.follower, plan.spares)
         self._end = ""

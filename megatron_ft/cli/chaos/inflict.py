@@ -25,9 +25,9 @@ from megatron_ft.cli.chaos.cases import ITSELF, Case, Chance
 from megatron_ft.cli.chaos.follow import Follower
 from megatron_ft.cli.chaos.job import ROLE, ChaosCluster, JobFile
 from megatron_ft.cli.chaos.judge import Struck
-from megatron_ft.cli.chaos.plan import Arrival
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import JOB, NODE
+from megatron_ft.core.fault_plan import PointReached
 from megatron_ft.launchers.world import WORLD
 
 
@@ -182,7 +182,7 @@ class Inflicter:
 
     # The fault itself.
 
-    def strike(self, arrival: Arrival) -> None:
+    def strike(self, arrival: PointReached) -> None:
         """All of the case, at the process that has arrived; it goes on when this returns."""
         where = f"{arrival.point} on {arrival.node or 'the supervisor'} (process {arrival.pid})"
         active = self.follower.active()
@@ -194,7 +194,7 @@ class Inflicter:
         if self.case.losses:
             self.lose(left[: self.case.losses], keep=False)
 
-    def _victim(self, arrival: Arrival, node: str, where: str) -> None:
+    def _victim(self, arrival: PointReached, node: str, where: str) -> None:
         victim, fault = self.case.victim, self.case.fault
         own = victim == self.case.at.role
         if fault in ITSELF:

@@ -15,9 +15,15 @@ from megatron_ft.cli.chaos.cases import Case, Chance
 from megatron_ft.cli.chaos.follow import Follower, until
 from megatron_ft.cli.chaos.inflict import Inflicter
 from megatron_ft.cli.chaos.judge import Story, Verdict, judge
-from megatron_ft.cli.chaos.plan import ARMED_NAME, SOCKET_NAME, Arrival, Plan, Strike
 from megatron_ft.cli.chaos.settings import Settings
 from megatron_ft.cli.chaos.trace import Lines, read_traces
+from megatron_ft.core.fault_plan import (
+    ARMED_NAME,
+    SOCKET_NAME,
+    FaultPlan,
+    PointFault,
+    PointReached,
+)
 
 STRIKE, PROVOKE, REPEATED = "strike", "provoke", "repeated"
 CLOCK_STEP_SECONDS = 3600.0
@@ -58,7 +64,7 @@ class _Case:
         self.arrived = asyncio.Event()
 
     async def run(self, oracle: Mapping[int, Lines]) -> Outcome:
-        Plan(tuple(self._strikes())).write(self.folder)
+        FaultPlan(tuple(self._strikes())).write(self.folder)
         server = await asyncio.start_unix_server(self._meet, self.folder / SOCKET_NAME)
         self.follower = Follower(self.job)
         self.inflicter = Inflicter(self.case, self.chance, self.follower)
@@ -90,14 +96,14 @@ class _Case:
         )
         return Outcome(self.case, story, judge(story), 0.0, self.follower.tail(), self.folder)
 
-    def _strikes(self) -> list[Strike]:
+    def _strikes(self) -> list[PointFault]:
         case, chance = self.case, self.chance
         node = self.job.node_names[chance.position]
         steady = case.at.occasion in ("training", "smp lost") and case.at.role != "supervisor"
         own = case.victim == case.at.role and case.fault != "stop"
         seconds = CLOCK_STEP_SECONDS if case.fault == "clock" else DELAY_SECONDS
         strikes = [
-            Strike(
+            PointFault(
                 STRIKE,
                 case.point,
                 nth=chance.nth,
@@ -107,20 +113,20 @@ class _Case:
             )
         ]
         if case.at.occasion == "capture given up":
-            strikes.append(Strike(PROVOKE, "capture.copied", node=node, action="exception"))
+            strikes.append(PointFault(PROVOKE, "capture.copied", node=node, action="exception"))
         if (case.victim, case.fault) == ("disk", "slow"):
-            slow = Strike(REPEATED, "drain.writing", action="delay", seconds=0.5, repeat=True)
+            slow = PointFault(REPEATED, "drain.writing", action="delay", seconds=0.5, repeat=True)
             strikes.append(slow)
         return strikes
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A process is at a point; it goes on when its connection is answered."""
-        arrival = msgspec.json.decode(await reader.readline(), type=Arrival)
-        if arrival.strike == STRIKE:
+        arrival = msgspec.json.decode(await reader.readline(), type=PointReached)
+        if arrival.fault == STRIKE:
             self.follower.read()
             self.inflicter.strike(arrival)
             self.arrived.set()
-        elif arrival.strike == PROVOKE:
+        elif arrival.fault == PROVOKE:
             self.inflicter.note(f"exception in a capture on {arrival.node}")
         writer.write(b"go\n")
         writer.close()

@@ -1,4 +1,4 @@
-"""What a trainer sees, said by a process that is started as one.
+"""Reports what a trainer sees, from a process that is started as one.
 
 Its source is given to the Python of the training command, inside whatever wraps that
 Python: so it needs nothing but the standard library, of any release from 3.8 on.
@@ -29,7 +29,7 @@ def versions(names: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def look(marker: str) -> dict[str, object]:
+def view(marker: str) -> dict[str, object]:
     """The fields of TrainerFacts."""
     seen: dict[str, object] = {
         "python": platform.python_version(),
@@ -53,4 +53,4 @@ def look(marker: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print("MEGATRON-FT-DOCTOR " + json.dumps(look(sys.argv[1])), flush=True)
+    print("MEGATRON-FT-DOCTOR " + json.dumps(view(sys.argv[1])), flush=True)

@@ -20,19 +20,10 @@ from contextlib import contextmanager, suppress
 
 from megatron_ft.checkpoint.drained import of_one_job
 from megatron_ft.cli import run, run_place
-from megatron_ft.cli import run_place as agent_place
+from megatron_ft.cli.doctor.checks import judge
 from megatron_ft.cli.doctor.examine import Examination
-from megatron_ft.cli.doctor.facts import (
-    Facts,
-    ProbeRequest,
-    Verdict,
-    Wishes,
-    as_json,
-    render,
-    worst,
-)
-from megatron_ft.cli.doctor.judge import judge
-from megatron_ft.cli.doctor.needs import shard_size
+from megatron_ft.cli.doctor.facts import Facts, ProbeRequest, Wishes
+from megatron_ft.cli.doctor.report import Severity, as_json, render, worst
 from megatron_ft.cli.run_folders import EXPORTS, flag_of, make_folder
 from megatron_ft.cli.run_place import RunPlace
 from megatron_ft.config import SnapshotConfig, json_section
@@ -40,8 +31,7 @@ from megatron_ft.config.flags import read_command
 from megatron_ft.core.errors import ConfigError, ControlPlaneError, ProtectionError
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.launchers.virtual import default_root
-from megatron_ft.supervisor import command as job_settings
-from megatron_ft.supervisor import command as torchrun
+from megatron_ft.supervisor import command as job_command
 from megatron_ft.supervisor.container import python_of, runtime_of
 from megatron_ft.supervisor.job_state import read_record, state_folder
 from megatron_ft.supervisor.placement import choose_active, read_domains
@@ -84,16 +74,16 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--rate-mib is {arguments.rate_mib}; give a number >= 1")
     command = run.command_of(arguments)
     run.settle_ranks(arguments, command)
-    settings = job_settings.settle(vars(arguments), command, os.environ)
-    code = agent_place.serve(arguments)
+    settings = job_command.settle(vars(arguments), command, os.environ)
+    code = run_place.serve(arguments)
     if code is not None:
         return code
     findings = judge(asyncio.run(examine(arguments, settings, command)))
     print(json.dumps(as_json(findings), indent=1) if arguments.json else render(findings))
     verdict = worst(findings)
-    if verdict is Verdict.REFUSED:
+    if verdict is Severity.REFUSED:
         return 1
-    return 3 if arguments.strict and verdict is Verdict.WARNING else 0
+    return 3 if arguments.strict and verdict is Severity.WARNING else 0
 
 
 async def examine(
@@ -104,9 +94,8 @@ async def examine(
     root = settings.arena_dir or default_root()
     logs = state_folder(name, arguments.log_dir or arguments.state_dir)
     own = argparse.Namespace(**{**vars(arguments), "job": name})
-    place = run_place.place_of(
-        own, root, logs, agent_place.meeting_folder(arguments), settings.on_no_spare
-    )
+    meeting = run_place.meeting_folder(arguments)
+    place = run_place.place_of(own, root, logs, meeting, settings.on_no_spare)
     request = ProbeRequest(
         token=f".{name}",
         arena_root=str(root),
@@ -163,30 +152,23 @@ def _exports(settings: SnapshotConfig) -> dict[str, str]:
     return {flag: str(folder) for flag, folder in found.items() if folder}
 
 
-def _noted(arguments: argparse.Namespace) -> uuid.UUID | None:
-    """The job that would be gone on with."""
-    # Notes that cannot be read are refused by ``run``, which says so.
-    with suppress(ControlPlaneError):
-        record = read_record(state_folder(arguments.job, arguments.state_dir), arguments.job)
-        return None if record is None else record.job
-    return None
-
-
 def wishes_of(
     arguments: argparse.Namespace,
     settings: SnapshotConfig,
     command: Sequence[str],
     place: RunPlace,
 ) -> Wishes:
-    """What the job will want; ConfigError for failure domains that cannot be read."""
-    torchrun.check(command, place.nodes, arguments.ranks_per_node)
+    """The job's wishes; ConfigError for failure domains that cannot be read."""
+    job_command.check(command, place.nodes, arguments.ranks_per_node)
     source, scheme = arguments.failure_domains, Scheme.parse(settings.protect)
     nodes = place.launcher.nodes()
     domains = read_domains(source, nodes) if source else {}
     active = choose_active(nodes, place.nodes, domains, scheme)
     ranks = place.nodes * arguments.ranks_per_node
-    shard = shard_size(arguments.shard_gib, arguments.parameters, command, ranks)
-    section = json_section.read_command(command)
+    size, source_of_size = shard_size(arguments.shard_gib, arguments.parameters, command, ranks)
+    section, record = json_section.read_command(command), None
+    with suppress(ControlPlaneError):  # ``run`` refuses notes that cannot be read
+        record = read_record(state_folder(arguments.job, arguments.state_dir), arguments.job)
     return Wishes(
         scheme=scheme,
         active=tuple(active),
@@ -195,10 +177,10 @@ def wishes_of(
         slot_count=settings.slots,
         domains=domains,
         domains_from=source or "",
-        shard_bytes=shard.size,
-        shard_source=shard.source,
+        shard_bytes=size,
+        shard_source=source_of_size,
         exports=_exports(settings),
-        job=_noted(arguments),
+        job=None if record is None else record.job,
         drain_dir=str(settings.drain_dir or ""),
         drain_keep=settings.drain_keep,
         transport=settings.transport,
@@ -207,3 +189,67 @@ def wishes_of(
         command_python=not command or python_of(command) is not None,
         container=runtime_of(command, arguments.srun_flags),
     )
+
+
+BYTES_PER_PARAMETER = 12
+_GIB = 1 << 30
+
+
+def shard_size(
+    shard_gib: float | None, parameters: float | None, command: Sequence[str], ranks: int
+) -> tuple[int | None, str]:
+    """Bytes of state of one rank, None if unknown, and where the number comes from.
+
+    A shard under Adam with a distributed optimizer is the fp32 master and two moments of the rank's
+    share of parameters; weights in bf16 follow from the masters.
+    """
+    if shard_gib is not None:
+        return round(shard_gib * _GIB), "--shard-gib"
+    source = f"--parameters {parameters:g}" if parameters is not None else ""
+    if parameters is None:
+        parameters = parameters_of(command)
+        source = f"{parameters:.4g} parameters by the flags of the training command"
+    if not parameters:
+        return None, ""
+    share = round(BYTES_PER_PARAMETER * parameters / ranks)
+    return share, f"{source} x {BYTES_PER_PARAMETER} bytes / {ranks} ranks"
+
+
+def parameters_of(command: Sequence[str]) -> float:
+    """Parameters of a dense GPT by Megatron's flags, 0 where they do not tell.
+
+    Per layer: attention 2 h^2 (1 + g/a) for g of a heads with keys and values of their own,
+    MLP 2 h f, or 3 h f gated; then the vocabulary times h, twice if it is not shared.
+    Biases and norms are below one in a thousand of that and left out.
+    """
+    flags = _flags(command)
+    layers, hidden, vocabulary = (
+        _number(flags, name) for name in ("num-layers", "hidden-size", "vocab-size")
+    )
+    if "num-experts" in flags or not layers or not hidden:
+        return 0.0
+    gated = "swiglu" in flags
+    wide = _number(flags, "ffn-hidden-size") or 4 * hidden
+    heads = _number(flags, "num-attention-heads") or 1
+    groups = (_number(flags, "num-query-groups") or 1) if "group-query-attention" in flags else 0
+    attention = 2 * hidden**2 * (1 + (groups / heads if groups else 1))
+    tables = 2 if "untie-embeddings-and-output-weights" in flags else 1
+    layer = attention + (3 if gated else 2) * hidden * wide
+    return layers * layer + tables * vocabulary * hidden
+
+
+def _flags(command: Sequence[str]) -> Mapping[str, str]:
+    """``--flag value`` and ``--flag=value``, without the dashes; a switch has its next word."""
+    found = {}
+    for word, after in zip(command, [*command[1:], ""], strict=True):
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            found[name.replace("_", "-")] = value if equals else after
+    return found
+
+
+def _number(flags: Mapping[str, str], name: str) -> float:
+    try:
+        return float(flags.get(name, 0))
+    except ValueError:
+        return 0.0

@@ -1,29 +1,30 @@
-"""Ask every node: the thin shell that starts probes through a Launcher and reads their answers.
+"""Examines every node: starts probes through a Launcher and reads their answers.
 
-Whether the Slurm job that we are in survives the loss of a node.
-
-Slurm does not tell: what can be seen is the batch script, and how it was submitted.
+Also finds out whether the Slurm job that we are in survives the loss of a node.  Slurm does not
+show it; what can be seen is the batch script, and how it was submitted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import re
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from megatron_ft.checkpoint.hold import held_by_other
 from megatron_ft.cli.doctor import as_trainer
-from megatron_ft.cli.doctor.export_folders import export_folders
 from megatron_ft.cli.doctor.facts import (
     Clock,
+    ExportFolder,
     Facts,
     NodeFacts,
     ProbeRequest,
@@ -33,7 +34,7 @@ from megatron_ft.cli.doctor.facts import (
     answers,
     last_words,
 )
-from megatron_ft.cli.doctor.worlds import Worlds
+from megatron_ft.cli.doctor.pairs import Worlds
 from megatron_ft.core.environment import TREE
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.launchers.launcher import Launcher
@@ -67,17 +68,25 @@ def judge_no_kill(
 
     A command line beats variables, which beat the script, as sbatch(1) says.
     """
+    lines = re.findall(r"^#SBATCH\s+(.*)$", script or "", re.MULTILINE)
+    variables = [environment.get(name) for name in ("SBATCH_NO_KILL", "SALLOC_NO_KILL")]
     given = [
+        # What follows the script's name is the script's own.
         _in_line(submit_line or ""),
-        _in_variables(environment),
-        _in_script(script or ""),
+        *(value != "off" for value in variables if value is not None),
+        *(_in_line(line) for line in reversed(lines)),
     ]
     found = next((value for value in given if value is not None), None)
     if found and submit_line is None:
         return IN_SCRIPT
-    if found is not None:
-        return SET if found else MISSING
-    return UNKNOWN if submit_line is None else MISSING
+    if found is None and submit_line is None:
+        return UNKNOWN
+    return SET if found else MISSING
+
+
+def _in_line(line: str) -> bool | None:
+    matches = list(_FLAG.finditer(line))
+    return None if not matches else matches[-1].group("value") != "off"
 
 
 def warning(found: str | None) -> str:
@@ -89,24 +98,6 @@ def warning(found: str | None) -> str:
         f"megatron-ft: warning: --no-kill {how}: without it Slurm kills the whole job, and its "
         "memory, when a node is lost; put `#SBATCH --no-kill` into the batch script"
     )
-
-
-def _in_line(line: str) -> bool | None:
-    # What follows the script's name is the script's own.
-    matches = list(_FLAG.finditer(line))
-    return None if not matches else matches[-1].group("value") != "off"
-
-
-def _in_variables(environment: Mapping[str, str]) -> bool | None:
-    for name in ("SBATCH_NO_KILL", "SALLOC_NO_KILL"):
-        if name in environment:
-            return environment[name] != "off"
-    return None
-
-
-def _in_script(script: str) -> bool | None:
-    lines = re.findall(r"^#SBATCH\s+(.*)$", script, re.MULTILINE)
-    return next((v for v in map(_in_line, reversed(lines)) if v is not None), None)
 
 
 PROBE_SECONDS = 120.0
@@ -136,11 +127,11 @@ class Examination:
         nodes = self._wishes.nodes
         drain = Path(self._wishes.drain_dir) if self._wishes.drain_dir else None
         with (
-            DrainToken(drain, self._request.token) as tokens,
+            drain_token(drain, self._request.token),
             export_folders(self._wishes, self._request.token) as exports,
         ):
             probed = await asyncio.gather(*(self._probe(node) for node in nodes))
-            seen = tokens.seen(nodes)
+            seen = tokens_seen(drain, self._request.token, nodes)
         trainers = await asyncio.gather(*(self._as_trainer(node) for node in nodes))
         facts = {n: said for n, (said, _) in zip(nodes, probed, strict=True)}
         found = Facts(
@@ -197,38 +188,6 @@ class Examination:
         return said[-1] if said else f"ended with status {status}: {last_words(log)}"
 
 
-class DrainToken:
-    """A file in the drain folder that every node has to find there, and the nodes' answers."""
-
-    def __init__(self, folder: Path | None, token: str) -> None:
-        self._folder, self._token = folder, token
-
-    def __enter__(self) -> DrainToken:
-        if self._folder is not None:
-            try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                (self._folder / self._token).write_text(self._token)
-            except OSError:
-                pass  # The nodes find out in the same way, and say so.
-        return self
-
-    def seen(self, nodes: Sequence[str]) -> dict[str, str]:
-        """What each node's own file holds here."""
-        if self._folder is None:
-            return {}
-        files = {node: self._folder / f"{self._token}.{node}" for node in nodes}
-        return {node: path.read_text() for node, path in files.items() if path.exists()}
-
-    def __exit__(self, *_: object) -> None:
-        if self._folder is not None:
-            for path in self._folder.glob(f"{self._token}*"):
-                if path.is_dir():
-                    # Of a probe that did not come to its end.
-                    shutil.rmtree(path, ignore_errors=True)
-                with suppress(OSError):
-                    path.unlink()
-
-
 def clock_between(asked: float, began: float, ended: float, answered: float) -> Clock:
     """By how much a clock is ahead that said ``began`` and ``ended`` between two of ours.  Pure.
 
@@ -236,3 +195,72 @@ def clock_between(asked: float, began: float, ended: float, answered: float) -> 
     ``ended - answered`` and at most ``began - asked``.
     """
     return Clock(ended - answered, began - asked)
+
+
+@contextmanager
+def drain_token(folder: Path | None, token: str) -> Iterator[None]:
+    """A file in the drain folder while the block runs, which every node has to find there."""
+    if folder is None:
+        yield
+        return
+    with suppress(OSError):  # the nodes meet the same error, and report it
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / token).write_text(token)
+    try:
+        yield
+    finally:
+        _clear(folder, token)
+
+
+def tokens_seen(folder: Path | None, token: str, nodes: Sequence[str]) -> dict[str, str]:
+    """Contents, as read here, of each node's own file in the drain folder."""
+    files = {node: folder / f"{token}.{node}" for node in nodes} if folder else {}
+    return {node: path.read_text() for node, path in files.items() if path.exists()}
+
+
+@contextmanager
+def export_folders(wishes: Wishes, token: str) -> Iterator[tuple[ExportFolder, ...]]:
+    """All folders of exports as they are here; a locked file lies in each while the block runs.
+
+    It is named ``token`` and has that in it.  A job keeps others from its exports by a lock, which
+    the supervisor takes and each writer on a node shares; so a lock is taken here, on a file of the
+    doctor's own, and looked at from every node.
+    """
+    with ExitStack() as held:
+        yield tuple(
+            ExportFolder(
+                flag,
+                folder,
+                held_by_other(Path(folder), wishes.job),
+                held.enter_context(_locked(Path(folder) / f"{token}.lock", token)),
+            )
+            for flag, folder in wishes.exports.items()
+        )
+
+
+@contextmanager
+def _locked(path: Path, token: str) -> Iterator[str]:
+    """Why the file that lies there meanwhile could not be locked, or ""."""
+    problem = ""
+    with ExitStack() as held:
+        held.callback(_clear, path.parent, token)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context(path.open("w"))
+            file.write(token)
+            file.flush()
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pass  # Two flags name one folder.
+        except OSError as error:
+            problem = error.strerror or str(error)
+        yield problem
+
+
+def _clear(folder: Path, token: str) -> None:
+    """Remove what begins with the token, also what a probe that was killed has left."""
+    for path in folder.glob(f"{token}*"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):
+            path.unlink()

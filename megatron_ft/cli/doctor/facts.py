@@ -1,26 +1,23 @@
-"""What the nodes say of themselves, and what the user wants: all that findings depend on.
+"""All that findings depend on: what the nodes say of themselves, and what the user wants.
 
-How a probe's answer comes back: one marked line of JSON among whatever else a log holds.
-
-One line of the doctor's report, and how lines are merged, printed and turned into JSON.
+A probe's answer comes back as one marked line of JSON among whatever else a log holds.
 """
 
 from __future__ import annotations
 
-import textwrap
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from enum import Enum
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
+from megatron_ft.arena.limits import MemoryReading
 from megatron_ft.core.scheme import Scheme
 
 
 class ProbeRequest(msgspec.Struct, frozen=True):
-    """What a node is asked to try; ``token`` names the files that it may make."""
+    """The work of a probe; ``token`` names the files that it may make."""
 
     token: str
     arena_root: str
@@ -30,15 +27,8 @@ class ProbeRequest(msgspec.Struct, frozen=True):
     export_dirs: tuple[str, ...] = ()
 
 
-class MemoryLimit(msgspec.Struct, frozen=True):
-    """One limit of memory: what it is, and how many more bytes it lets us use."""
-
-    limit: str
-    available_bytes: int
-
-
 class Leftover(msgspec.Struct, frozen=True):
-    """A job's folder below the root of all arenas; ``process`` says who lives in it."""
+    """A job's folder below the root of all arenas; ``process`` names the process that uses it."""
 
     job: str
     allocated_bytes: int
@@ -51,7 +41,7 @@ class ArenaPlace(msgspec.Struct, frozen=True):
     folder: str
     filesystem: str = ""
     total_bytes: int = 0
-    limits: tuple[MemoryLimit, ...] = ()
+    limits: tuple[MemoryReading, ...] = ()
     device: int = 0
     inode: int = 0
     leftovers: tuple[Leftover, ...] = ()
@@ -138,7 +128,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
 
 
 class TrainerFacts(msgspec.Struct, frozen=True):
-    """What a process started as a trainer sees; ``device`` and ``inode`` of the same marker.
+    """View of a process that was started as a trainer; ``device`` and ``inode`` of the same marker.
 
     ``pid_namespace`` is 0, and ``user`` -1, where they are not known.
     """
@@ -156,7 +146,7 @@ class TrainerFacts(msgspec.Struct, frozen=True):
 
 
 class WorldRank(msgspec.Struct, frozen=True):
-    """What one rank of the world says when it has joined."""
+    """One rank of the world that has joined."""
 
     library: str
     fabric: str
@@ -189,7 +179,7 @@ class Clock(msgspec.Struct, frozen=True):
 
 
 class Wishes(msgspec.Struct, frozen=True):
-    """What the user asked for.  ``shard_bytes`` is None if nobody said how large a shard is.
+    """The user's wishes.  ``shard_bytes`` is None if nobody said how large a shard is.
 
     ``shard_source`` says where the number comes from.  ``domains_from`` is the source of
     failure domains, empty for nodes.  ``container`` is what puts trainers into one, empty if
@@ -250,7 +240,7 @@ class Facts(msgspec.Struct, frozen=True):
 
     @property
     def as_trainers(self) -> dict[str, TrainerFacts]:
-        """What trainers see on the nodes where one could be started."""
+        """Views of trainers on the nodes where one could be started."""
         return {n: facts for n, facts in self.trainers.items() if not isinstance(facts, str)}
 
 
@@ -281,84 +271,3 @@ def last_words(log: Path) -> str:
     text = log.read_text(errors="replace") if log.exists() else ""
     lines = [line.strip() for line in text.splitlines() if line.strip() and MARK not in line]
     return " | ".join(lines[-3:])[-400:] or "it printed nothing"
-
-
-WIDTH = 100
-_MARGIN = 23
-
-
-class Verdict(str, Enum):
-    """Worse is later: a warning is for people to read, what is refused would fail the job."""
-
-    OK = "ok"
-    WARNING = "warning"
-    REFUSED = "refused"
-
-
-class Finding(NamedTuple):
-    """What was looked at, how it is, and what to do about it; ``nodes`` empty means all."""
-
-    check: str
-    verdict: Verdict
-    text: str
-    advice: str = ""
-    nodes: tuple[str, ...] = ()
-
-
-Judged = tuple[Verdict, str, str]
-"""Verdict, text and advice of one node."""
-
-
-def by_node(
-    check: str, facts: Mapping[str, T], judge: Callable[[T], Judged], fine: str = ""
-) -> list[Finding]:
-    """One finding for all nodes of which the same can be said, the worst first.
-
-    Nodes that are fine are one finding with the text ``fine`` if that is given.
-    """
-    groups: dict[Judged, list[str]] = {}
-    for node, said in facts.items():
-        verdict, text, advice = judge(said)
-        text = fine if verdict is Verdict.OK and fine else text
-        groups.setdefault((verdict, text, advice), []).append(node)
-    order = list(Verdict)
-    ranked = sorted(groups.items(), key=lambda group: -order.index(group[0][0]))
-    everywhere = len(groups) == 1
-    return [
-        Finding(check, verdict, text, advice, () if everywhere else tuple(nodes))
-        for (verdict, text, advice), nodes in ranked
-    ]
-
-
-def worst(findings: Iterable[Finding]) -> Verdict:
-    """The worst verdict; ok if there are no findings."""
-    order = list(Verdict)
-    return max((f.verdict for f in findings), key=order.index, default=Verdict.OK)
-
-
-def render(findings: Sequence[Finding]) -> str:
-    """The report for people."""
-    return "\n".join(line for finding in findings for line in _lines(finding))
-
-
-def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
-    """The report for programs; keys as the fields of Finding."""
-    rows = [{**f._asdict(), "verdict": f.verdict.value, "nodes": list(f.nodes)} for f in findings]
-    return {"verdict": worst(findings).value, "findings": rows}
-
-
-def _lines(finding: Finding) -> list[str]:
-    where = f"{', '.join(finding.nodes)}: " if finding.nodes else ""
-    head = f"{finding.verdict.value:<8} {finding.check:<14}"
-    indent = " " * _MARGIN
-    text = textwrap.fill(
-        where + finding.text, WIDTH, initial_indent=indent, subsequent_indent=indent,
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
-    lines = (f"{head:<{_MARGIN}}" + text[_MARGIN:]).splitlines()
-    if finding.advice:
-        lines += textwrap.wrap(
-            "-> " + finding.advice, WIDTH, initial_indent=indent, subsequent_indent=indent + "   ",
-            break_long_words=False, break_on_hyphens=False,
-        )  # fmt: skip
-    return lines

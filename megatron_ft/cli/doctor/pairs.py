@@ -1,14 +1,27 @@
-"""Which node is slow or broken, from what pairs of nodes managed together.  Pure.
+"""Measures every pair of nodes in one world, and names the node that is slow or broken.
 
-A slow node is slow with every partner, a good one is fast with some.  So a node is judged
-by its best pair, and one that is suspected is measured again with partners that are not.
+A slow node is slow with every partner, a good one is fast with some.  So a node is judged by its
+best pair, and one that is suspected is measured again with partners that are not.  Where the world
+of all nodes does not start, smaller ones find out which node is in its way.
 """
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import median_high
 from typing import NamedTuple
+
+import msgspec
+
+from megatron_ft.cli.doctor.facts import WorldFacts, WorldRank, answers, last_words
+from megatron_ft.cli.doctor.pair_world import Joined, Measured, WorldRequest
+from megatron_ft.core.errors import MegatronFTError
+from megatron_ft.launchers.launcher import Launcher, Placement
+from megatron_ft.launchers.outer_launcher import base_environment
+from megatron_ft.supervisor.tcp_world import AUTO, WorldStarter
 
 SLOW_NODE = 0.5
 """A node whose best pair has less than this share of the typical best pair is slow."""
@@ -20,7 +33,7 @@ SLOW_LINK = 0.25
 """A pair of nodes that are not slow, with less than this share of the typical rate, is slow."""
 
 REPEATS = 3
-"""How often a pair is measured in the second round; its best counts."""
+"""Measurements of a pair in the second round; the best counts."""
 
 PARTNERS = 16
 """With how many trusted partners a suspect is measured again, at most."""
@@ -51,21 +64,6 @@ class PairVerdict(NamedTuple):
 def pair_of(one: str, other: str) -> Pair:
     """The pair of two nodes."""
     return (one, other) if one < other else (other, one)
-
-
-def round_robin(count: int) -> list[list[tuple[int, int]]]:
-    """Rounds of disjoint pairs in which each of ``count`` meets every other exactly once.
-
-    The circle method: one stays, the others go round; with an odd number one pauses.
-    """
-    seats = list(range(count + count % 2))
-    rounds = []
-    for _ in range(len(seats) - 1):
-        half = len(seats) // 2
-        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
-        rounds.append([(min(p), max(p)) for p in pairs if max(p) < count])
-        seats = [seats[0], seats[-1], *seats[1:-1]]
-    return [pairs for pairs in rounds if pairs]
 
 
 def judge_pairs(
@@ -159,3 +157,106 @@ def never_well(groups: Iterable[tuple[Collection[str], bool]]) -> tuple[str, ...
     found = list(groups)
     well = {node for group, ran in found if ran for node in group}
     return tuple(sorted({node for group, _ in found for node in group} - well))
+
+
+START_SECONDS = 60.0
+
+Said = Joined | Measured
+
+
+class Worlds:
+    """Starts worlds of ``pair_world`` over nodes of ``launcher``; logs go to ``folder``.
+
+    ``transport`` is the one that the user wants, as for WorldStarter.
+    """
+
+    def __init__(self, launcher: Launcher, folder: Path, token: str, transport: str = AUTO) -> None:
+        self._launcher, self._folder, self._token = launcher, folder, token
+        self._starter = WorldStarter(launcher, transport)
+        self._count = 0
+
+    async def examine(self, nodes: Sequence[str], one_machine: bool) -> WorldFacts:
+        """Measure every pair of nodes; suspects once more with other partners.
+
+        Where the world of all does not start, worlds of two find out who is in its way.
+        """
+        said, error = await self._world(nodes, WorldRequest(self._token))
+        joined = {s.node: s.rank for s in said if isinstance(s, Joined)}
+        if len(joined) < len(nodes):
+            return await self._find_broken(nodes, error)
+        rates = dict.fromkeys(all_pairs(nodes), 0.0) | rates_of(nodes, said)
+        verdict = judge_pairs(nodes, rates, one_machine)
+        rounds = second_round(nodes, verdict)
+        if rounds:
+            said, _ = await self._world(nodes, WorldRequest(self._token, rounds))
+            rates = merged(rates, rates_of(nodes, said), verdict.suspects)
+        return self._facts(joined, rates)
+
+    async def _find_broken(self, nodes: Sequence[str], error: str) -> WorldFacts:
+        groups = first_groups(nodes)
+        # A group of all has just failed.
+        first = {g: len(g) < len(nodes) and await self._starts(g) for g in groups}
+        mixed = [(group, await self._starts(group)) for group in mixed_groups(first)]
+        broken = never_well([*first.items(), *mixed])
+        return self._facts({}, {}, broken, error or "ranks did not join")
+
+    def _facts(
+        self,
+        joined: dict[str, WorldRank],
+        rates: dict[Pair, float],
+        broken: tuple[str, ...] = (),
+        error: str = "",
+    ) -> WorldFacts:
+        tcp, no_mpi = self._starter.over_tcp, self._starter.no_mpi
+        return WorldFacts(joined, rates, self._launcher_name(), broken, error, tcp, no_mpi)
+
+    async def _starts(self, nodes: Sequence[str]) -> bool:
+        said, _ = await self._world(nodes, WorldRequest(self._token, exchanges=1))
+        sizes = [s.size for s in said if isinstance(s, Joined)]
+        silent = any(isinstance(s, Measured) and not s.rate for s in said)
+        return sizes == [len(nodes)] * len(nodes) and not silent
+
+    async def _world(self, nodes: Sequence[str], request: WorldRequest) -> tuple[list[Said], str]:
+        """Answers of the ranks of one world, and the reason if it ended badly."""
+        self._count += 1
+        log = self._folder / f"world{self._count}.log"
+        text = msgspec.json.encode(request).decode()
+        argv = [sys.executable, "-m", "megatron_ft.cli.doctor.pair_world", text]
+        environment = {**base_environment(), "OMP_NUM_THREADS": "1"}
+        limit = START_SECONDS + max(len(nodes), len(request.rounds)) * request.pair_seconds
+        try:
+            placements = [Placement(node, argv, environment) for node in nodes]
+            world = await asyncio.to_thread(self._starter.start, placements, log)
+        except MegatronFTError as error:
+            return [], str(error)
+        error_text = ""
+        try:
+            status = await asyncio.wait_for(world.wait(), limit)
+            error_text = "" if status == 0 else f"status {status}: {last_words(log)}"
+        except asyncio.TimeoutError:
+            error_text = f"no end within {limit:.0f} s: {last_words(log)}"
+        finally:
+            world.kill()
+            await world.wait()
+        return list(answers(log, Said)), error_text  # type: ignore[arg-type]
+
+    def _launcher_name(self) -> str:
+        """The mpirun in use; launchers that know it have a method ``mpi``."""
+        found = getattr(self._launcher, "mpi", None)
+        if found is None or self._starter.over_tcp:
+            return ""
+        try:
+            mpi = found()
+        except MegatronFTError:
+            return ""
+        return f"{mpi.kind.value} {mpi.version} ({mpi.path})"
+
+
+def rates_of(nodes: Sequence[str], said: Sequence[Said]) -> dict[Pair, float]:
+    """The best rate of each pair, where both ranks had an answer; else 0."""
+    heard: dict[Pair, dict[int, float]] = {}
+    for s in said:
+        if isinstance(s, Measured):
+            by_rank = heard.setdefault(pair_of(nodes[s.rank], nodes[s.partner]), {})
+            by_rank[s.rank] = max(s.rate, by_rank.get(s.rank, 0.0))
+    return {pair: min(by.values()) if len(by) == 2 else 0.0 for pair, by in heard.items()}

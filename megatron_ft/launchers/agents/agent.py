@@ -1,24 +1,35 @@
-"""The agent of one node: obeys the supervisor, and knows nothing of what it starts."""
+"""The agent of one node: starts, watches and ends processes as the supervisor asks.
+
+``python -m megatron_ft.launchers.agents.agent`` takes AgentOrders as a line on its standard
+input.  The agent leaves the process tree and the session of the process that started it: some
+launchers end all descendants of what they started, and the node's SMP is a child of the agent.  It
+ends when its input does.  Its starter waits for it and has its exit code: sshd ends the input
+with the starter.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
+import signal
+import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 import zmq.asyncio
 
 from megatron_ft.core import private_files, procfs
 from megatron_ft.core.environment import JOB, NODE, NODE_DIR
 from megatron_ft.core.errors import MegatronFTError
-from megatron_ft.launchers.agents import messages as m
-from megatron_ft.launchers.agents.messages import (
+from megatron_ft.launchers.agents.rendezvous import (
     HELLO_SECONDS,
     SILENT_SECONDS,
     AgentOrders,
@@ -29,11 +40,43 @@ from megatron_ft.launchers.agents.messages import (
 from megatron_ft.launchers.launcher import ProcessGoneError
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.world import WORLD
-from megatron_ft.rpc.message_base import MOST_BYTES
+from megatron_ft.rpc import messages as m
 
 FAILURE_SECONDS = 2.0
+MODULE = "megatron_ft.launchers.agents.agent"
 
 log = logging.getLogger(__name__)
+
+
+class AgentFront:
+    """One agent, for as long as this object or its process is there."""
+
+    def __init__(self, orders: AgentOrders, through: Sequence[str] = ()) -> None:
+        """Start it, through the words of a remote shell and a host where it is not here.
+
+        OSError when there is no such program.
+        """
+        self.node = orders.node
+        self._process = subprocess.Popen(
+            [*through, sys.executable, "-m", MODULE], stdin=subprocess.PIPE, start_new_session=True
+        )
+        assert self._process.stdin is not None
+        # One that has ended already is told by its status.
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(msgspec.json.encode(orders) + b"\n")
+            self._process.stdin.flush()
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        """Its exit code, that of the agent, once it has ended; None if it has not in time."""
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(seconds)
+        return None
+
+    def leave(self) -> None:
+        """The agent's input ends, and so does the agent."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
 
 
 class Agent:
@@ -72,7 +115,7 @@ class Agent:
         if not os.read(sys.stdin.fileno(), 4096):
             asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
             self._left = True
-            self._tell(m.Goodbye())
+            self._tell(m.AgentGoodbye())
 
     def _meeting(self) -> Meeting | None:
         return self._orders.meeting or read_meeting(Path(self._orders.file))
@@ -81,9 +124,7 @@ class Agent:
         """Carry out orders of one supervisor; None when it is lost or another one leads."""
         socket = self._socket = self._context.socket(zmq.DEALER)
         socket.linger = 500
-        socket.maxmsgsize = MOST_BYTES
-        meeting.keys.protect_client(socket)
-        socket.connect(meeting.endpoint)
+        meeting.keys.connect(socket, meeting.endpoint)
         address, heard, next_hello = address_towards(meeting.host), time.monotonic(), 0.0
         try:
             while not self._left and time.monotonic() < heard + SILENT_SECONDS:
@@ -96,7 +137,7 @@ class Agent:
                 if await socket.poll(HELLO_SECONDS * 250):
                     message = m.decode(await socket.recv())
                     heard = time.monotonic()
-                    if isinstance(message, m.Bye):
+                    if isinstance(message, m.SupervisorBye):
                         await self._leave_to_supervisor(message.code)
                         return message.code
                     if isinstance(message, m.Refused):
@@ -115,11 +156,11 @@ class Agent:
 
     def _hello(self, address: str) -> None:
         orders, running = self._orders, tuple(self._watched)
-        self._tell(m.Hello(orders.node, self._token, orders.rank, address, running))
+        self._tell(m.AgentHello(orders.node, self._token, orders.rank, address, running))
 
     def _tell(self, message: m.Message) -> None:
         if self._socket is not None:
-            self._later(_send(self._socket, m.encode(message)))
+            self._socket.send(m.encode(message))
 
     def _later(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -127,25 +168,27 @@ class Agent:
         task.add_done_callback(self._tasks.discard)
 
     def _carry_out(self, message: Any) -> None:
-        if isinstance(message, m.Start | m.Attach):
+        if isinstance(message, m.StartProcess | m.AttachProcess):
             self._begin(message)
-        elif isinstance(message, m.Kill) and message.id in self._watched:
+        elif isinstance(message, m.KillProcess) and message.id in self._watched:
             self._watched[message.id].kill()
         elif isinstance(message, m.EndWorld):
             self._later(self._end_world(message))
 
-    def _begin(self, order: m.Start | m.Attach) -> None:
+    def _begin(self, order: m.StartProcess | m.AttachProcess) -> None:
         try:
-            process = self._start(order) if isinstance(order, m.Start) else self._attach(order)
+            process = (
+                self._start(order) if isinstance(order, m.StartProcess) else self._attach(order)
+            )
         except MegatronFTError as error:
             name = "" if isinstance(error, ProcessGoneError) else type(error).__name__
-            self._tell(m.NotRunning(order.id, name, str(error)))
+            self._tell(m.ProcessRefused(order.id, name, str(error)))
             return
         self._watched[order.id] = process
-        self._tell(m.Running(order.id, process.pid, process.start_time))
+        self._tell(m.ProcessRuns(order.id, process.pid, process.start_time))
         self._later(self._watch(order.id, process))
 
-    def _start(self, order: m.Start) -> LocalProcess:
+    def _start(self, order: m.StartProcess) -> LocalProcess:
         if NODE_DIR in order.env:
             _make_folders(Path(order.env[NODE_DIR]))
         process = LocalProcess.spawn(
@@ -155,7 +198,7 @@ class Agent:
         self._started[process.pid] = process
         return process
 
-    def _attach(self, order: m.Attach) -> LocalProcess:
+    def _attach(self, order: m.AttachProcess) -> LocalProcess:
         known = self._started.get(order.pid)
         if known is not None and known.alive() and order.start_time in (None, known.start_time):
             return known
@@ -168,7 +211,7 @@ class Agent:
     async def _watch(self, name: str, process: LocalProcess) -> None:
         status = await process.wait()
         self._watched.pop(name, None)
-        self._tell(m.Ended(name, status))
+        self._tell(m.ProcessEnded(name, status))
 
     async def _end_world(self, order: m.EndWorld) -> None:
         def belongs(pid: int) -> bool:
@@ -177,7 +220,7 @@ class Agent:
             return (env.get(JOB), env.get(WORLD)) == (order.job, order.world)
 
         await asyncio.to_thread(procfs.kill_matching, belongs, f"MPI world {order.world}")
-        self._tell(m.Ended(order.id, 0))
+        self._tell(m.ProcessEnded(order.id, 0))
 
 
 def _make_folders(node_dir: Path) -> None:
@@ -187,5 +230,44 @@ def _make_folders(node_dir: Path) -> None:
     private_files.make_folder(node_dir)
 
 
-async def _send(socket: zmq.asyncio.Socket, frame: bytes) -> None:
-    await socket.send(frame)
+def main() -> int:
+    """Read the orders, have the agent obey them elsewhere, wait for its end."""
+    orders = msgspec.json.decode(_first_line(), type=AgentOrders)
+    # What a launcher sends to all of a job must not end the memory before it was drained.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    end, agents_end = os.pipe()
+    middle = os.fork()
+    if middle:
+        os.close(agents_end)
+        os.waitpid(middle, 0)
+        return int(os.read(end, 16) or b"1")
+    os.close(end)
+    os.setsid()
+    if not os.fork():
+        os.write(agents_end, str(_obey(orders)).encode())
+    os._exit(0)
+
+
+def _first_line() -> bytes:
+    """Not by sys.stdin, which would keep what follows in a buffer."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            sys.exit("megatron-ft: an agent got no orders on its standard input")
+        line += byte
+    return line
+
+
+def _obey(orders: AgentOrders) -> int:
+    logging.basicConfig(format=f"megatron-ft, agent of {orders.node}: %(message)s")
+    try:
+        return asyncio.run(Agent(orders).run())
+    except (MegatronFTError, OSError) as error:
+        logging.error("%s", error)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

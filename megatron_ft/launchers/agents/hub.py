@@ -9,6 +9,7 @@ import asyncio
 import secrets
 import threading
 import time
+import uuid
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -19,17 +20,62 @@ import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from megatron_ft.core.errors import ConfigError, ControlPlaneError, error_class
-from megatron_ft.launchers.agents import messages as m
-from megatron_ft.launchers.agents.messages import SILENT_SECONDS, Meeting
-from megatron_ft.launchers.agents.process import AgentProcess
+from megatron_ft.core.errors import ConfigError, error_class
+from megatron_ft.launchers.agents.rendezvous import SILENT_SECONDS, Meeting
 from megatron_ft.launchers.launcher import UNKNOWN_EXIT, NodeUnreachable, ProcessGoneError
 from megatron_ft.launchers.world import IN_FOLDER
-from megatron_ft.rpc.message_base import MOST_BYTES
-from megatron_ft.rpc.security import SECRET_BYTES
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.sockets import SECRET_BYTES, JobKeys, Peer, Server
 
 ANSWER_SECONDS = 5.0
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
+
+
+class AgentProcess:
+    """``send`` tells the node's agent something; it says whether the agent is there.
+
+    ``begun`` and ``ended`` are set by whoever hears the agent, in any thread.
+    """
+
+    def __init__(self, node: str, send: Callable[[str, m.Message], bool]) -> None:
+        self.id = uuid.uuid4().hex
+        self.begun: Future[m.ProcessRuns] = Future()
+        self.ended: Future[int] = Future()
+        self._node, self._send = node, send
+
+    @property
+    def pid(self) -> int:
+        """Process number on its node."""
+        return self.begun.result(0).pid
+
+    @property
+    def node(self) -> str:
+        """The node that it runs on."""
+        return self._node
+
+    @property
+    def start_time(self) -> int:
+        """Kernel clock ticks of its node."""
+        return self.begun.result(0).start_time
+
+    async def wait(self) -> int:
+        """Its exit status; UNKNOWN_EXIT if its agent was lost, and then it may still run."""
+        # Who gives up waiting does so for himself alone.
+        return await asyncio.shield(asyncio.wrap_future(self.ended))
+
+    def kill(self) -> None:
+        """SIGKILL by the agent; where there is none it is given up."""
+        if self.alive() and not self._send(self._node, m.KillProcess(self.id)):
+            self.end(UNKNOWN_EXIT)
+
+    def alive(self) -> bool:
+        """Whether it runs as far as is known here."""
+        return not self.ended.done()
+
+    def end(self, status: int) -> None:
+        """It has ended; what is said later does not count."""
+        with suppress(InvalidStateError):
+            self.ended.set_result(status)
 
 
 @dataclass(frozen=True)
@@ -39,7 +85,7 @@ class AgentSeat:
     rank: int
     address: str
     token: str
-    identity: bytes
+    peer: Peer
     heard: float
 
     @property
@@ -58,7 +104,7 @@ class AgentHub:
         self.problem = ""
         """Why the agents cannot be of one job."""
         self._processes: dict[str, AgentProcess] = {}
-        self._shells: dict[str, bytes] = {}
+        self._shells: dict[str, Peer] = {}
         self._news = threading.Condition()
         self._bound: Future[Meeting] = Future()
         self._secret = secrets.token_bytes(SECRET_BYTES)
@@ -125,7 +171,7 @@ class AgentHub:
         """Tell a node's agent; False if it is not there."""
         if not self.there(node) or not self._thread.is_alive():
             return False
-        self._soon(self.seats[node].identity, message)
+        self._send(self.seats[node].peer, message)
         return True
 
     def close(self, code: int) -> None:
@@ -133,88 +179,66 @@ class AgentHub:
         if not self._thread.is_alive():
             return
         for seat in list(self.seats.values()):
-            self._soon(seat.identity, m.Bye(code))
+            self._send(seat.peer, m.SupervisorBye(code))
         self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join(ANSWER_SECONDS)
 
-    def _soon(self, identity: bytes, message: m.Message) -> None:
-        frames = [identity, m.encode(message)]
-        self._loop.call_soon_threadsafe(lambda: self._outgoing.put_nowait(frames))
+    def _send(self, peer: Peer, message: m.Message) -> None:
+        self._loop.call_soon_threadsafe(self._server.send, peer, message)
 
     async def _serve(self, address: str) -> None:
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
-        self._outgoing: asyncio.Queue[list[bytes]] = asyncio.Queue()
         context = zmq.asyncio.Context()
         authenticator = AsyncioAuthenticator(context)
         authenticator.start()
-        socket = context.socket(zmq.ROUTER)
-        socket.linger = 1000
-        socket.maxmsgsize = MOST_BYTES
+        self._server = Server(context, linger_ms=1000)
         try:
-            meeting = Meeting(self._bind(socket, address), self._secret)
-            authenticator.configure_curve_callback("*", credentials_provider=meeting.keys)
-            self._bound.set_result(meeting)
-            await self._until_over(socket)
+            keys = JobKeys.derive(self._secret)
+            authenticator.configure_curve_callback("*", credentials_provider=keys)
+            endpoint = keys.listen(self._server.socket, address)
+            self._bound.set_result(Meeting(endpoint, self._secret))
+            await self._until_over()
         except zmq.ZMQError as error:
             reason = f"cannot listen for agents on {address}: {error}; give --address"
             self._bound.set_exception(ConfigError(reason))
         finally:
             authenticator.stop()
-            socket.close()
+            self._server.socket.close()
             context.term()
 
-    def _bind(self, socket: zmq.asyncio.Socket, address: str) -> str:
-        Meeting("", self._secret).keys.protect_server(socket)
-        port = socket.bind_to_random_port(f"tcp://{address}")
-        return f"tcp://{address}:{port}"
-
-    async def _until_over(self, socket: zmq.asyncio.Socket) -> None:
-        loops = [self._listen(socket), self._talk(socket), self._look()]
-        tasks = [asyncio.ensure_future(work) for work in loops]
-        over = asyncio.ensure_future(self._over.wait())
-        done, _ = await asyncio.wait([*tasks, over], return_when=asyncio.FIRST_COMPLETED)
-        while not self._outgoing.empty():
-            await socket.send_multipart(self._outgoing.get_nowait())
-        for task in [*tasks, over]:
+    async def _until_over(self) -> None:
+        works = [self._server.serve(self._handle), self._end_silent(), self._over.wait()]
+        tasks = [asyncio.ensure_future(work) for work in works]
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
             task.cancel()
         for process in list(self._processes.values()):
             process.end(UNKNOWN_EXIT)
         for task in done:
             task.result()
 
-    async def _talk(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            await socket.send_multipart(await self._outgoing.get())
-
-    async def _listen(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            frames = await socket.recv_multipart()
-            with suppress(ControlPlaneError):
-                if len(frames) == 2:
-                    self._hear(frames[0], m.decode(frames[1]))
-
-    async def _look(self) -> None:
-        """Nothing signals that a node is silent."""
+    async def _end_silent(self) -> None:
+        """Give up the processes of silent nodes; nothing signals that a node is silent."""
         while True:
             for node, seat in self.seats.items():
                 if not seat.there:
                     self._end_all_of(node)
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
 
-    def _hear(self, identity: bytes, message: Any) -> None:
-        if isinstance(message, m.Hello):
-            self._greet(identity, message)
-        elif isinstance(message, m.Shell):
-            self._run_shell(identity, message)
-        elif isinstance(message, m.Goodbye):
+    async def _handle(self, peer: Peer, message: Any) -> None:
+        if isinstance(message, m.AgentHello):
+            self._greet(peer, message)
+        elif isinstance(message, m.RunShell):
+            self._run_shell(peer, message)
+        elif isinstance(message, m.AgentGoodbye):
             for node, seat in list(self.seats.items()):
-                if seat.identity == identity:
+                if seat.peer == peer:
                     self.seats[node] = replace(seat, heard=float("-inf"))
                     self._end_all_of(node)
-        elif isinstance(message, m.Running | m.NotRunning | m.Ended):
-            self._note(message)
+        elif isinstance(message, m.ProcessRuns | m.ProcessRefused | m.ProcessEnded):
+            self._on_report(message)
 
-    def _greet(self, identity: bytes, hello: m.Hello) -> None:
+    def _greet(self, peer: Peer, hello: m.AgentHello) -> None:
         seat = self.seats.get(hello.node)
         if seat is not None and seat.token != hello.token and seat.there:
             reason = (
@@ -222,54 +246,52 @@ class AgentHub:
                 "(mpirun -npernode 1, torchrun --nproc-per-node 1), or, to try several nodes on "
                 "one machine, give each its own --node-name"
             )
-            self._soon(identity, m.Refused("ConfigError", reason))
+            self._send(peer, m.Refused("ConfigError", reason))
             with self._news:
                 self.problem = self.problem or reason
                 self._news.notify_all()
             return
         if seat is not None and seat.token != hello.token:
             self._end_all_of(hello.node)
-        self._soon(identity, m.Heard())
+        self._send(peer, m.AgentHeard())
         with self._news:
             now = time.monotonic()
-            self.seats[hello.node] = AgentSeat(
-                hello.rank, hello.address, hello.token, identity, now
-            )
+            self.seats[hello.node] = AgentSeat(hello.rank, hello.address, hello.token, peer, now)
             self._news.notify_all()
         for process in self._of(hello.node):
             # What it said of this one was lost on the way.
             if process.begun.done() and process.id not in hello.running:
                 process.end(UNKNOWN_EXIT)
 
-    def _note(self, message: m.Running | m.NotRunning | m.Ended) -> None:
+    def _on_report(self, message: m.ProcessRuns | m.ProcessRefused | m.ProcessEnded) -> None:
         process = self._processes.get(message.id)
         if process is None:
             return
-        if isinstance(message, m.Running):
+        if isinstance(message, m.ProcessRuns):
             with suppress(InvalidStateError):
                 process.begun.set_result(message)
             return
         self._processes.pop(message.id)
-        if isinstance(message, m.Ended):
+        if isinstance(message, m.ProcessEnded):
             process.end(message.status)
             if shell := self._shells.pop(message.id, None):
-                self._soon(shell, message)
+                self._send(shell, message)
             return
         error = error_class(message.error) if message.error else ProcessGoneError
         with suppress(InvalidStateError):
             process.begun.set_exception(error(message.reason))
         process.end(UNKNOWN_EXIT)
         if shell := self._shells.pop(message.id, None):
-            self._soon(shell, m.Ended(message.id, 1))
+            self._send(shell, m.ProcessEnded(message.id, 1))
 
-    def _run_shell(self, identity: bytes, order: m.Shell) -> None:
+    def _run_shell(self, peer: Peer, order: m.RunShell) -> None:
         process = AgentProcess(order.node, self.send)
         process.id = order.id
-        self._processes[order.id], self._shells[order.id] = process, identity
+        self._processes[order.id], self._shells[order.id] = process, peer
         argv = ("/bin/sh", "-c", IN_FOLDER, order.folder, order.words)
-        start = m.Start(order.id, argv, order.env, order.log)
+        start = m.StartProcess(order.id, argv, order.env, order.log)
         if not self.send(order.node, start):
-            self._note(m.Ended(order.id, 1))
+            self._on_report(m.ProcessEnded(order.id, 1))
 
     def _end_all_of(self, node: str) -> None:
         for process in self._of(node):

@@ -3,22 +3,61 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_ft.core.environment import INCARNATION, JOB, NODE, NODE_DIR
 from megatron_ft.core.errors import ConfigError, ControlPlaneError
-from megatron_ft.launchers.agents import messages as m
-from megatron_ft.launchers.agents.hub import AgentHub
-from megatron_ft.launchers.agents.process import AgentProcess
-from megatron_ft.launchers.agents.world import AgentWorld, spread_by_agents
+from megatron_ft.launchers.agents import remote_shell
+from megatron_ft.launchers.agents.hub import AgentHub, AgentProcess
 from megatron_ft.launchers.launcher import NodeUnreachable, Placement
-from megatron_ft.launchers.mpirun import MpiLauncher, find_mpi
+from megatron_ft.launchers.mpirun import MpiKind, MpiLauncher, find_mpi, mpich_by, open_mpi_by
 from megatron_ft.launchers.outer_launcher import base_environment
-from megatron_ft.launchers.world import Spread, probe_world
+from megatron_ft.launchers.world import Spread, WorldProcess, probe_world
+from megatron_ft.rpc import messages as m
 
 CLEAN_SECONDS = 30.0
+END_SECONDS = 10.0
+
+
+def spread_by_agents(
+    mpi: MpiLauncher,
+    addresses: Mapping[str, str],
+    ranks: Sequence[str],
+    here: str,
+    file: Path,
+    job_dir: Path,
+) -> Spread:
+    """A world with a rank on each node of ``ranks``; ``addresses`` are those of all nodes,
+    ``here`` is the supervisor's.
+
+    ``file`` is the supervisor's, with room beside it for one of ours.
+    """
+    hosts = [addresses[node] for node in ranks]
+    command = [sys.executable, "-m", remote_shell.__name__]
+    settings = {
+        remote_shell.MEETING: str(file),
+        remote_shell.NODES: " ".join(f"{a}={node}" for node, a in addresses.items()),
+        remote_shell.FOLDER: str(job_dir),
+    }
+    if mpi.kind is MpiKind.OPEN_MPI:
+        return Spread(hosts, here, settings | open_mpi_by(command))
+    program = file.with_name("remote-shell")
+    return Spread(hosts, here, settings | mpich_by(command, program))
+
+
+class AgentWorld(WorldProcess):
+    """Handle of such a world: ranks on other nodes are ended by their agents."""
+
+    hub: AgentHub | None = None
+    nodes: tuple[str, ...] = ()
+
+    def _clear(self) -> None:
+        if self.hub is not None:
+            self.hub.end_world(self.job, self.world, self.nodes, END_SECONDS)
+        super()._clear()
 
 
 class AgentLauncher:
@@ -83,11 +122,11 @@ class AgentLauncher:
         """Have a node's agent start a process; see Launcher."""
         given, log = self._marked(node, env), str(log_path.absolute())
         words = tuple(map(str, argv))
-        return self.hub.begin(node, lambda name: m.Start(name, words, given, log, stdin))
+        return self.hub.begin(node, lambda name: m.StartProcess(name, words, given, log, stdin))
 
     def attach(self, node: str, pid: int, start_time: int | None = None) -> AgentProcess:
         """Take over a process that an agent of this node started; see Launcher."""
-        return self.hub.begin(node, lambda name: m.Attach(name, self.job, pid, start_time))
+        return self.hub.begin(node, lambda name: m.AttachProcess(name, self.job, pid, start_time))
 
     def check_world(self, ranks: int) -> None:
         """Start a world over the first nodes that counts itself; see Launcher."""

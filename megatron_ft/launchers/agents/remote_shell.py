@@ -11,10 +11,9 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import zmq
-
-from megatron_ft.launchers.agents import messages as m
-from megatron_ft.launchers.agents.messages import read_meeting
+from megatron_ft.launchers.agents.rendezvous import read_meeting
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.sockets import Connection
 
 MEETING = "MEGATRON_FT_MEETING"
 """The file that says where the supervisor is."""
@@ -26,7 +25,7 @@ FOLDER = "MEGATRON_FT_JOB_DIR"
 """The job's folder on each node; MPI keeps its files in <folder>/<node>/mpi."""
 
 
-def order_of(arguments: Sequence[str], environment: Mapping[str, str]) -> m.Shell:
+def order_of(arguments: Sequence[str], environment: Mapping[str, str]) -> m.RunShell:
     """What to ask the supervisor.  Pure but for the name.
 
     Flags of ssh come before the address, as MPICH's ``-x``.
@@ -39,7 +38,7 @@ def order_of(arguments: Sequence[str], environment: Mapping[str, str]) -> m.Shel
     folder = os.path.join(environment[FOLDER], node, "mpi")
     log = str(Path(environment[MEETING]).with_name(f"mpi-{node}.log"))
     words = " ".join(rest[1:])
-    return m.Shell(uuid.uuid4().hex, node, words, folder, log, dict(environment))
+    return m.RunShell(uuid.uuid4().hex, node, words, folder, log, dict(environment))
 
 
 def main() -> int:
@@ -49,13 +48,10 @@ def main() -> int:
         print(f"megatron-ft: no supervisor in {os.environ[MEETING]}", file=sys.stderr)
         return 1
     order = order_of(sys.argv[1:], os.environ)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.linger = 1000
-        meeting.keys.protect_client(socket)
-        socket.connect(meeting.endpoint)
-        socket.send(m.encode(order))
-        answer = m.decode(socket.recv())
-    status: int = answer.status if isinstance(answer, m.Ended) else 1
+    with Connection(meeting.endpoint, meeting.keys, linger_ms=1000) as supervisor:
+        supervisor.send(order)
+        answer = supervisor.receive()
+    status: int = answer.status if isinstance(answer, m.ProcessEnded) else 1
     return status if status >= 0 else 128 - status
 
 

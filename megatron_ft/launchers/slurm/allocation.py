@@ -1,23 +1,43 @@
-"""The Slurm job that we run in: its nodes, which of them are left, and when it ends.
+"""The Slurm job that we run in: its nodes, which of them are left, and hosts in place of lost ones.
 
 Everything is asked of Slurm's own commands, with a limit: a controller that does not answer
-must not hold up the leases of the nodes, which are renewed by whoever asks.
+must not hold up the leases of the nodes, which the same process renews.
+
+Slurm does not give a lost node back to a job, and lets a job grow only where the site allows
+that (``permit_job_expansion``).  But a user's steps may run in any of the user's jobs, so a
+replacement host is an ordinary job that waits in the queue like any other, only holds a node, and
+ends when ours does.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
+from megatron_ft.core.errors import ConfigError, ControlPlaneError, MissingEnvironmentError
+from megatron_ft.launchers.outer_launcher import outside_of_steps
 
 ASK_SECONDS = 2.0
 FRESH_SECONDS = 1.0
+SUBMIT_SECONDS = 30.0
+
+# Its node's memory goes with it.  Waiting in the background lets it hear scancel at once.
+_HOLD_NODE = """\
+trap exit TERM
+trap 'rm -rf {folder}/"$SLURMD_NODENAME"' EXIT
+while sleep 5 & wait $!; do
+    case "$(squeue --noheader --jobs={job} --format=%T 2>&1)" in
+        "" | *PENDING* | *COMPLET* | *Invalid*) exit ;;
+    esac
+done
+"""
 
 
 class Allocation:
@@ -117,7 +137,7 @@ class Allocation:
 
 
 def job_reference(environment: Mapping[str, str]) -> str:
-    """How Slurm's commands call this one job: its number, or ARRAY_TASK.  Pure.
+    """The name of this one job for Slurm's commands: its number, or ARRAY_TASK.  Pure.
 
     One task of an array has the array's own number, which would stand for all tasks.
     """
@@ -154,7 +174,7 @@ def _find_addresses(nodes: str) -> dict[str, str]:
 
 
 def ask(*command: str) -> str | None:
-    """What a command of Slurm's prints; None when it fails or does not answer in time."""
+    """The output of a command of Slurm's; None when it fails or does not answer in time."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -173,3 +193,74 @@ def _demand(*command: str) -> str:
             "shell inside a Slurm job, and does its controller answer?"
         )
     return answer
+
+
+class ReplacementHosts:
+    """The HostSource of a job in ``allocation`` whose arenas are in ``job_dir`` on each node.
+
+    ``flags`` are the site's own for sbatch, as ``--gpus-per-node=8``.
+    """
+
+    def __init__(
+        self, allocation: Allocation, job_dir: Path, flags: Sequence[str], seconds: float
+    ) -> None:
+        self.seconds = seconds
+        self._allocation, self._folder, self._flags = allocation, job_dir, tuple(flags)
+
+    def request(self, count: int) -> str:
+        """Submit a job for each host; see HostSource.  ControlPlaneError with what sbatch said."""
+        jobs = [self._submit() for _ in range(count)]
+        return f"a host from Slurm job {', '.join(jobs)}"
+
+    def arrived(self) -> list[str]:
+        """See HostSource."""
+        return self._allocation.look_for_hosts()
+
+    def withdraw(self) -> None:
+        """Cancel the jobs that still wait."""
+        ask("scancel", "--me", "--state=PENDING", f"--name={self._allocation.host_job_name}")
+
+    def end(self) -> None:
+        """Cancel all of them: our job is done."""
+        ask("scancel", "--me", f"--name={self._allocation.host_job_name}")
+
+    def _submit(self) -> str:
+        seconds = self._allocation.seconds_left()
+        command = host_command(self._allocation, self._folder, seconds, self._flags, os.environ)
+        try:
+            done = subprocess.run(
+                command, env=outside_of_steps(os.environ), stdin=subprocess.DEVNULL,
+                capture_output=True, text=True, timeout=SUBMIT_SECONDS, check=False,
+            )  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise ControlPlaneError(f"sbatch failed: {error}") from error
+        if done.returncode:
+            raise ControlPlaneError(f"sbatch says: {done.stderr.strip()}")
+        return done.stdout.strip().partition(";")[0]
+
+
+def host_command(
+    allocation: Allocation,
+    job_dir: Path,
+    seconds: float,
+    flags: Sequence[str],
+    environment: Mapping[str, str],
+) -> list[str]:
+    """sbatch for one host beside those of ``allocation``, for the ``seconds`` it has left.  Pure.
+
+    Partition, account, QOS and reservation are the job's, as ``environment`` has them, unless
+    ``flags`` say otherwise.
+    """
+    same = {
+        flag: value
+        for flag in ("partition", "account", "qos", "reservation")
+        if (value := environment.get(f"SLURM_JOB_{flag.upper()}"))
+    }
+    limit = [f"--time={max(1, int(seconds // 60))}"] if seconds else []
+    script = _HOLD_NODE.format(folder=shlex.quote(str(job_dir)), job=allocation.reference)
+    return [
+        "sbatch", "--parsable", "--nodes=1", "--ntasks=1", "--exclusive", "--no-requeue",
+        f"--job-name={allocation.host_job_name}", "--output=/dev/null", "--chdir=/",
+        f"--exclude={','.join(allocation.names)}", *limit,
+        *(f"--{flag}={value}" for flag, value in same.items()), *flags, f"--wrap={script}",
+    ]  # fmt: skip

@@ -1,17 +1,12 @@
 """The Launcher for nodes of a Slurm allocation; the supervisor runs in its batch script.
 
-Stands in for ssh where mpirun starts its daemons: a job step on the node instead.
+Each process is a job step of its own, with srun as its handle: srun runs beside the supervisor in a
+session of its own, so that a later supervisor of the same batch script finds it by its process
+number.  The step writes its log itself and would continue without srun (seen with Slurm 22.05).
 
-mpirun calls ``python -m megatron_ft.launchers.slurm.launcher NODE WORDS...``; the words are for
-a shell on that node.
-
-One process on one node, as a job step of its own.
-
-srun is its handle: it runs beside the supervisor in a session of its own, so that a later
-supervisor of the same batch script finds it by its process number.  The step writes its log
-itself and would go on without srun (seen with Slurm 22.05).
-
-An MPI world whose daemons are job steps; mpirun itself runs beside the supervisor.
+The daemons of an MPI world are job steps too; mpirun itself runs beside the supervisor.  It calls
+``python -m megatron_ft.launchers.slurm.launcher NODE WORDS...`` where it would call ssh; the words
+are for a shell on that node.
 """
 
 from __future__ import annotations
@@ -25,16 +20,13 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from megatron_ft.core import procfs
-from megatron_ft.core.environment import INCARNATION, JOB, NODE, NODE_DIR
-from megatron_ft.core.errors import ConfigError
-from megatron_ft.launchers.launcher import NodeUnreachable, Placement
-from megatron_ft.launchers.mpirun import MpiKind, MpiLauncher, find_mpi, mpich_by, open_mpi_by
+from megatron_ft.launchers.base import BaseLauncher
+from megatron_ft.launchers.mpirun import MpiKind, MpiLauncher, mpich_by, open_mpi_by
 from megatron_ft.launchers.outer_launcher import STEP_PLACES, outside_of_steps
 from megatron_ft.launchers.process import LocalProcess, open_session
 from megatron_ft.launchers.slurm.allocation import Allocation
@@ -61,20 +53,8 @@ def remote_command(
     return [*prefix, "/bin/sh", "-c", IN_FOLDER, folder, " ".join(words)]
 
 
-def main() -> None:
-    """Become srun."""
-    # Flags of ssh come before the node, as MPICH's -x.
-    node, *words = itertools.dropwhile(lambda word: word.startswith("-"), sys.argv[1:])
-    command = remote_command(node, words)
-    os.execvp(command[0], command)
-
-
-if __name__ == "__main__":
-    main()
-
-
 END_SECONDS = 4.0
-"""How long srun may take to end a step before it is given up; a lost node never answers it."""
+"""Limit for srun to end a step before it is given up; a lost node never answers it."""
 
 _SCRIPT = '(umask 077; : >>"$0"); exec "$@" >>"$0" 2>&1'
 
@@ -103,7 +83,9 @@ class StepProcess(LocalProcess):
         """Start a step; ``flags`` are the site's own for srun."""
         command = step_command(allocation.job_of(node), node, argv, log_path, flags)
         child = open_session(node, command, outside_of_steps(env), log_path, stdin)
-        return cls._of(allocation, node, child.pid, child)
+        process = cls(node, child.pid, child)
+        process.allocation = allocation
+        return process
 
     @classmethod
     def of_earlier(
@@ -112,14 +94,6 @@ class StepProcess(LocalProcess):
         """The step of a supervisor that was here before; ProcessGoneError if it has ended."""
         process = cls.attach(node, pid, start_time)
         assert isinstance(process, StepProcess)
-        process.allocation = allocation
-        return process
-
-    @classmethod
-    def _of(
-        cls, allocation: Allocation, node: str, pid: int, child: subprocess.Popen[bytes]
-    ) -> StepProcess:
-        process = cls(node, pid, child)
         process.allocation = allocation
         return process
 
@@ -236,12 +210,13 @@ def _is_srun(pid: int) -> bool:
 CLEAN_SECONDS = 30.0
 
 
-class SlurmLauncher:
+class SlurmLauncher(BaseLauncher):
     """Starts every process as a job step of its own; see Launcher.
 
-    ``root`` is the folder of all jobs' arenas, at the same path on every node.
     ``shared_dir`` is a folder that all nodes see.  ``flags`` are given to each srun.
     """
+
+    world_kind = StepWorld
 
     def __init__(
         self,
@@ -251,9 +226,9 @@ class SlurmLauncher:
         shared_dir: Path,
         flags: Sequence[str] = (),
     ) -> None:
-        self.job, self.allocation, self.root = job, allocation, root
+        super().__init__(job, root)
+        self.allocation = allocation
         self._shared, self._flags = shared_dir.absolute(), tuple(flags)
-        self._mpi: MpiLauncher | None = None
 
     def nodes(self) -> list[str]:
         """All nodes that the allocation began with, in Slurm's order; then hosts that came."""
@@ -263,22 +238,8 @@ class SlurmLauncher:
         """Whether Slurm still counts the node to the job."""
         return node in self.allocation.left()
 
-    def gone(self, node: str) -> bool:
-        """Never known: Slurm counts a node that it cannot hear as failed."""
-        return False
-
-    def interface(self, node: str) -> str:
-        """Left to gloo, or to GLOO_SOCKET_IFNAME in the site's environment."""
-        return ""
-
-    def node_dir(self, node: str) -> Path:
-        """The node's memory, on that node: <root>/<job>/<node>."""
-        if node not in self.allocation.names:
-            raise ConfigError(f"no node {node!r} in this allocation; there are {self.nodes()}")
-        return self.root / self.job / node
-
     def ready_file(self, node: str) -> Path:
-        """Where the SMP of a node says that it serves: <shared folder>/<node>.json."""
+        """The file in which the SMP of a node says that it serves, in the shared folder."""
         return self._shared / f"smp-{node}.json"
 
     def address(self, node: str) -> str:
@@ -309,58 +270,39 @@ class SlurmLauncher:
     def check_world(self, ranks: int) -> None:
         """Start a world over the first nodes that counts itself; see Launcher."""
         nodes = [n for n in self.nodes() if self.reachable(n)][:ranks]
-        probe_world(self._found_mpi(), ranks, os.environ, nodes=nodes, spread=self._spread(nodes))
-
-    def start_world(self, placements: Sequence[Placement], log_path: Path) -> StepWorld:
-        """Start an MPI world over the nodes of ``placements``; see Launcher."""
-        placed = [Placement(*p) for p in placements]
-        self._require([p.node for p in placed])
-        marked = [p._replace(env=self._marked(p.node, p.env)) for p in placed]
-        scratch = self.root / self.job / ".worlds" / uuid.uuid4().hex[:12]
-        spread = self._spread([p.node for p in placed])
-        world = StepWorld.start(
-            self._found_mpi(), self.job, marked, log_path.absolute(), scratch, spread
-        )
-        assert isinstance(world, StepWorld)
-        return world
+        spread = self._spread(nodes, self._shared)
+        probe_world(self.mpi(), ranks, os.environ, nodes=nodes, spread=spread)
 
     def clean(self) -> None:
         """Remove the job's folder on all nodes that are left; the job is over.
 
         Replacement hosts do so themselves when their jobs end.
         """
-        left = sorted(n for n in self.allocation.left() if self._is_own(n))
-        command = [*step_prefix(self._flags), f"--jobid={self.allocation.job_id}"]
+        ours = self.allocation.job_id
+        left = sorted(n for n in self.allocation.left() if self.allocation.job_of(n) == ours)
+        command = [*step_prefix(self._flags), f"--jobid={ours}"]
         command += [f"--nodelist={','.join(left)}"]
         command += [f"--nodes={len(left)}", f"--ntasks={len(left)}", "--output=none"]
-        command += ["rm", "-rf", str(self.root / self.job)]
+        command += ["rm", "-rf", str(self.job_dir)]
         subprocess.run(command, stdin=subprocess.DEVNULL, timeout=CLEAN_SECONDS, check=False)
         shutil.rmtree(self._shared, ignore_errors=True)
 
-    def _is_own(self, node: str) -> bool:
-        return self.allocation.job_of(node) == self.allocation.job_id
-
-    def _found_mpi(self) -> MpiLauncher:
-        self._mpi = self._mpi or find_mpi()
-        return self._mpi
-
-    def _spread(self, nodes: Sequence[str]) -> Spread:
-        job_dir = self.root / self.job
+    def _spread(self, nodes: Sequence[str], scratch: Path) -> Spread:
         jobs = {node: self.allocation.job_of(node) for node in nodes}
-        settings = reach_by_steps(self._found_mpi(), jobs, job_dir, self._flags, self._shared)
+        settings = reach_by_steps(self.mpi(), jobs, self.job_dir, self._flags, self._shared)
         # MPICH's proxies call mpirun, which is where the batch script is.
         here = os.environ.get("SLURMD_NODENAME", "")
         address = self.allocation.address(here) if here in self.allocation.names else ""
         return Spread(nodes, address, settings)
 
-    def _marked(self, node: str, env: Mapping[str, str]) -> dict[str, str]:
-        marks = {JOB: self.job, NODE: node, NODE_DIR: str(self.node_dir(node))}
-        return {INCARNATION: "0", **env, **marks}
 
-    def _require(self, nodes: Sequence[str]) -> None:
-        lost = sorted({n for n in nodes if not self.reachable(n)})
-        if lost:
-            raise NodeUnreachable(
-                f"node {', '.join(lost)} has failed and Slurm has taken it out of job "
-                f"{self.allocation.job_id}; go on without it or put a spare in its place"
-            )
+def main() -> None:
+    """Become srun."""
+    # Flags of ssh come before the node, as MPICH's -x.
+    node, *words = itertools.dropwhile(lambda word: word.startswith("-"), sys.argv[1:])
+    command = remote_command(node, words)
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main()

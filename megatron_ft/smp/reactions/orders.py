@@ -7,7 +7,7 @@ from typing import Any
 from megatron_ft.arena.format import Permit, SlotState
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.refusals import PinnedError, TransitionRefusedError
+from megatron_ft.rpc.node_messages import PinnedError, TransitionRefusedError
 from megatron_ft.smp.node_shards import NodeShards, StorePermit, ToEncoder, ToTrainer
 from megatron_ft.smp.reactions.readers import held_back, readers
 from megatron_ft.smp.slot_rules import ending

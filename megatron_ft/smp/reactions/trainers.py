@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_ft.arena.format import Permit
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.refusals import TransitionRefusedError
+from megatron_ft.rpc.node_messages import TransitionRefusedError
 from megatron_ft.smp.node_shards import NodeShards, StorePermit
 from megatron_ft.smp.slot_rules import capturing
 

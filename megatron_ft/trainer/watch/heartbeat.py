@@ -18,7 +18,7 @@ from typing import Any
 from megatron_ft.core import private_files
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import UntrustedFileError
-from megatron_ft.rpc.pulse import (
+from megatron_ft.rpc.heartbeat_page import (
     DUMP_SIGNAL,
     Phase,
     Pulse,

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from megatron_ft.core.wrapping import Function, wrap
-from megatron_ft.rpc.pulse import Pulse
+from megatron_ft.rpc.heartbeat_page import Pulse
 
 _communicators = 0.0
 

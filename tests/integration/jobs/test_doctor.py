@@ -22,9 +22,8 @@ import pytest
 
 from megatron_ft.checkpoint.hold import Holder, hold
 from megatron_ft.cli import main as cli
-from megatron_ft.cli.doctor import as_trainer, machine
-from megatron_ft.cli.doctor.examine import DrainToken
-from megatron_ft.cli.doctor.export_folders import export_folders, try_folder
+from megatron_ft.cli.doctor import as_trainer
+from megatron_ft.cli.doctor.examine import drain_token, export_folders
 from megatron_ft.cli.doctor.facts import (
     MARK,
     ExportFolder,
@@ -36,7 +35,13 @@ from megatron_ft.cli.doctor.facts import (
     answers,
     last_words,
 )
-from megatron_ft.cli.doctor.rates import measure_drain
+from megatron_ft.cli.doctor.probe import (
+    code_digest,
+    filesystem_of,
+    measure_drain,
+    remove_ipc,
+    try_folder,
+)
 from megatron_ft.core.environment import INCARNATION, JOB, NODE, NODE_DIR
 from megatron_ft.supervisor.job_state import JobState, state_folder
 from tests.support.doctor_facts import wishes
@@ -100,7 +105,7 @@ def test_a_probe_finds_small_memory_low_limits_and_leftovers(small_tmpfs: Path) 
     assert (found.arena.device, found.arena.inode) == (status.st_dev, status.st_ino)
     assert min(found.rates.memory, found.rates.arena, found.rates.encode) > 0
     assert os.listdir(small_tmpfs / "job" / "n0") == [".token"]
-    assert found.code == machine.code_digest() and "numpy" in found.packages
+    assert found.code == code_digest() and "numpy" in found.packages
 
 
 def test_a_probe_survives_what_it_cannot_do(small_tmpfs: Path) -> None:
@@ -217,7 +222,7 @@ def test_a_job_may_go_on_where_it_exports_itself(
 
 
 def test_nothing_is_left_of_a_probe_that_was_killed(tmp_path: Path) -> None:
-    with DrainToken(tmp_path, ".token"):
+    with drain_token(tmp_path, ".token"):
         (tmp_path / ".token.n0.checkpoint").mkdir()
         for name in (".token.n0.checkpoint/shard", ".token.n1.rate", "other"):
             (tmp_path / name).touch()
@@ -256,14 +261,14 @@ def test_logind_is_read_as_it_reads_itself(
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert machine.remove_ipc([str(tmp_path / "a"), str(tmp_path / "b")]) is expected
+    assert remove_ipc([str(tmp_path / "a"), str(tmp_path / "b")]) is expected
 
 
 def test_the_file_system_is_that_of_the_deepest_mount() -> None:
     mounts = "d / ext4 rw 0 0\nt /dev/shm tmpfs rw 0 0\nx /dev/shm/a\\040b xfs rw 0 0\n"
-    kinds = [machine.filesystem_of(Path(p), mounts) for p in ("/x", "/dev/shm/j", "/dev/shm/a b/c")]
+    kinds = [filesystem_of(Path(p), mounts) for p in ("/x", "/dev/shm/j", "/dev/shm/a b/c")]
     assert kinds == ["ext4", "tmpfs", "xfs"]
-    assert machine.filesystem_of(Path("/dev/shm2"), mounts) == "ext4"
+    assert filesystem_of(Path("/dev/shm2"), mounts) == "ext4"
 
 
 @pytest.mark.mpi

@@ -22,8 +22,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatron_ft.cli.chaos.plan import ARMED_NAME, SOCKET_NAME, Arrival, Plan, Strike
 from megatron_ft.core import fault_points
+from megatron_ft.core.fault_plan import (
+    ARMED_NAME,
+    SOCKET_NAME,
+    FaultPlan,
+    PointFault,
+    PointReached,
+)
 from megatron_ft.launchers.virtual import VirtualCluster
 from tests.support.jobs import ROOT
 from tests.support.megatron_fewer import program
@@ -101,9 +107,9 @@ class Command:
         self.started.append(process)
         return process
 
-    def arm(self, strike: Strike) -> socket.socket:
+    def arm(self, strike: PointFault) -> socket.socket:
         """The socket at which the process at the point reports, and waits for an answer."""
-        Plan((strike,)).write(self.chaos)
+        FaultPlan((strike,)).write(self.chaos)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(self.chaos / SOCKET_NAME))
         listener.listen()
@@ -135,12 +141,12 @@ def lose_a_node_once_protected(command: Command, process: subprocess.Popen[str])
     raise AssertionError(f"no snapshot was protected:\n{told}")
 
 
-def struck(listener: socket.socket, strike: Callable[[Arrival], None]) -> None:
+def struck(listener: socket.socket, strike: Callable[[PointReached], None]) -> None:
     """Wait for the process at the point, strike it, and release it if it still lives."""
     with closing(listener):
         connection, _ = listener.accept()
         with connection, connection.makefile("rb") as file:
-            strike(msgspec.json.decode(file.readline(), type=Arrival))
+            strike(msgspec.json.decode(file.readline(), type=PointReached))
 
 
 def check(command: Command, told: str, fewer: Oracle) -> None:
@@ -174,7 +180,7 @@ def check(command: Command, told: str, fewer: Oracle) -> None:
 def test_a_supervisor_killed_while_the_job_shrinks_is_followed_by_one_that_goes_on(
     command: Command, fewer: Oracle, point: str, nth: int
 ) -> None:
-    listener = command.arm(Strike("s", point, nth=nth))
+    listener = command.arm(PointFault("s", point, nth=nth))
     first = command.start()
     told = lose_a_node_once_protected(command, first)
     struck(listener, lambda arrival: first.kill())
@@ -190,7 +196,7 @@ def test_a_supervisor_killed_while_the_job_shrinks_is_followed_by_one_that_goes_
 def test_a_drain_killed_while_the_job_shrinks_is_repeated(
     command: Command, fewer: Oracle, point: str
 ) -> None:
-    listener = command.arm(Strike("s", point))
+    listener = command.arm(PointFault("s", point))
     first = command.start()
     told = lose_a_node_once_protected(command, first)
     struck(listener, lambda arrival: os.kill(arrival.pid, signal.SIGKILL))

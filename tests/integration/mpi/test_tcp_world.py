@@ -24,7 +24,7 @@ from megatron_ft.erasure.tcp import EXIT_PEER_GONE
 from megatron_ft.erasure.tcp_sockets import Word, packed
 from megatron_ft.erasure.ticket import Listening, Ticket
 from megatron_ft.launchers.launcher import Launcher, Placement
-from megatron_ft.rpc.security import SECRET_BYTES, JobKeys
+from megatron_ft.rpc.sockets import SECRET_BYTES, JobKeys
 from megatron_ft.supervisor import tcp_world
 from megatron_ft.supervisor.tcp_world import TcpWorldProcess, world_status
 from tests.support.erasure_world import ROOT, Here, join
@@ -92,13 +92,14 @@ def knock(endpoint: str, keys: JobKeys | None) -> int:
     """Try to send a table of the world that leads elsewhere; the last event of the handshake."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     intruder = context.socket(zmq.PUSH)
-    if keys is not None:
-        keys.protect_client(intruder)
     ends = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
     ends |= zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
     ends |= zmq.Event.HANDSHAKE_FAILED_PROTOCOL
     monitor = intruder.get_monitor_socket(ends)
-    intruder.connect(endpoint)
+    if keys is None:
+        intruder.connect(endpoint)
+    else:
+        keys.connect(intruder, endpoint)
     intruder.send_multipart([packed(Word.TABLE, 0), b'["tcp://127.0.0.1:9"]'])
     intruder.send_multipart([packed(Word.DATA, 1, 1), b"x"])
     assert monitor.poll(int(TIMEOUT * 1000)), "no end of the handshake"

@@ -38,7 +38,7 @@ def hold_deepspeed() -> None:
     step = DeepSpeedEngine.step
 
     def held(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        from deepspeed_ext.attach import run_of
+        from deepspeed_ext.attachment import run_of
 
         hold(engine.global_steps, run_of(engine))
         return step(engine, *args, **kwargs)

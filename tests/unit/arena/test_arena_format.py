@@ -61,7 +61,7 @@ def arena_bytes(tmp_path: Path) -> bytes:
 def test_preamble_by_hand(arena_bytes: bytes) -> None:
     assert arena_bytes[0:8] == b"MFTARENA"
     assert arena_bytes[8:12] == bytes([0x0D, 0x0C, 0x0B, 0x0A])
-    assert arena_bytes[12:16] == bytes([1, 0, 0, 0])
+    assert arena_bytes[12:16] == bytes([2, 0, 0, 0])
 
 
 def test_header_by_hand(arena_bytes: bytes) -> None:

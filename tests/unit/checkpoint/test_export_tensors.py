@@ -24,7 +24,7 @@ from megatron_ft.checkpoint.form import (  # noqa: E402
 )
 from megatron_ft.checkpoint.source import ShardBytes  # noqa: E402
 from megatron_ft.core.errors import ExportError, UndecodableError  # noqa: E402
-from megatron_ft.core.objects.format import MAGIC, Tag  # noqa: E402
+from megatron_ft.core.objects import MAGIC, Tag  # noqa: E402
 from megatron_ft.core.shard import LogicalPlace, Piece, TensorSpec, plan_layout  # noqa: E402
 from megatron_ft.megatron.exporter import CapturedTensors  # noqa: E402
 from megatron_ft.megatron.logical_map import place_of  # noqa: E402

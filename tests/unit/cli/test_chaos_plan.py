@@ -13,20 +13,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megatron_ft
-from megatron_ft.cli.chaos.armed import InjectedError, arm
 from megatron_ft.cli.chaos.cases import FAULTS, VICTIMS, Case, Chance, draw, table, tabled
 from megatron_ft.cli.chaos.command import listing
-from megatron_ft.cli.chaos.plan import ARMED_NAME, SOCKET_NAME, Plan, Strike
 from megatron_ft.core import fault_points
 from megatron_ft.core.environment import NODE
 from megatron_ft.core.errors import ConfigError
+from megatron_ft.core.fault_plan import (
+    ARMED_NAME,
+    SOCKET_NAME,
+    FaultPlan,
+    InjectedError,
+    PointFault,
+    arm,
+)
 from megatron_ft.core.fault_points import POINTS
 
 SOURCES = Path(megatron_ft.__file__).parent
 
 
 def strike_here(folder: Path, **fields: object) -> fault_points.Callable[[str], None]:
-    Plan((Strike("s", "encode.half", action="exception", **fields),)).write(folder)  # type: ignore[arg-type]
+    FaultPlan((PointFault("s", "encode.half", action="exception", **fields),)).write(folder)  # type: ignore[arg-type]
     (folder / ARMED_NAME).touch()
     return arm(str(folder))
 
@@ -126,7 +132,7 @@ def test_a_clock_that_steps_moves_the_time_of_day_and_no_other(
 ) -> None:
     monkeypatch.setattr(time, "time", time.time)
     monkeypatch.setattr(time, "time_ns", time.time_ns)
-    Plan((Strike("s", "encode.half", action="clock", seconds=3600.0),)).write(tmp_path)
+    FaultPlan((PointFault("s", "encode.half", action="clock", seconds=3600.0),)).write(tmp_path)
     (tmp_path / ARMED_NAME).touch()
     before, steady = time.time(), time.monotonic()
     arm(str(tmp_path))("encode.half")

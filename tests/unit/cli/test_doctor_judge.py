@@ -10,26 +10,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.arena.format import BLOCK_BYTES
-from megatron_ft.cli.doctor.command import EXIT_CODES
+from megatron_ft.arena.limits import MemoryReading
+from megatron_ft.cli.doctor.checks import judge
+from megatron_ft.cli.doctor.command import EXIT_CODES, parameters_of, shard_size
 from megatron_ft.cli.doctor.examine import clock_between, judge_no_kill, warning
 from megatron_ft.cli.doctor.facts import (
     Clock,
     DrainPlace,
     ExportPlace,
     Facts,
-    Finding,
     Leftover,
-    MemoryLimit,
     Rates,
-    Verdict,
+)
+from megatron_ft.cli.doctor.node_checks import node_bytes, shortest_scheme
+from megatron_ft.cli.doctor.pairs import all_pairs
+from megatron_ft.cli.doctor.report import (
+    Finding,
+    Judged,
+    Severity,
     as_json,
     by_node,
     render,
     worst,
 )
-from megatron_ft.cli.doctor.judge import judge
-from megatron_ft.cli.doctor.needs import node_bytes, parameters_of, shard_size, shortest_scheme
-from megatron_ft.cli.doctor.pairs import all_pairs
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.supervisor.container import python_of
 from tests.support.doctor_facts import (
@@ -76,7 +79,7 @@ CASES: list[tuple[Facts, str, str, str, str]] = [
      "n2"),
     (with_node("n2", arena=arena(filesystem="ext4", inode=102)), "arena folder", "warning", "ext4",
      "n2"),
-    (with_node("n2", arena=arena(inode=102, limits=(MemoryLimit("memory.max", 200 * GIB),))),
+    (with_node("n2", arena=arena(inode=102, limits=(MemoryReading("memory.max", 200 * GIB),))),
      "memory", "refused", "memory.max leaves 200.00 GiB", "n2"),
     (facts(wishes=wishes(shard_bytes=None)), "memory", "warning", "need not known", ""),
     (with_node("n2", arena=arena(inode=102, leftovers=(Leftover("old", GIB, ""),))), "leftovers",
@@ -131,14 +134,14 @@ CASES: list[tuple[Facts, str, str, str, str]] = [
 
 def test_where_all_is_well_every_line_is_ok() -> None:
     findings = judge(facts())
-    assert worst(findings) is Verdict.OK, render(findings)
+    assert worst(findings) is Severity.OK, render(findings)
     assert {f.check for f in findings} >= {check for _, check, *_ in CASES}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1]}: {case[3]}")
 def test_what_is_wrong_is_named(case: tuple[Facts, str, str, str, str]) -> None:
     spoiled, check, verdict, text, name = case
-    bad = [f for f in judge(spoiled) if f.verdict is not Verdict.OK]
+    bad = [f for f in judge(spoiled) if f.verdict is not Severity.OK]
     mine = [f for f in bad if f.check == check]
     assert [f.verdict.value for f in mine] == [verdict], render(bad)
     assert text in mine[0].text and mine[0].advice
@@ -160,27 +163,27 @@ def test_a_missing_framework_is_refused_where_it_is_used() -> None:
 
 
 def test_nodes_of_one_machine_share_its_memory() -> None:
-    limits = (MemoryLimit("free space of /dev/shm", 900 * GIB),)
+    limits = (MemoryReading("free space of /dev/shm", 900 * GIB),)
     room = arena(limits=limits)
 
-    def memory(machine: str) -> Verdict:
+    def memory(machine: str) -> Severity:
         nodes = {n: node(n, machine=machine or n, arena=room) for n in NODES}
         return worst(f for f in judge(facts(nodes=nodes)) if f.check == "memory")
 
     # 8 shards of 10 GiB, two slots, a third of parity: 213 GiB a node.
-    assert (memory(""), memory("one")) == (Verdict.OK, Verdict.OK)
-    limits = (MemoryLimit("free space of /dev/shm", 800 * GIB),)
+    assert (memory(""), memory("one")) == (Severity.OK, Severity.OK)
+    limits = (MemoryReading("free space of /dev/shm", 800 * GIB),)
     room = arena(limits=limits)
-    assert (memory(""), memory("one")) == (Verdict.OK, Verdict.REFUSED)
+    assert (memory(""), memory("one")) == (Severity.OK, Severity.REFUSED)
 
 
 def test_tcp_locks_no_memory_and_system_users_keep_their_files() -> None:
     tcp = {"fabric": "OMPI_MCA_btl=self,tcp"}
     ranks = {n: msgspec.structs.replace(rank, **tcp) for n, rank in world().joined.items()}
     nodes = {n: node(n, locked_memory=65536, remove_ipc=True, user=0) for n in NODES}
-    assert worst(judge(facts(nodes=nodes, world=world(joined=ranks)))) is Verdict.OK
+    assert worst(judge(facts(nodes=nodes, world=world(joined=ranks)))) is Severity.OK
     nodes = {n: node(n, remove_ipc=True, lingers=True) for n in NODES}
-    assert worst(judge(facts(nodes=nodes))) is Verdict.OK
+    assert worst(judge(facts(nodes=nodes))) is Severity.OK
 
 
 @given(st.integers(1, 10**9), st.integers(1, 8), st.integers(2, 3))
@@ -202,7 +205,7 @@ def test_stripes_shortened_by_domains_cost_more() -> None:
 
 def test_the_size_of_a_shard_comes_from_the_user_or_from_megatrons_flags() -> None:
     assert shard_size(1.5, 7e9, [], 8) == (3 << 29, "--shard-gib")
-    assert shard_size(None, 7e9, [], 8).size == 7e9 * 12 / 8
+    assert shard_size(None, 7e9, [], 8)[0] == 7e9 * 12 / 8
     # GPT-3 175B: 96 layers of 12288, a vocabulary of 51200.
     gpt3 = "--num-layers 96 --hidden-size=12288 --num-attention-heads 96 --vocab-size 51200".split()
     assert parameters_of(gpt3) == pytest.approx(174.6e9, rel=0.01)
@@ -214,7 +217,7 @@ def test_the_size_of_a_shard_comes_from_the_user_or_from_megatrons_flags() -> No
     ).split()
     assert parameters_of(llama) == pytest.approx(8.03e9, rel=0.01)
     assert parameters_of([*gpt3, "--num-experts", "8"]) == 0
-    assert shard_size(None, None, ["python", "train.py", "--num-layers", "x"], 8).size is None
+    assert shard_size(None, None, ["python", "train.py", "--num-layers", "x"], 8)[0] is None
 
 
 def test_clocks_are_bounded_by_the_round_trip() -> None:
@@ -260,11 +263,12 @@ def test_a_job_that_a_lost_node_may_kill_is_warned_at_its_start(
     assert ("put `#SBATCH --no-kill`" in warning(found)) == warned
 
 
-@given(st.lists(st.sampled_from(list(Verdict)), min_size=1, max_size=6))
-def test_nodes_are_grouped_and_the_worst_counts(verdicts: list[Verdict]) -> None:
+@given(st.lists(st.sampled_from(list(Severity)), min_size=1, max_size=6))
+def test_nodes_are_grouped_and_the_worst_counts(verdicts: list[Severity]) -> None:
     said = {f"n{i}": verdict for i, verdict in enumerate(verdicts)}
-    findings = by_node("x", said, lambda verdict: (verdict, f"is {verdict.value}", ""))
-    assert worst(findings) is max(verdicts, key=list(Verdict).index) is findings[0].verdict
+    judged = by_node(said, lambda verdict: Judged(verdict, f"is {verdict.value}"))
+    findings = [Finding("x", *one) for one in judged]
+    assert worst(findings) is max(verdicts, key=list(Severity).index) is findings[0].verdict
     named = [n for f in findings for n in f.nodes]
     assert sorted(named) == (sorted(said) if len(set(verdicts)) > 1 else [])
     table = as_json(findings)
@@ -273,7 +277,7 @@ def test_nodes_are_grouped_and_the_worst_counts(verdicts: list[Verdict]) -> None
 
 
 def test_long_lines_are_folded_below_their_text() -> None:
-    finding = Finding("memory", Verdict.REFUSED, "word " * 40, "advice " * 20, ("n1",))
+    finding = Finding("memory", Severity.REFUSED, "word " * 40, "advice " * 20, ("n1",))
     lines = render([finding]).splitlines()
     assert lines[0].startswith("refused  memory        n1: word")
     assert all(len(line) <= 100 for line in lines)
@@ -287,5 +291,5 @@ def test_of_a_job_without_exports_no_folder_is_judged() -> None:
 
 def test_tcp_that_was_asked_for_is_ok() -> None:
     findings = judge(facts(world=world(tcp=True)))
-    assert worst(findings) is Verdict.OK, render(findings)
+    assert worst(findings) is Severity.OK, render(findings)
     assert any("as --transport says" in f.text for f in findings if f.check == "mpi")

@@ -14,19 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.cli.doctor.facts import WorldFacts
+from megatron_ft.cli.doctor.pair_world import round_robin
 from megatron_ft.cli.doctor.pairs import (
     SLOW_NODE,
     Pair,
+    Worlds,
     all_pairs,
     first_groups,
     judge_pairs,
     merged,
     mixed_groups,
     never_well,
-    round_robin,
     second_round,
 )
-from megatron_ft.cli.doctor.worlds import Worlds
 from megatron_ft.erasure.world import MPI, TCP
 from megatron_ft.launchers.launcher import Placement
 from megatron_ft.launchers.process import LocalProcess

@@ -28,7 +28,7 @@ from megatron_ft.core.errors import ConfigError, DrainError
 from megatron_ft.core.priority import started_low
 from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.security import JobKeys
+from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.smp.control_server import ControlServer
 from megatron_ft.smp.host import NodeHost
 from megatron_ft.smp.store import free

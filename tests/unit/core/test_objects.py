@@ -28,9 +28,7 @@ from hypothesis import strategies as st
 
 from megatron_ft import register_class
 from megatron_ft.core.errors import ConfigError, UndecodableError, UnencodableError
-from megatron_ft.core.objects import decode, encode
-from megatron_ft.core.objects.encode import Lasting, Part
-from megatron_ft.core.objects.format import MAGIC, MOST_DEPTH, Tag
+from megatron_ft.core.objects import MAGIC, MOST_DEPTH, Lasting, Part, Tag, decode, encode
 from megatron_ft.trainer.state import RngState
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "80"))
@@ -406,10 +404,15 @@ def only_our_error(data: bytes) -> None:
         pass
 
 
+def as_object(name: str, *plain: Any) -> list[Any]:
+    return [Tag.OBJECT, name, [Tag.TUPLE, list(plain)]]
+
+
 def test_shapes_and_depths_that_would_need_more_than_the_bytes() -> None:
-    array = [Tag.ARRAY, "<f8", [1 << 40, 1 << 20], b"12345678"]
-    tensor = [Tag.TENSOR, "float32", [1 << 60], "cpu", 0, b""]
-    empty = [Tag.TENSOR, "float32", [0, 1 << 62, 1 << 62], "cpu", 0, b""]
+    array = as_object("numpy:ndarray", "<f8", [Tag.TUPLE, [1 << 40, 1 << 20]], b"12345678")
+    tensor = as_object("torch:Tensor", "float32", [Tag.TUPLE, [1 << 60]], "cpu", False, b"")
+    shape = [Tag.TUPLE, [0, 1 << 62, 1 << 62]]
+    empty = as_object("torch:Tensor", "float32", shape, "cpu", False, b"")
     deep: list[Any] = [Tag.LIST, []]
     for _ in range(300):
         deep = [Tag.TUPLE, [deep]]

@@ -38,7 +38,7 @@ LOADERS = {
 ALLOWED = {
     "megatron_ft/cli/demo/report.py:compare_states:torch.load": "weights_only",
     "benchmarks/peers/torch_own.py:TorchSave:torch.load": "weights_only, of what it has just saved",
-    "deepspeed_ext/trust.py:_step_inside:torch.load": (
+    "deepspeed_ext/saving.py:_step_inside:torch.load": (
         "the user's own DeepSpeed checkpoint, which DeepSpeed unpickles next"
     ),
 }

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from deepspeed_ext.saving import NAME, Saved  # noqa: E402
-from deepspeed_ext.trust import Wish, disk_of  # noqa: E402
+from deepspeed_ext.saving import NAME, LoadWish, Saved, disk_of  # noqa: E402  # noqa: E402
 from megatron_ft.trainer.start_choice import WISH, Disk  # noqa: E402
 
 ENGINE = SimpleNamespace(load_universal_checkpoint=lambda: False)
@@ -94,7 +93,7 @@ def test_a_checkpoint_that_the_lineage_did_not_have_is_new(
 ) -> None:
     """Only what was named before, at the same step, or what it has saved itself, is not."""
     found = tag_now or found
-    first, second = Wish(), Wish()
+    first, second = LoadWish(), LoadWish()
     first.name(before, tag_before)
     first.is_new(tag_before or found, step_before, -1, {})
     objects = {WISH: first.state_dict()}

@@ -13,9 +13,9 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from deepspeed_ext.checkpoint_form import MASTER, WEIGHT, fragments  # noqa: E402
-from deepspeed_ext.exporter import CapturedTensors  # noqa: E402
-from deepspeed_ext.optimizers.view import Master, Weight  # noqa: E402
+from deepspeed_ext.exporter import FileTensors  # noqa: E402
+from deepspeed_ext.logical_map import MASTER, WEIGHT, fragments  # noqa: E402
+from deepspeed_ext.optimizers.view import OwnedMaster, Weight  # noqa: E402
 from megatron_ft.checkpoint.form import Wanted  # noqa: E402
 from megatron_ft.checkpoint.source import ShardBytes  # noqa: E402
 from megatron_ft.core.errors import ExportError  # noqa: E402
@@ -33,8 +33,8 @@ class Partitions:
     def owned(self) -> list[Any]:
         return self.parameters
 
-    def masters(self) -> list[Master]:
-        return [Master("optimizer/0", None, {}, self.master)]
+    def masters(self) -> list[OwnedMaster]:
+        return [OwnedMaster("optimizer/0", None, {}, self.master)]
 
     def weights(self) -> list[Weight]:
         return [Weight("weight/0", self.part, self.master)]
@@ -102,7 +102,7 @@ def test_masters_of_all_ranks_make_every_parameter(
     assert sum(covered) == sum(sizes), "padding belongs to no parameter"
     for kept in (False, True):
         shards = {f"dp{rank}": shard(view, kept) for rank, view in enumerate(views)}
-        captured = CapturedTensors(shards)
+        captured = FileTensors(shards)
         for number, size in enumerate(sizes):
             wanted = Wanted(MASTER, "bfloat16", (size,), 0, (1,), (f"p{number}", ()))
             made = captured.make("dp0", wanted)
@@ -112,7 +112,7 @@ def test_masters_of_all_ranks_make_every_parameter(
 
 def test_a_missing_rank_is_named() -> None:
     views = cut(torch.arange(12.0), [12], [0], 2, 0)
-    captured = CapturedTensors({"dp0": shard(views[0])})
+    captured = FileTensors({"dp0": shard(views[0])})
     wanted = Wanted(MASTER, "bfloat16", (12,), 0, (1,), ("p0", ()))
     with pytest.raises(ExportError, match="only parts of p0/fp32"):
         captured.make("dp0", wanted)
@@ -120,7 +120,7 @@ def test_a_missing_rank_is_named() -> None:
 
 def test_what_a_rank_captured_itself_keeps_its_type_and_wish_for_gradients() -> None:
     (view,) = cut(torch.arange(12.0), [12], [0], 1, 4)
-    captured = CapturedTensors({"dp0": shard(view)})
+    captured = FileTensors({"dp0": shard(view)})
     wanted = Wanted("optimizer/0/master", "float32", (12,), 0, (1,), None, True)
     made = captured.make("dp0", wanted)
     assert made.requires_grad and made.tolist() == list(range(12))

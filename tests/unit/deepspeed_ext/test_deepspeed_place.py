@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed_ext.manager import check_unique, mpu_rank
+from deepspeed_ext.attachment import check_unique, mpu_rank
 from deepspeed_ext.optimizers.view import group_names
 from megatron_ft.core.errors import ConfigError
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.run import SnapshotLog
+from deepspeed_ext.run import MonitorLog
 from megatron_ft.trainer.stats import CaptureStats, LastCapture
 
 
@@ -26,7 +26,7 @@ def engine_of(monitor: Monitor, rank: int = 0) -> Any:
 
 def test_only_what_has_changed_is_written_over_samples() -> None:
     monitor, stats = Monitor(), CaptureStats()
-    shown = SnapshotLog(engine_of(monitor), stats)
+    shown = MonitorLog(engine_of(monitor), stats)
     shown.end_step()
     assert ("inmem-snapshot/taken", 0, 64) in monitor.events[0]
     shown.end_step()
@@ -46,7 +46,7 @@ def test_only_what_has_changed_is_written_over_samples() -> None:
 @pytest.mark.parametrize(("enabled", "rank"), [(False, 0), (True, 1)])
 def test_without_a_monitor_and_on_other_ranks_nothing_is(enabled: bool, rank: int) -> None:
     monitor = Monitor(enabled)
-    SnapshotLog(engine_of(monitor, rank), CaptureStats()).end_step()
+    MonitorLog(engine_of(monitor, rank), CaptureStats()).end_step()
     assert not monitor.events
 
 
@@ -54,7 +54,7 @@ def test_a_monitor_that_fails_ends_the_log_and_nothing_else(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monitor, stats = Monitor(), CaptureStats()
-    shown = SnapshotLog(engine_of(monitor), stats)
+    shown = MonitorLog(engine_of(monitor), stats)
     monitor.write_events = lambda events: 1 / 0  # type: ignore[assignment, method-assign]
     with caplog.at_level(logging.WARNING):
         shown.end_step()

@@ -22,15 +22,20 @@ from megatron_ft.cli import main as cli
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import JOB, NODE
 from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
-from megatron_ft.launchers.agents import messages as m
 from megatron_ft.launchers.agents import remote_shell
-from megatron_ft.launchers.agents.front import Front, node_rank, parse_hostfile
-from megatron_ft.launchers.agents.hub import AgentHub
+from megatron_ft.launchers.agents.agent import AgentFront
+from megatron_ft.launchers.agents.hub import AgentHub, AgentProcess
 from megatron_ft.launchers.agents.launcher import AgentLauncher
-from megatron_ft.launchers.agents.messages import FILE_NAME, AgentOrders, Meeting
-from megatron_ft.launchers.agents.process import AgentProcess
+from megatron_ft.launchers.agents.rendezvous import (
+    FILE_NAME,
+    AgentOrders,
+    Meeting,
+    node_rank,
+    parse_hostfile,
+)
 from megatron_ft.launchers.launcher import UNKNOWN_EXIT, Launcher, NodeUnreachable, ProcessGoneError
-from megatron_ft.rpc.security import SECRET_BYTES
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.sockets import SECRET_BYTES
 
 TIMEOUT = 30.0
 
@@ -42,7 +47,7 @@ class Site:
         self.folder, self.file = folder, folder / FILE_NAME
         self.folder.chmod(0o700)
         self.job = f"agents-{uuid.uuid4().hex[:8]}"
-        self.fronts: list[Front] = []
+        self.fronts: list[AgentFront] = []
         self.hubs: list[AgentHub] = []
 
     def hub(self) -> AgentHub:
@@ -50,8 +55,8 @@ class Site:
         self.hubs[-1].meeting.write(self.file)
         return self.hubs[-1]
 
-    def agent(self, name: str, rank: int = 0) -> Front:
-        self.fronts.append(Front(AgentOrders(name, rank, file=str(self.file))))
+    def agent(self, name: str, rank: int = 0) -> AgentFront:
+        self.fronts.append(AgentFront(AgentOrders(name, rank, file=str(self.file))))
         return self.fronts[-1]
 
     def launcher(self, *names: str) -> AgentLauncher:
@@ -173,9 +178,8 @@ def test_who_does_not_know_the_secret_is_not_heard(site: Site) -> None:
     stranger = Meeting(hub.meeting.endpoint, bytes(SECRET_BYTES))
     with zmq.Context() as context, context.socket(zmq.DEALER) as other:
         other.linger = 0
-        stranger.keys.protect_client(other)
-        other.connect(stranger.endpoint)
-        other.send(m.encode(m.Hello("n0", "t", 0, "127.0.0.1")))
+        stranger.keys.connect(other, stranger.endpoint)
+        other.send(m.encode(m.AgentHello("n0", "t", 0, "127.0.0.1")))
         assert not other.poll(500)
     assert not hub.seats
     assert site.file.stat().st_mode & 0o777 == 0o600
@@ -186,9 +190,13 @@ def test_noise_from_who_knows_the_secret_ends_nothing(site: Site) -> None:
     launcher = site.launcher("n0")
     with zmq.Context() as context, context.socket(zmq.DEALER) as other:
         other.linger = 500
-        launcher.hub.meeting.keys.protect_client(other)
-        other.connect(launcher.hub.meeting.endpoint)
-        for frame in (b"", b"\xff" * 9, m.encode(m.Heard()), m.encode(m.Ended("no such", 0))):
+        launcher.hub.meeting.keys.connect(other, launcher.hub.meeting.endpoint)
+        for frame in (
+            b"",
+            b"\xff" * 9,
+            m.encode(m.AgentHeard()),
+            m.encode(m.ProcessEnded("no such", 0)),
+        ):
             other.send(frame)
         other.send_multipart([b"a", b"b", b"c"])
     assert status(site.start(launcher, "n0", "true")) == 0

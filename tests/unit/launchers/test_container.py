@@ -11,8 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_ft.cli.doctor.checks import node
-from megatron_ft.cli.doctor.facts import Facts, Verdict
+from megatron_ft.cli.doctor.facts import Facts
+from megatron_ft.cli.doctor.node_checks import containers
+from megatron_ft.cli.doctor.report import Severity
 from megatron_ft.core.environment import TREE
 from megatron_ft.launchers.slurm.launcher import step_command
 from megatron_ft.supervisor.container import mount_advice, runtime_of, told
@@ -91,11 +92,11 @@ def facts(**changes: object) -> Facts:
 def test_trainers_that_their_smp_cannot_end_are_refused(
     changes: dict[str, object], words: str
 ) -> None:
-    bad, good = node.same_processes(facts(**changes))
-    assert (bad.verdict, bad.nodes, bad.advice) == (Verdict.REFUSED, ("n1",), words)
-    assert good.verdict is Verdict.OK and "podman" in good.text
-    (all_good,) = node.same_processes(facts(pid_namespace=7, user=1000))
-    assert all_good.verdict is Verdict.OK
+    bad, good = containers(facts(**changes))
+    assert (bad.verdict, bad.nodes, bad.advice) == (Severity.REFUSED, ("n1",), words)
+    assert good.verdict is Severity.OK and "podman" in good.text
+    (all_good,) = containers(facts(pid_namespace=7, user=1000))
+    assert all_good.verdict is Severity.OK
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")

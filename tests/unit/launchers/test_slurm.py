@@ -19,12 +19,12 @@ from megatron_ft.launchers.outer_launcher import outside_of_steps
 from megatron_ft.launchers.slurm import allocation, launcher
 from megatron_ft.launchers.slurm.allocation import (
     Allocation,
+    host_command,
     job_reference,
     node_addresses,
     parse_duration,
 )
 from megatron_ft.launchers.slurm.launcher import reach_by_steps, step_command, task_status
-from megatron_ft.launchers.slurm.replacement import host_command
 from tests.support.jobs import ROOT
 
 OPEN_MPI = MpiLauncher(Path("/bin/mpirun"), MpiKind.OPEN_MPI, "5.0.1", "python")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_ft.arena.format import SlotHeader, SlotState
-from megatron_ft.rpc.refusals import TransitionRefusedError
+from megatron_ft.rpc.node_messages import TransitionRefusedError
 from megatron_ft.smp.slot_rules import SlotTable
 from megatron_ft.smp.slots import begin_rebuild, loaded, rebuilt, repairable
 from tests.protocol.model.memory import record_of

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.rpc.refusals import PinnedError, TransitionRefusedError
+from megatron_ft.rpc.node_messages import PinnedError, TransitionRefusedError
 from megatron_ft.smp.slot_rules import ending
 from megatron_ft.smp.slots import ShardSlots, begin_rebuild, forget, rebuilt
 from tests.protocol.model.memory import record_of

@@ -32,7 +32,7 @@ from megatron_ft.core.private_files import spare_of
 from megatron_ft.rpc import client as client_module
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask
-from megatron_ft.rpc.security import JobKeys
+from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.smp import local_server
 from megatron_ft.smp.host import NodeHost
 from megatron_ft.smp.local_server import LocalServer

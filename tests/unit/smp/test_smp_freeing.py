@@ -15,7 +15,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.security import JobKeys
+from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.smp.control_server import ControlServer
 from megatron_ft.smp.host import NodeHost
 from megatron_ft.smp.store import free

@@ -18,7 +18,7 @@ from megatron_ft.arena.format import BLOCK_BYTES, SlotHeader, SlotState
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.erasure.mending import Damage, SlotInspector
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.message_base import MOST_BYTES
+from megatron_ft.rpc.sockets import MOST_BYTES
 from megatron_ft.smp import scrub as scrub_module
 from megatron_ft.smp.host import NodeHost
 from megatron_ft.smp.scrub import Scrub

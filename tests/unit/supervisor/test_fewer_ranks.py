@@ -23,7 +23,7 @@ from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import ConfigError, ProtectionError
 from megatron_ft.core.fewer_ranks import RankRule
-from megatron_ft.core.identity import Ancestor, Seat
+from megatron_ft.core.identity import Ancestor, ShardPlacement
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import check_domains
 from megatron_ft.launchers.virtual import VirtualCluster
@@ -40,7 +40,7 @@ from megatron_ft.supervisor.registration import Registration
 from megatron_ft.supervisor.spec import JobSpec
 from tests.support.disk_samples import JOB, SHARDS, Memory
 
-SEATS = {name: Seat(rank, (), 1) for rank, name in enumerate(SHARDS)}
+SEATS = {name: ShardPlacement(rank, (), 1) for rank, name in enumerate(SHARDS)}
 NODES = ("n0", "n1", "n2", "n3", "n4", "n5")
 SCHEMES = [Scheme("none", 1, 0), Scheme("xor", 1, 1), Scheme("rs", 2, 1), Scheme("rs", 2, 2)]
 RULES = st.builds(

@@ -14,9 +14,9 @@ from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.cli import status
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.job_summary import digests, merged
+from megatron_ft.rpc.job_messages import merged_summary, summary_digests
 from megatron_ft.rpc.local_query import ask
-from megatron_ft.rpc.security import JobKeys
+from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.smp.slot_rules import MOST_SKIPPED
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import Action, Ended, Phase, Send, SnapshotCycle
@@ -59,20 +59,20 @@ def test_what_a_node_knows_is_not_sent_again() -> None:
     of.links = dict.fromkeys((f"node{i:04d}" for i in range(2048)), None)  # type: ignore[arg-type]
     parts = SummaryParts(of.view, 0.0)
     held = parts.unknown_to({})
-    assert json.loads(merged(held)) == summary(of)
-    assert parts.unknown_to(digests(held)) == {}
+    assert json.loads(merged_summary(held)) == summary(of)
+    assert parts.unknown_to(summary_digests(held)) == {}
     of.progress["dp0"] = 7
-    news = parts.unknown_to(digests(held))
+    news = parts.unknown_to(summary_digests(held))
     assert news == {"progress": b'{"iteration": 7}'}
     assert len(m.encode(m.Lease(1, 10.0, 1.0, news))) < 150
     of.links.pop("node0007")
-    assert list(parts.unknown_to(digests(held | news))) == ["nodes"]
+    assert list(parts.unknown_to(summary_digests(held | news))) == ["nodes"]
 
 
 def test_it_is_made_once_for_all_nodes_of_a_round() -> None:
     of = coordinator()
     parts = SummaryParts(of.view, 3600.0)
-    held = digests(parts.unknown_to({}))
+    held = summary_digests(parts.unknown_to({}))
     of.progress["dp0"] = 7
     assert parts.unknown_to(held) == {}
 

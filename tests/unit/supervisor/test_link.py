@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.security import JobKeys
+from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.supervisor import coordinator as coordinator_module
 from megatron_ft.supervisor.command import provide
 from megatron_ft.supervisor.coordinator import Coordinator

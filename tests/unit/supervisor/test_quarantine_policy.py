@@ -11,7 +11,7 @@ from megatron_ft.checkpoint.decide import Decision
 from megatron_ft.checkpoint.quarantine import FAILURE_LIMIT, Quarantine
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.security import JobKeys
+from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.job_state import JobState

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.core.environment import ProcessEnvironment
-from megatron_ft.rpc.pulse import (
+from megatron_ft.rpc.heartbeat_page import (
     FILE_BYTES,
     Phase,
     Pulse,

@@ -12,7 +12,7 @@ import pytest
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.security import JobKeys
+from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.supervisor import world_keeper
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.events import JobEvent, Observers

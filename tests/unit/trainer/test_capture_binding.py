@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_ft.trainer.binding import Items, LayoutBinding
+from megatron_ft.trainer.binding import LayoutBinding
+from megatron_ft.trainer.copier import CopyItem
 from megatron_ft.trainer.mapping import MappingState
 from megatron_ft.trainer.plan import plan_state
 from megatron_ft.trainer.state import live_tensors
@@ -30,8 +32,14 @@ def bound(state: State, live_of: Enumerate = live_tensors) -> tuple[MappingState
     for _ in range(2):
         live = live_of(adapted)
         assert mismatch(binding, live) == ""
-        binding.items(live, 0)
+        items(binding, live)
     return adapted, binding
+
+
+def items(binding: LayoutBinding, live: Mapping[str, torch.Tensor]) -> list[CopyItem]:
+    """What a capture copies: at the boundary, and lazily."""
+    now = binding.at_boundary(live, 0)
+    return [*now, *binding.later(live, binding.bind(live), 0)]
 
 
 Enumerate = Callable[[MappingState], Mapping[str, torch.Tensor]]
@@ -47,7 +55,11 @@ both_ways = pytest.mark.parametrize("live_of", [live_tensors, new_views])
 
 def mismatch(binding: LayoutBinding, live: Mapping[str, torch.Tensor]) -> str:
     """What a capture asks, first in the training thread and then in the copy thread."""
-    return binding.mismatch(live) or binding.settle(live)
+    problem = binding.mismatch(live)
+    try:
+        return problem or "".join(binding.bind(live).moved())
+    except ValueError as error:
+        return str(error)
 
 
 def replaced(state: State) -> None:
@@ -98,15 +110,14 @@ def test_what_is_copied_is_what_the_state_holds_now(
     assert mismatch(binding, live) == ""
     copy_all(binding, live)
     names = [entry.name for entry in binding.layout.entries]
-    for name, target in zip(names, binding._targets[0], strict=True):
-        assert torch.equal(target, state[name]), name
+    for name in names:
+        assert torch.equal(binding._targets[0][name], state[name]), name
 
 
 def copy_all(binding: LayoutBinding, live: Mapping[str, torch.Tensor]) -> None:
     with torch.no_grad():
-        for part in binding.items(live, 0):
-            for source, target in part:
-                target.copy_(source)
+        for source, target in items(binding, live):
+            target.copy_(source)
 
 
 @pytest.mark.parametrize("name", ["conj", "_neg_view"])
@@ -116,7 +127,7 @@ def test_a_view_of_the_same_memory_with_another_sign_is_another_tensor(name: str
     live = {"z": getattr(state["z"], name)()}
     assert mismatch(binding, live) == ""
     copy_all(binding, live)
-    assert torch.equal(binding._targets[0][0], live["z"])
+    assert torch.equal(binding._targets[0]["z"], live["z"])
 
 
 def test_a_view_of_the_same_memory_with_another_dtype_does_not_fit() -> None:
@@ -181,7 +192,7 @@ def test_what_was_forgotten_is_looked_at_anew(live_of: Enumerate) -> None:
     live = live_of(adapted)
     assert mismatch(binding, live) == ""
     copy_all(binding, live)
-    assert torch.equal(binding._targets[0][1], state["b"])
+    assert torch.equal(binding._targets[0]["b"], state["b"])
     binding.forget()
     removed(state)
     assert mismatch(binding, live_of(adapted)) == "b has gone"
@@ -192,14 +203,14 @@ def test_a_copy_that_goes_on_is_told_its_items_though_they_are_forgotten_meanwhi
     state = made()
     adapted, binding = bound(state)
 
-    class Forgotten(dict[int, Items]):
-        def __setitem__(self, slot: int, items: Items) -> None:
+    class Forgotten(dict[int, Any]):
+        def __setitem__(self, slot: int, items: Any) -> None:
             super().__setitem__(slot, items)
             binding.forget()
 
-    binding._cached = Forgotten()
+    binding._items = Forgotten()
     copy_all(binding, live_tensors(adapted))
-    assert torch.equal(binding._targets[0][0], state["a"])
+    assert torch.equal(binding._targets[0]["a"], state["a"])
 
 
 def test_a_freed_tensor_is_not_left_to_the_copy_thread_if_it_is_read_before() -> None:
@@ -212,20 +223,36 @@ def test_a_freed_tensor_is_not_left_to_the_copy_thread_if_it_is_read_before() ->
     assert said == "c has no memory any more"
 
 
-def test_the_training_thread_leaves_known_tensors_to_the_copy_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    adapted, binding = bound(made())
-    monkeypatch.setattr("megatron_ft.trainer.binding._facts", lambda tensors: pytest.fail("looked"))
-    assert binding.mismatch(live_tensors(adapted)) == ""
+def test_a_freed_tensor_is_found_before_the_copy_thread_reads_it() -> None:
+    state = made()
+    adapted, binding = bound(state)
+    live = live_tensors(adapted)
+    assert binding.mismatch(live) == ""
+    state["b"].untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="b has no memory any more"):
+        binding.bind(live)
 
 
-@both_ways
-def test_the_same_tensors_are_not_looked_at_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, live_of: Enumerate
-) -> None:
-    adapted, binding = bound(made(), live_of)
-    monkeypatch.setattr(LayoutBinding, "_difference", lambda self, live: pytest.fail("looked"))
-    monkeypatch.setattr(LayoutBinding, "_items", lambda self, live, slot: pytest.fail("made"))
-    live = live_of(adapted)
-    assert mismatch(binding, live) == "" and binding.items(live, 0)
+@pytest.mark.parametrize("change", [moved, shifted, transposed, moved_and_back, shrunk, retyped])
+def test_what_moves_while_it_is_copied_is_named(change: Callable[[State], None]) -> None:
+    state = made()
+    adapted, binding = bound(state)
+    tensors = binding.bind(live_tensors(adapted))
+    assert tensors.moved() == ""
+    change(state)
+    assert tensors.moved() in ("a", "b")
+
+
+def test_items_are_made_once_for_tensors_that_stay() -> None:
+    """Copiers keep plans with them."""
+    state = made()
+    adapted, binding = bound(state)
+
+    def later() -> Any:
+        live = live_tensors(adapted)
+        return binding.later(live, binding.bind(live), 0)
+
+    first = later()
+    assert later() is first
+    moved(state)
+    assert later() is not first

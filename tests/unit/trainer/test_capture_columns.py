@@ -1,4 +1,4 @@
-"""What columns tell of a layout is what planning tells."""
+"""What columns say of a layout is what planning says."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.core.shard import (
-    LAYOUT_VERSION,
     LayoutEntry,
     LogicalPlace,
     Piece,
     ShardLayout,
     layout_differences,
 )
-from megatron_ft.trainer.layout_match import WholeLayout, WholeTensors
+from megatron_ft.trainer.identity_check import PlainLayout
 from megatron_ft.trainer.plan import Planned
 
 Live = dict[str, torch.Tensor]
@@ -35,10 +34,16 @@ def layout_of(live: Live, boundary: frozenset[str] = frozenset()) -> ShardLayout
     return planned(live, boundary).layout()
 
 
-def compared(stored: ShardLayout, live: Live) -> WholeTensors | None:
-    """As a restore compares them."""
-    whole = WholeLayout.of(stored)
-    return None if whole is None else WholeTensors.of(whole, live)
+def addresses(stored: ShardLayout, live: Live) -> list[int] | None:
+    """As a restore compares them before it fills them."""
+    plain = PlainLayout.of(stored)
+    return None if plain is None else plain.addresses(live)
+
+
+def agrees(stored: ShardLayout, of: Planned) -> bool:
+    """As a restore compares them afterwards."""
+    plain = PlainLayout.of(stored)
+    return plain is not None and plain.agrees(of)
 
 
 @st.composite
@@ -90,8 +95,7 @@ def test_a_layout_that_passes_is_the_one_that_would_be_planned(
         data.draw, layout_of(live, data.draw(st.sampled_from([boundary, frozenset()])))
     )
     of = planned(live, boundary)._replace(places=dict.fromkeys(live, PLACE) if known else {})
-    whole = compared(stored, live)
-    if whole is not None and whole.agrees(of):
+    if agrees(stored, of):
         assert layout_differences(stored, of.layout()) == ()
         assert stored.tensor_bytes == of.layout().tensor_bytes
 
@@ -101,11 +105,12 @@ def test_a_layout_that_passes_is_the_one_that_would_be_planned(
 def test_tensors_of_their_own_need_no_planning(forms: list[tuple[torch.dtype, list[int]]]) -> None:
     live = {f"t{n}": torch.zeros(shape, dtype=dtype) for n, (dtype, shape) in enumerate(forms)}
     layout = layout_of(live)
-    whole = compared(layout, live)
-    assert whole is not None and whole.agrees(planned(dict(reversed(live.items()))))
-    assert whole.are_plain()
-    assert whole.addresses == [live[entry.name].data_ptr() for entry in layout.entries]
-    assert whole.stored.lengths == [live[entry.name].nbytes for entry in layout.entries]
+    assert agrees(layout, planned(dict(reversed(live.items()))))
+    places = [live[entry.name].data_ptr() for entry in layout.entries]
+    assert addresses(layout, live) == places
+    plain = PlainLayout.of(layout)
+    assert plain is not None
+    assert plain.lengths == [live[entry.name].nbytes for entry in layout.entries]
 
 
 @pytest.mark.parametrize(("shared", "apart"), [(0, True), (1, False)])
@@ -113,7 +118,7 @@ def test_tensors_that_share_a_byte_are_left_to_planning(shared: int, apart: bool
     memory = torch.zeros(20, dtype=torch.uint8)
     live = {"a": memory[:10], "b": memory[10 - shared : 20 - shared]}
     stored = layout_of({name: tensor.clone() for name, tensor in live.items()})
-    assert (compared(stored, live) is not None) == apart
+    assert (addresses(stored, live) is not None) == apart
 
 
 def negated() -> Live:
@@ -137,87 +142,31 @@ def test_what_takes_more_than_a_copy_of_bytes_is_left_to_others(make: Callable[[
     live = make()
     meta = any(tensor.is_meta for tensor in live.values())
     layout = layout_of({"a": torch.zeros(10)} if meta else live)
-    whole = compared(layout, live)
-    assert whole is None or not whole.are_plain()
-    assert not (meta and whole)
+    assert addresses(layout, live) is None
 
 
-def test_tensors_in_the_memory_of_others_need_no_planning_either() -> None:
+def test_tensors_in_the_memory_of_others_are_left_to_planning() -> None:
     flat, tied = torch.zeros(100), torch.nn.Parameter(torch.zeros(5, 5))
-    live = {"part": flat[10:30].view(4, 5), "whole": flat, "zz": tied, "tied": tied}
-    live["bits"] = tied.detach().view(torch.int32)
-    for boundary in (frozenset[str](), frozenset({"zz", "tied", "bits"}), frozenset({"whole"})):
-        layout = layout_of(live, boundary)
-        whole = compared(layout, live)
-        assert whole is not None and whole.are_plain()
-        assert sum(whole.stored.lengths) == flat.nbytes + tied.nbytes
-        assert whole.agrees(planned(live, boundary))
-        assert not whole.agrees(planned(live, frozenset({"part"})))
-
-
-@pytest.mark.parametrize("name", ["part", "whole", "tied", "zz"])
-def test_memory_that_is_no_longer_shared_is_seen(name: str) -> None:
-    def made() -> Live:
-        flat, tied = torch.zeros(100), torch.zeros(5, 5)
-        return {"part": flat[10:30], "whole": flat, "zz": tied.view(5, 5), "tied": tied}
-
-    live = made()
-    layout = layout_of(live)
-    whole = compared(layout, live)
-    assert whole is not None and compared(layout, made()) is not None
-    live[name].data = live[name].clone()
-    assert compared(layout, live) is None and not whole.agrees(planned(live))
-    turned = made()
-    whole = compared(layout, turned)
-    assert whole is not None and whole.agrees(planned(turned))
-    turned["tied"].t_()
-    assert compared(layout, turned) is None and not whole.agrees(planned(turned))
-
-
-def test_an_alias_that_no_plan_makes_is_seen() -> None:
-    tied = torch.zeros(5, 5)
-    live = {"a": tied, "b": tied}
-    owner, alias = layout_of(live).entries
-    replace = msgspec.structs.replace
-
-    def agrees(*entries: LayoutEntry) -> bool:
-        whole = compared(ShardLayout(LAYOUT_VERSION, 128, entries), live)
-        return whole is not None and whole.agrees(planned(live))
-
-    assert agrees(owner, alias)
-    assert not agrees(replace(owner, name="b"), replace(alias, name="a", alias_of="b"))
-    assert not agrees(owner, replace(alias, boundary=True))
-    assert not agrees(owner, replace(alias, alias_of="c"))
-    assert not agrees(owner, replace(alias, offset=64))
-    assert not agrees(owner, alias, alias)
-
-
-def test_an_alias_that_reaches_beyond_its_owner_is_seen() -> None:
-    """The bytes behind the owner are stored nowhere."""
-    memory = torch.zeros(12)
-    whole, reaching = {"a": memory, "b": memory[4:]}, {"a": memory[:8], "b": memory[4:]}
-    owner, alias = layout_of(whole).entries
-    assert compared(layout_of(whole), whole) is not None
-    shorter = msgspec.structs.replace(owner, shape=(8,), nbytes=32, stop=8)
-    assert compared(ShardLayout(LAYOUT_VERSION, 64, (shorter, alias)), reaching) is None
+    for live in ({"part": flat[10:30], "whole": flat}, {"one": tied, "two": tied}):
+        layout = layout_of(live)
+        assert any(entry.alias_of for entry in layout.entries)
+        assert PlainLayout.of(layout) is None
 
 
 def test_a_split_state_is_planned() -> None:
     live = {"a": torch.zeros(10)}
     layout = layout_of(live)
-    whole = compared(layout, live)
-    assert whole is not None
-    assert not whole.agrees(planned(live)._replace(splits={"a": (0, 2)}))
+    assert not agrees(layout, planned(live)._replace(splits={"a": (0, 2)}))
 
 
 def test_another_place_in_the_model_is_seen_where_both_sides_know_it() -> None:
     live = {"a": torch.zeros(4)}
     of = planned(live)._replace(places={"a": PLACE})
     elsewhere = of._replace(places={"a": msgspec.structs.replace(PLACE, start=4)})
-    whole = compared(of.layout(), live)
-    assert whole is not None and whole.agrees(of)
-    assert whole.agrees(planned(live))
-    assert not whole.agrees(elsewhere)
+    layout = of.layout()
+    assert agrees(layout, of)
+    assert agrees(layout, planned(live))
+    assert not agrees(layout, elsewhere)
 
 
 def test_an_order_that_no_plan_has_is_seen() -> None:
@@ -227,7 +176,7 @@ def test_an_order_that_no_plan_has_is_seen() -> None:
         msgspec.structs.replace(entry, name=name)
         for entry, name in zip(layout.entries, ("b", "a"), strict=True)
     ]
-    assert compared(msgspec.structs.replace(layout, entries=tuple(swapped)), live) is None
+    assert PlainLayout.of(msgspec.structs.replace(layout, entries=tuple(swapped))) is None
 
 
 def replaced(live: Live) -> None:
@@ -258,16 +207,13 @@ def laid_over(live: Live) -> None:
 def test_what_a_load_has_changed_is_seen(change: Callable[[Live], None]) -> None:
     live = {"a": torch.zeros(10), "b": torch.zeros(10)}
     layout = layout_of(live)
-    whole = compared(layout, live)
-    assert whole is not None and whole.agrees(planned(live))
+    assert agrees(layout, planned(live))
     change(live)
-    assert not whole.agrees(planned(live))
+    assert not agrees(layout, planned(live))
     assert layout_differences(layout, layout_of(live))
 
 
 def test_tensors_that_a_load_has_made_anew_may_fit_as_well() -> None:
     live = {"a": torch.zeros(10), "b": torch.zeros(10)}
-    layout = layout_of(live)
-    whole = compared(layout, live)
     fresh = {name: torch.zeros(10) for name in live}
-    assert whole is not None and whole.agrees(planned(fresh))
+    assert agrees(layout_of(live), planned(fresh))

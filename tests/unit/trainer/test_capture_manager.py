@@ -32,8 +32,9 @@ from megatron_ft.core.errors import (
 from megatron_ft.trainer import engine
 from megatron_ft.trainer.cpu import CpuCopier
 from megatron_ft.trainer.fill import CHUNK_BYTES
+from megatron_ft.trainer.identity_check import sharing_storage
 from megatron_ft.trainer.manager import SnapshotManager
-from megatron_ft.trainer.restore import SealedShard, that_touch
+from megatron_ft.trainer.restore import SealedShard
 from tests.support.captures import (
     BLOCK,
     WAIT,
@@ -314,7 +315,7 @@ def test_places_that_touch_others_are_all_found(places: list[tuple[int, int]]) -
         for m, two in enumerate(bytes_of)
         if n != m and one & two
     }
-    assert set(that_touch(places)) == touching
+    assert set(sharing_storage(places)) == touching
 
 
 def test_a_tensor_of_fewer_elements_than_it_shows_is_refused_at_the_start(smp: FakeSmp) -> None:

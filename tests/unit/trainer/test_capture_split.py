@@ -17,8 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from megatron_ft.core import isal
 from megatron_ft.core.errors import ConfigError, LayoutMismatchError
 from megatron_ft.trainer import restore
-from megatron_ft.trainer.enumeration import local_tensor
-from megatron_ft.trainer.mapping import MappingState
+from megatron_ft.trainer.mapping import MappingState, local_tensor
 from megatron_ft.trainer.plan import check_replicas, plan_state
 from tests.support.captures import WAIT, FakeSmp, bits, make_manager
 

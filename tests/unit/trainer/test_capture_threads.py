@@ -15,7 +15,7 @@ from megatron_ft.arena import digest
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.trainer import fill
 from megatron_ft.trainer.copier import Bytes, CopyItem
-from megatron_ft.trainer.fill import Cuts, VerifiedCopy, chunk_blocks, copy_in_threads
+from megatron_ft.trainer.fill import BlockRanges, VerifiedCopy, chunk_blocks, copy_in_threads
 from megatron_ft.trainer.threads import MOST, spare_threads
 
 BLOCK = 512
@@ -62,7 +62,7 @@ def test_what_is_copied_was_verified_and_all_else_is_named(
         algorithm, step = digest.default_algorithm(), chunk_blocks(BLOCK)
         check = digest.BlockCheck(region, record, BLOCK, algorithm, step)
         order = data.draw(st.permutations(range(len(cut))))
-        cuts = Cuts.of([starts[n] for n in order], [cut[n] for n in order], blocks, BLOCK)
+        cuts = BlockRanges.of([starts[n] for n in order], [cut[n] for n in order], blocks, BLOCK)
         copying = VerifiedCopy(region, check, cuts, [targets[n].ctypes.data for n in order])
         bad = copying.run(cuts.chunks)
     assert bad == sorted({at // BLOCK for at in flipped})

@@ -1,26 +1,91 @@
-"""What stands for an agent where it was started: on its node, or at the end of a remote shell.
+"""Meeting point of the supervisor and its agents, and the nodes that the job is to run on.
 
-Which of the nodes this is, as the launcher says that started us once on each.
-
-Hostfiles of Open MPI and DeepSpeed: ``name slots=8`` a line, ``#`` begins a comment.
-
-Formats are those of prterun's and DeepSpeed's documentation.
+A supervisor writes its endpoint and a secret into a file of mode 0600 that agents read, or hands
+both over to an agent that it starts itself.  The nodes follow from the launcher that started
+``megatron-ft run`` on each of them, or from a hostfile of Open MPI or DeepSpeed (a line
+``name slots=8`` for each host, ``#`` begins a comment; prterun(1)).
 """
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from megatron_ft.core import private_files
+from megatron_ft.core.decoding import UNREADABLE
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.launchers.agents.messages import AgentOrders
+from megatron_ft.rpc.sockets import JobKeys
+
+FILE_NAME = "supervisor.json"
+
+SILENT_SECONDS = 15.0
+"""After so long without a word, supervisor and agent give each other up."""
+
+HELLO_SECONDS = 1.0
+
+
+class Meeting(msgspec.Struct, frozen=True):
+    """One supervisor's; the next makes a new secret."""
+
+    endpoint: str
+    secret: bytes
+
+    def __repr__(self) -> str:
+        """All but the secret."""
+        return f"Meeting({self.endpoint})"
+
+    @property
+    def keys(self) -> JobKeys:
+        """The supervisor is the server, agents are clients."""
+        return JobKeys.derive(self.secret)
+
+    @property
+    def host(self) -> str:
+        """The supervisor's address."""
+        return self.endpoint.removeprefix("tcp://").rpartition(":")[0]
+
+    def write(self, file: Path) -> None:
+        """Tell it, in a file of mode 0600."""
+        private_files.replace_file(file, msgspec.json.encode(self))
+
+
+class AgentOrders(msgspec.Struct, frozen=True):
+    """What an agent reads from its standard input.
+
+    ``node`` is its name.  Without ``meeting`` it waits for one in ``file``, and for a new one
+    when that supervisor is lost.
+    """
+
+    node: str
+    rank: int
+    meeting: Meeting | None = None
+    file: str = ""
+
+
+def read_meeting(file: Path) -> Meeting | None:
+    """What the file says; None while there is none.
+
+    UntrustedFileError if somebody else may have written it.
+    """
+    try:
+        return msgspec.json.decode(private_files.read_file(file), type=Meeting)
+    except (OSError, *UNREADABLE):
+        return None
+
+
+def address_towards(host: str) -> str:
+    """The numeric address by which this machine reaches ``host``, and is reached from there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Nothing is sent: connect only chooses the route.
+        probe.connect((host, 9))
+        address: str = probe.getsockname()[0]
+        return address
+
 
 # torchrun and deepspeed; Open MPI; MPICH, its descendants and srun --mpi=pmi2; srun.
 _SOURCES = (
@@ -97,37 +162,3 @@ def parse_hostfile(lines: list[str], where: str) -> list[str]:
     if not hosts:
         raise ConfigError(f"{where} names no host; write a line `name slots=8` for each")
     return hosts
-
-
-COMMAND = (sys.executable, "-m", "megatron_ft.launchers.agents")
-
-
-class Front:
-    """One agent, for as long as this object or its process is there."""
-
-    def __init__(self, orders: AgentOrders, through: Sequence[str] = ()) -> None:
-        """Start it, through the words of a remote shell and a host where it is not here.
-
-        OSError when there is no such program.
-        """
-        self.node = orders.node
-        self._process = subprocess.Popen(
-            [*through, *COMMAND], stdin=subprocess.PIPE, start_new_session=True
-        )
-        assert self._process.stdin is not None
-        # One that has ended already is told by its status.
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(msgspec.json.encode(orders) + b"\n")
-            self._process.stdin.flush()
-
-    def wait(self, seconds: float | None = None) -> int | None:
-        """Its exit code, that of the agent, once it has ended; None if it has not in time."""
-        with suppress(subprocess.TimeoutExpired):
-            return self._process.wait(seconds)
-        return None
-
-    def leave(self) -> None:
-        """The agent's input ends, and so does the agent."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()

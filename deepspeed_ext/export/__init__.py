@@ -1,1 +1,0 @@
-"""DeepSpeed's own checkpoints from snapshots, without the trainers."""

@@ -1,0 +1,123 @@
+"""ZeRO's optimizers: each rank holds a partition of masters and moments.
+
+ZeRO-1, ZeRO-2 and ``BF16_Optimizer`` make one flat tensor of the low-precision weights of a
+parameter group.  It is cut in equal, padded partitions, one a rank of the group's process group;
+the rank's fp32 master of its partition is what the inner optimizer updates.
+
+ZeRO-3 partitions every parameter.  The partitions of some parameters are one flat tensor, a
+sub-group, with one master; ``param_groups`` of the inner optimizer are empty between steps.  Small
+parameters persist: every rank keeps them whole beside its partition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import distributed
+
+from deepspeed_ext.optimizers.view import OptimizerView, OwnedMaster, Weight, group_names
+
+
+class Zero12View(OptimizerView):
+    """``DeepSpeedZeroOptimizer`` (ZeRO-1 and 2), in any precision, offloaded or not.
+
+    The wrapper keeps four lists by parameter group: the model's parameters, all weights flat,
+    these cut by rank, and the masters of this rank.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self._parameters, self._flats, self._partitions, self._masters = self._lists()
+
+    def _lists(self) -> tuple[Any, Any, Any, Any]:
+        wrapper = self._wrapper
+        partitions = wrapper.parallel_partitioned_bit16_groups
+        masters = wrapper.single_partition_of_fp32_groups
+        return wrapper.bit16_groups, wrapper.bit16_groups_flat, partitions, masters
+
+    def masters(self) -> Sequence[OwnedMaster]:
+        """One a parameter group: this rank's partition, padding included."""
+        groups = self.inner.param_groups
+        found = zip(group_names(groups), self._masters, groups, strict=True)
+        return [
+            OwnedMaster(f"optimizer/{name}", self.inner, group, master)
+            for name, master, group in found
+        ]
+
+    def weights(self) -> Sequence[Weight]:
+        """One a parameter group: the partition of this rank, of which the master is here."""
+        names = group_names(self.inner.param_groups)
+        groups = self._wrapper.real_dp_process_group
+        found = zip(names, self._partitions, self._masters, groups, strict=True)
+        return [
+            Weight(f"weight/{name}", parts[distributed.get_rank(group)].detach(), master.detach())
+            for name, parts, master, group in found
+        ]
+
+    def owned(self) -> Iterable[torch.Tensor]:
+        """The parameters that are flattened."""
+        return [parameter for group in self._parameters for parameter in group]
+
+    def publish(self, kept: Mapping[str, torch.Tensor]) -> None:
+        """Round this rank's masters, and exchange partitions with the others."""
+        from deepspeed.runtime.utils import all_gather_dp_groups
+
+        super().publish(kept)
+        all_gather_dp_groups(
+            groups_flat=self._flats,
+            partitioned_param_groups=self._partitions,
+            dp_process_group=self._wrapper.real_dp_process_group,
+            start_alignment_factor=self._wrapper.nccl_start_alignment_factor,
+            allgather_bucket_size=self._wrapper.allgather_bucket_size,
+        )
+
+
+class Bf16View(Zero12View):
+    """``BF16_Optimizer``: bf16 weights with fp32 gradient accumulation, and no loss scale."""
+
+    def _lists(self) -> tuple[Any, Any, Any, Any]:
+        wrapper = self._wrapper
+        partitions, masters = wrapper.bf16_partitioned_groups, wrapper.fp32_groups_flat_partition
+        return wrapper.bf16_groups, wrapper.bf16_groups_flat, partitions, masters
+
+    def scaler(self) -> Any:
+        """None."""
+        return None
+
+
+class Zero3View(OptimizerView):
+    """``DeepSpeedZeroOptimizer_Stage3``, in any precision, offloaded to the host or not."""
+
+    def masters(self) -> Sequence[OwnedMaster]:
+        """One a sub-group: this rank's partitions, padding included."""
+        groups, group_of = self.inner.param_groups, self._wrapper.sub_group_to_group_id
+        return [
+            OwnedMaster(f"optimizer/{n}", self.inner, groups[group_of[n]], master)
+            for n, master in enumerate(self._wrapper.fp32_partitioned_groups_flat)
+        ]
+
+    def weights(self) -> Sequence[Weight]:
+        """One a sub-group; none where the optimizer updates the weights themselves, in fp32."""
+        masters = self._wrapper.fp32_partitioned_groups_flat
+        pairs = enumerate(zip(self._wrapper.fp16_partitioned_groups_flat, masters, strict=True))
+        return [
+            Weight(f"weight/{number}", flat.detach(), master.detach())
+            for number, (flat, master) in pairs
+            if flat.data_ptr() != master.data_ptr()
+        ]
+
+    def owned(self) -> Iterable[torch.Tensor]:
+        """The parameters that are in sub-groups."""
+        return [parameter for group in self._wrapper.fp16_groups for parameter in group]
+
+    def publish(self, kept: Mapping[str, torch.Tensor]) -> None:
+        """Round this rank's masters, and gather what persists, frozen parameters included."""
+        # What was gathered before is given up, else it would stay as it was.
+        self._wrapper.checkpoint_event_prologue()
+        # The epilogue does this for trainable parameters; frozen ones never change else.
+        for parameter in self._wrapper.module.parameters():
+            parameter.ds_secondary_tensor = None
+        super().publish(kept)
+        self._wrapper.checkpoint_event_epilogue()
