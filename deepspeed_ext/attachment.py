@@ -107,8 +107,6 @@ def _replace_methods(engine: Any, run: EngineRun) -> None:
         bound = partial(wrapper, original)
         # Not setattr: an engine is a Module, which looks at each value that it is given.
         engine.__dict__[name] = wraps(original)(bound)
-    if not engine.pipeline_parallelism:
-        run.begin_with(engine.register_forward_pre_hook(lambda *_: run.begin()))
 
 
 def make_manager(config: SnapshotConfig, engine: Any) -> Manager:

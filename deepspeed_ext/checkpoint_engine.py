@@ -25,7 +25,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
     CheckpointEngine,
 )
 
-from megatron_ft.checkpoint.durable import Disk
+from megatron_ft.checkpoint.disk_format import DiskCalls
 from megatron_ft.checkpoint.native import LATEST
 from megatron_ft.core.errors import CheckpointSaveError, ControlPlaneError
 
@@ -333,7 +333,7 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._failure, self._written, self._awaited = None, [], False
 
     def _make_durable(self) -> None:
-        disk = Disk()
+        disk = DiskCalls()
         present = [path for path in self._written if path.is_file()]
         for path in present:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -345,7 +345,7 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             disk.sync_folder(folder)
 
     def _write_latest(self, info: CheckpointCommitInfo) -> None:
-        Disk().write_file(Path(info.save_dir, LATEST), [info.tag.encode()])
+        DiskCalls().write_file(Path(info.save_dir, LATEST), [info.tag.encode()])
 
 
 def _text(error: BaseException) -> str:

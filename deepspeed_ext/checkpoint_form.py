@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from deepspeed_ext.logical_map import MASTER, ParameterNames, places
 from deepspeed_ext.optimizers.view import OptimizerView
-from megatron_ft.checkpoint import form
-from megatron_ft.checkpoint.form import CheckpointForm, Wanted
+from megatron_ft.checkpoint import export as form
+from megatron_ft.checkpoint.export import CheckpointForm, TensorRecipe
 from megatron_ft.core.errors import ExportError
 from megatron_ft.core.shard import LogicalPlace
 from megatron_ft.trainer.addresses import AddressBook, Window
@@ -76,15 +76,15 @@ class _Describer:
         owned = {id(parameter) for parameter in view.owned()}
         self._owned = {name for name, p in parameters.items() if id(p) in owned}
 
-    def inside(self, file: str) -> Callable[[Any], Wanted | None]:
+    def inside(self, file: str) -> Callable[[Any], TensorRecipe | None]:
         """A function for ``form.dump`` of this file."""
 
-        def describe(part: Any) -> Wanted | None:
+        def describe(part: Any) -> TensorRecipe | None:
             return self._of(file, part) if isinstance(part, torch.Tensor) else None
 
         return describe
 
-    def _of(self, file: str, tensor: torch.Tensor) -> Wanted:
+    def _of(self, file: str, tensor: torch.Tensor) -> TensorRecipe:
         if not tensor.numel():
             return _wanted("", tensor, None)
         window = self._captured.find(tensor.detach())
@@ -98,7 +98,7 @@ class _Describer:
             )
         if window.name in self._partitioned:
             # Gathered for now; DeepSpeed lets go of it before it saves.
-            return Wanted("", dtype_name(tensor.dtype), (0,), stride=(1,))
+            return TensorRecipe("", dtype_name(tensor.dtype), (0,), stride=(1,))
         return _wanted(MASTER, tensor, window, (self._global_names.of(window.name), ()))
 
 
@@ -107,8 +107,8 @@ def _wanted(
     tensor: torch.Tensor,
     window: Window | None,
     place: tuple[str, tuple[int, ...]] | None = None,
-) -> Wanted:
-    return Wanted(
+) -> TensorRecipe:
+    return TensorRecipe(
         name,
         dtype_name(tensor.dtype),
         tuple(tensor.shape),

@@ -27,28 +27,12 @@ NAME, OUTSIDE = "client_state", "outside"
 """Names of :class:`ClientState` and :class:`Outside` among the parts of a snapshot."""
 
 DEEPSPEEDS_OWN = frozenset(
-    {
-        "buffer_names",
-        "checkpoint_parallel_dimensions",
-        "data_sampler",
-        "dp_world_size",
-        "ds_config",
-        "ds_version",
-        "frozen_param_fragments",
-        "frozen_param_shapes",
-        "global_samples",
-        "global_steps",
-        "lr_scheduler",
-        "module",
-        "moe_param_groups",
-        "mp_world_size",
-        "num_experts",
-        "optimizer",
-        "param_shapes",
-        "random_ltd",
-        "shared_params",
-        "skipped_steps",
-    }
+    (
+        "buffer_names checkpoint_parallel_dimensions data_sampler dp_world_size ds_config "
+        "ds_version frozen_param_fragments frozen_param_shapes global_samples global_steps "
+        "lr_scheduler module moe_param_groups mp_world_size num_experts optimizer param_shapes "
+        "random_ltd shared_params skipped_steps"
+    ).split()
 )
 """Keys of DeepSpeed among those that ``load_checkpoint`` returns (_common_checkpoint_state)."""
 

@@ -18,12 +18,12 @@ from deepspeed_ext import client_state
 from deepspeed_ext.checkpoint_form import EXTRA_STATE, FRAMEWORK, deepspeed_version, files_of
 from deepspeed_ext.logical_map import WEIGHT
 from deepspeed_ext.optimizers.view import group_names, set_fields
-from megatron_ft.checkpoint import form
-from megatron_ft.checkpoint.durable import Disk
-from megatron_ft.checkpoint.form import CheckpointForm, Wanted, whole_folder
+from megatron_ft.checkpoint import export as form
+from megatron_ft.checkpoint.captured import Range, StoredTensors, joined
+from megatron_ft.checkpoint.disk_format import DiskCalls
+from megatron_ft.checkpoint.export import CheckpointForm, TensorRecipe, whole_folder
 from megatron_ft.checkpoint.native import LATEST, latest_tag, step_of_tag
 from megatron_ft.checkpoint.source import OpenSnapshot, ShardBytes
-from megatron_ft.checkpoint.stored import Range, StoredTensors, joined
 from megatron_ft.core.errors import ExportError
 from megatron_ft.core.objects import decode
 from megatron_ft.core.shard import LayoutEntry, Piece
@@ -42,7 +42,7 @@ class FileTensors:
             for entry in entries.values():
                 self._index(shard_id, entry)
 
-    def make(self, shard_id: str, wanted: Wanted) -> torch.Tensor:
+    def make(self, shard_id: str, wanted: TensorRecipe) -> torch.Tensor:
         """The tensor that ``shard_id`` would have saved, in memory of just its size.
 
         ExportError if bytes of it are in no shard.
@@ -271,7 +271,7 @@ def announce(directory: Path, iteration: int) -> None:
         _copy_recovery_scripts(directory)
     known = step_of_tag(latest_tag(directory))
     if known is None or known <= iteration:
-        Disk().write_file(directory / LATEST, [folder_of(directory, iteration).name.encode()])
+        DiskCalls().write_file(directory / LATEST, [folder_of(directory, iteration).name.encode()])
 
 
 def advice(directory: Path) -> str:
@@ -281,9 +281,9 @@ def advice(directory: Path) -> str:
 
 def _tree(recorded: bytes, shard_id: str, tensors: FileTensors) -> Any:
     """One file's content, tensors in place; what the rank saved twice is one tensor."""
-    made: dict[Wanted, Any] = {}
+    made: dict[TensorRecipe, Any] = {}
 
-    def make(wanted: Wanted) -> Any:
+    def make(wanted: TensorRecipe) -> Any:
         if wanted not in made:
             made[wanted] = tensors.make(shard_id, wanted)
         return made[wanted]

@@ -130,11 +130,9 @@ class EngineRun:
         self._restored = ""
         self._failure: Exception | None = None
         self._hook: Any = None
+        if not engine.pipeline_parallelism:
+            self._hook = engine.register_forward_pre_hook(lambda *_: self.begin())
         self._log: MonitorLog
-
-    def begin_with(self, hook: Any) -> None:
-        """``hook`` is the handle of what calls ``begin``; it is removed when that happened."""
-        self._hook = hook
 
     def around_load(self, original: Function, load_dir: str, *args: Any, **kwargs: Any) -> Any:
         """``load_checkpoint``: from memory if that is newer, else DeepSpeed's own.

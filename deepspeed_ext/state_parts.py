@@ -8,7 +8,7 @@ updates some of them itself, as a momentum teacher, is refused: its snapshots wo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -70,11 +70,11 @@ def restore(engine: Any, captured: Mapping[str, Any]) -> None:
         schedule = getattr(engine, name, None)
         if schedule is not None:
             schedule.load_state_dict(state)
-    curriculum = getattr(engine, CURRICULUM, None)
+    curriculum, layer_drop = getattr(engine, CURRICULUM, None), getattr(engine, LAYER_DROP, None)
     if curriculum is not None and captured["curriculum"] is not None:
         curriculum.set_state(captured["curriculum"])
-    if getattr(engine, LAYER_DROP, None) is not None:
-        set_fields(getattr(engine, LAYER_DROP), captured["layer_drop"])
+    if layer_drop is not None:
+        set_fields(layer_drop, captured["layer_drop"])
 
 
 BUFFER, FROZEN = "buffer/", "frozen/"
@@ -123,13 +123,6 @@ LOOKED_AT = 32
 each is queued, and a model with adapters has thousands that are frozen."""
 
 
-class _Look(NamedTuple):
-    """One comparison of samples; ``differs`` is true once its device has found a change."""
-
-    names: Sequence[str]
-    differs: torch.Tensor
-
-
 class FrozenParameters:
     """Remembers samples of tensors by name, and refuses others than it knows.
 
@@ -140,7 +133,8 @@ class FrozenParameters:
     def __init__(self) -> None:
         self._known: dict[str, torch.Tensor] | None = None
         self._checks = 0
-        self._looks: list[_Look] = []
+        # Names, and whether one of them differs: true once their device has found that.
+        self._comparisons: list[tuple[Sequence[str], torch.Tensor]] = []
         self._problem = ""
 
     def forget(self) -> None:
@@ -164,7 +158,7 @@ class FrozenParameters:
         if not self._problem:
             self._settle(tensors)
             self._begin([name for name in self._known if name in tensors], tensors)
-            if not any(look.differs.is_cuda for look in self._looks):
+            if not any(differs.is_cuda for _, differs in self._comparisons):
                 self._settle(tensors)
         if self._problem:
             raise ConfigError(
@@ -174,7 +168,7 @@ class FrozenParameters:
             )
 
     def _know(self, samples: dict[str, torch.Tensor] | None) -> None:
-        self._known, self._looks, self._problem = samples, [], ""
+        self._known, self._comparisons, self._problem = samples, [], ""
 
     def _begin(self, names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> None:
         assert self._known is not None
@@ -186,15 +180,14 @@ class FrozenParameters:
             here = [name for name in chosen if kinds[name] == (device, dtype)]
             now = torch.cat([_elements(tensors[name]) for name in here]).view(torch.uint8)
             before = torch.cat([self._known[name].to(device) for name in here])
-            same_form = now.shape == before.shape
-            self._looks.append(
-                _Look(here, (now != before).any() if same_form else torch.tensor(True))
-            )
+            alike = now.shape == before.shape
+            differs = (now != before).any() if alike else torch.tensor(True)
+            self._comparisons.append((here, differs))
 
     def _settle(self, tensors: Mapping[str, torch.Tensor]) -> None:
         assert self._known is not None
-        looks, self._looks = self._looks, []
-        for name in (name for look in looks if look.differs for name in look.names):
+        comparisons, self._comparisons = self._comparisons, []
+        for name in (name for names, differs in comparisons if differs for name in names):
             if not same_bits(_sample(tensors[name]), self._known[name]):
                 self._problem = name
 

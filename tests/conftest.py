@@ -232,7 +232,7 @@ def runs(megatron_server: Any, megatron_corpus: Path, tmp_path: Path) -> Any:
 @pytest.fixture(scope="session")
 def warm_python() -> Iterator[Any]:
     """A process that has imported torch; its compiler too, which DeepSpeed's ZeRO asks for."""
-    from megatron_ft.cli.chaos.warm_python import TRAINING, WarmPython
+    from tests.support.warm_python import TRAINING, WarmPython
 
     server = WarmPython((*TRAINING, "torch._inductor.compile_fx"))
     SHARED.append(server)

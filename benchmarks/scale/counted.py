@@ -14,12 +14,13 @@ import msgspec
 
 from benchmarks.scale.tally import EVENTS, Tally, kind_of
 from megatron_ft.cli.chaos.job import TRAINING_MODULE, JobFile
-from megatron_ft.cli.chaos.oracle import warm_python
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.link import SmpLink, reported
 from megatron_ft.supervisor.supervisor import Supervisor
+from tests.support.chaos_cluster import CLUSTER_CLASS
+from tests.support.warm_python import CHAOS, WarmPython
 
 LIMIT_SECONDS = 400.0
 SNAPSHOTS = 5
@@ -80,7 +81,10 @@ async def _count(nodes: int, protect: str, warm: str, folder: str) -> Count:
     name = f"scale-{uuid.uuid4().hex[:8]}"
     flags = ("--iterations", "1000000", "--seconds", "0.05")
     command = (sys.executable, "-m", TRAINING_MODULE, *flags)
-    job = JobFile(name, folder, command, nodes, 0, protect, lease=60.0, warm=warm, transport="tcp")
+    job = JobFile(
+        name, folder, command, nodes, 0, protect, lease=60.0, transport="tcp",
+        cluster_class=CLUSTER_CLASS, warm=warm,
+    )  # fmt: skip
     cluster = job.cluster()
     try:
         with JobState(Path(folder) / "state", name) as state:
@@ -119,7 +123,7 @@ async def _committed(supervisor: Supervisor, run: asyncio.Task[Any]) -> list[Sna
 
 def count_all(sizes: tuple[int, ...], protect: str) -> list[Count]:
     """Jobs of these sizes, one after the other; their processes are forked from one server."""
-    warm = warm_python()
+    warm = WarmPython(CHAOS)
     try:
         return [count(nodes, protect, warm.path) for nodes in sizes]
     finally:

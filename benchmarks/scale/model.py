@@ -17,7 +17,7 @@ from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import RankPlace
 from megatron_ft.rpc import messages as m
-from megatron_ft.smp.upward import Outbox, Reports
+from megatron_ft.smp.event_sender import EventBatch, Outbox
 from megatron_ft.supervisor.cycle import Action, Ended, Send, SnapshotCycle
 from megatron_ft.supervisor.link import Inbox
 from megatron_ft.supervisor.orders import Sizes, stripe_orders
@@ -134,8 +134,8 @@ def _events(
                 root, table = bytes(32), tables[shard]
                 said.append(m.Encoded(snapshot, WORLD, shard, root, table, 1 << 30, 1.0))
         said += [m.OrderDone(snapshot, WORLD)] if m.Encode in kinds else []
-        reports = Reports()
-        left = [bodies for body in said if (bodies := reports.tell(body, shards))]
+        reports = EventBatch()
+        left = [bodies for body in said if (bodies := reports.add(body, shards))]
         found += [outboxes[node].event(node, 1, bodies) for bodies in left]
     return found
 

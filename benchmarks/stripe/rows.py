@@ -9,8 +9,8 @@ from benchmarks.stripe.rank import Plan
 from benchmarks.stripe.works import stripe_code
 from benchmarks.stripe.world import Measured, measure
 from benchmarks.table import Row
-from megatron_ft.cli.chaos.node_network import unavailable
 from megatron_ft.erasure.world import MPI, TCP
+from tests.support.node_network import unavailable
 
 MEBI = 1 << 20
 SCHEMES = (("xor", 1, 1), ("xor", 3, 1), ("rs", 2, 2))

@@ -14,11 +14,11 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.stripe.rank import Answer, Done, Memory, Plan
-from megatron_ft.cli.chaos.node_network import NodeNetwork
 from megatron_ft.cli.doctor.facts import answers, last_words
 from megatron_ft.launchers.launcher import Placement
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.supervisor.tcp_world import WorldStarter
+from tests.support.node_network import NodeNetwork
 
 ROOT = Path(__file__).parents[2]
 WORLD_SECONDS = 900.0

@@ -1,12 +1,10 @@
-"""Drain one snapshot: ``python -m megatron_ft.checkpoint.drain {clear,write,publish,tidy} PLAN``.
+"""Drains one snapshot to disk: ``python -m megatron_ft.checkpoint.drain STEP PLAN``.
 
 The supervisor starts these short-lived processes on nodes: ``clear``, ``publish`` and
 ``tidy`` on one, ``write`` on every node that has shards.  PLAN is a DrainPlan as JSON.
 
-Writing one snapshot as a checkpoint: shard files by anybody, the manifest last.
-
-A checkpoint is a folder with a manifest.  Until that is there, the folder is nothing, and
-what else is in the drain folder is as it was.
+Shard files are written by all nodes, the manifest last.  Until that is there, the folder is
+nothing, and what else is in the drain folder is as it was.
 """
 
 from __future__ import annotations
@@ -21,18 +19,24 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ft.arena import digest
-from megatron_ft.checkpoint import manifest as mf
-from megatron_ft.checkpoint import safetensors as st
+from megatron_ft.checkpoint import disk_format
+from megatron_ft.checkpoint.disk_format import (
+    MANIFEST,
+    MANIFEST_VERSION,
+    SHARD_SUFFIX,
+    DiskCalls,
+    Manifest,
+    ShardFile,
+    folder_name,
+    is_complete,
+)
 from megatron_ft.checkpoint.drained import Keep, clean_up, clear_unfinished
-from megatron_ft.checkpoint.durable import Disk
 from megatron_ft.checkpoint.live import hold, scan
-from megatron_ft.checkpoint.manifest import Manifest, ShardFile, folder_name, is_complete
-from megatron_ft.checkpoint.reader import check_folder, open_trusted
+from megatron_ft.checkpoint.load import ProcessPlan, check_folder, open_trusted
 from megatron_ft.checkpoint.source import OpenSnapshot, ShardBytes, SnapshotInfo
 from megatron_ft.core.affinity import bind_to_background_cpus
 from megatron_ft.core.environment import ProcessEnvironment
@@ -48,13 +52,15 @@ from megatron_ft.core.pace import Pace
 from megatron_ft.core.priority import lower_priority
 from megatron_ft.rpc.local_query import begin_errand, pinned
 
+log = logging.getLogger(__name__)
+
 PIECE_BYTES = 4 << 20
 
 
 def write_shards(
     shards: OpenSnapshot,
     folder: Path,
-    disk: Disk | None = None,
+    disk: DiskCalls | None = None,
     pace: Pace | None = None,
     seats: Mapping[str, ShardPlacement] | None = None,
 ) -> int:
@@ -65,13 +71,13 @@ def write_shards(
     SnapshotUnavailableError if the memory was reused meanwhile, CheckpointDamagedError if the
     folder is somebody else's.
     """
-    disk, pace = disk or Disk(), pace or Pace(0)
+    disk, pace = disk or DiskCalls(), pace or Pace(0)
     disk.make_folder(folder)
     # Its name can be guessed by who has seen another; in one of theirs nobody would trust it.
     check_folder(folder)
     written = 0
     for shard_id, shard in shards.items():
-        path = folder / f"{shard_id}{mf.SHARD_SUFFIX}"
+        path = folder / f"{shard_id}{SHARD_SUFFIX}"
         seat = (seats or {}).get(shard_id)
         disk.write_file(path, _pieces(shard, shards.job, pace, seat))
         shards.check()
@@ -84,8 +90,8 @@ def _pieces(
     shard: ShardBytes, job: uuid.UUID, pace: Pace, seat: ShardPlacement | None
 ) -> Iterator[object]:
     known = (shard.record, shard.block_bytes, shard.digest_algorithm, str(job))
-    header = st.ShardHeader(*known, seat)
-    yield st.pack_header(header, shard.layout)
+    header = disk_format.ShardHeader(*known, seat)
+    yield disk_format.pack_header(header, shard.layout)
     table = digest.digest_table(shard.data, shard.record)
     if digest.digest_root(table, shard.record) != shard.record.digest_root:
         raise SnapshotUnavailableError(
@@ -122,7 +128,7 @@ def publish(
     job: uuid.UUID,
     lineage: tuple[Ancestor, ...],
     shard_count: int,
-    disk: Disk | None = None,
+    disk: DiskCalls | None = None,
 ) -> Manifest:
     """Make a folder of ``shard_count`` shard files a checkpoint.
 
@@ -135,7 +141,7 @@ def publish(
             "(the drain folder must be on a file system that all nodes share), or not at all"
         )
     manifest = Manifest(
-        format_version=mf.FORMAT_VERSION,
+        format_version=MANIFEST_VERSION,
         job=job,
         snapshot=info.snapshot,
         iteration=info.iteration,
@@ -144,10 +150,10 @@ def publish(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         shards=files,
     )
-    disk = disk or Disk()
+    disk = disk or DiskCalls()
     # Whoever made the folder may have been killed before its name was durable.
     disk.sync_folder(folder.parent)
-    disk.write_file(folder / mf.NAME, _reaching(manifest.to_json()))
+    disk.write_file(folder / MANIFEST, _reaching(manifest.to_json()))
     return manifest
 
 
@@ -158,17 +164,17 @@ def _reaching(text: bytes) -> Iterator[bytes]:
 
 def shard_paths(folder: Path) -> Collection[Path]:
     """The shard files in a checkpoint's folder; temporary ones are none."""
-    return sorted(folder.glob(f"[!.]*{mf.SHARD_SUFFIX}"))
+    return sorted(folder.glob(f"[!.]*{SHARD_SUFFIX}"))
 
 
 def _shard_file(path: Path, info: SnapshotInfo, job: uuid.UUID) -> tuple[str, ShardFile]:
     """A shard's line of the manifest, from what its file says of itself."""
     try:
-        with open(open_trusted(path, Disk()), "rb") as file:
-            start = file.read(st.LENGTH_BYTES)
-            rest = st.header_length(start, str(path)) - st.LENGTH_BYTES
+        with open(open_trusted(path, DiskCalls()), "rb") as file:
+            start = file.read(disk_format.LENGTH_BYTES)
+            rest = disk_format.header_length(start, str(path)) - disk_format.LENGTH_BYTES
             raw = start + file.read(rest)
-        header = st.unpack_header(raw, str(path))
+        header = disk_format.unpack_header(raw, str(path))
     except CheckpointDamagedError as error:
         raise DrainError(f"a shard was not written as it should be: {error}") from error
     record = header.record
@@ -177,15 +183,12 @@ def _shard_file(path: Path, info: SnapshotInfo, job: uuid.UUID) -> tuple[str, Sh
     size = path.stat().st_size
     if size != len(raw) + record.used_bytes:
         raise DrainError(f"{path} has {size} bytes instead of {len(raw) + record.used_bytes}")
-    digests = (st.header_digest(raw), record.digest_root.hex())
+    digests = (disk_format.header_digest(raw), record.digest_root.hex())
     line = ShardFile(path.name, size, *digests, header.seat)
     return record.shard_id, line
 
 
-log = logging.getLogger(__name__)
-
-
-class DrainPlan(msgspec.Struct, frozen=True):
+class DrainPlan(ProcessPlan, frozen=True):
     """What is drained, by whom, and where to.
 
     ``shards`` are those of the node that the plan is for with their seats, ``shard_count`` is
@@ -217,15 +220,6 @@ class DrainPlan(msgspec.Struct, frozen=True):
     def info(self) -> SnapshotInfo:
         """The snapshot as it is in memory."""
         return SnapshotInfo(self.snapshot, self.iteration, self.level)
-
-    def to_json(self) -> str:
-        """The process's argument."""
-        return msgspec.json.encode(self, enc_hook=str).decode()
-
-    @classmethod
-    def from_json(cls, text: str) -> DrainPlan:
-        """The plan back."""
-        return msgspec.json.decode(text, type=cls, dec_hook=lambda kind, value: kind(value))
 
 
 def run_step(steps: Mapping[str, Callable[[DrainPlan], None]], program: str) -> int:

@@ -1,9 +1,8 @@
-"""Which drained checkpoint a job goes on from when its memory cannot serve: looking and choosing.
+"""Chooses among drained checkpoints: which one a job starts from, and which ones stay on disk.
 
-Only manifests and the lengths of files are looked at here; bytes are checked as they are
-loaded (load.py), and a checkpoint that turns out damaged is given as ``refused`` next time.
-
-Which checkpoints of a job stay on disk, and removing the others.
+A job starts from one when its memory cannot serve.  Only manifests and the lengths of files are
+read here; bytes are checked as they are loaded (load.py), and a checkpoint that turns out damaged
+is given as ``refused`` next time.
 """
 
 from __future__ import annotations
@@ -13,10 +12,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_ft.checkpoint import manifest as mf
-from megatron_ft.checkpoint.durable import Disk
-from megatron_ft.checkpoint.manifest import Manifest
-from megatron_ft.checkpoint.reader import read_manifest
+from megatron_ft.checkpoint.disk_format import (
+    MANIFEST,
+    DiskCalls,
+    Manifest,
+    is_checkpoint_name,
+    is_complete,
+)
+from megatron_ft.checkpoint.load import read_manifest
 from megatron_ft.core.errors import CheckpointDamagedError, ConfigError
 from megatron_ft.core.identity import Ancestor, ShardPlacement, SnapshotId, on_lineage
 
@@ -43,7 +46,7 @@ class Drained:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DiskCriteria:
     """What a checkpoint must be to be taken.
 
     ``lineage`` is that of the job's last incarnation, () if it is not known.  ``newer_than`` is
@@ -75,12 +78,10 @@ def find(directory: Path, job: uuid.UUID | None = None) -> tuple[list[Drained], 
     """
     found, problems = [], []
     try:
-        names = [f for f in sorted(directory.iterdir()) if mf.looks_like_checkpoint(f.name)]
+        names = [f for f in sorted(directory.iterdir()) if is_checkpoint_name(f.name, job)]
     except OSError as error:
         return [], [f"{directory} cannot be read: {error.strerror}"]
     for folder in names:
-        if job is not None and not mf.is_folder_of(folder.name, job):
-            continue
         try:
             found.append(inspect(folder))
         except CheckpointDamagedError as error:
@@ -108,7 +109,7 @@ def of_one_job(directory: Path, asking: uuid.UUID | None = None) -> list[Drained
     What the job ``asking`` has drained to the same folder since is left out.
     """
     try:
-        if mf.is_complete(directory):
+        if is_complete(directory):
             return [inspect(directory)]
     except (CheckpointDamagedError, OSError) as error:
         raise ConfigError(f"{directory} is no whole checkpoint: {error}") from error
@@ -125,7 +126,7 @@ def of_one_job(directory: Path, asking: uuid.UUID | None = None) -> list[Drained
     return found
 
 
-def choose(found: Sequence[Drained], wanted: Wanted) -> Choice:
+def choose(found: Sequence[Drained], wanted: DiskCriteria) -> Choice:
     """The newest checkpoint that may be taken.  Pure."""
     lineage = wanted.lineage or _newest_lineage(found)
     reasons: list[str] = []
@@ -140,7 +141,7 @@ def choose(found: Sequence[Drained], wanted: Wanted) -> Choice:
     return Choice(None, tuple(reasons))
 
 
-def _reason_against(one: Drained, wanted: Wanted, lineage: Sequence[Ancestor]) -> str:
+def _reason_against(one: Drained, wanted: DiskCriteria, lineage: Sequence[Ancestor]) -> str:
     manifest = one.manifest
     if not on_lineage(manifest.snapshot, lineage):
         return "is off the job's lineage: the job was rolled back to before it"
@@ -200,13 +201,15 @@ def _later(snapshot: SnapshotId, lineage: Sequence[Ancestor]) -> bool:
     return bool(lineage) and snapshot.incarnation > lineage[-1].incarnation
 
 
-def clean_up(directory: Path, job: uuid.UUID, keep: Keep, disk: Disk | None = None) -> list[Path]:
+def clean_up(
+    directory: Path, job: uuid.UUID, keep: Keep, disk: DiskCalls | None = None
+) -> list[Path]:
     """Remove the job's superfluous checkpoints; what was removed.
 
     Other jobs' folders, and whatever has no manifest that can be read, are left alone.  OSError
     if one cannot be removed, after the others were.
     """
-    disk = disk or Disk()
+    disk = disk or DiskCalls()
     complete: dict[str, tuple[SnapshotId, int]] = {}
     for folder in _folders_of(directory, job):
         try:
@@ -220,24 +223,24 @@ def clean_up(directory: Path, job: uuid.UUID, keep: Keep, disk: Disk | None = No
     return removed
 
 
-def clear_unfinished(directory: Path, job: uuid.UUID, disk: Disk | None = None) -> list[Path]:
+def clear_unfinished(directory: Path, job: uuid.UUID, disk: DiskCalls | None = None) -> list[Path]:
     """Remove the job's folders without a manifest; call it when no drain of the job writes.
 
     OSError if one cannot be removed, after the others were.
     """
-    removed = [f for f in _folders_of(directory, job) if not mf.is_complete(f)]
+    removed = [f for f in _folders_of(directory, job) if not is_complete(f)]
     _each(removed, lambda folder: remove_checkpoint(folder, disk))
     return removed
 
 
-def remove_checkpoint(folder: Path, disk: Disk | None = None) -> None:
+def remove_checkpoint(folder: Path, disk: DiskCalls | None = None) -> None:
     """Remove one, the manifest first: half a removal leaves no checkpoint that lacks bytes.
 
     OSError if something in it cannot be removed, after all that can was.
     """
-    disk = disk or Disk()
-    if mf.is_complete(folder):
-        disk.remove(folder / mf.NAME)
+    disk = disk or DiskCalls()
+    if is_complete(folder):
+        disk.remove(folder / MANIFEST)
         disk.sync_folder(folder)
     _each(sorted(folder.iterdir()), disk.remove)
     disk.remove_folder(folder)
@@ -261,5 +264,5 @@ def _folders_of(directory: Path, job: uuid.UUID) -> Iterable[Path]:
     return sorted(
         folder
         for folder in directory.iterdir()
-        if mf.is_folder_of(folder.name, job) and not folder.is_symlink()
+        if is_checkpoint_name(folder.name, job) and not folder.is_symlink()
     )

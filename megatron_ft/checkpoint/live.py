@@ -30,7 +30,7 @@ from megatron_ft.core.errors import ArenaError, ConfigError, SnapshotUnavailable
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 from megatron_ft.rpc.local_query import pinned
 from megatron_ft.rpc.messages import Inventory, SlotReport
-from megatron_ft.smp.node import NodeMachine
+from megatron_ft.smp.state_machine import NodeMachine
 from megatron_ft.smp.store import SUFFIX, ArenaStore
 
 log = logging.getLogger(__name__)

@@ -1,11 +1,16 @@
-"""Names and places of the training framework's own checkpoints; what they hold is not read."""
+"""Names and places of the training framework's own checkpoints; what they hold is not read.
+
+The second half says what Megatron would start from by itself, from its arguments and its tracker.
+"""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
-from megatron_ft.checkpoint.durable import Disk
+from megatron_ft.checkpoint.disk_format import DiskCalls
+from megatron_ft.trainer.start_choice import Disk
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Megatron-LM's file that names its newest checkpoint."""
@@ -94,12 +99,79 @@ def point_tracker(directory: Path, iteration: int) -> None:
     known = _word(directory / TRACKER)
     if _is_iteration(known) and int(known) > iteration:
         return
-    Disk().write_file(directory / TRACKER, [str(iteration).encode()])
+    DiskCalls().write_file(directory / TRACKER, [str(iteration).encode()])
 
 
 def retract(directory: Path, checkpoint: Path) -> None:
     """Have no framework load this checkpoint: what names it as the newest one is removed."""
     if _newest_of_megatron(directory) == checkpoint:
-        Disk().remove(directory / TRACKER)
+        DiskCalls().remove(directory / TRACKER)
     if latest_tag(directory) == checkpoint.name:
-        Disk().remove(directory / LATEST)
+        DiskCalls().remove(directory / LATEST)
+
+
+NOTE = ".megatron-ft-resume"
+"""In the folder of ``--save``: the iteration of the checkpoint that is to be resumed from.
+
+Written by megatron_ft.megatron.rerun.
+"""
+
+
+def wish_of(args: Any) -> tuple[int | None, ...]:
+    """What the user asks Megatron to load; kept in each snapshot, so that a change shows.
+
+    The checkpoint's iteration, and the one that training is to go on with if that is given.
+    """
+    step, going_on = getattr(args, "ckpt_step", None), _override(args)
+    return (step,) if going_on is None else (step, going_on)
+
+
+def _override(args: Any) -> int | None:
+    found: int | None = getattr(args, "override_ckpt_iteration", None)
+    return found
+
+
+def disk_of(args: Any) -> Disk:
+    """What Megatron would load.
+
+    With ``--finetune``, a release, or ``--pretrained-checkpoint`` it starts at iteration 0,
+    and with ``--override-ckpt-iteration`` at that one, whatever the number of the checkpoint
+    that it reads.
+    """
+    directory = getattr(args, "load", None)
+    if not directory:
+        return Disk(0 if getattr(args, "pretrained_checkpoint", None) else -1)
+    if getattr(args, "finetune", False):
+        return Disk(0)
+    found = getattr(args, "ckpt_step", None) or tracked_iteration(Path(directory, TRACKER))
+    override = _override(args)
+    if found < 0:
+        return Disk(-1)
+    resumed = override is None and noted(Path(directory)) == found
+    return Disk(found if override is None else override, _asked(args), resumed)
+
+
+def tracked_iteration(tracker: Path) -> int:
+    """The iteration that a tracker file names, 0 for a release, -1 if there is no such file."""
+    try:
+        word = tracker.read_text(errors="replace").strip()
+    except OSError:
+        return -1
+    return int(word) if word.isdigit() else 0
+
+
+def noted(folder: Path) -> int:
+    """The iteration whose checkpoint in this folder is to be resumed from, -1 for none."""
+    try:
+        word = (folder / NOTE).read_text(errors="replace").strip()
+    except OSError:
+        return -1
+    return int(word) if word.isdigit() else -1
+
+
+def _asked(args: Any) -> str:
+    flags = {
+        "--ckpt-step": getattr(args, "ckpt_step", None) or None,
+        "--override-ckpt-iteration": _override(args),
+    }
+    return " ".join(f"{flag} {value}" for flag, value in flags.items() if value is not None)

@@ -26,7 +26,7 @@ from megatron_ft.core.environment import JOB, NODE_DIR, SOCKET_NAME
 from megatron_ft.core.errors import ConfigError, ControlPlaneError, UntrustedFileError
 from megatron_ft.rpc.local_query import ask, has_listener
 from megatron_ft.rpc.messages import Discard, Ok, Refused, Status, StatusRequest
-from megatron_ft.smp.ownership import LOCK_NAME, PID_NAME
+from megatron_ft.smp.node_folder import LOCK_NAME, PID_NAME
 from megatron_ft.supervisor.job_state import JobState, is_supervised, state_folder
 
 EXIT_CODES = {1: "the job given with --job still runs and was left alone"}

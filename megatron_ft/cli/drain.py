@@ -14,10 +14,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron_ft.checkpoint.disk_format import folder_name, is_complete
 from megatron_ft.checkpoint.drain import publish, write_shards
 from megatron_ft.checkpoint.drained import remove_checkpoint
 from megatron_ft.checkpoint.live import open_live
-from megatron_ft.checkpoint.manifest import folder_name, is_complete
 from megatron_ft.checkpoint.source import OpenSnapshot, open_newest
 from megatron_ft.cli import common
 from megatron_ft.core.errors import DrainError, SnapshotUnavailableError

@@ -19,9 +19,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_ft.checkpoint.form import FORMATS
+from megatron_ft.checkpoint.export import FORMATS
 from megatron_ft.checkpoint.live import open_live
-from megatron_ft.checkpoint.reader import open_checkpoint
+from megatron_ft.checkpoint.load import open_checkpoint
 from megatron_ft.checkpoint.source import OpenSnapshot, SnapshotSource, open_newest
 from megatron_ft.cli import common
 from megatron_ft.core.errors import ConfigError
@@ -83,7 +83,7 @@ def _import(module: str) -> None:
 
 def _export(shards: OpenSnapshot, directory: Path, name: str | None) -> tuple[Path, str]:
     # Imported late: whatever was wrong with the source is said before torch is there.
-    from megatron_ft.checkpoint.form import export
+    from megatron_ft.checkpoint.export import export
 
     return export(shards, directory, name)
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.checkpoint.drained import Wanted, choose, find
+from megatron_ft.checkpoint.drained import DiskCriteria, choose, find
 from megatron_ft.checkpoint.live import node_folders, open_live
 from megatron_ft.checkpoint.native import iteration_of, newest_checkpoint
 from megatron_ft.cli import common
@@ -118,7 +118,7 @@ def _against_disk(record: JobRecord, before: int) -> list[str]:
     problems: list[str] = []
     if drain_dir:
         found, problems = find(Path(drain_dir), record.job)
-        wanted = Wanted(
+        wanted = DiskCriteria(
             shard_count=len(record.shards),
             lineage=record.lineage,
             reason_against=record.quarantine.rewound(before).reason_against,

@@ -13,8 +13,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from megatron_ft.checkpoint.durable import Disk
-from megatron_ft.checkpoint.hold import Holder, hold
+from megatron_ft.checkpoint.disk_format import DiskCalls
+from megatron_ft.checkpoint.export_drained import Holder, hold
 from megatron_ft.cli.common import say
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.in_thread import in_thread
@@ -87,7 +87,7 @@ def make_folder(flag: str, folder: Path | None) -> None:
     if folder is None:
         return
     try:
-        Disk().make_folder(folder.absolute())
+        DiskCalls().make_folder(folder.absolute())
     except OSError as error:
         raise ConfigError(f"{flag} {folder} cannot be made: {error.strerror}") from error
     if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.checkpoint.live import LiveSource, open_live
-from megatron_ft.checkpoint.reader import open_checkpoint
+from megatron_ft.checkpoint.load import open_checkpoint
 from megatron_ft.checkpoint.source import SnapshotSource
 from megatron_ft.cli import common
 from megatron_ft.core.errors import ConfigError, SnapshotUnavailableError

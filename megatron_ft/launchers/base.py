@@ -14,8 +14,9 @@ from pathlib import Path
 from megatron_ft.core.environment import INCARNATION, JOB, NODE, NODE_DIR
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.launchers.launcher import NodeUnreachable, Placement
+from megatron_ft.launchers.launcher_env import base_environment
 from megatron_ft.launchers.mpirun import MpiLauncher, find_mpi
-from megatron_ft.launchers.world import Spread, WorldProcess
+from megatron_ft.launchers.world import Spread, WorldProcess, probe_world
 
 
 class BaseLauncher(ABC):
@@ -60,6 +61,12 @@ class BaseLauncher(ABC):
         if node not in self.nodes():
             raise ConfigError(f"no node {node!r} in job {self.job}; there are {self.nodes()}")
         return self.job_dir / node
+
+    def check_world(self, ranks: int) -> None:
+        """Start a world over the first nodes that counts itself; see Launcher."""
+        nodes = [node for node in self.nodes() if self.reachable(node)][:ranks]
+        spread = self._spread(nodes, self.job_dir / ".worlds")
+        probe_world(self.mpi(), ranks, base_environment(), nodes=nodes, spread=spread)
 
     def start_world(self, placements: Sequence[Placement], log_path: Path) -> WorldProcess:
         """Start an MPI world over the nodes of ``placements``; see Launcher."""

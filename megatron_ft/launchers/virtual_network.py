@@ -28,7 +28,7 @@ _LOOK_SECONDS = 0.05
 
 
 class Network(Protocol):
-    """The network of a VirtualCluster; cli/chaos/node_network.py has one."""
+    """Network of a VirtualCluster whose nodes have addresses of their own."""
 
     def address(self, place: str) -> str:
         """IPv4 address of a node or of HOST."""

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_ft.checkpoint import native
-from megatron_ft.checkpoint.form import CheckpointForm, Wanted, whole_folder
+from megatron_ft.checkpoint.captured import Range, StoredTensors, joined
+from megatron_ft.checkpoint.export import CheckpointForm, TensorRecipe, whole_folder
 from megatron_ft.checkpoint.source import OpenSnapshot, ShardBytes
-from megatron_ft.checkpoint.stored import Range, StoredTensors, joined
 from megatron_ft.core.errors import ExportError
 from megatron_ft.core.objects import decode
 from megatron_ft.core.shard import LayoutEntry
@@ -174,7 +174,7 @@ class CapturedTensors:
                     key = (entry.name, place_of(entry.logical.pieces))
                     self._ranges.setdefault(key, []).append(self._held(shard_id, entry))
 
-    def make(self, shard_id: str, wanted: Wanted) -> torch.Tensor:
+    def make(self, shard_id: str, wanted: TensorRecipe) -> torch.Tensor:
         """The tensor that ``shard_id`` would have saved; zeros for padding.
 
         ExportError if bytes of it are in no shard.
@@ -225,7 +225,7 @@ class CapturedTensors:
             "data-parallel rank missing?"
         )
 
-    def _flat(self, shard_id: str, wanted: Wanted) -> torch.Tensor:
+    def _flat(self, shard_id: str, wanted: TensorRecipe) -> torch.Tensor:
         if wanted.place is not None:
             return self.whole(wanted.name, wanted.place, shard_id)
         entry = self._stored.entries[shard_id].get(wanted.name)
@@ -380,7 +380,7 @@ def _owned_leaves(rank: _Rank, tensors: CapturedTensors) -> Iterator[Any]:
 
 
 def _made(leaf: Any, rank: _Rank, tensors: CapturedTensors) -> Any:
-    if isinstance(leaf.data, Wanted):
+    if isinstance(leaf.data, TensorRecipe):
         leaf.data = tensors.make(rank.shard_id, leaf.data)
     return leaf
 

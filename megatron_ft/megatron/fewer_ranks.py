@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.checkpoint.form import CheckpointForm
+from megatron_ft.checkpoint.export import CheckpointForm
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.fewer_ranks import RankRule
 

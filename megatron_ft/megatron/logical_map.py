@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from megatron_ft.checkpoint import form
-from megatron_ft.checkpoint.form import CheckpointForm, Wanted
+from megatron_ft.checkpoint import export as form
+from megatron_ft.checkpoint.export import CheckpointForm, TensorRecipe
 from megatron_ft.core.errors import ExportError
 from megatron_ft.core.shard import LogicalPlace, Piece
 from megatron_ft.megatron import save_form
@@ -171,11 +171,11 @@ def describe(
     """
     finder = _Finder(saved, tensors, pieces)
     empty = set(_padding(saved.tree))
-    wanted: dict[int, Wanted] = {}
+    wanted: dict[int, TensorRecipe] = {}
     for leaf in sharded_tensors(saved.tree):
         data = leaf.data
         if id(data) in empty or not data.numel():
-            wanted[id(data)] = Wanted("", dtype_name(data.dtype), tuple(data.shape))
+            wanted[id(data)] = TensorRecipe("", dtype_name(data.dtype), tuple(data.shape))
         else:
             wanted[id(data)] = finder.find(leaf.key, data)
     # The tree keeps its tensors alive, so no other object has one of these ids.
@@ -199,23 +199,23 @@ class _Finder:
         self._master_names = tensors.master_names
         self._pieces = pieces
 
-    def find(self, key: str, data: torch.Tensor) -> Wanted:
+    def find(self, key: str, data: torch.Tensor) -> TensorRecipe:
         if data.is_meta:
             return self._find_gathered(data)
         window = self._captured.find(data.detach())
         if window is not None:
-            return Wanted(window.name, dtype_name(data.dtype), *_geometry(window))
+            return TensorRecipe(window.name, dtype_name(data.dtype), *_geometry(window))
         window = self._model.find(data.detach())
         if window is None or window.name not in self._master_names:
             raise ExportError(f"no snapshot holds {key}, which Megatron's checkpoints contain")
         return self._of_parameter(window, MAIN, data.dtype)
 
-    def _of_parameter(self, window: Window, kind: str, dtype: torch.dtype) -> Wanted:
+    def _of_parameter(self, window: Window, kind: str, dtype: torch.dtype) -> TensorRecipe:
         name = self._master_names[window.name] + kind
         place = place_of(self._pieces[window.name])
-        return Wanted(name, dtype_name(dtype), *_geometry(window), place)
+        return TensorRecipe(name, dtype_name(dtype), *_geometry(window), place)
 
-    def _find_gathered(self, data: torch.Tensor) -> Wanted:
+    def _find_gathered(self, data: torch.Tensor) -> TensorRecipe:
         buffer, kind = self._gathered[meta_key(data)]
         position = data.storage_offset()
         for parameter, (start, end, *_) in buffer.param_index_map.items():

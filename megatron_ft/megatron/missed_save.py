@@ -12,8 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.checkpoint.megatron_start import tracked_iteration
-from megatron_ft.checkpoint.native import TRACKER
+from megatron_ft.checkpoint.native import TRACKER, tracked_iteration
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.checkpoint.megatron_start import NOTE, noted
+from megatron_ft.checkpoint.native import NOTE, noted
 
 
 def note_save(args: Any, iteration: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from megatron_ft.checkpoint import megatron_start as start
+from megatron_ft.checkpoint import native as start
 from megatron_ft.megatron import fewer_ranks, missed_save
 from megatron_ft.megatron.optimizer import optimizer_parts
 from megatron_ft.megatron.snapshot_log import SnapshotLog

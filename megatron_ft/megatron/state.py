@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_ft.checkpoint.megatron_start import wish_of
+from megatron_ft.checkpoint.native import wish_of
 from megatron_ft.core.errors import LayoutMismatchError
 from megatron_ft.core.shard import LogicalPlace
 from megatron_ft.megatron import optimizer as optimizers

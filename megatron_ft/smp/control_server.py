@@ -1,182 +1,171 @@
-"""The SMP's end of the control plane: authenticated TCP, spoken by the coordinator only."""
+"""Requests of the coordinator to an SMP, over authenticated TCP."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
-import zmq.asyncio
-
 from megatron_ft.arena.numa import node_of_process
+from megatron_ft.core.errors import ControlPlaneError, StaleIncarnationError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.sockets import JobKeys, Peer, Server, answered
-from megatron_ft.smp.host import NodeHost, resident_bytes
-
-FROM_COORDINATOR = (
-    m.Adopt
-    | m.CreateArena
-    | m.ArenasReady
-    | m.RestoreReady
-    | m.Retire
-    | m.Grant
-    | m.Encode
-    | m.Rebuild
-    | m.Load
-    | m.Repair
-    | m.Commit
-    | m.Abort
-    | m.Hold
-    | m.Unhold
-    | m.StacksRequest
-)
+from megatron_ft.rpc.sockets import Peer, Server, answered
+from megatron_ft.smp.service import SmpService, resident_bytes
+from megatron_ft.smp.state_machine import ORDERS
 
 
 class ControlServer:
-    """Serves one NodeHost to the coordinator."""
+    """Serves one SmpService to the coordinator on ``server``, which is bound by the caller.
+
+    ``keep_folder`` is called before an incarnation is admitted.
+    """
 
     def __init__(
-        self, host: NodeHost, context: zmq.asyncio.Context, keys: JobKeys, address: str
+        self, service: SmpService, server: Server, keep_folder: Callable[[], None]
     ) -> None:
-        self._host = host
+        self._service, self._server, self._keep_folder = service, server, keep_folder
         self._busy = asyncio.Lock()
-        self._server = Server(context, numbered=True, linger_ms=1000)
-        self.socket = self._server.socket
-        self.endpoint = keys.listen(self.socket, address)
-        host.upward.send = self._send_event
 
     async def serve(self) -> None:
         """Answer until cancelled."""
         await self._server.serve(self._handle)
 
-    async def _send_event(self, identity: bytes, body: m.Message) -> None:
-        await self._server.send((identity, b""), body)
-
     async def _handle(self, peer: Peer, request: Any) -> m.Message | None:
         """Answer a heartbeat at once, so that a request that takes long is no silence."""
         if isinstance(request, m.Lease):
             return await self._lease(peer[0], request)
-        self._host.later(self._answer(peer, request))
+        self._service.later(self._answer(peer, request))
         return None
 
     async def _answer(self, peer: Peer, request: Any) -> None:
-        """One request at a time."""
+        """Carry out one request at a time."""
         async with self._busy:
-            answer = await answered(self._decide(peer[0], request), request)
-            await self._host.carry_out()
+            answer = await answered(self.decide(peer[0], request), request)
+            await self._service.carry_out()
         assert answer is not None
         await self._server.send(peer, answer)
 
-    async def _decide(self, identity: bytes, request: Any) -> m.Message:
-        host = self._host
+    async def decide(self, identity: bytes, request: Any) -> m.Message:
+        """Answer one request of the peer with this identity."""
+        service = self._service
         if isinstance(request, m.Admit):
             return await self._admit(identity, request)
-        if not isinstance(request, FROM_COORDINATOR):
-            reason = f"{type(request).__name__} does not belong on the control plane"
-            return m.Refused("ControlPlaneError", reason)
-        highest = host.machine.highest_incarnation
-        if getattr(request, "incarnation", None) != highest:
-            reason = f"node {host.machine.node} is at incarnation {highest}"
-            return m.Refused("StaleIncarnationError", reason)
-        if isinstance(request, m.CreateArena):
-            trainer = host.writers.find("trainer", request.shard_id)
-            node = node_of_process(trainer.pid) if trainer else None
-            arena = await asyncio.to_thread(host.store.allocate, request, node)
-            if arena is not None:
-                host.store.enter(arena, host.machine)
-        elif isinstance(request, m.ArenasReady):
-            await self._release_prepared(request)
-        elif isinstance(request, m.RestoreReady):
-            host.set_restore(request)
-        elif isinstance(request, m.StacksRequest):
-            return m.Stacks(host.machine.node, await host.watch.stacks(request.resume))
-        elif isinstance(request, m.Retire):
-            await host.retire(remove_arenas=request.remove_arenas)
-        else:
-            if isinstance(request, m.Grant):
-                host.store.require_in_place()
-            if isinstance(request, m.Adopt):
-                await host.keep_only(request.keep)
-                host.store.set_lineage(request.incarnation, request.lineage)
-            return host.machine.handle(request)
-        return m.Ok()
+        kind = type(request)
+        if kind not in ORDERS and kind not in _REQUESTS:
+            raise ControlPlaneError(f"{kind.__name__} does not belong on the control plane")
+        highest = service.machine.highest_incarnation
+        if request.incarnation != highest:
+            raise StaleIncarnationError(f"node {service.machine.node} is at incarnation {highest}")
+        if kind in _REQUESTS:
+            return await _REQUESTS[kind](self, request) or m.Ok()
+        if isinstance(request, m.Grant):
+            service.store.require_in_place()
+        if isinstance(request, m.Adopt):
+            await service.keep_only(request.keep)
+            service.store.set_lineage(request.incarnation, request.lineage)
+        return service.machine.handle(request)
+
+    async def _create_arena(self, request: m.CreateArena) -> None:
+        service = self._service
+        trainer = service.writers.find("trainer", request.shard_id)
+        node = node_of_process(trainer.pid) if trainer else None
+        arena = await asyncio.to_thread(service.store.allocate, request, node)
+        if arena is not None:
+            service.store.enter(arena, service.machine)
+
+    async def _arenas_ready(self, request: m.ArenasReady) -> None:
+        """Answer the trainers that wait for their arenas."""
+        service = self._service
+        waiting, service.preparing = service.preparing, {}
+        for shard_id, identity in waiting.items():
+            answer: m.Message
+            if request.error:
+                answer = m.Refused(request.error, request.reason)
+            else:
+                answer = m.Prepared(service.machine.paths[shard_id])
+            await service.send_local((identity,), answer)
+
+    async def _restore_ready(self, request: m.RestoreReady) -> None:
+        self._service.set_restore(request)
+
+    async def _stacks(self, request: m.StacksRequest) -> m.Message:
+        stacks = await self._service.heartbeats.stacks(request.resume)
+        return m.Stacks(self._service.machine.node, stacks)
+
+    async def _retire(self, request: m.Retire) -> None:
+        await self._service.retire(remove_arenas=request.remove_arenas)
 
     async def _lease(self, identity: bytes, request: m.Lease) -> m.Message:
-        host = self._host
-        if request.incarnation != host.machine.highest_incarnation:
-            return self._refuse_lease(request)
-        host.upward.coordinator = identity
-        host.renew_lease(request)
-        host.summary |= request.summary
-        host.scrub_percent = request.scrub_percent
-        await host.upward.look(request)
+        """Renew the coordinator's lease; the answer is what it learns with each heartbeat."""
+        service, machine = self._service, self._service.machine
+        highest = machine.highest_incarnation
+        if request.incarnation < highest:
+            raise StaleIncarnationError(f"node {machine.node} obeys incarnation {highest}")
+        if request.incarnation > highest:
+            raise ControlPlaneError(f"incarnation {request.incarnation} is not admitted yet")
+        service.events.coordinator = identity
+        service.renew_lease(request)
+        service.summary |= request.summary
+        service.scrub_percent = request.scrub_percent
+        await service.events.on_heartbeat(request)
         return m.LeaseAnswer(
-            node=host.machine.node,
-            paused=host.state.paused,
-            progress=host.store.progress(),
-            encoder_world=host.machine.world,
+            node=machine.node,
+            paused=service.state.paused,
+            progress=service.store.progress(),
+            encoder_world=machine.world,
             resident_bytes=resident_bytes(),
             clock=time.monotonic(),
-            pinned=host.machine.held_back(),
-            rewind=host.rewind,
-            pulses=host.watch.reports(),
-            summary=m.summary_digests(host.summary),
-            crowded=host.machine.crowded(),
-            held=host.machine.held(),
-        )
-
-    def _refuse_lease(self, request: m.Lease) -> m.Message:
-        highest = self._host.machine.highest_incarnation
-        if request.incarnation < highest:
-            return m.Refused(
-                "StaleIncarnationError",
-                f"node {self._host.machine.node} obeys incarnation {highest}",
-            )
-        return m.Refused(
-            "ControlPlaneError", f"incarnation {request.incarnation} is not admitted yet"
+            pinned=machine.held_back(),
+            rewind=service.rewind,
+            pulses=service.heartbeats.reports(),
+            summary=m.summary_digests(service.summary),
+            crowded=machine.crowded(),
+            held=machine.held(),
         )
 
     async def _admit(self, identity: bytes, request: m.Admit) -> m.Message:
         """Fence: nothing of an older incarnation may write once this is answered."""
-        host = self._host
-        left = host.lease_until - time.monotonic()
-        if left > 0 and identity != host.upward.coordinator:
+        service, machine = self._service, self._service.machine
+        left = service.lease_until - time.monotonic()
+        if left > 0 and identity != service.events.coordinator:
             return m.Refused("LeaseHeld", f"{left:.3f}")
-        highest = host.machine.highest_incarnation
+        highest = machine.highest_incarnation
         if request.incarnation <= highest:
-            return m.Refused("StaleIncarnationError", f"incarnation {highest} was here already")
-        host.keep_place()
-        host.set_state(host.state.at(request.incarnation))
+            raise StaleIncarnationError(f"incarnation {highest} was here already")
+        self._keep_folder()
+        service.change_state(highest_incarnation=request.incarnation)
         reach("smp.admitting")
-        while host.writers.all():
-            await host.kill_writers(host.writers.all())
-        if identity == host.upward.coordinator:
-            host.rewind = None  # one that comes after may not have heard of it
-        host.store.examine(host.machine)
-        host.upward.coordinator = identity
-        host.begin_lease(request.seconds)
-        host.set_restore(None)
-        host.preparing.clear()
-        host.machine.admit(request.incarnation)
-        host.upward.begin_incarnation()
-        host.readers.forget_all()
-        host.store.forget_progress()
-        host.watch.sweep()
+        while service.writers.all():
+            await service.kill_writers(service.writers.all())
+        if identity == service.events.coordinator:
+            service.rewind = None  # a coordinator that comes after may not have received it
+        service.store.examine(machine)
+        service.events.coordinator = identity
+        service.begin_lease(request.seconds)
+        service.set_restore(None)
+        service.preparing.clear()
+        machine.admit(request.incarnation)
+        service.events.begin_incarnation()
+        service.readers.forget_all()
+        service.store.forget_progress()
+        service.heartbeats.sweep()
         reach("smp.admitted")
         return m.Inventory(
-            node=host.machine.node,
+            node=machine.node,
             highest_incarnation=highest,
-            arenas=host.store.reports(host.machine),
-            damaged=tuple(host.store.damaged.values()),
-            foreign=tuple(host.store.foreign),
+            arenas=service.store.reports(machine),
+            damaged=tuple(service.store.damaged.values()),
+            foreign=tuple(service.store.foreign),
         )
 
-    async def _release_prepared(self, message: m.ArenasReady) -> None:
-        host = self._host
-        waiting, host.preparing = host.preparing, {}
-        for shard_id, identity in waiting.items():
-            if message.error:
-                await host.send_local(identity, m.Refused(message.error, message.reason))
-            else:
-                await host.send_local(identity, m.Prepared(host.machine.paths[shard_id]))
+
+_REQUESTS: dict[type[m.Message], Callable[[ControlServer, Any], Any]] = {
+    m.CreateArena: ControlServer._create_arena,
+    m.ArenasReady: ControlServer._arenas_ready,
+    m.RestoreReady: ControlServer._restore_ready,
+    m.StacksRequest: ControlServer._stacks,
+    m.Retire: ControlServer._retire,
+}
+"""Requests of the coordinator that are not orders to the state machine."""

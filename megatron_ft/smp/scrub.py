@@ -28,7 +28,7 @@ from megatron_ft.core.identity import SnapshotId
 from megatron_ft.erasure.member import code_of, member_of
 from megatron_ft.erasure.mending import Damage, SlotInspector
 from megatron_ft.rpc import messages as m
-from megatron_ft.smp.host import NodeHost
+from megatron_ft.smp.service import SmpService
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +46,10 @@ T = TypeVar("T")
 
 
 class Scrub:
-    """Reads one node's committed slots in turn; counts in ``host.scrub_counts``."""
+    """Reads one node's committed slots in turn; counts in ``service.scrub_counts``."""
 
-    def __init__(self, host: NodeHost) -> None:
-        self._host = host
+    def __init__(self, service: SmpService) -> None:
+        self._service = service
         self._next: dict[tuple[str, int], int] = {}
         self._said: dict[tuple[str, SnapshotId], tuple[Damage, float]] = {}
         self._thread = ThreadPoolExecutor(1, "megatron-ft-scrub")
@@ -60,12 +60,12 @@ class Scrub:
     async def run(self) -> None:
         """Until cancelled.  What goes wrong here is logged; it never ends the SMP."""
         while True:
-            before = self._host.scrub_counts.bytes_read
+            before = self._service.scrub_counts.bytes_read
             try:
                 await self._pass()
             except (ArenaError, ValueError, OSError) as error:
                 log.warning("scrub interrupted: %s", error)
-            if self._host.scrub_counts.bytes_read == before:
+            if self._service.scrub_counts.bytes_read == before:
                 await asyncio.sleep(IDLE_SECONDS)
 
     def close(self) -> None:
@@ -75,28 +75,28 @@ class Scrub:
 
     async def _pass(self) -> None:
         """Everything that is committed now, once."""
-        shards = self._host.machine.shards
+        shards = self._service.machine.shards
         whole = bool(shards)
         for shard_id in sorted(shards):
             # A recovery may have removed it while another one was read.
             there = shards.get(shard_id)
             for slot in range(0 if there is None else len(there.slots)):
-                if self._host.scrub_percent <= 0:
+                if self._service.scrub_percent <= 0:
                     return
                 whole &= await self._slot(shard_id, slot)
             if shard_id in shards:
                 # Its records are few and small, so they are looked at in every pass.
                 await self._records(shard_id)
         if whole and self._next:
-            self._host.count_scrub(passes=1)
+            self._service.count_scrub(passes=1)
         self._next = {k: at for k, at in self._next.items() if k[0] in shards}
 
     async def _records(self, shard_id: str) -> None:
-        damaged = await self._host.mend_records(shard_id)
+        damaged = await self._service.mend_records(shard_id)
         for name in damaged:
             log.warning("%s of %s: a copy was damaged and is written anew", name, shard_id)
         if damaged:
-            self._host.count_scrub(records=len(damaged))
+            self._service.count_scrub(records=len(damaged))
 
     async def _slot(self, shard_id: str, slot: int) -> bool:
         """Read one slot from where its last reading stopped, all around; whether it was whole.
@@ -106,7 +106,7 @@ class Scrub:
         header = self._committed(shard_id, slot)
         if header is None:
             return True
-        arena = self._host.store.arenas[shard_id]
+        arena = self._service.store.arenas[shard_id]
         size = arena.geometry.block_bytes
         inspector = await self._in_thread(partial(_inspector, arena, slot, header))
         start, total = self._next.get((shard_id, slot), 0), inspector.blocks
@@ -121,7 +121,7 @@ class Scrub:
             stop = min(first + run, total, first + total - done)
             pieces = [range(at, min(at + step, stop)) for at in range(first, stop, step)]
             found, end = await self._in_thread(partial(self._read, inspector, pieces, is_committed))
-            self._host.count_scrub(bytes_read=(end - first) * size)
+            self._service.count_scrub(bytes_read=(end - first) * size)
             if end < stop or not is_committed():
                 self._next[shard_id, slot] = end % total
                 return False
@@ -145,14 +145,14 @@ class Scrub:
         damage = Damage()
         for piece in pieces:
             damage |= self._paced(partial(inspector.damage, piece.start, piece.stop))
-            if self._closed.is_set() or self._host.scrub_percent <= 0 or not go_on():
+            if self._closed.is_set() or self._service.scrub_percent <= 0 or not go_on():
                 return damage, piece.start
         return damage, pieces[-1].stop
 
     def _committed(self, shard_id: str, slot: int) -> SlotHeader | None:
         """The slot's header if a snapshot is committed there: nobody may write to it."""
-        slots = self._host.machine.shards.get(shard_id)
-        if slots is None or shard_id not in self._host.store.arenas:
+        slots = self._service.machine.shards.get(shard_id)
+        if slots is None or shard_id not in self._service.store.arenas:
             # The last request may have removed the arenas while the scrub was under way.
             return None
         header = None if slot >= len(slots.slots) else slots.slots[slot]
@@ -167,12 +167,12 @@ class Scrub:
         if len(self._said) >= MOST_REMEMBERED:
             self._said.pop(next(iter(self._said)))
         self._said[shard_id, header.snapshot] = damage | known, time.monotonic()
-        self._host.count_scrub(bad_blocks=fresh)
+        self._service.count_scrub(bad_blocks=fresh)
         log.error("%s of snapshot %s has bad blocks: %s", shard_id, header.snapshot, damage)
         data = damage.data[:MOST_LISTED]
         parity = damage.parity[: MOST_LISTED - len(data)]
         more = len(damage) - len(data) - len(parity)
-        await self._host.tell(m.BadBlocks(shard_id, header.snapshot, data, parity, more))
+        await self._service.events.emit(m.BadBlocks(shard_id, header.snapshot, data, parity, more))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """The result of ``work``, paced."""
@@ -185,7 +185,7 @@ class Scrub:
         result = work()
         # All that the thread has done since it last rested, to come back from that included.
         busy, self._rested = time.thread_time() - self._rested, time.thread_time()
-        percent = min(max(self._host.scrub_percent, 0.01), 100.0)
+        percent = min(max(self._service.scrub_percent, 0.01), 100.0)
         self._closed.wait(max(0.0, busy * 100.0 / percent - (time.monotonic() - started)))
         return result
 

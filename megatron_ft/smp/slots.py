@@ -1,10 +1,7 @@
 """The slots of one arena as a state machine: section "states" of docs/protocol.md as code.
 
-Pure: no memory is touched here.  Changes are collected (slot_table.py), so that the caller can
-store the headers in the same order.  The rules that keep a snapshot alive are in slot_rules.py,
-what only a recovery does is in slot_recovery.py.
-
-What a recovery changes of slots: rebuilt and loaded shards, and what is rolled back.
+Pure: no memory is touched here.  Changes are collected, so that the caller can store the headers
+in the same order.  The rules that keep a snapshot alive are in slot_rules.py.
 """
 
 from __future__ import annotations
@@ -15,11 +12,10 @@ from typing import NamedTuple
 
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.core.identity import SealedRecord, SnapshotId
-from megatron_ft.rpc.node_messages import PinnedError, TransitionRefusedError
+from megatron_ft.rpc import messages as m
 from megatron_ft.smp.slot_rules import (
     EMPTY_SLOT,
     NO_ROOT,
-    SlotTable,
     capturing,
     committed_local,
     ending,
@@ -38,7 +34,7 @@ class Promise(NamedTuple):
     give_up_protected: bool
 
 
-class ShardSlots(SlotTable):
+class ShardSlots:
     """All slots of one shard's arena, from permit to commit or abort, and who reads them.
 
     A slot that was aborted while its writer was alive is *ending*: its header has lost
@@ -51,12 +47,52 @@ class ShardSlots(SlotTable):
 
     ``pins`` names the snapshot that each reader is reading.  They are not in any header:
     a restarted SMP has none, and readers look at headers again after their last read.
+
+    Every change of a header goes through ``put``.  ``changes`` lists (slot, header) in the order
+    in which they must be stored.
     """
 
     def __init__(self, shard_id: str, slots: list[SlotHeader]) -> None:
-        super().__init__(shard_id, slots)
+        self.shard_id = shard_id
+        self.slots = list(slots)
+        self.changes: list[tuple[int, SlotHeader]] = []
         self.pins: dict[str, SnapshotId] = {}
         self.promise: Promise | None = None
+
+    def find(self, snapshot: SnapshotId) -> int | None:
+        """The slot that belongs to ``snapshot``, if one does."""
+        for index, slot in enumerate(self.slots):
+            if slot.state != SlotState.FREE and slot.snapshot == snapshot:
+                return index
+        return None
+
+    def take_changes(self) -> list[tuple[int, SlotHeader]]:
+        """Changes since the last call, oldest first."""
+        taken, self.changes = self.changes, []
+        return taken
+
+    def put(self, index: int, header: SlotHeader) -> None:
+        """Change the header of a slot."""
+        self.slots[index] = header
+        self.changes.append((index, header))
+
+    def free(self, index: int) -> None:
+        """Make a slot FREE, whatever it held."""
+        self.put(index, EMPTY_SLOT)
+
+    def expect(self, snapshot: SnapshotId, *states: SlotState) -> int:
+        """The slot of ``snapshot``; TransitionRefusedError unless it is in one of ``states``."""
+        index = self.find(snapshot)
+        if index is None:
+            raise m.TransitionRefusedError(f"{self.shard_id} has no slot with snapshot {snapshot}")
+        if self.slots[index].state not in states:
+            raise m.TransitionRefusedError(
+                f"{self.shard_id} slot {index} with snapshot {snapshot} is "
+                f"{self.slots[index].state.name}, not {'/'.join(s.name for s in states)}"
+            )
+        return index
+
+    # Permits and pins.
 
     def may_grant(self, *, give_up_protected: bool = False) -> bool:
         """Whether there is room for a new snapshot and the trainer has stopped with the last."""
@@ -113,9 +149,9 @@ class ShardSlots(SlotTable):
         """Promise a slot to the trainer, whose content stays.  Returns the slot's number."""
         index = self.victim(give_up_protected)
         if self.held_back():
-            raise PinnedError(f"{self.shard_id} has no slot for {snapshot} but those being read")
+            raise m.PinnedError(f"{self.shard_id} has no slot for {snapshot} but those being read")
         if index is None or capturing(self.slots):
-            raise TransitionRefusedError(f"{self.shard_id} has no free slot for {snapshot}")
+            raise m.TransitionRefusedError(f"{self.shard_id} has no free slot for {snapshot}")
         self.promise = Promise(snapshot, iteration, index, give_up_protected)
         return index
 
@@ -130,10 +166,10 @@ class ShardSlots(SlotTable):
             return
         promise = self.promise
         if promise is None or promise.snapshot != snapshot:
-            raise TransitionRefusedError(f"{self.shard_id} has promised no slot for {snapshot}")
+            raise m.TransitionRefusedError(f"{self.shard_id} has promised no slot for {snapshot}")
         give_up, spared = promise.give_up_protected, self.pins.values()
         if promise.slot not in reusable(self.slots, spared, give_up_protected=give_up):
-            raise TransitionRefusedError(f"the slot promised to {snapshot} is needed or read")
+            raise m.TransitionRefusedError(f"the slot promised to {snapshot} is needed or read")
         self.promise = None
         begun = replace(EMPTY_SLOT, state=SlotState.CAPTURING, snapshot=snapshot)
         self.put(promise.slot, replace(begun, iteration=promise.iteration))
@@ -160,7 +196,7 @@ class ShardSlots(SlotTable):
         With ``snapshot`` only that one.  Returns the snapshots that were given up, promised
         ones among them.
         """
-        ended = self._end(SlotState.CAPTURING, self.free, snapshot)
+        ended = self._free_all(SlotState.CAPTURING, snapshot)
         if self.promise is not None and snapshot in (None, self.promise.snapshot):
             ended.append(self.promise.snapshot)
             self.promise = None
@@ -188,9 +224,9 @@ class ShardSlots(SlotTable):
         )
         slot = self.slots[index]
         if slot.state == SlotState.ENCODING:
-            raise TransitionRefusedError(f"{self.shard_id} is being encoded by another world")
+            raise m.TransitionRefusedError(f"{self.shard_id} is being encoded by another world")
         if slot.state == SlotState.COMMITTED and not slot.local_only:
-            raise TransitionRefusedError(f"{self.shard_id} has parity for {snapshot} already")
+            raise m.TransitionRefusedError(f"{self.shard_id} has parity for {snapshot} already")
         self.put(index, self._without_parity(index, SlotState.ENCODING))
         return index
 
@@ -201,7 +237,7 @@ class ShardSlots(SlotTable):
         index = self.expect(snapshot, SlotState.ENCODING)
         if ending(self.slots[index]):
             # Its iteration is gone from the header: protected, it could be committed without one.
-            raise TransitionRefusedError(f"{self.shard_id}: {snapshot} was given up")
+            raise m.TransitionRefusedError(f"{self.shard_id}: {snapshot} was given up")
         self.put(
             index,
             replace(
@@ -219,7 +255,7 @@ class ShardSlots(SlotTable):
         What had been committed as local falls back to that.
         Returns snapshots that were aborted earlier and are free now.
         """
-        self._end(SlotState.REBUILDING, self.free)
+        self._free_all(SlotState.REBUILDING)
         freed: list[SnapshotId] = []
         for index, slot in enumerate(self.slots):
             if slot.state != SlotState.ENCODING:
@@ -238,7 +274,7 @@ class ShardSlots(SlotTable):
         index = self.expect(snapshot, SlotState.SEALED, SlotState.PROTECTED, SlotState.COMMITTED)
         slot = self.slots[index]
         if slot.state == SlotState.SEALED and not local_only:
-            raise TransitionRefusedError(f"{self.shard_id} has no parity for {snapshot}")
+            raise m.TransitionRefusedError(f"{self.shard_id} has no parity for {snapshot}")
         if slot.state == SlotState.COMMITTED and slot.local_only <= local_only:
             return
         self.put(index, replace(slot, state=SlotState.COMMITTED, local_only=local_only))
@@ -256,7 +292,7 @@ class ShardSlots(SlotTable):
             return True
         state = self.slots[index].state
         if state == SlotState.COMMITTED or self.slots[index].local_only:
-            raise TransitionRefusedError(f"{self.shard_id}: {snapshot} is committed already")
+            raise m.TransitionRefusedError(f"{self.shard_id}: {snapshot} is committed already")
         if still_written(state, trainer_alive, encoder_alive):
             self.put(index, replace(self.slots[index], iteration=EMPTY_SLOT.iteration))
             return False
@@ -272,78 +308,87 @@ class ShardSlots(SlotTable):
             stripe_table=(),
         )
 
-    def _end(
-        self,
-        state: SlotState,
-        action: Callable[[int], None],
-        snapshot: SnapshotId | None = None,
-    ) -> list[SnapshotId]:
+    def _free_all(self, state: SlotState, only: SnapshotId | None = None) -> list[SnapshotId]:
+        """Free the slots in a state, or only that of one snapshot; the snapshots they held."""
         ended: list[SnapshotId] = []
         for index, slot in enumerate(self.slots):
-            if slot.state == state and snapshot in (None, slot.snapshot):
+            if slot.state == state and only in (None, slot.snapshot):
                 assert slot.snapshot is not None
                 ended.append(slot.snapshot)
-                action(index)
+                self.free(index)
         return ended
 
+    # Recovery and repair.
 
-def repairable(slots: SlotTable, snapshot: SnapshotId) -> int:
-    """The slot of a committed snapshot with parity: single blocks of it can be repaired.
+    def repairable(self, snapshot: SnapshotId) -> int:
+        """The slot of a committed snapshot with parity: single blocks of it can be repaired.
 
-    It stays COMMITTED meanwhile: what is written is proved by the roots in its header.
-    """
-    index = slots.expect(snapshot, SlotState.COMMITTED)
-    if not slots.slots[index].parity_valid:
-        raise TransitionRefusedError(f"{slots.shard_id} has no parity of {snapshot}")
-    return index
+        It stays COMMITTED meanwhile: what is written is proved by the roots in its header.
+        """
+        index = self.expect(snapshot, SlotState.COMMITTED)
+        if not self.slots[index].parity_valid:
+            raise m.TransitionRefusedError(f"{self.shard_id} has no parity of {snapshot}")
+        return index
 
+    def begin_rebuild(self, snapshot: SnapshotId, iteration: int) -> int:
+        """Make a slot the target of a rebuild: lost until its digests have matched."""
+        index = self.find(snapshot)
+        if index is None:
+            index = oldest_reusable(self.slots)
+        if index is None:
+            raise m.TransitionRefusedError(f"{self.shard_id} has no slot to rebuild {snapshot} in")
+        self.put(
+            index,
+            replace(EMPTY_SLOT, state=SlotState.REBUILDING, snapshot=snapshot, iteration=iteration),
+        )
+        return index
 
-def begin_rebuild(slots: SlotTable, snapshot: SnapshotId, iteration: int) -> int:
-    """Make a slot the target of a rebuild: lost until its digests have matched."""
-    index = slots.find(snapshot)
-    if index is None:
-        index = oldest_reusable(slots.slots)
-    if index is None:
-        raise TransitionRefusedError(f"{slots.shard_id} has no slot to rebuild {snapshot} in")
-    slots.put(
-        index,
-        replace(EMPTY_SLOT, state=SlotState.REBUILDING, snapshot=snapshot, iteration=iteration),
-    )
-    return index
+    def rebuilt(
+        self, record: SealedRecord, parity_root: bytes, table: tuple[SealedRecord, ...]
+    ) -> None:
+        """The rebuild target matches its digests: REBUILDING to PROTECTED."""
+        index = self.expect(record.snapshot, SlotState.REBUILDING)
+        if ending(self.slots[index]):
+            raise m.TransitionRefusedError(f"{self.shard_id}: {record.snapshot} was given up")
+        self.put(
+            index,
+            SlotHeader(
+                state=SlotState.PROTECTED,
+                snapshot=record.snapshot,
+                iteration=record.iteration,
+                local_only=False,
+                record=record,
+                parity_valid=True,
+                parity_root=parity_root,
+                stripe_table=table,
+            ),
+        )
 
+    def loaded(self, record: SealedRecord) -> None:
+        """What came from disk matches its digests: REBUILDING to SEALED, without parity."""
+        index = self.expect(record.snapshot, SlotState.REBUILDING)
+        if ending(self.slots[index]) or self.slots[index].iteration != record.iteration:
+            raise m.TransitionRefusedError(f"{self.shard_id} does not wait for {record.snapshot}")
+        self.put(index, replace(self.slots[index], state=SlotState.SEALED, record=record))
 
-def rebuilt(
-    slots: SlotTable, record: SealedRecord, parity_root: bytes, table: tuple[SealedRecord, ...]
-) -> None:
-    """The rebuild target matches its digests: REBUILDING to PROTECTED."""
-    index = slots.expect(record.snapshot, SlotState.REBUILDING)
-    if ending(slots.slots[index]):
-        raise TransitionRefusedError(f"{slots.shard_id}: {record.snapshot} was given up")
-    slots.put(
-        index,
-        SlotHeader(
-            state=SlotState.PROTECTED,
-            snapshot=record.snapshot,
-            iteration=record.iteration,
-            local_only=False,
-            record=record,
-            parity_valid=True,
-            parity_root=parity_root,
-            stripe_table=table,
-        ),
-    )
+    def forget(self, unwanted: Callable[[SnapshotId], bool]) -> None:
+        """Free every slot whose snapshot is ``unwanted``; its writers must be dead."""
+        for index, slot in enumerate(self.slots):
+            if slot.snapshot is not None and unwanted(slot.snapshot):
+                self.free(index)
 
-
-def loaded(slots: SlotTable, record: SealedRecord) -> None:
-    """What came from disk matches its digests: REBUILDING to SEALED, without parity."""
-    index = slots.expect(record.snapshot, SlotState.REBUILDING)
-    if ending(slots.slots[index]) or slots.slots[index].iteration != record.iteration:
-        raise TransitionRefusedError(f"{slots.shard_id} does not wait for {record.snapshot}")
-    slots.put(index, replace(slots.slots[index], state=SlotState.SEALED, record=record))
-
-
-def forget(slots: SlotTable, unwanted: Callable[[SnapshotId], bool]) -> None:
-    """Free every slot whose snapshot is ``unwanted``; its writers must be dead."""
-    for index, slot in enumerate(slots.slots):
-        if slot.snapshot is not None and unwanted(slot.snapshot):
-            slots.free(index)
+    def reports(self) -> tuple[m.SlotReport, ...]:
+        """The slots as reported to the coordinator."""
+        return tuple(
+            m.SlotReport(
+                slot=index,
+                state=int(slot.state),
+                snapshot=slot.snapshot,
+                iteration=slot.iteration,
+                local_only=slot.local_only,
+                record=slot.record,
+                parity_valid=slot.parity_valid,
+                stripe_table=slot.stripe_table,
+            )
+            for index, slot in enumerate(self.slots)
+        )

@@ -35,9 +35,8 @@ from megatron_ft.core.identity import Ancestor, SealedRecord
 from megatron_ft.erasure.member import code_of, member_of
 from megatron_ft.erasure.mending import Blocks, mend_data, mend_parity
 from megatron_ft.rpc import messages as m
-from megatron_ft.smp.node import NodeMachine
-from megatron_ft.smp.node_shards import MendSlot, StorePermit, StoreSlot
 from megatron_ft.smp.slots import ShardSlots
+from megatron_ft.smp.state_machine import MendSlot, NodeMachine, StorePermit, StoreSlot
 
 log = logging.getLogger(__name__)
 
@@ -273,7 +272,7 @@ class ArenaStore:
     def reports(self, machine: NodeMachine) -> tuple[m.ArenaReport, ...]:
         """What the node holds, for an inventory or a status."""
         return tuple(
-            _report(header, machine.inventory_slots(shard_id))
+            _report(header, machine.shards[shard_id].reports())
             for shard_id, header in self._headers.items()
         )
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_ft.core.environment import INCARNATION, JOB, NODE, NODE_DIR, TREE
-from megatron_ft.launchers.outer_launcher import base_environment
+from megatron_ft.launchers.launcher_env import base_environment
 
 _CLIENTS = ("docker", "podman", "nerdctl")
 _VERBS = ("run", "exec")

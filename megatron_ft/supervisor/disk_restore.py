@@ -12,11 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_ft.checkpoint.decide import Decision, StripeState
-from megatron_ft.checkpoint.drained import Choice, Drained, Wanted, choose, find, of_one_job
+from megatron_ft.checkpoint.decide import Decision, Quarantine, StripeState
+from megatron_ft.checkpoint.drained import Choice, DiskCriteria, Drained, choose, find, of_one_job
 from megatron_ft.checkpoint.load import EXIT_DAMAGED, LoadPlan
 from megatron_ft.checkpoint.native import iteration_of, newest_checkpoint
-from megatron_ft.checkpoint.quarantine import Quarantine
 from megatron_ft.core.errors import ConfigError, DrainError, MegatronFTError
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.core.in_thread import in_thread
@@ -92,7 +91,7 @@ class DiskRestores:
         except OSError as error:
             # Another disk than that of the drained ones, perhaps.
             reasons = (f"{self._spec.checkpoint_dir} cannot be read: {error.strerror}",)
-        wanted = Wanted(
+        wanted = DiskCriteria(
             shard_count=(len(record.active) or self._spec.nodes) * self._spec.ranks_per_node,
             lineage=record.lineage,
             newer_than=memory.snapshot,
@@ -119,7 +118,7 @@ class DiskRestores:
         return None if reason_against_own(quarantine, own) else own
 
     def _asked_for(
-        self, folder: Path, wanted: Wanted, record: JobRecord, reasons: tuple[str, ...]
+        self, folder: Path, wanted: DiskCriteria, record: JobRecord, reasons: tuple[str, ...]
     ) -> Choice:
         """What the user gave to start from; the framework's own counts once the job has run."""
         try:

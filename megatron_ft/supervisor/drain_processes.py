@@ -13,7 +13,7 @@ from megatron_ft.core.errors import DrainError
 from megatron_ft.core.log_end import last_word, size
 from megatron_ft.core.priority import started_low
 from megatron_ft.launchers.launcher import Launcher, ProcessHandle
-from megatron_ft.launchers.outer_launcher import base_environment
+from megatron_ft.launchers.launcher_env import base_environment
 from megatron_ft.supervisor.spec import JobSpec
 
 STEP_TIMEOUT_SECONDS = 3600.0

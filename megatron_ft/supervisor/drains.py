@@ -20,13 +20,13 @@ from typing import Any
 
 import msgspec
 
+from megatron_ft.checkpoint.disk_format import mount_point
 from megatron_ft.checkpoint.drain import DrainPlan
 from megatron_ft.checkpoint.drained import Keep
-from megatron_ft.checkpoint.durable import mount_point
 from megatron_ft.core.errors import DrainError, MegatronFTError
 from megatron_ft.core.identity import Ancestor, ShardPlacement, SnapshotId
 from megatron_ft.launchers.launcher import Launcher
-from megatron_ft.smp.readers import STALL_SECONDS
+from megatron_ft.smp.processes import STALL_SECONDS
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.drain_processes import DrainProcesses
 from megatron_ft.supervisor.events import JobEvent

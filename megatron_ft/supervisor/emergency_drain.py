@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from megatron_ft.checkpoint.decide import Decision
+from megatron_ft.checkpoint.decide import Decision, Quarantine
 from megatron_ft.checkpoint.native import newest_checkpoint, newest_iteration
-from megatron_ft.checkpoint.quarantine import Quarantine
 from megatron_ft.core.errors import MegatronFTError, ProtectionError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.fewer_ranks import SHRINK, RankRule

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_ft.checkpoint.quarantine import Quarantine
+from megatron_ft.checkpoint.decide import Quarantine
 from megatron_ft.core import private_files
 from megatron_ft.core.decoding import UNREADABLE
 from megatron_ft.core.errors import (

@@ -32,11 +32,10 @@ from megatron_ft.launchers.launcher import (
     ProcessGoneError,
     ProcessHandle,
 )
-from megatron_ft.launchers.outer_launcher import base_environment
+from megatron_ft.launchers.launcher_env import base_environment
 from megatron_ft.launchers.startup import before_script
 from megatron_ft.launchers.world import WorldProcess
-from megatron_ft.smp.__main__ import Ready
-from megatron_ft.smp.daemon import Credentials
+from megatron_ft.smp.__main__ import Credentials, Ready
 from megatron_ft.supervisor import container
 from megatron_ft.supervisor.job_state import JobState, SmpPlace
 from megatron_ft.supervisor.spec import JobSpec

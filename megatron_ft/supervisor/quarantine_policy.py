@@ -13,10 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_ft.checkpoint.decide import Decision
-from megatron_ft.checkpoint.megatron_start import disk_of
-from megatron_ft.checkpoint.native import iteration_of, naming, newest_iteration
-from megatron_ft.checkpoint.quarantine import Quarantine
+from megatron_ft.checkpoint.decide import Decision, Quarantine
+from megatron_ft.checkpoint.native import disk_of, iteration_of, naming, newest_iteration
 from megatron_ft.config import SWITCH
 from megatron_ft.core.identity import Ancestor, SnapshotId, on_lineage
 from megatron_ft.core.in_thread import in_thread

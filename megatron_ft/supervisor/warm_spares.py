@@ -14,7 +14,7 @@ from megatron_ft.config.flags import read_command
 from megatron_ft.core.environment import TREE
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.launchers.launcher import Launcher, ProcessHandle
-from megatron_ft.launchers.outer_launcher import base_environment
+from megatron_ft.launchers.launcher_env import base_environment
 from megatron_ft.supervisor import container
 from megatron_ft.supervisor.spec import JobSpec
 

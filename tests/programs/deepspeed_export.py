@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_ft.checkpoint.form import export
+from megatron_ft.checkpoint.export import export
 from megatron_ft.cli.demo.trace import trace_path
 from megatron_ft.core.errors import ExportError
 from tests.programs.deepspeed_program import ENVIRONMENT, line, make_engine, train_step

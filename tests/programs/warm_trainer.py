@@ -14,9 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_ft.cli.chaos import warm_python
 from megatron_ft.core.environment import ProcessEnvironment
-from megatron_ft.smp.writers import FILE_NAME
+from megatron_ft.smp.processes import WRITERS_NAME
+from tests.support import warm_python
 
 WAIT_SECONDS = 200.0
 
@@ -30,7 +30,7 @@ def main() -> int:
     namespace = f"/proc/{os.getpid()}/ns/net"
     log = Path(os.readlink("/proc/self/fd/1"))
     child = warm_python.start_at(server, script, {**os.environ, **given}, log, namespace=namespace)
-    await_encoder(ProcessEnvironment.from_env().node_dir / FILE_NAME)
+    await_encoder(ProcessEnvironment.from_env().node_dir / WRITERS_NAME)
     status = child.wait()
     if status < 0:
         os.kill(os.getpid(), -status)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc.node_messages import TransitionRefusedError
-from megatron_ft.smp import slots as slot_recovery
 from megatron_ft.smp.slot_rules import EMPTY_SLOT
 from megatron_ft.smp.slots import ShardSlots
 from tests.protocol.model.memory import record_of
@@ -29,10 +28,10 @@ ASK: dict[str, Callable[[ShardSlots], object]] = {
     "commit": lambda slots: slots.commit(OLD, local_only=False),
     "commit local": lambda slots: slots.commit(OLD, local_only=True),
     "abort": lambda slots: slots.abort(OLD, trainer_alive=False, encoder_alive=False),
-    "begin_rebuild": lambda slots: slot_recovery.begin_rebuild(slots, OLD, 1),
-    "rebuilt": lambda slots: slot_recovery.rebuilt(slots, RECORD, bytes(32), (RECORD,)),
-    "loaded": lambda slots: slot_recovery.loaded(slots, RECORD),
-    "forget": lambda slots: slot_recovery.forget(slots, lambda snapshot: snapshot == OLD),
+    "begin_rebuild": lambda slots: slots.begin_rebuild(OLD, 1),
+    "rebuilt": lambda slots: slots.rebuilt(RECORD, bytes(32), (RECORD,)),
+    "loaded": lambda slots: slots.loaded(RECORD),
+    "forget": lambda slots: slots.forget(lambda snapshot: snapshot == OLD),
 }
 
 

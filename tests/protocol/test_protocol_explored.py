@@ -11,8 +11,8 @@ from random import Random
 
 import pytest
 
-from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.slots import ShardSlots
+from megatron_ft.smp.state_machine import NodeMachine
 from megatron_ft.supervisor.cycle import CaptureRound, SnapshotCycle
 from megatron_ft.supervisor.schedule import Schedule
 from tests.protocol.explore_protocol import Row, explore, row

@@ -33,7 +33,7 @@ LIGHT_PACKAGES = (
     *("core", "config", "arena", "rpc", "erasure", "smp", "checkpoint", "launchers", "supervisor"),
     "cli",
 )
-TRAINING_MODULES = ("checkpoint/stored.py", "cli/demo", "cli/chaos")
+TRAINING_MODULES = ("checkpoint/captured.py", "cli/demo", "cli/chaos")
 LIGHT_MODULES = ("cli/demo/command", "cli/chaos/command")
 HEAVY = ("torch", "megatron", "deepspeed", "transformer_engine")
 

@@ -7,18 +7,17 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_ft.checkpoint.disk_format import DiskCalls, folder_name
 from megatron_ft.checkpoint.drain import publish, write_shards
 from megatron_ft.checkpoint.drained import Keep, clean_up, clear_unfinished
-from megatron_ft.checkpoint.durable import Disk
 from megatron_ft.checkpoint.live import open_live
-from megatron_ft.checkpoint.manifest import folder_name
-from megatron_ft.checkpoint.reader import open_checkpoint
+from megatron_ft.checkpoint.load import open_checkpoint
 from megatron_ft.checkpoint.source import OpenSnapshot, open_newest
 from tests.support.disk_samples import JOB, Memory
 
 
 def drain(
-    memory: Memory, into: Path, iteration: int, disk: Disk | None = None, keep: int = 2
+    memory: Memory, into: Path, iteration: int, disk: DiskCalls | None = None, keep: int = 2
 ) -> Path:
     """What a job does: write, publish, remove older ones."""
     with open_newest(open_live(memory.root, memory.job), iteration) as shards:
@@ -38,7 +37,7 @@ def same(one: OpenSnapshot, other: OpenSnapshot) -> bool:
     )
 
 
-class Recorder(Disk):
+class Recorder(DiskCalls):
     """Counts steps; what happens before step ``at`` is left to ``strike``."""
 
     def __init__(self, at: int = -1, strike: Callable[[], None] = lambda: None) -> None:

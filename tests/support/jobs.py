@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from megatron_ft.cli.chaos.node_network import NodeNetwork
-from megatron_ft.cli.chaos.warm_python import WarmChild, WarmPython
 from megatron_ft.config import SETTINGS, SnapshotConfig
 from megatron_ft.core.environment import TREE
 from megatron_ft.core.ports import free_port
@@ -27,6 +25,8 @@ from megatron_ft.supervisor.orders import Sizes, Timing
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.supervisor import Stop, Supervisor
 from tests.programs.gated_training import GATE
+from tests.support.node_network import NodeNetwork
+from tests.support.warm_python import WarmChild, WarmPython
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "plain_pytorch.py"

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import pytest
 
-from megatron_ft.cli.chaos.node_network import NodeNetwork, unavailable
-from megatron_ft.cli.chaos.warm_python import enter_namespace
+from tests.support.node_network import NodeNetwork, unavailable
+from tests.support.warm_python import enter_namespace
 
 Result = TypeVar("Result")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_ft.checkpoint.reader import open_checkpoint
+from megatron_ft.checkpoint.load import open_checkpoint
 from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.core.decoding import UNREADABLE
 from megatron_ft.core.objects import MAGIC

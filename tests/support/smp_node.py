@@ -24,9 +24,9 @@ from megatron_ft.arena.format import Permit
 from megatron_ft.core.environment import READY_NAME, ProcessEnvironment
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.sockets import JobKeys
-from megatron_ft.smp.__main__ import Ready
-from megatron_ft.smp.daemon import Credentials
+from megatron_ft.rpc.sockets import JobKeys, Peer
+from megatron_ft.smp.__main__ import Credentials, Ready
+from megatron_ft.smp.service import SmpService
 from megatron_ft.supervisor.link import SmpLink
 
 SECRET = bytes(range(32))
@@ -155,3 +155,12 @@ def say(node: SmpNode, message: m.Message) -> None:
     socket.send(m.encode(message))
     socket.close()
     context.term()
+
+
+def service(environment: ProcessEnvironment) -> SmpService:
+    """An SMP without sockets in this process: what it sends is lost."""
+    return SmpService(environment, uuid.UUID(int=7), _nowhere, _nowhere)
+
+
+async def _nowhere(peer: Peer, message: m.Message) -> None:
+    pass

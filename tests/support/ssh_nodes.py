@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_ft.cli.chaos.node_network import NodeNetwork
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import JOB, NODE
+from tests.support.node_network import NodeNetwork
 
 START_SECONDS = 30.0
 SSHD = shutil.which("sshd", path=os.environ.get("PATH", "") + ":/usr/sbin")

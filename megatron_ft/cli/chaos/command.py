@@ -5,10 +5,9 @@
   megatron-ft chaos --seed 7 --cases 5
   megatron-ft chaos --table --markdown table.md
   megatron-ft chaos --seed 7 --cases 5 -- python train.py ...
-  megatron-ft chaos --random --minutes 30 --seed 7
 
 Each case is a job of its own.  It passes if it went on from the newest snapshot that what it
-had told before the fault makes safe, bit-identical to a run that nothing interrupted; with
+had recorded before the fault makes safe, bit-identical to a run that nothing interrupted; with
 more losses than parity makes up for, from the disk, or by a refusal that says so.  A command
 of your own is compared bit by bit if it writes a trace (docs/chaos.md).
 """
@@ -24,21 +23,19 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron_ft.cli.chaos import job, random_command, report
+from megatron_ft.cli.chaos import report
 from megatron_ft.cli.chaos.cases import FAULTS, VICTIMS, Case, draw, table
-from megatron_ft.cli.chaos.oracle import OracleError, run_oracle, warm_python
-from megatron_ft.cli.chaos.report import Result
-from megatron_ft.cli.chaos.runner import run_case
-from megatron_ft.cli.chaos.settings import Settings
+from megatron_ft.cli.chaos.oracle import OracleError
+from megatron_ft.cli.chaos.report import CaseResult
+from megatron_ft.cli.chaos.runner import ChaosSettings, oracle_traces, run_case
 from megatron_ft.cli.chaos.trace import Lines
 from megatron_ft.cli.run import command_of
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.fault_points import POINTS
 from megatron_ft.core.scheme import Scheme
 
-EXIT_CODES: Mapping[int, str] = {
-    1: "a case or a random fault failed, or a point of the table was never reached"
-}
+_NONE = "an installed megatron-ft has no network that can be cut; see docs/chaos.md"
+EXIT_CODES: Mapping[int, str] = {1: "a case failed, or a point of the table was never reached"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,11 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run this case; may be given again",
     )
     what.add_argument("--table", action="store_true", help="every point and every fault")
-    what.add_argument(
-        "--random",
-        action="store_true",
-        help="long jobs of all schemes and transports, with faults of all kinds at random times",
-    )
     parser.add_argument(
         "--all", action="store_true", help="with --table: kill every process at every point"
     )
@@ -68,8 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="draws cases, victims and moments")
     parser.add_argument("--cases", type=int, default=1, help="how many to draw (%(default)s)")
-    random_command.add_arguments(parser)
-    parser.add_argument("--protect", help="protection (default: xor:2, with --random all)")
+    parser.add_argument("--protect", default="xor:2", help="protection (%(default)s)")
     parser.add_argument("--nodes", type=int, help="nodes that train (default: one stripe)")
     parser.add_argument("--ranks-per-node", type=int, default=1, help="trainers a node")
     parser.add_argument("--lease-seconds", type=float, default=4.0, help="(%(default)s)")
@@ -87,38 +78,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("training_command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Run the cases; see EXIT_CODES."""
+def main(
+    arguments: argparse.Namespace, cluster_class: str = "", warm: str = "", network: str = _NONE
+) -> int:
+    """Run the cases; see EXIT_CODES.
+
+    ``cluster_class`` and ``warm`` are those of JobFile; ``network`` says why that cluster has no
+    network that can be cut, and is empty if it has one.
+    """
     if arguments.list:
         print(listing())
         return 0
-    if arguments.random:
-        return random_command.main(arguments)
-    arguments.protect = arguments.protect or "xor:2"
-    command = tuple(command_of(arguments))
-    nodes = arguments.nodes or Scheme.parse(arguments.protect).members
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it leaves nothing either
     folder = Path(tempfile.mkdtemp(prefix="mft-chaos-"))
-    warm = warm_python()
     try:
-        settings = Settings(
+        settings = ChaosSettings(
             folder=folder,
-            nodes=nodes,
+            nodes=arguments.nodes or Scheme.parse(arguments.protect).members,
             protect=arguments.protect,
             ranks_per_node=arguments.ranks_per_node,
             seed=arguments.seed,
             lease=arguments.lease_seconds,
             limit=arguments.limit_seconds,
-            command=command,
-            warm=warm.path,
+            command=tuple(command_of(arguments)),
+            cluster_class=cluster_class,
+            warm=warm,
         )
-        cases = _possible(_cases(arguments, settings))
+        cases = _possible(_cases(arguments, settings), network)
         kept = _kept(arguments, cases, settings)
-        note = partial(_write, arguments, settings, cases)
+        save = partial(_save, arguments, settings, cases)
         left = {str(case) for case in cases} - {result.case for result in kept}
-        results = run_all(cases, settings, _oracle(settings) if left else {}, note, kept)
+        results = run_all(cases, settings, _oracle(settings) if left else {}, save, kept)
     finally:
-        warm.close()
         with contextlib.suppress(OSError):
             folder.rmdir()  # empty, as of a call that was refused
     return _finish(arguments, settings, results)
@@ -137,12 +128,12 @@ def listing() -> str:
 
 def run_all(
     cases: Sequence[Case],
-    settings: Settings,
+    settings: ChaosSettings,
     oracle: Mapping[int, Lines],
-    note: Callable[[Sequence[Result]], None],
-    kept: Sequence[Result] = (),
-) -> list[Result]:
-    """Run one case after the other, and print a line of each; ``note`` gets those so far.
+    save: Callable[[Sequence[CaseResult]], None],
+    kept: Sequence[CaseResult] = (),
+) -> list[CaseResult]:
+    """Run one case after the other, and print a line of each; ``save`` gets those so far.
 
     Cases of which results are ``kept`` from before are left out.
     """
@@ -151,8 +142,8 @@ def run_all(
         if str(case) in passed:
             continue
         outcome = run_case(case, settings, oracle)
-        results.append(Result.of(outcome))
-        note(results)
+        results.append(CaseResult.of(outcome))
+        save(results)
         told = report.told(results[-1])
         print(f"[{number}/{len(cases)}] {case}: {told} ({outcome.seconds:.1f} s)", flush=True)
         if not outcome.verdict.good:
@@ -160,7 +151,7 @@ def run_all(
     return results
 
 
-def _cases(arguments: argparse.Namespace, settings: Settings) -> list[Case]:
+def _cases(arguments: argparse.Namespace, settings: ChaosSettings) -> list[Case]:
     parity = Scheme.parse(settings.protect).parity_members
     if arguments.case:
         return [Case.parse(text) for text in arguments.case]
@@ -169,18 +160,17 @@ def _cases(arguments: argparse.Namespace, settings: Settings) -> list[Case]:
     return draw(settings.seed, arguments.cases, settings.nodes, parity)
 
 
-def _possible(cases: Sequence[Case]) -> list[Case]:
-    """Those that can be run on this machine."""
-    reason = job.missing() if any(case.victim == "network" for case in cases) else ""
-    if reason:
-        print(f"not run: cases that cut a network: {reason}", flush=True)
-    return [case for case in cases if case.victim != "network" or not reason]
+def _possible(cases: Sequence[Case], no_network: str) -> list[Case]:
+    """Those that can be run here."""
+    if no_network and any(case.victim == "network" for case in cases):
+        print(f"not run: cases of the network: {no_network}", flush=True)
+    return [case for case in cases if case.victim != "network" or not no_network]
 
 
-def _oracle(settings: Settings) -> dict[int, Lines]:
+def _oracle(settings: ChaosSettings) -> dict[int, Lines]:
     """What to compare with.  A command of the user's may not be able to run without us."""
     try:
-        traces = run_oracle(settings)
+        traces = oracle_traces(settings)
     except OracleError as error:
         if not settings.command:
             raise
@@ -191,7 +181,9 @@ def _oracle(settings: Settings) -> dict[int, Lines]:
     return traces
 
 
-def _kept(arguments: argparse.Namespace, cases: Sequence[Case], settings: Settings) -> list[Result]:
+def _kept(
+    arguments: argparse.Namespace, cases: Sequence[Case], settings: ChaosSettings
+) -> list[CaseResult]:
     """What passed before the break."""
     if not arguments.go_on:
         return []
@@ -202,11 +194,11 @@ def _kept(arguments: argparse.Namespace, cases: Sequence[Case], settings: Settin
     return [result for result in known if result.good and result.case in wanted]
 
 
-def _write(
+def _save(
     arguments: argparse.Namespace,
-    settings: Settings,
+    settings: ChaosSettings,
     cases: Sequence[Case],
-    results: Sequence[Result],
+    results: Sequence[CaseResult],
 ) -> None:
     """After every case, so that a run that is interrupted leaves what it has."""
     place = {str(case): number for number, case in enumerate(cases)}
@@ -217,7 +209,9 @@ def _write(
         report.write(arguments.json, ordered, settings)
 
 
-def _finish(arguments: argparse.Namespace, settings: Settings, results: Sequence[Result]) -> int:
+def _finish(
+    arguments: argparse.Namespace, settings: ChaosSettings, results: Sequence[CaseResult]
+) -> int:
     failed = [result for result in results if not result.good]
     missing = report.unreached(results) if arguments.table else []
     print(f"{len(results)} cases, {len(failed)} failed")

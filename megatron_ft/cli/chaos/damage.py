@@ -5,32 +5,106 @@ from __future__ import annotations
 import mmap
 import os
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ft.arena import binary
+from megatron_ft.arena import format as fmt
 from megatron_ft.arena.arena import Arena
-from megatron_ft.arena.format import SlotState
-from megatron_ft.cli.chaos import regions as r
+from megatron_ft.arena.binary import ENVELOPE_BYTES
+from megatron_ft.arena.format import Geometry, SlotState
+from megatron_ft.core.identity import SealedRecord
 
-_REGIONS = {
-    "flip-data": r.DATA,
-    "flip-parity": r.PARITY,
-    "flip-digest": r.TABLE,
-    "flip-header": r.SLOT_HEADER,
-    "slot-header": r.SLOT_HEADER,
-    "arena-header": r.ARENA_HEADER,
-    "magic": r.PREAMBLE,
+DATA, TABLE, PADDING = "data", "digest table", "padding"
+PARITY, PARITY_DIGESTS = "parity", "digests of parity"
+ARENA_HEADER, SLOT_HEADER = "arena header", "slot header"
+PERMIT, PROGRESS, PREAMBLE = "permit", "progress", "magic and version"
+
+IN_BLOCKS = (DATA, TABLE, PADDING, PARITY, PARITY_DIGESTS)
+"""Regions that parity repairs, block by block."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Bytes [start, stop) of an arena file; ``copy`` is 0 or 1 for what is stored twice."""
+
+    name: str
+    start: int
+    stop: int
+    copy: int = 0
+
+
+def regions(geometry: Geometry, record: SealedRecord, slot: int) -> Iterator[Region]:
+    """Every region of an arena whose ``slot`` holds the sealed record; gaps are in none."""
+    yield Region(PREAMBLE, 0, binary.PREAMBLE_BYTES)
+    slot_header = geometry.slot_header_offset(slot)
+    for name, start, copy_bytes, payload in (
+        (ARENA_HEADER, fmt.HEADER_OFFSET, fmt.HEADER_COPY_BYTES, binary.HEADER_BYTES),
+        (PERMIT, fmt.PERMIT_OFFSET, fmt.WORD_COPY_BYTES, binary.PERMIT_BYTES),
+        (PROGRESS, fmt.PROGRESS_OFFSET, fmt.WORD_COPY_BYTES, binary.PROGRESS_BYTES),
+        (SLOT_HEADER, slot_header, fmt.SLOT_COPY_BYTES, binary.SLOT_BYTES),
+    ):
+        for copy in (0, 1):
+            at = start + copy * copy_bytes
+            yield Region(name, at, at + ENVELOPE_BYTES + payload, copy)
+    base, parity = geometry.data_offset(slot), geometry.parity_offset(slot)
+    digests = geometry.parity_digest_offset(slot)
+    yield Region(DATA, base, base + record.digest_offset)
+    yield Region(TABLE, base + record.digest_offset, base + record.used_bytes)
+    yield Region(PADDING, base + record.used_bytes, base + geometry.data_bytes)
+    yield Region(PARITY, parity, parity + geometry.parity_bytes)
+    yield Region(PARITY_DIGESTS, digests, digests + 8 * geometry.parity_blocks)
+
+
+_FLIPPED = {
+    "flip-data": DATA,
+    "flip-parity": PARITY,
+    "flip-digest": TABLE,
+    "flip-header": SLOT_HEADER,
+    "magic": PREAMBLE,
 }
-_OVERWRITTEN = ("slot-header", "arena-header")
-
-
+_OVERWRITTEN = {"slot-header": SLOT_HEADER, "arena-header": ARENA_HEADER}
 _PAGE = 4096
 
 
 def damage(path: Path, fault: str, chance: random.Random) -> str:
-    """Do it; what was done, in words.  ValueError if no snapshot is committed there."""
-    change = _WHOLE.get(fault)
-    return f"{path.name} {change(path)}" if change else _bytes(path, fault, chance)
+    """Damage an arena and return what was done.  ValueError if no snapshot is committed there."""
+    change = _WHOLE_FILE.get(fault)
+    return f"{path.name} {change(path)}" if change else _change_bytes(path, fault, chance)
+
+
+def put_back(path: Path, older: bytes) -> str:
+    """Write an older copy of the arena in its place."""
+    with path.open("r+b") as file:
+        file.write(older)
+    return f"an older copy of {path.name} written in place"
+
+
+def _change_bytes(path: Path, fault: str, chance: random.Random) -> str:
+    """Flip a bit of one region, or overwrite all copies of a header."""
+    name = _OVERWRITTEN.get(fault) or _FLIPPED[fault]
+    with Arena.open(path) as arena:
+        slot = _newest(arena)
+        record = arena.slot(slot).record
+        if record is None:
+            raise ValueError(f"slot {slot} of {path} was just given up")
+        found = [region for region in regions(arena.geometry, record, slot) if region.name == name]
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        if fault in _OVERWRITTEN:
+            for place in found:
+                memory[place.start : place.stop] = chance.randbytes(place.stop - place.start)
+            return f"both copies of the {name} of {path.name} overwritten (slot {slot})"
+        at, bit = chance.randrange(found[0].start, found[0].stop), chance.randrange(8)
+        memory[at] ^= 1 << bit
+    return f"bit {bit} of byte {at} of {path.name} flipped: {name} of slot {slot}"
+
+
+def _newest(arena: Arena) -> int:
+    """The slot of the newest snapshot that is committed here."""
+    slots = {number: arena.slot(number) for number in range(arena.geometry.slot_count)}
+    held = {n: s.snapshot for n, s in slots.items() if s.state == SlotState.COMMITTED}
+    return max(held, key=lambda number: held[number] or (0, 0))
 
 
 def _truncate(path: Path) -> str:
@@ -67,7 +141,7 @@ def _remove(path: Path) -> str:
     return "removed"
 
 
-_WHOLE: Mapping[str, Callable[[Path], str]] = {
+_WHOLE_FILE: Mapping[str, Callable[[Path], str]] = {
     "truncate": _truncate,
     "extend": _extend,
     "mode": _open_to_others,
@@ -75,36 +149,3 @@ _WHOLE: Mapping[str, Callable[[Path], str]] = {
     "link": _link,
     "missing": _remove,
 }
-
-
-def put_back(path: Path, older: bytes) -> str:
-    """Write an older copy of the arena in its place."""
-    with path.open("r+b") as file:
-        file.write(older)
-    return f"an older copy of {path.name} written in place"
-
-
-def _bytes(path: Path, fault: str, chance: random.Random) -> str:
-    """A bit of one region flips, or all copies of a header are overwritten."""
-    name = _REGIONS[fault]
-    with Arena.open(path) as arena:
-        slot = _newest(arena)
-        record = arena.slot(slot).record
-        if record is None:
-            raise ValueError(f"slot {slot} of {path} was just given up")
-        found = [x for x in r.regions(arena.geometry, record, slot) if x.name == name]
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
-        if fault in _OVERWRITTEN:
-            for place in found:
-                memory[place.start : place.stop] = chance.randbytes(place.stop - place.start)
-            return f"both copies of the {name} of {path.name} overwritten (slot {slot})"
-        at, bit = chance.randrange(found[0].start, found[0].stop), chance.randrange(8)
-        memory[at] ^= 1 << bit
-    return f"bit {bit} of byte {at} of {path.name} flipped: {name} of slot {slot}"
-
-
-def _newest(arena: Arena) -> int:
-    """The slot of the newest snapshot that is committed here."""
-    slots = {number: arena.slot(number) for number in range(arena.geometry.slot_count)}
-    held = {n: s.snapshot for n, s in slots.items() if s.state == SlotState.COMMITTED}
-    return max(held, key=lambda number: held[number] or (0, 0))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_ft.checkpoint import export_drained, native
 from megatron_ft.checkpoint.drain import run_step
-from megatron_ft.checkpoint.form import CheckpointForm, add_format, whole_folder
+from megatron_ft.checkpoint.export import CheckpointForm, add_format, whole_folder
 from megatron_ft.checkpoint.source import OpenSnapshot
 
 FRAMEWORK = "megatron-ft-chaos"

@@ -1,4 +1,4 @@
-"""Following a job from outside: its events as they are told, and its supervisor's process."""
+"""Following a job from outside: its events as they are recorded, and its supervisor's process."""
 
 from __future__ import annotations
 
@@ -6,25 +6,28 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from megatron_ft.cli.chaos.job import EVENTS, MODULE, JobFile, environment
-from megatron_ft.cli.chaos.warm_python import start_at
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.supervisor.job_state import read_record
 
 MOST_RESTARTS = 4
 
+RecordedEvent = Mapping[str, Any]
+"""A line of the job's events: "at" (monotonic seconds), "kind", "text", "incarnation", more."""
+
 
 class Follower:
-    """Reads what a job tells, and starts its supervisor: by ``start``, then whenever it dies."""
+    """Reads a job's events, and starts its supervisor: by ``start``, then whenever it dies."""
 
     def __init__(self, job: JobFile, most_restarts: int = MOST_RESTARTS) -> None:
         self.job, self._most_restarts = job, most_restarts
-        self.events: list[dict[str, Any]] = []
+        self.cluster = job.cluster()
+        self.events: list[RecordedEvent] = []
         self.restarts = 0
         self._file = job.place / "job.json"
         self._file.write_bytes(msgspec.json.encode(job))
@@ -34,25 +37,22 @@ class Follower:
     def start(self) -> None:
         """Start a supervisor, as a user runs the same command again."""
         argv = [sys.executable, "-m", MODULE, str(self._file)]
-        log, variables = self.job.place / "supervisor.log", environment(self.job, armed=True)
-        if self.job.warm:
-            child = start_at(self.job.warm, argv[1:], variables, log)
-            self.process = LocalProcess("", child.pid, child)  # type: ignore[arg-type]
-            child.go()
-        else:
-            self.process = LocalProcess.spawn("", argv, variables, log)
+        log = self.job.place / "supervisor.log"
+        self.process = self.cluster.start_supervisor(argv, environment(self.job), log)
 
-    def read(self) -> None:
-        """Take in what was told since."""
+    def read(self) -> list[RecordedEvent]:
+        """The events that were recorded since the last call; all are in ``events``."""
         path = self.job.place / EVENTS
         if not path.exists():
-            return
+            return []
         with path.open("rb") as file:
             file.seek(self._at)
             more = file.read()
         self._at += len(more)
         *lines, self._rest = (self._rest + more).split(b"\n")
-        self.events += [json.loads(line) for line in lines if line]
+        new = [json.loads(line) for line in lines if line]
+        self.events += new
+        return new
 
     def over(self) -> str:
         """ "finished" or "stopped" once the job is; a supervisor that merely died is replaced."""
@@ -84,30 +84,31 @@ class Follower:
         return self.count("committed", since, level=level)
 
     def active(self) -> list[str]:
-        """The nodes that train, by position, as the job has noted."""
+        """The nodes that train, by position, as the job has recorded."""
         record = read_record(self.job.state_dir, self.job.name)
         noted = [] if record is None else list(record.active)
         return noted or self.job.node_names[: self.job.nodes]
 
     def last_error(self) -> tuple[str, str]:
         """Name and text of the error that stopped the job."""
-        told = [e for e in self.events if e["kind"] in ("stopped", "crashed")]
-        return (told[-1]["error"], told[-1]["text"]) if told else ("", "it told nothing")
+        ends = [e for e in self.events if e["kind"] in ("stopped", "crashed")]
+        return (ends[-1]["error"], ends[-1]["text"]) if ends else ("", "it recorded nothing")
 
     def end(self) -> None:
-        """Kill the supervisor; the cluster's processes are the caller's."""
+        """Kill the supervisor and everything of the job; nothing stays in shared memory."""
         self.process.kill()
         self.process.join(10)
+        self.cluster.destroy()
 
     def tail(self, count: int = 12) -> str:
         """The last events, for a report."""
         start = self.events[0]["at"] if self.events else 0.0
-        told = [e for e in self.events if e["kind"] != "committed"][-count:]
-        return "\n".join(f"{e['at'] - start:7.2f} s {e['kind']}: {e['text']}" for e in told)
+        shown = [e for e in self.events if e["text"] and e["kind"] != "committed"][-count:]
+        return "\n".join(f"{e['at'] - start:7.2f} s {e['kind']}: {e['text']}" for e in shown)
 
 
 async def until(condition: Callable[[], bool], seconds: float, whom: Callable[[], str]) -> None:
-    """Look until a condition holds; TimeoutError says who was waited for."""
+    """Poll until a condition holds; TimeoutError says who was waited for."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

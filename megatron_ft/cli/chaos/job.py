@@ -1,9 +1,8 @@
-"""The job of a chaos case as its supervisor's process: ``python -m ...chaos.job JOB.json``.
+"""The job of a fault run as its supervisor's process: ``python -m ...chaos.job JOB.json``.
 
-It is `megatron-ft run` with events that are written to a file, and with processes that may be
-forked from a server instead of being started.
-
-Networks that can be cut, for chaos jobs on machines that can have them.
+It does what `megatron-ft run` does on a virtual cluster, and appends every event to a file.
+The demo, chaos cases, the random campaign and the soak all run their jobs this way, so that a
+supervisor can be killed like any other process.
 """
 
 from __future__ import annotations
@@ -16,50 +15,41 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from megatron_ft.cli.chaos import trace
-from megatron_ft.cli.chaos.warm_python import start_at
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core import fault_points
 from megatron_ft.core.errors import MegatronFTError
+from megatron_ft.core.fault_plan import PLAN_NAME
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.virtual import VirtualCluster
+from megatron_ft.launchers.virtual_network import Network
+from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.orders import Sizes
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.supervisor import Supervisor
 
-NETWORK_MODULE = "megatron_ft.cli.chaos.node_network"
-
-
-def missing() -> str:
-    """Why no job can have a network of its own here; empty if it can."""
-    try:
-        return str(import_module(NETWORK_MODULE).unavailable())
-    except ModuleNotFoundError:
-        return "this release has no networks that can be cut"
-
-
-def network_of(job: str, nodes: Sequence[str]) -> Any:
-    """The job's network, which every process of it and its runner name alike."""
-    return import_module(NETWORK_MODULE).NodeNetwork(job, nodes)
-
-
 MODULE = "megatron_ft.cli.chaos.job"
+TRAINING_MODULE = "megatron_ft.cli.chaos.training"
 EVENTS = "events.jsonl"
 ROLE = "MEGATRON_FT_CHAOS_ROLE"
-"""What a process of the job is: smp, drain or trainer; encoders have the name of their world."""
+"""Role of a process of the job: smp, drain or trainer; encoders have the name of their world."""
+
+_EXPORT_MODULE = "megatron_ft.checkpoint.export_drained"
+_OWN_EXPORT_MODULE = "megatron_ft.cli.chaos.exporting"
 
 
 class JobFile(msgspec.Struct, frozen=True):
     """All that a supervisor of the job needs.
 
-    ``warm`` is the server's socket, or empty; ``network`` gives each node one that can be cut.
+    ``cluster_class`` names a subclass of ChaosCluster as ``module:name``; ``warm`` (a server that
+    forks processes) and ``network`` (one that can be cut) are for such a subclass.  With ``bare``
+    trainers get no variable of ours but the trace's.
     """
 
     name: str
@@ -70,24 +60,31 @@ class JobFile(msgspec.Struct, frozen=True):
     protect: str
     ranks_per_node: int = 1
     slots: int = 2
+    block_bytes: int = 16384
+    crc: bool = True
     snapshot_interval: int = 2
     drain_interval: int = 0
     exports: bool = False
     lease: float = 4.0
-    warm: str = ""
     root: str = ""
+    node_prefix: str = "n"
+    logs: str = "logs"
     trace: str = ""
-    network: bool = False
+    environment: dict[str, str] = {}
     transport: str = "auto"
+    bare: bool = False
+    cluster_class: str = ""
+    warm: str = ""
+    network: bool = False
 
     @property
     def place(self) -> Path:
-        """The case's folder."""
+        """The job's folder."""
         return Path(self.folder)
 
     @property
     def drain_dir(self) -> Path:
-        """Where the job drains to, if it does."""
+        """The folder that the job drains to, if it does."""
         return self.place / "disk"
 
     @property
@@ -98,7 +95,7 @@ class JobFile(msgspec.Struct, frozen=True):
     @property
     def node_names(self) -> list[str]:
         """All nodes; those after the first ``nodes`` are spares."""
-        return [f"n{number}" for number in range(self.nodes + self.spares)]
+        return [f"{self.node_prefix}{number}" for number in range(self.nodes + self.spares)]
 
     @property
     def parity(self) -> int:
@@ -106,8 +103,12 @@ class JobFile(msgspec.Struct, frozen=True):
         return Scheme.parse(self.protect).parity_members
 
     def cluster(self) -> ChaosCluster:
-        """The virtual cluster, for whoever wants to start or kill on it."""
-        return ChaosCluster(self)
+        """The virtual cluster; any process that makes it can start and kill on it."""
+        if not self.cluster_class:
+            return ChaosCluster(self)
+        module, _, name = self.cluster_class.partition(":")
+        made: ChaosCluster = getattr(import_module(module), name)(self)
+        return made
 
     def spec(self) -> JobSpec:
         """The job itself."""
@@ -131,25 +132,20 @@ class JobFile(msgspec.Struct, frozen=True):
                 drain_export_dir=self.place / "exports" if self.exports else None,
                 transport=self.transport,
             ),
-            sizes=Sizes(block_bytes=16384),
-            log_dir=self.place / "logs",
-            environment=environment,
+            sizes=Sizes(self.block_bytes, self.crc),
+            log_dir=self.place / self.logs,
+            environment={**environment, **self.environment},
         )
 
 
 class ChaosCluster(VirtualCluster):
-    """A virtual cluster whose processes say what they are, and may come from a warm server."""
+    """A virtual cluster whose processes carry their role in their environment."""
 
-    def __init__(self, job: JobFile) -> None:
-        self.network: Any = network_of(job.name, job.node_names) if job.network else None
-        root = Path(job.root) if job.root else None
-        super().__init__(job.name, job.node_names, root, network=self.network)
-        # What is forked would be in the server's network.
-        self._warm = "" if job.network else job.warm
-        self._trains_warm = job.command[1:3] == ("-m", TRAINING_MODULE)
-
-    def check_world(self, ranks: int) -> None:
-        """Whoever runs many cases has tried MPI once."""
+    def __init__(self, job: JobFile, network: Network | None = None) -> None:
+        super().__init__(
+            job.name, job.node_names, Path(job.root) if job.root else None, network=network
+        )
+        self._bare = job.bare
 
     def start(
         self,
@@ -159,32 +155,26 @@ class ChaosCluster(VirtualCluster):
         log_path: Path,
         stdin: bytes | None = None,
     ) -> LocalProcess:
-        """Start or fork a process on a node; see Launcher."""
-        role = role_of_command(argv)
-        argv = [EXPORT_MODULE if word == OWN_EXPORT_MODULE else word for word in argv]
-        env = {**env, ROLE: role}
-        if not self._warm or (role == "trainer" and not self._trains_warm):
-            return super().start(node, argv, env, log_path, stdin)
-        self._require([node])
-        self.node_dir(node).mkdir(mode=0o700, exist_ok=True)
-        child = start_at(
-            self._warm, python_words(argv), self._marked(node, env), log_path, stdin or b""
-        )
-        process = LocalProcess(node, child.pid, child)  # type: ignore[arg-type]
-        self._end_if_lost([node], process)
-        child.go()
-        return process
+        """Start a process on a node; see Launcher."""
+        marked = {**env, ROLE: role_of_command(argv)}
+        return super().start(node, own_module(argv), marked, log_path, stdin)
 
+    def start_supervisor(
+        self, argv: Sequence[str], env: Mapping[str, str], log_path: Path
+    ) -> LocalProcess:
+        """Start the supervisor of the job, which is on no node."""
+        return LocalProcess.spawn("", argv, env, log_path)
 
-OWN_EXPORT_MODULE = "megatron_ft.checkpoint.export_drained"
-EXPORT_MODULE = "megatron_ft.cli.chaos.exporting"
-"""Runs in the place of the former, for it knows the form of our own training."""
-
-TRAINING_MODULE = "megatron_ft.cli.chaos.training"
+    def _marked(self, node: str, env: Mapping[str, str]) -> dict[str, str]:
+        marked = super()._marked(node, env)
+        if not self._bare:
+            return marked
+        ours = [k for k in marked if k.startswith("MEGATRON_FT_") and k != trace.VARIABLE]
+        return {k: v for k, v in marked.items() if k not in ours}
 
 
 def role_of_command(argv: Sequence[str]) -> str:
-    """What a process of a job is, by the command that the supervisor starts it with."""
+    """The role of a process, by the command that the supervisor starts it with."""
     words = python_words(argv)
     module = words[1] if words[:1] == ["-m"] else ""
     if module == "megatron_ft.smp":
@@ -192,52 +182,83 @@ def role_of_command(argv: Sequence[str]) -> str:
     return "drain" if module.startswith("megatron_ft.checkpoint.") else "trainer"
 
 
+def own_module(argv: Sequence[str]) -> list[str]:
+    """The command with our export's module, which knows our own training, for the usual one."""
+    return [_OWN_EXPORT_MODULE if word == _EXPORT_MODULE else word for word in argv]
+
+
 def python_words(argv: Sequence[str]) -> list[str]:
-    """What Python is given; what starts it with another priority is left out."""
+    """The arguments of Python in a command that may start it with another priority."""
     words = list(argv)
     return words[words.index(sys.executable) + 1 :] if sys.executable in words else words[1:]
 
 
 class EventFile:
-    """Appends events so that whoever kills this process knows all that it told before."""
+    """Appends events, each in one write, so that a killed supervisor loses none of them."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self.supervisor: Supervisor | None = None
 
-    def __call__(self, event: JobEvent) -> None:
-        """Write one line."""
-        line = {"at": event.monotonic, "kind": event.kind, "text": event.text, **event.fields}
+    def follow(self, supervisor: Supervisor) -> None:
+        """Record the events of a supervisor, and the times that SMPs report to it."""
+        self.supervisor = supervisor
+        supervisor.observers.add(self.on_event)
+        supervisor.coordinator.listeners.append(self.on_message)
+
+    def on_event(self, event: JobEvent) -> None:
+        """Record an event of the supervisor."""
+        self._write(event.kind, event.text, event.monotonic, event.fields)
+
+    def on_message(self, event: m.Event) -> None:
+        """Record what an SMP reports of costs and sizes; everything else is an event anyway."""
+        body = event.body
+        if isinstance(body, m.CaptureCost):
+            fields = {"snapshot": str(body.snapshot), "stall_seconds": body.stall_seconds}
+            self._write("capture_cost", "", time.monotonic(), fields)
+        elif isinstance(body, m.Restored | m.Rebuilt):
+            kind = f"shard_{type(body).__name__.lower()}"
+            of = {"seconds": body.seconds, "incarnation": event.incarnation}
+            self._write(kind, "", time.monotonic(), of)
+        elif isinstance(body, m.Sealed):
+            sealed = {"shard": body.record.shard_id, "tensor_bytes": body.record.tensor_bytes}
+            self._write("sealed", "", time.monotonic(), sealed)
+
+    def emit(self, kind: str, text: str, **fields: object) -> None:
+        """Record an event of this process."""
+        self._write(kind, text, time.monotonic(), fields)
+
+    def _write(self, kind: str, text: str, at: float, fields: Mapping[str, object]) -> None:
+        incarnation = 0 if self.supervisor is None else self.supervisor.coordinator.incarnation
+        line = {"at": at, "kind": kind, "text": text, "incarnation": incarnation, **fields}
         os.write(self._descriptor, json.dumps(line, default=str).encode() + b"\n")
-
-    def tell(self, kind: str, text: str, **fields: object) -> None:
-        """An event of our own."""
-        self(JobEvent(kind, text, dict(fields), time.monotonic()))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Lead the job to its end.  Exit codes: 0 finished, 1 stopped by an error that was told."""
+    """Lead the job to its end.  Exit codes: 0 finished, 1 stopped by an error that was recorded."""
     job = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=JobFile)
     events = EventFile(job.place / EVENTS)
-    events.tell("supervisor", f"supervisor {os.getpid()} started", pid=os.getpid())
+    events.emit("supervisor", f"supervisor {os.getpid()} started", pid=os.getpid())
     try:
         with JobState(job.state_dir, job.name) as state:
             supervisor = Supervisor(job.spec(), job.cluster(), state)
-            supervisor.observers.add(events)
+            events.follow(supervisor)
             asyncio.run(supervisor.run())
     except MegatronFTError as error:
-        events.tell("stopped", f"{type(error).__name__}: {error}", error=type(error).__name__)
+        events.emit("stopped", f"{type(error).__name__}: {error}", error=type(error).__name__)
         return 1
     except BaseException as error:
-        events.tell("crashed", f"{type(error).__name__}: {error}", error=type(error).__name__)
+        events.emit("crashed", f"{type(error).__name__}: {error}", error=type(error).__name__)
         raise
-    events.tell("ended", "the job has ended")
+    events.emit("ended", "the job has ended")
     return 0
 
 
-def environment(job: JobFile, armed: bool) -> dict[str, str]:
+def environment(job: JobFile) -> dict[str, str]:
     """The environment of the supervisor's process, which all others inherit."""
     base = {k: v for k, v in os.environ.items() if not k.startswith("MEGATRON_FT_")}
-    return {**base, fault_points.VARIABLE: job.folder} if armed else base
+    planned = (job.place / PLAN_NAME).exists()
+    return {**base, fault_points.VARIABLE: job.folder} if planned else base
 
 
 if __name__ == "__main__":

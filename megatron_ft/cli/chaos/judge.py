@@ -1,20 +1,17 @@
-"""Whether a job kept its promises while faults struck.  Pure: what happened in, verdict out.
+"""The judge: did a job keep its promises while faults struck?  A pure function of its story.
 
-What must be restored is derived from what the job had told before a fault: a snapshot that
-was committed is the least that memory serves while no node is lost, one that was committed
-with parity while no more nodes are lost than parity makes up for, and one that was drained
-else.
+The least that must be restored follows from the job's events before a fault.  While no node is
+lost, memory serves the newest committed snapshot; while no more are lost than parity makes up
+for, the newest committed with parity; else the newest that was drained.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from megatron_ft.cli.chaos.follow import RecordedEvent
 from megatron_ft.cli.chaos.trace import Lines, differences, gaps
-
-Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -37,13 +34,12 @@ class Struck:
 class Story:
     """One case as it happened.
 
-    ``end`` is "finished", "stopped" or "hang", ``reason`` why.  ``error`` is its
-    name.
+    ``end`` is "finished", "stopped" or "hang", ``reason`` why, ``error`` the name of the error.
     ``oracle`` is empty where nothing was to be compared.
     """
 
     parity: int
-    events: Sequence[Event]
+    events: Sequence[RecordedEvent]
     strikes: Sequence[Struck]
     traces: Mapping[int, Lines]
     oracle: Mapping[int, Lines]
@@ -57,7 +53,7 @@ class Story:
 
 
 @dataclass(frozen=True)
-class Restored:
+class JudgedRestore:
     """One restore and the least that it had to bring back, -1 for nothing."""
 
     iteration: int
@@ -72,7 +68,7 @@ class Verdict:
     """``problems`` is empty if every promise was kept."""
 
     problems: tuple[str, ...]
-    restores: tuple[Restored, ...]
+    restores: tuple[JudgedRestore, ...]
     compared: int
 
     @property
@@ -87,25 +83,27 @@ def judge(story: Story) -> Verdict:
     problems = [
         *_end(story, restores),
         *_restores(story, restores),
-        *_unplanned(story),
-        *_bytes(story),
+        *unplanned(story),
+        *byte_problems(story),
     ]
     compared = sum(len(lines) for lines in story.traces.values()) if story.oracle else 0
     return Verdict(tuple(problems), restores, compared)
 
 
-def restored(story: Story) -> Iterator[Restored]:
+def restored(story: Story) -> Iterator[JudgedRestore]:
     """Every restore, with what was known to be safe when it was decided."""
-    for event, known in _walk(story):
+    for event, known in walk(story):
         if event["kind"] == "restoring":
             least, lost = known.least(), len(known.lost)
-            yield Restored(event["iteration"], event["source"], least, lost, event["at"])
+            yield JudgedRestore(event["iteration"], event["source"], least, lost, event["at"])
 
 
-def _walk(story: Story) -> Iterator[tuple[Event, _Known]]:
+def walk(story: Story) -> Iterator[tuple[RecordedEvent, Known]]:
     """Every event with what was known to be safe just before it."""
-    known = _Known(story.parity)
-    happened: list[tuple[float, Event | Struck]] = [(event["at"], event) for event in story.events]
+    known = Known(story.parity)
+    happened: list[tuple[float, RecordedEvent | Struck]] = [
+        (event["at"], event) for event in story.events
+    ]
     happened += [(strike.at, strike) for strike in story.strikes]
     suspended: dict[str, int] = {}
     for _, one in sorted(happened, key=lambda pair: pair[0]):
@@ -120,12 +118,12 @@ def _walk(story: Story) -> Iterator[tuple[Event, _Known]]:
         elif one["kind"] == "restoring":
             known.back_to(one["iteration"])
         else:
-            known.note(one)
+            known.record(one)
 
 
 @dataclass
-class _Known:
-    """What is safe as far as the job has told, and how many nodes are lost since."""
+class Known:
+    """Snapshots that are safe by the job's events so far, and the nodes lost since."""
 
     parity: int
     committed: int = -1
@@ -134,7 +132,8 @@ class _Known:
     lost: set[int] = field(default_factory=set)
     fresh: bool = True
 
-    def note(self, event: Event) -> None:
+    def record(self, event: RecordedEvent) -> None:
+        """Take in what an event says of safety."""
         if event["kind"] == "trainers_started":
             self.fresh = True
         elif event["kind"] == "drained":
@@ -148,17 +147,19 @@ class _Known:
                     self.lost.clear()
 
     def least(self) -> int:
+        """The least iteration that a restore has to bring back now, -1 for nothing."""
         if not self.lost:
             return max(self.committed, self.drained)
         return max(self.protected if len(self.lost) <= self.parity else -1, self.drained)
 
     def back_to(self, iteration: int) -> None:
+        """Training was set back: nothing newer counts any more."""
         self.committed = iteration
         self.protected = min(self.protected, iteration)
         self.drained = min(self.drained, iteration)
 
 
-def _end(story: Story, restores: Sequence[Restored]) -> Iterator[str]:
+def _end(story: Story, restores: Sequence[JudgedRestore]) -> Iterator[str]:
     if story.end == "hang":
         yield f"hang: {story.reason}"
     if not story.reached:
@@ -170,7 +171,7 @@ def _end(story: Story, restores: Sequence[Restored]) -> Iterator[str]:
             yield f"the job stopped: {story.reason}"
 
 
-def _restores(story: Story, restores: Sequence[Restored]) -> Iterator[str]:
+def _restores(story: Story, restores: Sequence[JudgedRestore]) -> Iterator[str]:
     for one in restores:
         if one.iteration < one.least:
             yield (
@@ -186,7 +187,8 @@ def _restores(story: Story, restores: Sequence[Restored]) -> Iterator[str]:
             yield "trainers were started again from nothing"
 
 
-def _unplanned(story: Story, since: float = 0.0) -> Iterator[str]:
+def unplanned(story: Story, since: float = 0.0) -> Iterator[str]:
+    """Nodes that were given up after a moment although nothing had struck them."""
     struck = {node for strike in story.strikes for node in (*strike.nodes, *strike.suspended)}
     for event in story.events:
         told = event["kind"] in ("node_lost", "spare_lost") and event["at"] >= since
@@ -194,84 +196,10 @@ def _unplanned(story: Story, since: float = 0.0) -> Iterator[str]:
             yield f"node {event['node']} was given up, and nothing had struck it"
 
 
-def _bytes(story: Story) -> Iterator[str]:
+def byte_problems(story: Story) -> Iterator[str]:
+    """Lines of ranks that differ from the uninterrupted run, and iterations left out."""
     if story.oracle:
         if not story.traces and story.end != "stopped":
             yield "nothing was trained"
         yield from list(differences(story.traces, story.oracle))[:3]
         yield from list(gaps(story.traces))[:3]
-
-
-RIGHT, HONEST = "right", "honest stop"
-WRONG_BYTES, WRONG_START, LOST = "wrong bytes", "wrong start", "lost commit"
-NEEDLESS, GIVEN_UP, HANG = "needless stop", "needless loss", "hang"
-OUTCOMES = (RIGHT, HONEST, WRONG_BYTES, WRONG_START, LOST, HANG, NEEDLESS, GIVEN_UP)
-"""What one fault of a long job can come to; the first two are good, the others the worst first."""
-
-
-@dataclass(frozen=True)
-class Ruling:
-    """One of OUTCOMES, and why if it is not a good one."""
-
-    outcome: str
-    problems: tuple[str, ...] = ()
-
-    @property
-    def good(self) -> bool:
-        """Whether every promise was kept."""
-        return self.outcome in (RIGHT, HONEST)
-
-
-def rule(story: Story, since: float, spares: int) -> Ruling:
-    """What the fault that struck at ``since`` came to in a job whose story goes on until now.
-
-    A stop is honest if more was lost than parity makes up for and nothing is on disk, or if
-    more nodes were lost since then than there were ``spares``.
-    """
-    found = {
-        WRONG_BYTES: [*_bytes(story)],
-        WRONG_START: [*_starts(story, since)],
-        LOST: [
-            f"iteration {r.iteration} was restored from {r.source}; {r.least} was safe"
-            for r in restored(story)
-            if r.at >= since and r.iteration < r.least
-        ],
-        HANG: [story.reason] if story.end == "hang" else [],
-        NEEDLESS: [*_needless(story, since, spares)],
-        GIVEN_UP: [*_unplanned(story, since)],
-    }
-    for outcome in OUTCOMES[2:]:
-        if found[outcome]:
-            return Ruling(outcome, tuple(found[outcome]))
-    stopped = any(e["kind"] == "stopped" and e["at"] >= since for e in story.events)
-    return Ruling(HONEST if stopped else RIGHT)
-
-
-def _starts(story: Story, since: float) -> Iterator[str]:
-    """Starts of ranks at another iteration than the job had decided, or from nothing."""
-    due, committed, decided = 0, False, False
-    told: list[tuple[float, Event | int]] = [(event["at"], event) for event in story.events]
-    told += [start for start in story.starts if start[0] >= since]
-    for at, one in sorted(told, key=lambda pair: pair[0]):
-        if isinstance(one, int):
-            if one != due:
-                yield f"a rank started at iteration {one}, where {due} was decided"
-        elif one["kind"] == "committed":
-            committed = True
-        elif one["kind"] == "restoring":
-            due, decided = one["iteration"], True
-        elif one["kind"] == "trainers_started":
-            if at >= since and committed and not decided:
-                yield "trainers were started again from nothing"
-            decided = False
-
-
-def _needless(story: Story, since: float, spares: int) -> Iterator[str]:
-    nodes = {node for strike in story.strikes if strike.at >= since for node in strike.nodes}
-    for event, known in _walk(story):
-        if event["kind"] not in ("stopped", "crashed") or event["at"] < since:
-            continue
-        too_many = len(known.lost) > story.parity and known.drained < 0
-        honest = {"UnrecoverableError": too_many, "NoSpareError": len(nodes) > spares}
-        if not honest.get(event["error"], False):
-            yield f"the job stopped with {len(known.lost)} nodes lost: {event['text']}"

@@ -1,7 +1,4 @@
-"""Results of many cases as tables, and what is printed of one that failed.
-
-What is kept of cases that ran, as JSON: enough for the tables, and to go on after a break.
-"""
+"""Results of chaos cases: kept as JSON, shown as tables, and as text where one failed."""
 
 from __future__ import annotations
 
@@ -16,15 +13,14 @@ from typing import Any
 import msgspec
 
 from megatron_ft.cli.chaos.cases import FAULTS, VICTIMS, Case, losses_of, tabled
-from megatron_ft.cli.chaos.runner import Outcome
-from megatron_ft.cli.chaos.settings import Settings
+from megatron_ft.cli.chaos.runner import CaseOutcome, ChaosSettings
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.scheme import Scheme
 
 FAILED = "failed"
 
 
-class Restore(msgspec.Struct, frozen=True):
+class CaseRestore(msgspec.Struct, frozen=True):
     """One restore: which iteration, from where, and the least that it had to bring back."""
 
     iteration: int
@@ -32,7 +28,7 @@ class Restore(msgspec.Struct, frozen=True):
     source: str
 
 
-class Result(msgspec.Struct, frozen=True):
+class CaseResult(msgspec.Struct, frozen=True):
     """What became of one case on ``date``; ``result`` in a few words, FAILED if it failed."""
 
     case: str
@@ -40,7 +36,7 @@ class Result(msgspec.Struct, frozen=True):
     result: str
     problems: tuple[str, ...]
     done: tuple[str, ...]
-    restored: tuple[Restore, ...]
+    restored: tuple[CaseRestore, ...]
     compared: int
     reached: bool
     seconds: float
@@ -51,7 +47,7 @@ class Result(msgspec.Struct, frozen=True):
         return self.result != FAILED
 
     @classmethod
-    def of(cls, outcome: Outcome) -> Result:
+    def of(cls, outcome: CaseOutcome) -> CaseResult:
         """What to keep of a case that has just run."""
         verdict, story = outcome.verdict, outcome.story
         return cls(
@@ -60,14 +56,14 @@ class Result(msgspec.Struct, frozen=True):
             result=in_words(outcome),
             problems=tuple(verdict.problems),
             done=tuple(strike.text for strike in story.strikes),
-            restored=tuple(Restore(r.iteration, r.least, r.source) for r in verdict.restores),
+            restored=tuple(CaseRestore(r.iteration, r.least, r.source) for r in verdict.restores),
             compared=verdict.compared,
             reached=story.reached,
             seconds=round(outcome.seconds, 1),
         )
 
 
-def in_words(outcome: Outcome) -> str:
+def in_words(outcome: CaseOutcome) -> str:
     """What became of a case, in a few words."""
     if not outcome.verdict.good:
         return FAILED
@@ -77,7 +73,7 @@ def in_words(outcome: Outcome) -> str:
     return ", ".join(sources) or "went on"
 
 
-def unreached(results: Iterable[Result]) -> list[str]:
+def unreached(results: Iterable[CaseResult]) -> list[str]:
     """Points of the table that no case has reached."""
     reached = {Case.parse(result.case).point for result in results if result.reached}
     return [name for name in tabled() if name not in reached]
@@ -85,16 +81,16 @@ def unreached(results: Iterable[Result]) -> list[str]:
 
 class _Table(msgspec.Struct):
     setting: dict[str, Any]
-    cases: tuple[Result, ...]
+    cases: tuple[CaseResult, ...]
 
 
-def write(path: Path, results: Iterable[Result], settings: Settings) -> None:
+def write(path: Path, results: Iterable[CaseResult], settings: ChaosSettings) -> None:
     """Keep results in a file."""
     table = _Table(_setting(settings), tuple(results))
     path.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")
 
 
-def read(path: Path, settings: Settings) -> list[Result]:
+def read(path: Path, settings: ChaosSettings) -> list[CaseResult]:
     """What ``write`` kept, nothing if there is no file.
 
     ConfigError if the file holds something else, or results of other settings.
@@ -113,7 +109,7 @@ def read(path: Path, settings: Settings) -> list[Result]:
     return list(table.cases)
 
 
-def _setting(settings: Settings) -> dict[str, Any]:
+def _setting(settings: ChaosSettings) -> dict[str, Any]:
     return {
         "nodes": settings.nodes,
         "protect": settings.protect,
@@ -123,12 +119,12 @@ def _setting(settings: Settings) -> dict[str, Any]:
     }
 
 
-def told(result: Result) -> str:
+def told(result: CaseResult) -> str:
     """What became of a case, so that nobody overlooks a failure."""
     return result.result if result.good else "**FAILED**"
 
 
-def repeat(case: str, settings: Settings) -> str:
+def repeat(case: str, settings: ChaosSettings) -> str:
     """The command that runs a case again."""
     words = ["megatron-ft", "chaos", "--case", case, "--seed", str(settings.seed)]
     words += ["--nodes", str(settings.nodes), "--protect", settings.protect]
@@ -137,7 +133,7 @@ def repeat(case: str, settings: Settings) -> str:
     return shlex.join(words)
 
 
-def markdown(results: Sequence[Result], settings: Settings) -> str:
+def markdown(results: Sequence[CaseResult], settings: ChaosSettings) -> str:
     """Where and when they ran, points by number of further losses, then every other fault."""
     failed = sum(not result.good for result in results)
     compared = sum(result.compared for result in results)
@@ -165,7 +161,7 @@ def _is_plain(case: Case) -> bool:
     return case.fault == "kill" == VICTIMS[case.victim][0] and case.disk and not crowd
 
 
-def _by_losses(cells: Sequence[tuple[Case, Result]], settings: Settings) -> list[str]:
+def _by_losses(cells: Sequence[tuple[Case, CaseResult]], settings: ChaosSettings) -> list[str]:
     kills = {(c.point, c.victim, c.losses): told(r) for c, r in cells if _is_plain(c)}
     if not kills:
         return []
@@ -180,7 +176,7 @@ def _by_losses(cells: Sequence[tuple[Case, Result]], settings: Settings) -> list
     return lines
 
 
-def _others(cells: Sequence[tuple[Case, Result]]) -> list[str]:
+def _others(cells: Sequence[tuple[Case, CaseResult]]) -> list[str]:
     rest = [(case, result) for case, result in cells if not _is_plain(case)]
     if not rest:
         return []
@@ -191,7 +187,7 @@ def _others(cells: Sequence[tuple[Case, Result]]) -> list[str]:
     return lines
 
 
-def failure(outcome: Outcome, settings: Settings) -> str:
+def failure(outcome: CaseOutcome, settings: ChaosSettings) -> str:
     """What is printed of a case that failed."""
     done = "; ".join(strike.text for strike in outcome.story.strikes) or "nothing"
     return "\n".join(

@@ -1,11 +1,12 @@
-"""One case from an empty folder to its verdict."""
+"""Running chaos cases: what they share, the job of each, and one case up to its verdict."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,9 +14,10 @@ import msgspec
 
 from megatron_ft.cli.chaos.cases import Case, Chance
 from megatron_ft.cli.chaos.follow import Follower, until
-from megatron_ft.cli.chaos.inflict import Inflicter
+from megatron_ft.cli.chaos.inject import CaseInjector
+from megatron_ft.cli.chaos.job import TRAINING_MODULE, JobFile
 from megatron_ft.cli.chaos.judge import Story, Verdict, judge
-from megatron_ft.cli.chaos.settings import Settings
+from megatron_ft.cli.chaos.oracle import run_oracle
 from megatron_ft.cli.chaos.trace import Lines, read_traces
 from megatron_ft.core.fault_plan import (
     ARMED_NAME,
@@ -28,10 +30,91 @@ from megatron_ft.core.fault_plan import (
 STRIKE, PROVOKE, REPEATED = "strike", "provoke", "repeated"
 CLOCK_STEP_SECONDS = 3600.0
 DELAY_SECONDS = 1.0
+USERS_PATIENCE_SECONDS = 3600.0
+"""A training of the user's is not told when to stop."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ChaosSettings:
+    """Settings that all cases of one command share.
+
+    ``command`` is the user's own, or empty; ``limit`` how long a case may wait for any one
+    thing, in seconds; ``cluster_class`` and ``warm`` are those of JobFile.
+    """
+
+    folder: Path
+    nodes: int = 2
+    protect: str = "xor:2"
+    ranks_per_node: int = 1
+    seed: int = 0
+    lease: float = 4.0
+    limit: float = 60.0
+    iterations: int = 1000
+    iteration_seconds: float = 0.03
+    command: tuple[str, ...] = ()
+    cluster_class: str = ""
+    warm: str = ""
+
+    @property
+    def ranks(self) -> int:
+        """Number of trainers."""
+        return self.nodes * self.ranks_per_node
+
+    def job(self, name: str, folder: Path, spares: int = 1) -> JobFile:
+        """A job that trains without drains."""
+        return JobFile(
+            name=name,
+            folder=str(folder),
+            command=self.command or self.training(folder / "stop"),
+            nodes=self.nodes,
+            spares=spares,
+            protect=self.protect,
+            ranks_per_node=self.ranks_per_node,
+            lease=self.lease,
+            cluster_class=self.cluster_class,
+            warm=self.warm,
+            trace=str(folder / "trace"),
+        )
+
+    def case_job(self, case: Case, name: str, folder: Path) -> JobFile:
+        """The job of a case."""
+        spares = case.nodes_lost() + (case.victim in ("smp", "memory", "network", "arena"))
+        spares += case.at.role == "smp" or case.at.occasion == "smp lost"
+        job = self.job(name, folder, max(1, spares))
+        drains = case.disk and (
+            case.nodes_lost() > job.parity
+            or case.at.occasion in ("drain", "export")
+            or case.victim in ("drain", "disk")
+        )
+        return msgspec.structs.replace(
+            job,
+            drain_interval=10 if drains else 0,
+            exports=drains and case.at.occasion == "export",
+            network=case.victim == "network",
+        )
+
+    def training(self, stop: Path | None) -> tuple[str, ...]:
+        """Our own training command."""
+        command = [sys.executable, "-m", TRAINING_MODULE, "--iterations", str(self.iterations)]
+        pace = ["--seconds", str(self.iteration_seconds), "--stop", str(stop)]
+        return (*command, *(pace if stop else []))
+
+
+def oracle_traces(settings: ChaosSettings) -> dict[int, Lines]:
+    """The traces of an uninterrupted run; {} if the command writes none.  See run_oracle."""
+    folder = settings.folder / "oracle"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700, parents=True)
+    # Not beside the arenas of jobs: nothing that lives would tell whose the folder is.
+    (root := folder / "memory").mkdir(mode=0o700)
+    job = settings.job(f"oracle-{time.monotonic_ns()}", folder)
+    command = settings.command or settings.training(None)
+    run_oracle(msgspec.structs.replace(job, command=command, root=str(root), bare=True))
+    return read_traces(folder / "trace", settings.ranks)
+
+
+@dataclass(frozen=True)
+class CaseOutcome:
     """One case and what became of it."""
 
     case: Case
@@ -42,33 +125,34 @@ class Outcome:
     folder: Path
 
 
-def run_case(case: Case, settings: Settings, oracle: Mapping[int, Lines]) -> Outcome:
+def run_case(case: Case, settings: ChaosSettings, oracle: Mapping[int, Lines]) -> CaseOutcome:
     """Run one case; nothing of it is left but its folder, and not that if all was well."""
     name = f"chaos-{time.monotonic_ns() % 10**9}"
     folder = settings.folder / name
     folder.mkdir(mode=0o700, parents=True)
     started = time.monotonic()
-    outcome = asyncio.run(_Case(case, settings, name, folder).run(oracle))
+    outcome = asyncio.run(_CaseRun(case, settings, name, folder).run(oracle))
     if outcome.verdict.good:
         shutil.rmtree(folder, ignore_errors=True)
     return replace(outcome, seconds=time.monotonic() - started)
 
 
-class _Case:
+class _CaseRun:
     """The state of a case that runs."""
 
-    def __init__(self, case: Case, settings: Settings, name: str, folder: Path) -> None:
+    def __init__(self, case: Case, settings: ChaosSettings, name: str, folder: Path) -> None:
         self.case, self.settings, self.folder = case, settings, folder
-        self.job = settings.job(case, name, folder)
+        self.job = settings.case_job(case, name, folder)
         self.chance = Chance.of(case, settings.seed, settings.nodes)
         self.arrived = asyncio.Event()
+        self.ended = ""
 
-    async def run(self, oracle: Mapping[int, Lines]) -> Outcome:
-        FaultPlan(tuple(self._strikes())).write(self.folder)
+    async def run(self, oracle: Mapping[int, Lines]) -> CaseOutcome:
+        FaultPlan(tuple(self._faults())).write(self.folder)
         server = await asyncio.start_unix_server(self._meet, self.folder / SOCKET_NAME)
         self.follower = Follower(self.job)
-        self.inflicter = Inflicter(self.case, self.chance, self.follower)
-        self.inflicter.surroundings.prepare()
+        self.injector = CaseInjector(self.case, self.chance, self.follower)
+        self.injector.prepare()
         self.follower.start()
         try:
             end, reason = await self._drive()
@@ -76,95 +160,86 @@ class _Case:
             end, reason = "hang", str(error)
         finally:
             self.follower.read()
-            self.inflicter.tidy()
+            self.injector.tidy()
             server.close()
-        return self._outcome(end, reason, oracle)
-
-    def _outcome(self, end: str, reason: str, oracle: Mapping[int, Lines]) -> Outcome:
-        error, text = self.follower.last_error() if end == "stopped" else ("", reason)
+        name, text = self.follower.last_error() if end == "stopped" else ("", reason)
         story = Story(
             parity=self.job.parity,
             events=self.follower.events,
-            strikes=self.inflicter.strikes,
+            strikes=self.injector.strikes,
             traces=read_traces(self.folder / "trace", self.settings.ranks),
             oracle=oracle,
             reached=self.arrived.is_set(),
             end=end,
             reason=text,
-            error=error,
+            error=name,
             disk=self.job.drain_interval > 0,
         )
-        return Outcome(self.case, story, judge(story), 0.0, self.follower.tail(), self.folder)
+        return CaseOutcome(self.case, story, judge(story), 0.0, self.follower.tail(), self.folder)
 
-    def _strikes(self) -> list[PointFault]:
+    def _faults(self) -> list[PointFault]:
+        """The plan: where processes stand still, and what they then do to themselves."""
         case, chance = self.case, self.chance
         node = self.job.node_names[chance.position]
         steady = case.at.occasion in ("training", "smp lost") and case.at.role != "supervisor"
         own = case.victim == case.at.role and case.fault != "stop"
-        seconds = CLOCK_STEP_SECONDS if case.fault == "clock" else DELAY_SECONDS
-        strikes = [
+        faults = [
             PointFault(
                 STRIKE,
                 case.point,
                 nth=chance.nth,
                 node=node if steady else "",
                 action=case.fault if own else "",
-                seconds=seconds,
+                seconds=CLOCK_STEP_SECONDS if case.fault == "clock" else DELAY_SECONDS,
             )
         ]
         if case.at.occasion == "capture given up":
-            strikes.append(PointFault(PROVOKE, "capture.copied", node=node, action="exception"))
+            faults.append(PointFault(PROVOKE, "capture.copied", node=node, action="exception"))
         if (case.victim, case.fault) == ("disk", "slow"):
             slow = PointFault(REPEATED, "drain.writing", action="delay", seconds=0.5, repeat=True)
-            strikes.append(slow)
-        return strikes
+            faults.append(slow)
+        return faults
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A process is at a point; it goes on when its connection is answered."""
-        arrival = msgspec.json.decode(await reader.readline(), type=PointReached)
-        if arrival.fault == STRIKE:
+        """A process is at a point; it continues when its connection is answered."""
+        reached = msgspec.json.decode(await reader.readline(), type=PointReached)
+        if reached.fault == STRIKE:
             self.follower.read()
-            self.inflicter.strike(arrival)
+            self.injector.strike(reached)
             self.arrived.set()
-        elif arrival.fault == PROVOKE:
-            self.inflicter.note(f"exception in a capture on {arrival.node}")
+        elif reached.fault == PROVOKE:
+            self.injector.record(f"exception in a capture on {reached.node}")
         writer.write(b"go\n")
         writer.close()
 
     async def _drive(self) -> tuple[str, str]:
         """The case from start to end: how it ended, and why."""
-        limit, follower = self.settings.limit, self.follower
-        await until(lambda: self._ready() or self._over(), limit, lambda: "a protected snapshot")
+        follower = self.follower
+        await self._until(self._ready, lambda: "a protected snapshot")
         (self.folder / ARMED_NAME).touch()
-        self.inflicter.provoke()
-        await until(
-            lambda: self.arrived.is_set() or self._over(),
-            limit,
-            lambda: f"{self.case.point} to be reached",
-        )
-        await until(lambda: self._settled() or self._over(), limit, self._missing)
-        if self._end == "stopped" and follower.last_error()[0] == self._expected_error:
+        self.injector.provoke()
+        await self._until(self.arrived.is_set, lambda: f"{self.case.point} to be reached")
+        await self._until(self._settled, self.injector.missing)
+        refused = self.case.victim == "memory" and follower.last_error()[0] == "NoSpareError"
+        if self.ended == "stopped" and refused:
             # What was missing is there again, and the user runs the same command again.
-            await until(self.inflicter.cured, limit, self._missing)
-            self._end = ""
+            cured = lambda: not self.injector.curing()  # noqa: E731
+            await until(cured, self.settings.limit, self.injector.missing)
+            self.ended = ""
             follower.start()
-            await until(lambda: self._settled() or self._over(), limit, self._missing)
+            await self._until(self._settled, self.injector.missing)
         (self.folder / "stop").touch()
-        patience = 3600.0 if self.settings.command else limit
+        patience = USERS_PATIENCE_SECONDS if self.settings.command else self.settings.limit
         await until(self._over, patience, lambda: "the job to end")
-        return self._end, follower.last_error()[1]
+        return self.ended, follower.last_error()[1]
 
-    _end = ""
-
-    @property
-    def _expected_error(self) -> str:
-        """With what the job may stop until it is helped."""
-        return "NoSpareError" if self.case.victim == "memory" else "none"
+    async def _until(self, condition: Callable[[], bool], whom: Callable[[], str]) -> None:
+        await until(lambda: condition() or self._over(), self.settings.limit, whom)
 
     def _over(self) -> bool:
         self.follower.read()
-        self._end = self._end or self.follower.over()
-        return bool(self._end)
+        self.ended = self.ended or self.follower.over()
+        return bool(self.ended)
 
     def _ready(self) -> bool:
         """Whether there is something to lose."""
@@ -175,17 +250,11 @@ class _Case:
 
     def _settled(self) -> bool:
         """Whether the job has come to rest since the last thing that was done to it."""
-        inflicter, follower = self.inflicter, self.follower
-        if not inflicter.cured():
+        quiet, follower = self.injector.quiet, self.follower
+        if self.injector.curing():
             return False
         drains = self.case.at.occasion == "drain" or self.case.victim == "disk"
-        drained = not drains or follower.count("drained", inflicter.quiet) > 0
+        drained = not drains or follower.count("drained", quiet) > 0
         if self.case.at.occasion == "export":
-            drained = follower.count("exported", inflicter.quiet) > 0
-        return drained and follower.protected_commits(inflicter.quiet) >= 2
-
-    def _missing(self) -> str:
-        waiting = [cure.get_name() for cure in self.inflicter.cures if not cure.done()]
-        done = self.follower.protected_commits(self.inflicter.quiet)
-        wanted = ", ".join([f"2 protected snapshots after the fault ({done} so far)", *waiting])
-        return f"{wanted}; the last events:\n{self.follower.tail()}"
+            drained = follower.count("exported", quiet) > 0
+        return drained and follower.protected_commits(quiet) >= 2

@@ -1,7 +1,9 @@
-"""What a training command may write so that every bit of a chaos run can be compared.
+"""Traces: lines that a training writes, by which two runs of it are compared bit by bit.
 
-Each rank appends to ``$MEGATRON_FT_CHAOS_TRACE/rank<r>.jsonl`` one JSON object per iteration:
-"iteration", and whatever must be the same in a run that nothing interrupts (a loss, digests).
+Each rank appends to ``rank<r>.jsonl`` in a folder one JSON object per iteration: "iteration",
+and whatever must be the same in a run that nothing interrupts (a loss, digests).  A training
+under `megatron-ft chaos` finds the folder in ``$MEGATRON_FT_CHAOS_TRACE``.  Lines of the demo's
+trainings hold times as well (TraceLine).  Imports no framework.
 """
 
 from __future__ import annotations
@@ -9,24 +11,38 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
+
+from megatron_ft.core.environment import INCARNATION
 
 VARIABLE = "MEGATRON_FT_CHAOS_TRACE"
 
 Lines = list[dict[str, Any]]
-"""Of one rank, in the order written; iterations that were trained again are there again."""
+"""Lines of one rank, in the order written; iterations that were trained again are there again."""
+
+
+def trace_path(folder: Path, rank: int) -> Path:
+    """The file that holds one rank's lines."""
+    return folder / f"rank{rank}.jsonl"
+
+
+def final_path(folder: Path, rank: int) -> Path:
+    """The file that holds one rank's state at the end of its run."""
+    return folder / f"final-rank{rank}.pt"
 
 
 class Trace:
-    """Appends one rank's lines; a place to write nothing to if no trace is wanted."""
+    """Appends one rank's lines; writes nowhere if no trace is wanted."""
 
     def __init__(self, folder: Path | None, rank: int) -> None:
         self._starts = None if folder is None else folder / f"start{rank}.jsonl"
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-        path = os.devnull if folder is None else str(folder / f"rank{rank}.jsonl")
+        path = os.devnull if folder is None else str(trace_path(folder, rank))
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     @classmethod
@@ -36,31 +52,25 @@ class Trace:
         return cls(Path(folder) if folder else None, rank)
 
     def write(self, iteration: int, **values: object) -> None:
-        """One line in one write, so that a kill leaves no half of it."""
+        """Append one line in one write, so that a kill leaves no half of it."""
         line = json.dumps({"iteration": iteration, **values}) + "\n"
         os.write(self._descriptor, line.encode())
 
     def started(self, iteration: int) -> None:
-        """From which iteration this process of the rank starts, and when."""
+        """Record from which iteration this process of the rank starts, and when."""
         if self._starts is not None:
             with self._starts.open("a") as file:
                 file.write(json.dumps({"at": time.monotonic(), "iteration": iteration}) + "\n")
 
 
-def read_starts(folder: Path) -> list[tuple[float, int]]:
-    """Moment and iteration of every start of every rank."""
-    lines = [line for path in folder.glob("start*.jsonl") for line in path.read_text().splitlines()]
-    return [(start["at"], start["iteration"]) for start in map(json.loads, lines)]
-
-
 def read_traces(folder: Path, ranks: int) -> dict[int, Lines]:
     """The lines of every rank that wrote some."""
-    found = {}
-    for rank in range(ranks):
-        path = folder / f"rank{rank}.jsonl"
-        if path.exists():
-            found[rank] = [json.loads(line) for line in path.read_text().splitlines()]
-    return found
+    paths = {rank: trace_path(folder, rank) for rank in range(ranks)}
+    return {
+        rank: [json.loads(line) for line in path.read_text().splitlines()]
+        for rank, path in paths.items()
+        if path.exists()
+    }
 
 
 def differences(ours: Mapping[int, Lines], oracle: Mapping[int, Lines]) -> Iterable[str]:
@@ -69,14 +79,12 @@ def differences(ours: Mapping[int, Lines], oracle: Mapping[int, Lines]) -> Itera
         expected = {line["iteration"]: line for line in oracle.get(rank, [])}
         for line in lines:
             other = expected.get(line["iteration"])
+            where = f"rank {rank} iteration {line['iteration']}"
             if other is None:
-                yield f"rank {rank} iteration {line['iteration']}: not in the uninterrupted run"
+                yield f"{where}: not in the uninterrupted run"
             elif other != line:
                 changed = [name for name in line if line[name] != other.get(name)]
-                yield (
-                    f"rank {rank} iteration {line['iteration']}: {', '.join(changed)} differ from "
-                    "the uninterrupted run"
-                )
+                yield f"{where}: {', '.join(changed)} differ from the uninterrupted run"
 
 
 def gaps(ours: Mapping[int, Lines]) -> Iterable[str]:
@@ -86,3 +94,105 @@ def gaps(ours: Mapping[int, Lines]) -> Iterable[str]:
         for before, after in zip([0, *numbers], numbers, strict=False):
             if after > before + 1:
                 yield f"rank {rank} went from iteration {before} to {after}"
+
+
+class TraceLine(msgspec.Struct, frozen=True):
+    """One iteration of one rank of a framework's training.
+
+    ``loss`` is float.hex of what the step returned, None where this rank has none (Megatron's
+    log lines average the first two).  ``samples`` name what this rank read: indices, or
+    checksums of the contents.  ``step_seconds`` is the step alone, ``seconds`` the time since
+    the last step ended, so with snapshots, checkpoints and logging, ``time`` the end of the step
+    in seconds since the epoch.
+    """
+
+    rank: int
+    incarnation: int
+    iteration: int
+    loss: str | None
+    samples: list[int]
+    step_seconds: float
+    seconds: float
+    time: float
+
+    @property
+    def loss_value(self) -> float | None:
+        """The loss as a number."""
+        return None if self.loss is None else float.fromhex(self.loss)
+
+
+_DECODER = msgspec.json.Decoder(TraceLine)
+
+
+class TraceWriter:
+    """Appends this rank's TraceLines."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._trace, self._rank = Trace(folder, rank), rank
+        self._incarnation = int(os.environ.get(INCARNATION, "0"))
+        self._samples: list[int] = []
+        self._last_end: float | None = None
+
+    def observe(self, sample: int) -> None:
+        """Note a sample that was read for the iteration under way."""
+        self._samples.append(sample)
+
+    def begin(self) -> None:
+        """An iteration begins: samples read since the last one were for an evaluation."""
+        self._samples = []
+
+    def record(self, iteration: int, loss: float | None, started: float) -> None:
+        """Write the line of an iteration that began at ``started`` (time.perf_counter)."""
+        ended = time.perf_counter()
+        since = started if self._last_end is None else self._last_end
+        self._trace.write(
+            iteration,
+            rank=self._rank,
+            incarnation=self._incarnation,
+            loss=None if loss is None else loss.hex(),
+            samples=self._samples,
+            step_seconds=round(ended - started, 6),
+            seconds=round(ended - since, 6),
+            time=round(time.time(), 3),
+        )
+        self._samples, self._last_end = [], ended
+
+
+class TraceTail:
+    """Reads one rank's TraceLines, also while they are being written.
+
+    A rank of a user's that is killed while it writes leaves half a line in the middle of a file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+
+    def read(self) -> list[TraceLine]:
+        """Lines that were completed since the last call."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            complete = file.read().rpartition(b"\n")[0]
+        self._offset += len(complete) + bool(complete)
+        return [line for text in complete.split(b"\n") if (line := parse_line(text)) is not None]
+
+
+def read_trace(folder: Path, rank: int) -> list[TraceLine]:
+    """All complete lines of a rank in the order written, [] if there is no file."""
+    return TraceTail(trace_path(folder, rank)).read()
+
+
+def parse_line(text: bytes) -> TraceLine | None:
+    """The line in ``text``, or None where only a part of one was written."""
+    for start in (0, text.rfind(b'{"')):
+        try:
+            return _DECODER.decode(text[start:])
+        except msgspec.MsgspecError:
+            continue
+    return None
+
+
+def final_lines(lines: Sequence[TraceLine]) -> dict[int, TraceLine]:
+    """The line that counts for each iteration: the last one, as iterations may be repeated."""
+    return {line.iteration: line for line in lines}

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from statistics import median
 
-from megatron_ft.cli.chaos.inflict import processes, send
+from megatron_ft.cli.chaos.inject import processes, send
 from megatron_ft.cli.demo.settings import Fault, FaultKind, Record, Strike, now
 from megatron_ft.cli.demo.trace import TraceLine, TraceTail
 from megatron_ft.core.errors import ControlPlaneError, MegatronFTError

@@ -143,7 +143,7 @@ def _refuse_what_run_refuses(
     with suppress(ProtectionError):
         spec = run.spec_from(arguments, command or ("python",), settings, place)
         for name in EXPORTS:
-            make_folder(flag_of(name), getattr(spec, name))
+            make_folder(flag_of(name), getattr(spec.settings, name))
 
 
 def _exports(settings: SnapshotConfig) -> dict[str, str]:

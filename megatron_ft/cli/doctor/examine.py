@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import msgspec
 
-from megatron_ft.checkpoint.hold import held_by_other
+from megatron_ft.checkpoint.export_drained import held_by_other
 from megatron_ft.cli.doctor import as_trainer
 from megatron_ft.cli.doctor.facts import (
     Clock,
@@ -38,7 +38,7 @@ from megatron_ft.cli.doctor.pairs import Worlds
 from megatron_ft.core.environment import TREE
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.launchers.launcher import Launcher
-from megatron_ft.launchers.outer_launcher import base_environment
+from megatron_ft.launchers.launcher_env import base_environment
 from megatron_ft.launchers.slurm.allocation import ask
 from megatron_ft.supervisor import container
 

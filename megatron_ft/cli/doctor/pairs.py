@@ -20,7 +20,7 @@ from megatron_ft.cli.doctor.facts import WorldFacts, WorldRank, answers, last_wo
 from megatron_ft.cli.doctor.pair_world import Joined, Measured, WorldRequest
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.launchers.launcher import Launcher, Placement
-from megatron_ft.launchers.outer_launcher import base_environment
+from megatron_ft.launchers.launcher_env import base_environment
 from megatron_ft.supervisor.tcp_world import AUTO, WorldStarter
 
 SLOW_NODE = 0.5

@@ -25,7 +25,7 @@ import numpy as np
 import megatron_ft
 from megatron_ft.arena.limits import memory_readings
 from megatron_ft.arena.mapping import Mapping, allocate
-from megatron_ft.checkpoint.durable import Disk
+from megatron_ft.checkpoint.disk_format import DiskCalls
 from megatron_ft.cli.clean import find_jobs, living_process
 from megatron_ft.cli.doctor.as_trainer import PACKAGES, versions
 from megatron_ft.cli.doctor.facts import (
@@ -45,7 +45,7 @@ from megatron_ft.core.pid_namespace import pid_namespace
 from megatron_ft.core.private_files import OTHERS_WRITE, reason_against
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.codec import open_codec
-from megatron_ft.smp.ownership import make_node_dir
+from megatron_ft.smp.node_folder import make_node_dir
 
 REPEATS = 5
 LOGIND_FOLDERS = ("/etc/systemd", "/run/systemd", "/usr/local/lib/systemd", "/usr/lib/systemd")
@@ -221,7 +221,7 @@ def measure_drain(folder: Path, token: str, node: str, size: int) -> DrainPlace:
 def _distrust(folder: Path) -> str:
     """Why the job would refuse what it has drained itself: some file systems give what is made to
     another user (NFS with root_squash), or to everybody (CIFS, vfat)."""
-    disk, file = Disk(), folder / "shard"
+    disk, file = DiskCalls(), folder / "shard"
     disk.make_folder(folder)
     try:
         disk.write_file(file, [b"shard"])

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_ft.core.errors import ConfigError, ControlPlaneError, MissingEnvironmentError
-from megatron_ft.launchers.outer_launcher import outside_of_steps
+from megatron_ft.launchers.launcher_env import outside_of_steps
 
 ASK_SECONDS = 2.0
 FRESH_SECONDS = 1.0

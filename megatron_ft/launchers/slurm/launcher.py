@@ -26,11 +26,11 @@ from pathlib import Path
 
 from megatron_ft.core import procfs
 from megatron_ft.launchers.base import BaseLauncher
+from megatron_ft.launchers.launcher_env import STEP_PLACES, outside_of_steps
 from megatron_ft.launchers.mpirun import MpiKind, MpiLauncher, mpich_by, open_mpi_by
-from megatron_ft.launchers.outer_launcher import STEP_PLACES, outside_of_steps
 from megatron_ft.launchers.process import LocalProcess, open_session
 from megatron_ft.launchers.slurm.allocation import Allocation
-from megatron_ft.launchers.world import IN_FOLDER, Spread, WorldProcess, probe_world
+from megatron_ft.launchers.world import IN_FOLDER, Spread, WorldProcess
 
 SRUN = "MEGATRON_FT_SRUN"
 """JSON: srun with its flags, up to the node."""
@@ -266,12 +266,6 @@ class SlurmLauncher(BaseLauncher):
         """Take over the step whose srun has this number; see Launcher."""
         self._require([node])
         return StepProcess.of_earlier(self.allocation, node, pid, start_time)
-
-    def check_world(self, ranks: int) -> None:
-        """Start a world over the first nodes that counts itself; see Launcher."""
-        nodes = [n for n in self.nodes() if self.reachable(n)][:ranks]
-        spread = self._spread(nodes, self._shared)
-        probe_world(self.mpi(), ranks, os.environ, nodes=nodes, spread=spread)
 
     def clean(self) -> None:
         """Remove the job's folder on all nodes that are left; the job is over.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.heartbeat_page import Phase
-from megatron_ft.smp.trainer_pulses import STACK_SECONDS
+from megatron_ft.smp.heartbeats import STACK_SECONDS
 from megatron_ft.supervisor.watch.board import Heard
 from megatron_ft.supervisor.watch.hang_attribution import Blame, Witness, blame
 from megatron_ft.trainer.watch.iterations import FIRST_ITERATIONS

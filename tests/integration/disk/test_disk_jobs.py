@@ -14,7 +14,7 @@ import pytest
 import safetensors.numpy
 
 from megatron_ft.checkpoint.live import open_live
-from megatron_ft.checkpoint.reader import open_checkpoint
+from megatron_ft.checkpoint.load import open_checkpoint
 from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.cli import main as cli
 from tests.support.disk_jobs import SHARDS, of_kind, signal_trainers, stop_until_drained, wait_for

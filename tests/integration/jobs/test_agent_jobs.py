@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.cli.chaos.node_network import NodeNetwork
 from megatron_ft.core.environment import JOB, NODE
 from megatron_ft.core.ports import free_port
 from megatron_ft.launchers.virtual_network import HOST
@@ -21,6 +20,7 @@ from tests.programs.gated_training import GATE
 from tests.support.agent_jobs import AgentJob
 from tests.support.jobs import GATED, TORCHRUN, Result, difference, oracle
 from tests.support.networks import needs_network
+from tests.support.node_network import NodeNetwork
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 ITERATIONS = 24

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.arena.arena import Arena
-from megatron_ft.smp.daemon import LOOK_SECONDS
+from megatron_ft.smp.__main__ import FOLDER_CHECK_SECONDS
 from megatron_ft.supervisor.orders import Timing
 from tests.support import arena_damage as kinds
 from tests.support.jobs import Job, Uninterrupted, difference
@@ -171,7 +171,7 @@ def test_a_socket_that_was_removed_comes_back_while_training_goes_on(
     def strike(job: Job) -> None:
         path = job.cluster.node_dir(VICTIM) / "smp.sock"
         path.unlink()
-        deadline = time.monotonic() + 30 * LOOK_SECONDS
+        deadline = time.monotonic() + 30 * FOLDER_CHECK_SECONDS
         while not path.exists():
             assert time.monotonic() < deadline, "the socket does not come back"
             time.sleep(0.02)

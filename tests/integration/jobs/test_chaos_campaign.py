@@ -14,16 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.cli.chaos import judge as j
-from megatron_ft.cli.chaos.campaign_plan import (
+from megatron_ft.cli.chaos.judge import Story, Struck
+from tests.support.campaign import rule as j
+from tests.support.campaign.__main__ import main
+from tests.support.campaign.plan import (
     FAULTS_PER_JOB,
     SCHEMES,
     TRANSPORTS,
     WEIGHTS,
     jobs,
 )
-from megatron_ft.cli.chaos.judge import Story, Struck, rule
-from megatron_ft.cli.main import main
+from tests.support.campaign.rule import rule
 from tests.support.chaos_events import ORACLE, commit, event, restoring, trained
 
 
@@ -140,7 +141,7 @@ def test_the_worst_is_told_first() -> None:
 def test_a_minute_of_random_faults(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Counted in faults: how many fit into a minute depends on the machine."""
     found, table = tmp_path / "found.json", tmp_path / "table.md"
-    words = ["chaos", "--random", "--seed", "20", "--minutes", "4", "--faults", "12", "--jobs", "2"]
+    words = ["--seed", "20", "--minutes", "4", "--faults", "12", "--jobs", "2"]
     code = main([*words, "--json", str(found), "--markdown", str(table)])
     out = capfd.readouterr().out
     assert code == 0, out

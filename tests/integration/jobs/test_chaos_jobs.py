@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,31 +16,39 @@ from megatron_ft.cli.chaos import report
 from megatron_ft.cli.chaos import report as record
 from megatron_ft.cli.chaos.cases import Case
 from megatron_ft.cli.chaos.judge import judge
-from megatron_ft.cli.chaos.oracle import run_oracle, warm_python
-from megatron_ft.cli.chaos.report import Result
-from megatron_ft.cli.chaos.runner import Outcome, run_case
-from megatron_ft.cli.chaos.settings import Settings
+from megatron_ft.cli.chaos.report import CaseResult
+from megatron_ft.cli.chaos.runner import (
+    CaseOutcome,
+    ChaosSettings,
+    oracle_traces,
+    run_case,
+)
 from megatron_ft.cli.chaos.trace import Lines
 from megatron_ft.cli.main import main
+from tests.support.chaos_cluster import CLUSTER_CLASS
+from tests.support.warm_python import CHAOS, WarmPython
 
 pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture(scope="module")
-def settings(no_process_left: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
-    warm = warm_python()
+def settings(
+    no_process_left: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ChaosSettings]:
+    warm = WarmPython(CHAOS)
     # Not pytest's folder, whose length depends on the test's name: socket paths are short.
     folder = tmp_path_factory.mktemp("c")
-    yield Settings(folder, lease=2.0, limit=60.0, iterations=600, warm=warm.path)
+    shared = ChaosSettings(folder, lease=2.0, limit=60.0, iterations=600)
+    yield replace(shared, cluster_class=CLUSTER_CLASS, warm=warm.path)
     warm.close()
 
 
 @pytest.fixture(scope="module")
-def oracle(settings: Settings) -> dict[int, Lines]:
-    return run_oracle(settings)
+def oracle(settings: ChaosSettings) -> dict[int, Lines]:
+    return oracle_traces(settings)
 
 
-def run(text: str, settings: Settings, oracle: dict[int, Lines]) -> Outcome:
+def run(text: str, settings: ChaosSettings, oracle: dict[int, Lines]) -> CaseOutcome:
     outcome = run_case(Case.parse(text), settings, oracle)
     assert outcome.verdict.good, report.failure(outcome, settings)
     return outcome
@@ -58,7 +66,7 @@ def run(text: str, settings: Settings, oracle: dict[int, Lines]) -> Outcome:
     ],
 )
 def test_a_case_ends_as_promised(
-    settings: Settings, oracle: dict[int, Lines], case: str, result: str
+    settings: ChaosSettings, oracle: dict[int, Lines], case: str, result: str
 ) -> None:
     outcome = run(case, settings, oracle)
     assert record.in_words(outcome).split(", ")[-1] == result
@@ -73,7 +81,7 @@ def test_a_case_ends_as_promised(
     ],
 )
 def test_a_mistake_of_ours_ends_what_made_it_and_nothing_waits_for_an_answer(
-    settings: Settings, oracle: dict[int, Lines], case: str, event: str
+    settings: ChaosSettings, oracle: dict[int, Lines], case: str, event: str
 ) -> None:
     outcome = run(case, settings, oracle)
     kinds = [one["kind"] for one in outcome.story.events]
@@ -81,11 +89,11 @@ def test_a_mistake_of_ours_ends_what_made_it_and_nothing_waits_for_an_answer(
 
 
 def test_more_losses_than_parity_take_the_disk_and_a_failure_says_how_to_repeat_it(
-    settings: Settings, oracle: dict[int, Lines]
+    settings: ChaosSettings, oracle: dict[int, Lines]
 ) -> None:
     outcome = run("capture.copied:trainer:kill:2", settings, oracle)
     assert outcome.verdict.restores[-1].source == "disk"
-    passed = Result.of(outcome)
+    passed = CaseResult.of(outcome)
     assert record.unreached([passed])[:2] == ["capture.permitted", "capture.begun"]
     # The same job, had a node that nobody struck been given up, and had a weight been wrong.
     lines = [*oracle[0][:4], oracle[0][4] | {"state": "other"}, *oracle[0][5:]]
@@ -94,22 +102,16 @@ def test_more_losses_than_parity_take_the_disk_and_a_failure_says_how_to_repeat_
     told = report.failure(wrong, settings)
     assert "nothing had struck it" in told and "rank 0 iteration 5: state differ" in told
     assert "megatron-ft chaos --case capture.copied:trainer:kill:2 --seed 0 --nodes 2" in told
-    failed = Result.of(wrong)
+    failed = CaseResult.of(wrong)
     assert report.told(failed) in report.markdown([failed], settings)
     assert not failed.good and "1 cases, 1 failed; " in report.markdown([failed], settings)
 
 
 def test_a_command_of_the_user_is_run_and_compared_by_its_trace(
-    settings: Settings,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        chaos, "warm_python", lambda: SimpleNamespace(path=settings.warm, close=int)
-    )
     found = tmp_path / "found.json"
-    command = ["python", "-m", "megatron_ft.cli.chaos.training", "--iterations", "200"]
+    command = [sys.executable, "-m", "megatron_ft.cli.chaos.training", "--iterations", "200"]
     words = ["chaos", "--case", "encode.done:trainer:kill:0", "--json", str(found)]
     assert main([*words, "--", *command, "--seconds", "0.03"]) == 0, capsys.readouterr().out
     assert "1 cases, 0 failed" in capsys.readouterr().out
@@ -126,7 +128,6 @@ def test_a_call_that_is_refused_leaves_no_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(chaos, "warm_python", lambda: SimpleNamespace(path="", close=int))
     assert main(["chaos", "--case", "encode.done:trainer:kill:0", "--continue"]) == 2
     assert "give --json FILE" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

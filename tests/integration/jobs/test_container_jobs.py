@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.cli.chaos.node_network import NodeNetwork
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import JOB, TREE
 from megatron_ft.launchers.virtual_network import HOST
@@ -23,6 +22,7 @@ from tests.support import containers
 from tests.support.agent_jobs import AgentJob
 from tests.support.jobs import Uninterrupted, difference
 from tests.support.networks import needs_network
+from tests.support.node_network import NodeNetwork
 
 ITERATIONS = 24
 REAPER = "sleep 900 & wait"

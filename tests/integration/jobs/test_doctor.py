@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatron_ft.checkpoint.hold import Holder, hold
+from megatron_ft.checkpoint.export_drained import Holder, hold
 from megatron_ft.cli import main as cli
 from megatron_ft.cli.doctor import as_trainer
 from megatron_ft.cli.doctor.examine import drain_token, export_folders

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.cli.chaos.node_network import NodeNetwork
-from megatron_ft.cli.chaos.warm_python import enter_namespace
 from megatron_ft.launchers.virtual_network import HOST
 from megatron_ft.supervisor.membership import NoSpareError
 from megatron_ft.supervisor.orders import Timing
 from tests.support.fates import Deaths, in_incarnation, of_node, when
 from tests.support.jobs import Fault, Job, Result, difference, oracle
 from tests.support.networks import needs_network
+from tests.support.node_network import NodeNetwork
+from tests.support.warm_python import enter_namespace
 
 pytestmark = [
     needs_network,

@@ -18,14 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.cli.chaos.job import JobFile
-from megatron_ft.cli.chaos.oracle import warm_python
 from tests.support.soak import plan as p
 from tests.support.soak.flatness import BOUNDS, Bound, common_slope, judge, rise
-from tests.support.soak.job import roles
+from tests.support.soak.inject import roles
 from tests.support.soak.measure import ROLES, Sample, sample
 from tests.support.soak.plan import plan
 from tests.support.soak.report import is_good, render
 from tests.support.soak.run import Soak, run
+from tests.support.warm_python import CHAOS, WarmPython
 
 MIB = 1 << 20
 FLAT = Sample("smp", 1, 0, 30 * MIB, MIB, 20 * MIB, 25, 5)
@@ -181,7 +181,7 @@ SHORT = 20.0
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    warm = warm_python()
+    warm = WarmPython(CHAOS)
     yield warm.path
     warm.close()
 
@@ -221,7 +221,7 @@ class Ports:
                 command = child.cmdline()
             except psutil.NoSuchProcess:  # a zombie of another test counts as one
                 continue
-            if "tests.support.soak.job" in command:
+            if "megatron_ft.cli.chaos.job" in command:
                 yield "supervisor", child.pid
                 job = msgspec.json.decode(Path(command[-1]).read_bytes(), type=JobFile)
                 yield from roles(job.name)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.cli.chaos.node_network import NodeNetwork
 from megatron_ft.launchers.virtual_network import HOST
 from tests.support import ssh_nodes
 from tests.support.agent_jobs import AgentJob
 from tests.support.jobs import ROOT, Uninterrupted, difference
 from tests.support.networks import needs_network
+from tests.support.node_network import NodeNetwork
 
 ITERATIONS = 24
 MISSING = ssh_nodes.missing()

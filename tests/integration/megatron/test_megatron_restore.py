@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from megatron_ft.checkpoint import megatron_start as start  # noqa: E402
+from megatron_ft.checkpoint import native as start  # noqa: E402
 from megatron_ft.core.environment import RESTORE  # noqa: E402  # needs torch
 
 

@@ -27,7 +27,7 @@ from tests.protocol.model.world import World
 
 View = tuple[Any, ...]
 KNOWN = {
-    "NodeMachine": "node highest_incarnation shards paths trainers world newest effects _said",
+    "NodeMachine": "node highest_incarnation shards paths trainers world newest effects _after",
     "ShardSlots": "shard_id slots changes pins promise",
     "SnapshotCycle": "incarnation places nodes stripes schedule _orders phase snapshot iteration "
     "level _capture _waiting _encoders _world _broken _corrupt _last "

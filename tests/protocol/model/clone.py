@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from megatron_ft.smp.node import NodeMachine
+from megatron_ft.smp.event_sender import EventBatch, Outbox
 from megatron_ft.smp.slots import ShardSlots
-from megatron_ft.smp.upward import Outbox, Reports
+from megatron_ft.smp.state_machine import NodeMachine
 from megatron_ft.supervisor.cycle import CaptureRound, SnapshotCycle
 from megatron_ft.supervisor.link import Inbox
 from megatron_ft.supervisor.schedule import Schedule
@@ -27,7 +27,7 @@ CHANGING = (
     World,
     Node,
     NodeMachine,
-    Reports,
+    EventBatch,
     Outbox,
     Inbox,
     ShardSlots,

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ft.checkpoint.decide import Decision, StripeState
-from megatron_ft.checkpoint.drained import Drained, Keep, Wanted, choose, superfluous
-from megatron_ft.checkpoint.manifest import Manifest, ShardFile
+from megatron_ft.checkpoint.disk_format import Manifest, ShardFile
+from megatron_ft.checkpoint.drained import DiskCriteria, Drained, Keep, choose, superfluous
 from megatron_ft.core.identity import Ancestor, ShardPlacement, SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.disk_restore import DiskRestores
@@ -82,7 +82,7 @@ def choice(
     disk: Sequence[Checkpoint], shards: int, lineage: tuple[Ancestor, ...], memory: Decision
 ) -> Checkpoint | None:
     """The checkpoint that a recovery takes, if any."""
-    wanted = Wanted(shards, lineage, memory.snapshot)
+    wanted = DiskCriteria(shards, lineage, memory.snapshot)
     taken = choose([one.drained() for one in disk], wanted).taken
     if taken is None:
         return None

@@ -16,11 +16,9 @@ from megatron_ft.checkpoint import drained as retention
 from megatron_ft.checkpoint.decide import Holding, usable
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.smp import node, slot_rules, slots
-from megatron_ft.smp.node_shards import StoreSlot
-from megatron_ft.smp.reactions import orders
-from megatron_ft.smp.slot_rules import SlotTable
+from megatron_ft.smp import slot_rules, slots, state_machine
 from megatron_ft.smp.slots import ShardSlots
+from megatron_ft.smp.state_machine import StoreSlot
 from megatron_ft.supervisor.cycle import Action, CaptureRound, Phase, SnapshotCycle
 from tests.protocol.model import memory
 from tests.protocol.model.disk import DiskSteps
@@ -105,7 +103,7 @@ def per_rank_skip(patch: pytest.MonkeyPatch) -> None:
 def iteration_is_identity(patch: pytest.MonkeyPatch) -> None:
     """A slot is taken for a snapshot because its iteration is right, whoever's incarnation it is
     of."""
-    patch.setattr(node, "on_lineage", lambda snapshot, lineage: True)
+    patch.setattr(state_machine, "on_lineage", lambda snapshot, lineage: True)
     iterations: dict[SnapshotId, int] = {}
 
     def granted(self: Judge, snapshot: SnapshotId, iteration: int) -> None:
@@ -124,7 +122,7 @@ def iteration_is_identity(patch: pytest.MonkeyPatch) -> None:
 def no_lineage(patch: pytest.MonkeyPatch) -> None:
     """What was rolled back counts as a part of the job's past."""
     patch.setattr(decide, "on_lineage", lambda snapshot, lineage: True)
-    patch.setattr(node, "on_lineage", lambda snapshot, lineage: True)
+    patch.setattr(state_machine, "on_lineage", lambda snapshot, lineage: True)
 
 
 def no_fence(patch: pytest.MonkeyPatch) -> None:
@@ -199,15 +197,15 @@ def parity_stays_valid(patch: pytest.MonkeyPatch) -> None:
 def target_counts_as_whole(patch: pytest.MonkeyPatch) -> None:
     """A rebuild target counts before its digests have matched."""
 
-    def begin_rebuild(table: SlotTable, snapshot: SnapshotId, iteration: int) -> int:
+    def begin_rebuild(table: ShardSlots, snapshot: SnapshotId, iteration: int) -> int:
         index = keep(table, snapshot, iteration)
         record = record_of(snapshot, table.shard_id, iteration)
         target = replace(table.slots[index], state=SlotState.REBUILDING, record=record)
         table.put(index, target)
         return index
 
-    keep = orders.begin_rebuild
-    patch.setattr(orders, "begin_rebuild", begin_rebuild)
+    keep = ShardSlots.begin_rebuild
+    patch.setattr(ShardSlots, "begin_rebuild", begin_rebuild)
     keep_gone = ShardSlots.encoder_gone
 
     def encoder_gone(self: ShardSlots) -> list[SnapshotId]:
@@ -227,16 +225,16 @@ def anybody_owns(patch: pytest.MonkeyPatch) -> None:
 def shadows(patch: pytest.MonkeyPatch) -> None:
     """Headers are stored in another order than the one in which they were decided."""
 
-    def collect_changes(self: node.NodeMachine) -> None:
+    def collect_changes(self: state_machine.NodeMachine) -> None:
         stores = [
             StoreSlot(shard_id, slot, header)
             for shard_id, slots in self.shards.items()
             for slot, header in slots.take_changes()
         ]
-        self.effects = [*stores, *self.effects, *self._said]
-        self._said = []
+        self.effects = [*stores, *self.effects, *self._after]
+        self._after = []
 
-    patch.setattr(node.NodeMachine, "_collect_changes", collect_changes)
+    patch.setattr(state_machine.NodeMachine, "_collect_changes", collect_changes)
 
 
 def no_pins(patch: pytest.MonkeyPatch) -> None:
@@ -262,7 +260,7 @@ def replaced_at_once(patch: pytest.MonkeyPatch) -> None:
 def late_words_obeyed(patch: pytest.MonkeyPatch) -> None:
     """An SMP does what the coordinator of an older incarnation says."""
     patch.setattr(World, "stale", lambda self, node, request: False)
-    patch.setattr(node.NodeMachine, "check_incarnation", lambda self, message: None)
+    patch.setattr(state_machine.NodeMachine, "check_incarnation", lambda self, message: None)
 
 
 def any_checkpoint(patch: pytest.MonkeyPatch) -> None:
@@ -311,7 +309,7 @@ def notes_ignored(patch: pytest.MonkeyPatch) -> None:
 
 def late_permits(patch: pytest.MonkeyPatch) -> None:
     """A permit that comes late, or again, is given once more."""
-    patch.setattr(node.NodeMachine, "too_late", lambda self, snapshot: False)
+    patch.setattr(state_machine.NodeMachine, "too_late", lambda self, snapshot: False)
 
 
 def encoded_again(patch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,9 @@ from megatron_ft.arena.format import Permit, SlotHeader
 from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.smp.node import NodeMachine
 from megatron_ft.smp.slot_rules import EMPTY_SLOT
 from megatron_ft.smp.slots import ShardSlots
+from megatron_ft.smp.state_machine import NodeMachine
 
 Tag = tuple[SnapshotId, str]
 DAMAGED: Tag = (SnapshotId(0, 0), "damaged")
@@ -107,7 +107,7 @@ def inventory_after_fence(node: str, arenas: Iterable[MemoryArena]) -> m.Invento
     for arena in arenas:
         machine.shards[arena.shard] = ShardSlots(arena.shard, arena.headers())
     machine.admit(1 << 30)
-    reports = (arena.report(machine.inventory_slots(arena.shard)) for arena in arenas)
+    reports = (arena.report(machine.shards[arena.shard].reports()) for arena in arenas)
     return m.Inventory(node, machine.highest_incarnation, tuple(reports))
 
 

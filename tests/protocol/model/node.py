@@ -1,4 +1,4 @@
-"""A machine of the modelled cluster, and its SMP: what smp/host.py and the servers do."""
+"""A machine of the modelled cluster, and its SMP: what smp/service.py and the servers do."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from megatron_ft.arena.format import SlotState
 from megatron_ft.rpc import messages as m
-from megatron_ft.smp import node_shards as e
-from megatron_ft.smp.node import NodeMachine
+from megatron_ft.smp import state_machine as e
+from megatron_ft.smp.event_sender import EventBatch, Outbox
 from megatron_ft.smp.slots import ShardSlots
-from megatron_ft.smp.upward import Outbox, Reports
+from megatron_ft.smp.state_machine import NodeMachine
 from megatron_ft.supervisor.link import Inbox
 from tests.protocol.model.judge import Violation
 from tests.protocol.model.memory import DAMAGED, MemoryArena, MemorySlot, damaged
@@ -53,7 +53,7 @@ class Node:
     told: set[Any] = field(default_factory=set)
     repeats: list[Any] = field(default_factory=list)
     late_answers: list[Any] = field(default_factory=list)
-    reports: Reports = field(default_factory=Reports)
+    reports: EventBatch = field(default_factory=EventBatch)
     outbox: Outbox = field(default_factory=Outbox)
     inbox: Inbox = field(default_factory=Inbox)
 
@@ -267,18 +267,18 @@ class SmpSteps:
 
     def _tell(self, node: Node, incarnation: int, body: Any) -> None:
         if self.shape.resets:
-            self._report(node, incarnation, node.reports.tell(body, node.machine.shards))
+            self._report(node, incarnation, node.reports.add(body, node.machine.shards))
         elif not (self.shape.coarse and isinstance(body, m.OrderDone | m.SlotFreed)):
             node.events.append(("event", incarnation, body))
 
     def _report(self, node: Node, incarnation: int, bodies: list[Any]) -> None:
-        """Upward._leave."""
+        """EventSender._leave."""
         if bodies:
             node.events.append(("report", node.outbox.event(node.name, incarnation, bodies)))
 
     def _begin_stream(self, node: Node) -> None:
         self.streams += 1
-        node.reports, node.outbox = Reports(), Outbox(self.streams)
+        node.reports, node.outbox = EventBatch(), Outbox(self.streams)
 
     def _do_look(self, name: str) -> None:
         """What has waited for other ranks' words for long leaves without them."""
@@ -293,7 +293,7 @@ class SmpSteps:
     def _do_heard(self, name: str) -> None:
         """A heartbeat says what has arrived."""
         node = self.nodes[name]
-        node.outbox.heard(node.inbox.stream, node.inbox.number)
+        node.outbox.arrived(node.inbox.stream, node.inbox.number)
 
     def _answer(self, node: Node, effect: tuple[Any, ...]) -> None:
         incarnation, number, (request, answer) = effect
@@ -396,7 +396,7 @@ class SmpSteps:
         if self.shape.coarse:
             self._drop_older(node)
         arenas = [
-            arena.report(node.machine.inventory_slots(arena.shard))
+            arena.report(node.machine.shards[arena.shard].reports())
             for arena in node.arenas.values()
         ]
         return m.Inventory(node.name, 0, tuple(arenas))

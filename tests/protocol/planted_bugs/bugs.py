@@ -81,8 +81,8 @@ BUGS = (
             Edit(
                 "        for shard_id, slots in self.shards.items():\n"
                 "            for slot, header in slots.take_changes():\n",
-                "        self.effects += self._said\n"
-                "        self._said = []\n"
+                "        self.effects += self._after\n"
+                "        self._after = []\n"
                 "        for shard_id, slots in self.shards.items():\n"
                 "            for slot, header in slots.take_changes():\n",
             ),

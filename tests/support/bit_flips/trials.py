@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_ft.arena.arena import NO_PROGRESS, Arena
-from megatron_ft.cli.chaos import regions as r
+from megatron_ft.cli.chaos import damage as r
 from megatron_ft.core.errors import ArenaError
 from megatron_ft.erasure.checks import CorruptMemberError, DataCheck, ParityCheck, digest_table_of
 from megatron_ft.erasure.member import MemberView

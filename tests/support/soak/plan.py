@@ -15,7 +15,7 @@ QUIET_SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class Fault:
+class SoakFault:
     """One fault, due once ``at`` snapshots have been taken.
 
     ``position`` is the place of its node among those that train, ``local`` the rank there.
@@ -29,7 +29,7 @@ class Fault:
 
 def plan(
     seed: int, snapshots: int, faults: int, nodes: int, ranks_per_node: int
-) -> tuple[Fault, ...]:
+) -> tuple[SoakFault, ...]:
     """Faults at random times, in order; every kind comes as often as any other, but for one."""
     chance = random.Random(f"soak {seed}")
     kinds: list[str] = []
@@ -38,6 +38,6 @@ def plan(
     low, high = int(QUIET_SHARE * snapshots), int((1 - QUIET_SHARE) * snapshots)
     times = sorted(chance.randint(low, max(low, high)) for _ in range(faults))
     return tuple(
-        Fault(at, kind, chance.randrange(nodes), chance.randrange(ranks_per_node))
+        SoakFault(at, kind, chance.randrange(nodes), chance.randrange(ranks_per_node))
         for at, kind in zip(times, kinds[:faults], strict=True)
     )

@@ -11,15 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_ft.cli.chaos.follow import until
+from megatron_ft.cli.chaos.follow import Follower, until
 from megatron_ft.cli.chaos.job import TRAINING_MODULE, JobFile
-from megatron_ft.cli.chaos.oracle import run_oracle
-from megatron_ft.cli.chaos.settings import Settings
+from megatron_ft.cli.chaos.runner import ChaosSettings, oracle_traces
 from megatron_ft.cli.chaos.trace import differences, gaps, read_traces
-from tests.support.soak.inflict import Inflicter
-from tests.support.soak.job import SoakCluster, SoakFollower, roles
+from tests.support.chaos_cluster import CLUSTER_CLASS
+from tests.support.soak.inject import SOAK_CLUSTER, SoakInjector, roles
 from tests.support.soak.measure import Sample, sample_all
-from tests.support.soak.plan import Fault, plan
+from tests.support.soak.plan import SoakFault, plan
 
 ENDS = ("committed", "aborted", "dropped")
 """Events that end a snapshot: every one that was permitted comes to one of these."""
@@ -54,7 +53,7 @@ class Soak:
     warm: str = ""
     tell: Callable[[str], None] = print
 
-    def plan(self) -> tuple[Fault, ...]:
+    def plan(self) -> tuple[SoakFault, ...]:
         """The faults."""
         return plan(self.seed, self.snapshots, self.faults, self.nodes, self.ranks_per_node)
 
@@ -72,6 +71,7 @@ class Soak:
             ranks_per_node=self.ranks_per_node,
             snapshot_interval=1,
             lease=LEASE_SECONDS,
+            cluster_class=SOAK_CLUSTER,
             warm=self.warm,
             trace=str(self.folder / "trace"),
         )
@@ -118,8 +118,7 @@ class _Running:
     def __init__(self, soak: Soak, result: Result) -> None:
         self._soak, self._result = soak, result
         self._deadline = time.monotonic() + 60.0 * soak.minutes
-        self._follower = SoakFollower(soak.job())
-        self._cluster = SoakCluster(self._follower.job)
+        self._follower = Follower(soak.job(), most_restarts=0)
         self._counted = self._sampled = 0
         self._newest_protected = False
         self._calm = 0
@@ -133,16 +132,15 @@ class _Running:
             self._result.problem = f"{error}; it told last:\n{self._follower.tail()}"
         finally:
             self._follower.end()
-            self._cluster.destroy()
 
     async def _train(self) -> None:
         await self._until(lambda: self._committed_since(0.0) >= 1, "the first protected snapshot")
-        inflicter = Inflicter(self._follower, self._cluster, self._soak.seed)
+        injector = SoakInjector(self._follower, self._soak.seed)
         for fault in self._soak.plan():
             await self._until(lambda at=fault.at: self._reached(at), f"snapshot {fault.at}")  # type: ignore[misc]
             if self._ended():
                 break
-            text = await inflicter.inflict(fault)
+            text = await injector.inject(fault)
             self._result.faults[fault.kind] += 1
             self._calm = 0
             self._soak.tell(f"after {self._result.protected} snapshots: {text}")
@@ -235,15 +233,16 @@ def _compare(soak: Soak, result: Result) -> None:
     ours = read_traces(soak.folder / "trace", ranks)
     result.iterations = max(line["iteration"] for lines in ours.values() for line in lines)
     soak.tell(f"training {result.iterations} iterations without interruption")
-    settings = Settings(
+    settings = ChaosSettings(
         soak.folder,
         nodes=soak.nodes,
         protect=soak.protect,
         ranks_per_node=soak.ranks_per_node,
         iterations=result.iterations,
+        cluster_class=CLUSTER_CLASS,
         warm=soak.warm,
     )
-    found = [*gaps(ours), *differences(ours, run_oracle(settings))]
+    found = [*gaps(ours), *differences(ours, oracle_traces(settings))]
     if len(ours) != ranks:
         found.append(f"only {len(ours)} of {ranks} ranks wrote a trace")
     result.differences = tuple(found)

@@ -21,12 +21,12 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.checkpoint import manifest as mf
+from megatron_ft.checkpoint import disk_format as mf
+from megatron_ft.checkpoint.disk_format import folder_name
 from megatron_ft.checkpoint.drain import DrainPlan, finish, publish, tidy, write_shards
 from megatron_ft.checkpoint.drained import Keep, clean_up, clear_unfinished, superfluous
 from megatron_ft.checkpoint.live import open_live
-from megatron_ft.checkpoint.manifest import folder_name
-from megatron_ft.checkpoint.reader import open_checkpoint, read_manifest
+from megatron_ft.checkpoint.load import open_checkpoint, read_manifest
 from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.cli import drain as drain_command
 from megatron_ft.cli import main as cli
@@ -205,7 +205,7 @@ def test_every_flipped_byte_of_a_shard_is_found(memory: Memory, tmp_path: Path) 
 
 def test_a_manifest_of_a_later_release_is_said_to_be_one(memory: Memory, tmp_path: Path) -> None:
     folder = drain(memory, tmp_path / "disk", 20)
-    path = folder / mf.NAME
+    path = folder / mf.MANIFEST
     path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 2, "new": 1}))
     with pytest.raises(CheckpointDamagedError, match="format version 2"):
         read_manifest(folder)
@@ -313,7 +313,7 @@ def test_a_checkpoint_that_cannot_be_read_hides_no_other(
     older, newer = drain(memory, disk, 10), drain(memory, disk, 20)
     checked = private_files.check_folder
 
-    def stale(folder: Path, forbidden: int) -> None:
+    def stale(folder: Path, forbidden: int = private_files.OTHERS) -> None:
         if folder == newer:
             fail(errno.ESTALE)
         checked(folder, forbidden)
@@ -455,7 +455,7 @@ class PowerLoss(Recorder):
     def remove(self, path: Path) -> None:
         """Removals may become durable before older ones: all but the manifest's do at once."""
         super().remove(path)
-        if path.name != mf.NAME:
+        if path.name != mf.MANIFEST:
             (self.shadow / path.relative_to(self.root)).unlink(missing_ok=True)
 
     def sync_folder(self, folder: Path) -> None:
@@ -541,5 +541,5 @@ def test_a_cap_on_bandwidth_spreads_the_bytes() -> None:
 
 
 def test_the_disk_tier_needs_no_torch() -> None:
-    program = "import sys; sys.modules['torch'] = None; import megatron_ft.checkpoint.reader"
+    program = "import sys; sys.modules['torch'] = None; import megatron_ft.checkpoint.load"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -17,14 +17,12 @@ from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import tail_is_zero, verify_shard
 from megatron_ft.arena.format import DIGEST_CRC64, SlotState
 from megatron_ft.checkpoint.decide import Decision
+from megatron_ft.checkpoint.disk_format import DiskCalls, Manifest, ShardFile, folder_name
 from megatron_ft.checkpoint.drain import publish, write_shards
-from megatron_ft.checkpoint.drained import Drained, Wanted, choose, find, of_one_job
-from megatron_ft.checkpoint.durable import Disk
+from megatron_ft.checkpoint.drained import DiskCriteria, Drained, choose, find, of_one_job
 from megatron_ft.checkpoint.live import open_live
-from megatron_ft.checkpoint.load import fill
-from megatron_ft.checkpoint.manifest import Manifest, ShardFile, folder_name
+from megatron_ft.checkpoint.load import fill, read_manifest
 from megatron_ft.checkpoint.native import TRACKER, iteration_of
-from megatron_ft.checkpoint.reader import read_manifest
 from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import CheckpointDamagedError, ConfigError, DrainError
@@ -67,7 +65,7 @@ def test_the_newest_on_the_lineage_is_taken_unless_something_else_is_newer(
     refuse: bool,
 ) -> None:
     refused = [found[0].folder] if refuse and found else []
-    choice = choose(found, Wanted(2, lineage, memory, own, refused))
+    choice = choose(found, DiskCriteria(2, lineage, memory, own, refused))
     allowed = {
         one.manifest.snapshot
         for one in found
@@ -89,16 +87,16 @@ def test_the_newest_on_the_lineage_is_taken_unless_something_else_is_newer(
 def test_shape_and_seats_must_be_those_of_the_job() -> None:
     lineage = (Ancestor(1, None),)
     one = drained(SnapshotId(1, 1), 5)
-    assert choose([one], Wanted(2, lineage)).taken is one
-    assert "has 2 shards, the job 3" in choose([one], Wanted(3, lineage)).reasons[0]
+    assert choose([one], DiskCriteria(2, lineage)).taken is one
+    assert "has 2 shards, the job 3" in choose([one], DiskCriteria(3, lineage)).reasons[0]
     nobody = drained(SnapshotId(1, 1), 5, {})
-    assert "only be exported" in choose([nobody], Wanted(2, lineage)).reasons[0]
+    assert "only be exported" in choose([nobody], DiskCriteria(2, lineage)).reasons[0]
     assert one.slot_bytes == {"dp0": 5000, "dp1": 5000}
 
 
 def test_what_is_objected_to_is_passed_over() -> None:
     found = [drained(SnapshotId(1, sequence), 10 * sequence) for sequence in (1, 2, 3)]
-    wanted = Wanted(
+    wanted = DiskCriteria(
         2,
         (Ancestor(1, None),),
         reason_against=lambda snapshot, iteration: f"{snapshot} is bad" if iteration >= 20 else "",
@@ -114,8 +112,8 @@ def test_a_lineage_that_nobody_knows_is_the_one_of_the_newest_incarnation() -> N
     rolled = (Ancestor(1, None), Ancestor(2, SnapshotId(1, 3)))
     new = Manifest(**{**_fields(lines), "lineage": rolled, "snapshot": SnapshotId(2, 1)})
     found = [Drained(Path("/old"), old), Drained(Path("/new"), new)]
-    assert choose(found, Wanted(2)).taken is found[1]
-    refused = choose(found, Wanted(2, refused=[Path("/new")]))
+    assert choose(found, DiskCriteria(2)).taken is found[1]
+    refused = choose(found, DiskCriteria(2, refused=[Path("/new")]))
     assert refused.taken is None and "off the job's lineage" in refused.reasons[1]
 
 
@@ -215,7 +213,7 @@ def test_a_slot_that_waits_for_something_else_is_not_written(folder: Path, tmp_p
         assert (arena.data(1) == 0xFF).all()
 
 
-class BadSector(Disk):
+class BadSector(DiskCalls):
     """Reads fail from a certain offset on, as the kernel says it."""
 
     def __init__(self, at: int, number: int = errno.EIO) -> None:

@@ -13,9 +13,8 @@ from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import verify_shard
 from megatron_ft.arena.format import SlotState
 from megatron_ft.checkpoint import drain as write
-from megatron_ft.checkpoint.durable import Disk
-from megatron_ft.checkpoint.load import fill
-from megatron_ft.checkpoint.reader import read_manifest
+from megatron_ft.checkpoint.disk_format import DiskCalls
+from megatron_ft.checkpoint.load import fill, read_manifest
 from tests.support.disk_drains import Recorder, drain, killed, newest_of, suicide
 from tests.support.disk_samples import ALGORITHM, BLOCK, Memory, waiting
 
@@ -80,7 +79,7 @@ def test_a_load_that_is_killed_at_any_step_can_be_done_again(
             assert verify_shard(arena.data(1), record, BLOCK, ALGORITHM) == []
 
 
-class Scale(Disk):
+class Scale(DiskCalls):
     """Notes the most anonymous memory that the process had at any write or read."""
 
     def __init__(self) -> None:

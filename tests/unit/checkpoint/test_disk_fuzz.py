@@ -15,13 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.arena import digest
-from megatron_ft.checkpoint import safetensors
+from megatron_ft.checkpoint import disk_format
+from megatron_ft.checkpoint.disk_format import MANIFEST, Manifest
 from megatron_ft.checkpoint.drain import publish, write_shards
 from megatron_ft.checkpoint.drained import find
 from megatron_ft.checkpoint.live import open_live
-from megatron_ft.checkpoint.load import fill
-from megatron_ft.checkpoint.manifest import NAME, Manifest
-from megatron_ft.checkpoint.reader import open_checkpoint, read_manifest
+from megatron_ft.checkpoint.load import fill, open_checkpoint, read_manifest
 from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.core.errors import (
     ArenaError,
@@ -111,7 +110,7 @@ def test_shards(good: Path, bad: Path, target: Memory, seed: int) -> None:
     manifest = read_manifest(good)
     if random.random() < 0.5:
         manifest = vouched(manifest, raw)
-    (bad / NAME).write_bytes(manifest.to_json())
+    (bad / MANIFEST).write_bytes(manifest.to_json())
     judge(good, bad, target)
 
 
@@ -121,7 +120,7 @@ def vouched(manifest: Manifest, raw: bytes) -> Manifest:
     line = msgspec.structs.replace(
         manifest.shards["dp0"],
         bytes=len(raw),
-        header_digest=safetensors.header_digest(raw[:length]),
+        header_digest=disk_format.header_digest(raw[:length]),
     )
     return msgspec.structs.replace(manifest, shards={**manifest.shards, "dp0": line})
 
@@ -132,7 +131,7 @@ def test_headers_with_other_values(good: Path, bad: Path, target: Memory, seed: 
     """A whole header, its numbers changed, with a manifest that vouches for it."""
     random = Random(seed)
     raw = (good / SHARD_FILE).read_bytes()
-    start = safetensors.header_length(raw[:8], "")
+    start = disk_format.header_length(raw[:8], "")
     header = msgspec.json.decode(raw[8:start])
     own = msgspec.json.decode(header["__metadata__"]["shard"])
     header["__metadata__"]["shard"] = msgspec.json.encode(changed(own, random)).decode()
@@ -140,7 +139,7 @@ def test_headers_with_other_values(good: Path, bad: Path, target: Memory, seed: 
     padded = -(-(len(text) + 8) // 64) * 64 - 8
     raw = struct.pack("<Q", padded) + text.ljust(padded) + raw[start:]
     (bad / SHARD_FILE).write_bytes(raw)
-    (bad / NAME).write_bytes(vouched(read_manifest(good), raw).to_json())
+    (bad / MANIFEST).write_bytes(vouched(read_manifest(good), raw).to_json())
     judge(good, bad, target)
 
 
@@ -160,17 +159,17 @@ def changed(value: Any, random: Random) -> Any:
 def test_manifests(good: Path, bad: Path, target: Memory, seed: int) -> None:
     """Damaged ones, and others that are signed as they should be."""
     random = Random(seed)
-    raw = (good / NAME).read_bytes()
+    raw = (good / MANIFEST).read_bytes()
     (bad / SHARD_FILE).write_bytes((good / SHARD_FILE).read_bytes())
     if random.random() < 0.5:
-        (bad / NAME).write_bytes(damage(raw, random))
+        (bad / MANIFEST).write_bytes(damage(raw, random))
     else:
         values = changed(msgspec.json.decode(raw), random)
         try:
             signed = msgspec.convert(values, Manifest).to_json()
         except (msgspec.MsgspecError, TypeError):
             signed = msgspec.json.encode(values)
-        (bad / NAME).write_bytes(signed)
+        (bad / MANIFEST).write_bytes(signed)
     judge(good, bad, target)
 
 
@@ -225,10 +224,10 @@ def test_digest_tables_and_records(seed: int) -> None:
 
 
 def test_a_manifest_that_is_longer_than_any(bad: Path, good: Path) -> None:
-    (bad / NAME).write_bytes((good / NAME).read_bytes())
-    os.truncate(bad / NAME, 1 << 40)
+    (bad / MANIFEST).write_bytes((good / MANIFEST).read_bytes())
+    os.truncate(bad / MANIFEST, 1 << 40)
     with pytest.raises(CheckpointDamagedError, match="more than"):
         read_manifest(bad)
-    (bad / NAME).write_bytes(b"[" * 1_000_000)
+    (bad / MANIFEST).write_bytes(b"[" * 1_000_000)
     with pytest.raises(MegatronFTError):
         read_manifest(bad)

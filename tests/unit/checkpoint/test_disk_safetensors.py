@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.arena import digest
-from megatron_ft.checkpoint import safetensors as ours
+from megatron_ft.checkpoint import disk_format as ours
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.core.shard import TensorSpec, plan_layout
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.checkpoint.drain import DrainPlan
+from megatron_ft.checkpoint.export import partial_of
 from megatron_ft.checkpoint.export_drained import (
     LEDGER,
     Exported,
@@ -22,7 +23,6 @@ from megatron_ft.checkpoint.export_drained import (
     tidy,
     withdraw,
 )
-from megatron_ft.checkpoint.form import partial_of
 from megatron_ft.checkpoint.native import (
     LATEST,
     TRACKER,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.checkpoint.hold import LOCK, Holder, hold
+from megatron_ft.checkpoint.export_drained import LOCK, Holder, hold
 from megatron_ft.cli import main as cli
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.launchers.virtual import VirtualCluster

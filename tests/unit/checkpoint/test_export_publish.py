@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.checkpoint.durable import Disk
-from megatron_ft.checkpoint.form import whole_folder
+from megatron_ft.checkpoint.disk_format import DiskCalls
+from megatron_ft.checkpoint.export import whole_folder
 from megatron_ft.checkpoint.source import OpenSnapshot, SnapshotInfo
 from megatron_ft.core.errors import SnapshotUnavailableError
 from megatron_ft.core.identity import SnapshotId
@@ -26,7 +26,7 @@ def snapshot(job: uuid.UUID = JOB, refusal: str = "") -> OpenSnapshot:
     return OpenSnapshot(SnapshotInfo(SnapshotId(1, 1), 20, "durable"), job, (), {}, check)
 
 
-class Synced(Disk):
+class Synced(DiskCalls):
     """Which files and folders were synced, and which of those that it renames were not."""
 
     def __init__(self) -> None:

@@ -15,10 +15,10 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from megatron_ft.checkpoint.form import (  # noqa: E402
+from megatron_ft.checkpoint.export import (  # noqa: E402
     FORM_VERSION,
     CheckpointForm,
-    Wanted,
+    TensorRecipe,
     dump,
     load,
 )
@@ -34,7 +34,7 @@ no_deadline = settings(deadline=None, max_examples=100)
 NAME, COPY = "optimizer0.w.main", "optimizer0.w.weight_copy"
 PIECES = (Piece("optimizer.state.param.w", (12,), (0,), (12,), 0, (1,)),)
 PLACE = place_of(PIECES)
-WHOLE = Wanted(NAME, "float32", (12,), 0, (1,), PLACE)
+WHOLE = TensorRecipe(NAME, "float32", (12,), 0, (1,), PLACE)
 
 
 def shard(tensors: dict[str, tuple[Any, int]]) -> ShardBytes:
@@ -123,10 +123,10 @@ def test_a_window_is_strided() -> None:
 
 def test_padding_is_zero_and_unknown_names_are_refused() -> None:
     captured = CapturedTensors(ranges(torch.arange(12.0), [(0, 12)]))
-    padding = captured.make("pp0-tp0-dp0-ep0", Wanted("", "bfloat16", (3,)))
+    padding = captured.make("pp0-tp0-dp0-ep0", TensorRecipe("", "bfloat16", (3,)))
     assert padding.dtype == torch.bfloat16 and padding.tolist() == [0, 0, 0]
     with pytest.raises(ExportError, match="holds no other"):
-        captured.make("pp0-tp0-dp0-ep0", Wanted("other", "float32", (3,)))
+        captured.make("pp0-tp0-dp0-ep0", TensorRecipe("other", "float32", (3,)))
 
 
 def test_an_address_book_finds_what_a_view_looks_into() -> None:

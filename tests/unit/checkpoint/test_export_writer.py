@@ -16,9 +16,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from megatron_ft.checkpoint.disk_format import folder_name
 from megatron_ft.checkpoint.drain import DrainPlan
-from megatron_ft.checkpoint.hold import LOCK, Holder, hold
-from megatron_ft.checkpoint.manifest import folder_name
+from megatron_ft.checkpoint.export_drained import LOCK, Holder, hold
 from megatron_ft.core.errors import ConfigError
 from tests.support.disk_drains import drain
 from tests.support.disk_samples import JOB, Memory
@@ -33,7 +33,7 @@ SUPERVISOR = """
 import subprocess, sys
 from pathlib import Path
 import msgspec
-from megatron_ft.checkpoint.hold import Holder, hold
+from megatron_ft.checkpoint.export_drained import Holder, hold
 folder, holder, program, plan = sys.argv[1:]
 with hold(Path(folder), msgspec.json.decode(holder, type=Holder)):
     subprocess.run([sys.executable, "-c", program, "export", plan], start_new_session=True)

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.checkpoint.decide import Decision
+from megatron_ft.checkpoint.decide import FAILURE_LIMIT, MOST_REJECTED, Decision, Quarantine
 from megatron_ft.checkpoint.native import TRACKER, checkpoint_folder, naming
-from megatron_ft.checkpoint.quarantine import FAILURE_LIMIT, MOST_REJECTED, Quarantine
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.events import Observers

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.arena import binary
-from megatron_ft.cli.chaos import regions
+from megatron_ft.cli.chaos import damage as regions
 from megatron_ft.erasure.member import MemberView, StripeCode
 from megatron_ft.erasure.mending import Blocks, Damage, SlotInspector, block_of
 from megatron_ft.erasure.repair import RowSolver

@@ -10,24 +10,24 @@ import pytest
 
 from megatron_ft.cli.chaos import command, report
 from megatron_ft.cli.chaos.cases import Case, table
-from megatron_ft.cli.chaos.report import FAILED, Restore, Result
-from megatron_ft.cli.chaos.settings import Settings
+from megatron_ft.cli.chaos.report import FAILED, CaseRestore, CaseResult
+from megatron_ft.cli.chaos.runner import ChaosSettings
 from megatron_ft.core.errors import ConfigError
 
 CASES = table(2, 1, every_process=True)
 
 
-def result(case: Case, said: str = "parity", day: str = "2026-01-02") -> Result:
-    restored = (Restore(12, 10, "parity"),)
-    return Result(str(case), day, said, (), ("SIGKILL",), restored, 72, True, 2.5)
+def result(case: Case, said: str = "parity", day: str = "2026-01-02") -> CaseResult:
+    restored = (CaseRestore(12, 10, "parity"),)
+    return CaseResult(str(case), day, said, (), ("SIGKILL",), restored, 72, True, 2.5)
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
-    return Settings(tmp_path)
+def settings(tmp_path: Path) -> ChaosSettings:
+    return ChaosSettings(tmp_path)
 
 
-def test_what_is_kept_is_read_again(settings: Settings, tmp_path: Path) -> None:
+def test_what_is_kept_is_read_again(settings: ChaosSettings, tmp_path: Path) -> None:
     kept = [result(case) for case in CASES[:5]]
     path = tmp_path / "results.json"
     assert report.read(path, settings) == []
@@ -39,7 +39,7 @@ def test_what_is_kept_is_read_again(settings: Settings, tmp_path: Path) -> None:
     "other", [{"seed": 1}, {"nodes": 3}, {"protect": "rs:2+1"}, {"command": ("train",)}]
 )
 def test_results_of_other_settings_are_refused(
-    settings: Settings, tmp_path: Path, other: dict[str, object]
+    settings: ChaosSettings, tmp_path: Path, other: dict[str, object]
 ) -> None:
     path = tmp_path / "results.json"
     report.write(path, [], settings)
@@ -49,7 +49,7 @@ def test_results_of_other_settings_are_refused(
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"setting": {}, "cases": [{}]}'])
 def test_a_file_of_something_else_is_refused(
-    settings: Settings, tmp_path: Path, content: bytes
+    settings: ChaosSettings, tmp_path: Path, content: bytes
 ) -> None:
     path = tmp_path / "results.json"
     path.write_bytes(content)
@@ -57,7 +57,7 @@ def test_a_file_of_something_else_is_refused(
         report.read(path, settings)
 
 
-def test_only_what_has_passed_is_left_out(settings: Settings, tmp_path: Path) -> None:
+def test_only_what_has_passed_is_left_out(settings: ChaosSettings, tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     passed, failed, unwanted = CASES[1], CASES[2], CASES[9]
     known = [result(passed), result(failed, FAILED), result(unwanted)]
@@ -68,12 +68,12 @@ def test_only_what_has_passed_is_left_out(settings: Settings, tmp_path: Path) ->
     assert command._kept(arguments, CASES[:4], settings) == []
 
 
-def test_to_go_on_needs_a_file(settings: Settings) -> None:
+def test_to_go_on_needs_a_file(settings: ChaosSettings) -> None:
     with pytest.raises(ConfigError, match="give --json FILE"):
         command._kept(SimpleNamespace(go_on=True, json=None), CASES, settings)
 
 
-def test_the_table_has_every_case_once_and_says_when(settings: Settings) -> None:
+def test_the_table_has_every_case_once_and_says_when(settings: ChaosSettings) -> None:
     results = [result(case) for case in CASES[:-1]]
     last = result(CASES[-1], FAILED, "2026-01-04")
     text = report.markdown([*results, last], settings)

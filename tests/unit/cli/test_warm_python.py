@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.cli.chaos.warm_python import WarmPython
+from tests.support.warm_python import WarmPython
 
 
 @pytest.fixture

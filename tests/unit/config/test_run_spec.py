@@ -47,7 +47,6 @@ GIVEN = {
     "--export-on-failure": "/data/failed",
     "--on-no-spare": "shrink",
     "--spare-imports": "none",
-    "--quiet-seconds": "0.5",
 }
 
 

@@ -8,7 +8,6 @@ import os
 import platform
 import subprocess
 import sys
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -28,13 +27,12 @@ from megatron_ft.core.errors import ConfigError, DrainError
 from megatron_ft.core.priority import started_low
 from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.sockets import JobKeys
+from megatron_ft.rpc.sockets import Server
 from megatron_ft.smp.control_server import ControlServer
-from megatron_ft.smp.host import NodeHost
 from megatron_ft.smp.store import free
 from megatron_ft.supervisor.drain_processes import DrainProcesses
 from megatron_ft.supervisor.spec import JobSpec
-from tests.support.smp_node import SECRET, create, run
+from tests.support.smp_node import create, run, service
 
 X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of system calls")
 SETS = st.sets(st.integers(0, 40), min_size=1)
@@ -207,18 +205,19 @@ def test_an_arena_is_made_on_the_node_of_its_rank(
         allocate(descriptor, offset, length)
 
     monkeypatch.setattr(os, "posix_fallocate", noted)
-    host = NodeHost(ProcessEnvironment("job", "node0", tmp_path, 1), uuid.UUID(int=7))
+    host = service(ProcessEnvironment("job", "node0", tmp_path, 1))
     host.machine.highest_incarnation = 1
     rank = subprocess.Popen(["sleep", "60"])
     os.sched_setaffinity(rank.pid, {cpu})
 
     async def make() -> None:
         context = zmq.asyncio.Context()
-        server = ControlServer(host, context, JobKeys.derive(SECRET), "127.0.0.1")
+        socket = Server(context, numbered=True)
+        server = ControlServer(host, socket, lambda: None)
         host.writers.add("trainer", "dp0", rank.pid, b"")
         for shard in ("dp0", "dp1"):
-            assert await server._decide(b"", create(shard)) == m.Ok()
-        server.socket.close(0)
+            assert await server.decide(b"", create(shard)) == m.Ok()
+        socket.socket.close(0)
         context.term()
 
     try:

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from megatron_ft.arena.arena import Arena
+from megatron_ft.checkpoint.disk_format import MANIFEST
 from megatron_ft.checkpoint.drain import publish, write_shards
 from megatron_ft.checkpoint.live import open_live
-from megatron_ft.checkpoint.manifest import NAME
-from megatron_ft.checkpoint.reader import open_checkpoint, open_shard, read_manifest
+from megatron_ft.checkpoint.load import open_checkpoint, open_shard, read_manifest
 from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.cli import clean
 from megatron_ft.core import private_files
@@ -30,9 +30,8 @@ from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.rpc.client import TrainerClient
 from megatron_ft.rpc.local_query import ask
 from megatron_ft.rpc.messages import StatusRequest
-from megatron_ft.smp import ownership
-from megatron_ft.smp.state_file import NodeState
-from megatron_ft.smp.writers import Writers
+from megatron_ft.smp.node_folder import NodeState, lock_folder
+from megatron_ft.smp.processes import Writers
 from megatron_ft.supervisor.job_state import JobState, read_record
 from tests.support.disk_samples import Memory
 from tests.support.tmpfs import mount_tmpfs
@@ -143,13 +142,13 @@ FILES = {
     "smp.json": Kind(_file("smp.json", b"{}"), private_files.read_file),
     "smp.pid": Kind(_file("smp.pid", b"12"), _clean_pid),
     "smp.lock of the SMP": Kind(
-        _file("smp.lock", b""), lambda path: ownership.own(path.parent, "job").close()
+        _file("smp.lock", b""), lambda path: lock_folder(path.parent, "job").close()
     ),
     "smp.lock of clean": Kind(
         _file("smp.lock", b""), lambda path: os.close(clean._open_lock(path) or -1)
     ),
     "manifest": Kind(
-        lambda folder: _checkpoint(folder) / NAME,
+        lambda folder: _checkpoint(folder) / MANIFEST,
         lambda path: read_manifest(path.parent),
         shared=True,
     ),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st  # noqa: E402
 from deepspeed_ext.exporter import FileTensors  # noqa: E402
 from deepspeed_ext.logical_map import MASTER, WEIGHT, fragments  # noqa: E402
 from deepspeed_ext.optimizers.view import OwnedMaster, Weight  # noqa: E402
-from megatron_ft.checkpoint.form import Wanted  # noqa: E402
+from megatron_ft.checkpoint.export import TensorRecipe  # noqa: E402
 from megatron_ft.checkpoint.source import ShardBytes  # noqa: E402
 from megatron_ft.core.errors import ExportError  # noqa: E402
 from megatron_ft.core.shard import LogicalPlace, Piece, TensorSpec, plan_layout  # noqa: E402
@@ -104,7 +104,7 @@ def test_masters_of_all_ranks_make_every_parameter(
         shards = {f"dp{rank}": shard(view, kept) for rank, view in enumerate(views)}
         captured = FileTensors(shards)
         for number, size in enumerate(sizes):
-            wanted = Wanted(MASTER, "bfloat16", (size,), 0, (1,), (f"p{number}", ()))
+            wanted = TensorRecipe(MASTER, "bfloat16", (size,), 0, (1,), (f"p{number}", ()))
             made = captured.make("dp0", wanted)
             assert torch.equal(made, views[0].parameters[number] + kept)
             assert made.untyped_storage().nbytes() == made.nbytes
@@ -113,7 +113,7 @@ def test_masters_of_all_ranks_make_every_parameter(
 def test_a_missing_rank_is_named() -> None:
     views = cut(torch.arange(12.0), [12], [0], 2, 0)
     captured = FileTensors({"dp0": shard(views[0])})
-    wanted = Wanted(MASTER, "bfloat16", (12,), 0, (1,), ("p0", ()))
+    wanted = TensorRecipe(MASTER, "bfloat16", (12,), 0, (1,), ("p0", ()))
     with pytest.raises(ExportError, match="only parts of p0/fp32"):
         captured.make("dp0", wanted)
 
@@ -121,11 +121,11 @@ def test_a_missing_rank_is_named() -> None:
 def test_what_a_rank_captured_itself_keeps_its_type_and_wish_for_gradients() -> None:
     (view,) = cut(torch.arange(12.0), [12], [0], 1, 4)
     captured = FileTensors({"dp0": shard(view)})
-    wanted = Wanted("optimizer/0/master", "float32", (12,), 0, (1,), None, True)
+    wanted = TensorRecipe("optimizer/0/master", "float32", (12,), 0, (1,), None, True)
     made = captured.make("dp0", wanted)
     assert made.requires_grad and made.tolist() == list(range(12))
     assert made.untyped_storage().nbytes() == made.nbytes, "padding is not written"
     with pytest.raises(ExportError, match="dp0 holds no other"):
         captured.make("dp0", wanted._replace(name="other"))
-    placeholder = captured.make("dp0", Wanted("", "bfloat16", (0,), 0, (1,)))
+    placeholder = captured.make("dp0", TensorRecipe("", "bfloat16", (0,), 0, (1,)))
     assert placeholder.shape == (0,) and placeholder.dtype == torch.bfloat16

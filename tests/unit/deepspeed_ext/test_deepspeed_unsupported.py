@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+import deepspeed_ext
+
 deepspeed_config = pytest.importorskip("deepspeed.runtime.config")
 attachment = pytest.importorskip("deepspeed_ext.attachment")
 
@@ -174,3 +176,9 @@ def test_going_on_with_fewer_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -
     shrinks = Section(True, Source({**folders, "on_no_spare": "shrink"}, str), {})
     with pytest.raises(ConfigError, match="only after ds_to_universal"):
         attachment._checked(object(), shrinks)
+
+
+def test_no_module_hides_the_public_function() -> None:
+    """Importing ``attachment`` binds a name in the package, which must not be ``attach``."""
+    assert attachment.__name__ == "deepspeed_ext.attachment"
+    assert callable(deepspeed_ext.attach)

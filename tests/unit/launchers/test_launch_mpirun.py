@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from megatron_ft.core import procfs
 from megatron_ft.core.errors import MpiError
 from megatron_ft.launchers.launcher import NodeUnreachable, Placement
+from megatron_ft.launchers.launcher_env import without_outer_launcher
 from megatron_ft.launchers.mpirun import (
     MpiKind,
     MpiLauncher,
@@ -29,7 +30,6 @@ from megatron_ft.launchers.mpirun import (
     split_environments,
     world_command,
 )
-from megatron_ft.launchers.outer_launcher import without_outer_launcher
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.launchers.world import WORLD, WorldProcess, borrowed, open_to_all, probe_world
 

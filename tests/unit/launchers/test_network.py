@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.cli.chaos import namespaces, network_notes
-from megatron_ft.cli.chaos.network_names import NetworkNames
-from megatron_ft.cli.chaos.node_network import NodeNetwork, remove_leftovers
 from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
 from megatron_ft.launchers.launcher import UNKNOWN_EXIT
 from megatron_ft.launchers.virtual_network import HOST, RemoteProcess
+from tests.support import namespaces, network_notes
+from tests.support.network_names import NetworkNames
 from tests.support.networks import arrives, can_connect, connection, needs_network, seconds_for
+from tests.support.node_network import NodeNetwork, remove_leftovers
 
 NODES = ["n0", "n1", "n2"]
 
@@ -141,7 +141,7 @@ def test_a_process_keeps_its_number_and_session_in_a_namespace(network: NodeNetw
 
 LEAVE_BEHIND = """
 import os, sys
-from megatron_ft.cli.chaos.node_network import NodeNetwork
+from tests.support.node_network import NodeNetwork
 network = NodeNetwork(sys.argv[1], ["n0", "n1"]).open()
 network.delay("n0", 10)
 os._exit(0)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from megatron_ft.cli import main as cli
 from megatron_ft.core.errors import ConfigError
+from megatron_ft.launchers.launcher_env import outside_of_steps
 from megatron_ft.launchers.mpirun import MpiKind, MpiLauncher, world_environment
-from megatron_ft.launchers.outer_launcher import outside_of_steps
 from megatron_ft.launchers.slurm import allocation, launcher
 from megatron_ft.launchers.slurm.allocation import (
     Allocation,

@@ -12,12 +12,8 @@ from megatron_ft.arena import binary
 from megatron_ft.arena.format import SlotHeader
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.rpc import messages as m
-from megatron_ft.smp import node as smp_node
-from megatron_ft.smp.control_server import FROM_COORDINATOR
-from megatron_ft.smp.local_server import FROM_WRITERS
-from megatron_ft.smp.node import NodeMachine
-from megatron_ft.smp.node_shards import StorePermit, StoreSlot
 from megatron_ft.smp.slots import ShardSlots
+from megatron_ft.smp.state_machine import REACTIONS, NodeMachine, StorePermit, StoreSlot
 from megatron_ft.supervisor.cycle import SnapshotCycle
 from megatron_ft.supervisor.registration import Registration
 from megatron_ft.supervisor.repairs import Repairs
@@ -26,11 +22,7 @@ from tests.support.arena_samples import make_header
 from tests.support.message_samples import Maker
 
 PIDS = (1,)
-HANDLED = [
-    kind
-    for kind in (*smp_node._REACTIONS, m.Adopt)
-    if issubclass(kind, (FROM_COORDINATOR | FROM_WRITERS | m.Loaded | m.Pin | m.Unpin).__args__)
-]
+HANDLED = list(REACTIONS)
 WRITERS = (
     "trainer_joined dp0",
     "trainer_gone dp0",

@@ -8,16 +8,16 @@ from megatron_ft.arena.format import Permit, SlotState
 from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.smp.node import NodeMachine
-from megatron_ft.smp.node_shards import (
+from megatron_ft.smp.slot_rules import EMPTY_SLOT
+from megatron_ft.smp.slots import ShardSlots
+from megatron_ft.smp.state_machine import (
+    NodeMachine,
     StorePermit,
     StoreSlot,
     ToCoordinator,
     ToEncoder,
     ToTrainer,
 )
-from megatron_ft.smp.slot_rules import EMPTY_SLOT
-from megatron_ft.smp.slots import ShardSlots, forget
 from megatron_ft.supervisor.orders import stripe_orders
 from tests.protocol.model.memory import record_of
 from tests.support.node_machine import (
@@ -429,7 +429,7 @@ def test_a_pinned_snapshot_keeps_its_slot(pin: m.Message, unpin: m.Message | Non
 def test_one_shard_that_is_read_holds_the_node_back() -> None:
     node = held("dp0", "dp3")
     ok(node, m.Pin("r", ONE, 1))
-    forget(node.shards["dp3"], lambda snapshot: snapshot == ONE)
+    node.shards["dp3"].forget(lambda snapshot: snapshot == ONE)
     node.take_effects()
     assert node.held_back()
     answer = node.handle(m.Grant(INCARNATION, THREE, 14))
@@ -438,7 +438,7 @@ def test_one_shard_that_is_read_holds_the_node_back() -> None:
 
 def test_a_pin_is_all_or_nothing_on_a_node() -> None:
     node = held("dp0", "dp3")
-    forget(node.shards["dp3"], lambda snapshot: snapshot == ONE)
+    node.shards["dp3"].forget(lambda snapshot: snapshot == ONE)
     node.take_effects()
     answer = node.handle(m.Pin("r", ONE, 1))
     assert isinstance(answer, m.Refused) and "dp3" in answer.reason

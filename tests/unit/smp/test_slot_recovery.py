@@ -8,8 +8,7 @@ import pytest
 
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.rpc.node_messages import TransitionRefusedError
-from megatron_ft.smp.slot_rules import SlotTable
-from megatron_ft.smp.slots import begin_rebuild, loaded, rebuilt, repairable
+from megatron_ft.smp.slots import ShardSlots
 from tests.protocol.model.memory import record_of
 from tests.support.slot_samples import (
     COMMITTED,
@@ -24,26 +23,26 @@ from tests.support.slot_samples import (
 )
 
 
-def table(*headers: SlotHeader) -> SlotTable:
-    return SlotTable(SHARD, list(headers))
+def table(*headers: SlotHeader) -> ShardSlots:
+    return ShardSlots(SHARD, list(headers))
 
 
 @pytest.mark.parametrize("state", SlotState, ids=lambda state: state.name)
 def test_what_came_from_disk_is_sealed_only_where_it_was_waited_for(state: SlotState) -> None:
     slots = table(header(state))
     if state == REBUILDING:
-        loaded(slots, record_of(TWO, SHARD, 20))
+        slots.loaded(record_of(TWO, SHARD, 20))
         assert slots.slots == [header(SEALED)]
     else:
         with pytest.raises(TransitionRefusedError, match=SHARD):
-            loaded(slots, record_of(TWO, SHARD, 20))
+            slots.loaded(record_of(TWO, SHARD, 20))
         assert slots.changes == []
 
 
 def test_another_iteration_from_disk_is_refused() -> None:
     slots = table(header(REBUILDING))
     with pytest.raises(TransitionRefusedError, match="does not wait for"):
-        loaded(slots, record_of(TWO, SHARD, 21))
+        slots.loaded(record_of(TWO, SHARD, 21))
     assert slots.changes == []
 
 
@@ -51,18 +50,18 @@ def test_a_target_that_was_given_up_never_counts() -> None:
     """The encoder may have written its last byte before it heard of the end."""
     slots = table(header(REBUILDING, ending=True))
     with pytest.raises(TransitionRefusedError, match="given up"):
-        rebuilt(slots, TABLE[0], ROOT, TABLE)
+        slots.rebuilt(TABLE[0], ROOT, TABLE)
     for iteration in (-1, 20):
         with pytest.raises(TransitionRefusedError, match="does not wait for"):
-            loaded(slots, record_of(TWO, SHARD, iteration))
+            slots.loaded(record_of(TWO, SHARD, iteration))
     assert slots.changes == []
 
 
 def test_a_rebuilt_shard_is_as_it_was_but_for_the_commit() -> None:
     slots = table(header(FREE))
-    begin_rebuild(slots, TWO, 20)
+    slots.begin_rebuild(TWO, 20)
     assert slots.slots == [header(REBUILDING)]
-    rebuilt(slots, TABLE[0], ROOT, TABLE)
+    slots.rebuilt(TABLE[0], ROOT, TABLE)
     assert slots.slots == [header(SlotState.PROTECTED)]
 
 
@@ -70,11 +69,11 @@ def test_a_rebuilt_shard_is_as_it_was_but_for_the_commit() -> None:
 def test_blocks_are_repaired_only_where_parity_is_committed(state: SlotState) -> None:
     slots = table(header(state))
     if state == COMMITTED:
-        assert repairable(slots, TWO) == 0
+        assert slots.repairable(TWO) == 0
         without = table(replace(header(COMMITTED, local=True), parity_valid=False))
         with pytest.raises(TransitionRefusedError, match="no parity"):
-            repairable(without, TWO)
+            without.repairable(TWO)
     else:
         with pytest.raises(TransitionRefusedError, match=SHARD):
-            repairable(slots, TWO)
+            slots.repairable(TWO)
     assert slots.changes == []

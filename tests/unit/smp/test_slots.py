@@ -13,7 +13,7 @@ from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc.node_messages import PinnedError, TransitionRefusedError
 from megatron_ft.smp.slot_rules import ending
-from megatron_ft.smp.slots import ShardSlots, begin_rebuild, forget, rebuilt
+from megatron_ft.smp.slots import ShardSlots
 from tests.protocol.model.memory import record_of
 from tests.support.slot_samples import (
     CAPTURING,
@@ -51,11 +51,11 @@ REQUESTS: dict[str, Callable[[ShardSlots], object]] = {
     "commit": lambda s: s.commit(TWO, local_only=False),
     "commit local": lambda s: s.commit(TWO, local_only=True),
     "abort": lambda s: s.abort(TWO, trainer_alive=False, encoder_alive=False),
-    "begin_rebuild": lambda s: begin_rebuild(s, TWO, 20),
-    "rebuilt": lambda s: rebuilt(s, TABLE[0], ROOT, TABLE),
+    "begin_rebuild": lambda s: s.begin_rebuild(TWO, 20),
+    "rebuilt": lambda s: s.rebuilt(TABLE[0], ROOT, TABLE),
     "capture_ended": lambda s: s.capture_ended(TWO),
     "encoder_gone": lambda s: s.encoder_gone(),
-    "forget": lambda s: forget(s, lambda snapshot: snapshot == TWO),
+    "forget": lambda s: s.forget(lambda snapshot: snapshot == TWO),
 }
 TARGETS: dict[str, dict[SlotState, SlotState]] = {
     "seal": {CAPTURING: SEALED},
@@ -220,9 +220,9 @@ def test_a_reader_is_not_blamed_for_what_waits_anyway() -> None:
 def test_rebuild_and_rollback_wait_for_no_reader() -> None:
     machine = slots(header(COMMITTED, ONE), header(COMMITTED, TWO))
     machine.pin("r", ONE)
-    assert begin_rebuild(machine, THREE, 30) == 0
+    assert machine.begin_rebuild(THREE, 30) == 0
     machine.pin("r", TWO)
-    forget(machine, lambda snapshot: snapshot == TWO)
+    machine.forget(lambda snapshot: snapshot == TWO)
     assert states(machine) == [REBUILDING, FREE]
 
 
@@ -302,11 +302,11 @@ def test_abort_is_refused_after_commit_and_nothing_without_a_slot() -> None:
 
 def test_rebuild_takes_the_slot_of_the_same_snapshot_first() -> None:
     machine = slots(header(FREE), header(COMMITTED, TWO))
-    assert begin_rebuild(machine, TWO, 20) == 1
+    assert machine.begin_rebuild(TWO, 20) == 1
     assert machine.slots[1].record is None, "a target counts as lost until its digests match"
 
 
 def test_rebuild_is_refused_where_nothing_may_go() -> None:
     machine = slots(header(COMMITTED, ONE), header(SEALED, THREE))
     with pytest.raises(TransitionRefusedError, match="no slot to rebuild"):
-        begin_rebuild(machine, TWO, 20)
+        machine.begin_rebuild(TWO, 20)

@@ -32,10 +32,10 @@ from megatron_ft.core.private_files import spare_of
 from megatron_ft.rpc import client as client_module
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask
-from megatron_ft.rpc.sockets import JobKeys
+from megatron_ft.rpc.sockets import JobKeys, Peer, Server
 from megatron_ft.smp import local_server
-from megatron_ft.smp.host import NodeHost
 from megatron_ft.smp.local_server import LocalServer
+from megatron_ft.smp.service import SmpService
 from megatron_ft.supervisor.link import SmpLink
 from tests.support.smp_node import SECRET, SmpNode, capture, create, run, say, snapshot
 
@@ -441,21 +441,20 @@ def test_a_restarted_smp_says_nothing_of_what_is_restored_before_it_was_told(
 def test_an_smp_that_is_never_told_what_is_restored_refuses_its_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_server, "TOLD_TIMEOUT_SECONDS", 0.01)
+    monkeypatch.setattr(local_server, "RESTORE_TIMEOUT_SECONDS", 0.01)
     sent: list[m.Message] = []
 
     async def story() -> None:
-        host = NodeHost(ProcessEnvironment("job", "node0", tmp_path, 1), uuid.UUID(int=7))
-        server = LocalServer(host, zmq.asyncio.Context.instance())
-        host.state = host.state.at(1)
-
-        async def send(identity: bytes, body: m.Message) -> None:
+        async def send(peer: Peer, body: m.Message) -> None:
             sent.append(body)
 
-        monkeypatch.setattr(server, "send", send)
-        hello = m.Hello(os.getpid(), 0, 1, 0, "dp0", (), 1)
-        await server._welcome_once_told(b"rank", hello)
-        server.socket.close(0)
+        environment = ProcessEnvironment("job", "node0", tmp_path, 1)
+        service = SmpService(environment, uuid.UUID(int=7), send, send)
+        service.change_state(highest_incarnation=1)
+        socket = Server(zmq.asyncio.Context.instance())
+        server = LocalServer(service, socket)
+        await server._welcome_once_known(b"rank", m.Hello(os.getpid(), 0, 1, 0, "dp0", (), 1))
+        socket.socket.close(0)
 
     tmp_path.chmod(0o700)
     run(story())

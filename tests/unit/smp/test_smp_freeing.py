@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,12 +14,12 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.sockets import JobKeys
+from megatron_ft.rpc.sockets import JobKeys, Server
 from megatron_ft.smp.control_server import ControlServer
-from megatron_ft.smp.host import NodeHost
+from megatron_ft.smp.service import SmpService
 from megatron_ft.smp.store import free
 from megatron_ft.supervisor.link import SmpLink
-from tests.support.smp_node import SECRET, create, run
+from tests.support.smp_node import SECRET, create, run, service
 
 KEEPS_ONE = m.Adopt(1, (), None, ("dp0",))
 ENDS = m.Retire(1, remove_arenas=True)
@@ -29,21 +28,23 @@ LET_GO_SECONDS = 20.0
 
 
 @asynccontextmanager
-async def served(host: NodeHost) -> AsyncIterator[SmpLink]:
+async def served(host: SmpService) -> AsyncIterator[SmpLink]:
     """The control plane of a node in this process, and a coordinator's link to it."""
     context, keys = zmq.asyncio.Context(), JobKeys.derive(SECRET)
     authenticator = AsyncioAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback("*", credentials_provider=keys)
-    server = ControlServer(host, context, keys, "127.0.0.1")
+    socket = Server(context, numbered=True)
+    endpoint = keys.listen(socket.socket, "127.0.0.1")
+    server = ControlServer(host, socket, lambda: None)
     serving = asyncio.create_task(server.serve())
-    link = SmpLink(context, "node0", server.endpoint, keys, lambda event: None)
+    link = SmpLink(context, "node0", endpoint, keys, lambda event: None)
     try:
         yield link
     finally:
         link.close()
         serving.cancel()
-        server.socket.close(0)
+        socket.socket.close(0)
         authenticator.stop()
         context.term()
 
@@ -51,7 +52,7 @@ async def served(host: NodeHost) -> AsyncIterator[SmpLink]:
 @pytest.mark.parametrize("request_", [KEEPS_ONE, ENDS], ids=["others", "all"])
 def test_heartbeats_are_answered_while_memory_is_freed(tmp_path: Path, request_: m.Message) -> None:
     """The answer itself comes when the memory is there: the next arena is made of it."""
-    host = NodeHost(ProcessEnvironment("job", "node0", tmp_path, 1), uuid.UUID(int=7))
+    host = service(ProcessEnvironment("job", "node0", tmp_path, 1))
     host.machine.highest_incarnation = 1
     for shard_id in ("dp0", "dp1"):
         arena = host.store.allocate(create(shard_id))

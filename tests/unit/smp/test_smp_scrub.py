@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,28 +19,28 @@ from megatron_ft.erasure.mending import Damage, SlotInspector
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import MOST_BYTES
 from megatron_ft.smp import scrub as scrub_module
-from megatron_ft.smp.host import NodeHost
 from megatron_ft.smp.scrub import Scrub
+from megatron_ft.smp.service import SmpService
 from megatron_ft.smp.store import free
-from tests.support.smp_node import create, run, snapshot
+from tests.support.smp_node import create, run, service, snapshot
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[NodeHost]:
+def host(tmp_path: Path) -> Iterator[SmpService]:
     """One SMP's state, without its servers."""
-    host = NodeHost(ProcessEnvironment("job", "node0", tmp_path, 1), uuid.UUID(int=7))
+    host = service(ProcessEnvironment("job", "node0", tmp_path, 1))
     yield host
     free(host.store.give_up(), [])
 
 
-def entered(host: NodeHost, body: m.CreateArena) -> Arena:
+def entered(host: SmpService, body: m.CreateArena) -> Arena:
     arena = host.store.allocate(body)
     assert arena is not None
     host.store.enter(arena, host.machine)
     return arena
 
 
-def commit(host: NodeHost, arena: Arena) -> None:
+def commit(host: SmpService, arena: Arena) -> None:
     """A sealed snapshot in slot 0 of dp0, with tensors in all of its memory but a block or two."""
     geometry = arena.geometry
     record = seal(
@@ -63,11 +62,11 @@ class RemovesWhatFollows(Scrub):
     """While it reads one shard, a recovery removes all others from the node."""
 
     async def _slot(self, shard_id: str, slot: int) -> bool:
-        free(self._host.store.keep_only([shard_id], self._host.machine), [])
+        free(self._service.store.keep_only([shard_id], self._service.machine), [])
         return await super()._slot(shard_id, slot)
 
 
-def test_a_shard_that_a_recovery_removes_meanwhile_is_passed_over(host: NodeHost) -> None:
+def test_a_shard_that_a_recovery_removes_meanwhile_is_passed_over(host: SmpService) -> None:
     for name in ("dp0", "dp1"):
         entered(host, create(name))
     host.scrub_percent = 1.0
@@ -79,7 +78,7 @@ def test_a_shard_that_a_recovery_removes_meanwhile_is_passed_over(host: NodeHost
         scrub.close()
 
 
-def test_arenas_that_the_last_request_removed_are_nothing_to_read(host: NodeHost) -> None:
+def test_arenas_that_the_last_request_removed_are_nothing_to_read(host: SmpService) -> None:
     """The store removes them at once; what the machine knows of slots stays to the end."""
     commit(host, entered(host, create()))
     free(host.store.give_up(), [])
@@ -104,7 +103,9 @@ class GivesTheSlotAway(Scrub):
 
 
 @pytest.mark.parametrize("given_away", [True, False])
-def test_damage_of_a_slot_that_was_given_away_is_nobodys(host: NodeHost, given_away: bool) -> None:
+def test_damage_of_a_slot_that_was_given_away_is_nobodys(
+    host: SmpService, given_away: bool
+) -> None:
     """Its repair would be refused, which ends the encoders of the whole job."""
     arena = entered(host, create())
     commit(host, arena)
@@ -115,7 +116,7 @@ def test_damage_of_a_slot_that_was_given_away_is_nobodys(host: NodeHost, given_a
     async def tell(body: Any) -> None:
         told.append(body)
 
-    host.tell = tell  # type: ignore[method-assign]
+    host.events.emit = tell  # type: ignore[method-assign]
     host.scrub_percent = 100.0
     scrub = GivesTheSlotAway(host)
     if given_away:
@@ -128,7 +129,7 @@ def test_damage_of_a_slot_that_was_given_away_is_nobodys(host: NodeHost, given_a
 
 
 @pytest.fixture
-def large(host: NodeHost) -> Iterator[Scrub]:
+def large(host: SmpService) -> Iterator[Scrub]:
     """Of a host with a snapshot of three runs, in blocks as arenas have them."""
     data_bytes = 3 * scrub_module.RUN_BYTES
     body = msgspec.structs.replace(create(), data_bytes=data_bytes, block_bytes=BLOCK_BYTES)
@@ -184,7 +185,7 @@ def test_a_thread_reads_many_pieces_before_the_event_loop_hears_of_it(
     assert len(started) == 1 + 3  # the digest table, the runs
 
 
-def test_a_scrub_keeps_its_share_of_a_processor(large: Scrub, host: NodeHost) -> None:
+def test_a_scrub_keeps_its_share_of_a_processor(large: Scrub, host: SmpService) -> None:
     """All of it, what the event loop does for it included."""
     host.scrub_percent = 4.0
     busy, taken = time.process_time(), time.monotonic()
@@ -194,7 +195,7 @@ def test_a_scrub_keeps_its_share_of_a_processor(large: Scrub, host: NodeHost) ->
 
 
 def test_a_slot_that_is_given_away_is_read_no_further(
-    large: Scrub, host: NodeHost, pieces: Pieces
+    large: Scrub, host: SmpService, pieces: Pieces
 ) -> None:
     """What is removed is freed when nobody reads it any more."""
     slots = host.machine.shards["dp0"].slots
@@ -221,7 +222,7 @@ def test_a_slot_that_is_given_away_is_read_no_further(
 
 @pytest.mark.parametrize("reason", ["closed", "switched off"])
 def test_a_scrub_that_is_to_end_reads_no_further(
-    large: Scrub, host: NodeHost, pieces: Pieces, reason: str
+    large: Scrub, host: SmpService, pieces: Pieces, reason: str
 ) -> None:
     pieces.at_each = (
         large.close if reason == "closed" else partial(setattr, host, "scrub_percent", 0.0)
@@ -231,7 +232,7 @@ def test_a_scrub_that_is_to_end_reads_no_further(
 
 
 def test_damage_in_a_slot_that_is_given_away_behind_its_run_is_nobodys(
-    large: Scrub, host: NodeHost, monkeypatch: pytest.MonkeyPatch
+    large: Scrub, host: SmpService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slots, in_thread = host.machine.shards["dp0"].slots, large._in_thread
     host.store.arenas["dp0"].data(0, writable=True)[7] ^= 1

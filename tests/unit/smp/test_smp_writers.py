@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.core import private_files
-from megatron_ft.smp.writers import FILE_NAME, Writer, Writers
+from megatron_ft.smp.processes import WRITERS_NAME, WriterProcess, Writers
 
 WAIT = 20.0
 
@@ -27,7 +27,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 def keep_from_writing(folder: Path) -> None:
     """Whatever is to be in the list is first written beside it, where this lies now."""
-    spare = private_files.spare_of(folder / FILE_NAME)
+    spare = private_files.spare_of(folder / WRITERS_NAME)
     spare.unlink(missing_ok=True)
     spare.mkdir()
 
@@ -35,9 +35,9 @@ def keep_from_writing(folder: Path) -> None:
 def test_a_death_is_told_though_the_list_cannot_be_written(
     tmp_path: Path, process: subprocess.Popen[bytes]
 ) -> None:
-    died: list[Writer] = []
+    died: list[WriterProcess] = []
 
-    async def watch() -> list[Writer]:
+    async def watch() -> list[WriterProcess]:
         writers = Writers(tmp_path, died.append)
         writers.add("trainer", "pp0-tp0-dp0-ep0", process.pid, b"one")
         keep_from_writing(tmp_path)
@@ -46,10 +46,10 @@ def test_a_death_is_told_though_the_list_cannot_be_written(
 
     assert asyncio.run(watch()) == []
     assert [writer.pid for writer in died] == [process.pid]
-    private_files.spare_of(tmp_path / FILE_NAME).rmdir()
+    private_files.spare_of(tmp_path / WRITERS_NAME).rmdir()
     process.wait(WAIT)
 
-    async def adopt() -> list[Writer]:
+    async def adopt() -> list[WriterProcess]:
         return Writers(tmp_path, died.append).adopt()
 
     assert asyncio.run(adopt()) == died
@@ -60,7 +60,7 @@ def test_who_cannot_be_written_down_is_not_watched(
 ) -> None:
     keep_from_writing(tmp_path)
 
-    async def add() -> list[Writer]:
+    async def add() -> list[WriterProcess]:
         writers = Writers(tmp_path, lambda writer: pytest.fail(f"{writer} was watched"))
         with pytest.raises(OSError, match="directory"):
             writers.add("encoder", "world-1", process.pid, b"one")
@@ -75,9 +75,9 @@ def test_who_has_died_unnoticed_is_killed_like_any_other(
     tmp_path: Path, process: subprocess.Popen[bytes]
 ) -> None:
     """It is dead and reaped, and the event loop has not had its turn since."""
-    died: list[Writer] = []
+    died: list[WriterProcess] = []
 
-    async def watch() -> list[Writer]:
+    async def watch() -> list[WriterProcess]:
         writers = Writers(tmp_path, died.append)
         writers.add("encoder", "world-1", process.pid, b"one")
         process.kill()

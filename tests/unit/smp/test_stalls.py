@@ -7,13 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import uuid
 from pathlib import Path
 
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.rpc import messages as m
-from megatron_ft.smp.host import NodeHost
-from megatron_ft.smp.readers import STALL_SECONDS, Stalls, switches
+from megatron_ft.smp.processes import STALL_SECONDS, Stalls, switches
+from tests.support.smp_node import service
 
 SLOW = "import time\nprint('runs', flush=True)\nwhile True: time.sleep(0.01)"
 
@@ -22,14 +21,14 @@ def test_a_reader_is_named_once_when_it_has_not_run_for_long() -> None:
     counts = {1: 5, 2: 5}
     stalls = Stalls(100.0, counts.__getitem__)
     both = {"slow": 1, "hung": 2}
-    assert stalls.look(both, 0.0) == []
+    assert stalls.poll(both, 0.0) == []
     counts[1] += 1
-    assert stalls.look(both, 99.0) == []
-    assert stalls.look(both, 100.0) == ["hung"]
-    assert stalls.look(both, 150.0) == []
+    assert stalls.poll(both, 99.0) == []
+    assert stalls.poll(both, 100.0) == ["hung"]
+    assert stalls.poll(both, 150.0) == []
     counts[2] += 1
-    assert stalls.look(both, 198.0) == []
-    assert stalls.look(both, 199.0) == ["slow"]
+    assert stalls.poll(both, 198.0) == []
+    assert stalls.poll(both, 199.0) == ["slow"]
 
 
 def test_a_process_that_sleeps_between_pieces_runs_and_a_stopped_one_does_not() -> None:
@@ -50,13 +49,13 @@ def test_a_process_that_sleeps_between_pieces_runs_and_a_stopped_one_does_not() 
 def test_a_stalled_reader_holds_nothing_and_is_told_of(tmp_path: Path) -> None:
     async def story() -> tuple[list[str], list[object]]:
         environment = ProcessEnvironment("job", "n0", tmp_path, 1)
-        host = NodeHost(environment, uuid.UUID(int=1))
+        host = service(environment)
         told: list[object] = []
 
         async def tell(body: object) -> None:
             told.append(body)
 
-        host.tell = tell  # type: ignore[method-assign]
+        host.events.emit = tell  # type: ignore[method-assign]
         host.stalls = Stalls(0.0, lambda pid: 7)
         host.readers.watch("r", os.getpid())
         gone: list[str] = []

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.arena.arena import Arena
-from megatron_ft.arena.format import SlotHeader, SlotState
+from megatron_ft.arena.format import FORMAT_VERSION, SlotHeader, SlotState
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.smp.node import NodeMachine
-from megatron_ft.smp.node_shards import StoreSlot
+from megatron_ft.smp.state_machine import NodeMachine, StoreSlot
 from megatron_ft.smp.store import ArenaStore, free
 from tests.support.arena_damage import (
     arena_header,
@@ -148,9 +147,9 @@ def test_an_arena_of_another_job_is_foreign_and_stays(node: Node, job: uuid.UUID
 def test_an_arena_of_another_release_is_foreign_and_stays(node: Node) -> None:
     with open(node[0].directory / "dp0.arena", "r+b") as file:
         file.seek(12)
-        file.write((2).to_bytes(4, "little"))
+        file.write((FORMAT_VERSION + 1).to_bytes(4, "little"))
     store, _ = restarted(node[0])
-    assert len(store.foreign) == 1 and "format version 2" in store.foreign[0]
+    assert len(store.foreign) == 1 and f"format version {FORMAT_VERSION + 1}" in store.foreign[0]
 
 
 def test_arenas_that_are_not_trusted_are_set_aside_until_a_recovery_did_without(node: Node) -> None:

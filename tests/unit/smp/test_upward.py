@@ -12,8 +12,9 @@ import pytest
 
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.smp.node import NodeMachine
-from megatron_ft.smp.upward import MOST_LOOKS, MOST_UNHEARD, Outbox, Upward
+from megatron_ft.rpc.sockets import Peer
+from megatron_ft.smp.event_sender import MOST_UNHEARD, MOST_WAITED, EventSender, Outbox
+from megatron_ft.smp.state_machine import NodeMachine
 from megatron_ft.supervisor.link import Inbox, reported
 
 ONE = SnapshotId(1, 1)
@@ -26,24 +27,23 @@ def word(name: str) -> Any:
 
 
 class Smp:
-    """Upward of node ``n1`` in incarnation 1; ``sent`` is what left."""
+    """EventSender of node ``n1`` in incarnation 1; ``sent`` is what left."""
 
     def __init__(self, coordinator: bytes = COORDINATOR) -> None:
         self.sent: list[tuple[bytes, Any]] = []
-        self.upward = Upward(NodeMachine("n1", 1))
-        self.upward.send = self._send
-        self.upward.coordinator = coordinator
+        self.sender = EventSender(NodeMachine("n1", 1), self._send)
+        self.sender.coordinator = coordinator
 
-    async def _send(self, identity: bytes, body: m.Message) -> None:
-        self.sent.append((identity, body))
+    async def _send(self, peer: Peer, body: m.Message) -> None:
+        self.sent.append((peer[0], body))
 
     def tell(self, *bodies: Any) -> None:
         for body in bodies:
-            asyncio.run(self.upward.tell(body))
+            asyncio.run(self.sender.emit(body))
 
     def look(self, told: int = 0) -> None:
-        stream = self.upward._outbox.stream
-        asyncio.run(self.upward.look(m.Lease(1, 60.0, stream=stream, told=told)))
+        stream = self.sender._outbox.stream
+        asyncio.run(self.sender.on_heartbeat(m.Lease(1, 60.0, stream=stream, told=told)))
 
     def heard(self) -> list[tuple[bytes, list[str]]]:
         """To whom, and the kinds of words in each message."""
@@ -54,7 +54,7 @@ class Smp:
 
 def test_every_incarnation_and_every_smp_has_a_stream_of_its_own() -> None:
     """Else the coordinator would take the first words of the new one for repeats."""
-    one, other = Smp().upward, Smp().upward
+    one, other = Smp().sender, Smp().sender
     streams = {one._outbox.stream, other._outbox.stream}
     one.begin_incarnation()
     assert len({*streams, one._outbox.stream, 0}) == 4
@@ -64,7 +64,7 @@ def test_what_was_told_before_the_coordinator_came_leaves_with_its_heartbeat() -
     smp = Smp(coordinator=b"")
     smp.tell(GONE, word("w"))
     assert not smp.sent
-    smp.upward.coordinator = COORDINATOR
+    smp.sender.coordinator = COORDINATOR
     smp.look()
     assert smp.heard() == [(COORDINATOR, ["WriterGone", "OrderDone"])]
     # Once more, an encoder that has died since would have a world begin that is none.
@@ -75,7 +75,7 @@ def test_what_was_told_before_the_coordinator_came_leaves_with_its_heartbeat() -
 def test_a_word_whose_others_never_come_leaves_after_some_heartbeats() -> None:
     smp = Smp()
     smp.tell(m.CaptureCost("dp0", ONE, 0.0, 0.0, 0, 0.0, 0.0))
-    for _ in range(MOST_LOOKS):
+    for _ in range(MOST_WAITED):
         assert not smp.sent
         smp.look()
     assert smp.heard() == [(COORDINATOR, ["CaptureCost"])]
@@ -100,13 +100,13 @@ def test_what_is_overdue_is_told_until_a_heartbeat_of_its_stream_names_it() -> N
     outbox.event("n0", 1, [word("a")])
     outbox.event("n0", 1, [word("b"), word("c")])
     assert [outbox.overdue() for _ in range(MOST_UNHEARD)] == [False] * (MOST_UNHEARD - 1) + [True]
-    outbox.heard(7, 2)
+    outbox.arrived(7, 2)
     assert outbox.unheard == [word("c")]
-    outbox.heard(6, 3)
+    outbox.arrived(6, 3)
     for _ in range(2):
         assert outbox.again("n0", 1) == m.Event("n0", 1, word("c"), 7, 3)
         assert [outbox.overdue() for _ in range(MOST_UNHEARD)][-1], "that may be lost as well"
-    outbox.heard(7, 3)
+    outbox.arrived(7, 3)
     assert not outbox.unheard and not outbox.overdue()
 
 
@@ -179,7 +179,7 @@ class Path:
 
     def acknowledge(self) -> None:
         assert self.beat is not None
-        self.outbox.heard(*self.beat)
+        self.outbox.arrived(*self.beat)
         self.beat = None
 
     def arrive(self) -> None:
@@ -253,10 +253,10 @@ def taken_again(self: Inbox, event: m.Event) -> list[m.Event]:
     return reported(event)
 
 
-EVENT, HEARD, TAKE = Outbox.event, Outbox.heard, Inbox.take
+EVENT, HEARD, TAKE = Outbox.event, Outbox.arrived, Inbox.take
 MISTAKES: list[tuple[type, str, Callable[..., Any]]] = [
     (Outbox, "event", entrusted),
-    (Outbox, "heard", confirmed_by_any),
+    (Outbox, "arrived", confirmed_by_any),
     (Inbox, "take", taken_with_gaps),
     (Inbox, "take", taken_as_one_stream),
     (Inbox, "take", taken_again),

@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.checkpoint.durable import mount_point
+from megatron_ft.checkpoint.disk_format import mount_point
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.supervisor.drains import SAFETY_FACTOR, Urgency, is_due, noted_places
 from megatron_ft.supervisor.emergency_drain import doubled_up

@@ -12,13 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.checkpoint.decide import Decision
+from megatron_ft.checkpoint.decide import Decision, Quarantine
+from megatron_ft.checkpoint.disk_format import folder_name
 from megatron_ft.checkpoint.drain import publish, write_shards
 from megatron_ft.checkpoint.drained import find
 from megatron_ft.checkpoint.live import open_live, scan
-from megatron_ft.checkpoint.manifest import folder_name
 from megatron_ft.checkpoint.native import TRACKER, checkpoint_folder, naming
-from megatron_ft.checkpoint.quarantine import Quarantine
 from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import ConfigError, ProtectionError

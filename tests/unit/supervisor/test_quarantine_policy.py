@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.checkpoint.decide import Decision
-from megatron_ft.checkpoint.quarantine import FAILURE_LIMIT, Quarantine
+from megatron_ft.checkpoint.decide import FAILURE_LIMIT, Decision, Quarantine
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import JobKeys

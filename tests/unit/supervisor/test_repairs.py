@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.rpc import messages as m
-from megatron_ft.smp.node_shards import MendSlot, StoreSlot, ToEncoder
+from megatron_ft.smp.state_machine import MendSlot, StoreSlot, ToEncoder
 from megatron_ft.supervisor.events import JobEvent, Observers
 from megatron_ft.supervisor.repairs import MOST_ATTEMPTS, Repairs
 from tests.support.node_machine import (

@@ -26,8 +26,8 @@ from megatron_ft.rpc.heartbeat_page import (
     signs_path,
     stacks_path,
 )
-from megatron_ft.smp.trainer_pulses import NodeWatch
-from megatron_ft.smp.writers import Writer, Writers
+from megatron_ft.smp.heartbeats import NodeHeartbeats
+from megatron_ft.smp.processes import WriterProcess, Writers
 from megatron_ft.supervisor.watch.hang_attribution import (
     Witness,
     blame,
@@ -304,7 +304,7 @@ def test_training_goes_on_where_nothing_can_be_stored(environment: ProcessEnviro
 
 
 @pytest.fixture
-def gone(environment: ProcessEnvironment) -> Writer:
+def gone(environment: ProcessEnvironment) -> WriterProcess:
     """A trainer's registration, outlived by the files that it has written."""
     pulse = PulseFile(pulse_path(environment.node_dir, 5))
     pulse.store(Pulse(rank=3, phase=Phase.TRAINING, iteration=17, marks=40, done=7, marked=1.0))
@@ -313,13 +313,13 @@ def gone(environment: ProcessEnvironment) -> Writer:
     stacks = stacks_path(environment.node_dir, 5)
     stacks.write_text("Current thread (most recent call first):\n")
     stacks.chmod(0o600)
-    return Writer("trainer", "dp0", 5, 0, b"")
+    return WriterProcess("trainer", "dp0", 5, 0, b"")
 
 
 def test_what_a_crashed_trainer_did_last_is_kept_and_its_place_is_logged(
-    environment: ProcessEnvironment, gone: Writer, caplog: pytest.LogCaptureFixture
+    environment: ProcessEnvironment, gone: WriterProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
-    watch = NodeWatch(environment.node_dir, Writers(environment.node_dir, lambda _: None))
+    watch = NodeHeartbeats(environment.node_dir, Writers(environment.node_dir, lambda _: None))
     watch.ended(gone)
     kept = signs_path(environment.node_dir, "dp0")
     text = kept.read_text()
@@ -334,21 +334,21 @@ def test_what_a_crashed_trainer_did_last_is_kept_and_its_place_is_logged(
 
 
 def test_of_a_trainer_that_ended_by_itself_nothing_is_kept(
-    environment: ProcessEnvironment, gone: Writer
+    environment: ProcessEnvironment, gone: WriterProcess
 ) -> None:
-    watch = NodeWatch(environment.node_dir, Writers(environment.node_dir, lambda _: None))
+    watch = NodeHeartbeats(environment.node_dir, Writers(environment.node_dir, lambda _: None))
     watch.ended(gone)
     pulse = PulseFile(pulse_path(environment.node_dir, 6))
     pulse.store(Pulse(phase=Phase.ENDED))
     pulse.close()
-    watch.ended(Writer("trainer", "dp0", 6, 0, b""))
+    watch.ended(WriterProcess("trainer", "dp0", 6, 0, b""))
     assert not signs_path(environment.node_dir, "dp0").exists()
 
 
 def test_pulses_that_say_nothing_end_no_smp(environment: ProcessEnvironment) -> None:
-    watch = NodeWatch(environment.node_dir, Writers(environment.node_dir, lambda _: None))
+    watch = NodeHeartbeats(environment.node_dir, Writers(environment.node_dir, lambda _: None))
     pulse = PulseFile(pulse_path(environment.node_dir, 7))
     pulse.store(Pulse(phase=77, marked=float("nan")))
     pulse.close()
     for who, pid in (("dp0", 7), ("dp0", 8), ("x" * 300, 9), ("a/b", 7)):
-        watch.ended(Writer("trainer", who, pid, 0, b""))
+        watch.ended(WriterProcess("trainer", who, pid, 0, b""))

@@ -1,11 +1,9 @@
-"""What a rank would put into its framework's own checkpoint, with names in the place of tensors.
+"""Turns a snapshot into a checkpoint of its framework's own: forms, formats and who writes them.
 
-Recorded once, when training starts, and kept as bytes beside every snapshot.  With it a
-snapshot becomes a checkpoint of the framework's without a trainer, a model or a GPU.
-
-A folder that appears whole or not at all.
-
-Formats of checkpoints that snapshots can be exported to, and who writes them.
+A form is what a rank would put into its framework's own checkpoint, with names in the place of
+tensors.  It is recorded once, when training starts, and kept as bytes beside every snapshot.
+With it a snapshot becomes a checkpoint without a trainer, a model or a GPU.  The folder of a
+checkpoint appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import msgspec
 
-from megatron_ft.checkpoint.durable import Disk
+from megatron_ft.checkpoint.disk_format import DiskCalls
 from megatron_ft.checkpoint.source import OpenSnapshot
 from megatron_ft.core.decoding import UNREADABLE
 from megatron_ft.core.errors import ConfigError, ExportError
@@ -31,13 +29,15 @@ from megatron_ft.core.objects import MOST_BYTES, Part, decode, encode
 
 
 @contextmanager
-def whole_folder(folder: Path, shards: OpenSnapshot, disk: Disk | None = None) -> Iterator[Path]:
+def whole_folder(
+    folder: Path, shards: OpenSnapshot, disk: DiskCalls | None = None
+) -> Iterator[Path]:
     """A folder to write to, which gets the name ``folder`` when the block has ended well.
 
     Before that ``shards`` are checked, which may still refuse, and what was written is made
     durable.  After an error nothing is left of it.
     """
-    disk, partial = disk or Disk(), partial_of(folder, shards.job)
+    disk, partial = disk or DiskCalls(), partial_of(folder, shards.job)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
@@ -56,7 +56,7 @@ def partial_of(folder: Path, job: uuid.UUID) -> Path:
     return folder.with_name(f".{folder.name}.{job.hex[:8]}.partial")
 
 
-def _sync(folder: Path, disk: Disk) -> None:
+def _sync(folder: Path, disk: DiskCalls) -> None:
     """Frameworks sync some of the files that they write, and not others."""
     for base, _, names in os.walk(folder, topdown=False):
         for name in names:
@@ -124,7 +124,7 @@ class CheckpointForm(msgspec.Struct, frozen=True, kw_only=True):
         return self
 
 
-class Wanted(NamedTuple):
+class TensorRecipe(NamedTuple):
     """A tensor of a checkpoint, by the captured tensor that it is made from.
 
     It is the window (shape, stride, offset: elements) of the captured tensor ``name``,
@@ -143,7 +143,7 @@ class Wanted(NamedTuple):
     requires_grad: bool = False
 
 
-def dump(value: Any, describe: Callable[[Any], Wanted | None]) -> bytes:
+def dump(value: Any, describe: Callable[[Any], TensorRecipe | None]) -> bytes:
     """``value`` encoded and compressed, with what ``describe`` gives in the place of its parts.
 
     ``describe`` gets every object in it but numbers and texts, and returns None for those that
@@ -157,13 +157,13 @@ def dump(value: Any, describe: Callable[[Any], Wanted | None]) -> bytes:
     return zlib.compress(encode(value, stand_in))
 
 
-def load(state: bytes, make: Callable[[Wanted], Any] = lambda wanted: wanted) -> Any:
+def load(state: bytes, make: Callable[[TensorRecipe], Any] = lambda wanted: wanted) -> Any:
     """What :func:`dump` was given, with ``make(wanted)`` in the place of parts.
 
     Imports the framework's classes that it holds.  UndecodableError if that is not possible, or
     the bytes are no such thing; what ``make`` raises of our own errors comes through.
     """
-    return decode(_decompressed(state), lambda plain: make(Wanted(*plain)))
+    return decode(_decompressed(state), lambda plain: make(TensorRecipe(*plain)))
 
 
 def _decompressed(state: bytes) -> bytes:
@@ -188,12 +188,12 @@ FORMATS = tuple(_WRITERS)
 
 
 def add_format(framework: str, name: str, module: str) -> None:
-    """Have snapshots that ``framework`` trained become checkpoints by another Writer's module."""
+    """Have snapshots that ``framework`` trained become checkpoints by another module."""
     _WRITERS[name] = module
     _NATIVE[framework] = name
 
 
-class Writer(Protocol):
+class FormatWriter(Protocol):
     """A module that writes checkpoints of one format."""
 
     def folder_of(self, directory: Path, iteration: int) -> Path:
@@ -209,10 +209,10 @@ class Writer(Protocol):
         """How to go on from ``directory``, in the framework's own words."""
 
 
-def writer_of(name: str) -> Writer:
+def writer_of(name: str) -> FormatWriter:
     """The writer of a format; ExportError if the framework is not installed."""
     try:
-        return cast(Writer, import_module(_WRITERS[name]))
+        return cast(FormatWriter, import_module(_WRITERS[name]))
     except ImportError as error:
         raise ExportError(f"{name} needs the framework that trained: {error}") from error
 

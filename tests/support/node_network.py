@@ -17,12 +17,12 @@ from collections.abc import Iterable, Sequence
 from itertools import product
 from types import TracebackType
 
-from megatron_ft.cli.chaos import namespaces as ns
-from megatron_ft.cli.chaos import network_notes as notes
-from megatron_ft.cli.chaos.network_names import INTERFACE, NetworkNames, prefix_of
-from megatron_ft.cli.chaos.slow_links import SlowLinks
 from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
 from megatron_ft.launchers.virtual_network import HOST
+from tests.support import namespaces as ns
+from tests.support import network_notes as notes
+from tests.support.network_names import INTERFACE, NetworkNames, prefix_of
+from tests.support.slow_links import SlowLinks
 
 __all__ = ["HOST", "NodeNetwork", "remove_leftovers", "unavailable"]
 

@@ -7,20 +7,16 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from megatron_ft.cli.chaos import damage
-from megatron_ft.cli.chaos.campaign_plan import ENCODERS_AWAY, Fault
 from megatron_ft.cli.chaos.follow import Follower
-from megatron_ft.cli.chaos.inflict import processes, send
-from megatron_ft.cli.chaos.judge import Struck
+from megatron_ft.cli.chaos.inject import RETURN_SECONDS, Injector, send
 from megatron_ft.core.environment import SOCKET_NAME
 from megatron_ft.core.errors import ArenaError
-from megatron_ft.smp import state_file, writers
-
-BACK_SECONDS = 1.0
-"""A lost node is back so much later, empty, so that a job has as many spares as before."""
+from megatron_ft.smp.node_folder import STATE_NAME
+from megatron_ft.smp.processes import WRITERS_NAME
+from tests.support.campaign.plan import ENCODERS_AWAY, DrawnFault
 
 START_SECONDS = 10.0
 """So long trainers are given to be started again, before the fault strikes all the same."""
@@ -32,37 +28,18 @@ KEPT_AWAY = 0.15
 """Encoders that are kept away are looked for this often, in seconds, and killed."""
 
 
-class Striker:
-    """Strikes one job.  ``strikes`` is what was done, ``quiet`` when the last of it was over.
+class CampaignInjector(Injector):
+    """Strikes one job.
 
     ``restarts`` is the moment after which trainers must have been started anew, if they must.
     """
 
-    def __init__(self, follower: Follower, spares: int) -> None:
-        self.follower, self.job = follower, follower.job
-        self.cluster = self.job.cluster()
-        self.strikes: list[Struck] = []
-        self.quiet = self.restarts = 0.0
-        self._spares = spares
-        self._cures: set[asyncio.Task[None]] = set()
+    def __init__(self, follower: Follower) -> None:
+        super().__init__(follower)
+        self.restarts = 0.0
         self._active = self.job.node_names[: self.job.nodes]
 
-    def cured(self) -> bool:
-        """Whether all that was to be undone is."""
-        return all(cure.done() for cure in self._cures)
-
-    def curing(self) -> list[str]:
-        """What is still to be undone."""
-        return [cure.get_name() for cure in self._cures if not cure.done()]
-
-    def tidy(self) -> None:
-        """Nothing stays: no process, no folder in shared memory."""
-        for cure in self._cures:
-            cure.cancel()
-        self.follower.end()
-        self.cluster.destroy()
-
-    async def strike(self, fault: Fault) -> None:
+    async def strike(self, fault: DrawnFault) -> None:
         """Do it; what takes a while to undo is undone in the background."""
         self._active = self.follower.active() if self._has_notes() else self._active
         node = self._active[fault.position % len(self._active)]
@@ -94,11 +71,9 @@ class Striker:
         Of ``lost`` nodes the memory is gone or wrong, of ``perhaps`` it is once they are given
         up; with ``away`` a spare may be needed for them.
         """
-        self.quiet = time.monotonic()
         place = {name: self._active.index(name) for name in (*lost, *perhaps)}
-        gone = tuple(place[name] for name in lost)
         nodes = (*lost, *perhaps) if away else ()
-        self.strikes.append(Struck(self.quiet, text, gone, nodes, place))
+        self.record(text, [place[name] for name in lost], nodes, place)
 
     def _kill(self, what: str, node: str) -> None:
         """Kill processes of a role: those of one node, or all where the role is a plural."""
@@ -107,9 +82,7 @@ class Striker:
             perhaps = tuple(self._active) if what == "smps" else (node,)
         one = what in ("trainer", "smp", "encoder")
         role = what if what == "world" else what.rstrip("s")
-        pids = [self.follower.process.pid]
-        if what != "supervisor":
-            pids = processes(self.job.name, role, node if one else "")
+        pids = self.pids(role, node if one else "")
         where = f" on {node}" if one else ""
         if not pids:
             self._note(f"no {what} to kill{where}", away=False)
@@ -122,7 +95,7 @@ class Striker:
         if what.startswith(("trainer", "supervisor")):
             self.restarts = self.quiet
 
-    async def _kill_at_start(self, node: str, fault: Fault) -> None:
+    async def _kill_at_start(self, node: str, fault: DrawnFault) -> None:
         """Trainers that start ask their SMP what to restore; a new one may not know it yet."""
         self._kill("trainers", "")
         killed, deadline = self.quiet, self.quiet + START_SECONDS
@@ -135,31 +108,23 @@ class Striker:
     def _suspend(self, what: str, node: str, seconds: float) -> None:
         perhaps = tuple(self._active) if what == "supervisor" else (node,) * (what == "smp")
         self._note(f"{what} of {node} suspended for {seconds:.1f} s", perhaps=perhaps, away=True)
-        pids = [self.follower.process.pid]
-        if what != "supervisor":
-            pids = processes(self.job.name, what, node)
-        send(pids, signal.SIGSTOP)
-        self._later(seconds, lambda: send(pids, signal.SIGCONT), f"SIGCONT to the {what}")
+        self.suspend(self.pids(what, node), seconds, f"the {what}")
 
-    def _lose_nodes(self, fault: Fault, most: int) -> None:
+    def _lose_nodes(self, fault: DrawnFault, most: int) -> None:
         chance = random.Random(fault.seed)
         count = most if fault.kind == "lose-too-many" else chance.randint(1, most)
-        self._lose(chance.sample(self._active, min(count, len(self._active))))
+        self.lose(chance.sample(self._active, min(count, len(self._active))))
 
-    def _lose(self, nodes: list[str]) -> None:
+    def lose(self, nodes: Sequence[str], *, keep: bool = False) -> None:
+        """Lose nodes; they are back soon, empty, so that a job has as many spares as before."""
         self._note(f"{', '.join(nodes)} lost with its memory", lost=tuple(nodes), away=True)
         self.restarts = self.quiet
-        for node in nodes:
-            self.cluster.kill_node(node)
-        self._later(BACK_SECONDS, lambda: self._revive(nodes), f"{', '.join(nodes)} back")
+        super().lose(nodes, keep=keep)
+        self.later(RETURN_SECONDS, lambda: self.revive(nodes), f"{', '.join(nodes)} back")
 
-    def _revive(self, nodes: list[str]) -> None:
-        for node in nodes:
-            self.cluster.revive(node)
-
-    async def _damage(self, what: str, node: str, fault: Fault) -> None:
+    async def _damage(self, what: str, node: str, fault: DrawnFault) -> None:
         """One arena of a node is damaged, then something happens that makes it show."""
-        paths = sorted(self.cluster.node_dir(node).glob("*.arena"))
+        paths = self.arenas(node)
         if not paths:
             self._note(f"no arena on {node} to damage", away=False)
             return
@@ -184,7 +149,7 @@ class Striker:
         """What makes damage show.  A second node is lost only where parity is for two."""
         others = [name for name in self._active if name != node]
         if then == "node" and self.job.parity > 1:
-            self._lose(others[:1])
+            self.lose(others[:1])
         elif then == "supervisor":
             self._kill("supervisor", node)
         elif then != "nothing":
@@ -195,7 +160,7 @@ class Striker:
 
         async def work() -> None:
             while True:
-                send(processes(self.job.name, "encoder"), signal.SIGKILL)
+                self.kill("encoder")
                 await asyncio.sleep(KEPT_AWAY)
 
         self._note(f"encoders kept away for {seconds:.1f} s", away=False)
@@ -203,7 +168,7 @@ class Striker:
         try:
             await asyncio.sleep(seconds)
             self._kill("trainers", "")
-            await asyncio.sleep(BACK_SECONDS)
+            await asyncio.sleep(RETURN_SECONDS)
         finally:
             keeper.cancel()
         self.quiet = time.monotonic()
@@ -221,31 +186,22 @@ class Striker:
         shutil.rmtree(self.job.state_dir, ignore_errors=True)
 
     def _damage_writers(self, node: str) -> None:
-        self._damage_file(node, writers.FILE_NAME)
+        self._damage_file(node, WRITERS_NAME)
 
     def _damage_node_file(self, node: str) -> None:
-        self._damage_file(node, state_file.FILE_NAME)
+        self._damage_file(node, STATE_NAME)
 
     def _damage_file(self, node: str, name: str) -> None:
         self._note(f"{name} of {node} damaged, its SMP killed", lost=(node,), away=False)
         path = self.cluster.node_dir(node) / name
         path.write_bytes(path.read_bytes()[:-7] if path.exists() else b"{")
-        send(processes(self.job.name, "smp", node), signal.SIGKILL)
-
-    def _later(self, seconds: float, cure: Callable[[], object], text: str) -> None:
-        async def work() -> None:
-            await asyncio.sleep(seconds)
-            cure()
-            self.quiet = time.monotonic()
-
-        task: Coroutine[Any, Any, None] = work()
-        self._cures.add(asyncio.create_task(task, name=text))
+        self.kill("smp", node)
 
 
-_ON_FILES: dict[str, Callable[[Striker, str], None]] = {
-    "remove-socket": Striker._remove_socket,
-    "remove-node-folder": Striker._remove_folder,
-    "remove-state": Striker._remove_state,
-    "damage-writers": Striker._damage_writers,
-    "damage-node-file": Striker._damage_node_file,
+_ON_FILES: dict[str, Callable[[CampaignInjector, str], None]] = {
+    "remove-socket": CampaignInjector._remove_socket,
+    "remove-node-folder": CampaignInjector._remove_folder,
+    "remove-state": CampaignInjector._remove_state,
+    "damage-writers": CampaignInjector._damage_writers,
+    "damage-node-file": CampaignInjector._damage_node_file,
 }

@@ -1,6 +1,6 @@
 """Passes the Ethernet frames of two TAP devices on to one another, some time later.
 
-``python -m megatron_ft.cli.chaos.delay_relay MILLISECONDS DEVICE DEVICE`` makes both devices,
+``python -m tests.support.delay_relay MILLISECONDS DEVICE DEVICE`` makes both devices,
 prints one line when they are there, and removes them when it ends.  Used because kernels of
 small virtual machines often lack the netem queue of ``tc``.
 """

@@ -6,11 +6,11 @@ import os
 import subprocess
 import sys
 
-from megatron_ft.cli.chaos import namespaces as ns
-from megatron_ft.cli.chaos import network_notes as notes
-from megatron_ft.cli.chaos.network_names import INTERFACE, NetworkNames
 from megatron_ft.core.errors import MissingEnvironmentError
 from megatron_ft.launchers.virtual_network import HOST
+from tests.support import namespaces as ns
+from tests.support import network_notes as notes
+from tests.support.network_names import INTERFACE, NetworkNames
 
 _BURST_BYTES = 128 * 1024
 _QUEUE_MILLISECONDS = 400
@@ -67,7 +67,7 @@ class SlowLinks:
 
     def _start_relay(self, node: str, milliseconds: float) -> None:
         near, far = self._names.device("n", node), self._names.device("f", node)
-        module = "megatron_ft.cli.chaos.delay_relay"
+        module = "tests.support.delay_relay"
         argv = [sys.executable, "-m", module, str(milliseconds), near, far]
         environment = {**os.environ, notes.RELAY: f"{self._names.prefix}/{node}"}
         relay = subprocess.Popen(

@@ -61,7 +61,7 @@ THEN = ("trainers", "node", "supervisor", "nothing")
 
 
 @dataclass(frozen=True)
-class Fault:
+class DrawnFault:
     """One fault: ``wait`` seconds after the job has settled, or after the fault before it.
 
     ``position`` draws the node, ``seconds`` is how long a suspension or an absence lasts,
@@ -80,8 +80,8 @@ class Fault:
 class Episode:
     """One fault, or two of which the second strikes while the job recovers from the first."""
 
-    first: Fault
-    second: Fault | None = None
+    first: DrawnFault
+    second: DrawnFault | None = None
 
     @property
     def kind(self) -> str:
@@ -95,7 +95,7 @@ class Episode:
 
 
 START_KIND = "start of a job"
-START = Episode(Fault(START_KIND, 0.0, 0, 0.0, "nothing", 0))
+START = Episode(DrawnFault(START_KIND, 0.0, 0, 0.0, "nothing", 0))
 """No fault: a job that only has to begin."""
 
 
@@ -148,9 +148,9 @@ def _episode(chance: random.Random, drains: bool) -> Episode:
     return Episode(first, _fault(chance, drains, longest_wait=3.0) if again else None)
 
 
-def _fault(chance: random.Random, drains: bool, longest_wait: float) -> Fault:
+def _fault(chance: random.Random, drains: bool, longest_wait: float) -> DrawnFault:
     possible = {k: w for k, w in WEIGHTS.items() if drains or k != "kill-drain"}
-    return Fault(
+    return DrawnFault(
         kind=chance.choices(list(possible), list(possible.values()))[0],
         wait=chance.uniform(0.0, longest_wait),
         position=chance.randrange(1 << 16),

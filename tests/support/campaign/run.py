@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import threading
 import time
@@ -11,15 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megatron_ft.cli.chaos.campaign_plan import START, Episode, JobPlan
-from megatron_ft.cli.chaos.campaign_strikes import Striker
+import msgspec
+
 from megatron_ft.cli.chaos.follow import Follower, until
-from megatron_ft.cli.chaos.job import JobFile
-from megatron_ft.cli.chaos.judge import Ruling, Story, rule
-from megatron_ft.cli.chaos.oracle import run_oracle
-from megatron_ft.cli.chaos.settings import Settings
-from megatron_ft.cli.chaos.trace import Lines, read_starts, read_traces
-from megatron_ft.core.fault_plan import FaultPlan
+from megatron_ft.cli.chaos.judge import Story
+from megatron_ft.cli.chaos.runner import ChaosSettings, oracle_traces
+from megatron_ft.cli.chaos.trace import Lines, read_traces
+from tests.support.campaign.inject import CampaignInjector
+from tests.support.campaign.plan import START, Episode, JobPlan
+from tests.support.campaign.rule import Ruling, rule
 
 ITERATIONS = 4000
 """Of one job: more than it trains while it suffers all of its faults."""
@@ -77,7 +78,7 @@ Told = Callable[[EpisodeResult], None]
 
 
 def run_campaign(
-    plans: Iterator[JobPlan], settings: Settings, limits: Limits, at_once: int, told: Told
+    plans: Iterator[JobPlan], settings: ChaosSettings, limits: Limits, at_once: int, told: Told
 ) -> list[EpisodeResult]:
     """Run jobs, ``at_once`` at a time, until the limits say that it is enough."""
     oracles, lock = _Oracles(settings), threading.Lock()
@@ -109,7 +110,7 @@ def run_campaign(
 class _Oracles:
     """The uninterrupted run for each number of ranks, made when first needed."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ChaosSettings) -> None:
         self._settings, self._lock = settings, threading.Lock()
         self._known: dict[int, Mapping[int, Lines]] = {}
 
@@ -119,13 +120,13 @@ class _Oracles:
                 settings = replace(
                     self._settings, nodes=nodes, protect="none", iterations=ITERATIONS
                 )
-                self._known[nodes] = run_oracle(settings)
+                self._known[nodes] = oracle_traces(settings)
             return self._known[nodes]
 
 
 def run_job(
     plan: JobPlan,
-    settings: Settings,
+    settings: ChaosSettings,
     oracle: Mapping[int, Lines],
     limits: Limits,
     told: Callable[[EpisodeResult], None],
@@ -152,31 +153,22 @@ class _Job:
     def __init__(
         self,
         plan: JobPlan,
-        settings: Settings,
+        settings: ChaosSettings,
         name: str,
         folder: Path,
         oracle: Mapping[int, Lines],
     ) -> None:
         self.plan, self.oracle, self.limit, self.folder = plan, oracle, settings.limit, folder
-        settings = replace(settings, nodes=plan.nodes, iterations=ITERATIONS)
-        self.job = JobFile(
-            name=name,
-            folder=str(folder),
-            command=settings.training(folder / "stop"),
-            nodes=plan.nodes,
-            spares=plan.spares,
-            protect=plan.protect,
+        settings = replace(settings, nodes=plan.nodes, protect=plan.protect, iterations=ITERATIONS)
+        self.job = msgspec.structs.replace(
+            settings.job(name, folder, plan.spares),
             slots=plan.slots,
             snapshot_interval=SNAPSHOT_INTERVAL,
             drain_interval=DRAIN_INTERVAL if plan.drains else 0,
-            lease=settings.lease,
-            warm=settings.warm,
-            trace=str(folder / "trace"),
             transport=plan.transport,
         )
-        FaultPlan(()).write(folder)
         self.follower = Follower(self.job, MOST_SUPERVISORS)
-        self.striker = Striker(self.follower, plan.spares)
+        self.striker = CampaignInjector(self.follower)
         self._end = ""
 
     async def run(self, limits: Limits, told: Told) -> None:
@@ -204,7 +196,7 @@ class _Job:
             if episode.second is not None:
                 await asyncio.sleep(episode.second.wait)
                 await striker.strike(episode.second)
-            await until(lambda: self._settled() or self._over(), self.limit, self._missing)
+            await until(lambda: self._settled() or self._over(), self.limit, self.striker.missing)
             for _ in range(2):
                 if self._end == "stopped" and follower.last_error()[0] == "NoSpareError":
                     await self._again()
@@ -239,11 +231,11 @@ class _Job:
 
     async def _again(self) -> None:
         """The job stopped for want of a node.  Nodes are back, and the user runs it again."""
-        await until(self.striker.cured, self.limit, self._missing)
+        await until(lambda: not self.striker.curing(), self.limit, self.striker.missing)
         self._end = ""
         self.striker.restarts = time.monotonic()
         self.follower.start()
-        await until(lambda: self._settled() or self._over(), self.limit, self._missing)
+        await until(lambda: self._settled() or self._over(), self.limit, self.striker.missing)
 
     def _over(self) -> bool:
         self.follower.read()
@@ -253,14 +245,15 @@ class _Job:
     def _settled(self) -> bool:
         """Whether the job trains and has protected snapshots since the last thing done to it."""
         striker, follower = self.striker, self.follower
-        if not striker.cured() or follower.count("training", striker.restarts) == 0:
+        if striker.curing() or follower.count("training", striker.restarts) == 0:
             return False
         return follower.protected_commits(max(striker.quiet, striker.restarts)) >= 2
 
-    def _missing(self) -> str:
-        done = self.follower.protected_commits(self.striker.quiet)
-        wanted = [f"2 protected snapshots after the fault ({done} so far)", *self.striker.curing()]
-        return f"{', '.join(wanted)}; the last events:\n{self.follower.tail()}"
+
+def read_starts(folder: Path) -> list[tuple[float, int]]:
+    """Moment and iteration of every start of every rank."""
+    lines = [line for path in folder.glob("start*.jsonl") for line in path.read_text().splitlines()]
+    return [(start["at"], start["iteration"]) for start in map(json.loads, lines)]
 
 
 def table(results: Sequence[EpisodeResult], outcomes: Sequence[str]) -> list[str]:

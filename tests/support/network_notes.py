@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_ft.cli.chaos import namespaces as ns
-from megatron_ft.cli.chaos.network_names import NOTES, NetworkNames
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import NODE
 from megatron_ft.launchers.virtual_network import HOST
+from tests.support import namespaces as ns
+from tests.support.network_names import NOTES, NetworkNames
 
 RELAY = "MEGATRON_FT_RELAY"
 """Marks a relay process with its network's prefix and its node, in its environment."""

@@ -1,7 +1,7 @@
-"""All that one SMP tells its coordinator: one message for all ranks of a round, and none lost.
+"""Events of one SMP to its coordinator: one message for all ranks of a round, and none lost.
 
-``Reports`` holds words back until those of the node's other ranks are there, ``Outbox`` numbers
-what leaves and keeps it until it has arrived, ``Upward`` sends it.
+``EventBatch`` holds events back until those of the node's other ranks are there, ``Outbox``
+numbers them and keeps each until it has arrived, ``EventSender`` sends them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import Any
 
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.smp.node import NodeMachine
+from megatron_ft.rpc.sockets import Peer
+from megatron_ft.smp.state_machine import NodeMachine
 
-SendTo = Callable[[bytes, m.Message], Awaitable[None]]
+Send = Callable[[Peer, m.Message], Awaitable[Any]]
+"""Sends one message to one peer; a peer that has left gets nothing."""
 
-MOST_LOOKS = 10
+MOST_WAITED = 10
 """Heartbeats after which a word waits no longer, should the others never be said."""
 
 MOST_UNHEARD = 3
@@ -26,10 +28,10 @@ The first may have left before it: with the usual heartbeats of 0.5 s this is 1.
 """
 
 
-class Reports:
+class EventBatch:
     """Events that wait for those of the node's other ranks.  Pure.
 
-    The coordinator goes on only when *all* ranks have sealed, or been encoded. So
+    The coordinator goes on only when *all* ranks have sealed, or encoded. So
     the word of one of a node's ranks waits here for those of the others, and all of them leave
     as one message, in the order in which they were said.  Anything else (a capture that was
     missed, a writer that has died) leaves at once, and takes along what was said before it.
@@ -39,31 +41,31 @@ class Reports:
         self.waiting: list[Any] = []
         self.snapshot: SnapshotId | None = None
         self.sealed: set[str] = set()
-        self._looks = 0
+        self._beats = 0
 
-    def tell(self, body: Any, shards: Collection[str]) -> list[Any]:
+    def add(self, body: Any, shards: Collection[str]) -> list[Any]:
         """Events that leave now because of ``body``, oldest first; ``shards`` are the node's."""
         self.waiting.append(body)
         return [] if self._waits(body, shards) else self.take()
 
-    def look(self) -> list[Any]:
+    def on_heartbeat(self) -> list[Any]:
         """A heartbeat: events that have waited too long."""
-        self._looks += 1 if self.waiting else 0
-        return self.take() if self._looks >= MOST_LOOKS else []
+        self._beats += 1 if self.waiting else 0
+        return self.take() if self._beats >= MOST_WAITED else []
 
     def take(self) -> list[Any]:
         """All that waits."""
-        taken, self.waiting, self._looks = self.waiting, [], 0
+        taken, self.waiting, self._beats = self.waiting, [], 0
         return taken
 
     def _waits(self, body: Any, shards: Collection[str]) -> bool:
         if isinstance(body, m.CaptureCost | m.Encoded):
             return True  # Sealed and OrderDone come after them
-        if not self._note(body):
+        if not self._waits_for_others(body):
             return False
         return not self.sealed >= set(shards)
 
-    def _note(self, body: Any) -> bool:
+    def _waits_for_others(self, body: Any) -> bool:
         """Whether it is a word that waits for those of other ranks on the newest snapshot."""
         if isinstance(body, m.Sealed) and self._begin(body.record.snapshot):
             self.sealed.add(body.record.shard_id)
@@ -90,72 +92,78 @@ class Outbox:
         self.stream = stream
         self.unheard: list[Any] = []
         self._last = 0
-        self._looks = 0
+        self._beats = 0
 
     def event(self, node: str, incarnation: int, bodies: list[Any]) -> m.Event:
         """One message with these, numbered behind all that was told."""
-        self._looks = self._looks if self.unheard else 0
+        self._beats = self._beats if self.unheard else 0
         first, self._last = self._last + 1, self._last + len(bodies)
         self.unheard = [*self.unheard, *bodies]
         return self._message(node, incarnation, bodies, first)
 
     def again(self, node: str, incarnation: int) -> m.Event:
         """One message with all that may have been lost."""
-        self._looks = 0
+        self._beats = 0
         first = self._last - len(self.unheard) + 1
         return self._message(node, incarnation, self.unheard, first)
 
-    def heard(self, stream: int, number: int) -> None:
+    def arrived(self, stream: int, number: int) -> None:
         """The coordinator has all events up to this number of a stream."""
         left = max(self._last - number, 0)
         if stream == self.stream and left < len(self.unheard):
-            self.unheard, self._looks = self.unheard[len(self.unheard) - left :], 0
+            self.unheard, self._beats = self.unheard[len(self.unheard) - left :], 0
 
     def overdue(self) -> bool:
         """A heartbeat: whether something has been under way for too long."""
-        self._looks += 1 if self.unheard else 0
-        return self._looks >= MOST_UNHEARD
+        self._beats += 1 if self.unheard else 0
+        return self._beats >= MOST_UNHEARD
 
     def _message(self, node: str, incarnation: int, bodies: list[Any], first: int) -> m.Event:
         body = bodies[0] if len(bodies) == 1 else m.NodeReport(tuple(bodies))
         return m.Event(node, incarnation, body, self.stream, first)
 
 
-class Upward:
-    """``send`` is set by the server; ``coordinator`` is who has had the lease last, if anybody."""
+class EventSender:
+    """Sends the events of one SMP with ``send``, a server's.
 
-    send: SendTo
+    ``coordinator`` is the peer that had the lease last, empty before the first.
+    """
 
-    def __init__(self, machine: NodeMachine) -> None:
+    def __init__(self, machine: NodeMachine, send: Send) -> None:
         self.coordinator = b""
-        self._machine = machine
+        self._machine, self._send = machine, send
         self.begin_incarnation()
 
     def begin_incarnation(self) -> None:
-        """Forget what was told of an older one."""
-        self._reports, self._outbox = Reports(), Outbox(1 + secrets.randbits(31))
+        """Forget the events of an older incarnation."""
+        self._batch, self._outbox = EventBatch(), Outbox(1 + secrets.randbits(31))
         self._early: list[Any] = []
 
-    async def tell(self, body: Any) -> None:
-        """Let the coordinator know: at once, or with the node's others, or once it is here."""
-        await self._leave(self._reports.tell(body, self._machine.shards))
+    async def emit(self, body: Any) -> None:
+        """Send an event: at once, or with the node's others, or once there is a coordinator."""
+        await self._leave(self._batch.add(body, self._machine.shards))
 
-    async def look(self, lease: m.Lease) -> None:
-        """A heartbeat, which says what has arrived: send what has waited or is missing."""
-        self._outbox.heard(lease.stream, lease.told)
+    async def on_heartbeat(self, lease: m.Lease) -> None:
+        """Drop the events that have arrived; send those that have waited or are missing."""
+        self._outbox.arrived(lease.stream, lease.told)
         early, self._early = self._early, []
-        await self._leave([*early, *self._reports.look()])
+        await self._leave([*early, *self._batch.on_heartbeat()])
         if self._outbox.overdue():
             machine = self._machine
-            event = self._outbox.again(machine.node, machine.highest_incarnation)
-            await self.send(self.coordinator, event)
+            await self._to_coordinator(
+                self._outbox.again(machine.node, machine.highest_incarnation)
+            )
 
     async def _leave(self, bodies: list[Any]) -> None:
-        """These leave now, as one message; nothing if there are none."""
+        """Send these as one message; nothing if there are none."""
         if not self.coordinator:
             # An encoder may find a restarted SMP before the coordinator does.
             self._early += bodies
         elif bodies:
             machine = self._machine
-            event = self._outbox.event(machine.node, machine.highest_incarnation, bodies)
-            await self.send(self.coordinator, event)
+            await self._to_coordinator(
+                self._outbox.event(machine.node, machine.highest_incarnation, bodies)
+            )
+
+    async def _to_coordinator(self, event: m.Event) -> None:
+        await self._send((self.coordinator, b""), event)

@@ -1,4 +1,9 @@
-"""``megatron-ft chaos --random``: the campaign of faults at random times, its lines and table."""
+"""Run long jobs of all schemes and transports, with faults of all kinds at random times.
+
+    python -m tests.support.campaign --seed 7 --minutes 30
+
+Exit codes: 0 every promise was kept, 1 one was broken, or nothing struck.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +23,40 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_ft.cli.chaos.campaign import EpisodeResult, Limits, run_campaign, table
-from megatron_ft.cli.chaos.campaign_plan import SCHEMES, JobPlan, jobs
-from megatron_ft.cli.chaos.judge import OUTCOMES
-from megatron_ft.cli.chaos.oracle import warm_python
-from megatron_ft.cli.chaos.settings import Settings
+from megatron_ft.cli.chaos.runner import ChaosSettings
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.scheme import Scheme
+from tests.support.campaign.plan import SCHEMES, JobPlan, jobs
+from tests.support.campaign.rule import OUTCOMES
+from tests.support.campaign.run import EpisodeResult, Limits, run_campaign, table
+from tests.support.chaos_cluster import CLUSTER_CLASS
+from tests.support.warm_python import CHAOS, WarmPython
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that only ``--random`` reads."""
-    parser.add_argument(
-        "--minutes", type=float, default=5.0, help="--random: begin faults so long (%(default)s)"
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.support.campaign", description=(__doc__ or "").splitlines()[0]
     )
+    parser.add_argument("--seed", type=int, default=0, help="draws jobs, faults and moments")
     parser.add_argument(
-        "--faults", type=int, default=sys.maxsize, help="--random: so many at most (no limit)"
+        "--minutes", type=float, default=5.0, help="begin faults so long (%(default)s)"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="--random: at once (%(default)s)")
-    parser.add_argument("--job", type=int, help="--random: only the job of this number")
+    parser.add_argument("--faults", type=int, default=sys.maxsize, help="so many at most")
+    parser.add_argument("--jobs", type=int, default=1, help="at once (%(default)s)")
+    parser.add_argument("--job", type=int, help="only the job of this number")
+    parser.add_argument("--protect", help="protection of all jobs (default: every scheme in turn)")
+    parser.add_argument("--lease-seconds", type=float, default=4.0, help="(%(default)s)")
+    parser.add_argument(
+        "--limit-seconds", type=float, default=60.0, help="longest wait (%(default)s)"
+    )
+    parser.add_argument("--markdown", type=Path, help="write the table to this file")
+    parser.add_argument("--json", type=Path, help="write every episode to this file")
+    return parser
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Run the campaign; 1 if a promise was broken, or if nothing struck."""
-    if arguments.training_command:
-        raise ConfigError("--random trains its own small model: leave out the command")
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the campaign."""
+    arguments = _parser().parse_args(words)
     if arguments.minutes <= 0 or arguments.jobs < 1 or arguments.faults < 1:
         raise ConfigError("--minutes, --jobs and --faults are numbers above 0")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it leaves nothing either
@@ -51,7 +65,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.job is not None:
         plans = itertools.islice(plans, arguments.job, arguments.job + 1)
     folder = Path(tempfile.mkdtemp(prefix="mft-chaos-"))
-    warm = warm_python()
+    warm = WarmPython(CHAOS)
     limits = Limits(arguments.faults, time.monotonic() + 60 * arguments.minutes)
     results: list[EpisodeResult] = []
 
@@ -61,11 +75,12 @@ def main(arguments: argparse.Namespace) -> int:
         _write(arguments, results)
 
     try:
-        settings = Settings(
+        settings = ChaosSettings(
             folder,
             seed=arguments.seed,
             lease=arguments.lease_seconds,
             limit=arguments.limit_seconds,
+            cluster_class=CLUSTER_CLASS,
             warm=warm.path,
         )
         run_campaign(plans, settings, limits, arguments.jobs, told)
@@ -86,7 +101,7 @@ def line(result: EpisodeResult, arguments: argparse.Namespace) -> str:
     head = f"{job.number}.{result.number} [{job}] {done}: {told} ({result.seconds:.1f} s)"
     if ruling.good:
         return head
-    again = ["megatron-ft", "chaos", "--random", "--seed", str(arguments.seed)]
+    again = ["python", "-m", "tests.support.campaign", "--seed", str(arguments.seed)]
     again += ["--job", str(job.number)]
     again += ["--protect", arguments.protect] if arguments.protect else []
     return "\n".join(
@@ -117,7 +132,7 @@ def _write(arguments: argparse.Namespace, results: Sequence[EpisodeResult]) -> N
     if arguments.markdown:
         where = f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}"
         head = (
-            f"# Random faults: `megatron-ft chaos --random --seed {arguments.seed}`\n\n"
+            f"# Random faults: `python -m tests.support.campaign --seed {arguments.seed}`\n\n"
             f"{summary(results)} {date.today()}, {where}, Python {platform.python_version()}.\n"
         )
         arguments.markdown.write_text("\n".join([head, *table(results, OUTCOMES)]) + "\n")
@@ -135,3 +150,7 @@ def _write(arguments: argparse.Namespace, results: Sequence[EpisodeResult]) -> N
             for r in results
         ]
         arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

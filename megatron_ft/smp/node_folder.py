@@ -1,8 +1,9 @@
-"""One SMP owns a node's folder: it holds the lock, and an older one of the same job gives way.
+"""The folder of a node: its lock, which one SMP holds, and the few facts stored beside arenas.
 
-A supervisor that is killed just after it has started an SMP has not noted it, and the next
-supervisor starts another.  Which of the two the job wants is not in doubt: the state of a job is
-locked, so there is one supervisor, and it asked last.  An SMP may be killed at any moment.
+An SMP that starts ends an older one of the same job.  A supervisor that is killed just after it
+has started an SMP has not recorded it, and the next supervisor starts another.  The newer SMP is
+the one that the job wants: the state of a job is locked, so there is one supervisor.  An SMP may
+be killed at any moment.
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ import msgspec
 from megatron_ft.core import private_files
 from megatron_ft.core.decoding import UNREADABLE
 from megatron_ft.core.errors import ControlPlaneError
-from megatron_ft.smp.writers import open_started, start_time_of
+from megatron_ft.smp.processes import open_started, start_time_of
 
 LOCK_NAME = "smp.lock"
 PID_NAME = "smp.pid"
+STATE_NAME = "node.json"
+
+SLURM_JOB = "slurm-job"
+"""Holds the number of the Slurm job that a node's folder is of, for scripts/slurm/epilog.sh."""
 
 GIVE_WAY_SECONDS = 10.0
 """How long an older SMP of the same job may take to say who it is, and to go."""
@@ -51,7 +56,7 @@ def make_node_dir(node_dir: Path) -> None:
     private_files.make_folder(node_dir)
 
 
-def own(directory: Path, job: str, *, send_away: bool = True) -> BinaryIO:
+def lock_folder(directory: Path, job: str, *, send_away: bool = True) -> BinaryIO:
     """Hold the folder's lock for as long as this process lives.
 
     ControlPlaneError if it is held by an SMP of another job, by one that this process cannot see
@@ -136,3 +141,62 @@ def _ended(owner: Owner) -> bool:
         return False
     finally:
         os.close(pidfd)
+
+
+class NodeFolder:
+    """A node's folder and its lock, which this process holds for as long as it lives."""
+
+    def __init__(self, directory: Path, job: str) -> None:
+        self.directory, self._job = directory, job
+        self._lock: BinaryIO | None = None
+
+    def take(self, *, send_away: bool = True) -> None:
+        """Make the folder and hold its lock; errors as of ``lock_folder``."""
+        directory = self.directory
+        make_node_dir(directory)
+        number = os.environ.get("SLURM_JOB_ID")
+        if number is not None:
+            private_files.rewrite_file(directory / SLURM_JOB, number.encode())
+        self.close()
+        self._lock = lock_folder(directory, self._job, send_away=send_away)
+
+    def in_place(self) -> bool:
+        """Whether folder and lock are where they were."""
+        return self._lock is not None and is_at(self._lock, self.directory)
+
+    def close(self) -> None:
+        """Let the lock go."""
+        if self._lock is not None:
+            self._lock.close()
+
+
+def write_pid(directory: Path) -> None:
+    """Say which process the SMP of this folder is."""
+    private_files.rewrite_file(directory / PID_NAME, str(os.getpid()).encode())
+
+
+class NodeState(msgspec.Struct, frozen=True):
+    """The highest incarnation ever admitted here, and whether snapshots are paused."""
+
+    highest_incarnation: int = 0
+    paused: bool = False
+
+    @classmethod
+    def load(cls, directory: Path) -> NodeState:
+        """The stored state, or the initial one.
+
+        ControlPlaneError if it is damaged: without it the fence against older incarnations is gone.
+        """
+        path = directory / STATE_NAME
+        try:
+            return msgspec.json.decode(private_files.read_file(path), type=cls)
+        except FileNotFoundError:
+            return cls()
+        except UNREADABLE as error:
+            raise ControlPlaneError(
+                f"{path} is damaged ({error}), so nobody knows which incarnation was here"
+            ) from error
+
+    def save(self, directory: Path) -> None:
+        """Rewrite the file at once; it lives on a tmpfs, so nothing is flushed."""
+        private_files.rewrite_file(directory / STATE_NAME, msgspec.json.encode(self))

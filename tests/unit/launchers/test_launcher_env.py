@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.launchers.outer_launcher import (
+from megatron_ft.launchers.launcher_env import (
     KEPT,
     base_environment,
     outside_of_steps,

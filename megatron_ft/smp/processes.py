@@ -1,8 +1,9 @@
-"""The processes that may write into a node's arenas, watched and killed through pidfds.
+"""Processes that write into a node's arenas or read them, watched through pidfds.
 
 A pidfd names one process for ever: unlike a pid it cannot be reused, and it becomes
-readable exactly when the process has died.  The list is kept in a file beside the
-arenas so that a restarted SMP knows whom it has to fence.
+readable exactly when the process has died.  The list of writers is kept in a file beside the
+arenas, so that a restarted SMP knows which processes it has to kill.  Readers are never killed,
+and an SMP that is restarted has forgotten them; they see it by the header of their slot.
 """
 
 from __future__ import annotations
@@ -12,28 +13,38 @@ import errno
 import logging
 import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from megatron_ft.core import private_files
+from megatron_ft.core import private_files, procfs
 from megatron_ft.core.decoding import UNREADABLE
 from megatron_ft.core.errors import ControlPlaneError, MegatronFTError
 from megatron_ft.smp.store import SUFFIX
 
 log = logging.getLogger(__name__)
 
-FILE_NAME = "writers.json"
+WRITERS_NAME = "writers.json"
 MOST_WRITERS = 1024
 """Each holds a descriptor; a node has a handful."""
+
+MOST_READERS = 256
+"""Each holds a descriptor."""
+
+STALL_SECONDS = 120.0
+"""A reader that has not run for so long holds no slot any more.
+
+One that is merely slow, or capped, runs between any two of its pieces.
+"""
 
 DRAIN = "drain"
 """Role of a process that writes to disk for the supervisor, and to no arena."""
 
 
-class Writer(msgspec.Struct, frozen=True):
+class WriterProcess(msgspec.Struct, frozen=True):
     """One registered process.  ``who`` is a shard id (trainer), a world (encoder), or any name.
 
     ``start_time`` is field 22 of /proc/<pid>/stat (clock ticks since boot): it tells the
@@ -69,11 +80,10 @@ def open_pidfd(pid: int) -> int:
 
 def start_time_of(pid: int) -> int:
     """Start time of a live process; ProcessLookupError if there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError as error:
-        raise ProcessLookupError(pid) from error
-    return int(text.rsplit(")", 1)[1].split()[19])
+    stat = procfs.read_stat(pid)
+    if stat is None:
+        raise ProcessLookupError(pid)
+    return stat.start_time
 
 
 def open_started(pid: int, start_time: int) -> int:
@@ -92,21 +102,21 @@ def open_started(pid: int, start_time: int) -> int:
 class Writers:
     """Registry of live writers.  ``on_death`` is called once for each, from the event loop."""
 
-    def __init__(self, directory: Path, on_death: Callable[[Writer], None]) -> None:
-        self._path = directory / FILE_NAME
+    def __init__(self, directory: Path, on_death: Callable[[WriterProcess], None]) -> None:
+        self._path = directory / WRITERS_NAME
         self._on_death = on_death
-        self._pidfds: dict[Writer, int] = {}
-        self._dead: dict[Writer, asyncio.Event] = {}
+        self._pidfds: dict[WriterProcess, int] = {}
+        self._dead: dict[WriterProcess, asyncio.Event] = {}
 
-    def all(self) -> list[Writer]:
+    def all(self) -> list[WriterProcess]:
         """The writers that are alive."""
         return list(self._pidfds)
 
-    def find(self, role: str, who: str) -> Writer | None:
+    def find(self, role: str, who: str) -> WriterProcess | None:
         """The live writer with this role and name."""
         return next((w for w in self._pidfds if (w.role, w.who) == (role, who)), None)
 
-    def add(self, role: str, who: str, pid: int, identity: bytes) -> Writer:
+    def add(self, role: str, who: str, pid: int, identity: bytes) -> WriterProcess:
         """Watch a process.
 
         ControlPlaneError if it is dead already, not this user's, or this one itself, which
@@ -116,16 +126,16 @@ class Writers:
         if len(self._pidfds) >= MOST_WRITERS:
             raise ControlPlaneError(f"{len(self._pidfds)} writers are registered already")
         check_process(pid)
-        writer = Writer(role, who, pid, start_time_of(pid), identity)
+        writer = WriterProcess(role, who, pid, start_time_of(pid), identity)
         self._watch(writer)
         try:
-            self._save()
+            self.save()
         except (OSError, MegatronFTError):
             self._forget(writer)
             raise
         return writer
 
-    def adopt(self) -> list[Writer]:
+    def adopt(self) -> list[WriterProcess]:
         """Watch again what an earlier SMP watched.  Returns those that have died since."""
         gone = []
         for writer in self._stored():
@@ -133,10 +143,10 @@ class Writers:
                 self._watch(writer)
             except ProcessLookupError:
                 gone.append(writer)
-        self._save()
+        self.save()
         return gone
 
-    async def kill(self, victims: list[Writer], timeout: float) -> None:
+    async def kill(self, victims: list[WriterProcess], timeout: float) -> None:
         """SIGKILL and wait until each pidfd has signalled.
 
         ControlPlaneError names those that are still there after ``timeout`` seconds.
@@ -152,39 +162,39 @@ class Writers:
                 f"still alive {timeout:.0f} s after SIGKILL: {', '.join(left)}"
             ) from error
 
-    def signal(self, writer: Writer, number: int) -> None:
+    def signal(self, writer: WriterProcess, number: int) -> None:
         """Send a signal; one that has died gets none."""
         if writer in self._pidfds:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfds[writer], number)
 
-    def _watch(self, writer: Writer) -> None:
+    def _watch(self, writer: WriterProcess) -> None:
         pidfd = open_started(writer.pid, writer.start_time)
         self._pidfds[writer] = pidfd
         self._dead[writer] = asyncio.Event()
         asyncio.get_running_loop().add_reader(pidfd, self._died, writer)
 
-    def _died(self, writer: Writer) -> None:
+    def _died(self, writer: WriterProcess) -> None:
         dead = self._forget(writer)
         try:
-            self._save()
+            self.save()
         except (OSError, MegatronFTError) as error:
             # The next SMP finds it in the old list, and that it is dead.
             log.warning("%s %s stays in %s: %s", writer.role, writer.who, self._path, error)
         self._on_death(writer)
         dead.set()
 
-    def _forget(self, writer: Writer) -> asyncio.Event:
+    def _forget(self, writer: WriterProcess) -> asyncio.Event:
         """Watch it no more; the event that ``kill`` waits for."""
         pidfd = self._pidfds.pop(writer)
         asyncio.get_running_loop().remove_reader(pidfd)
         os.close(pidfd)
         return self._dead.pop(writer)
 
-    def _stored(self) -> list[Writer]:
+    def _stored(self) -> list[WriterProcess]:
         try:
             raw = private_files.read_file(self._path)
-            return msgspec.json.decode(raw, type=list[Writer])
+            return msgspec.json.decode(raw, type=list[WriterProcess])
         except FileNotFoundError:
             # The list is written before the first arena is made.
             if any(self._path.parent.glob(f"*{SUFFIX}")):
@@ -199,8 +209,85 @@ class Writers:
             ) from error
 
     def save(self) -> None:
-        """Write the list down, as the folder was made again."""
-        self._save()
-
-    def _save(self) -> None:
+        """Rewrite the stored list."""
         private_files.rewrite_file(self._path, msgspec.json.encode(list(self._pidfds)))
+
+
+class Readers:
+    """Live readers by name.  ``on_death`` is called with the name, from the event loop."""
+
+    def __init__(self, on_death: Callable[[str], None]) -> None:
+        self._on_death = on_death
+        self._pidfds: dict[str, int] = {}
+        self._pids: dict[str, int] = {}
+
+    def pids(self) -> dict[str, int]:
+        """The processes of those that are watched."""
+        return dict(self._pids)
+
+    def watch(self, reader: str, pid: int) -> None:
+        """Watch a process under this name; ControlPlaneError if it is dead, or there are many."""
+        self.forget(reader)
+        if len(self._pidfds) >= MOST_READERS:
+            raise ControlPlaneError(f"{len(self._pidfds)} readers hold snapshots already")
+        try:
+            pidfd = open_pidfd(pid)
+        except ProcessLookupError as error:
+            raise ControlPlaneError(f"process {pid} is gone") from error
+        self._pidfds[reader], self._pids[reader] = pidfd, pid
+        asyncio.get_running_loop().add_reader(pidfd, self._died, reader)
+
+    def forget(self, reader: str) -> None:
+        """Watch it no more; one that is unknown is none of ours."""
+        self._pids.pop(reader, None)
+        pidfd = self._pidfds.pop(reader, None)
+        if pidfd is not None:
+            asyncio.get_running_loop().remove_reader(pidfd)
+            os.close(pidfd)
+
+    def forget_all(self) -> None:
+        """A new incarnation was admitted: all pins are void."""
+        for reader in list(self._pidfds):
+            self.forget(reader)
+
+    def _died(self, reader: str) -> None:
+        self.forget(reader)
+        self._on_death(reader)
+
+
+def switches(pid: int) -> int:
+    """How often the process's main thread was put to sleep or replaced; -1 if it is gone.
+
+    A thread that waits in one system call, or is stopped, stays at its number.
+    """
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return -1
+    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    return int(fields["voluntary_ctxt_switches"]) + int(fields["nonvoluntary_ctxt_switches"])
+
+
+class Stalls:
+    """Polls readers for progress; ``count`` is what changes while a process runs."""
+
+    def __init__(
+        self, seconds: float = STALL_SECONDS, count: Callable[[int], int] = switches
+    ) -> None:
+        self._seconds, self._count = seconds, count
+        self._seen: dict[str, tuple[int, float]] = {}
+
+    def poll(self, readers: Mapping[str, int], now: float | None = None) -> list[str]:
+        """Those of ``readers``, by name with their pids, that stall; each is named once."""
+        now = time.monotonic() if now is None else now
+        self._seen = {name: seen for name, seen in self._seen.items() if name in readers}
+        stalled = []
+        for name, pid in readers.items():
+            count = self._count(pid)
+            known, since = self._seen.get(name, (-1, now))
+            if count != known:
+                self._seen[name] = count, now
+            elif now - since >= self._seconds:
+                stalled.append(name)
+                self._seen[name] = count, float("inf")
+        return stalled

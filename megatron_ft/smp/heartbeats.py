@@ -1,4 +1,4 @@
-"""The SMP's part of the watch: it reads its trainers' pulses and has them write their stacks."""
+"""Heartbeats of a node's trainers as its SMP reads them, and stacks that they write on request."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import signal
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 
-from megatron_ft.core import private_files
+from megatron_ft.core import private_files, procfs
 from megatron_ft.core.errors import UntrustedFileError
 from megatron_ft.rpc.heartbeat_page import (
     DUMP_SIGNAL,
@@ -23,7 +24,7 @@ from megatron_ft.rpc.heartbeat_page import (
     stacks_path,
 )
 from megatron_ft.rpc.node_messages import PulseReport
-from megatron_ft.smp.writers import Writer, Writers
+from megatron_ft.smp.processes import WriterProcess, Writers
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +32,14 @@ MOST_STACK_BYTES = 64 << 10
 """Of one rank's stacks; those of 100 frames in 100 threads would be some ten times as long."""
 
 _SETTLED_SECONDS = 0.2
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _PHASES = {phase.value: phase.name.lower() for phase in Phase}
+_COPIED = {f.name for f in fields(Pulse)} & set(PulseReport.__struct_fields__)
 STACK_SECONDS = 3.0
 """Longest wait for stacks: a process that sleeps in the kernel writes none."""
 
 
-class NodeWatch:
+class NodeHeartbeats:
     """Looks at the trainers among ``writers``, whose files are in ``folder``."""
 
     def __init__(self, folder: Path, writers: Writers) -> None:
@@ -64,7 +66,7 @@ class NodeWatch:
         await self._settled(asked)
         return {shard: self._written(writer) for shard, writer in asked.items()}
 
-    def ended(self, writer: Writer) -> None:
+    def ended(self, writer: WriterProcess) -> None:
         """Remove the files of a trainer that is gone; of one that did not end by itself, keep
         its last heartbeats until the next trainer of the shard ends.
         """
@@ -90,24 +92,24 @@ class NodeWatch:
             if not Path("/proc", pid).exists():
                 path.unlink(missing_ok=True)
 
-    def _trainers(self) -> list[Writer]:
+    def _trainers(self) -> list[WriterProcess]:
         return [writer for writer in self._writers.all() if writer.role == "trainer"]
 
-    def _read(self, writer: Writer) -> Pulse | None:
+    def _read(self, writer: WriterProcess) -> Pulse | None:
         try:
             return read_pulse(pulse_path(self._folder, writer.pid))
         except UntrustedFileError:
             return None
 
-    def _dumps(self, writer: Writer) -> bool:
+    def _dumps(self, writer: WriterProcess) -> bool:
         """Whether it catches the signal, which would end it otherwise."""
         pulse = self._read(writer)
         return pulse is not None and pulse.dumps and _catches(writer.pid, DUMP_SIGNAL)
 
-    def _open(self, writer: Writer, flags: int) -> int:
+    def _open(self, writer: WriterProcess, flags: int) -> int:
         return private_files.open_file(stacks_path(self._folder, writer.pid), flags)
 
-    async def _settled(self, asked: Mapping[str, Writer]) -> None:
+    async def _settled(self, asked: Mapping[str, WriterProcess]) -> None:
         """Until all have written and none has gone on for a moment."""
         deadline = time.monotonic() + STACK_SECONDS
         sizes: dict[str, int] = {}
@@ -118,9 +120,9 @@ class NodeWatch:
                 sizes, since = now, time.monotonic()
             elif all(now.values()) and time.monotonic() - since > _SETTLED_SECONDS:
                 return
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
 
-    def _written(self, writer: Writer) -> str:
+    def _written(self, writer: WriterProcess) -> str:
         try:
             descriptor = self._open(writer, os.O_RDONLY)
         except (OSError, UntrustedFileError):
@@ -141,15 +143,7 @@ def _catches(pid: int, number: int) -> bool:
     return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
-def _state(pid: int) -> str:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return "X"
-    return text[text.rindex(")") + 2]
-
-
-def _last_signs(writer: Writer, pulse: Pulse, stacks: str) -> str:
+def _last_signs(writer: WriterProcess, pulse: Pulse, stacks: str) -> str:
     now = time.monotonic()
     signs = {
         "phase": _PHASES.get(pulse.phase, "unknown"),
@@ -166,24 +160,11 @@ def _last_signs(writer: Writer, pulse: Pulse, stacks: str) -> str:
 
 
 def _report(pulse: Pulse, pid: int, now: float) -> PulseReport:
+    stat = procfs.read_stat(pid)
     return PulseReport(
-        rank=pulse.rank,
-        phase=pulse.phase,
-        iteration=pulse.iteration,
-        marks=pulse.marks,
-        done=pulse.done,
+        **{name: getattr(pulse, name) for name in _COPIED},
         idle=max(0.0, now - pulse.marked) if pulse.marked else 0.0,
         quiet=max(0.0, now - pulse.beat) if pulse.beat else 0.0,
-        typical=pulse.typical,
-        longest=pulse.longest,
-        window=pulse.window,
-        own=pulse.own,
-        spread=pulse.spread,
-        state=_state(pid),
+        state=stat.state if stat else "X",
         age=max(0.0, now - pulse.started),
-        imports=pulse.imports,
-        communicators=pulse.communicators,
-        set_up=pulse.set_up,
-        restore=pulse.restore,
-        first_iteration=pulse.first_iteration,
     )

@@ -27,11 +27,21 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[2]
 ROOM_VARIABLE = "TEST_WARM_PYTHON_ROOM"
 ROOM_BYTES = 100_000
 """The server starts with an environment of this size, so that any other fits into its place."""
 
 TRAINING = ("torch", "torch.distributed", "torch.nn.parallel", "megatron_ft.trainer.manager")
+CHAOS = (
+    *("torch", "torch.distributed"),
+    *("megatron_ft.trainer.manager", "megatron_ft.trainer.cpu", "megatron_ft.trainer.state"),
+    *("megatron_ft.supervisor.supervisor", "megatron_ft.cli.chaos.trace"),
+    *("megatron_ft.checkpoint.drain", "megatron_ft.checkpoint.load"),
+    "megatron_ft.checkpoint.export_drained",
+)
+"""Modules that every process of a chaos job needs."""
+
 _REQUEST_SECONDS = 30.0
 
 
@@ -43,8 +53,9 @@ class WarmPython:
         self._folder = tempfile.mkdtemp(prefix="mft-warm-")
         self.path = str(Path(self._folder, "sock"))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", ROOM_VARIABLE: "x" * ROOM_BYTES}
+        environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_ft.cli.chaos.warm_python", self.path, *modules],
+            [sys.executable, "-m", "tests.support.warm_python", self.path, *modules],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -1,0 +1,312 @@
+"""Injecting faults into a job that runs, from outside: signals, lost nodes, damaged arenas.
+
+Injector has what the demo, chaos cases, the random campaign and the soak do to a job, and
+keeps a record of it for the judge.  CaseInjector carries out one chaos case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.cli.chaos import damage
+from megatron_ft.cli.chaos.cases import ITSELF, Case, Chance
+from megatron_ft.cli.chaos.follow import Follower
+from megatron_ft.cli.chaos.job import ROLE
+from megatron_ft.cli.chaos.judge import Struck
+from megatron_ft.core import procfs
+from megatron_ft.core.environment import JOB, NODE
+from megatron_ft.core.fault_plan import PointReached
+from megatron_ft.launchers.world import WORLD
+
+LATENCY_MILLISECONDS = 150.0
+"""One way: a hundred times that of a cluster's network, far below any lease."""
+
+RETURN_SECONDS = 1.0
+"""A lost node that is to return is away for so long."""
+
+_SMALL = {"memory": "192k", "disk": "64k"}
+"""Room for an SMP's own files and no arena; for no shard of a checkpoint."""
+
+
+def processes(job: str, role: str, node: str = "", rank: int | None = None) -> list[int]:
+    """Numbers of the job's running processes in a role, on one node or on all.
+
+    Roles: trainer (also of one ``rank``), smp, drain, encoder; "world" is the encoders with
+    their MPI launcher.
+    """
+    found = []
+    for pid in procfs.own_processes():
+        variables = procfs.read_environment(pid)
+        here = variables.get(JOB) == job and node in ("", variables.get(NODE))
+        if not here or rank not in (None, int(variables.get("RANK", "-1"))):
+            continue
+        if role_of(variables) == role or (role == "world" and WORLD in variables):
+            found.append(pid)
+    return found
+
+
+def role_of(variables: Mapping[str, str]) -> str:
+    """The role of a process of a job, by its environment."""
+    if WORLD in variables:
+        return "encoder" if NODE in variables else "launcher"
+    return variables.get(ROLE, "")
+
+
+def send(pids: Iterable[int], number: signal.Signals) -> None:
+    """Signal those that still run."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+class Injector:
+    """Injects faults into one job.
+
+    ``strikes`` records what was done, ``quiet`` is the moment when the last of it was over.
+    Cures undo what would keep the job from continuing: they run in the background.
+    """
+
+    def __init__(self, follower: Follower) -> None:
+        self.follower, self.job, self.cluster = follower, follower.job, follower.cluster
+        self.strikes: list[Struck] = []
+        self.quiet = 0.0
+        self._cures: set[asyncio.Task[None]] = set()
+
+    def record(
+        self,
+        text: str,
+        lost: Sequence[int] = (),
+        nodes: Sequence[str] = (),
+        suspended: Mapping[str, int] | None = None,
+    ) -> None:
+        """Record what is about to be done: whoever sees it may answer at once."""
+        self.quiet = time.monotonic()
+        self.strikes.append(Struck(self.quiet, text, tuple(lost), tuple(nodes), suspended or {}))
+
+    def pids(self, role: str, node: str = "") -> list[int]:
+        """Numbers of the processes in a role, the supervisor's included."""
+        if role == "supervisor":
+            return [self.follower.process.pid]
+        return processes(self.job.name, role, node)
+
+    def kill(self, role: str, node: str = "") -> None:
+        """SIGKILL to all processes in a role, on one node or on all."""
+        send(self.pids(role, node), signal.SIGKILL)
+
+    def suspend(self, pids: Sequence[int], seconds: float, whom: str) -> None:
+        """SIGSTOP, and SIGCONT later."""
+        send(pids, signal.SIGSTOP)
+        self.later(seconds, lambda: send(pids, signal.SIGCONT), f"SIGCONT to {whom}")
+
+    def lose(self, nodes: Sequence[str], *, keep: bool = False) -> None:
+        """Kill everything on nodes; their memory is gone unless ``keep``."""
+        for node in nodes:
+            self.cluster.kill_node(node, keep_folder=keep)
+
+    def revive(self, nodes: Sequence[str]) -> None:
+        """Have lost nodes return, with what is left in their folders."""
+        for node in nodes:
+            self.cluster.revive(node)
+
+    def arenas(self, node: str) -> list[Path]:
+        """The arenas of a node, in the order of their names."""
+        return sorted(self.cluster.node_dir(node).glob("*.arena"))
+
+    def later(self, seconds: float, cure: Callable[[], object], text: str) -> None:
+        """Undo something after a while, in the background."""
+
+        async def work() -> None:
+            await asyncio.sleep(seconds)
+            cure()
+            self.quiet = time.monotonic()
+
+        task: Coroutine[Any, Any, None] = work()
+        self._cures.add(asyncio.get_running_loop().create_task(task, name=text))
+
+    def curing(self) -> list[str]:
+        """Everything that is still to be undone, in words."""
+        return [cure.get_name() for cure in self._cures if not cure.done()]
+
+    def missing(self) -> str:
+        """What a job that does not come to rest waits for, and its last events."""
+        done = self.follower.protected_commits(self.quiet)
+        wanted = [f"2 protected snapshots after the fault ({done} so far)", *self.curing()]
+        return f"{', '.join(wanted)}; the last events:\n{self.follower.tail()}"
+
+    def tidy(self) -> None:
+        """Leave no process and no folder in shared memory."""
+        for cure in self._cures:
+            cure.cancel()
+        self.follower.end()
+
+
+class CaseInjector(Injector):
+    """Carries out the faults of one case, and what it needs of its surroundings.
+
+    A network that can be cut is the cluster's; a small file system is mounted before the job
+    starts, which needs root.
+    """
+
+    def __init__(self, case: Case, chance: Chance, follower: Follower) -> None:
+        super().__init__(follower)
+        self.case, self.chance = case, chance
+        self.lost: dict[str, int] = {}
+        self._small: Path | None = None
+        if case.fault == "full":
+            spare = self.cluster.node_dir(self.job.node_names[self.job.nodes])
+            self._small = self.job.drain_dir if case.victim == "disk" else spare
+
+    @property
+    def network(self) -> Any:
+        """The cluster's network, with its verbs to cut, delay and heal."""
+        assert self.cluster.network is not None, "cases of the network are left out without one"
+        return self.cluster.network
+
+    def prepare(self) -> None:
+        """Make the network, or mount what is to be small."""
+        if self.cluster.network is not None:
+            self.network.open()
+        if self._small is not None:
+            self._small.mkdir(mode=0o700, parents=True, exist_ok=True)
+            options = f"size={_SMALL[self.case.victim]},mode=700"
+            subprocess.run(
+                ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(self._small)], check=True
+            )
+
+    def make_room(self) -> None:
+        """Make the small file system large enough."""
+        subprocess.run(
+            ["mount", "-o", "remount,size=256m", str(self._small)], check=True
+        )  # fmt: skip
+
+    def tidy(self) -> None:
+        """Leave no mount, no process, no folder in shared memory, no network."""
+        if self._small is not None:
+            subprocess.run(
+                ["umount", "-l", str(self._small)], check=False, stderr=subprocess.DEVNULL
+            )
+        super().tidy()
+        if self.cluster.network is not None:
+            self.network.close()
+
+    def provoke(self) -> None:
+        """Cause the occasion on which the point is reached."""
+        active = self.follower.active()
+        node = active[self.chance.position % len(active)]
+        occasion = self.case.at.occasion
+        if occasion == "trainer lost":
+            self.record(f"a trainer of {node} killed")
+            send(self.pids("trainer", node)[:1], signal.SIGKILL)
+        elif occasion == "node lost":
+            self.lose([node])
+        elif occasion == "smp lost":
+            self.record(f"the SMP of {node} killed", suspended={node: active.index(node)})
+            self.kill("smp", node)
+        elif occasion == "supervisor lost":
+            self.record("the supervisor killed")
+            self.follower.process.kill()
+
+    def strike(self, reached: PointReached) -> None:
+        """Carry out the case; the process at the point continues when this returns."""
+        where = f"{reached.point} on {reached.node or 'the supervisor'} (process {reached.pid})"
+        active = self.follower.active()
+        node = reached.node or active[self.chance.position % len(active)]
+        self._strike_victim(reached, node, where)
+        others = [active[p] for p in self.chance.order if p < len(active)]
+        left = [n for n in others if n not in self.lost]
+        left.sort(key=lambda name: name == node)
+        if self.case.losses:
+            self.lose(left[: self.case.losses])
+
+    def _strike_victim(self, reached: PointReached, node: str, where: str) -> None:
+        victim, fault = self.case.victim, self.case.fault
+        if fault in ITSELF:
+            self.record(f"{fault} in {where}", suspended=self._may_be_given_up(node))
+        elif victim == "node":
+            self.lose([node], keep=fault == "return")
+        elif victim == "arena":
+            self._damage(node)
+        elif victim in ("memory", "disk"):
+            self._fill(node)
+        elif victim == "network":
+            self._disturb_network(node)
+        elif victim == self.case.at.role:
+            self._signal([reached.pid], where, node)
+        elif victim == "supervisor":
+            self._signal(self.pids(victim), f"the supervisor at {where}", node)
+        else:
+            role = "trainer" if victim == "trainers" else victim
+            pids = self.pids(role, "" if victim in ("trainers", "world") else node)
+            self._signal(pids, f"{victim} of {node} at {where}", node)
+
+    def _may_be_given_up(self, node: str) -> dict[str, int]:
+        """An SMP that is gone or silent may cost its node, with what it holds."""
+        active = self.follower.active()
+        if self.case.victim != "smp":
+            return {}
+        return {node: active.index(node) if node in active else -1}
+
+    def _signal(self, pids: list[int], whom: str, node: str) -> None:
+        """SIGKILL or SIGSTOP; the process at the point does the former to itself."""
+        number = "SIGKILL" if self.case.fault == "kill" else "SIGSTOP"
+        self.record(f"{number} to {whom}", suspended=self._may_be_given_up(node))
+        if self.case.fault != "kill":
+            # Until every process that waits for this one has given it up.
+            leases = 2.0 if self.case.victim in ("smp", "supervisor") else 1.0
+            self.suspend(pids, leases * self.job.lease, whom)
+        elif self.case.victim != self.case.at.role:
+            send(pids, signal.SIGKILL)
+
+    def lose(self, nodes: Sequence[str], *, keep: bool = False) -> None:
+        """Lose nodes with their memory, or keep that and have them return."""
+        active = self.follower.active()
+        self.lost |= {node: active.index(node) for node in nodes}
+        words = "lost, to come back" if keep else "lost with its memory"
+        self.record(f"{', '.join(nodes)} {words}", [self.lost[node] for node in nodes], nodes)
+        super().lose(nodes, keep=keep)
+        if keep:
+            self.later(RETURN_SECONDS, lambda: self.revive(nodes), "the node is back")
+
+    def _damage(self, node: str) -> None:
+        """Damage shows when the arena is read again: all trainers start anew."""
+        chance = random.Random(f"{self.case} {self.chance}")
+        position = self.follower.active().index(node)
+        lost = () if self.case.fault == "flip-header" else (position,)
+        done = damage.damage(self.arenas(node)[0], self.case.fault, chance)
+        self.record(f"{done}; trainers killed", lost, suspended={node: position})
+        self.kill("trainer")
+
+    def _fill(self, node: str) -> None:
+        """Memory or a disk without room; a slow disk is a fault at a point that repeats."""
+        if self.case.victim == "memory":
+            self.lose([node])
+            self.later(2.0, self.make_room, "the spare has room again")
+        elif self.case.fault == "full":
+            self.record("the drain folder was full until now")
+            self.make_room()
+        else:
+            self.record("every write of a drain takes long")
+
+    def _disturb_network(self, node: str) -> None:
+        """Cut a node off until it must have been replaced, or delay its packets for a while."""
+        lease = self.job.lease
+        if self.case.fault == "cut":
+            self.record(f"{node} cut off", suspended={node: self.follower.active().index(node)})
+            self.network.cut(node)
+            self.later(2.5 * lease, self.network.heal, f"{node} is on the network again")
+        else:
+            delay = LATENCY_MILLISECONDS
+            self.record(f"packets to and from {node} take {delay:g} ms longer")
+            self.network.delay(node, delay)
+            undo = partial(self.network.delay, node, 0)
+            self.later(2 * lease, undo, f"packets of {node} are as fast as before")

@@ -1,1 +1,0 @@
-"""How a node's machine reacts to each request, by who sends it: functions without effects."""

@@ -1,0 +1,283 @@
+"""One SMP at work: it adopts a node's arenas, carries decisions out, and keeps the lease.
+
+The SMP belongs to no trainer's process tree, is no MPI process and has no CUDA context, so that
+it and its arenas outlive whatever kills those.  It imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Collection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_ft.arena import upkeep
+from megatron_ft.core.environment import ProcessEnvironment
+from megatron_ft.core.errors import ControlPlaneError, UntrustedFileError
+from megatron_ft.core.fault_points import reach
+from megatron_ft.rpc import messages as m
+from megatron_ft.smp.event_sender import EventSender, Send
+from megatron_ft.smp.heartbeats import NodeHeartbeats
+from megatron_ft.smp.node_folder import STATE_NAME, NodeState
+from megatron_ft.smp.processes import (
+    DRAIN,
+    STALL_SECONDS,
+    WRITERS_NAME,
+    Readers,
+    Stalls,
+    WriterProcess,
+    Writers,
+)
+from megatron_ft.smp.state_machine import (
+    Effect,
+    MendSlot,
+    NodeMachine,
+    StorePermit,
+    StoreSlot,
+    ToCoordinator,
+    ToTrainer,
+)
+from megatron_ft.smp.store import ArenaStore, free
+
+log = logging.getLogger(__name__)
+
+KILL_TIMEOUT_SECONDS = 15.0
+
+
+class SmpService:
+    """The state of one SMP: both servers (Unix socket and control plane) work on it.
+
+    ``send_local`` reaches trainers and encoders, ``send_event`` the coordinator.
+    """
+
+    def __init__(
+        self, environment: ProcessEnvironment, job: uuid.UUID, send_local: Send, send_event: Send
+    ) -> None:
+        self.environment = environment
+        self.job = job
+        self.machine = NodeMachine(environment.node)
+        self.store = ArenaStore(environment.node_dir, job)
+        self.writers = Writers(environment.node_dir, self._writer_died)
+        self.heartbeats = NodeHeartbeats(environment.node_dir, self.writers)
+        self.readers = Readers(self.machine.reader_gone)
+        self.stalls = Stalls()
+        self.state = NodeState()
+        self.retired = asyncio.Event()
+        self.retiring = False
+        self.failure: BaseException | None = None
+        self.lease_until = 0.0
+        self._lease_begun = 0.0
+        self.summary: dict[str, bytes] = {}
+        self.rewind: int | None = None
+        self.scrub_percent = 0.0
+        self.scrub_counts = m.ScrubCounts()
+        self.restore: m.RestoreReady | None = None
+        self.restore_known = asyncio.Event()
+        self.preparing: dict[str, bytes] = {}
+        self.events = EventSender(self.machine, send_event)
+        self.send_local = send_local
+        self._identities: dict[str, bytes] = {}
+        self._sending = asyncio.Lock()
+        self._tasks: set[asyncio.Future[Any]] = set()
+
+    # Start and end.
+
+    def adopt(self) -> None:
+        """Take over arenas and writers of an SMP that died here.
+
+        If its files are damaged the writers are unknown: this node's memory is lost, and not the
+        job's.
+        """
+        gone: list[WriterProcess] = []
+        try:
+            self.state = NodeState.load(self.environment.node_dir)
+            gone = self.writers.adopt()
+        except (ControlPlaneError, UntrustedFileError) as error:
+            self.store.distrust_all(str(error))
+            for name in (STATE_NAME, WRITERS_NAME):
+                upkeep.remove(self.environment.node_dir / name)
+        self.machine.highest_incarnation = self.state.highest_incarnation
+        self.store.put_right()
+        self.store.adopt(self.machine)
+        for writer in self.writers.all():
+            self.enter(writer)
+        for writer in gone:
+            self.enter(writer)
+            self._leave(writer)
+        reach("adopt.writers")
+        self.machine.adopted()
+        reach("adopt.done")
+        if self.store.arenas:
+            log.info("adopted %d arenas: %s", len(self.store.arenas), ", ".join(self.store.arenas))
+
+    def write_files(self) -> None:
+        """Write what this SMP knows into a folder that was made again."""
+        self.state.save(self.environment.node_dir)
+        self.writers.save()
+
+    def change_state(self, **changes: Any) -> None:
+        """Store a state beyond the life of this process, before anything relies on it."""
+        state = msgspec.structs.replace(self.state, **changes)
+        state.save(self.environment.node_dir)
+        self.state = state
+
+    async def keep_only(self, shards: Collection[str]) -> None:
+        """Free the arenas of all other shards; the memory is there when this returns.
+
+        Beside the event loop: small pages take some 0.2 s a GiB, and heartbeats go on.
+        """
+        damaged = self.store.forget_damaged()
+        await asyncio.to_thread(free, self.store.keep_only(shards, self.machine), damaged)
+
+    async def retire(self, *, remove_arenas: bool) -> None:
+        """End this SMP: ``retired`` is set once the answer to the request has left."""
+        await self.kill_writers(self.writers.all())
+        self.retiring = True
+        if remove_arenas:
+            damaged = self.store.forget_damaged()
+            await asyncio.to_thread(free, self.store.give_up(), damaged)
+        asyncio.get_running_loop().call_later(0.05, self.retired.set)
+
+    def later(self, work: Awaitable[Any]) -> None:
+        """Run ``work`` as a task that is kept until it ends; an error in it ends this SMP.
+
+        Its decisions may not be stored then.  The next SMP starts from the headers, and a peer
+        that waits for an answer learns of the death at once.
+        """
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Future[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.failure = self.failure or error
+            self.retired.set()
+
+    # Writers and readers.
+
+    def enter(self, writer: WriterProcess) -> None:
+        """A writer is registered and watched."""
+        self._identities[f"{writer.role} {writer.who}"] = writer.identity
+        if writer.role == "trainer":
+            self.machine.trainer_joined(writer.who)
+        elif writer.role != DRAIN:
+            self.machine.encoder_joined(writer.who)
+
+    async def kill_writers(self, victims: list[WriterProcess]) -> None:
+        """SIGKILL and wait; ControlPlaneError if one cannot be confirmed dead."""
+        await self.writers.kill(victims, KILL_TIMEOUT_SECONDS)
+
+    def _writer_died(self, writer: WriterProcess) -> None:
+        log.info("%s %s (pid %d) is gone", writer.role, writer.who, writer.pid)
+        self._leave(writer)
+        self.later(self.carry_out())
+
+    def _leave(self, writer: WriterProcess) -> None:
+        self._identities.pop(f"{writer.role} {writer.who}", None)
+        self.preparing.pop(writer.who, None)
+        if writer.role == "trainer":
+            self.heartbeats.ended(writer)
+            self.machine.trainer_gone(writer.who, writer.pid)
+        elif writer.role != DRAIN:
+            self.machine.encoder_gone(writer.who, writer.pid)
+
+    async def drop_stalled(self) -> None:
+        """Drop the pins of readers that make no progress, and report them."""
+        drains = {w.who: w.pid for w in self.writers.all() if w.role == DRAIN}
+        for name in self.stalls.poll({**self.readers.pids(), **drains}):
+            log.warning("reader %s has not run for %.0f s: its pin is dropped", name, STALL_SECONDS)
+            self.readers.forget(name)
+            self.machine.reader_gone(name)
+            await self.events.emit(m.ReaderStalled(name, STALL_SECONDS))
+
+    # The lease, and what an incarnation restores.
+
+    def set_restore(self, ready: m.RestoreReady | None) -> None:
+        """Record what this incarnation restores; None until the coordinator says it."""
+        self.restore = ready
+        if ready is None:
+            self.restore_known.clear()
+        else:
+            self.restore_known.set()
+
+    def begin_lease(self, seconds: float) -> None:
+        """Begin the lease of a coordinator that was admitted just now."""
+        self._lease_begun = time.monotonic()
+        self.lease_until = self._lease_begun + seconds
+
+    def renew_lease(self, lease: m.Lease) -> None:
+        """Count from the clock of the last answer that arrived; an older one renews nothing."""
+        if lease.heard and self._lease_begun <= lease.heard <= time.monotonic():
+            self._lease_begun = lease.heard
+            self.lease_until = lease.heard + lease.seconds
+
+    async def watch_lease(self) -> None:
+        """Kill the node's writers when the lease has run out: the coordinator is out of reach."""
+        while True:
+            await asyncio.sleep(0.1)
+            await self.drop_stalled()
+            writers = self.writers.all()
+            if writers and self.lease_until and time.monotonic() > self.lease_until:
+                log.error("the coordinator's lease has run out: killing %d writers", len(writers))
+                await self.kill_writers(writers)
+
+    # Effects.
+
+    async def carry_out(self) -> None:
+        """Perform effects in order: headers first, then the messages about them."""
+        async with self._sending:
+            for effect in self.machine.take_effects():
+                await self._perform(effect)
+
+    async def mend_records(self, shard_id: str) -> list[str]:
+        """Write the shard's headers anew where a copy is damaged; names of those that were.
+
+        After all effects that wait: what was decided is stored in its order.
+        """
+        async with self._sending:
+            for effect in self.machine.take_effects():
+                await self._perform(effect)
+            slots = self.machine.shards.get(shard_id)
+            if slots is None or shard_id not in self.store.arenas:
+                # The last request may have removed the arenas while the scrub was under way.
+                return []
+            return self.store.mend_records(shard_id, slots.slots)
+
+    def count_scrub(self, **more: int) -> None:
+        """Add to what the scrub has done."""
+        changed = {name: getattr(self.scrub_counts, name) + n for name, n in more.items()}
+        self.scrub_counts = msgspec.structs.replace(self.scrub_counts, **changed)
+
+    async def _perform(self, effect: Effect) -> None:
+        if isinstance(effect, StoreSlot | StorePermit):
+            self.store.apply(effect)
+        elif isinstance(effect, MendSlot):
+            await self._mend(effect)
+        elif isinstance(effect, ToCoordinator):
+            await self.events.emit(effect.body)
+        else:
+            trainer = effect.shard_id if isinstance(effect, ToTrainer) else ""
+            key = f"trainer {trainer}" if trainer else f"encoder {self.machine.world}"
+            if key in self._identities:
+                await self.send_local((self._identities[key],), effect.body)
+
+    async def _mend(self, effect: MendSlot) -> None:
+        blocks = effect.blocks
+        written = self.store.mend(effect)
+        self.count_scrub(repaired_blocks=written)
+        left = blocks.left + len(blocks.data) + len(blocks.parity) - written
+        log.warning("%s: %d blocks repaired, %d left", effect.shard_id, written, left)
+        await self.events.emit(m.Repaired(effect.shard_id, blocks.snapshot, written, left))
+
+
+def resident_bytes() -> int:
+    """Memory of this process beside the arenas: resident, less shared memory (proc(5))."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))

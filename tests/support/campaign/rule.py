@@ -1,0 +1,83 @@
+"""The ruling on one fault of a long job, as a pure function of the job's story so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_ft.cli.chaos.follow import RecordedEvent
+from megatron_ft.cli.chaos.judge import Story, byte_problems, restored, unplanned, walk
+
+RIGHT, HONEST = "right", "honest stop"
+WRONG_BYTES, WRONG_START, LOST = "wrong bytes", "wrong start", "lost commit"
+NEEDLESS, GIVEN_UP, HANG = "needless stop", "needless loss", "hang"
+OUTCOMES = (RIGHT, HONEST, WRONG_BYTES, WRONG_START, LOST, HANG, NEEDLESS, GIVEN_UP)
+"""Outcomes of one fault of a long job; the first two are good, the others the worst first."""
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """One of OUTCOMES, and why if it is not a good one."""
+
+    outcome: str
+    problems: tuple[str, ...] = ()
+
+    @property
+    def good(self) -> bool:
+        """Whether every promise was kept."""
+        return self.outcome in (RIGHT, HONEST)
+
+
+def rule(story: Story, since: float, spares: int) -> Ruling:
+    """What the fault that struck at ``since`` came to in a job whose story goes on until now.
+
+    A stop is honest if more was lost than parity makes up for and nothing is on disk, or if
+    more nodes were lost since then than there were ``spares``.
+    """
+    found = {
+        WRONG_BYTES: [*byte_problems(story)],
+        WRONG_START: [*_starts(story, since)],
+        LOST: [
+            f"iteration {r.iteration} was restored from {r.source}; {r.least} was safe"
+            for r in restored(story)
+            if r.at >= since and r.iteration < r.least
+        ],
+        HANG: [story.reason] if story.end == "hang" else [],
+        NEEDLESS: [*_needless(story, since, spares)],
+        GIVEN_UP: [*unplanned(story, since)],
+    }
+    for outcome in OUTCOMES[2:]:
+        if found[outcome]:
+            return Ruling(outcome, tuple(found[outcome]))
+    stopped = any(e["kind"] == "stopped" and e["at"] >= since for e in story.events)
+    return Ruling(HONEST if stopped else RIGHT)
+
+
+def _starts(story: Story, since: float) -> Iterator[str]:
+    """Starts of ranks at another iteration than the job had decided, or from nothing."""
+    due, committed, decided = 0, False, False
+    told: list[tuple[float, RecordedEvent | int]] = [(event["at"], event) for event in story.events]
+    told += [start for start in story.starts if start[0] >= since]
+    for at, one in sorted(told, key=lambda pair: pair[0]):
+        if isinstance(one, int):
+            if one != due:
+                yield f"a rank started at iteration {one}, where {due} was decided"
+        elif one["kind"] == "committed":
+            committed = True
+        elif one["kind"] == "restoring":
+            due, decided = one["iteration"], True
+        elif one["kind"] == "trainers_started":
+            if at >= since and committed and not decided:
+                yield "trainers were started again from nothing"
+            decided = False
+
+
+def _needless(story: Story, since: float, spares: int) -> Iterator[str]:
+    nodes = {node for strike in story.strikes if strike.at >= since for node in strike.nodes}
+    for event, known in walk(story):
+        if event["kind"] not in ("stopped", "crashed") or event["at"] < since:
+            continue
+        too_many = len(known.lost) > story.parity and known.drained < 0
+        honest = {"UnrecoverableError": too_many, "NoSpareError": len(nodes) > spares}
+        if not honest.get(event["error"], False):
+            yield f"the job stopped with {len(known.lost)} nodes lost: {event['text']}"

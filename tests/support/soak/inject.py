@@ -1,0 +1,110 @@
+"""Injecting the faults of a soak, one at a time, into a job that runs."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections.abc import Awaitable, Callable
+
+from megatron_ft.cli.chaos.damage import damage
+from megatron_ft.cli.chaos.follow import Follower
+from megatron_ft.cli.chaos.inject import RETURN_SECONDS, Injector, role_of, send
+from megatron_ft.cli.chaos.job import JobFile
+from megatron_ft.core import procfs
+from megatron_ft.core.environment import JOB, NODE
+from megatron_ft.core.errors import MegatronFTError
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.local_query import ask, sockets
+from tests.support.chaos_cluster import EquippedCluster
+from tests.support.soak import plan as p
+from tests.support.soak.plan import SoakFault
+
+SOAK_CLUSTER = "tests.support.soak.inject:SoakCluster"
+
+
+class SoakCluster(EquippedCluster):
+    """A cluster of which only trainers are forked: SMPs are measured as a user has them."""
+
+    def __init__(self, job: JobFile) -> None:
+        super().__init__(job)
+        self._supervisor_warm = ""
+
+    def forks(self, role: str) -> bool:
+        """Whether processes in a role are forked."""
+        return role == "trainer" and super().forks(role)
+
+
+def roles(job: str) -> list[tuple[str, int]]:
+    """Role and number of every SMP, encoder and trainer of a job that runs."""
+    environments = {pid: procfs.read_environment(pid) for pid in procfs.own_processes()}
+    ours = {pid: e for pid, e in environments.items() if e.get(JOB) == job and NODE in e}
+    return [(role_of(variables), pid) for pid, variables in ours.items()]
+
+
+class SoakInjector(Injector):
+    """Injects faults; each call returns once everything that is to be undone is undone."""
+
+    def __init__(self, follower: Follower, seed: int) -> None:
+        super().__init__(follower)
+        self._chance = random.Random(f"flips {seed}")
+
+    async def inject(self, fault: SoakFault) -> str:
+        """Strike; the words say what was done."""
+        active = self.follower.active()
+        node = active[fault.position % len(active)]
+        return await self._ACTIONS[fault.kind](self, node, fault)
+
+    async def _trainer(self, node: str, fault: SoakFault) -> str:
+        ranks = sorted(self.pids("trainer", node))
+        send(ranks[fault.local : fault.local + 1], signal.SIGKILL)
+        return f"trainer {fault.local} of {node} killed"
+
+    async def _smp(self, node: str, fault: SoakFault) -> str:
+        self.kill("smp", node)
+        return f"the SMP of {node} killed"
+
+    async def _encoder(self, node: str, fault: SoakFault) -> str:
+        self.kill("encoder", node)
+        return f"the encoder of {node} killed"
+
+    async def _node(self, node: str, fault: SoakFault) -> str:
+        back = fault.kind == p.RETURNED
+        self.lose([node], keep=back)
+        await asyncio.sleep(RETURN_SECONDS)
+        self.revive([node])
+        return f"{node} lost; back as a spare, with{'' if back else 'out'} its old memory"
+
+    async def _pause(self, node: str, fault: SoakFault) -> str:
+        self._send_all(m.Pause(True))
+        await asyncio.sleep(RETURN_SECONDS)
+        self._send_all(m.Pause(False))
+        return "snapshots paused and resumed"
+
+    def _send_all(self, message: m.Message) -> None:
+        for path in sockets(self.cluster.root, self.job.name):
+            try:
+                ask(path, message)
+            except MegatronFTError:
+                continue  # a spare that is being started; one node's word is enough
+
+    async def _flip(self, node: str, fault: SoakFault) -> str:
+        arenas = self.arenas(node)
+        path = arenas[fault.local % len(arenas)]
+        try:
+            done = damage(path, "flip-data", self._chance)
+        except (AssertionError, ValueError):
+            done = "nothing committed to be damaged"
+        # Only what is read again shows; a newer snapshot would soon have been in its place.
+        send(self.pids("trainer", node)[:1], signal.SIGKILL)
+        return f"{done}; a trainer of {node} killed"
+
+    _ACTIONS: dict[str, Callable[[SoakInjector, str, SoakFault], Awaitable[str]]] = {
+        p.TRAINER: _trainer,
+        p.SMP: _smp,
+        p.ENCODER: _encoder,
+        p.NODE: _node,
+        p.RETURNED: _node,
+        p.PAUSED: _pause,
+        p.FLIPPED: _flip,
+    }
