@@ -21,7 +21,7 @@ from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.core.in_thread import in_thread
 from megatron_ft.erasure.stripes import RankPlace, domain_of
 from megatron_ft.launchers.launcher import Launcher
-from megatron_ft.supervisor.drain_processes import DrainProcesses, StepFailedError
+from megatron_ft.supervisor.drains import StepFailedError, run_step
 from megatron_ft.supervisor.job_state import JobRecord
 from megatron_ft.supervisor.orders import shards_by_node
 from megatron_ft.supervisor.quarantine_policy import memory_goes_first, reason_against_own
@@ -190,9 +190,8 @@ class DiskRestores:
             node: LoadPlan(source.folder, snapshot, tuple(shards), world)
             for node, shards in shards_by_node(source.shards, places).items()
         }
-        processes = DrainProcesses(self._launcher, self._spec, lambda: incarnation)
         try:
-            await processes.run("load", plans)
+            await run_step(self._launcher, self._spec, incarnation, "load", plans)
         except DrainError as error:
             if isinstance(error, StepFailedError) and error.status == EXIT_DAMAGED:
                 self._refused.add(source.folder)

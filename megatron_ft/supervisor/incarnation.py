@@ -18,19 +18,19 @@ from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import SnapshotCycle
 from megatron_ft.supervisor.drains import Drains
 from megatron_ft.supervisor.emergency_drain import describe_fewer
+from megatron_ft.supervisor.encoder_world import WorldKeeper
 from megatron_ft.supervisor.failures import NODE_LOST, RERUN_CODES, Failure, OomKills
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.orders import create_requests, stripe_orders
-from megatron_ft.supervisor.pacing import Pacing
 from megatron_ft.supervisor.processes import TrainerExit, TrainerFleet
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy
 from megatron_ft.supervisor.recovery import RestorePlan, make_arenas
 from megatron_ft.supervisor.registration import Registration
+from megatron_ft.supervisor.schedule import Pacing
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.warm_spares import WarmSpares
-from megatron_ft.supervisor.watch.job import JobWatch
-from megatron_ft.supervisor.world_keeper import WorldKeeper
+from megatron_ft.supervisor.watch import JobWatch
 
 log = logging.getLogger(__name__)
 

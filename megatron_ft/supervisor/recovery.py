@@ -23,6 +23,7 @@ from megatron_ft.core.identity import Ancestor, SnapshotId, extend
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.disk_restore import DiskRestores, DiskSource, lineage_before
+from megatron_ft.supervisor.encoder_world import WorldKeeper
 from megatron_ft.supervisor.failures import RestartBudget
 from megatron_ft.supervisor.job_state import JobState, command_digest
 from megatron_ft.supervisor.membership import Inventories, Membership
@@ -34,7 +35,6 @@ from megatron_ft.supervisor.orders import (
 )
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy, reason_against_own
 from megatron_ft.supervisor.spec import JobSpec
-from megatron_ft.supervisor.world_keeper import WorldKeeper
 
 WORLD_TIMEOUT_SECONDS = 120.0
 REBUILD_TIMEOUT_SECONDS = 1800.0
@@ -285,7 +285,7 @@ class Recovery:
             commit = m.Commit(plan.incarnation, snapshot, level)
             reach("recovery.committing")
             await coordinator.ask_all({node: commit for node in plan.active})
-            coordinator.note_commit(snapshot, plan.decision.iteration, level)
+            coordinator.record_commit(snapshot, plan.decision.iteration, level)
         ready = m.RestoreReady(plan.incarnation, snapshot, plan.sources())
         await coordinator.ask_all({node: ready for node in plan.active})
         coordinator.resumed_from = plan.decision.iteration if snapshot is not None else -1

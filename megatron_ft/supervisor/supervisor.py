@@ -31,19 +31,19 @@ from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.disk_restore import DiskRestores, LoadError
 from megatron_ft.supervisor.drains import Drains, noted_places
 from megatron_ft.supervisor.emergency_drain import EmergencyDrain
+from megatron_ft.supervisor.encoder_world import EncoderWorld, WorldKeeper
 from megatron_ft.supervisor.events import JobEvent, Observers
 from megatron_ft.supervisor.failures import NODE_LOST, Failure, OomKills
 from megatron_ft.supervisor.incarnation import Incarnation
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership, NoSpareError
-from megatron_ft.supervisor.pacing import Pacing
-from megatron_ft.supervisor.processes import EncoderWorld, TrainerFleet
+from megatron_ft.supervisor.processes import TrainerFleet
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy, newest_saved
 from megatron_ft.supervisor.recovery import RebuildError, Recovery
+from megatron_ft.supervisor.schedule import Pacing
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.warm_spares import WarmSpares
-from megatron_ft.supervisor.watch.job import JobWatch
-from megatron_ft.supervisor.world_keeper import WorldKeeper
+from megatron_ft.supervisor.watch import JobWatch
 
 HOST_POLL_SECONDS = 1.0
 NOTES_SECONDS = 2.0
@@ -70,11 +70,15 @@ class Supervisor:
         self._launcher, self._hosts = launcher, hosts
         self.trainers = TrainerFleet(launcher, spec)
         self.warm_spares = WarmSpares(launcher, spec)
-        self.world = WorldKeeper(EncoderWorld(launcher, spec))
-        keys, end_world = JobKeys.derive(state.record.secret), self.world.end_world
-        self.coordinator = Coordinator(keys, self.observers, end_world, spec.timing)
-        self.world.serve(self.coordinator)
-        self.coordinator.scrub_percent = spec.settings.scrub_percent
+        encoders = EncoderWorld(launcher, spec)
+        self.coordinator = Coordinator(
+            JobKeys.derive(state.record.secret),
+            self.observers,
+            encoders.end,
+            spec.timing,
+            spec.settings.scrub_percent,
+        )
+        self.world = WorldKeeper(encoders, self.coordinator)
         self.members = Membership(spec, launcher, state, self.coordinator)
         places = noted_places(state.record.disk, spec)
         if places != state.record.disk:
@@ -102,7 +106,7 @@ class Supervisor:
             3600 * spec.settings.expected_mtbf_hours,
             self.observers,
         )
-        self.coordinator.listeners.append(self._pacing.hear)
+        self.coordinator.listeners.append(self._pacing.on_event)
         self._watch = JobWatch(self.coordinator, spec.settings, spec.log_dir)
         self._oom = OomKills()
         self.observers.add(self._note_first_commit)

@@ -29,7 +29,7 @@ from megatron_ft.cli.chaos.oracle import OracleError
 from megatron_ft.cli.chaos.report import CaseResult
 from megatron_ft.cli.chaos.runner import ChaosSettings, oracle_traces, run_case
 from megatron_ft.cli.chaos.trace import Lines
-from megatron_ft.cli.run import command_of
+from megatron_ft.cli.training_command import command_of
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.fault_points import POINTS
 from megatron_ft.core.scheme import Scheme

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_ft.smp.event_sender import EventBatch, Outbox
 from megatron_ft.smp.slots import ShardSlots
 from megatron_ft.smp.state_machine import NodeMachine
-from megatron_ft.supervisor.cycle import CaptureRound, SnapshotCycle
+from megatron_ft.supervisor.cycle import SnapshotCycle
 from megatron_ft.supervisor.link import Inbox
 from megatron_ft.supervisor.schedule import Schedule
 from tests.protocol.model.drain import Drain
@@ -43,7 +43,6 @@ CHANGING = (
     Question,
     SnapshotCycle,
     Schedule,
-    CaptureRound,
     Drain,
     Judge,
 )

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import zmq.asyncio
@@ -30,7 +30,7 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import Server
 from megatron_ft.smp.control_server import ControlServer
 from megatron_ft.smp.store import free
-from megatron_ft.supervisor.drain_processes import DrainProcesses
+from megatron_ft.supervisor.drains import run_step
 from megatron_ft.supervisor.spec import JobSpec
 from tests.support.smp_node import create, run, service
 
@@ -133,9 +133,9 @@ def test_only_the_step_that_training_waits_for_has_trainings_priority(
             return "{}"
 
     spec = JobSpec(name="low", command=("true",), nodes=4, log_dir=tmp_path)
-    processes = DrainProcesses(cast(Launcher, Refusing()), spec, lambda: 1)
     with pytest.raises(DrainError, match="enough"):
-        asyncio.run(processes.run(step, {"node0": Refusing()}))
+        plans: Any = {"node0": Refusing()}
+        asyncio.run(run_step(cast(Launcher, Refusing()), spec, 1, step, plans))
     assert (started[0][0] == "nice") == (step != "load")
 
 

@@ -1,11 +1,13 @@
-"""Looking for hangs in a running job: who is stuck, their stacks, and what is said of it.
+"""The watch over a running job: hangs, stragglers and the time of recoveries, in one loop.
 
-How long a trainer may be silent before that is a hang, learned from what it did.  Pure.
+A rank hangs when it makes no progress for longer than it ever did before; how long that is
+is learned from silences that ended by themselves.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import shutil
 import time
@@ -14,20 +16,105 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.heartbeat_page import Phase
 from megatron_ft.smp.heartbeats import STACK_SECONDS
-from megatron_ft.supervisor.watch.board import Heard
-from megatron_ft.supervisor.watch.hang_attribution import Blame, Witness, blame
+from megatron_ft.supervisor.hang_attribution import Blame, Witness, blame
+from megatron_ft.supervisor.heartbeats import RankReport, RecoveryClock, StragglerFinder
 from megatron_ft.trainer.watch.iterations import FIRST_ITERATIONS
 
 if TYPE_CHECKING:
     from megatron_ft.supervisor.coordinator import Coordinator
 
+log = logging.getLogger(__name__)
+
+
+class JobWatch:
+    """Watches one job over all its incarnations; what it finds is an event for the observers.
+
+    ``clock`` measures recoveries.  With ``on_hang`` "report" a hang ends no incarnation.
+    """
+
+    def __init__(self, coordinator: Coordinator, settings: SnapshotConfig, log_dir: Path) -> None:
+        self.clock = RecoveryClock()
+        self._coordinator, self._ranks, self._on_hang = coordinator, 0, settings.on_hang
+        hang = HangSettings(
+            settings.hang_seconds, settings.hang_factor, first=settings.register_timeout_seconds
+        )
+        self._hangs = HangFinder(coordinator, hang, log_dir)
+        self._stragglers = StragglerFinder(settings.straggler_percent)
+        self._reported: list[int] = []
+        self._failed = False
+
+    def begin_incarnation(self, ranks: int) -> None:
+        """So many trainers are about to be started."""
+        self._ranks = ranks
+        self._coordinator.pulses.begin_incarnation()
+        self._stragglers.begin_incarnation()
+        self._reported = []
+        self.clock.starting()
+
+    async def until_hang(self) -> Hang:
+        """Look at each heartbeat; returns when training hangs and must be restarted."""
+        while True:
+            await asyncio.sleep(self._coordinator.timing.heartbeat)
+            hang = await self._try()
+            if hang is not None and self._on_hang == "restart":
+                self.clock.detected(hang.idle)
+                return hang
+
+    async def _try(self) -> Hang | None:
+        """A mistake of ours, or a full disk, must not end a job that trains."""
+        try:
+            self._poll()
+            return await self._new_hang()
+        except Exception as error:
+            if not self._failed:
+                self._failed = True
+                log.exception("the watch failed")
+                self._coordinator.observers.tell("watch_failed", f"hangs may be missed: {error!r}")
+            return None
+
+    def _poll(self) -> None:
+        heard = self._coordinator.pulses.fresh(self._ranks, 4 * self._coordinator.timing.heartbeat)
+        recovery = self.clock.poll(heard)
+        if recovery is not None:
+            self._coordinator.observers.tell(
+                "recovered", recovery.describe(), total=recovery.total, **recovery.parts()
+            )
+        for text in self._stragglers.poll(heard):
+            self._coordinator.observers.tell(
+                "straggler", text, ranks=[one.rank for one in self._stragglers.present]
+            )
+        self._coordinator.watched = {
+            "hang_timeout": round(self._hangs.timeout, 3),
+            "iteration_seconds": max((one.report.typical for one in heard), default=0.0),
+            "stragglers": [
+                {"rank": one.rank, "excess": round(one.excess, 4)}
+                for one in self._stragglers.present
+            ],
+            "recoveries": self.clock.view(),
+        }
+
+    async def _new_hang(self) -> Hang | None:
+        """A hang that was not emitted yet; one that is only reported is emitted once."""
+        marks = [one.report.marks for one in self._coordinator.pulses.all()]
+        if self._reported and marks == self._reported:
+            return None
+        self._reported = []
+        hang = await self._hangs.poll(self._ranks, resume=self._on_hang == "restart")
+        if hang is not None:
+            self._reported = [one.report.marks for one in self._coordinator.pulses.all()]
+            self._coordinator.observers.tell(
+                "hang", hang.text, ranks=list(hang.blame.ranks), folder=str(hang.folder)
+            )
+        return hang
+
 
 START = 0.8
-"""Share of ``first`` that a start may take: the job gives up with it, and says less of why."""
+"""Share of ``first`` that a start may take: the job gives up with it, and knows less of why."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +187,7 @@ class HangFinder:
         """The learned timeout in seconds."""
         return learned_timeout([self._longest], self._settings)
 
-    async def look(self, ranks: int, *, resume: bool) -> Hang | None:
+    async def poll(self, ranks: int, *, resume: bool) -> Hang | None:
         """The hang of this moment of a job of so many ranks, its stacks written to disk.
 
         See StacksRequest for ``resume``.
@@ -113,13 +200,13 @@ class HangFinder:
         stuck = self._stuck(heard)
         return await self._examine(heard, stuck, resume) if stuck else None
 
-    def _fresh(self, ranks: int) -> list[Heard]:
+    def _fresh(self, ranks: int) -> list[RankReport]:
         age = 4 * self._coordinator.timing.heartbeat
         heard = self._coordinator.pulses.fresh(ranks, age)
         self._longest = max([self._longest, *(one.report.longest for one in heard)])
         return heard
 
-    def _stuck(self, heard: Sequence[Heard]) -> list[Heard]:
+    def _stuck(self, heard: Sequence[RankReport]) -> list[RankReport]:
         now, learned = time.monotonic(), self.timeout
         return [
             one
@@ -127,7 +214,9 @@ class HangFinder:
             if one.idle(now) > allowance(one.report.phase, one.report.done, learned, self._settings)
         ]
 
-    async def _examine(self, heard: list[Heard], stuck: list[Heard], resume: bool) -> Hang:
+    async def _examine(
+        self, heard: list[RankReport], stuck: list[RankReport], resume: bool
+    ) -> Hang:
         stacks = await self._stacks(sorted({one.node for one in heard}), resume)
         witnesses = [
             Witness.of(h.report.rank, h.report.marks, h.report.state, stacks.get(h.shard, ""))
@@ -168,7 +257,7 @@ class HangFinder:
         return self._log_dir / f"hang-{self._coordinator.incarnation:06d}"
 
 
-def _write(folder: Path, heard: Sequence[Heard], stacks: dict[str, str]) -> None:
+def _write(folder: Path, heard: Sequence[RankReport], stacks: dict[str, str]) -> None:
     """One file a rank; the oldest hangs make room."""
     older = sorted(path for path in folder.parent.glob("hang-*") if path != folder)
     for path in older[: max(0, len(older) - MOST_FOLDERS + 1)]:

@@ -1,6 +1,7 @@
-"""Which rank a stuck job waits for: decided from marks, states and stacks.  Pure.
+"""The rank that a stuck job waits for, decided from marks, states and stacks.  Pure.
 
-Reading what faulthandler wrote: where the main thread is, and whether it waits for others.
+Stacks are what faulthandler wrote: they show where the main thread is, and whether it waits for
+others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function
 _THREAD = re.compile(r"^(Current thread|Thread) ", re.MULTILINE)
 
 _LIBRARY = re.compile(r"/torch/|/megatron_ft/|<frozen |/lib/python3[^/]*/(?!(site|dist)-packages/)")
-"""PyTorch, Python's own library, and us: a place in them says less than who called it."""
+"""PyTorch, Python's own library, and us: a place in them shows less than its caller."""
 
 _COLLECTIVE_FILES = (
     "/torch/distributed/",
@@ -57,7 +58,7 @@ def main_thread(text: str) -> list[Frame]:
 
 
 def waits_for_others(frames: Sequence[Frame]) -> bool | None:
-    """Whether the thread is in a collective; None where the stack cannot tell.
+    """True if the thread is in a collective; None where the stack does not show it.
 
     It can be in one, or compute, in the midst of a backward pass.
     """
@@ -81,7 +82,7 @@ DISK_SLEEP = "D"
 
 @dataclass(frozen=True)
 class Witness:
-    """What is known of one rank of a stuck job.
+    """The evidence of one rank of a stuck job.
 
     ``marks`` are those since its incarnation began; ``place`` is where its main thread is, empty if
     not known, and ``calls`` the functions that lead there, outermost first; ``waits`` is whether
@@ -147,7 +148,7 @@ def _detail(witness: Witness) -> str:
 
 
 def _apart(witnesses: Sequence[Witness]) -> list[Witness]:
-    """Those not with most ranks where the calls that lead to all of them part, if there is such."""
+    """The ranks that are not with most others where the calls leading to all of them part."""
     for depth in range(max(len(w.calls) for w in witnesses)):
         here = Counter(w.calls[: depth + 1] for w in witnesses)
         common, count = here.most_common(1)[0]

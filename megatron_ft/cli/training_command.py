@@ -1,23 +1,22 @@
-"""Sees to it before a job starts that its processes may open as many files as they will.
+"""The training command: the settings, the ranks and the flags of torchrun that it names.
 
-The settings that the supervisor uses: from its flags, the training command, the environment.
-
-torchrun as the training command: started once per node, it starts the node's ranks itself.
-
-Where it is in the job it is told in variables (trainer_env.TrainerPlace.of_torchrun), so that a
-script around it works as well.  A flag in the command would win over them: what contradicts us is
-refused before training.
+torchrun as the training command is started once per node, and starts the node's ranks itself.
+Its place in the job it gets in variables (TrainerPlace.of_torchrun), so that a script around it
+works as well.  A flag in the command would win over them: what contradicts us is refused before
+training.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
-import resource
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_ft.cli.common import say
 from megatron_ft.config import (
     SETTINGS,
     SWITCH,
@@ -29,11 +28,42 @@ from megatron_ft.config import (
     resolve,
 )
 from megatron_ft.config.flags import read_command
-from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
-from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.core.errors import ConfigError
+
+_PYTHON_SWITCHES = tuple("-" + letter for letter in "bBdEhiIOPqsSuvx")
 
 SHARED = tuple(setting for setting in SETTINGS.values() if setting.job)
 """Settings that ``megatron-ft run`` has flags for."""
+
+
+def command_of(arguments: argparse.Namespace) -> list[str]:
+    """The training command, without the ``--`` that separates it."""
+    command: list[str] = arguments.training_command
+    return command[1:] if command[:1] == ["--"] else command
+
+
+def check_command(command: Sequence[str]) -> None:
+    """ConfigError if this machine has no such program, or no such script for Python."""
+    if not command:
+        return
+    if shutil.which(command[0]) is None:
+        raise ConfigError(
+            f"there is no program {command[0]!r} to run: give its path, or the interpreter of a "
+            "script, as in `megatron-ft run -- python train.py`"
+        )
+    if not Path(command[0]).name.startswith("python"):
+        return
+    words = itertools.dropwhile(lambda word: word in _PYTHON_SWITCHES, command[1:])
+    script = next(words, "-")
+    if not script.startswith("-") and not Path(script).exists():
+        raise ConfigError(f"there is no script {script!r} in {Path.cwd()}")
+
+
+def settle_ranks(arguments: argparse.Namespace, command: Sequence[str]) -> None:
+    """Complete the flags that say who starts a node's ranks, and how many there are."""
+    if arguments.ranks_per_node is None:
+        arguments.ranks_per_node = ranks_of(command) or 1
+    arguments.trainer_per_node |= is_torchrun(command)
 
 
 def settle(
@@ -57,18 +87,19 @@ def settle(
     _refuse_contradictions(sources)
     settings = resolve(*sources, environment_source(environment))
     if flags.without_effect and not (section is not None and section.enabled):
-        _warn(
-            f"the training command has {', '.join(flags.without_effect)} but not {SWITCH}: "
-            "without it Megatron takes no snapshots and nothing is protected"
+        say(
+            f"megatron-ft: warning: the training command has {', '.join(flags.without_effect)} but "
+            f"not {SWITCH}: without it Megatron takes no snapshots and nothing is protected",
+            sys.stderr,
         )
     if section is not None and not section.enabled and section.source.given:
         label = section.source.label(json_section.ENABLED)
-        _warn(f"{label} is not true: DeepSpeed takes no snapshots and nothing is protected")
+        say(
+            f"megatron-ft: warning: {label} is not true: DeepSpeed takes no snapshots and nothing "
+            "is protected",
+            sys.stderr,
+        )
     return settings
-
-
-def _warn(text: str) -> None:
-    print(f"megatron-ft: warning: {text}", file=sys.stderr, flush=True)
 
 
 def _refuse_contradictions(sources: Sequence[Source]) -> None:
@@ -92,7 +123,7 @@ _RENDEZVOUS = frozenset(
 
 
 def is_torchrun(command: Sequence[str]) -> bool:
-    """Whether the command starts torchrun itself; behind another program nobody can see it."""
+    """True if the command starts torchrun itself; behind another program nobody can see it."""
     return _own_words(command) > 0
 
 
@@ -102,7 +133,9 @@ def ranks_of(command: Sequence[str]) -> int | None:
     return int(value) if value.isdecimal() else None
 
 
-def check(command: Sequence[str], nodes: int, ranks_per_node: int, fewer: bool = False) -> None:
+def check_torchrun(
+    command: Sequence[str], nodes: int, ranks_per_node: int, fewer: bool = False
+) -> None:
     """ConfigError, with what to do, for flags of torchrun that would work against us.
 
     ``fewer`` says that the job may go on with fewer nodes.
@@ -142,7 +175,7 @@ def check(command: Sequence[str], nodes: int, ranks_per_node: int, fewer: bool =
 
 
 def _own_words(command: Sequence[str]) -> int:
-    """How many words start torchrun, before its flags; 0 if it is another program."""
+    """The number of words that start torchrun, before its flags; 0 if it is another program."""
     if command and Path(command[0]).name == "torchrun":
         return 1
     for index, word in enumerate(command[:-1]):
@@ -167,31 +200,3 @@ def _flags(command: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield name, ""
         else:
             yield name, value if equals else next(words, "")
-
-
-_ALWAYS, _A_NODE, _A_PROCESS = 48, 5, 3
-"""Some more than a supervisor was seen to open: 20, 4 for a node's SMP, 2 for a trainer."""
-
-
-def needed(spec: JobSpec) -> int:
-    """Descriptors that the supervisor of a job opens at most; no other process needs more."""
-    trainers = spec.nodes * (1 if spec.trainer_per_node else spec.ranks_per_node)
-    return _ALWAYS + _A_NODE * (spec.nodes + spec.spares) + _A_PROCESS * trainers
-
-
-def provide(count: int) -> None:
-    """Raise this process's limit, which its children inherit, to ``count`` if it is lower.
-
-    MissingEnvironmentError if it may not be raised that far.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= count:
-        return
-    if hard != resource.RLIM_INFINITY and hard < count:
-        raise MissingEnvironmentError(
-            f"this job needs {count} open files a process, and the limit is {hard} (`ulimit -n`): "
-            f"raise the hard limit (`ulimit -Hn {count}` as root, nofile in "
-            "/etc/security/limits.conf, LimitNOFILE of a service, --ulimit of a container), or "
-            "take fewer nodes or ranks"
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
