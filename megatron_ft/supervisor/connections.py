@@ -160,7 +160,7 @@ class Connections(ABC):
             nodes |= {answer.node} if stated else set()
         if self.paused != before:
             word = "paused" if self.paused else "resumed"
-            self.observers.tell(word, f"snapshots {word} by request")
+            self.observers.emit(word, f"snapshots {word} by request")
 
     def supersede(self, reason: str) -> None:
         """Another supervisor leads the job: have this one end, as ``require_lead`` says."""

@@ -180,7 +180,7 @@ class Coordinator(Connections):
 
     def end_world(self, world: str, reason: str) -> None:
         """Have an encoder world ended that cannot go on; nothing is lost, a new one is started."""
-        self.observers.tell("world_broken", f"parity stopped: {reason}")
+        self.observers.emit("world_broken", f"parity stopped: {reason}")
         self.world_lost()
         self._kill_world(world)
 
@@ -257,11 +257,11 @@ class Coordinator(Connections):
         skipped = self.skips.end(fastest, interval)
         if skipped is not None:
             text = f"captures go on, {skipped} were skipped"
-            self.observers.tell("released", text, skipped=skipped)
+            self.observers.emit("released", text, skipped=skipped)
         actions = cycle.propose(fastest, world, give_up_protected=give_up)
         if give_up and actions:
             text = "it makes room for the next capture: encoders have been away for too long"
-            self.observers.tell("given_up", f"the last protected snapshot is given up: {text}")
+            self.observers.emit("given_up", f"the last protected snapshot is given up: {text}")
         return actions
 
     def _fastest(self, cycle: SnapshotCycle) -> int:
@@ -272,10 +272,10 @@ class Coordinator(Connections):
         if not self.skips.begin(progress, interval):
             return
         if self.pinned:
-            self.observers.tell("held", "a reader holds a snapshot: captures are skipped")
+            self.observers.emit("held", "a reader holds a snapshot: captures are skipped")
         else:
             text = "the last protected snapshot and a newer local one fill the slots"
-            self.observers.tell("held", f"{text}: captures are skipped while encoders are away")
+            self.observers.emit("held", f"{text}: captures are skipped while encoders are away")
 
     def _gives_way(self, cycle: SnapshotCycle) -> bool:
         if set(cycle.nodes) - self.held.keys():
@@ -321,7 +321,7 @@ class Coordinator(Connections):
                     return
                 continue
             if isinstance(answer, m.Refused) and isinstance(action.message, m.Commit | m.Abort):
-                self.observers.tell("refused", f"{action.node}: {answer.reason}")
+                self.observers.emit("refused", f"{action.node}: {answer.reason}")
             if self.cycle is cycle:
                 self._perform(cycle, cycle.answered(action.node, action.message, answer))
             return
@@ -335,14 +335,14 @@ class Coordinator(Connections):
             kind = "dropped" if ended.last else "aborted"
             if kind == "aborted":
                 self.given_up = (self.given_up[0] + 1, ended.reason)
-            self.observers.tell(
+            self.observers.emit(
                 kind,
                 f"snapshot of iteration {ended.iteration} given up: {ended.reason}",
                 iteration=ended.iteration,
             )
             return
         self.record_commit(ended.snapshot, ended.iteration, ended.level)
-        self.observers.tell(
+        self.observers.emit(
             "committed",
             f"snapshot of iteration {ended.iteration} committed ({ended.level})",
             iteration=ended.iteration,
@@ -377,11 +377,11 @@ class Coordinator(Connections):
             self.world_refused = f"the SMP of {event.node} refused its encoder: {body.reason}"
         if isinstance(body, m.ReaderStalled):
             text = f"{body.reader} on {event.node} has not run for {body.seconds:.0f} s"
-            self.observers.tell("reader_stalled", f"{text}: it holds no snapshot any more")
+            self.observers.emit("reader_stalled", f"{text}: it holds no snapshot any more")
         if isinstance(body, m.WriterGone) and body.role == "encoder" and body.who == self.world:
             self.world_lost()
         if self.cycle is not None:
-            self.repairs.note(event)
+            self.repairs.on_event(event)
             self._perform(self.cycle, self.cycle.handle(event.node, body))
         for listener in list(self.listeners):
             listener(event)

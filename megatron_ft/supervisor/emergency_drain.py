@@ -56,7 +56,7 @@ class EmergencyDrain:
         self._spec, self._state = spec, state
         self._coordinator, self._members = coordinator, members
         self._drains, self._disk, self._recovery = drains, disk, recovery
-        self._emit = coordinator.observers.tell
+        self._emit = coordinator.observers.emit
 
     async def without_trainers(self) -> None:
         """Trainers fail again and again: bring the last committed snapshot to disk."""

@@ -202,7 +202,7 @@ class OomKills:
 
         def on_event(event: JobEvent) -> None:
             if event.kind in ("smp_restarted", "world_ended") and (why := self.poll()):
-                observers.tell("oom", why.removeprefix("; "))
+                observers.emit("oom", why.removeprefix("; "))
 
         observers.add(on_event)
 

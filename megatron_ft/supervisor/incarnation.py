@@ -243,4 +243,4 @@ class Incarnation:
         self._emit("declined", text, offered=offered, iteration=found, reason=body.reason)
 
     def _emit(self, kind: str, text: str, **fields: Any) -> None:
-        self.coordinator.observers.tell(kind, text, **fields)
+        self.coordinator.observers.emit(kind, text, **fields)

@@ -67,13 +67,13 @@ async def _admit(coordinator: Coordinator, incarnation: int, node: str) -> m.Inv
         if answer is None or isinstance(answer, m.Inventory):
             return answer
         if answer.error == "LeaseHeld":
-            coordinator.observers.tell("waiting", f"node {node}: {answer.reason} s of lease left")
+            coordinator.observers.emit("waiting", f"node {node}: {answer.reason} s of lease left")
             await asyncio.sleep(float(answer.reason))
         elif answer.error == "StaleIncarnationError":
             raise IncarnationHigherError(answer.reason)
         else:
             text = f"node {node} refused incarnation {incarnation}: {answer.reason}"
-            coordinator.observers.tell("refused", text, node=node)
+            coordinator.observers.emit("refused", text, node=node)
             return None
     return None
 
@@ -414,7 +414,7 @@ class Membership:
         self.smps.forget(node)
 
     def _tell(self, kind: str, text: str, node: str) -> None:
-        self._coordinator.observers.tell(kind, text, node=node)
+        self._coordinator.observers.emit(kind, text, node=node)
 
 
 def _first_active(spec: JobSpec, launcher: Launcher) -> list[str]:

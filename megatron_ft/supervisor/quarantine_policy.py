@@ -146,7 +146,7 @@ class QuarantinePolicy:
             self._remember(after)
         if after.rejected == before.rejected:
             return False
-        self._coordinator.observers.tell(
+        self._coordinator.observers.emit(
             "quarantined",
             f"training failed again {gained} iterations after snapshot {snapshot} (iteration "
             f"{iteration}): it is not used a third time",
@@ -165,7 +165,7 @@ class QuarantinePolicy:
         before = self._coordinator.rewind_before
         self._remember(self.quarantine.rewound(before))
         text = f"rewinding to before iteration {before}"
-        self._coordinator.observers.tell("rewind", text, before=before)
+        self._coordinator.observers.emit("rewind", text, before=before)
         return text
 
     async def _own(self) -> OwnCheckpoint | None:
@@ -188,7 +188,7 @@ class QuarantinePolicy:
         elif isinstance(body, m.CorruptShard):
             self._corrupt.add((body.shard_id, body.snapshot))
             text = f"{body.blocks} blocks of {body.shard_id} fail their digests; the shard counts "
-            self._coordinator.observers.tell("corrupt", text + "as lost")
+            self._coordinator.observers.emit("corrupt", text + "as lost")
         elif isinstance(body, m.Rebuilt):
             self._corrupt.discard((body.shard_id, body.snapshot))
             self._coordinator.repairs.lost.discard((body.shard_id, body.snapshot))
@@ -196,7 +196,7 @@ class QuarantinePolicy:
     def _remember(self, quarantine: Quarantine) -> None:
         """It holds from now on; an outage of the notes ends no job that runs from memory."""
         if reason := self._state.remember(quarantine=quarantine):
-            self._coordinator.observers.tell("notes_unwritten", reason)
+            self._coordinator.observers.emit("notes_unwritten", reason)
 
 
 def reason_against_own(quarantine: Quarantine, checkpoint: Path | None) -> str:

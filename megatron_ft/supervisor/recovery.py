@@ -202,7 +202,7 @@ class Recovery:
             self._emit_restoring(plan, memory, choice, reached)
             return plan
         text = f"starting from disk: {start.reason}; iteration {decision.iteration} is kept"
-        coordinator.observers.tell("from_disk", text)
+        coordinator.observers.emit("from_disk", text)
         return replace(plan, framework_loads=True)
 
     def _settle(
@@ -229,7 +229,7 @@ class Recovery:
 
         UnrecoverableError if not: neither memory nor what was drained can serve.
         """
-        spec, emit = self._spec, self._coordinator.observers.tell
+        spec, emit = self._spec, self._coordinator.observers.emit
         checkpoint = newest_checkpoint(spec.checkpoint_dir)
         unwanted = reason_against_own(self._quarantine.quarantine, checkpoint)
         if unwanted:
@@ -265,7 +265,7 @@ class Recovery:
         if plan.disk is not None:
             reasons = [f"memory: {memory.explanation}"] if memory.explanation else []
             text += "".join(f"; {reason}" for reason in [*reasons, *choice.reasons])
-        self._coordinator.observers.tell(
+        self._coordinator.observers.emit(
             "restoring",
             text,
             iteration=plan.decision.iteration,

@@ -125,7 +125,7 @@ class Supervisor:
             starter = self.world.encoders.starter
             await asyncio.to_thread(starter.check, self.spec.nodes)
             if starter.over_tcp:
-                self.observers.tell("transport", starter.describe())
+                self.observers.emit("transport", starter.describe())
         saved = await newest_saved(self.spec.checkpoint_dir, self.spec.command)
         self._budget = replace(self._budget, highest_saved=saved)
         keeping = asyncio.create_task(self._keep_notes())
@@ -156,10 +156,10 @@ class Supervisor:
             return Failure("replacement hosts have come", asked=True)
         except RebuildError as error:
             self._quarantine.rebuild_failed(error.corrupt)
-            self.observers.tell("rebuild_failed", f"the rebuild failed: {error}")
+            self.observers.emit("rebuild_failed", f"the rebuild failed: {error}")
             return Failure(f"rebuild: {error}", "a rebuild failed")
         except LoadError as error:
-            self.observers.tell("load_failed", str(error))
+            self.observers.emit("load_failed", str(error))
             return Failure(str(error), "a checkpoint could not be loaded into memory")
         except NoRoomError as error:
             if not self.members.set_aside(error):
@@ -169,11 +169,11 @@ class Supervisor:
             # Somebody else leads the job now: going on would be a second coordinator.
             raise
         except RegistrationError as error:
-            self.observers.tell("interrupted", str(error))
+            self.observers.emit("interrupted", str(error))
             never = error.none and not self._registered and not self.state.record.shards
             return Failure(str(error), "ranks did not register", training=True, final=never)
         except ControlPlaneError as error:
-            self.observers.tell("interrupted", str(error))
+            self.observers.emit("interrupted", str(error))
             return Failure(str(error), type(error).__name__, error.node)
         finally:
             # An incarnation that ended before it trained says nothing about how far training was.
@@ -220,7 +220,7 @@ class Supervisor:
 
         False at once where the job's place has no source of them.
         """
-        source, emit = self._hosts, self.observers.tell
+        source, emit = self._hosts, self.observers.emit
         if source is None:
             return False
         self.world.stop()
@@ -261,7 +261,7 @@ class Supervisor:
         self._budget = self._budget.after(failure, iteration, saved=saved, spare=spare)
         if self._budget.delay_seconds:
             delay = self._budget.delay_seconds
-            self.observers.tell("backoff", f"waiting {delay:g} s before the next start")
+            self.observers.emit("backoff", f"waiting {delay:g} s before the next start")
             await asyncio.sleep(delay)
 
     async def _number_above_restore_from(self) -> None:
@@ -276,7 +276,7 @@ class Supervisor:
             if not record.incarnation:
                 raise
             self._disk.forget_restore_from()
-            self.observers.tell("restore_from_unusable", f"--restore-from is not used: {error}")
+            self.observers.emit("restore_from_unusable", f"--restore-from is not used: {error}")
         else:
             if older > record.incarnation:
                 self.state.update(incarnation=older)
@@ -300,7 +300,7 @@ class Supervisor:
             except asyncio.TimeoutError:
                 text = f"{self.state.folder} does not answer"
             if text and text != last:
-                self.observers.tell("notes_removed", text)
+                self.observers.emit("notes_removed", text)
             last = text
 
     async def _retire(self) -> None:
@@ -309,10 +309,10 @@ class Supervisor:
         try:
             await self.coordinator.ask_all({node: request for node in self.coordinator.links})
         except MegatronFTError as error:
-            self.observers.tell(
+            self.observers.emit(
                 "not_freed", f"memory may be left behind, `megatron-ft clean` frees it: {error}"
             )
-        self.observers.tell("finished", "training finished; the memory is free again")
+        self.observers.emit("finished", "training finished; the memory is free again")
 
     def _note_first_commit(self, event: JobEvent) -> None:
         """From here on a start from nothing would lose work, so it has to be asked for."""

@@ -124,7 +124,7 @@ def test_the_coordinator_hears_any_events_in_any_order(seed: int) -> None:
         cycle.handle(event.node, event.body)
         ranks.on_event(event)
         ranks.missing_ranks()
-        repairs.note(event)
+        repairs.on_event(event)
 
 
 @quick

@@ -74,9 +74,9 @@ def test_the_console_names_it_where_a_daemon_or_an_encoder_died(tmp_path: Path, 
     observers, told = Observers(), list[JobEvent]()
     watch(tmp_path, "0::/job\n").report_to(observers)
     observers.add(told.append)
-    observers.tell(kind, "it died")
+    observers.emit(kind, "it died")
     counter.write_text("oom_kill 1\n")
-    observers.tell("training", "training")
-    observers.tell(kind, "it died")
+    observers.emit("training", "training")
+    observers.emit(kind, "it died")
     assert [e.kind for e in told] == [kind, "training", "oom", kind]
     assert "killed 1 processes of memory cgroup" in told[2].text
