@@ -14,10 +14,10 @@ from benchmarks.rounds import ratios
 from benchmarks.table import Row
 from megatron_ft.arena.arena import Arena
 from megatron_ft.trainer.binding import region_tensor, stored_view
+from megatron_ft.trainer.copier import spare_threads
 from megatron_ft.trainer.mapping import MappingState
 from megatron_ft.trainer.restore import SealedShard, restore_shard
 from megatron_ft.trainer.state import live_tensors, same_bits
-from megatron_ft.trainer.threads import spare_threads
 
 
 def require_right(captures: Capturing) -> None:
@@ -41,7 +41,12 @@ def _require_same(captures: Capturing, live: dict[str, torch.Tensor]) -> None:
 
 
 def into_warm_memory(
-    rounds: int, device: str, words: str, captures: Capturing, copy: Callable[[], object]
+    rounds: int,
+    device: str,
+    words: str,
+    captures: Capturing,
+    copy: Callable[[], object],
+    limit: float,
 ) -> Iterator[Row]:
     """Into tensors that were used before: of models, which scripts fill with first values.
 
@@ -50,14 +55,14 @@ def into_warm_memory(
     which the second row leaves out of the time.
     """
     live = live_tensors(captures.state)
-    limit = 0.9 if device == "cpu" else None
+    bound = limit if device == "cpu" else None
     samples = ratios(rounds, copy, lambda: _restored(captures, live))
     threads = f"{spare_threads()} threads"
     note = f"verified as it is copied; arena mapped anew, tensors warm, {threads}"
-    yield Row(f"restore, {words}", samples, "x copy", limit, note=note)
+    yield Row(f"restore, {words}", samples, "x copy", bound, note=note)
     samples = ratios(rounds, copy, lambda: _restored(captures, live, expected=True))
     note = f"as above, arena mapped and its layout read while the model is built, {threads}"
-    yield Row(f"restore that was expected, {words}", samples, "x copy", limit, note=note)
+    yield Row(f"restore that was expected, {words}", samples, "x copy", bound, note=note)
 
 
 def into_new_memory(mib: int, rounds: int, words: str, captures: Capturing) -> Row:

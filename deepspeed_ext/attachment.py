@@ -19,11 +19,9 @@ from megatron_ft.config import SnapshotConfig, Source, environment_source, resol
 from megatron_ft.config.flags import job_contradictions
 from megatron_ft.config.json_section import SECTION, Section, read_section
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.core.fewer_ranks import SHRINK
-from megatron_ft.core.identity import shard_id
-from megatron_ft.core.wrapping import Function
+from megatron_ft.core.frameworks import Function
+from megatron_ft.core.identity import SHRINK, shard_id
 from megatron_ft.trainer.manager import SnapshotManager
-from megatron_ft.trainer.protocols import Manager
 
 _RUN = "_inmem_snapshot_run"
 _CANNOT_SHRINK = (
@@ -109,7 +107,7 @@ def _replace_methods(engine: Any, run: EngineRun) -> None:
         engine.__dict__[name] = wraps(original)(bound)
 
 
-def make_manager(config: SnapshotConfig, engine: Any) -> Manager:
+def make_manager(config: SnapshotConfig, engine: Any) -> SnapshotManager:
     """The manager of this rank, named by its place in DeepSpeed's parallel groups.
 
     NotUnderSupervisorError outside ``megatron-ft run``.

@@ -23,7 +23,7 @@ from megatron_ft.checkpoint import export as form
 from megatron_ft.checkpoint.export import CheckpointForm, TensorRecipe
 from megatron_ft.core.errors import ExportError
 from megatron_ft.core.shard import LogicalPlace
-from megatron_ft.trainer.addresses import AddressBook, Window
+from megatron_ft.trainer.addresses import AddressBook, TensorWindow
 from megatron_ft.trainer.plan import dtype_name
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def describe(engine: Any, view: OptimizerView, captured: Mapping[str, torch.Tens
     for name, tree in files.items():
         _check(name, tree)
     return msgspec.msgpack.encode(
-        {name: form.dump(tree, describer.inside(name)) for name, tree in files.items()}
+        {name: form.dump_form(tree, describer.inside(name)) for name, tree in files.items()}
     )
 
 
@@ -105,7 +105,7 @@ class _Describer:
 def _wanted(
     name: str,
     tensor: torch.Tensor,
-    window: Window | None,
+    window: TensorWindow | None,
     place: tuple[str, tuple[int, ...]] | None = None,
 ) -> TensorRecipe:
     return TensorRecipe(

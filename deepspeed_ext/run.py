@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext import client_state, resumable_loader, saving
 from deepspeed_ext.client_state import ClientState, Outside, objection
@@ -24,10 +24,19 @@ from deepspeed_ext.state_parts import RandomStates
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.config.json_section import Section
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.core.wrapping import Function
-from megatron_ft.trainer.protocols import Manager
-from megatron_ft.trainer.start_choice import WISH, Disk, Start, View, agree, supervisor_chose_disk
+from megatron_ft.core.frameworks import Function
+from megatron_ft.trainer.start_choice import (
+    WISH,
+    DiskStart,
+    RankView,
+    StartDecision,
+    agree,
+    supervisor_chose_disk,
+)
 from megatron_ft.trainer.stats import TAG, CaptureStats, figures
+
+if TYPE_CHECKING:
+    from megatron_ft.trainer.manager import SnapshotManager
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +58,7 @@ class LossReport:
         self._losses.append(loss.detach().clone() if hasattr(loss, "detach") else loss)
         return original(loss, *args, **kwargs)
 
-    def end_step(self, manager: Manager, result: Any) -> None:
+    def end_step(self, manager: SnapshotManager, result: Any) -> None:
         """Report the mean over the micro-batches of the iteration that ends.
 
         ``result`` is what its last call returned: the loss, if no backward was seen.
@@ -113,11 +122,11 @@ class EngineRun:
         engine: Any,
         section: Section,
         config: SnapshotConfig,
-        make_manager: Callable[[], Manager],
+        make_manager: Callable[[], SnapshotManager],
     ) -> None:
         self._engine = engine
         self._make_manager = make_manager
-        self._manager: Manager | None = None
+        self._manager: SnapshotManager | None = None
         self._state: EngineState | None = None
         self.losses = LossReport(config.loss_gate > 0)
         self._follows = section.follows_engine or bool(section.client_state)
@@ -165,7 +174,7 @@ class EngineRun:
 
     def _named(
         self, load_dir: str, tag: str | None, offered: int, objects: dict[str, Any]
-    ) -> tuple[Disk, bool]:
+    ) -> tuple[DiskStart, bool]:
         """The checkpoint that DeepSpeed would load, and whether the snapshot's was another.
 
         Not collective: each rank compares with the objects of its own shard.
@@ -246,7 +255,7 @@ class EngineRun:
         Any other starts from scratch, as it would without snapshots.
         """
         # Steps that were made before this engine was attached count as those of a checkpoint.
-        disk = Disk(self._engine.global_steps or -1)
+        disk = DiskStart(self._engine.global_steps or -1)
         if self._starts_from_memory(lambda *_: (disk, False)):
             raise ConfigError(f"a snapshot is in memory, but {_LOAD_FIRST}. It stays in memory")
         if not self._objection():
@@ -307,7 +316,7 @@ class EngineRun:
             manager.close()
 
     def _starts_from_memory(
-        self, named: Callable[[int, dict[str, Any]], tuple[Disk, bool]]
+        self, named: Callable[[int, dict[str, Any]], tuple[DiskStart, bool]]
     ) -> bool:
         """Decide, once, with all other ranks.
 
@@ -322,12 +331,12 @@ class EngineRun:
         problem = self._client_state.problem(objects)
         if offered >= 0:
             problem = problem or self._objection(objects)
-        start = agree(View(offered, disk, supervisor_chose_disk(), is_new, problem), manager)
+        start = agree(RankView(offered, disk, supervisor_chose_disk(), is_new, problem), manager)
         if start is not None:
             self._announce(start, offered, disk)
         return start is not None and start.from_memory
 
-    def _announce(self, start: Start, offered: int, disk: Disk) -> None:
+    def _announce(self, start: StartDecision, offered: int, disk: DiskStart) -> None:
         if start.from_memory or disk.iteration >= 0:
             source = "memory" if start.from_memory else "disk"
             return self._print(f"starting from {source}: {start.reason}")

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from deepspeed_ext import client_state
 from deepspeed_ext.checkpoint_engine import SnapshotCheckpointEngine
 from megatron_ft.checkpoint.native import step_of_tag
-from megatron_ft.trainer.start_choice import WISH, Disk
+from megatron_ft.trainer.start_choice import WISH, DiskStart
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ def tag_on_disk(engine: Any, load_dir: str, tag: str | None) -> str:
     return found if found and (folder / found).is_dir() else ""
 
 
-def disk_of(engine: Any, load_dir: str, tag: str | None, objects: Mapping[str, Any]) -> Disk:
+def disk_of(engine: Any, load_dir: str, tag: str | None, objects: Mapping[str, Any]) -> DiskStart:
     """The step of the checkpoint that DeepSpeed would load, and whether the script named it.
 
     A tag that is none of DeepSpeed's own says nothing of its step, which is read from the
@@ -176,12 +176,12 @@ def disk_of(engine: Any, load_dir: str, tag: str | None, objects: Mapping[str, A
     """
     folder, found = Path(load_dir), tag_on_disk(engine, load_dir, tag)
     if not found:
-        return Disk(-1)
+        return DiskStart(-1)
     step = step_on_disk(load_dir, found, dict(objects))
     whole = _is_whole(folder / found, _latest_of(engine, folder))
     if step is None or (step_of_tag(found) is None and whole):
         step = _step_inside(folder / found, step or 0)
-    return Disk(step, "" if tag is None else f"the checkpoint {found!r}")
+    return DiskStart(step, "" if tag is None else f"the checkpoint {found!r}")
 
 
 def _latest_of(engine: Any, folder: Path) -> Path:

@@ -38,7 +38,7 @@ from megatron_ft.checkpoint.drained import Keep, clean_up, clear_unfinished
 from megatron_ft.checkpoint.live import hold, scan
 from megatron_ft.checkpoint.load import ProcessPlan, check_folder, open_trusted
 from megatron_ft.checkpoint.source import OpenSnapshot, ShardBytes, SnapshotInfo
-from megatron_ft.core.affinity import bind_to_background_cpus
+from megatron_ft.core.background import Pace, bind_to_background_cpus, lower_priority
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import (
     CheckpointDamagedError,
@@ -48,8 +48,6 @@ from megatron_ft.core.errors import (
 )
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import Ancestor, ShardPlacement, SnapshotId
-from megatron_ft.core.pace import Pace
-from megatron_ft.core.priority import lower_priority
 from megatron_ft.rpc.local_query import begin_errand, pinned
 
 log = logging.getLogger(__name__)
@@ -151,7 +149,7 @@ def publish(
         shards=files,
     )
     disk = disk or DiskCalls()
-    # Whoever made the folder may have been killed before its name was durable.
+    # The process that made the folder may have been killed before its name was durable.
     disk.sync_folder(folder.parent)
     disk.write_file(folder / MANIFEST, _reaching(manifest.to_json()))
     return manifest
@@ -189,7 +187,7 @@ def _shard_file(path: Path, info: SnapshotInfo, job: uuid.UUID) -> tuple[str, Sh
 
 
 class DrainPlan(ProcessPlan, frozen=True):
-    """What is drained, by whom, and where to.
+    """Order to drain one snapshot: its shards, their nodes, and the folder.
 
     ``shards`` are those of the node that the plan is for with their seats, ``shard_count`` is
     of the whole job.  ``keep`` says what stays in ``directory``, on the file system that was
@@ -245,7 +243,7 @@ def run_step(steps: Mapping[str, Callable[[DrainPlan], None]], program: str) -> 
 
 
 def _check_mounted(plan: DrainPlan) -> None:
-    """Below a mount point that lost its file system there is another disk, each node's own."""
+    """DrainError if nothing is mounted there: below the mount point is each node's own disk."""
     if plan.mount is not None and not os.path.ismount(plan.mount):
         raise DrainError(
             f"{plan.mount} is not mounted any more: {plan.directory} was on it; mount it again, or "

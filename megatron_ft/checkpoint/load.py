@@ -83,7 +83,7 @@ def check_folder(folder: Path) -> None:
 def open_trusted(path: Path, disk: DiskCalls) -> int:
     """A descriptor of a checkpoint's file that nobody but this user can have written.
 
-    What is read decides how training goes on, so the same is asked as of arenas, but that others
+    The bytes decide how training continues, so the same is asked as of arenas, but that others
     may read it.  CheckpointDamagedError says what is wrong; OSError comes from the disk.
     """
     try:
@@ -345,7 +345,7 @@ PlanT = TypeVar("PlanT", bound="ProcessPlan")
 
 
 class ProcessPlan(msgspec.Struct, frozen=True):
-    """What a short-lived process has to do: its only argument, as JSON."""
+    """Work of a short-lived process: its only argument, as JSON."""
 
     def to_json(self) -> str:
         """The process's argument."""
@@ -358,7 +358,7 @@ class ProcessPlan(msgspec.Struct, frozen=True):
 
 
 class LoadPlan(ProcessPlan, frozen=True):
-    """What one node loads: these shards of one checkpoint, as the world of this name."""
+    """Work of one node: to load these shards of one checkpoint, as the world of this name."""
 
     folder: Path
     snapshot: SnapshotId

@@ -71,7 +71,7 @@ class Survivors:
 
     @property
     def record(self) -> SealedRecord:
-        """What the missing shard held."""
+        """Record of what the missing shard held."""
         return self.table[self.missing]
 
 

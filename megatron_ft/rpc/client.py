@@ -18,9 +18,8 @@ import zmq
 
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import ControlPlaneError, error_class
-from megatron_ft.core.fewer_ranks import RankRule
-from megatron_ft.core.identity import SealedRecord, SnapshotId
-from megatron_ft.core.pid_namespace import pid_namespace
+from megatron_ft.core.identity import RankRule, SealedRecord, SnapshotId
+from megatron_ft.core.procfs import pid_namespace
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import Connection
 
@@ -50,8 +49,9 @@ class TrainerClient:
     """Connection of one trainer rank to its SMP.
 
     Call ``hello`` once, ``prepare`` once the layout is known, then report each capture's
-    end with ``sealed``, ``missed`` or ``abandoned``.  ``on_outcome`` is called from the
-    client's thread with "protected", "committed" or "aborted".
+    end with ``sealed``, ``missed`` or ``abandoned``.  These may come from the training thread and
+    the copy thread at once, and wait for no answer.  ``on_outcome`` is called from the client's
+    thread with "protected", "committed" or "aborted".
     """
 
     def __init__(self, environment: ProcessEnvironment, rank: int, local_rank: int = 0) -> None:

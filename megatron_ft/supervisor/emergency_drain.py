@@ -18,7 +18,7 @@ from megatron_ft.checkpoint.decide import Decision, Quarantine
 from megatron_ft.checkpoint.native import newest_checkpoint, newest_iteration
 from megatron_ft.core.errors import MegatronFTError, ProtectionError
 from megatron_ft.core.fault_points import reach
-from megatron_ft.core.fewer_ranks import SHRINK, RankRule
+from megatron_ft.core.identity import SHRINK, RankRule
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import Domains, check_domains
 from megatron_ft.supervisor.coordinator import Coordinator

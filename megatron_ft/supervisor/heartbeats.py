@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from megatron_ft.rpc.node_messages import PulseReport
-from megatron_ft.trainer.watch.iterations import WINDOW, WindowSummary
+from megatron_ft.trainer.heartbeats import WINDOW, WindowSummary
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron_ft.core.environment import RESTORE
 from megatron_ft.core.errors import ConfigError, MegatronFTError
-from megatron_ft.core.fewer_ranks import SHRINK, RankRule
-from megatron_ft.core.log_end import last_lines
+from megatron_ft.core.identity import SHRINK, RankRule
+from megatron_ft.core.process_tools import last_lines
 from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.coordinator import Coordinator

@@ -24,7 +24,7 @@ from megatron_ft.core.errors import (
     StaleIncarnationError,
 )
 from megatron_ft.core.fault_points import reach
-from megatron_ft.core.fewer_ranks import SHRINK
+from megatron_ft.core.identity import SHRINK
 from megatron_ft.erasure.stripes import check_domains, crowded
 from megatron_ft.launchers.launcher import Launcher, NodeUnreachable
 from megatron_ft.rpc import messages as m

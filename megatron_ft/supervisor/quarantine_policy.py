@@ -17,11 +17,11 @@ from megatron_ft.checkpoint.decide import Decision, Quarantine
 from megatron_ft.checkpoint.native import disk_of, iteration_of, naming, newest_iteration
 from megatron_ft.config import SWITCH
 from megatron_ft.core.identity import Ancestor, SnapshotId, on_lineage
-from megatron_ft.core.in_thread import in_thread
+from megatron_ft.core.process_tools import in_thread
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.trainer.start_choice import Start, View, choose_start
+from megatron_ft.trainer.start_choice import RankView, StartDecision, choose_start
 
 DISK_TIMEOUT_SECONDS = 10.0
 """Longest that a recovery waits for the folder of the framework's own checkpoints."""
@@ -86,7 +86,7 @@ class QuarantinePolicy:
             return "disk"
         return "rewound" if self._over_own else "memory"
 
-    async def foresee(self, command: Sequence[str], decision: Decision) -> Start | None:
+    async def foresee(self, command: Sequence[str], decision: Decision) -> StartDecision | None:
         """The start that Megatron's ranks will agree on; None if only they can know.
 
         The same rule is applied here to the same arguments and files.  They cannot be known here
@@ -101,9 +101,8 @@ class QuarantinePolicy:
             disk = await in_thread(lambda: disk_of(args), DISK_TIMEOUT_SECONDS)
         except (asyncio.TimeoutError, OSError, ValueError):
             return None
-        return (
-            None if disk.asked else choose_start([View(decision.iteration, disk, rewound=rewound)])
-        )
+        view = RankView(decision.iteration, disk, rewound=rewound)
+        return None if disk.asked else choose_start([view])
 
     async def _begun_from(self, decision: Decision) -> Quarantine:
         """The quarantine with what of the framework's own this incarnation gives up.

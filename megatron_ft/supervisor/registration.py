@@ -17,8 +17,7 @@ from megatron_ft.core.errors import (
     RegistrationError,
     error_class,
 )
-from megatron_ft.core.fewer_ranks import RankRule
-from megatron_ft.core.identity import ShardPlacement
+from megatron_ft.core.identity import RankRule, ShardPlacement
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import Domains, RankPlace, domain_of, plan_stripes
 from megatron_ft.rpc import messages as m

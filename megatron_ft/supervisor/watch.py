@@ -23,7 +23,7 @@ from megatron_ft.rpc.heartbeat_page import Phase
 from megatron_ft.smp.heartbeats import STACK_SECONDS
 from megatron_ft.supervisor.hang_attribution import Blame, Witness, blame
 from megatron_ft.supervisor.heartbeats import RankReport, RecoveryClock, StragglerFinder
-from megatron_ft.trainer.watch.iterations import FIRST_ITERATIONS
+from megatron_ft.trainer.heartbeats import FIRST_ITERATIONS
 
 if TYPE_CHECKING:
     from megatron_ft.supervisor.coordinator import Coordinator

@@ -13,7 +13,7 @@ DENSE = {torch.Tensor, torch.nn.Parameter}
 """Of these torch.strided says that they have plain memory; their subclasses may do otherwise."""
 
 
-class Window(NamedTuple):
+class TensorWindow(NamedTuple):
     """A view into a named tensor: ``as_strided(flat, shape, stride, offset)``, in elements."""
 
     name: str
@@ -40,7 +40,7 @@ class AddressBook:
         # The highest end so far: where it lies below a view, no earlier tensor can hold it.
         self._highest = list(accumulate((span[1] for span in self._spans), max))
 
-    def find(self, view: torch.Tensor) -> Window | None:
+    def find(self, view: torch.Tensor) -> TensorWindow | None:
         """The tensor that holds all of ``view``; of several the smallest, then the last by name.
 
         None if there is none, or if it has another dtype, or the view a lazy sign.
@@ -54,7 +54,7 @@ class AddressBook:
             start, end, name, dtype = self._spans[index]
             if end >= last and dtype == view.dtype:
                 offset = (first - start) // view.element_size()
-                return Window(name, offset, tuple(view.shape), tuple(view.stride()))
+                return TensorWindow(name, offset, tuple(view.shape), tuple(view.stride()))
         return None
 
 

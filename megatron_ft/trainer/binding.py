@@ -8,7 +8,7 @@ there: a tensor that was replaced, resized or moved meanwhile is never captured 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -56,8 +56,14 @@ def _copyable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype in _NEVER_COPIED else tensor
 
 
-_SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
-_FACTS = (torch.Tensor.data_ptr, _SHAPE, torch.Tensor.stride, _DTYPE)
+Form = tuple[str, torch.dtype, tuple[int, ...]]
+
+_FACTS = (
+    torch.Tensor.data_ptr,
+    attrgetter("shape"),
+    torch.Tensor.stride,
+    attrgetter("dtype"),
+)
 
 
 def layout_changed(mismatch: str) -> str:
@@ -107,10 +113,10 @@ class LayoutBinding:
         self.layout_bytes = layout.to_bytes()
         self.layout_hash = layout.hash()
         self._names = [entry.name for entry in entries]
-        self._dtypes = [dtype_from_name(entry.dtype) for entry in entries]
-        self._shapes = [entry.shape for entry in entries]
+        self._forms = [(e.name, dtype_from_name(e.dtype), e.shape) for e in entries]
         self._owners = [entry for entry in entries if not entry.alias_of]
-        self._boundary = [entry.name for entry in self._owners if entry.boundary]
+        at_once = {entry.name for entry in self._owners if entry.boundary}
+        self._boundary_forms = [form for form in self._forms if form[0] in at_once]
         self._aliases = [
             (e.name, e.alias_of, e.offset - by_name[e.alias_of].offset)
             for e in entries
@@ -125,18 +131,13 @@ class LayoutBinding:
         self._items: dict[int, CopyList] = {}
 
     def mismatch(self, live: Mapping[str, torch.Tensor]) -> str:
-        """Why the live tensors no longer fit the layout; empty if they do.
+        """Why the live tensors no longer fit the layout; empty if nothing is wrong so far.
 
-        Compares names, dtypes and shapes.  Of those that are read at the boundary it is known
-        then that they have memory, of the others when they are bound: torch would end the process.
+        Compares the names, and all of those that are read at the boundary.  The others are
+        compared when they are bound: to look at thousands would hold training for a millisecond.
         """
-        tensors = self._in_order(live)
-        if tensors is None or list(map(_DTYPE, tensors)) != self._dtypes:
-            return self._difference(live)
-        fit = list(map(_SHAPE, tensors)) == self._shapes
-        if not fit or not all(has_memory(live[name]) for name in self._boundary):
-            return self._difference(live)
-        return ""
+        same_names = self._in_order(live) is not None
+        return self._difference(live, self._boundary_forms if same_names else self._forms)
 
     def at_boundary(self, live: Mapping[str, torch.Tensor], slot: int) -> list[CopyItem]:
         """The copies of what forward may change; ``mismatch`` must have been asked before."""
@@ -150,7 +151,7 @@ class LayoutBinding:
         ValueError if they do not fit: some may have been given other memory since the boundary.
         """
         tensors = self._in_order(live)
-        difference = self._difference(live)
+        difference = self._difference(live, self._forms) or self._parted(live)
         if difference or tensors is None:
             raise ValueError(layout_changed(difference))
         return BoundState.of(self._names, tensors)
@@ -188,9 +189,9 @@ class LayoutBinding:
         except KeyError:
             return None
 
-    def _difference(self, live: Mapping[str, torch.Tensor]) -> str:
-        """As ``mismatch``, and of all tensors: whether they have memory, aliases that of owners."""
-        for name, dtype, shape in zip(self._names, self._dtypes, self._shapes, strict=True):
+    def _difference(self, live: Mapping[str, torch.Tensor], forms: Sequence[Form]) -> str:
+        """Which name has gone or is new, or which of ``forms`` is another or without memory."""
+        for name, dtype, shape in forms:
             tensor = live.get(name)
             if tensor is None:
                 return f"{name} has gone"
@@ -200,6 +201,10 @@ class LayoutBinding:
                 return f"{name} has no memory any more"
         if len(live) != len(self._names):
             return f"{min(live.keys() - {*self._names})} is new"
+        return ""
+
+    def _parted(self, live: Mapping[str, torch.Tensor]) -> str:
+        """Which alias has memory of its own by now."""
         for name, owner, distance in self._aliases:
             if live[name].data_ptr() != live[owner].data_ptr() + distance:
                 return f"{name} no longer shares memory with {owner}"

@@ -1,7 +1,4 @@
-"""Copies of tensors in host memory.
-
-The bytes of tensors, copied to the same places again and again.
-"""
+"""Copies of tensors in host memory."""
 
 from __future__ import annotations
 
@@ -18,10 +15,11 @@ from megatron_ft.trainer.copier import (
     Bytes,
     CopyItem,
     CopyList,
+    SharedPieces,
+    ShouldStop,
     batches,
     move,
 )
-from megatron_ft.trainer.shared_pieces import SharedPieces, ShouldStop
 
 
 class PlainCopy(NamedTuple):

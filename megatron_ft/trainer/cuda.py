@@ -12,8 +12,14 @@ from typing import Any
 import torch
 
 from megatron_ft.core.fault_points import reach
-from megatron_ft.trainer.copier import Bytes, CopyItem, batches, move
-from megatron_ft.trainer.shared_pieces import SharedPieces, ShouldStop
+from megatron_ft.trainer.copier import (
+    Bytes,
+    CopyItem,
+    SharedPieces,
+    ShouldStop,
+    batches,
+    move,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event, Lock
+from typing import Any
 
 import torch
 
 from megatron_ft.arena import digest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import Permit, SlotState
-from megatron_ft.core.errors import ArenaCorruptError, ArenaForeignError, ControlPlaneError
+from megatron_ft.core.errors import (
+    ArenaCorruptError,
+    ArenaForeignError,
+    ConfigError,
+    ControlPlaneError,
+)
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SealedRecord, SnapshotId
-from megatron_ft.core.shard import ShardLayout
+from megatron_ft.core.shard import ShardLayout, pack_meta
 from megatron_ft.trainer.binding import LayoutBinding
-from megatron_ft.trainer.copier import Copier
-from megatron_ft.trainer.run import CaptureRun, StopWatch
-from megatron_ft.trainer.shared_pieces import SharedPieces, ShouldStop
+from megatron_ft.trainer.copier import Copier, CopyItem, SharedPieces, ShouldStop, spare_threads
+from megatron_ft.trainer.cpu import CpuCopier
+from megatron_ft.trainer.state import TrainingState, live_tensors
 from megatron_ft.trainer.ticket import Ticket
-from megatron_ft.trainer.worker import CopyThread
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +41,180 @@ SLOT_SECONDS = 1.0
 
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.0001, 0.005
 """Between two looks at the slot's header."""
+
+META_SPARE_BYTES = 65536
+"""Room for small objects to grow beyond twice their first size."""
+
+PLANNING_BLOCK_BYTES = 65536
+"""The digest table is planned for blocks of this size, the shortest that releases gave to arenas;
+longer ones need less."""
+
+PERMIT_CHECK_SECONDS = 0.05
+"""How often a running copy looks whether its permit was revoked: a read costs microseconds."""
+
+RETURN_SECONDS = 0.02
+"""So long digests wait at most until a training thread has left its fence."""
+
+
+def required_bytes(layout: ShardLayout, objects: dict[str, Any], form: bytes) -> int:
+    """Bytes of a data slot for this layout, with room for its small objects to grow.
+
+    UnencodableError names an object that cannot be stored.
+    """
+    meta = pack_meta(layout.to_bytes(), objects, form)
+    capacity = 2 * len(meta) + META_SPARE_BYTES
+    return digest.required_bytes(layout.tensor_bytes, capacity, PLANNING_BLOCK_BYTES)
+
+
+def choose_copier(state: TrainingState, piece_bytes: int) -> Copier:
+    """The copier for where the tensors are; a CUDA one also takes host tensors.
+
+    ConfigError if they are on several devices: copies wait for one of them alone.
+    """
+    live = live_tensors(state)
+    devices = {tensor.get_device(): name for name, tensor in live.items() if tensor.is_cuda}
+    if not devices:
+        return CpuCopier(piece_bytes)
+    if len(devices) > 1:
+        places = ", ".join(f"{name} on cuda:{device}" for device, name in sorted(devices.items()))
+        raise ConfigError(
+            f"the tensors of one rank are on {len(devices)} devices ({places}): snapshots are "
+            "taken of one device a rank; start one rank for each"
+        )
+    from megatron_ft.trainer.cuda import CudaCopier
+
+    return CudaCopier(piece_bytes, *devices)
+
+
+@dataclass
+class CaptureRun:
+    """What the training thread hands to the copy thread, and what both look at.
+
+    ``live`` are all tensors of the state; ``staged`` what the boundary left to copy of those
+    that forward may change.
+    ``moved`` is set when nothing reads the live tensors any more, whatever the result;
+    ``finished`` when nothing writes to the slot any more and the SMP was told.
+    ``began`` is the monotonic time at which training was first held for it.
+    """
+
+    permit: Permit
+    ticket: Ticket
+    live: Mapping[str, torch.Tensor]
+    staged: list[CopyItem]
+    mark: Any
+    meta: Callable[[], bytes]
+    copied_bytes: int = 0
+    began: float = 0.0
+    boundary_seconds: float = 0.0
+    copy_seconds: float = 0.0
+    stall_seconds: float = 0.0
+    stop_reason: str = ""
+    shared: SharedPieces = field(default_factory=SharedPieces)
+    moved: Event = field(default_factory=Event)
+    finished: Event = field(default_factory=Event)
+    _fence_entered: float | None = None
+    _fence_left: Event = field(default_factory=Event)
+    _lock: Lock = field(default_factory=Lock)
+
+    def stop(self, reason: str) -> bool:
+        """Ask the copy thread to give up; False if all tensors were copied already.
+
+        After True the capture will not be sealed, so its tensors may change at once.
+        """
+        with self._lock:
+            if self.moved.is_set():
+                return False
+            self.stop_reason = self.stop_reason or reason
+            return True
+
+    def wait_moved(self, timeout_seconds: float) -> bool:
+        """Wait for the copy, and help with it where this rank has more than one core.
+
+        False after the timeout, which may be the copy of one piece longer then.  All of it counts
+        as this capture's stall.
+        """
+        with self._lock:
+            self._fence_entered = time.monotonic()
+        until = self._fence_entered + timeout_seconds
+        if not self.moved.is_set() and spare_threads() > 1:
+            self.shared.help(until)
+        moved = self.moved.wait(max(0.0, until - time.monotonic()))
+        self._fence_left.set()
+        return moved
+
+    def let_training_go(self) -> None:
+        """Sleep until a thread that waited for the copy runs again.
+
+        It would wait for a processor, for milliseconds, if this thread went on at once where
+        there is none to spare.
+        """
+        if self._fence_entered is not None:
+            self._fence_left.wait(RETURN_SECONDS)
+
+    def end_copy(self, started: float, complete: bool, reason: str) -> bool:
+        """The copy that began at ``started`` has ended; True if its bytes are good.
+
+        A stop that came before this moment wins: whoever asked for it has gone on, and
+        the tensors may have changed under the last piece.
+        """
+        with self._lock:
+            now = time.monotonic()
+            self.copy_seconds = now - started
+            waited = 0.0 if self._fence_entered is None else now - self._fence_entered
+            self.stall_seconds = self.boundary_seconds + waited
+            if not complete:
+                self.stop_reason = self.stop_reason or reason
+            # Digests do not need the live tensors: let go of them.
+            self.live, self.staged, self.mark = {}, [], None
+            self.moved.set()
+            self.shared.withdraw()
+            return not self.stop_reason
+
+
+Job = Callable[[], None]
+
+
+class CopyThread:
+    """One daemon thread that runs one job at a time, in order.
+
+    A daemon, so that a trainer that exits without close() is not held back; what it
+    was copying is then a slot that was never sealed.
+    """
+
+    def __init__(self, enter: Job, timeout_seconds: float) -> None:
+        """Start the thread and run ``enter`` in it before the first job."""
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(
+            target=self._loop, args=(enter,), name="megatron-ft-copy", daemon=True
+        )
+        self._thread.start()
+        if not self._ready.wait(timeout_seconds):
+            raise TimeoutError(f"the copy thread did not start within {timeout_seconds} s")
+
+    def submit(self, job: Job) -> None:
+        """Run ``job`` after those submitted before."""
+        self._jobs.put(job)
+
+    def close(self, timeout_seconds: float) -> bool:
+        """End after the jobs in the queue; False if that takes too long."""
+        self._jobs.put(None)
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    def _loop(self, enter: Job) -> None:
+        try:
+            enter()
+        except Exception:
+            logger.exception("the copy thread could not be set up; it goes on with defaults")
+        self._ready.set()
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception:
+                logger.exception("a capture failed in an unexpected place")
+            del job
+
 
 Begins = Callable[[SnapshotId, int, int], None]
 Sealed = Callable[[CaptureRun, SealedRecord], None]
@@ -139,9 +322,8 @@ class CaptureEngine:
         started = time.monotonic()
         complete, reason = False, "the copier stopped"
         try:
-            watch = StopWatch(run, lambda: self.revoked(run.permit))
             if self._is_given(run):
-                complete = self._copy_items(run, watch)
+                complete = self._copy_items(run)
             else:
                 reason = f"its slot was not given in {SLOT_SECONDS:g} s: does the SMP answer?"
         except Exception as error:
@@ -169,11 +351,27 @@ class CaptureEngine:
             pause = min(2 * pause, LONGEST_LOOK_SECONDS)
         return False
 
-    def _copy_items(self, run: CaptureRun, should_stop: ShouldStop) -> bool:
+    def _should_stop(self, run: CaptureRun) -> ShouldStop:
+        """Whether the run was asked to stop, or its permit revoked, which is looked up at times."""
+        next_look = 0.0
+
+        def should_stop() -> bool:
+            nonlocal next_look
+            now = time.monotonic()
+            if not run.stop_reason and now >= next_look:
+                next_look = now + PERMIT_CHECK_SECONDS
+                if self.revoked(run.permit):
+                    run.stop("its permit was revoked")
+            return bool(run.stop_reason)
+
+        return should_stop
+
+    def _copy_items(self, run: CaptureRun) -> bool:
         """Copy what the boundary left, then the rest.
 
         ValueError if the layout has changed, or tensors were given other memory meanwhile.
         """
+        should_stop = self._should_stop(run)
         bound = self.binding.bind(run.live)
         later = self.binding.later(run.live, bound, run.permit.slot)
         # Apart from what was staged: copiers keep plans with the list.

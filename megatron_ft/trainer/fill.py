@@ -13,9 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_ft.arena.digest import BlockCheck, Bytes
-from megatron_ft.trainer.copier import CopyItem, batches
+from megatron_ft.trainer.copier import CopyItem, batches, spare_threads
 from megatron_ft.trainer.cpu import copy_large, move_serially
-from megatron_ft.trainer.threads import spare_threads
 
 PIECE_BYTES = 16 << 20
 """What one thread copies at a time of what needs more than a copy of bytes."""

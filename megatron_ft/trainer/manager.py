@@ -1,12 +1,7 @@
 """The public interface of a trainer: load, save, fence.
 
-What a rank settles before its first capture: the room in its arena, and who copies there.
-
-A pass over data that begins behind a restore, and so draws from the states just restored.
-
-Training libraries that run a loop of their own, with state that nobody else knows.
-
-What a rank takes from its environment under ``megatron-ft run``: number, SMP and watch.
+``SnapshotManager`` also warns of two things that make a restored run differ from the lost one: a
+pass over data that begins behind the restore, and training libraries with state of their own.
 """
 
 from __future__ import annotations
@@ -18,83 +13,40 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
-from megatron_ft.arena import digest
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.environment import ProcessEnvironment
-from megatron_ft.core.errors import ConfigError
-from megatron_ft.core.fewer_ranks import RankRule
+from megatron_ft.core.identity import RankRule
 from megatron_ft.core.identity import shard_id as make_shard_id
-from megatron_ft.core.shard import ShardLayout
-from megatron_ft.core.shard_meta import pack_meta
 from megatron_ft.rpc.client import TrainerClient
-from megatron_ft.trainer.boundary import Boundary, Fence
-from megatron_ft.trainer.captures import Captures
+from megatron_ft.trainer.capture import Capture
 from megatron_ft.trainer.copier import Copier
-from megatron_ft.trainer.cpu import CpuCopier
-from megatron_ft.trainer.engine import CaptureEngine
+from megatron_ft.trainer.engine import choose_copier, required_bytes
+from megatron_ft.trainer.heartbeats import TrainerWatch
 from megatron_ft.trainer.mapping import State, StateAdapter
-from megatron_ft.trainer.offered import OfferedSnapshot
+from megatron_ft.trainer.pending_restore import PendingRestore
 from megatron_ft.trainer.plan import check_replicas, plan_state
-from megatron_ft.trainer.protocols import SnapshotClient
-from megatron_ft.trainer.state import HasCheckpointForm, TrainingState, live_tensors
+from megatron_ft.trainer.state import HasCheckpointForm
 from megatron_ft.trainer.stats import CaptureStats, Warner
 from megatron_ft.trainer.ticket import Ticket
-from megatron_ft.trainer.watch.heartbeat import TrainerWatch
 
-META_SPARE_BYTES = 65536
-"""Room for small objects to grow beyond twice their first size."""
-
-PLANNING_BLOCK_BYTES = 65536
-"""The digest table is planned for blocks of this size, the shortest that releases gave to arenas;
-longer ones need less."""
-
-
-def required_bytes(layout: ShardLayout, objects: dict[str, Any], form: bytes) -> int:
-    """Bytes of a data slot for this layout, with room for its small objects to grow.
-
-    UnencodableError names an object that cannot be stored.
-    """
-    meta = pack_meta(layout.to_bytes(), objects, form)
-    capacity = 2 * len(meta) + META_SPARE_BYTES
-    return digest.required_bytes(layout.tensor_bytes, capacity, PLANNING_BLOCK_BYTES)
-
-
-def choose_copier(state: TrainingState, piece_bytes: int) -> Copier:
-    """The copier for where the tensors are; a CUDA one also takes host tensors.
-
-    ConfigError if they are on several devices: copies wait for one of them alone.
-    """
-    live = live_tensors(state)
-    devices = {tensor.get_device(): name for name, tensor in live.items() if tensor.is_cuda}
-    if not devices:
-        return CpuCopier(piece_bytes)
-    if len(devices) > 1:
-        places = ", ".join(f"{name} on cuda:{device}" for device, name in sorted(devices.items()))
-        raise ConfigError(
-            f"the tensors of one rank are on {len(devices)} devices ({places}): snapshots are "
-            "taken of one device a rank; start one rank for each"
-        )
-    from megatron_ft.trainer.cuda import CudaCopier
-
-    return CudaCopier(piece_bytes, *devices)
-
+logger = logging.getLogger(__name__)
 
 _OWN = "deepspeed_ext.resumable_loader"
 """The module whose loaders put the states of the generators back."""
 
 
 class LateIterators:
-    """Tells of the first DataLoader that is iterated between ``begin`` and ``end``.
+    """Reports each DataLoader that is iterated between ``begin`` and ``end``.
 
     torch draws a seed for the workers when an iterator is made, and a shuffling sampler draws its
     order.  In the run that was lost both had happened before the snapshot, so after a restore
     dropout would draw other numbers.
     """
 
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[], None]) -> None:
+        self._report = report
         self._original: Any = None
 
     def begin(self) -> None:
@@ -106,7 +58,7 @@ class LateIterators:
 
         def iterate(loader: Any) -> Any:
             if not _called_from_own():
-                self._tell()
+                self._report()
             return original(loader)
 
         data.DataLoader.__iter__ = iterate
@@ -160,7 +112,7 @@ def number(name: str, default: int) -> int:
     return int(os.environ.get(name, default))
 
 
-def connect(rank: int) -> SnapshotClient:
+def connect(rank: int) -> TrainerClient:
     """The connection to the node's SMP; NotUnderSupervisorError if there is no supervisor."""
     return TrainerClient(ProcessEnvironment.from_env(), rank, number("LOCAL_RANK", 0))
 
@@ -168,16 +120,6 @@ def connect(rank: int) -> SnapshotClient:
 def watch(rank: int, gradients: bool) -> TrainerWatch:
     """The watch of this process, which follows its gradients if asked to; errors as ``connect``."""
     return TrainerWatch.begin(ProcessEnvironment.from_env(), rank, gradients)
-
-
-logger = logging.getLogger(__name__)
-
-
-class Hookable(Protocol):
-    """What register_fence needs of an optimizer."""
-
-    def register_step_pre_hook(self, hook: Any, /) -> Any:
-        """Call ``hook(optimizer, args, kwargs)`` before each step."""
 
 
 class SnapshotManager:
@@ -203,7 +145,7 @@ class SnapshotManager:
         coordinates: tuple[int, ...] = (),
         replicated: Mapping[str, Any] | None = None,
         rank_rule: RankRule | None = None,
-        client: SnapshotClient | None = None,
+        client: TrainerClient | None = None,
         copier: Copier | None = None,
     ) -> None:
         """Connect to nothing yet; ``load`` or the first ``save`` does.
@@ -228,17 +170,8 @@ class SnapshotManager:
         self._copier, self._rank_rule = copier, rank_rule
         self._adapt = StateAdapter(replicated)
         self._warn = Warner(logger)
-        self._fence = Fence(self.config.fence_timeout_seconds, self.stats)
-        self._offered = OfferedSnapshot(self._client, self.shard_id, coordinates, self.world_size)
-        self._captures = Captures(self._client, self.stats, self.config.loss_gate, self._warn)
-        self._boundary = Boundary(
-            self._captures,
-            self._fence,
-            self._adapt,
-            self.stats,
-            self._warn,
-            self.config.fixed_interval,
-        )
+        self._pending = PendingRestore(self._client, self.shard_id, coordinates, self.world_size)
+        self._capture = Capture(self._client, self.config, self.stats, self._warn)
         self._hooks: list[Any] = []
         self._late_iterators = LateIterators(self._warn_of_late_iterator)
 
@@ -248,19 +181,19 @@ class SnapshotManager:
 
         Asks the SMP the first time.
         """
-        offer = self._offered.get()
+        offer = self._pending.get()
         return -1 if offer is None else offer.record.iteration
 
     def offered_objects(self) -> dict[str, Any]:
         """The small objects of the offered snapshot, their digests checked; {} if there is none."""
-        return self._offered.objects()
+        return self._pending.objects()
 
     def expect_load(self) -> None:
         """Make the offered snapshot quick to read, in a thread, while something else is done.
 
         For callers that know that ``load`` will follow, and have a model to build before.
         """
-        self._offered.expect()
+        self._pending.expect()
 
     def decline(self, reason: str = "the script declined it", iteration: int = -1) -> None:
         """Start without the offered snapshot; all ranks must, or none.
@@ -269,7 +202,7 @@ class SnapshotManager:
         reports the ``reason``, and the ``iteration`` of the checkpoint that training resumes
         from instead (-1: it starts from scratch).
         """
-        self._offered.decline(reason, iteration)
+        self._pending.decline(reason, iteration)
 
     def load(self, into: State) -> int:
         """Restore the snapshot that the job agreed on, in place; its iteration, or 0 if none.
@@ -279,16 +212,16 @@ class SnapshotManager:
         CorruptBlockError tensors may hold a part of the snapshot: ``prepare``, ``save`` and
         fences then raise it again, and the process has to end.
         """
-        offer = self._offered.get()
+        offer = self._pending.get()
         if offer is None:
             logger.info("rank %d (%s): no snapshot to load", self.rank, self.shard_id)
             return 0
         started = time.monotonic()
-        self._offered.load(offer, self._adapt(into), self.config.replicated_split_bytes)
+        self._pending.load(offer, self._adapt(into), self.config.replicated_split_bytes)
         self.stats.committed(offer.record.iteration, protected=False)
         seconds = time.monotonic() - started
         self.watch.restored(seconds)
-        self._offered.say_restored(offer, seconds, aloud=self.rank == 0)
+        self._pending.report_restored(offer, seconds, aloud=self.rank == 0)
         if isinstance(into, Mapping):
             self._late_iterators.begin()
         return offer.record.iteration
@@ -300,19 +233,17 @@ class SnapshotManager:
         step or a load.  Blocks until all ranks have come here; raises what start-up can
         raise (ArenaMemoryError, LayoutMismatchError, UnencodableError, ControlPlaneError).
         """
-        captures = self._captures
-        assert captures.engine is None, "prepare was called twice"
-        self._offered.require_whole()
-        self._offered.get()
+        assert not self._capture.is_open, "prepare was called twice"
+        self._pending.require_whole()
+        self._pending.get()
         self._late_iterators.end()
         if isinstance(state, Mapping):
             self._warn_of_clients()
         adapted = self._adapt(state)
         layout = plan_state(adapted, self.config.replicated_split_bytes)
         check_replicas(adapted, layout)
-        self._offered.check(layout)
+        self._pending.check(layout)
         form = adapted.checkpoint_form() if isinstance(adapted, HasCheckpointForm) else b""
-        captures.form = form
         path = self._client.prepare(
             layout.hash(),
             required_bytes(layout, adapted.objects(), form),
@@ -321,15 +252,7 @@ class SnapshotManager:
             rank_rule=self._rank_rule,
         )
         copier = self._copier or choose_copier(adapted, self.config.copy_piece_bytes)
-        captures.engine = CaptureEngine(
-            path,
-            self.shard_id,
-            layout,
-            copier,
-            self._client.begins,
-            captures.on_sealed,
-            captures.on_abandoned,
-        )
+        self._capture.open(path, self.shard_id, layout, copier, form)
         self.watch.training()
 
     def save(self, iteration: int, state: State) -> Ticket:
@@ -337,19 +260,17 @@ class SnapshotManager:
 
         Call it at every iteration boundary, on all ranks.
         """
-        if self._captures.engine is None:
+        if not self._capture.is_open:
             self.prepare(state)
-        captures = self._captures
         try:
             self.watch.iteration_ended(iteration)
-            captures.times.end(time.monotonic(), self.stats.stall_seconds)
-            ticket = self._boundary.take(iteration, state, declined=self._offered.declined)
-            captures.times.begin(time.monotonic(), self.stats.stall_seconds, captures.under_way)
-            return ticket
+            return self._capture.end_iteration(
+                iteration, lambda: self._adapt(state), declined=self._pending.declined
+            )
         except Exception as error:
             # Snapshots are a service to training and must never end it.
             self._warn("save", "save(%d) failed: %r; training goes on", iteration, error)
-            return self._boundary.skip(iteration)
+            return self._capture.skip(iteration)
 
     def report_loss(self, loss: float) -> None:
         """Tell the loss of the iteration that is about to end; before its ``save``.
@@ -358,7 +279,7 @@ class SnapshotManager:
         it led to from being captured, on all ranks.  A rank that reports once must do so in every
         iteration; ranks without a loss never do.
         """
-        self._captures.losses.report(loss)
+        self._capture.report_loss(loss)
 
     @contextmanager
     def fence(self) -> Iterator[None]:
@@ -376,14 +297,13 @@ class SnapshotManager:
         ``fence()``.  Waits for a running copy, as a fence does, and is no fence itself.  What a
         TrainingState remembers is its own to let go of.
         """
-        captures = self._captures
-        self._fence.hold(captures.run)
+        self._capture.let_go()
         self._adapt.forget_tensors()
-        if captures.engine is not None:
-            captures.engine.binding.forget()
 
-    def register_fence(self, optimizer: Hookable) -> Any:
-        """Put the fence before each ``optimizer.step()``; returns the hook's handle."""
+    def register_fence(self, optimizer: Any) -> Any:
+        """Put the fence before each ``optimizer.step()``; returns the handle that its
+        ``register_step_pre_hook`` gives.
+        """
         handle = optimizer.register_step_pre_hook(
             lambda _optimizer, _args, _kwargs: self._before_step()
         )
@@ -399,12 +319,8 @@ class SnapshotManager:
         self._hooks.clear()
         self._late_iterators.end()
         self.watch.close()
-        captures = self._captures
-        engine, captures.engine = captures.engine, None
         try:
-            if engine is not None:
-                self._fence.wait(captures.run)
-                engine.close(self.config.fence_timeout_seconds)
+            self._capture.close()
         finally:
             self._client.close()
 
@@ -429,6 +345,6 @@ class SnapshotManager:
         )
 
     def _before_step(self) -> None:
-        self._offered.require_whole()
+        self._pending.require_whole()
         self.watch.step()
-        self._fence.wait(self._captures.run)
+        self._capture.fence()

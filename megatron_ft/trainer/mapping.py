@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, compress
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -54,6 +54,18 @@ class Enumeration:
         self.name_of.setdefault(id(tensor), name)
         (self.lazy if lazy else self.boundary)[name] = local_tensor(tensor)
 
+    def put_all(self, names: list[str], tensors: list[torch.Tensor], lazy: bool) -> None:
+        """As ``put`` of each, in few calls: there may be thousands."""
+        if not self.handles.keys().isdisjoint(names) or len({*names}) < len(names):
+            for name, tensor in zip(names, tensors, strict=True):
+                self.put(name, tensor, lazy)
+        self.handles.update(zip(names, tensors, strict=True))
+        for key, name in zip(map(id, tensors), names, strict=True):
+            self.name_of.setdefault(key, name)
+        plain = {*map(type, tensors)} <= DENSE
+        local = tensors if plain else map(local_tensor, tensors)
+        (self.lazy if lazy else self.boundary).update(zip(names, local, strict=True))
+
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The shard of a DTensor that lies on this rank; any other tensor as it is."""
@@ -81,7 +93,8 @@ def enumerate_entry(found: Enumeration, name: str, value: Any, force: bool | Non
     ``force`` overrules that: lazily if True, at the boundary if False.
     """
     if isinstance(value, torch.Tensor):
-        found.put(name, value, _is_longer(value, COUNTER_BYTES) if force is None else force)
+        lazy = _is_longer(value, COUNTER_BYTES) if force is None else force
+        found.put(name, value, lazy)
     elif isinstance(value, torch.nn.Module):
         _module(found, name, value, force)
     elif is_optimizer(value):
@@ -100,15 +113,18 @@ def _is_longer(tensor: torch.Tensor, length: int) -> bool:
 def _module(found: Enumeration, name: str, module: torch.nn.Module, force: bool | None) -> None:
     """Enumerate a module; its structure is kept only if it has extra state."""
     content = module.state_dict(keep_vars=True)
-    only_tensors = True
-    for key, value in content.items():
-        if isinstance(value, torch.Tensor):
-            is_parameter = isinstance(value, torch.nn.Parameter)
-            found.put(f"{name}/{key}", value, is_parameter if force is None else force)
-        else:
-            only_tensors = False
-    if not only_tensors:
+    tensors = {key: value for key, value in content.items() if isinstance(value, torch.Tensor)}
+    parameters = {key for key, value in tensors.items() if _is_parameter(value)}
+    for lazy in (True, False):
+        keys = [key for key in tensors if (key in parameters if force is None else force) is lazy]
+        found.put_all([f"{name}/{key}" for key in keys], [tensors[key] for key in keys], lazy)
+    if len(tensors) < len(content):
         found.structures[name] = dict(content)
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    # torch's isinstance asks in Python whether another class counts as one.
+    return type(tensor) is torch.nn.Parameter or isinstance(tensor, torch.nn.Parameter)
 
 
 def enumerate_structure(
@@ -116,15 +132,15 @@ def enumerate_structure(
 ) -> None:
     """Enumerate nested containers; tensors of at most ``inline`` bytes stay with it."""
     found.structures[name] = value
+    names, tensors = list[str](), list[torch.Tensor]()
     pending: list[tuple[str, Any]] = [("", {name: value})]
     while pending:
         path, container = pending.pop()
         items = container.items() if isinstance(container, Mapping) else enumerate(container)
         for key, item in items:
             if isinstance(item, torch.Tensor):
-                if inline < 0 or _is_longer(item, inline):
-                    now = _is_longer(item, COUNTER_BYTES) if lazy is None else lazy
-                    found.put(f"{path}{key}", item, now)
+                names.append(f"{path}{key}")
+                tensors.append(item)
             elif isinstance(item, Mapping):
                 pending.append((f"{path}{key}/", item))
             elif isinstance(item, list | tuple):
@@ -135,6 +151,13 @@ def enumerate_structure(
                     f"{path}{key} ({type(item).__name__}) has a state_dict but lies inside another "
                     "value; put it into the state mapping under a name of its own"
                 )
+    if inline >= 0:
+        kept = [_is_longer(tensor, inline) for tensor in tensors]
+        names, tensors = list(compress(names, kept)), list(compress(tensors, kept))
+    if lazy is not None:
+        return found.put_all(names, tensors, lazy)
+    for one, tensor in zip(names, tensors, strict=True):
+        found.put(one, tensor, _is_longer(tensor, COUNTER_BYTES))
 
 
 class MappingState:
@@ -293,11 +316,11 @@ class _WrittenMoments(NamedTuple):
         holders = list(moments.values())
         if not {*map(type, holders)} <= {dict}:
             return None
-        inner = list(map(list, holders))
+        inner = list(chain.from_iterable(holders))
         names = list(map(name_of.get, map(id, chain.from_iterable(map(dict.values, holders)))))
-        if None in names or not {*map(type, chain.from_iterable(inner))} <= {str}:
+        if None in names or not {*map(type, inner)} <= {str}:
             return None
-        now = cls(holders, [*moments, inner], names, Lasting())
+        now = cls(holders, [*moments, *map(len, holders), *inner], names, Lasting())
         return before if before is not None and before._same(now) else now
 
     def _same(self, other: _WrittenMoments) -> bool:

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ft.core.environment import RESTORE
-from megatron_ft.trainer.protocols import Manager
+
+if TYPE_CHECKING:
+    from megatron_ft.trainer.manager import SnapshotManager
 
 WISH = "load_wish"
 """Key, in a snapshot's objects, of what the user asked the framework to load in that
 incarnation."""
 
 
-class Disk(NamedTuple):
+class DiskStart(NamedTuple):
     """What the framework itself would start from: an iteration, -1 if it would load nothing.
 
     ``asked`` is how the user named that checkpoint, empty if it is just the newest.
@@ -33,7 +35,7 @@ class Disk(NamedTuple):
         return self.iteration > offered or (self.to_resume and self.iteration == offered)
 
 
-class View(NamedTuple):
+class RankView(NamedTuple):
     """What one rank sees before the decision.
 
     ``offered`` is the iteration of its snapshot in memory, -1 for none; ``disk_only`` is True
@@ -44,14 +46,14 @@ class View(NamedTuple):
     """
 
     offered: int
-    disk: Disk
+    disk: DiskStart
     disk_only: bool = False
     wish_changed: bool = False
     problem: str = ""
     rewound: bool = False
 
 
-class Start(NamedTuple):
+class StartDecision(NamedTuple):
     """The decision, and the reason for it in words."""
 
     from_memory: bool
@@ -69,7 +71,7 @@ def supervisor_rewound(environment: Mapping[str, str] | None = None) -> bool:
     return (os.environ if environment is None else environment).get(RESTORE) == "rewound"
 
 
-def choose_start(views: Sequence[View]) -> Start:
+def choose_start(views: Sequence[RankView]) -> StartDecision:
     """Choose for all ranks from what they see, by rank; what is on disk, the first one says.
 
     Memory serves if every rank has the same snapshot, and what the framework would load is
@@ -80,30 +82,34 @@ def choose_start(views: Sequence[View]) -> Start:
     """
     disk, newest = views[0].disk, max(view.offered for view in views)
     if newest < 0:
-        return Start(False, "no snapshot is in memory")
+        return StartDecision(False, "no snapshot is in memory")
     if any(view.disk_only for view in views):
-        return Start(False, "the job decided to start from disk")
+        return StartDecision(False, "the job decided to start from disk")
     if any(view.offered != newest for view in views):
         lacking = [rank for rank, view in enumerate(views) if view.offered != newest]
-        return Start(False, f"ranks {lacking} were not offered the snapshot of iteration {newest}")
+        return StartDecision(
+            False, f"ranks {lacking} were not offered the snapshot of iteration {newest}"
+        )
     if disk.asked and any(view.wish_changed for view in views):
-        return Start(False, f"{disk.asked} was asked for")
+        return StartDecision(False, f"{disk.asked} was asked for")
     rewound = any(view.rewound for view in views)
     if not disk.asked and disk.goes_before(newest) and not rewound:
         newer = "is newer" if disk.iteration > newest else "was saved to be resumed from"
-        return Start(False, f"the checkpoint of iteration {disk.iteration} {newer}")
+        return StartDecision(False, f"the checkpoint of iteration {disk.iteration} {newer}")
     problem = next((view.problem for view in views if view.problem), "")
     if problem:
-        return Start(False, problem)
+        return StartDecision(False, problem)
     if disk.asked:
-        return Start(True, f"{disk.asked} was loaded in an earlier incarnation")
+        return StartDecision(True, f"{disk.asked} was loaded in an earlier incarnation")
     if disk.goes_before(newest):
-        return Start(True, f"the job was rewound to before what is on disk ({_disk_text(disk)})")
+        return StartDecision(
+            True, f"the job was rewound to before what is on disk ({_disk_text(disk)})"
+        )
     how = "as new as" if disk.iteration == newest else "newer than"
-    return Start(True, f"{how} what is on disk ({_disk_text(disk)})")
+    return StartDecision(True, f"{how} what is on disk ({_disk_text(disk)})")
 
 
-def agree(view: View, manager: Manager) -> Start | None:
+def agree(view: RankView, manager: SnapshotManager) -> StartDecision | None:
     """Decide with all other ranks; the manager declines what is not used.  Collective.
 
     None if no rank was offered anything: there was nothing to decide.
@@ -115,7 +121,7 @@ def agree(view: View, manager: Manager) -> Start | None:
     return start if max(each.offered for each in views) >= 0 else None
 
 
-def _all_ranks(view: View) -> list[View]:
+def _all_ranks(view: RankView) -> list[RankView]:
     from torch import distributed
 
     views: list[Any] = [None] * distributed.get_world_size()
@@ -123,5 +129,5 @@ def _all_ranks(view: View) -> list[View]:
     return views
 
 
-def _disk_text(disk: Disk) -> str:
+def _disk_text(disk: DiskStart) -> str:
     return "nothing" if disk.iteration < 0 else f"iteration {disk.iteration}"

@@ -59,14 +59,14 @@ class Snapshots:
 
     @property
     def _engine(self) -> Any:
-        return self.manager._captures.engine
+        return self.manager._capture._engine
 
     def wrong(self) -> list[str]:
         """What the last one does not hold as a state that has just been made finds it."""
         binding, found = self._engine.binding, live_tensors(EngineState(self._of))
         entries = [entry for entry in binding.layout.entries if not entry.alias_of]
-        stored = zip(entries, binding._targets[0], strict=True)
-        return [e.name for e, kept in stored if bits(kept) != bits(live_part(found[e.name], e))]
+        kept = binding._targets[0]
+        return [e.name for e in entries if bits(kept[e.name]) != bits(live_part(found[e.name], e))]
 
     def close(self) -> None:
         self.manager.close()

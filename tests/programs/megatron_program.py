@@ -29,7 +29,7 @@ def _weights(state: Any) -> Iterator[torch.Tensor]:
 
 def make_manager(config: SnapshotConfig) -> ArenaManager:
     """The manager of this rank."""
-    from megatron_ft.megatron.manager import place_of_rank
+    from megatron_ft.megatron.run import place_of_rank
 
     return ArenaManager(config, place_of_rank(), _weights)
 

@@ -14,21 +14,10 @@ ORDER = (
 )
 """Each may import those before it."""
 
-UPWARD = {
-    (
-        "megatron_ft.launchers.startup.sitecustomize",
-        "megatron_ft.megatron.autoload",
-    ): "runs in the trainer's interpreter, behind Megatron's own import",
-    (
-        "megatron_ft.launchers.startup.sitecustomize",
-        "deepspeed_ext.hooks",
-    ): "runs in the trainer's interpreter, behind DeepSpeed's own import",
-}
+UPWARD: dict[tuple[str, str], str] = {}
 """Imports that point the other way, each with its reason."""
 
 CIRCLES = {
-    frozenset({"deepspeed_ext.hooks", "megatron_ft.launchers.startup.sitecustomize"}): "the hooks "
-    "use AfterImport, which is in sitecustomize.py as that imports nothing in most processes",
     frozenset(
         {
             "megatron_ft.cli.demo.frameworks",

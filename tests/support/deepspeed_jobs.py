@@ -14,7 +14,7 @@ from typing import Any
 from megatron_ft.cli.demo import deepspeed_script
 from megatron_ft.cli.demo.report import compare_runs
 from megatron_ft.cli.demo.trace import read_trace
-from megatron_ft.launchers.startup import before_script
+from megatron_ft.core.startup import before_script
 from megatron_ft.supervisor.orders import Timing
 from tests.programs.held_in_step import sitecustomize as held
 from tests.support.jobs import DEEPSPEED_EXAMPLE, ROOT, Job, run_alone

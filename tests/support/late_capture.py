@@ -22,7 +22,7 @@ import torch
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.core.fewer_ranks import RankRule
+from megatron_ft.core.identity import RankRule
 from megatron_ft.erasure.stripes import RankPlace
 from megatron_ft.trainer.cpu import CpuCopier
 from megatron_ft.trainer.manager import SnapshotManager
@@ -120,8 +120,8 @@ class ArenaManager(SnapshotManager):
     ) -> None:
         self._arenas, self._late, self._of = ArenaClient(place), LateCopier(), weights
         super().__init__(config, client=self._arenas, copier=self._late, **place)
-        self._hold_without_fence = self._boundary.hold_without_fence
-        self._boundary.hold_without_fence = self._let_copy_and_hold
+        self._hold_without_fence = self._capture._hold_without_fence
+        self._capture._hold_without_fence = self._let_copy_and_hold
 
     def load(self, into: Any) -> int:
         if self.offered_iteration >= 0:
@@ -154,7 +154,7 @@ class ArenaManager(SnapshotManager):
         return super().fence()
 
     def _let_copy(self) -> None:
-        if self._captures.run is not None:
+        if self._capture._run is not None:
             self._late.fence_reached.set()
 
     def _let_copy_and_hold(self, run: Any) -> None:

@@ -17,7 +17,7 @@ import pytest
 from megatron_ft.cli.demo import demo_model, stock_script
 from megatron_ft.cli.demo.report import Comparison, compare_runs, compare_states
 from megatron_ft.cli.demo.trace import final_lines, read_trace
-from megatron_ft.launchers.startup import before_script
+from megatron_ft.core.startup import before_script
 from megatron_ft.supervisor.orders import Timing
 from tests.programs.held_in_step import sitecustomize as held
 from tests.support.jobs import ROOT, Job

@@ -18,7 +18,7 @@ from megatron_ft.cli.chaos.inject import processes, send
 from megatron_ft.cli.demo.settings import Fault, FaultKind, Record, Strike, now
 from megatron_ft.cli.demo.trace import TraceLine, TraceTail
 from megatron_ft.core.errors import ControlPlaneError, MegatronFTError
-from megatron_ft.core.log_end import last_lines
+from megatron_ft.core.process_tools import last_lines
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.processes import TrainerFleet

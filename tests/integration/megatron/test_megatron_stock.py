@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.cli.demo import stock_script
-from megatron_ft.launchers import startup
+from megatron_ft.core import startup
 from tests.support.jobs import ROOT
 from tests.support.megatron_jobs import (
     SNAPSHOTS,

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_ft.cli.demo import stock_script
 from megatron_ft.cli.demo.report import compare_runs
-from megatron_ft.launchers.startup import before_script
+from megatron_ft.core.startup import before_script
 from tests.programs.held_in_step import sitecustomize as held
 from tests.support import slurm_cluster
 from tests.support.megatron_jobs import (

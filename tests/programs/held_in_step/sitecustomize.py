@@ -12,7 +12,8 @@ import time
 from typing import Any
 
 from megatron_ft.core.environment import INCARNATION
-from megatron_ft.launchers.startup.sitecustomize import DEEPSPEED, LOOP, AfterImport, run_hidden
+from megatron_ft.core.startup import DEEPSPEED, LOOP
+from megatron_ft.core.startup.sitecustomize import AfterImport, run_hidden
 
 RANK, ITERATION = "1", 11
 PERMIT_SECONDS = 100.0
@@ -48,7 +49,7 @@ def hold_deepspeed() -> None:
 
 def hold(finished: int, run: Any) -> None:
     if finished == 0:
-        await_permit(run._manager._captures.engine.arena)
+        await_permit(run._manager._capture._engine.arena)
     if finished + 1 == ITERATION and os.environ["RANK"] == RANK:
         signal.pause()
 

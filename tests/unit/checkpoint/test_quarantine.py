@@ -24,7 +24,7 @@ from megatron_ft.supervisor.quarantine_policy import (
     memory_goes_first,
     reason_against_own,
 )
-from megatron_ft.trainer.start_choice import Disk, View, choose_start
+from megatron_ft.trainer.start_choice import DiskStart, RankView, choose_start
 from tests.support.decisions import NEW, OLD, decided, everywhere
 
 NEAR = 10
@@ -306,9 +306,9 @@ def test_recovery_rewinds_to_the_newest_before_the_iteration() -> None:
 
 
 def test_a_rewound_job_does_not_load_the_newer_checkpoint_of_what_it_gave_up() -> None:
-    ranks = [View(8, Disk(10))] * 2
+    ranks = [RankView(8, DiskStart(10))] * 2
     assert not choose_start(ranks).from_memory
     rewound = choose_start([view._replace(rewound=True) for view in ranks])
     assert rewound.from_memory and "rewound to before what is on disk" in rewound.reason
-    asked = [View(8, Disk(10, "the checkpoint 'x'"), wish_changed=True, rewound=True)] * 2
+    asked = [RankView(8, DiskStart(10, "the checkpoint 'x'"), wish_changed=True, rewound=True)] * 2
     assert not choose_start(asked).from_memory, "what the user names now is what he wants"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from deepspeed_ext.saving import NAME, LoadWish, Saved, disk_of  # noqa: E402  # noqa: E402
-from megatron_ft.trainer.start_choice import WISH, Disk  # noqa: E402
+from megatron_ft.trainer.start_choice import WISH, DiskStart  # noqa: E402
 
 ENGINE = SimpleNamespace(load_universal_checkpoint=lambda: False)
 
@@ -42,31 +42,31 @@ EXPERT = "layer_0_expert_0_mp_rank_00_model_states.pt"
 @pytest.mark.parametrize("name", [MODEL, OF_STAGE_3])
 def test_a_free_tag_is_looked_into(tmp_path: Path, name: str) -> None:
     folder = saved(tmp_path, {name: {"global_steps": 20}, EXPERT: {"experts": 1}})
-    assert disk_of(ENGINE, folder, None, {}) == Disk(20)
-    assert disk_of(ENGINE, folder, "last", {}) == Disk(20, "the checkpoint 'last'")
+    assert disk_of(ENGINE, folder, None, {}) == DiskStart(20)
+    assert disk_of(ENGINE, folder, "last", {}) == DiskStart(20, "the checkpoint 'last'")
 
 
 def test_a_tag_that_was_saved_again_is_of_the_later_step(tmp_path: Path) -> None:
     folder = saved(tmp_path, {MODEL: {"global_steps": 20}})
-    assert disk_of(ENGINE, folder, None, saved_before(tmp_path)) == Disk(20)
+    assert disk_of(ENGINE, folder, None, saved_before(tmp_path)) == DiskStart(20)
 
 
 def test_one_that_was_half_overwritten_is_of_the_earlier_step(tmp_path: Path) -> None:
     folder = saved(tmp_path, {MODEL: {"global_steps": 20}}, latest_after=False)
-    assert disk_of(ENGINE, folder, None, saved_before(tmp_path)) == Disk(12)
+    assert disk_of(ENGINE, folder, None, saved_before(tmp_path)) == DiskStart(12)
 
 
 def test_one_that_cannot_be_read_is_left_to_deepspeed(tmp_path: Path) -> None:
     folder = saved(tmp_path, {MODEL: {}})
     (tmp_path / "last" / MODEL).write_bytes(b"cut off")
-    assert disk_of(ENGINE, folder, None, {}) == Disk(0)
+    assert disk_of(ENGINE, folder, None, {}) == DiskStart(0)
     os.utime(tmp_path / "last" / MODEL, ns=(10, 10))
-    assert disk_of(ENGINE, folder, None, saved_before(tmp_path)) == Disk(12)
+    assert disk_of(ENGINE, folder, None, saved_before(tmp_path)) == DiskStart(12)
 
 
 def test_without_a_checkpoint_nothing_is_loaded(tmp_path: Path) -> None:
-    assert disk_of(ENGINE, str(tmp_path), None, {}) == Disk(-1)
-    assert disk_of(ENGINE, str(tmp_path), "last", saved_before(tmp_path)) == Disk(-1)
+    assert disk_of(ENGINE, str(tmp_path), None, {}) == DiskStart(-1)
+    assert disk_of(ENGINE, str(tmp_path), "last", saved_before(tmp_path)) == DiskStart(-1)
 
 
 def test_a_tag_of_another_folder_is_another_checkpoint(tmp_path: Path) -> None:

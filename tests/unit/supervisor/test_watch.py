@@ -37,12 +37,12 @@ from megatron_ft.supervisor.hang_attribution import (
 )
 from megatron_ft.supervisor.heartbeats import LEAST_SECONDS, find_stragglers
 from megatron_ft.supervisor.watch import HangSettings, allowance, learned_timeout
-from megatron_ft.trainer.watch.heartbeat import TrainerWatch
-from megatron_ft.trainer.watch.iterations import (
+from megatron_ft.trainer.heartbeats import (
     FIRST_ITERATIONS,
     LEAST_OF_WINDOW,
     WINDOW,
     Iterations,
+    TrainerWatch,
     WindowSummary,
     summarise,
 )

@@ -11,13 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.identity import SealedRecord, SnapshotId
-from megatron_ft.trainer.boundary import Boundary, Fence
-from megatron_ft.trainer.captures import Captures
-from megatron_ft.trainer.engine import CaptureEngine
+from megatron_ft.trainer.capture import Capture
+from megatron_ft.trainer.engine import CaptureEngine, CaptureRun
 from megatron_ft.trainer.manager import SnapshotManager
 from megatron_ft.trainer.mapping import MappingState, StateAdapter
-from megatron_ft.trainer.run import CaptureRun
 from megatron_ft.trainer.stats import CaptureStats, Warner
 from tests.support.captures import WAIT, FakeSmp, GatedCopier, gated, make_manager
 
@@ -28,25 +27,18 @@ def new_state() -> dict[str, Any]:
     return {"weight": torch.arange(1000.0)}
 
 
-def boundary_of(manager: SnapshotManager) -> tuple[Boundary, Fence, CaptureStats]:
-    """A boundary on the arena and the copy thread of a prepared manager."""
-    fence, stats = Fence(WAIT, manager.stats), manager.stats
-    boundary = Boundary(manager._captures, fence, StateAdapter(), stats, WARN, 2)
-    return boundary, fence, stats
-
-
-def no_captures(stats: CaptureStats) -> Captures:
-    return Captures(FakeSmp(Path("/nowhere")), stats, 0.0, WARN)
+def end(manager: SnapshotManager, iteration: int, state: dict[str, Any]) -> None:
+    """As in save(), without what comes around it."""
+    manager._capture.end_iteration(iteration, lambda: MappingState(state), declined=False)
 
 
 @given(st.integers(0, 9), st.lists(st.integers(0, 1000), max_size=50))
 def test_skips_are_counted_and_those_at_a_multiple_apart(
     interval: int, iterations: list[int]
 ) -> None:
-    stats = CaptureStats()
-    fence = Fence(WAIT, stats)
-    boundary = Boundary(no_captures(stats), fence, StateAdapter(), stats, WARN, interval)
-    tickets = [boundary.skip(iteration) for iteration in iterations]
+    stats, config = CaptureStats(), SnapshotConfig(snapshot_interval=interval or "auto")
+    capture = Capture(FakeSmp(Path("/nowhere")), config, stats, WARN)
+    tickets = [capture.skip(iteration) for iteration in iterations]
     assert [ticket.iteration for ticket in tickets] == iterations
     due = [at for at in iterations if interval and at % interval == 0]
     assert (stats.skipped, stats.due_skipped) == (len(iterations), len(due))
@@ -68,22 +60,20 @@ def test_a_revoked_permit_is_answered_at_every_boundary_and_counted_once(smp: Fa
     """The first word may have died with an SMP, and without it the slot is never free."""
     manager, state = make_manager(smp), new_state()
     manager.prepare(state)
-    boundary, _, stats = boundary_of(manager)
     snapshot = smp.grant(3)
     smp.revoke()
     for iteration in (1, 2, 3):
-        boundary.take(iteration, state, declined=False)
+        end(manager, iteration, state)
     assert smp.missed_ids == [snapshot] * 3
-    assert (stats.missed, stats.skipped) == (1, 3)
+    assert (manager.stats.missed, manager.stats.skipped) == (1, 3)
     manager.close()
 
 
 def test_trainers_progress_is_written_whatever_is_permitted(smp: FakeSmp) -> None:
     manager, state = make_manager(smp), new_state()
     manager.prepare(state)
-    boundary, _, _ = boundary_of(manager)
     for iteration in (1, 2, 3):
-        boundary.take(iteration, state, declined=False)
+        end(manager, iteration, state)
         assert smp.arena is not None and smp.arena.progress() == iteration
     manager.close()
 
@@ -92,18 +82,17 @@ def test_it_waits_for_the_copy_only_until_a_fence_was_seen(smp: FakeSmp) -> None
     copier = GatedCopier()
     manager, state = make_manager(smp, copier=copier), new_state()
     manager.prepare(state)
-    boundary, fence, _ = boundary_of(manager)
     copier.gate.set()
     smp.grant(1)
-    boundary.take(1, state, declined=False)
-    run = manager._captures.run
+    end(manager, 1, state)
+    run = manager._capture._run
     assert run is not None and run.moved.is_set()
     assert run.finished.wait(WAIT), "the copy thread did not finish"
-    fence.wait(None)
+    manager._capture.fence()
     copier.gate.clear()
     smp.grant(2, slot=1)
-    boundary.take(2, state, declined=False)
-    run = manager._captures.run
+    end(manager, 2, state)
+    run = manager._capture._run
     assert run is not None and not run.moved.is_set()
     copier.gate.set()
     smp.wait_ended()
@@ -114,19 +103,17 @@ def test_it_waits_for_the_copy_only_until_a_fence_was_seen(smp: FakeSmp) -> None
 def test_nobody_says_that_nothing_is_written_while_it_is(smp: FakeSmp) -> None:
     """The SMP would take the slot for free."""
     manager, copier = gated(smp, state := new_state())
-    boundary, _, _ = boundary_of(manager)
-    boundary.hold_without_fence = lambda run: None  # type: ignore[method-assign]
     snapshot = smp.grant(1)
-    boundary.take(1, state, declined=False)
+    end(manager, 1, state)
     smp.revoke()
-    boundary.take(2, state, declined=False)
-    assert manager._captures.running and not smp.missed_ids
+    end(manager, 2, state)
+    assert manager._capture.running and not smp.missed_ids
     copier.gate.set()
     smp.wait_ended()
-    run = manager._captures.run
+    run = manager._capture._run
     assert run is not None and run.finished.wait(WAIT), "the copy thread did not finish"
-    assert not manager._captures.under_way, "its ticket waits for an outcome that never comes"
-    boundary.take(3, state, declined=False)
+    assert not manager._capture.under_way, "its ticket waits for an outcome that never comes"
+    end(manager, 3, state)
     assert smp.missed_ids == [snapshot] and snapshot in smp.abandoned_ids
     manager.close()
 
@@ -153,7 +140,7 @@ def test_an_outcome_that_comes_before_save_returns_is_not_lost(
     manager.prepare(state)
     smp.grant(1)
     ticket = manager.save(1, state)
-    assert ticket.committed.result(timeout=0) and not manager._captures.under_way
+    assert ticket.committed.result(timeout=0) and not manager._capture.under_way
     manager.close()
 
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from megatron_ft.trainer import cuda as cuda_module
-from megatron_ft.trainer.copier import CopyItem
+from megatron_ft.trainer.copier import CopyItem, SharedPieces
 from megatron_ft.trainer.cuda import CudaCopier
-from megatron_ft.trainer.shared_pieces import SharedPieces
 
 HERE = 2
 """The third GPU."""

@@ -589,7 +589,7 @@ def calls_after_a_step(folder: Path, count: int) -> Counter[str]:
     return calls_of_save(folder, state, train)
 
 
-MOST_CALLS, MOST_C_CALLS = 4, 9
+MOST_CALLS, MOST_C_CALLS = 2, 9
 """For each tensor: the state is enumerated at each save, and compared with the layout."""
 
 

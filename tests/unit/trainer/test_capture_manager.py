@@ -354,7 +354,7 @@ def _open_while_fenced(manager: SnapshotManager, copier: GatedCopier) -> None:
     """Let the copy go on once the training thread has waited for it for 0.2 s."""
 
     def waits() -> bool:
-        run = manager._captures.run
+        run = manager._capture._run
         return run is not None and run._fence_entered is not None
 
     def open_gate() -> None:
@@ -375,7 +375,7 @@ def test_without_any_fence_save_waits_for_its_copy(smp: FakeSmp) -> None:
     smp.grant(1)
     _open_while_fenced(manager, copier)
     ticket = manager.save(1, state)
-    assert manager._captures.run.moved.is_set()  # type: ignore[union-attr]
+    assert manager._capture._run.moved.is_set()  # type: ignore[union-attr]
     assert ticket.captured.result(WAIT)
     manager.close()
 
@@ -447,7 +447,7 @@ def test_nothing_is_forgotten_while_a_copy_reads_it(smp: FakeSmp) -> None:
     assert copier.started.wait(WAIT)
     _open_while_fenced(manager, copier)
     manager.forget_tensors()
-    assert manager._captures.run.moved.is_set()  # type: ignore[union-attr]
+    assert manager._capture._run.moved.is_set()  # type: ignore[union-attr]
     assert ticket.captured.result(WAIT)
     manager.close()
 
@@ -462,7 +462,7 @@ def test_to_forget_tensors_is_no_fence(smp: FakeSmp) -> None:
     smp.grant(1)
     _open_while_fenced(manager, copier)
     manager.save(1, state)
-    assert manager._captures.run.moved.is_set()  # type: ignore[union-attr]
+    assert manager._capture._run.moved.is_set()  # type: ignore[union-attr]
     manager.close()
 
 
@@ -936,7 +936,7 @@ def test_bookkeeping_for_two_thousand_tensors_is_cheap(smp: FakeSmp) -> None:
         ratios.append((saved - started) / (time.perf_counter() - saved))
         assert ticket.captured.result(WAIT)
         smp.wait_ended()
-        manager._captures.run.finished.wait(WAIT)  # type: ignore[union-attr]
+        manager._capture._run.finished.wait(WAIT)  # type: ignore[union-attr]
     assert manager.stats.taken == 7
     assert min(ratios) < 4.0, f"save() took {ratios} times as long as one state_dict()"
     manager.close()
@@ -951,5 +951,5 @@ def test_fresh_arena_bytes_beyond_the_table_are_zero_after_reuse(smp: FakeSmp) -
         record = smp.sealed_records[capture(smp, manager, state, iteration).snapshot]
         assert smp.arena is not None
         assert not smp.arena.data(0)[record.used_bytes :].any()
-        manager._captures.run.finished.wait(WAIT)  # type: ignore[union-attr]
+        manager._capture._run.finished.wait(WAIT)  # type: ignore[union-attr]
     manager.close()

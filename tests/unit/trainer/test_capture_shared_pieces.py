@@ -15,9 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import megatron_ft.trainer.run
+import megatron_ft.trainer.engine
+from megatron_ft.trainer.copier import SharedPieces
 from megatron_ft.trainer.cpu import CpuCopier, SerialBatch
-from megatron_ft.trainer.shared_pieces import SharedPieces
 from megatron_ft.trainer.state import same_bits
 from tests.support.captures import WAIT, FakeSmp, make_manager
 
@@ -226,7 +226,7 @@ def test_a_fence_helps_to_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             copier.helped.set()
 
     monkeypatch.setattr(SerialBatch, "move", noted)
-    monkeypatch.setattr(megatron_ft.trainer.run, "spare_threads", lambda: 2)
+    monkeypatch.setattr(megatron_ft.trainer.engine, "spare_threads", lambda: 2)
     smp = FakeSmp(tmp_path)
     manager = make_manager(smp, copier=copier)
     weights = torch.nn.Parameter(torch.rand(1 << 18))
@@ -252,7 +252,7 @@ def test_a_fence_helps_to_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_rank_of_one_core_leaves_it_to_the_copy_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(megatron_ft.trainer.run, "spare_threads", lambda: 1)
+    monkeypatch.setattr(megatron_ft.trainer.engine, "spare_threads", lambda: 1)
     monkeypatch.setattr(SharedPieces, "help", lambda *_: pytest.fail("helped"))
     smp = FakeSmp(tmp_path)
     manager, state = make_manager(smp), {"weights": torch.rand(1 << 18)}

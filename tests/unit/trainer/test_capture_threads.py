@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from megatron_ft.arena import digest
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.trainer import fill
-from megatron_ft.trainer.copier import Bytes, CopyItem
+from megatron_ft.trainer.copier import MOST_THREADS, Bytes, CopyItem, spare_threads
 from megatron_ft.trainer.fill import BlockRanges, VerifiedCopy, chunk_blocks, copy_in_threads
-from megatron_ft.trainer.threads import MOST, spare_threads
 
 BLOCK = 512
 
@@ -136,7 +135,7 @@ def test_a_copy_that_fails_is_an_error() -> None:
 def test_ranks_share_the_cores_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, ranks, threads in (
         (2, "1", 2),
-        (128, "8", MOST),
+        (128, "8", MOST_THREADS),
         (16, "8", 2),
         (2, "8", 1),
         (3, "", 3),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_ft.arena.format import Permit
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.trainer.boundary import Turn, turn
+from megatron_ft.trainer.capture import BoundaryAction, boundary_action
 
 snapshots = st.builds(SnapshotId, st.just(3), st.integers(1, 3))
 permits = st.builds(Permit, snapshots, st.integers(0, 5), st.just(0), st.booleans())
@@ -29,18 +29,20 @@ def test_only_a_valid_permit_of_this_iteration_is_captured_and_each_is_answered_
     declined: bool,
     went_back: bool,
 ) -> None:
-    due = turn(permit, iteration, last, busy=busy, declined=declined, went_back=went_back)
+    due = boundary_action(
+        permit, iteration, last, busy=busy, declined=declined, went_back=went_back
+    )
     if permit is None:
-        assert due is Turn.WAIT
+        assert due is BoundaryAction.WAIT
         return
-    if due is Turn.CAPTURE:
+    if due is BoundaryAction.CAPTURE:
         assert permit.iteration == iteration and not permit.revoked and not busy
         assert not (declined and permit.snapshot.sequence == 1)
     if permit.snapshot == last:
-        assert due is (Turn.REPEAT if permit.revoked else Turn.WAIT)
+        assert due is (BoundaryAction.REACKNOWLEDGE if permit.revoked else BoundaryAction.WAIT)
     elif permit.revoked or permit.iteration < iteration:
-        assert due is Turn.MISS
+        assert due is BoundaryAction.MISS
     elif permit.iteration == iteration:
-        assert due in (Turn.CAPTURE, Turn.MISS)
+        assert due in (BoundaryAction.CAPTURE, BoundaryAction.MISS)
     elif not declined:
-        assert due is (Turn.MISS if went_back else Turn.WAIT)
+        assert due is (BoundaryAction.MISS if went_back else BoundaryAction.WAIT)

@@ -36,12 +36,12 @@ from megatron_ft.erasure.transport import (
     kind_of,
 )
 from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.client import TrainerClient
 from megatron_ft.supervisor.cycle import Send, SnapshotCycle, SnapshotEnded
 from megatron_ft.supervisor.schedule import Schedule
+from megatron_ft.trainer.copier import SharedPieces
 from megatron_ft.trainer.cpu import CpuCopier
 from megatron_ft.trainer.fill import chunk_blocks
-from megatron_ft.trainer.protocols import SnapshotClient
-from megatron_ft.trainer.shared_pieces import SharedPieces
 from tests.support.calls import BLOCK, PIECE, calls_of, calls_of_save, ready, saved
 from tests.support.captures import FakeSmp, make_manager
 from tests.support.erasure_samples import make_code, make_lost, make_member, protected
@@ -94,7 +94,7 @@ def test_a_fence_asks_no_tensor(smp: FakeSmp) -> None:
 def test_a_copy_asks_each_tensor_once_where_it_is(smp: FakeSmp) -> None:
     state = tensors(300)
     manager = ready(smp, state)
-    engine = manager._captures.engine
+    engine = manager._capture._engine
     assert engine is not None
     later = engine.binding.later(state, engine.binding.bind(state), 0)
     copier = CpuCopier(PIECE)
@@ -219,7 +219,7 @@ def test_a_snapshot_takes_two_messages_of_its_trainer(
     def counted(name: str, tell: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *words, **more: (told.update([name]), tell(*words, **more))[1]
 
-    for name in [name for name in vars(SnapshotClient) if not name.startswith("_")]:
+    for name in [name for name in vars(TrainerClient) if not name.startswith("_")]:
         monkeypatch.setattr(smp, name, counted(name, getattr(smp, name)))
     saved(manager, smp, state, 3)
     assert told == {"cost": 1, "sealed": 1}

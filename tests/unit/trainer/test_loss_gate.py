@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.trainer.loss_gate import HISTORY, LEAST_HISTORY, LossGate
+from megatron_ft.trainer.capture import HISTORY, LEAST_HISTORY, LossGate
 from tests.support.captures import FakeSmp, capture, make_manager
 from tests.support.small_training import make_training
 

@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_ft.arena import digest
 from megatron_ft.core import environment
 from megatron_ft.core.errors import ConfigError, NotUnderSupervisorError
-from megatron_ft.core.shard_meta import pack_meta
+from megatron_ft.core.shard import pack_meta
 from megatron_ft.trainer import cuda, manager
 from megatron_ft.trainer.cpu import CpuCopier
-from megatron_ft.trainer.manager import (
+from megatron_ft.trainer.engine import (
     META_SPARE_BYTES,
     PLANNING_BLOCK_BYTES,
     choose_copier,

@@ -5,21 +5,23 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.trainer.start_choice import Disk, View, choose_start
+from megatron_ft.trainer.start_choice import DiskStart, RankView, choose_start
 
 iterations = st.integers(-1, 50)
 disks = st.builds(
-    Disk, iterations, st.sampled_from(["", "the checkpoint 'best'"]), to_resume=st.booleans()
+    DiskStart, iterations, st.sampled_from(["", "the checkpoint 'best'"]), to_resume=st.booleans()
 )
 problems = st.sampled_from(["", "", "the loader has no position"])
-views = st.builds(View, iterations, disks, st.booleans(), st.booleans(), problems, st.booleans())
+views = st.builds(
+    RankView, iterations, disks, st.booleans(), st.booleans(), problems, st.booleans()
+)
 same_offer = st.tuples(iterations, st.lists(views, min_size=1, max_size=6)).map(
     lambda drawn: [view._replace(offered=drawn[0]) for view in drawn[1]]
 )
 
 
 @given(st.lists(views, min_size=1, max_size=6) | same_offer)
-def test_memory_serves_all_ranks_or_none(ranks: list[View]) -> None:
+def test_memory_serves_all_ranks_or_none(ranks: list[RankView]) -> None:
     decision = choose_start(ranks)
     disk, offers = ranks[0].disk, {view.offered for view in ranks}
     usable = len(offers) == 1 and max(offers) >= 0
@@ -33,11 +35,11 @@ def test_memory_serves_all_ranks_or_none(ranks: list[View]) -> None:
 
 
 def test_what_stands_in_the_way_is_said() -> None:
-    view = View(8, Disk(6))
+    view = RankView(8, DiskStart(6))
     assert choose_start([view, view]) == (True, "newer than what is on disk (iteration 6)")
-    tie = [View(8, Disk(8))] * 2
+    tie = [RankView(8, DiskStart(8))] * 2
     assert choose_start(tie) == (True, "as new as what is on disk (iteration 8)")
-    doubtful = [View(8, Disk(8, to_resume=True))] * 2
+    doubtful = [RankView(8, DiskStart(8, to_resume=True))] * 2
     assert choose_start(doubtful) == (
         False,
         "the checkpoint of iteration 8 was saved to be resumed from",

@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterable
 
 from megatron_ft.cli.demo.cpu_device import cuda_api, megatron_gaps, random_state, tensors
-from megatron_ft.megatron import optional_packages
+from megatron_ft.megatron import versions
 
 TORCH_GROUPS = (
     tensors.replace_factories,
@@ -29,8 +29,8 @@ TORCH_GROUPS = (
     cuda_api.hide_accelerators,
     random_state.replace_generators,
     random_state.keep_data_loader_off_the_generator,
-    optional_packages.supply_typing_override,
-    optional_packages.stub_triton,
+    versions.supply_typing_override,
+    versions.stub_triton,
 )
 """The first part: touches only torch and the import table."""
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_ft.launchers.startup import before_script
+from megatron_ft.core.startup import before_script
 
 TRACE_DIRECTORY = "MEGATRON_FT_TESTING_DEEPSPEED_TRACE_DIR"
 """The environment variable that says where the trace goes; see megatron_ft.cli.demo.trace."""

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 from megatron_ft.cli.demo.deepspeed_script import TRACE_DIRECTORY
-from megatron_ft.launchers.startup.sitecustomize import DEEPSPEED, AfterImport, run_hidden
+from megatron_ft.core.startup import DEEPSPEED
+from megatron_ft.core.startup.sitecustomize import AfterImport, run_hidden
 
 
 def prepare_cpu() -> None:

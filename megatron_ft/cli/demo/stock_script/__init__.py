@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_ft.core.errors import MissingEnvironmentError
-from megatron_ft.launchers.startup import before_script
+from megatron_ft.core.startup import before_script
 
 CHECKOUT = "MEGATRON_LM_PATH"
 """The environment variable that names a checkout of Megatron-LM."""

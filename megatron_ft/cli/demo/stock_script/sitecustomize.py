@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_ft.cli.demo.stock_script import TRACE_DIRECTORY
-from megatron_ft.launchers.startup.sitecustomize import LOOP, AfterImport, run_hidden
+from megatron_ft.core.startup import LOOP
+from megatron_ft.core.startup.sitecustomize import AfterImport, run_hidden
 
 
 class BeforeImport:

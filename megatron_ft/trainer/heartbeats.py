@@ -1,6 +1,12 @@
 """The trainer's part of the watch: it passes marks, a thread beats, a signal writes stacks.
 
-When the last gradient of a backward pass is there: the end of a rank's own part of it.
+All of it is stored in a page that the SMP of the node reads.  Beside the marks the page says how
+long the parts of the start took, how long iterations take, and how much of each is the rank's own
+part.
+
+In a synchronous job all ranks have the same iteration time, because the fast ones wait for the
+slow ones.  A rank's own part is what is left without that wait: without the time from its own last
+gradient to the optimizer's step, in which gradients are exchanged.
 """
 
 from __future__ import annotations
@@ -11,13 +17,17 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from megatron_ft.core import private_files
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import UntrustedFileError
+from megatron_ft.core.frameworks import Function, wrap
+from megatron_ft.core.procfs import read_stat
 from megatron_ft.rpc.heartbeat_page import (
     DUMP_SIGNAL,
     Phase,
@@ -26,11 +36,119 @@ from megatron_ft.rpc.heartbeat_page import (
     pulse_path,
     stacks_path,
 )
-from megatron_ft.trainer.watch.iterations import Iterations
-from megatron_ft.trainer.watch.start_parts import StartParts
+
+log = logging.getLogger(__name__)
+
+BEAT_SECONDS = 1.0
+
+_IMPORTED = time.monotonic()
+"""The snapshot manager needs this module, and a script imports that behind its framework."""
 
 LEARNING_STEPS = 2
 """Which parameter is last does not change; DDP orders its buckets anew after the first step."""
+
+FIRST_ITERATIONS = 3
+"""Iterations of an incarnation that say nothing of later ones: they compile, allocate, fill
+caches."""
+
+WINDOW = 50
+"""Iterations over which own parts are summed up; a window ends where the number divides."""
+
+LEAST_OF_WINDOW = 40
+"""A window with fewer iterations that count is passed over."""
+
+_SMOOTHING = 0.1
+
+_communicators = 0.0
+
+
+@dataclass(frozen=True)
+class WindowSummary:
+    """Own parts of the iterations that end with (index + 1) * WINDOW: seconds.
+
+    ``spread`` is their median absolute deviation.
+    """
+
+    index: int
+    own: float
+    spread: float
+
+
+class Iterations:
+    """Fed with the times at which one rank passes its marks, on any clock of seconds.
+
+    ``done`` counts ended iterations, ``typical`` smooths their length, ``longest`` is the longest
+    time between two marks, and ``window`` the newest whole window; what happened in the first
+    iterations and in pauses is in none of them.
+    """
+
+    def __init__(self) -> None:
+        self.done = 0
+        self.typical = 0.0
+        self.longest = 0.0
+        self.window: WindowSummary | None = None
+        self._marked: float | None = None
+        self._began: float | None = None
+        self._gradient: float | None = None
+        self._waited: float | None = None
+        self._own: list[float] = []
+        self._disturbed = False
+        self._stage = 0
+
+    @property
+    def marks(self) -> int:
+        """How far training is: three an iteration, the same on ranks with different models."""
+        return 3 * self.done + self._stage
+
+    def gradient(self, now: float) -> None:
+        """The last gradient of a backward pass is there; with several, the last one counts."""
+        self._mark(now)
+        self._gradient, self._stage = now, 1
+
+    def step(self, now: float) -> None:
+        """The optimizer steps: gradients have been exchanged."""
+        self._mark(now)
+        self._stage = 2
+        if self._gradient is not None:
+            self._waited = (self._waited or 0.0) + now - self._gradient
+            self._gradient = None
+
+    def ended(self, iteration: int, now: float) -> None:
+        """An iteration has ended; the next one begins."""
+        self._mark(now)
+        if self._began is not None and not self._disturbed:
+            self._count(now - self._began)
+        self.done, self._stage = self.done + 1, 0
+        if (iteration + 1) % WINDOW == 0:
+            self.window = summarise(iteration // WINDOW, self._own) or self.window
+            self._own = []
+        self._began, self._waited, self._gradient = now, None, None
+        self._disturbed = False
+
+    def disturbed(self, now: float) -> None:
+        """A pause begins or ends: the iteration in which it is says nothing."""
+        self._marked, self._disturbed = now, True
+
+    def _mark(self, now: float) -> None:
+        if self._marked is not None and self.done >= FIRST_ITERATIONS:
+            self.longest = max(self.longest, now - self._marked)
+        self._marked = now
+
+    def _count(self, seconds: float) -> None:
+        if self.done < FIRST_ITERATIONS:
+            return
+        change = _SMOOTHING * (seconds - self.typical)
+        self.typical = self.typical + change if self.typical else seconds
+        if self._waited is not None:
+            self._own.append(seconds - self._waited)
+
+
+def summarise(index: int, own: Sequence[float]) -> WindowSummary | None:
+    """Median and median absolute deviation; None if too few iterations counted."""
+    if len(own) < LEAST_OF_WINDOW:
+        return None
+    middle = median(own)
+    return WindowSummary(index, middle, median(abs(value - middle) for value in own))
 
 
 class LastGradient:
@@ -83,12 +201,58 @@ def _gets_gradients(parameter: Any) -> bool:
     return known and parameter.is_leaf and parameter.requires_grad and parameter.is_cpu
 
 
-log = logging.getLogger(__name__)
+def process_start() -> float:
+    """When this process was started, in seconds of the monotonic clock; to 10 ms.
 
-BEAT_SECONDS = 1.0
+    The kernel counts from boot, time asleep included (proc(5)).
+    """
+    stat = read_stat("self")
+    assert stat is not None
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - stat.start_time / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - age
 
-_IMPORTED = time.monotonic()
-"""The snapshot manager needs this module, and a script imports that behind its framework."""
+
+def time_communicators() -> None:
+    """Measure ``torch.distributed.init_process_group``, which has just been imported."""
+    from torch.distributed import distributed_c10d
+
+    wrap(distributed_c10d, "init_process_group", _timed)
+
+
+def _timed(original: Function) -> Function:
+    def init_process_group(*args: object, **kwargs: object) -> object:
+        global _communicators
+        began = time.monotonic()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _communicators += time.monotonic() - began
+
+    return init_process_group
+
+
+class StartParts:
+    """Fills in a pulse as the start goes on; ``first_iteration`` is 0 until it has ended."""
+
+    def __init__(self, pulse: Pulse, imported: float) -> None:
+        """``imported`` is when the imports of the script had ended, on the monotonic clock."""
+        self._pulse = pulse
+        pulse.started = process_start()
+        pulse.imports = max(0.0, imported - pulse.started)
+        self._ready = time.monotonic()
+
+    def restored(self, seconds: float) -> None:
+        """The state was loaded, just now."""
+        self._ready = time.monotonic()
+        self._pulse.restore = seconds
+
+    def first_ended(self) -> None:
+        """The first iteration has ended."""
+        now, pulse = time.monotonic(), self._pulse
+        pulse.communicators = _communicators
+        known = pulse.imports + pulse.communicators + pulse.restore
+        pulse.set_up = max(0.0, self._ready - pulse.started - known)
+        pulse.first_iteration = now - self._ready
 
 
 class TrainerWatch:

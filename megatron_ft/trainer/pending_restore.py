@@ -13,15 +13,15 @@ from typing import Any
 from megatron_ft.arena.arena import Arena
 from megatron_ft.core.errors import CorruptBlockError, LayoutMismatchError
 from megatron_ft.core.shard import ShardLayout
+from megatron_ft.rpc.client import RestoreOffer, TrainerClient
 from megatron_ft.trainer.identity_check import require_same_layout
-from megatron_ft.trainer.protocols import RestoreOffer, SnapshotClient
 from megatron_ft.trainer.restore import SealedShard, read_objects, restore_shard
 from megatron_ft.trainer.state import TrainingState
 
 logger = logging.getLogger(__name__)
 
 
-class OfferedSnapshot:
+class PendingRestore:
     """What one rank starts from; asks the SMP when it is first needed.
 
     ``declined`` says that the rank starts without it, ``restored`` is the layout it had,
@@ -30,7 +30,7 @@ class OfferedSnapshot:
 
     def __init__(
         self,
-        client: SnapshotClient,
+        client: TrainerClient,
         shard_id: str,
         coordinates: tuple[int, ...],
         world_size: int,
@@ -57,7 +57,7 @@ class OfferedSnapshot:
         offer = self.get()
         if offer is None:
             return {}
-        with self.telling(), Arena.open(offer.arena_path) as arena:
+        with self._reporting(), Arena.open(offer.arena_path) as arena:
             return read_objects(self._shard(arena, offer))
 
     def decline(self, reason: str, iteration: int) -> None:
@@ -75,7 +75,7 @@ class OfferedSnapshot:
         offer = self.get()
         if offer is None or self._arena is not None:
             return
-        with self.telling():
+        with self._reporting():
             self._arena = arena = Arena.open(offer.arena_path)
         self._expected = Future()
         threading.Thread(
@@ -97,7 +97,7 @@ class OfferedSnapshot:
 
     def load(self, offer: RestoreOffer, into: TrainingState, split_bytes: int) -> None:
         """Restore in place, every block verified before it; errors as of SnapshotManager.load."""
-        with self.telling():
+        with self._reporting():
             arena, self._arena = self._arena or Arena.open(offer.arena_path), None
             try:
                 # The call alone holds the shard, whose memory is unmapped beside what follows.
@@ -116,7 +116,7 @@ class OfferedSnapshot:
     def _shard(self, arena: Arena, offer: RestoreOffer) -> SealedShard:
         return SealedShard(arena, offer.slot, offer.record, self._report_corrupt)
 
-    def say_restored(self, offer: RestoreOffer, seconds: float, *, aloud: bool) -> None:
+    def report_restored(self, offer: RestoreOffer, seconds: float, *, aloud: bool) -> None:
         """Tell the job that its shard was loaded in so many seconds; ``aloud`` the user as well."""
         record = offer.record
         text = (
@@ -139,11 +139,11 @@ class OfferedSnapshot:
     def check(self, layout: ShardLayout) -> None:
         """LayoutMismatchError unless what was restored fits what is captured from now on."""
         if self.restored is not None:
-            with self.telling():
+            with self._reporting():
                 require_same_layout(self.restored, layout)
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def _reporting(self) -> Iterator[None]:
         """What keeps this shard from its snapshot is told to the job before it ends this rank."""
         try:
             yield

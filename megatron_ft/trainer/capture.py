@@ -1,0 +1,345 @@
+"""The captures of one rank: what is due at a boundary, what runs, how it ended, who is told.
+
+At the end of each iteration a rank looks at the permit in its arena.  It captures where the permit
+says so, and says why where it cannot.  The copy runs beside training; the fence holds training
+before captured tensors change, and never longer than its timeout.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from enum import Enum, auto
+from functools import partial
+from pathlib import Path
+
+from megatron_ft.arena.format import Permit
+from megatron_ft.config import SnapshotConfig
+from megatron_ft.core.identity import SealedRecord, SnapshotId
+from megatron_ft.core.objects import encode
+from megatron_ft.core.shard import ShardLayout, pack_encoded
+from megatron_ft.rpc.client import TrainerClient
+from megatron_ft.trainer.binding import layout_changed
+from megatron_ft.trainer.copier import Copier
+from megatron_ft.trainer.engine import CaptureEngine, CaptureRun
+from megatron_ft.trainer.state import TrainingState, live_tensors
+from megatron_ft.trainer.stats import CaptureStats, IterationTimes, LastCapture, Warner
+from megatron_ft.trainer.ticket import Ticket, TicketBook
+
+logger = logging.getLogger(__name__)
+
+HISTORY = 64
+LEAST_HISTORY = 8
+
+
+class BoundaryAction(Enum):
+    """What is due when an iteration has ended."""
+
+    WAIT = auto()
+    """Nothing is due now."""
+    CAPTURE = auto()
+    """This boundary is the permitted one."""
+    MISS = auto()
+    """This rank cannot take the permitted snapshot, and says so."""
+    REACKNOWLEDGE = auto()
+    """What was permitted last is void: say again that nothing is written for it.
+
+    The first word may have died with an SMP, and without it the slot is never free.
+    """
+
+
+def boundary_action(
+    permit: Permit | None,
+    iteration: int,
+    last: SnapshotId | None,
+    *,
+    busy: bool,
+    declined: bool,
+    went_back: bool,
+) -> BoundaryAction:
+    """What is due when ``iteration`` has ended and ``last`` was the snapshot answered for last.
+
+    ``busy`` says that the copy thread has not finished an earlier capture.  ``declined`` that
+    this rank started without the snapshot it was offered: the first permit of such an incarnation
+    was given for training that starts from it; later ones follow what trainers have finished.
+    ``went_back`` that a later iteration had ended before this one did, as the script has loaded an
+    older checkpoint: a permit from then is for an iteration that is far away now.
+    """
+    if permit is None:
+        return BoundaryAction.WAIT
+    if permit.snapshot == last:
+        return BoundaryAction.REACKNOWLEDGE if permit.revoked else BoundaryAction.WAIT
+    for_the_offer = declined and permit.snapshot.sequence == 1
+    if permit.revoked or permit.iteration < iteration or for_the_offer:
+        return BoundaryAction.MISS
+    if permit.iteration > iteration:
+        return BoundaryAction.MISS if went_back else BoundaryAction.WAIT
+    return BoundaryAction.MISS if busy else BoundaryAction.CAPTURE
+
+
+class LossGate:
+    """Judges one rank's losses in the order of iterations, before anything is captured.
+
+    A loss that is not finite never passes.  One above ``factor`` times the median of the
+    last HISTORY losses does not pass either; for that LEAST_HISTORY of them must be known
+    and their median be positive.  A level that stays becomes the median, so the gate
+    opens again by itself.  ``factor`` 0 lets everything pass.
+
+    ``problem`` says why the state of the present iteration must not be captured, if it must not.
+    The gate sees the loss of the iteration that led to this state.  A state that only the last
+    update made wrong shows in the next loss, when it may have been captured.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self.problem = ""
+        self._factor = factor
+        self._history: deque[float] = deque(maxlen=HISTORY)
+
+    def report(self, loss: float) -> None:
+        """Take the loss of the iteration that is about to end."""
+        self.problem = self._judge(loss) if self._factor > 0 else ""
+
+    def _judge(self, loss: float) -> str:
+        """Why a loss does not pass, or nothing.  It counts for the median if it is finite."""
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        known = len(self._history) >= LEAST_HISTORY
+        median = statistics.median(self._history) if known else 0.0
+        self._history.append(loss)
+        if median > 0 and loss > self._factor * median:
+            return f"the loss {loss:.6g} is above {self._factor:g} times its median {median:.6g}"
+        return ""
+
+
+class Capture:
+    """Captures one rank's state where the job permits it, and reports what became of that.
+
+    Calling sequence: ``open`` once; then ``end_iteration`` at each boundary and ``fence`` before
+    captured tensors change, all from the training thread; ``close``.  The ends of captures come
+    from the copy thread, those of snapshots from the client's.
+    """
+
+    def __init__(
+        self, client: TrainerClient, config: SnapshotConfig, stats: CaptureStats, warn: Warner
+    ) -> None:
+        self._client, self._stats, self._warn = client, stats, warn
+        self._timeout_seconds = config.fence_timeout_seconds
+        self._interval = config.fixed_interval
+        self._losses = LossGate(config.loss_gate)
+        self._times = IterationTimes()
+        self._tickets = TicketBook()
+        self._engine: CaptureEngine | None = None
+        self._form = b""
+        self._run: CaptureRun | None = None
+        self._answered: SnapshotId | None = None
+        self._ended = -1
+        self._fence_seen = False
+        client.on_outcome = self._on_outcome
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is an arena to capture into."""
+        return self._engine is not None
+
+    @property
+    def running(self) -> bool:
+        """Whether the copy thread still works on a capture."""
+        return self._run is not None and not self._run.finished.is_set()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the job has not heard the end of a snapshot that this rank has captured."""
+        return self.running or self._tickets.any_open
+
+    def open(
+        self, path: Path, shard_id: str, layout: ShardLayout, copier: Copier, form: bytes
+    ) -> None:
+        """Map the arena at ``path``; ``form`` is stored with each snapshot."""
+        self._form = form
+        self._engine = CaptureEngine(
+            path, shard_id, layout, copier, self._client.begins, self._on_sealed, self._on_abandoned
+        )
+
+    def report_loss(self, loss: float) -> None:
+        """Take the loss of the iteration that is about to end, for the loss gate."""
+        self._losses.report(loss)
+
+    def end_iteration(
+        self, iteration: int, adapt: Callable[[], TrainingState], *, declined: bool
+    ) -> Ticket:
+        """``iteration`` has ended: do what is due.
+
+        ``adapt`` makes the state of now, if it is captured.  ``declined`` says that this rank
+        started without the snapshot that it was offered.
+        """
+        self._times.end(time.monotonic(), self._stats.stall_seconds)
+        ticket = self._act(iteration, adapt, declined)
+        self._times.begin(time.monotonic(), self._stats.stall_seconds, self.under_way)
+        return ticket
+
+    def skip(self, iteration: int) -> Ticket:
+        """Count an iteration of which nothing is captured."""
+        self._stats.skipped += 1
+        self._stats.due_skipped += self._interval > 0 and iteration % self._interval == 0
+        return Ticket(iteration)
+
+    def _act(self, iteration: int, adapt: Callable[[], TrainingState], declined: bool) -> Ticket:
+        assert self._engine is not None
+        self._engine.arena.write_progress(iteration)
+        permit = self._engine.arena.permit()
+        due = boundary_action(
+            permit,
+            iteration,
+            self._answered,
+            busy=self.running,
+            declined=declined,
+            went_back=iteration < self._ended,
+        )
+        self._ended = iteration
+        if permit is None or due is BoundaryAction.WAIT:
+            return self.skip(iteration)
+        if due is BoundaryAction.CAPTURE and not self._losses.problem:
+            return self._capture(permit, adapt)
+        if due is BoundaryAction.CAPTURE:
+            self._refuse(permit.snapshot, self._losses.problem)
+        elif due is BoundaryAction.MISS:
+            self._answered = permit.snapshot
+            self._stats.missed += 1
+            self._client.missed(permit.snapshot)
+        elif not self.running:
+            # While it runs, the SMP would take the slot for free.
+            self._client.missed(permit.snapshot)
+        return self.skip(iteration)
+
+    def _refuse(self, snapshot: SnapshotId, problem: str) -> None:
+        """The state is not worth a snapshot: the loss that led here was bad."""
+        self._answered = snapshot
+        self._stats.gated += 1
+        self._warn("loss gate", "snapshot %s is refused: %s", snapshot, problem)
+        self._client.abandoned(snapshot, problem)
+
+    def _capture(self, permit: Permit, adapt: Callable[[], TrainingState]) -> Ticket:
+        """Check that the state still fits, and start; what fails is counted and reported."""
+        self._answered = permit.snapshot
+        started = time.monotonic()
+        ticket = Ticket(permit.iteration, permit.snapshot)
+        try:
+            self._run = self._begin(permit, ticket, adapt(), started)
+        except Exception as error:
+            self._give_up(permit, ticket, f"the capture could not start: {error!r}")
+            return ticket
+        finally:
+            self._stats.stall_seconds += time.monotonic() - started
+        if not self._fence_seen:
+            self._hold_without_fence(self._run)
+        return ticket
+
+    def _begin(
+        self, permit: Permit, ticket: Ticket, state: TrainingState, started: float
+    ) -> CaptureRun:
+        assert self._engine is not None
+        live = live_tensors(state)
+        mismatch = self._engine.binding.mismatch(live)
+        if mismatch:
+            raise ValueError(layout_changed(mismatch))
+        # Encoded now, as training goes on with them; put beside the layout by the copy thread.
+        objects = encode(state.objects())
+        meta = partial(pack_encoded, self._engine.binding.layout_bytes, objects, self._form)
+        self._tickets.add(ticket)
+        return self._engine.begin(permit, ticket, live, meta, started)
+
+    def fence(self) -> None:
+        """Return when the tensors may change: the copy is done, or has been given up.
+
+        Meanwhile this thread copies too, where the rank has a core for that.  When the timeout is
+        over the copier is told to stop after its current piece and the slot will never be sealed,
+        so it does not matter that bytes change under it.
+        """
+        self._fence_seen = True
+        self._hold()
+
+    def let_go(self) -> None:
+        """Keep no captured tensor, and no view of its memory; waits as ``fence`` does, and is
+        none: it says nothing of whether training comes through there before it steps."""
+        self._hold()
+        if self._engine is not None:
+            self._engine.binding.forget()
+
+    def _hold_without_fence(self, run: CaptureRun) -> None:
+        """Wait for the copy here, as nothing says that anybody will before tensors change."""
+        self._hold()
+        if self._stats.skipped:
+            self._warn(
+                "fence",
+                "no fence was seen before iteration %d: save() waits for its copies. Call "
+                "register_fence(optimizer), or step inside `with snapshots.fence():`",
+                run.permit.iteration,
+            )
+
+    def _hold(self) -> None:
+        """Digests may still be computed afterwards: they read the arena, not the tensors."""
+        run = self._run
+        if run is None or run.moved.is_set():
+            return
+        started = time.monotonic()
+        arrived = run.wait_moved(self._timeout_seconds)
+        self._stats.stall_seconds += time.monotonic() - started
+        if arrived:
+            return
+        reason = f"the fence waited {self._timeout_seconds:g} s for the copy"
+        if run.stop(reason):
+            logger.warning(
+                "snapshot %s of iteration %d is abandoned: %s; training goes on. Raise "
+                "fence_timeout_seconds, or find what slows down copies to host memory",
+                run.permit.snapshot,
+                run.permit.iteration,
+                reason,
+            )
+
+    def close(self) -> None:
+        """Let a running capture end, then unmap the arena; a second call does nothing."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            self.fence()
+            engine.close(self._timeout_seconds)
+
+    def _on_sealed(self, run: CaptureRun, record: SealedRecord) -> None:
+        """The engine has captured everything, digests included."""
+        stats, snapshot = self._stats, run.permit.snapshot
+        seconds = time.monotonic() - run.began
+        stats.last = LastCapture(run.permit.iteration, seconds, run.stall_seconds, run.copied_bytes)
+        stats.taken += 1
+        stats.copied_bytes += run.copied_bytes
+        self._client.cost(
+            snapshot,
+            run.stall_seconds,
+            run.copy_seconds,
+            run.copied_bytes,
+            self._times.iteration_seconds,
+            self._times.shadow_seconds,
+        )
+        # The cost first: the node's report leaves with the last of its ranks' Sealed.
+        self._client.sealed(snapshot, record)
+
+    def _on_abandoned(self, run: CaptureRun, reason: str) -> None:
+        """The engine has stopped a capture and writes no more for it."""
+        self._give_up(run.permit, run.ticket, reason)
+
+    def _give_up(self, permit: Permit, ticket: Ticket, reason: str) -> None:
+        """Count, warn and report a capture that ended; nothing writes to its slot."""
+        self._stats.abandoned += 1
+        self._warn(
+            reason, "snapshot %s (iteration %d): %s", permit.snapshot, permit.iteration, reason
+        )
+        self._tickets.discard(permit.snapshot)
+        ticket.fail()
+        self._client.abandoned(permit.snapshot, reason)
+
+    def _on_outcome(self, snapshot: SnapshotId, outcome: str) -> None:
+        ticket = self._tickets.outcome(snapshot, outcome)
+        if ticket is not None and outcome == "committed":
+            self._stats.committed(ticket.iteration, ticket.protected.result(timeout=0))
