@@ -139,7 +139,7 @@ class Distrust:
         except (asyncio.TimeoutError, OSError):
             return None
 
-    def _note_restored(self, event: m.Event) -> None:
+    def _note_restored(self, event: m.NodeEvent) -> None:
         if isinstance(event.body, m.Restored):
             self._restored.add(event.body.shard_id)
 

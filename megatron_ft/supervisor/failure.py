@@ -113,7 +113,7 @@ class JobNotes:
         if self._unfit is not None:
             raise error_class(self._unfit.error)(self._unfit.reason)
 
-    def _note_corruption(self, event: m.Event) -> None:
+    def _note_corruption(self, event: m.NodeEvent) -> None:
         if isinstance(event.body, m.CorruptShard):
             self._corrupt.add((event.body.shard_id, event.body.snapshot))
             self._coordinator.observers.tell(
@@ -122,13 +122,13 @@ class JobNotes:
                 "shard counts as lost",
             )
 
-    def _note_rebuilt(self, event: m.Event) -> None:
+    def _note_rebuilt(self, event: m.NodeEvent) -> None:
         if isinstance(event.body, m.Rebuilt):
             known = event.body.shard_id, event.body.snapshot
             self._corrupt.discard(known)
             self._coordinator.repairs.lost.discard(known)
 
-    def _note_unfit(self, event: m.Event) -> None:
+    def _note_unfit(self, event: m.NodeEvent) -> None:
         if isinstance(event.body, m.Unfit):
             self._unfit = event.body
 

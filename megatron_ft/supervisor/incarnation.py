@@ -75,7 +75,7 @@ class Incarnation:
             for listener in (roll.hear, self._note_declined):
                 job.coordinator.listeners.remove(listener)
 
-    def _note_declined(self, event: m.Event) -> None:
+    def _note_declined(self, event: m.NodeEvent) -> None:
         """Tell once that trainers take another start than the one that was announced."""
         body, job = event.body, self._job
         if not isinstance(body, m.Declined) or self._declined:

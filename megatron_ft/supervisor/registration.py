@@ -38,7 +38,7 @@ class Roll:
     known: frozenset[str] = frozenset()
     stranger: str = ""
 
-    def hear(self, event: m.Event) -> None:
+    def hear(self, event: m.NodeEvent) -> None:
         """Take note of a registration event."""
         if isinstance(event.body, m.Hello):
             self.hellos[event.body.shard_id] = (event.node, event.body)

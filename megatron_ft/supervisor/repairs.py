@@ -51,7 +51,7 @@ class Repairs:
         self._attempts: dict[Key, int] = {}
         self._waiting: tuple[m.Repair, asyncio.Future[m.Message]] | None = None
 
-    def note(self, event: m.Event) -> None:
+    def note(self, event: m.NodeEvent) -> None:
         """Take note of damage and of what comes back from a repair."""
         body = event.body
         if isinstance(body, m.BadBlocks):

@@ -210,7 +210,7 @@ class EventFile:
         """Record an event of the supervisor."""
         self._write(event.kind, event.text, event.monotonic, event.fields)
 
-    def on_message(self, event: m.Event) -> None:
+    def on_message(self, event: m.NodeEvent) -> None:
         """Record what an SMP reports of costs and sizes; everything else is an event anyway."""
         body = event.body
         if isinstance(body, m.CaptureCost):

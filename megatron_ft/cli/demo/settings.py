@@ -123,7 +123,7 @@ class Record:
         """An event of the supervisor, as it is told."""
         self.seen.append(Seen(event, incarnation))
 
-    def hear(self, event: m.Event) -> None:
+    def hear(self, event: m.NodeEvent) -> None:
         """A message from an SMP; a listener of the coordinator."""
         body = event.body
         if isinstance(body, m.CaptureCost):
