@@ -43,7 +43,7 @@ def describe(engine: Any, view: OptimizerView, captured: Mapping[str, torch.Tens
     for name, tree in files.items():
         _check(name, tree)
     return msgspec.msgpack.encode(
-        {name: form.dump(tree, describer.inside(name)) for name, tree in files.items()}
+        {name: form.dump_form(tree, describer.inside(name)) for name, tree in files.items()}
     )
 
 

@@ -288,7 +288,7 @@ def _tree(recorded: bytes, shard_id: str, tensors: FileTensors) -> Any:
             made[wanted] = tensors.make(shard_id, wanted)
         return made[wanted]
 
-    return form.load(recorded, make)
+    return form.load_form(recorded, make)
 
 
 def _write(path: Path, tree: Any, objects: dict[str, Any]) -> None:

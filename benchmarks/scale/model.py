@@ -18,7 +18,7 @@ from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import RankPlace
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.event_sender import EventBatch, EventInbox, Outbox
-from megatron_ft.supervisor.cycle import Action, Ended, Send, SnapshotCycle
+from megatron_ft.supervisor.cycle import Action, Send, SnapshotCycle, SnapshotEnded
 from megatron_ft.supervisor.plan import Sizes, stripe_orders
 from megatron_ft.supervisor.registration import new_stripes
 from megatron_ft.supervisor.schedule import Schedule
@@ -60,7 +60,7 @@ def control_messages(shape: Shape) -> Tally:
         frames = [m.encode(event) for event in events]
         begun = time.process_time()
         done = _ask(cycle, waiting, tally)
-        ended = any(isinstance(action, Ended) for action in done)
+        ended = any(isinstance(action, SnapshotEnded) for action in done)
         waiting = done
         for frame in frames:
             for one in inboxes[(event := m.decode(frame)).node].take(event):

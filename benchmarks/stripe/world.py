@@ -17,7 +17,7 @@ from benchmarks.stripe.rank import Answer, Done, Memory, Plan
 from megatron_ft.cli.doctor.facts import answers, last_words
 from megatron_ft.launchers.launcher import Placement
 from megatron_ft.launchers.virtual import VirtualCluster
-from megatron_ft.supervisor.tcp_world import WorldStarter
+from megatron_ft.supervisor.encoder_world import WorldStarter
 from tests.support.node_network import NodeNetwork
 
 ROOT = Path(__file__).parents[2]

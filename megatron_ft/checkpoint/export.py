@@ -22,8 +22,7 @@ import msgspec
 
 from megatron_ft.checkpoint.disk_format import DiskCalls
 from megatron_ft.checkpoint.source import OpenSnapshot
-from megatron_ft.core.decoding import UNREADABLE
-from megatron_ft.core.errors import ConfigError, ExportError
+from megatron_ft.core.errors import UNREADABLE, ConfigError, ExportError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.objects import MOST_BYTES, Part, decode, encode
 
@@ -52,7 +51,7 @@ def whole_folder(
 
 
 def partial_of(folder: Path, job: uuid.UUID) -> Path:
-    """Where a job writes what will be ``folder``; another job may write one of that name, too."""
+    """Folder in which a job writes ``folder``; another job may write one of that name, too."""
     return folder.with_name(f".{folder.name}.{job.hex[:8]}.partial")
 
 
@@ -76,7 +75,8 @@ class CheckpointForm(msgspec.Struct, frozen=True, kw_only=True):
 
     ``framework`` is the distribution that trained (``megatron-core``, ``deepspeed``),
     ``release`` its version, ``rank`` the global rank.  ``state`` is of the integration's
-    own making, of what :func:`dump` gives; empty if there is none, for the reason in ``problem``.
+    own making, of what :func:`dump_form` gives; empty if there is none, for the reason in
+    ``problem``.
     """
 
     framework: str
@@ -143,7 +143,7 @@ class TensorRecipe(NamedTuple):
     requires_grad: bool = False
 
 
-def dump(value: Any, describe: Callable[[Any], TensorRecipe | None]) -> bytes:
+def dump_form(value: Any, describe: Callable[[Any], TensorRecipe | None]) -> bytes:
     """``value`` encoded and compressed, with what ``describe`` gives in the place of its parts.
 
     ``describe`` gets every object in it but numbers and texts, and returns None for those that
@@ -157,8 +157,8 @@ def dump(value: Any, describe: Callable[[Any], TensorRecipe | None]) -> bytes:
     return zlib.compress(encode(value, stand_in))
 
 
-def load(state: bytes, make: Callable[[TensorRecipe], Any] = lambda wanted: wanted) -> Any:
-    """What :func:`dump` was given, with ``make(wanted)`` in the place of parts.
+def load_form(state: bytes, make: Callable[[TensorRecipe], Any] = lambda wanted: wanted) -> Any:
+    """Decodes what :func:`dump_form` was given, with ``make(wanted)`` in the place of parts.
 
     Imports the framework's classes that it holds.  UndecodableError if that is not possible, or
     the bytes are no such thing; what ``make`` raises of our own errors comes through.
@@ -197,7 +197,7 @@ class FormatWriter(Protocol):
     """A module that writes checkpoints of one format."""
 
     def folder_of(self, directory: Path, iteration: int) -> Path:
-        """Where the framework looks for the checkpoint of an iteration in ``directory``."""
+        """The folder in which the framework looks for the checkpoint of an iteration."""
 
     def export(self, shards: OpenSnapshot, folder: Path) -> None:
         """Write ``folder``; it appears whole or not at all.  ExportError says what is missing."""
@@ -206,7 +206,7 @@ class FormatWriter(Protocol):
         """Have the framework load this iteration, unless ``directory`` holds a newer one."""
 
     def advice(self, directory: Path) -> str:
-        """How to go on from ``directory``, in the framework's own words."""
+        """Flags or call that continue from ``directory``, in the framework's own words."""
 
 
 def writer_of(name: str) -> FormatWriter:

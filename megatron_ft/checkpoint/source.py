@@ -1,6 +1,6 @@
-"""Snapshots to read, in memory or on disk: what drain, export and verify are written against.
+"""Snapshots to read, in memory or on disk, as drain, export and verify use them.
 
-A source is made by ``open_live`` (live.py) or ``open_checkpoint`` (checkpoint.py):
+A source is made by ``open_live`` (live.py) or ``open_checkpoint`` (load.py):
 
     source = open_live(root, job)
     with open_newest(source) as shards:
@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from megatron_ft.arena import digest
 from megatron_ft.core.errors import SnapshotUnavailableError
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
-from megatron_ft.core.shard import LayoutEntry, ShardLayout
-from megatron_ft.core.shard_meta import unpack_meta
+from megatron_ft.core.shard import LayoutEntry, ShardLayout, unpack_meta
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +100,7 @@ class SnapshotSource(Protocol):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What the last ``snapshots()`` found in the way of being complete, one sentence each."""
+        """Reasons of the last ``snapshots()`` against being complete, one sentence each."""
 
     def snapshots(self) -> list[SnapshotInfo]:
         """The snapshots that every shard is there of, newest first; none is an empty list."""

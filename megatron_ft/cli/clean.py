@@ -63,8 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--all", action="store_true", help="remove every job that no longer runs, skip the others"
     )
-    common.add_argument(parser)
-    parser.add_argument("--state-dir", type=Path, help="the --state-dir of the job, if it has one")
+    common.add_folders(parser)
     parser.add_argument("--dry-run", action="store_true", help="say what would go, remove nothing")
 
 
@@ -108,7 +107,7 @@ def find_jobs(root: Path) -> list[JobFolder]:
 def end_idle_smps(folder: JobFolder) -> None:
     """End the SMPs of a job that nobody supervises any more, and wait until they are gone.
 
-    One that has a supervisor says so, and then counts as a living process of the job.
+    One that has a supervisor refuses, and then counts as a living process of the job.
     """
     for node in folder.nodes():
         try:
@@ -134,7 +133,7 @@ def end_orphans(folder: JobFolder, state_dir: Path | None) -> int:
     An SMP is the job's if this user started it with the job's name and a folder of the job.  None
     is ended while anything else of the job lives, or a supervisor holds the job's state.
     """
-    members = {p for p in procfs.own_processes() if _belongs(_environment(p), folder)}
+    members = _members(folder)
     if not members or not all(_is_orphan(pid, folder) for pid in members):
         return 0
     if is_supervised(folder.job, state_dir):
@@ -172,7 +171,7 @@ def keeps_snapshots(folder: JobFolder) -> bool:
         with suppress(ControlPlaneError, UntrustedFileError, OSError):
             answer = ask(node / SOCKET_NAME, StatusRequest())
             statuses += [answer] if isinstance(answer, Status) else []
-    members = {p for p in procfs.own_processes() if _belongs(_environment(p), folder)}
+    members = _members(folder)
     idle = {s.pid for s in statuses if s.lease_seconds_left <= 0}
     return bool(idle) and members <= idle
 
@@ -256,11 +255,9 @@ def _open_lock(path: Path) -> int | None:
 def living_process(folder: JobFolder) -> str:
     """Name a living process of the job, "" if there is none.
 
-    Processes of a job carry its name and a node's folder in their environment.  Process ids in
-    files are shown but not trusted alone, since the kernel gives numbers out again.
+    Process ids in files are shown but not trusted alone, since the kernel gives numbers out again.
     """
-    candidates = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid()}
-    members = {pid for pid in candidates if _belongs(_environment(pid), folder)}
+    members = _members(folder)
     for node in folder.nodes():
         pid = _read_pid(node / PID_NAME)
         if pid in members:
@@ -268,18 +265,15 @@ def living_process(folder: JobFolder) -> str:
     return f"process {min(members)}" if members else ""
 
 
-def _belongs(variables: list[bytes], folder: JobFolder) -> bool:
-    inside = os.fsencode(f"{NODE_DIR}={folder.path.absolute()}/")
-    named = os.fsencode(f"{JOB}={folder.job}")
-    return any(v == named or v.startswith(inside) for v in variables)
-
-
-def _environment(pid: int) -> list[bytes]:
-    # A process that has just gone has none; another user's is none of our jobs.
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return []
+def _members(folder: JobFolder) -> set[int]:
+    """Processes with the job's name, or the folder of one of its nodes, in their environment."""
+    inside = f"{folder.path.absolute()}/"
+    environments = {pid: procfs.read_environment(pid) for pid in procfs.own_processes()}
+    return {
+        pid
+        for pid, marks in environments.items()
+        if marks.get(JOB) == folder.job or marks.get(NODE_DIR, "").startswith(inside)
+    }
 
 
 def _read_pid(path: Path) -> int:

@@ -1,6 +1,6 @@
-"""The folder of all jobs' arenas, as a command that looks at jobs is told of it.
+"""Parts that several commands share: where a job's arenas are, and what is printed.
 
-What commands print: that nobody reads it, or that a disk is full, ends no training.
+Output that nobody reads, or that a full disk refuses, ends no training.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import sys
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from megatron_ft.config import SETTINGS
 from megatron_ft.launchers.virtual import default_root
+
+if TYPE_CHECKING:
+    from megatron_ft.checkpoint.live import LiveSource
 
 
 def show_any_text() -> None:
@@ -55,8 +58,24 @@ def add_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def root_of(arguments: argparse.Namespace) -> Path:
-    """What the flag says, else the environment; ConfigError if that names no folder."""
+    """The folder of the flag, else of the environment; ConfigError if that names no folder."""
     named: Path | None = arguments.arena_dir or _SETTING.parse(
         os.environ.get(_SETTING.variable), _SETTING.variable
     )
     return named or default_root()
+
+
+def add_folders(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--arena-dir`` and ``--state-dir``."""
+    add_argument(parser)
+    parser.add_argument("--state-dir", type=Path, help="the --state-dir of the job, if it has one")
+
+
+def open_memory(arguments: argparse.Namespace) -> LiveSource:
+    """The snapshots in the memory of ``--job``; ConfigError if there is no such job."""
+    # Most commands read no arena, and start faster without numpy.
+    from megatron_ft.checkpoint.live import open_live
+    from megatron_ft.supervisor.job_state import known_shards
+
+    known = known_shards(arguments.job, arguments.state_dir)
+    return open_live(root_of(arguments), arguments.job, shards=known)

@@ -17,12 +17,11 @@ from pathlib import Path
 from megatron_ft.checkpoint.disk_format import folder_name, is_complete
 from megatron_ft.checkpoint.drain import publish, write_shards
 from megatron_ft.checkpoint.drained import remove_checkpoint
-from megatron_ft.checkpoint.live import open_live
 from megatron_ft.checkpoint.source import OpenSnapshot, open_newest
 from megatron_ft.cli import common
+from megatron_ft.core.background import Pace
 from megatron_ft.core.errors import DrainError, SnapshotUnavailableError
 from megatron_ft.core.identity import Seat
-from megatron_ft.core.pace import Pace
 from megatron_ft.supervisor.job_state import known_shards
 
 
@@ -31,8 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--job", default="job", help="name of the job (default: %(default)s)")
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="where to write")
     parser.add_argument("--iteration", type=int, help="this one instead of the newest")
-    common.add_argument(parser)
-    parser.add_argument("--state-dir", type=Path, help="the --state-dir of the job, if it has one")
+    common.add_folders(parser)
     parser.add_argument(
         "--bandwidth-mib", type=float, default=0.0, help="most MiB/s, 0 for no limit (%(default)s)"
     )
@@ -40,8 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Drain once; prints the folder."""
-    known = known_shards(arguments.job, arguments.state_dir)
-    source = open_live(common.root_of(arguments), arguments.job, shards=known)
+    source, seats = common.open_memory(arguments), known_shards(arguments.job, arguments.state_dir)
     started = time.monotonic()
     with open_newest(source, arguments.iteration) as shards:
         name = folder_name(shards.job, shards.info.iteration, shards.info.snapshot)
@@ -49,7 +46,7 @@ def main(arguments: argparse.Namespace) -> int:
         if is_complete(folder):
             print(f"iteration {shards.info.iteration} is there already: {folder}")
             return 0
-        written = _write(shards, folder, Pace(arguments.bandwidth_mib * (1 << 20)), known)
+        written = _write(shards, folder, Pace(arguments.bandwidth_mib * (1 << 20)), seats)
     print(
         f"iteration {shards.info.iteration}: {len(shards)} shards, {written / (1 << 20):.1f} MiB "
         f"in {time.monotonic() - started:.1f} s: {folder}"

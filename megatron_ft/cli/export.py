@@ -19,13 +19,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_ft.checkpoint.export import FORMATS
-from megatron_ft.checkpoint.live import open_live
+from megatron_ft.checkpoint.export import FORMATS, export
 from megatron_ft.checkpoint.load import open_checkpoint
-from megatron_ft.checkpoint.source import OpenSnapshot, SnapshotSource, open_newest
+from megatron_ft.checkpoint.source import SnapshotSource, open_newest
 from megatron_ft.cli import common
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.supervisor.job_state import known_shards
 
 EXIT_CODES: Mapping[int, str] = {
     2: "nothing was written: no such snapshot, not enough recorded with it, or another release of "
@@ -54,8 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Python module to import first, for classes of your own that it registers "
         "(megatron_ft.register_class); may be repeated",
     )
-    common.add_argument(parser)
-    parser.add_argument("--state-dir", type=Path, help="the --state-dir of the job, if it has one")
+    common.add_folders(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -65,7 +62,7 @@ def main(arguments: argparse.Namespace) -> int:
         _import(module)
     with open_newest(_source(arguments), arguments.iteration) as shards:
         iteration, count = shards.info.iteration, len(shards)
-        folder, advice = _export(shards, arguments.to.absolute(), arguments.format)
+        folder, advice = export(shards, arguments.to.absolute(), arguments.format)
     seconds = time.monotonic() - started
     print(f"iteration {iteration}: {count} shards in {seconds:.1f} s: {folder}")
     print(f"continue with: {advice}")
@@ -81,15 +78,7 @@ def _import(module: str) -> None:
         ) from error
 
 
-def _export(shards: OpenSnapshot, directory: Path, name: str | None) -> tuple[Path, str]:
-    # Imported late: whatever was wrong with the source is said before torch is there.
-    from megatron_ft.checkpoint.export import export
-
-    return export(shards, directory, name)
-
-
 def _source(arguments: argparse.Namespace) -> SnapshotSource:
     if arguments.source is not None:
         return open_checkpoint(arguments.source)
-    known = known_shards(arguments.job, arguments.state_dir)
-    return open_live(common.root_of(arguments), arguments.job, shards=known)
+    return common.open_memory(arguments)

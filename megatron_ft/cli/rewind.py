@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.checkpoint.drained import DiskCriteria, choose, find
-from megatron_ft.checkpoint.live import node_folders, open_live
+from megatron_ft.checkpoint.live import node_folders
 from megatron_ft.checkpoint.native import iteration_of, newest_checkpoint
 from megatron_ft.cli import common
 from megatron_ft.cli.status import collect
@@ -28,7 +28,6 @@ from megatron_ft.supervisor.job_state import (
     JobHeldError,
     JobRecord,
     JobState,
-    known_shards,
     read_record,
     state_folder,
 )
@@ -47,8 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also if memory holds nothing so old: a checkpoint on disk must serve then",
     )
-    common.add_argument(parser)
-    parser.add_argument("--state-dir", type=Path, help="the --state-dir of the job, if it has one")
+    common.add_folders(parser)
     parser.add_argument(
         "--timeout", type=float, default=120.0, help="seconds to wait for the start (%(default)s)"
     )
@@ -103,9 +101,8 @@ def _in_memory(root: Path, arguments: argparse.Namespace) -> list[int]:
     """Iterations of the snapshots that are whole in memory, newest first."""
     if not node_folders(root / arguments.job):
         return []
-    known = known_shards(arguments.job, arguments.state_dir)
     try:
-        return [s.iteration for s in open_live(root, arguments.job, shards=known).snapshots()]
+        return [s.iteration for s in common.open_memory(arguments).snapshots()]
     except SnapshotUnavailableError:
         return []
 

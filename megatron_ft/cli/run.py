@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import os
-import shutil
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,11 +23,18 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from megatron_ft.cli import run_place
-from megatron_ft.cli import run_place as agent_place
 from megatron_ft.cli.common import say
 from megatron_ft.cli.doctor.examine import no_kill, warning
 from megatron_ft.cli.run_folders import RunSummary, folders_ready, make_folder
 from megatron_ft.cli.run_place import RunPlace
+from megatron_ft.cli.training_command import (
+    SHARED,
+    check_command,
+    check_torchrun,
+    command_of,
+    settle,
+    settle_ranks,
+)
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.config.flags import argument_type, help_of
 from megatron_ft.config.setting import FOLDER
@@ -40,16 +45,13 @@ from megatron_ft.core.errors import (
     RestartBudgetError,
     UnrecoverableError,
 )
-from megatron_ft.core.fewer_ranks import SHRINK
-from megatron_ft.supervisor import command as descriptors
-from megatron_ft.supervisor import command as job_settings
-from megatron_ft.supervisor import command as torchrun
+from megatron_ft.core.identity import SHRINK
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState, state_folder
 from megatron_ft.supervisor.membership import NoSpareError
 from megatron_ft.supervisor.placement import describe_domains, read_domains
 from megatron_ft.supervisor.plan import Sizes
-from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.spec import JobSpec, open_files_needed, raise_open_files
 from megatron_ft.supervisor.supervisor import (
     EXIT_DRAINED,
     EXIT_INTERRUPTED,
@@ -68,9 +70,6 @@ EXIT_CODES: Mapping[int, str] = {
     "(--drain-stop-seconds)",
     EXIT_INTERRUPTED: "interrupted, or stopped by SIGTERM without --drain-dir",
 }
-
-
-_PYTHON_SWITCHES = tuple("-" + letter for letter in "bBdEhiIOPqsSuvx")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "They may stand in the training command instead, as --inmem-<name>, and then must not "
         "contradict these; what no flag gives is read from MEGATRON_FT_<NAME>.",
     )
-    for setting in job_settings.SHARED:
+    for setting in SHARED:
         group.add_argument(
             setting.run_flag,
             type=argument_type(setting),
@@ -144,12 +143,12 @@ def _folder(text: str) -> Path:
 def main(arguments: argparse.Namespace) -> int:
     """Run the job; see EXIT_CODES."""
     command = command_of(arguments)
-    settings = job_settings.settle(vars(arguments), command, os.environ)
-    code = agent_place.serve(arguments)
+    settings = settle(vars(arguments), command, os.environ)
+    code = run_place.serve(arguments)
     if code is not None:
         return code
     notes = state_folder(arguments.job, arguments.state_dir)
-    meeting = agent_place.meeting_folder(arguments)
+    meeting = run_place.meeting_folder(arguments)
     place = run_place.place_of(arguments, settings.arena_dir, notes, meeting, settings.on_no_spare)
     if arguments.launcher == run_place.SLURM and (said := warning(no_kill())):
         say(said)
@@ -172,7 +171,7 @@ def _supervise(
         spec = spec_from(arguments, command, settings, place)
         if arguments.launcher == run_place.VIRTUAL:
             check_command(command)
-        descriptors.provide(descriptors.needed(spec))
+        raise_open_files(open_files_needed(spec))
         make_folder("--log-dir", arguments.log_dir)
     with JobState(notes, spec.name) as state, ExitStack() as held:
         with _leaving_nothing(place):
@@ -213,36 +212,6 @@ def _leaving_nothing(place: RunPlace) -> Iterator[None]:
         raise
 
 
-def command_of(arguments: argparse.Namespace) -> list[str]:
-    """The training command, without the ``--`` that separates it."""
-    command: list[str] = arguments.training_command
-    return command[1:] if command[:1] == ["--"] else command
-
-
-def check_command(command: Sequence[str]) -> None:
-    """ConfigError if this machine has no such program, or no such script for Python."""
-    if not command:
-        return
-    if shutil.which(command[0]) is None:
-        raise ConfigError(
-            f"there is no program {command[0]!r} to run: give its path, or the interpreter of a "
-            "script, as in `megatron-ft run -- python train.py`"
-        )
-    if not Path(command[0]).name.startswith("python"):
-        return
-    words = itertools.dropwhile(lambda word: word in _PYTHON_SWITCHES, command[1:])
-    script = next(words, "-")
-    if not script.startswith("-") and not Path(script).exists():
-        raise ConfigError(f"there is no script {script!r} in {Path.cwd()}")
-
-
-def settle_ranks(arguments: argparse.Namespace, command: Sequence[str]) -> None:
-    """Complete the flags that say who starts a node's ranks, and how many there are."""
-    if arguments.ranks_per_node is None:
-        arguments.ranks_per_node = torchrun.ranks_of(command) or 1
-    arguments.trainer_per_node |= torchrun.is_torchrun(command)
-
-
 def spec_from(
     arguments: argparse.Namespace,
     command: Sequence[str],
@@ -253,7 +222,7 @@ def spec_from(
     sense."""
     settle_ranks(arguments, command)
     source, shrinks = arguments.failure_domains, settings.on_no_spare == SHRINK
-    torchrun.check(command, place.nodes, arguments.ranks_per_node, fewer=shrinks)
+    check_torchrun(command, place.nodes, arguments.ranks_per_node, fewer=shrinks)
     return JobSpec(
         name=arguments.job,
         command=tuple(command),

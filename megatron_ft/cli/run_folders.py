@@ -1,7 +1,4 @@
-"""Folders that a job writes to, made and tried before training.
-
-The last lines of ``megatron-ft run``: what recoveries cost, and what is on disk.
-"""
+"""Folders that a job writes to: made and tried before training, listed at the end of it."""
 
 from __future__ import annotations
 
@@ -16,8 +13,9 @@ from pathlib import Path
 from megatron_ft.checkpoint.disk_format import DiskCalls
 from megatron_ft.checkpoint.export_drained import Holder, hold
 from megatron_ft.cli.common import say
+from megatron_ft.config import SETTINGS
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.core.in_thread import in_thread
+from megatron_ft.core.process_tools import in_thread
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.spec import JobSpec
@@ -43,9 +41,10 @@ def folders_ready(spec: JobSpec, state: JobState) -> Iterator[None]:
             for name in EXPORTS:
                 folder = getattr(spec.settings, name)
                 problem = held.enter_context(hold(folder, holder)) if name in usable else ""
+                flag = SETTINGS[name].run_flag
                 if problem:
                     say(
-                        f"{flag_of(name)} {folder} cannot be locked ({problem}): see to it that no "
+                        f"{flag} {folder} cannot be locked ({problem}): see to it that no "
                         "other job exports there"
                     )
         except ConfigError:
@@ -59,7 +58,7 @@ def _usable_folders(spec: JobSpec, *, resumed: bool) -> list[str]:
     """Settings whose folder was made and can be written to."""
     usable = []
     for name in ("drain_dir", *EXPORTS):
-        folder, flag = getattr(spec.settings, name), flag_of(name)
+        folder, flag = getattr(spec.settings, name), SETTINGS[name].run_flag
         if folder is None:
             continue
         try:
@@ -75,11 +74,6 @@ def _usable_folders(spec: JobSpec, *, resumed: bool) -> list[str]:
                 raise
             say(f"{error}. The job resumes without it; each drain tries again")
     return usable
-
-
-def flag_of(name: str) -> str:
-    """The flag of ``megatron-ft run`` that gives a setting."""
-    return f"--{name.replace('_', '-')}"
 
 
 def make_folder(flag: str, folder: Path | None) -> None:
@@ -119,7 +113,7 @@ class RunSummary:
         self._places: dict[str, str] = {}
 
     def __call__(self, event: JobEvent) -> None:
-        """Take note of an event."""
+        """Record an event."""
         if event.kind == "recovered":
             self._recoveries.append(event)
         elif event.kind == "drained":

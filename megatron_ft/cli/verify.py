@@ -17,13 +17,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.checkpoint.live import LiveSource, open_live
+from megatron_ft.checkpoint.live import LiveSource
 from megatron_ft.checkpoint.load import open_checkpoint
 from megatron_ft.checkpoint.source import SnapshotSource
 from megatron_ft.cli import common
+from megatron_ft.core.background import lower_priority
 from megatron_ft.core.errors import ConfigError, SnapshotUnavailableError
-from megatron_ft.core.priority import lower_priority
-from megatron_ft.supervisor.job_state import known_shards
 
 EXIT_CODES: Mapping[int, str] = {
     3: "something is damaged or incomplete, but a whole snapshot is there",
@@ -36,8 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("directory", nargs="?", type=Path, metavar="DIR", help="on disk")
     which.add_argument("--job", help="in the memory of this job")
-    common.add_argument(parser)
-    parser.add_argument("--state-dir", type=Path, help="the --state-dir of the job, if it has one")
+    common.add_folders(parser)
     parser.add_argument(
         "--rebuild", action="store_true", help="rebuild each node's shards from parity and compare"
     )
@@ -59,8 +57,7 @@ def _found(arguments: argparse.Namespace) -> dict[str, Any]:
         if arguments.rebuild:
             raise ConfigError("--rebuild needs --job: a checkpoint on disk has no parity")
         return check(open_checkpoint(arguments.directory))
-    known = known_shards(arguments.job, arguments.state_dir)
-    source = open_live(common.root_of(arguments), arguments.job, shards=known)
+    source = common.open_memory(arguments)
     return check_rebuild(source) if arguments.rebuild else check(source)
 
 

@@ -50,7 +50,7 @@ def add_flags(group: Any) -> None:
 
 
 def help_of(setting: Setting) -> str:
-    """What ``--help`` shows: meaning, allowed values, unit, default."""
+    """The text that ``--help`` shows: meaning, allowed values, unit, default."""
     unit = f" {setting.unit}" if setting.unit and setting.default is not None else ""
     text = f"{setting.help} Give {setting.allowed}. Default: {setting.shown_default}{unit}."
     return text.replace("%", "%%")
@@ -126,7 +126,7 @@ def job_contradictions(
 ) -> list[str]:
     """Settings of the job that differ from what the supervisor uses, one line each.
 
-    The supervisor told its choice in environment variables; ``blindness`` completes
+    The supervisor's choice is in environment variables; ``blindness`` completes
     "`megatron-ft run`, which ..." and explains why it did not see what is ``given`` here.
     Outside ``megatron-ft run`` there is nothing to contradict.
     """
@@ -134,9 +134,9 @@ def job_contradictions(
     if JOB not in variables:
         return []
     shared = {name: value for name, value in given.given.items() if SETTINGS[name].job}
-    told = environment_source(variables).values
-    # An empty variable is how the supervisor says that it uses none.
-    choice = {name: told[name] for name in shared if told[name] is not None}
+    used = environment_source(variables).values
+    # The supervisor sets an empty variable where it uses none.
+    choice = {name: used[name] for name in shared if used[name] is not None}
     return [
         f"{line}; give it as {SETTINGS[name].flag} or {SETTINGS[name].run_flag} in the command "
         f"line of `megatron-ft run`, which {blindness}"

@@ -24,7 +24,7 @@ SECTION = "inmem_snapshot"
 ENABLED, CLIENT_STATE, FOLLOWS_ENGINE = "enabled", "client_state", "follows_engine"
 CONSTANT = "constant"
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-"""What an entry of ``client_state`` may follow: counters of the engine, if not CONSTANT."""
+"""The counters of the engine that an entry of ``client_state`` may follow, if not CONSTANT."""
 
 CLIENT_STATE_HELP = (
     "Entries of the script's client_state by name, each with the engine's counter that it follows "
@@ -41,7 +41,7 @@ _FLAGS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed")
 """The last one is followed by a file in some programs, and a switch in others."""
 
 _ALIKE = 0.85
-"""How much of a key must be the section's."""
+"""The share of a key that must be the section's."""
 
 _PYTHON_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
     {"integer": (int,), "number": (int, float), "string": (str,)}

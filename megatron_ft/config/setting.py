@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.core.affinity import parse_cpus, shown
+from megatron_ft.core.background import parse_cpus, shown
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.scheme import Scheme
 
@@ -83,7 +83,7 @@ class Setting:
     """One setting: its meaning, its values, and who uses it.
 
     ``allowed`` says in words what ``accepts`` checks.  A setting with ``job`` set is used by the
-    supervisor, so trainers must have been told the same.  One with ``needs_drain_dir`` does
+    supervisor, so trainers must be given the same.  One with ``needs_drain_dir`` does
     nothing without that folder.  A default of None means "none".
     """
 

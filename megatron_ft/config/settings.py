@@ -32,7 +32,7 @@ from megatron_ft.config.setting import (
     whole,
 )
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.core.fewer_ranks import HOLD, SHRINK, STOP
+from megatron_ft.core.identity import HOLD, SHRINK, STOP
 
 SWITCH = "--inmem-snapshot"
 SWITCH_HELP = "Keep snapshots of the training state in host memory and restore from them."
@@ -257,7 +257,7 @@ class SnapshotConfig:
         refuse(problems + self._without_effect())
 
     def _without_effect(self) -> list[str]:
-        """Settings of a drain without folder or interval: whoever gave them expects files."""
+        """Settings of a drain without folder or interval: the user who gave them expects files."""
         if self.on_no_spare == SHRINK and None in (self.drain_dir, self.drain_export_dir):
             return [
                 "on_no_spare is shrink, which goes on from an export: give drain_dir, "
@@ -306,7 +306,7 @@ SETTINGS: Mapping[str, Setting] = {
 
 @dataclass(frozen=True)
 class Source:
-    """What one place says about settings, by name; ``label`` tells people where it stands.
+    """The settings that one place gives, by name; ``label`` tells people where each stands.
 
     None and empty text count as not given.
     """
@@ -362,8 +362,8 @@ def differences(ours: Source, theirs: Source) -> dict[str, str]:
         if mine is None or other is None:
             continue
         if declared.parse(mine, ours.label(name)) != declared.parse(other, theirs.label(name)):
-            said = other if other != "" else declared.shown_default
-            lines[name] = f"{ours.label(name)} is {mine}, but {theirs.label(name)} is {said}"
+            theirs_is = other if other != "" else declared.shown_default
+            lines[name] = f"{ours.label(name)} is {mine}, but {theirs.label(name)} is {theirs_is}"
     return lines
 
 

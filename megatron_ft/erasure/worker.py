@@ -15,10 +15,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from uuid import UUID
 
-from megatron_ft.core.affinity import bind_to_background_cpus
+from megatron_ft.core.background import bind_to_background_cpus, lower_priority
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import ControlPlaneError
-from megatron_ft.core.priority import lower_priority
 from megatron_ft.erasure.checks import CorruptMemberError
 from megatron_ft.erasure.orders import Order, OrderRunner
 from megatron_ft.erasure.transport import Transport

@@ -1,11 +1,9 @@
-"""From an open snapshot to a checkpoint that Megatron loads with ``--load``.
+"""Writes an open snapshot as a checkpoint that Megatron loads with ``--load``.
 
-Megatron's own ``dist_checkpointing.save`` writes it, in this one process, so the files are
-those of the installed release.
-
-Setting what changes in training into a checkpoint form that was recorded at the start.
-
-Tensors of a checkpoint, made from the captured bytes of one or several shards.
+Three steps: each rank's form, which was recorded when training started, gets the small values
+that change in training; its tensors are made from the captured bytes of one or several shards;
+Megatron's own ``dist_checkpointing.save`` writes all of it in this one process, so that the files
+are those of the installed release.
 """
 
 from __future__ import annotations
@@ -24,12 +22,12 @@ import torch
 
 from megatron_ft.checkpoint import native
 from megatron_ft.checkpoint.captured import Range, StoredTensors, joined
-from megatron_ft.checkpoint.export import CheckpointForm, TensorRecipe, whole_folder
+from megatron_ft.checkpoint.export import CheckpointForm, TensorRecipe, load_form, whole_folder
 from megatron_ft.checkpoint.source import OpenSnapshot, ShardBytes
 from megatron_ft.core.errors import ExportError
 from megatron_ft.core.objects import decode
 from megatron_ft.core.shard import LayoutEntry
-from megatron_ft.megatron import logical_map, optional_packages
+from megatron_ft.megatron import versions
 from megatron_ft.megatron.logical_map import FRAMEWORK, megatron_version, place_of
 from megatron_ft.megatron.optimizer import MAIN, WEIGHT
 from megatron_ft.trainer.plan import dtype_from_name, dtype_name
@@ -118,7 +116,7 @@ def fill_random_states(tree: Tree, captured: Sequence[Mapping[str, Any]]) -> Non
 
 
 def random_state_count(tree: Tree) -> int:
-    """How many ranks' random states this rank would save."""
+    """Number of ranks whose random states this rank would save."""
     return len(_value(tree["rng_state"])) if "rng_state" in tree else 0
 
 
@@ -135,7 +133,7 @@ def _megatron_names(random: Mapping[str, Any]) -> Tree:
 
 
 def _value(node: Any) -> Any:
-    """What a ShardedObject holds; any other value as it is."""
+    """The value in a ShardedObject; any other value as it is."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     return node.data if isinstance(node, ShardedObject) else node
@@ -263,7 +261,7 @@ class _Rank(NamedTuple):
 
 
 def folder_of(directory: Path, iteration: int) -> Path:
-    """Where Megatron looks for the checkpoint of an iteration."""
+    """The folder in which Megatron looks for the checkpoint of an iteration."""
     return native.checkpoint_folder(directory, iteration)
 
 
@@ -316,7 +314,7 @@ def _prepare_megatron() -> None:
     """Make Megatron importable where training would not be, and keep it from talking of that."""
     warnings.filterwarnings("ignore", module=r"megatron\.")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
-    optional_packages.supply()
+    versions.supply_packages()
 
 
 def form_of(shard_id: str, form: bytes) -> CheckpointForm:
@@ -325,7 +323,7 @@ def form_of(shard_id: str, form: bytes) -> CheckpointForm:
 
 
 def _rank(shard_id: str, form: CheckpointForm, objects: bytes, tensors: CapturedTensors) -> _Rank:
-    tree, metadata = logical_map.load(form.state)
+    tree, metadata = load_form(form.state)
     values = decode(objects)
     fill(tree, values, tensors.first(shard_id, ".step"))
     return _Rank(shard_id, tree, metadata, values)

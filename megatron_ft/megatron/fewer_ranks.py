@@ -1,4 +1,4 @@
-"""With how many ranks Megatron's command could go on, and what would keep it from doing so.
+"""Numbers of ranks with which Megatron's command could continue, and reasons against it.
 
 A checkpoint of Megatron's own (torch_dist) loads into another data-parallel size.  The weights
 always do; the distributed optimizer's state in Megatron's default layout (``dp_reshardable``,
@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_ft.checkpoint.export import CheckpointForm
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.core.fewer_ranks import RankRule
+from megatron_ft.core.identity import RankRule
 
 SAME_BUCKETS_RANKS = 40
 """Up to so many data-parallel ranks the default size of a gradient bucket does not depend on
@@ -33,7 +33,7 @@ _WITHOUT = (
 
 
 def rule_of(args: Any) -> RankRule:
-    """What numbers of ranks these arguments, as Megatron has validated them, work with.
+    """Numbers of ranks that these arguments, as Megatron has validated them, work with.
 
     A model takes tp * pp * cp ranks, experts etp * ep * pp; the batches of training, of its
     ramp-up and of evaluation must be multiples of micro-batch times data-parallel size, and the
@@ -99,7 +99,7 @@ def require_export(form: bytes) -> None:
     problem = CheckpointForm.from_bytes(form).problem
     if problem:
         raise ConfigError(
-            "--inmem-on-no-spare shrink goes on from an export, and snapshots of this model "
+            "--inmem-on-no-spare shrink continues from an export, and snapshots of this model "
             f"cannot be exported: {problem}. Take stop, or hold under Slurm"
         )
 

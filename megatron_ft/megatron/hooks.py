@@ -11,18 +11,17 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from megatron_ft.config import SWITCH, SnapshotConfig
 from megatron_ft.core.environment import RESTORE
-from megatron_ft.core.errors import ConfigError
-from megatron_ft.core.fewer_ranks import SHRINK
-from megatron_ft.core.wrapping import Function, wrap
-from megatron_ft.megatron import arguments, rerun
-from megatron_ft.megatron.manager import make_manager
-from megatron_ft.megatron.run import SnapshotRun, without_disk_load
+from megatron_ft.core.errors import ConfigError, UnsupportedVersionError
+from megatron_ft.core.frameworks import Function, wrap
+from megatron_ft.core.identity import SHRINK
+from megatron_ft.megatron import arguments, own_checkpoints
+from megatron_ft.megatron.run import SnapshotRun, make_manager, without_disk_load
 from megatron_ft.megatron.versions import check_megatron
 
 if TYPE_CHECKING:
@@ -68,6 +67,21 @@ def install(manager_factory: ManagerFactory = make_manager) -> None:
             wrap(MegatronOptimizer, name, _at_rest)
 
 
+def install_for_script(argv: Sequence[str] | None = None) -> None:
+    """Install the hooks in a script that did not ask for them itself.
+
+    Raises UnsupportedVersionError only if ``argv`` (this process's by default) asks for
+    snapshots.  Any other program that imports this Megatron under a supervisor continues
+    without them, with a warning.
+    """
+    try:
+        install()
+    except UnsupportedVersionError as error:
+        if any(word.startswith("--inmem-") for word in (sys.argv if argv is None else argv)):
+            raise
+        print(f"megatron-ft: {error}", file=sys.stderr)
+
+
 def _with_flags(original: Function) -> Function:
     def add_arguments(parser: Any) -> Any:
         return arguments.add_snapshot_arguments(original(parser))
@@ -76,7 +90,7 @@ def _with_flags(original: Function) -> Function:
 
 
 def _with_checks(original: Function) -> Function:
-    """After Megatron's own checks: arguments are complete, nothing is built, no port is open."""
+    """Checks after Megatron's own: arguments are complete, nothing is built, no port is open."""
 
     def validate(*args: Any, **kwargs: Any) -> Any:
         options = original(*args, **kwargs)
@@ -130,7 +144,7 @@ def _with_end(original: Function) -> Function:
 
 
 def _refuse_to_train_unprotected() -> None:
-    """Else the supervisor would end this training, as ranks do not register, after minutes."""
+    """ConfigError under a supervisor: as no rank registers, it would end the job in minutes."""
     # Said to the trainers of every incarnation, and to no others of the same fleet.
     if RESTORE in os.environ:
         raise ConfigError(
@@ -186,14 +200,14 @@ def _with_note(original: Function) -> Function:
     def save(*args: Any, **kwargs: Any) -> Any:
         if _current is not None:
             given = signature.bind(*args, **kwargs).arguments
-            rerun.note_save(_options(), given["iteration"])
+            own_checkpoints.note_save(_options(), given["iteration"])
         return paused(*args, **kwargs)
 
     return save
 
 
 def _at_rest(original: Function) -> Function:
-    """What the optimizer keeps gets other memory, and its old one is given back."""
+    """The optimizer's state gets other memory, and its old one is given back."""
 
     def move(*args: Any, **kwargs: Any) -> Any:
         with nullcontext() if _current is None else _current.at_rest():

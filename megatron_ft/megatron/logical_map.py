@@ -1,11 +1,8 @@
-"""Where captured tensors lie in the unsharded model, from Megatron's own sharded state dict.
+"""Describes a rank once, when training starts, so that others can read its snapshots without it.
 
-The state of a form: Megatron's state dict with names in the place of tensors.
-
-What is recorded of a rank once, so that others can read its snapshots without it.
-
-The logical map says where its tensors lie in the unsharded model, the checkpoint form what
-Megatron itself would save.  Both come from one sharded state dict, built when training starts.
+The logical map says where captured tensors lie in the unsharded model.  The checkpoint form says
+what Megatron itself would save: its state dict with names in the place of tensors.  Both come from
+one sharded state dict of Megatron's own.
 """
 
 from __future__ import annotations
@@ -20,8 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from megatron_ft.checkpoint import export as form
-from megatron_ft.checkpoint.export import CheckpointForm, TensorRecipe
+from megatron_ft.checkpoint.export import CheckpointForm, TensorRecipe, dump_form
 from megatron_ft.core.errors import ExportError
 from megatron_ft.core.shard import LogicalPlace, Piece
 from megatron_ft.megatron import save_form
@@ -137,7 +133,7 @@ def _renamed(pieces: Iterable[Piece], prefix: str) -> tuple[Piece, ...]:
 
 
 def place_of(pieces: Sequence[Piece]) -> tuple[str, tuple[int, ...]]:
-    """What tells one local parameter from all others: its model name and global offset.
+    """Key that tells one local parameter from all others: its model name and global offset.
 
     The same for the parameter, its master and its moments, on all ranks that share it.
     """
@@ -146,7 +142,7 @@ def place_of(pieces: Sequence[Piece]) -> tuple[str, tuple[int, ...]]:
 
 
 class RankTensors(NamedTuple):
-    """What a form refers to.
+    """Tensors that a form refers to.
 
     ``captured`` are the tensors of a snapshot, ``model`` the parameters and buffers of the
     model, both by name.  ``masters`` are those of this rank; ``master_names`` gives, for
@@ -180,7 +176,7 @@ def describe(
             wanted[id(data)] = finder.find(leaf.key, data)
     # The tree keeps its tensors alive, so no other object has one of these ids.
     saving = (_persistent(saved.tree), saved.content_metadata)
-    return form.dump(saving, lambda part: wanted.get(id(part)))
+    return dump_form(saving, lambda part: wanted.get(id(part)))
 
 
 class _Finder:
@@ -230,12 +226,6 @@ class _Finder:
 
 def _geometry(window: TensorWindow) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
     return window.shape, window.offset, window.stride
-
-
-def load(state: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state dict and content metadata of ``describe``; imports Megatron's classes."""
-    tree, metadata = form.load(state)
-    return tree, metadata
 
 
 def _padding(tree: Any) -> Iterator[int]:

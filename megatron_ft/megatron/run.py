@@ -1,4 +1,7 @@
-"""Snapshots over one training run: from Megatron's set-up to the end of its loop."""
+"""Snapshots over one training run of a rank: from Megatron's set-up to the end of its loop.
+
+Outcomes appear in Megatron's own logs: TensorBoard, W&B, and one line of text an interval.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,18 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from datetime import datetime
+from typing import Any
 
 from megatron_ft.checkpoint import native as start
-from megatron_ft.megatron import fewer_ranks, missed_save
+from megatron_ft.config import SnapshotConfig
+from megatron_ft.core.identity import shard_id
+from megatron_ft.megatron import fewer_ranks, own_checkpoints
 from megatron_ft.megatron.optimizer import optimizer_parts
-from megatron_ft.megatron.snapshot_log import SnapshotLog
 from megatron_ft.megatron.state import MegatronState
+from megatron_ft.trainer.manager import SnapshotManager
 from megatron_ft.trainer.start_choice import WISH, RankView, agree, supervisor_chose_disk
-
-if TYPE_CHECKING:
-    from megatron_ft.trainer.manager import SnapshotManager
+from megatron_ft.trainer.stats import TAG, CaptureStats, Figure, figures
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +38,37 @@ def without_disk_load(args: Any) -> Iterator[None]:
     finally:
         for name, value in given.items():
             setattr(args, name, value)
+
+
+def place_of_rank() -> dict[str, Any]:
+    """This rank's place in Megatron's parallel groups, as keywords of SnapshotManager.
+
+    Pipeline, tensor and data-parallel rank (context parallelism counts as data parallel)
+    name a rank uniquely, with experts too.  ``coordinates`` leave out the data-parallel
+    one and keep the experts', so that stripes are made of ranks with shards of one size.
+    """
+    import torch
+    from megatron.core import mpu
+
+    pp, tp = mpu.get_pipeline_model_parallel_rank(), mpu.get_tensor_model_parallel_rank()
+    dp = mpu.get_data_parallel_rank(with_context_parallel=True)
+    ep = mpu.get_expert_model_parallel_rank()
+    return {
+        "shard_id": shard_id(pp=pp, tp=tp, dp=dp, ep=ep),
+        "rank": torch.distributed.get_rank(),
+        "world_size": torch.distributed.get_world_size(),
+        "coordinates": (pp, tp, ep),
+    }
+
+
+def make_manager(config: SnapshotConfig) -> SnapshotManager:
+    """The manager of this rank, named by its place in Megatron's parallel groups.
+
+    Raises NotUnderSupervisorError outside ``megatron-ft run``.
+    """
+    from megatron.training import get_args
+
+    return SnapshotManager(config, **place_of_rank(), rank_rule=fewer_ranks.rule_of(get_args()))
 
 
 class SnapshotRun:
@@ -108,10 +143,10 @@ class SnapshotRun:
         """
         assert self._state is not None, "attach comes first"
         self._state.begin(training["train_data_iterator"])
-        if self._from_memory and missed_save.is_missed(self._args):
+        if self._from_memory and own_checkpoints.is_missed(self._args):
             _print_rank_0(f" the checkpoint of iteration {self._args.iteration} was not finished")
             with self.pause():
-                missed_save.save(self._args, training)
+                own_checkpoints.save_missed(self._args, training)
 
     def report_loss(self, losses: Mapping[str, Any]) -> None:
         """Megatron's losses of the iteration that ends; empty on ranks that compute none.
@@ -134,12 +169,12 @@ class SnapshotRun:
         self._log.end_iteration(iteration)
 
     def pause(self) -> AbstractContextManager[None]:
-        """Around what takes long between iterations: an evaluation, a checkpoint."""
+        """Suspends the hang watch around an evaluation or a checkpoint."""
         return self._manager.watch.pause()
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Around what moves captured tensors: no copy reads them, nothing keeps their memory."""
+        """Lets captured tensors move inside: no copy reads them, nothing keeps their memory."""
         with self._manager.fence(), self.pause():
             self._manager.forget_tensors()
             yield
@@ -164,3 +199,64 @@ def _print_rank_0(message: str) -> None:
     from megatron.training.utils import print_rank_0
 
     print_rank_0(message)
+
+
+def text_line(iteration: int, last_iteration: int, shown: list[Figure], now: datetime) -> str:
+    """The line of text, in the form of Megatron's."""
+    line = f" [{now:%Y-%m-%d %H:%M:%S.%f}] in-memory snapshots at iteration"
+    line += f" {iteration:8d}/{last_iteration:8d} |"
+    return line + "".join(f" {f.words}: {f.value:{f.form}} |" for f in shown)
+
+
+class SnapshotLog:
+    """Logs one rank's counters where and as often as Megatron logs its own.
+
+    Everything comes from this rank's counters, which outcomes reach through the SMP: no
+    collective, no request, no wait.  As Megatron's own figures, they are written by the last
+    rank; a snapshot is taken by all ranks or by none, but stall and bytes are that rank's.
+
+    Text every ``--log-interval`` iterations, on the last rank, if anything has changed;
+    scalars every ``--tensorboard-log-interval`` iterations to the writers that are on.
+    The first error ends the logging of snapshots with a warning, never training.
+    """
+
+    def __init__(self, args: Any, stats: CaptureStats) -> None:
+        self._stats = stats
+        self._is_last_rank = args.rank == args.world_size - 1
+        self._iterations = getattr(args, "train_iters", None) or 0
+        self._text_interval = getattr(args, "log_interval", 100)
+        self._scalar_interval = getattr(args, "tensorboard_log_interval", 1)
+        self._shown: list[Figure] = []
+
+    def end_iteration(self, iteration: int) -> None:
+        """Log what is due after ``iteration``."""
+        if not self._is_last_rank:
+            return
+        try:
+            self._log(iteration)
+        except Exception:
+            self._is_last_rank = False
+            log.warning("snapshots are no longer logged; training continues", exc_info=True)
+
+    def _log(self, iteration: int) -> None:
+        text_is_due = iteration % self._text_interval == 0
+        scalars_are_due = iteration % self._scalar_interval == 0
+        if not (text_is_due or scalars_are_due):
+            return
+        current = figures(self._stats)
+        if scalars_are_due:
+            _write({TAG + figure.name: figure.value for figure in current}, iteration)
+        if text_is_due and current != self._shown:
+            self._shown = current
+            print(text_line(iteration, self._iterations, current, datetime.now()), flush=True)
+
+
+def _write(scalars: Mapping[str, float], iteration: int) -> None:
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
+    if tensorboard is not None:
+        for name, value in scalars.items():
+            tensorboard.add_scalar(name, value, iteration)
+    if wandb is not None:
+        wandb.log(dict(scalars), iteration)

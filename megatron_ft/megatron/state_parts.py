@@ -1,22 +1,12 @@
-"""Captures counters, random states, data position and buffers: what Megatron keeps beside models.
+"""Parts of Megatron's training state beside the optimizer's: captured, restored, and checked.
 
-Where training stands: counters on Megatron's arguments, schedule, and the rerun machine.
-
-Arguments that must not change between incarnations, though every tensor would still fit.
-
-They are those that Megatron compares when it loads a checkpoint of its own
-(``check_checkpoint_args`` in megatron/training/checkpointing.py): with another number of heads,
-say, the same weights are another model.
-
-Every generator that training draws from, Megatron's tracker included; each rank's own.
-
-Where an external data loader stands.
-
-Megatron's own loaders need nothing here: their position is the number of samples used.
-
-Which ranks hold the same of an optimizer's state.
-
-Names and tensors of Megatron's model chunks.
+- Counters on Megatron's arguments, the schedule, and the rerun machine.
+- Arguments that must not change between incarnations, though every tensor would still fit:
+  those that Megatron compares when it loads a checkpoint of its own (``check_checkpoint_args`` in
+  megatron/training/checkpointing.py).  With another number of heads the weights are another model.
+- Every generator that training draws from, Megatron's tracker included; each rank's own.
+- The position of an external data loader.  That of Megatron's own is the number of samples used.
+- Names and tensors of the model's chunks, and the ranks that hold the same of the optimizer.
 """
 
 from __future__ import annotations
@@ -94,17 +84,17 @@ _VOCABULARY = ("max_position_embeddings", "make_vocab_size_divisible_by", "token
 """Compared if there is a ``--vocab-file``."""
 
 
-def capture(args: Any) -> dict[str, Any]:
-    """Their values, for a snapshot."""
+def fixed_arguments(args: Any) -> dict[str, Any]:
+    """Values that must not change between incarnations, for a snapshot."""
     names = (*_MODEL, *(_VOCABULARY if getattr(args, "vocab_file", None) else ()))
     return {name: getattr(args, name, None) for name in names}
 
 
-def check(args: Any, captured: Mapping[str, Any]) -> None:
-    """Raise LayoutMismatchError that lists each one that is not as it was ``captured``."""
+def check_arguments(args: Any, captured: Mapping[str, Any]) -> None:
+    """Raise LayoutMismatchError that lists each argument that is not as it was ``captured``."""
     changed = [
         f"--{name.replace('_', '-')} was {captured[name]} and is {value}"
-        for name, value in capture(args).items()
+        for name, value in fixed_arguments(args).items()
         if name in captured and captured[name] != value
     ]
     if changed:
@@ -187,8 +177,8 @@ def capture_position(data_iterator: Any) -> list[Any]:
     return [_methods(loader)[0]() for loader in _loaders(data_iterator)]
 
 
-def restore(data_iterator: Any, states: list[Any]) -> None:
-    """Give each loader what :func:`capture` got."""
+def restore_position(data_iterator: Any, states: list[Any]) -> None:
+    """Give each loader what :func:`capture_position` got."""
     for loader, state in zip(_loaders(data_iterator), states, strict=True):
         _methods(loader)[1](state)
 
@@ -222,7 +212,7 @@ def module_tree(model: Sequence[Any]) -> ModuleTree:
     """Modules, parameters and buffers of this rank; chunks are the stages of a virtual pipeline.
 
     Buffers that no state dict would hold are among them: token counters of experts, for example,
-    are not persistent and still decide how training goes on.
+    are not persistent and still decide how training continues.
     """
     return ModuleTree(
         # Of the wrapped module: DistributedDataParallel.buffers is a list of gradient buffers.

@@ -1,12 +1,23 @@
-"""Which Megatron releases work, and the check that this one has what is wrapped."""
+"""Checks that this release of Megatron works, and stands in for packages that it need not have.
+
+Megatron imports some packages without a guard that a host-only installation lacks.  Training on a
+device needs the real ones; a process that only reads or writes checkpoints, or trains on the
+stand-in for a device, does not.
+"""
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+import typing
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatron_ft.core.errors import UnsupportedVersionError
-from megatron_ft.core.versions import MEGATRON, Required, missing_names, owner_at, version_numbers
+from megatron_ft.core.frameworks import MEGATRON, Required, missing_names, owner_at, version_numbers
 
 OLDEST, WORKING = MEGATRON.oldest, MEGATRON.working
 
@@ -99,3 +110,62 @@ def check_megatron(required: Sequence[Required] = WRAPPED + CALLED) -> None:
     version = str(megatron.core.__version__)
     check_version(version)
     check_names(version, [(owner_at(entry.owner), entry) for entry in required])
+
+
+class _Anything:
+    """Stands for any attribute of a stub package; as a decorator it returns the function."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and callable(args[0]):
+            return args[0]
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+
+class _StubModule(types.ModuleType):
+    __version__ = "0.0.0"
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything()
+
+
+def supply_packages() -> None:
+    """Put stand-ins in the place of what is missing, before Megatron is imported.
+
+    torch's compiler is switched off: it believes in any module called triton.
+    """
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    supply_typing_override()
+    stub_triton()
+
+
+def supply_typing_override() -> None:
+    """Supply ``typing.override``, the one name of Python 3.12 that Megatron uses."""
+    if not hasattr(typing, "override"):
+        import typing_extensions
+
+        module: Any = typing
+        module.override = typing_extensions.override
+
+
+def stub_triton() -> None:
+    """Make ``import triton`` work where it is not installed, without torch believing in it."""
+    if "triton" in sys.modules or importlib.util.find_spec("triton") is not None:
+        return
+    from torch.utils import _triton
+
+    detection: Any = _triton
+    detection.has_triton_package()  # cached: remember "no" before the stub is visible
+    detection.has_triton()
+    stubs = {name: _StubModule(name) for name in ("triton", "triton.language")}
+    for name, module in stubs.items():
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        sys.modules[name] = module
+    stubs["triton"].__dict__["language"] = stubs["triton.language"]

@@ -7,6 +7,7 @@ import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -23,10 +24,9 @@ from megatron_ft.core.errors import (
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.smp.event_sender import EventInbox
-from megatron_ft.supervisor.awake import Awake
 from megatron_ft.supervisor.events import Observers
+from megatron_ft.supervisor.heartbeats import Heartbeats
 from megatron_ft.supervisor.plan import Timing
-from megatron_ft.supervisor.watch.board import PulseBoard
 
 log = logging.getLogger(__name__)
 
@@ -150,14 +150,16 @@ class Connections(ABC):
     link_type: type[SmpLink] = SmpLink
     """The class of a connection; a benchmark that counts messages replaces it."""
 
-    def __init__(self, keys: JobKeys, observers: Observers, timing: Timing) -> None:
+    def __init__(
+        self, keys: JobKeys, observers: Observers, timing: Timing, scrub_percent: float = 0.0
+    ) -> None:
         self.links: dict[str, SmpLink] = {}
         self.incarnation = 0
         self.timing = timing
         self.observers = observers
         self.progress: dict[str, int] = {}
-        self.pulses = PulseBoard()
-        self.scrub_percent = 0.0
+        self.pulses = Heartbeats()
+        self.scrub_percent = scrub_percent
         self.silent = asyncio.Event()
         self.failure: BaseException | None = None
         self.rewind_asked = asyncio.Event()
@@ -168,7 +170,7 @@ class Connections(ABC):
         self._context.set(zmq.MAX_SOCKETS, MOST_NODES)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._inboxes: dict[str, EventInbox] = {}
-        self._awake = Awake(timing.heartbeat)
+        self._awake = SuspendClock(timing.heartbeat)
         self._superseded = ""
 
     @abstractmethod
@@ -259,7 +261,7 @@ class Connections(ABC):
         if isinstance(answer, m.LeaseAnswer):
             link.clock, link.summary = max(link.clock, answer.clock), answer.summary
             self.progress.update(answer.progress)
-            self.pulses.note(answer.node, answer.pulses)
+            self.pulses.record(answer.node, answer.pulses)
             self._on_answer(answer)
         elif link.clock and answer.error == StaleIncarnationError.__name__:
             self.supersede(answer.reason)
@@ -331,3 +333,43 @@ class Connections(ABC):
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
+
+
+_MISSED_BEATS = 8
+"""A busy machine misses a few; a gap that is shorter counts as time in which one listened."""
+
+_REMEMBERED = 256
+
+
+class SuspendClock:
+    """How long this process has been awake since some time, on the monotonic clock.
+
+    A process that was suspended (SIGSTOP, a paused machine, an event loop that was held) has
+    heard of nobody meanwhile, and that says nothing about the others.
+    """
+
+    def __init__(self, beat_seconds: float) -> None:
+        """``watch`` looks every ``beat_seconds``; a sleep is a gap of several of them."""
+        self._beat = beat_seconds
+        self._seen = time.monotonic()
+        self._sleeps: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
+
+    async def watch(self) -> None:
+        """Note every beat that this process is awake; runs until cancelled."""
+        while True:
+            self._beat_at(time.monotonic())
+            await asyncio.sleep(self._beat)
+
+    def seconds(self, since: float, now: float) -> float:
+        """Seconds from ``since`` to ``now``, less those of sleeps that ended between them.
+
+        A sleep that has just ended counts as one, also before ``watch`` runs again.
+        """
+        self._beat_at(now)
+        slept = sum(end - max(begin, since) for begin, end in self._sleeps if end > since)
+        return now - since - slept
+
+    def _beat_at(self, now: float) -> None:
+        if now - self._seen > _MISSED_BEATS * self._beat:
+            self._sleeps.append((self._seen, now))
+        self._seen = max(self._seen, now)

@@ -19,7 +19,14 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.smp.slot_rules import protected_gives_way
 from megatron_ft.supervisor.connections import REQUEST_TIMEOUT_SECONDS, Connections
-from megatron_ft.supervisor.cycle import Action, Ended, KillWorld, Phase, Send, SnapshotCycle
+from megatron_ft.supervisor.cycle import (
+    Action,
+    CyclePhase,
+    KillWorld,
+    Send,
+    SnapshotCycle,
+    SnapshotEnded,
+)
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.exposure import Fallbacks, Skips, fallbacks
 from megatron_ft.supervisor.plan import Timing
@@ -27,7 +34,7 @@ from megatron_ft.supervisor.repairs import Repairs
 from megatron_ft.supervisor.summary import SummaryParts
 
 LOOK_SECONDS = 0.25
-"""So often what nobody tells is looked at: whether a pause has ended, or parity takes too long."""
+"""Interval of looks at what no event brings: the end of a pause, parity that takes too long."""
 MOST_PROTECT_TRIES = 3
 """So often parity of a local snapshot is tried; then only a newer snapshot gets some."""
 HOLDER = "drain"
@@ -37,7 +44,8 @@ HOLDER = "drain"
 class Coordinator(Connections):
     """Control-plane state of one job over all its incarnations.
 
-    ``kill_world`` ends the encoder world; ``observers`` are told what happens.
+    ``kill_world`` ends the encoder world of a name; ``observers`` get what happens.
+    ``scrub_percent`` is the share of one core that each node's scrub may use.
     """
 
     def __init__(
@@ -46,8 +54,9 @@ class Coordinator(Connections):
         observers: Observers,
         kill_world: Callable[[str], None],
         timing: Timing,
+        scrub_percent: float = 0.0,
     ) -> None:
-        super().__init__(keys, observers, timing)
+        super().__init__(keys, observers, timing, scrub_percent)
         self._summary = SummaryParts(self, timing.heartbeat / 2)
         self.cycle: SnapshotCycle | None = None
         self.committed: tuple[SnapshotId, int, str] | None = None
@@ -60,11 +69,11 @@ class Coordinator(Connections):
         self.skips = Skips()
         self.repairs = Repairs(self)
         self.given_up = (0, "")
-        """Snapshots aborted since the last commit, and why the last of them was."""
+        """Snapshots aborted since the last commit, and the reason of the last one."""
         self.world = ""
         self.world_nodes: tuple[str, ...] = ()
         self.world_joined, self.world_refused = False, ""
-        """Whether the expected world has been up, and why an SMP refused an encoder of it."""
+        """True once the expected world was up; the reason for which an SMP refused its encoder."""
         self.listeners: list[Callable[[m.NodeEvent], None]] = []
         self._kill_world = kill_world
         self._encoders_up: set[str] = set()
@@ -89,9 +98,9 @@ class Coordinator(Connections):
         await self.ask_all({n: m.Hold(self.incarnation, HOLDER, snapshot) for n in nodes})
 
     async def release(self, nodes: Sequence[str]) -> None:
-        """End ``hold``: each node has been told, or is given up, or this incarnation is over.
+        """End ``hold``: each node knows of it, or is given up, or this incarnation is over.
 
-        A word that is lost comes again: until the next drain, which may wait for a snapshot
+        A request that is lost is repeated: until the next drain, which may wait for a snapshot
         that has no slot, nothing else would end it.
         """
         await asyncio.gather(*(self._unhold(node, self.incarnation) for node in nodes))
@@ -145,7 +154,7 @@ class Coordinator(Connections):
         self._keep(self._pump(cycle))
 
     def fallbacks(self) -> Fallbacks:
-        """What failures would fall back to; while nothing is trained, what was committed last."""
+        """The snapshots that failures would fall back to; without training those committed last."""
         if self.cycle is not None:
             damaged = self.repairs.lost
             return fallbacks(self.held, self.cycle.places, self.cycle.stripes, damaged)
@@ -170,18 +179,18 @@ class Coordinator(Connections):
         while self.cycle is cycle:
             if self.usable_world:
                 self._world_seen = time.monotonic()
-            if cycle.phase == Phase.IDLE and self.repairs.due:
+            if cycle.phase == CyclePhase.IDLE and self.repairs.due:
                 await self.repairs.work(cycle.stripes, cycle.places)
                 continue
-            if cycle.phase == Phase.IDLE and not self.paused:
+            if cycle.phase == CyclePhase.IDLE and not self.paused:
                 await self.refresh()
                 # A pause may have come with these heartbeats.
-                if self.cycle is cycle and cycle.phase == Phase.IDLE and not self.paused:
+                if self.cycle is cycle and cycle.phase == CyclePhase.IDLE and not self.paused:
                     self._perform(cycle, self._next(cycle))
-            elif cycle.phase == Phase.ENCODING and self._encoding_too_long():
+            elif cycle.phase == CyclePhase.ENCODING and self._encoding_too_long():
                 reason = f"no parity after {self.timing.encode_timeout:.0f} s"
                 self._perform(cycle, cycle.give_up(reason))
-            elif cycle.phase == Phase.CAPTURING:
+            elif cycle.phase == CyclePhase.CAPTURING:
                 now, limit = time.monotonic(), self.timing.encode_timeout
                 self._perform(cycle, cycle.overdue(self._fastest(cycle), now, limit))
             self._kick.clear()
@@ -221,7 +230,7 @@ class Coordinator(Connections):
         return max((self.progress.get(s, -1) for s in cycle.places), default=-1)
 
     def _skip(self, progress: int, interval: int) -> None:
-        """Count; the observers hear once of each time that something is in the way."""
+        """Count; the observers get one event for each time that something is in the way."""
         if not self.skips.begin(progress, interval):
             return
         if self.pinned:
@@ -258,7 +267,7 @@ class Coordinator(Connections):
                 self._keep(self._send(cycle, action))
             elif isinstance(action, KillWorld):
                 self.end_world(action.world, action.reason)
-            elif isinstance(action, Ended):
+            elif isinstance(action, SnapshotEnded):
                 self._ended(action)
         if cycle.ready:
             self._kick.set()
@@ -279,9 +288,9 @@ class Coordinator(Connections):
                 self._perform(cycle, cycle.answered(action.node, action.message, answer))
             return
 
-    def _ended(self, ended: Ended) -> None:
+    def _ended(self, ended: SnapshotEnded) -> None:
         if ended.again and ended.level == "local":
-            # It is what it was, or known to be less; why the world broke has been told.
+            # It is what it was, or known to be less; the event of the broken world has the reason.
             self.repairs.count_lost(ended.snapshot, ended.corrupt)
             return
         if ended.level == "aborted":
@@ -294,7 +303,7 @@ class Coordinator(Connections):
                 iteration=ended.iteration,
             )
             return
-        self.note_commit(ended.snapshot, ended.iteration, ended.level)
+        self.record_commit(ended.snapshot, ended.iteration, ended.level)
         self.observers.tell(
             "committed",
             f"snapshot of iteration {ended.iteration} committed ({ended.level})",
@@ -302,7 +311,7 @@ class Coordinator(Connections):
             level=ended.level,
         )
 
-    def note_commit(self, snapshot: SnapshotId, iteration: int, level: str) -> None:
+    def record_commit(self, snapshot: SnapshotId, iteration: int, level: str) -> None:
         """``snapshot`` is committed on every node: what a failure falls back to from now on."""
         self.committed, self.given_up = (snapshot, iteration, level), (0, "")
         if level == "protected":

@@ -1,16 +1,18 @@
 """One snapshot from permit to commit, as decisions without input or output.
 
-The coordinator feeds events and answers in and sends what comes out; the model test
-does the same with random interleavings.  There is at most one snapshot under way.
+The coordinator feeds events and answers in and performs the actions that come out; the model
+test does the same with random interleavings.  There is at most one snapshot under way::
 
-What a snapshot's cycle wants done; the coordinator does it.
-
-What the trainers still owe for one snapshot: seals, and the end of their writing.
+    IDLE --propose--> CAPTURING --all sealed--> ENCODING --all encoded--> COMMITTING --> IDLE
+                          |                        |
+                          +-- missed, abandoned,   +-- bad bytes: ABORTING
+                          |   overdue: ABORTING    +-- world gone: COMMITTING as local
+                          +-- no encoder world: COMMITTING as local
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -40,7 +42,7 @@ class KillWorld:
 
 
 @dataclass(frozen=True)
-class Ended:
+class SnapshotEnded:
     """A snapshot is over: ``level`` is protected, local or aborted; ``last`` if training is too.
 
     ``again`` says that it had been committed as local before and was to get parity.  ``corrupt``
@@ -56,38 +58,14 @@ class Ended:
     corrupt: frozenset[str] = frozenset()
 
 
-Action = Send | KillWorld | Ended
-
-
-class CaptureRound:
-    """Which shards of a permitted snapshot are done with; reports may come in any order.
-
-    ``unsealed`` are shards that are not captured completely.  ``writing`` are those whose trainer
-    may still write to its slot, whatever has become of the snapshot meanwhile.
-    """
-
-    def __init__(self, shards: Iterable[str]) -> None:
-        self.unsealed = set(shards)
-        self.writing = set(self.unsealed)
-
-    def all_sealed(self) -> bool:
-        """Whether no shard is still being captured: only then may encoding start."""
-        return not self.unsealed
-
-    def sealed(self, shard_id: str) -> None:
-        """A shard is captured."""
-        self.unsealed.discard(shard_id)
-
-    def stopped(self, shard_id: str) -> None:
-        """The trainer writes to its slot no more."""
-        self.writing.discard(shard_id)
+Action = Send | KillWorld | SnapshotEnded
 
 
 MOMENTARY = (TransitionRefusedError.__name__, PinnedError.__name__)
 """Refusals of a permit that the next message of a trainer or reader may end."""
 
 
-class Phase(Enum):
+class CyclePhase(Enum):
     """Where the snapshot under way is."""
 
     IDLE = "idle"
@@ -116,13 +94,14 @@ class SnapshotCycle:
         self.stripes = stripes
         self.schedule = schedule
         self._orders = orders_by_node(stripes, places)
-        self.phase = Phase.IDLE
+        self.phase = CyclePhase.IDLE
         self.snapshot = SnapshotId(incarnation, 0)
         self.iteration = -1
         self.level = ""
-        self._capture = CaptureRound(())
-        # Shards without parity while they are encoded, then nodes that have not confirmed.
+        # Shards that are not sealed, then those without parity, then nodes without an answer.
         self._waiting: set[str] = set()
+        # Shards whose trainer may still write to its slot, whatever became of the snapshot.
+        self._writing: set[str] = set()
         self._encoders: set[str] = set()
         self._world = ""
         self._broken = ""
@@ -135,11 +114,11 @@ class SnapshotCycle:
 
     @property
     def ready(self) -> bool:
-        """Whether nothing is under way and every trainer has said that its last capture ended.
+        """True if nothing is under way and the last capture of every trainer has ended.
 
-        Before that a permit may be asked for, and nodes on which one has not said so refuse it.
+        Before that a permit may be asked for, but nodes on which one still writes refuse it.
         """
-        return self.phase == Phase.IDLE and not self._capture.writing
+        return self.phase == CyclePhase.IDLE and not self._writing
 
     def propose(
         self, progress: int, world: str, *, give_up_protected: bool = False
@@ -150,7 +129,7 @@ class SnapshotCycle:
         yet; ``world`` the encoder world that is up on all nodes, "" if none.  The last
         protected snapshot makes room for it only with ``give_up_protected``.
         """
-        if self.phase != Phase.IDLE or self._last:
+        if self.phase != CyclePhase.IDLE or self._last:
             return []
         self.schedule.reached(progress)
         if self.schedule.waits(progress):
@@ -160,10 +139,10 @@ class SnapshotCycle:
         self._again = False
         self.iteration = self.schedule.next_iteration(progress)
         self.schedule.permitted(self.iteration)
-        self.phase = Phase.CAPTURING
+        self.phase = CyclePhase.CAPTURING
         self._world = world
         self._broken, self._corrupt = "", frozenset()
-        self._capture = CaptureRound(self.places)
+        self._waiting, self._writing = set(self.places), set(self.places)
         self._passed_since = None
         grant = m.Grant(self.incarnation, self.snapshot, self.iteration, give_up_protected)
         return self._to_all(grant)
@@ -173,7 +152,7 @@ class SnapshotCycle:
 
         Encoders were away when it was taken.  Until they have ended it stays what it was.
         """
-        if self.phase != Phase.IDLE or self._last or not self.stripes:
+        if self.phase != CyclePhase.IDLE or self._last or not self.stripes:
             return []
         self.snapshot, self.iteration, self._world = snapshot, iteration, world
         self._broken, self._corrupt, self._again = "", frozenset(), True
@@ -181,7 +160,7 @@ class SnapshotCycle:
 
     def world_changed(self, world: str) -> None:
         """A world came up while nothing was being encoded: use it for the snapshot under way."""
-        if self.phase == Phase.CAPTURING:
+        if self.phase == CyclePhase.CAPTURING:
             self._world = world
 
     def handle(self, node: str, body: Any) -> list[Action]:
@@ -202,10 +181,10 @@ class SnapshotCycle:
     def _note_end(self, body: Any) -> None:
         """A trainer writes to its slot no more, whatever has become of the snapshot meanwhile."""
         if isinstance(body, m.Sealed) and body.record.snapshot == self.snapshot:
-            self._capture.stopped(body.record.shard_id)
+            self._writing.discard(body.record.shard_id)
         ended = isinstance(body, m.Missed | m.Abandoned | m.SlotFreed)
         if ended and body.snapshot == self.snapshot:
-            self._capture.stopped(body.shard_id)
+            self._writing.discard(body.shard_id)
 
     def answered(self, node: str, request: m.Message, answer: m.Message) -> list[Action]:
         """React to a node's answer to one of our requests."""
@@ -213,11 +192,13 @@ class SnapshotCycle:
             return []
         if isinstance(answer, m.Refused):
             return self._refused(node, request, answer)
-        expected = {m.Commit: Phase.COMMITTING, m.Abort: Phase.ABORTING}.get(type(request))
+        expected = {m.Commit: CyclePhase.COMMITTING, m.Abort: CyclePhase.ABORTING}.get(
+            type(request)
+        )
         if expected is None or expected != self.phase:
             return []
         self._waiting.discard(node)
-        if self.phase == Phase.COMMITTING:
+        if self.phase == CyclePhase.COMMITTING:
             reach("commit.between" if self._waiting else "commit.last")
         return [] if self._waiting else self._over()
 
@@ -227,25 +208,25 @@ class SnapshotCycle:
         Words that the old one may have taken with it are repeated; what it was in the
         middle of is given up.  Its encoder has ended with it.
         """
-        if self.phase == Phase.CAPTURING:
+        if self.phase == CyclePhase.CAPTURING:
             return self._abort(f"the SMP of {node} was restarted")
-        if self.phase == Phase.ENCODING:
+        if self.phase == CyclePhase.ENCODING:
             return self._writer_gone(node, m.WriterGone("encoder", self._world, 0))
         return self._repeat(node)
 
     def _repeat(self, node: str) -> list[Action]:
         """The word that decides the snapshot once more, to a node that has not confirmed it."""
-        if self.phase == Phase.COMMITTING and node in self._waiting:
+        if self.phase == CyclePhase.COMMITTING and node in self._waiting:
             return [Send(node, m.Commit(self.incarnation, self.snapshot, self.level))]
-        if self.phase == Phase.ABORTING and node in self._waiting:
+        if self.phase == CyclePhase.ABORTING and node in self._waiting:
             return [Send(node, m.Abort(self.incarnation, self.snapshot, self._broken))]
         return []
 
     def give_up(self, reason: str) -> list[Action]:
         """Abort the snapshot under way unless it is decided already."""
-        if self.phase == Phase.CAPTURING:
+        if self.phase == CyclePhase.CAPTURING:
             return self._abort(reason)
-        if self.phase == Phase.ENCODING:
+        if self.phase == CyclePhase.ENCODING:
             return self._break(reason)
         return []
 
@@ -255,7 +236,7 @@ class SnapshotCycle:
         ``progress`` is as for ``propose``.  Once a trainer has finished the iteration after it,
         every rank has been at this boundary.
         """
-        if self.phase != Phase.CAPTURING or progress <= self.iteration:
+        if self.phase != CyclePhase.CAPTURING or progress <= self.iteration:
             self._passed_since = None
             return []
         if self._passed_since is None:
@@ -263,23 +244,26 @@ class SnapshotCycle:
         if now - self._passed_since <= limit:
             return []
         self._stuck = True
-        owing = sorted(self._capture.unsealed)
+        owing = sorted(self._waiting)
         more = f" and {len(owing) - 3} others" if len(owing) > 3 else ""
         text = f"no end of the capture of {', '.join(owing[:3])}{more}"
         return self._abort(f"{text} {limit:.0f} s after its iteration")
 
     def _sealed(self, body: m.Sealed) -> list[Action]:
-        if self.phase != Phase.CAPTURING or body.record.snapshot != self.snapshot:
+        if self.phase != CyclePhase.CAPTURING or body.record.snapshot != self.snapshot:
             return []
-        self._capture.sealed(body.record.shard_id)
-        if not self._capture.all_sealed():
+        self._waiting.discard(body.record.shard_id)
+        if not self._all_sealed():
             return []
         if not self._world or not self.stripes:
             return self._commit("local")
         return self._encode()
 
+    def _all_sealed(self) -> bool:
+        return not self._waiting
+
     def _encode(self) -> list[Action]:
-        self.phase = Phase.ENCODING
+        self.phase = CyclePhase.ENCODING
         self._waiting = set(self.places)
         self._encoders = set(self.nodes)
         return [Send(node, self._encode_on(node)) for node in self.nodes]
@@ -289,13 +273,13 @@ class SnapshotCycle:
         return m.Encode(self.incarnation, self.snapshot, self._world, part)
 
     def _encoded(self, body: m.Encoded) -> list[Action]:
-        if self.phase != Phase.ENCODING or body.snapshot != self.snapshot or self._broken:
+        if self.phase != CyclePhase.ENCODING or body.snapshot != self.snapshot or self._broken:
             return []
         self._waiting.discard(body.shard_id)
         return [] if self._waiting else self._commit("protected")
 
     def _gave_up(self, body: m.Missed | m.Abandoned) -> list[Action]:
-        if body.snapshot != self.snapshot or self.phase != Phase.CAPTURING:
+        if body.snapshot != self.snapshot or self.phase != CyclePhase.CAPTURING:
             return []
         if isinstance(body, m.Missed):
             self.schedule.missed()
@@ -306,7 +290,7 @@ class SnapshotCycle:
         return self._abort(f"{body.shard_id}: {body.reason}")
 
     def _order_failed(self, body: m.OrderFailed) -> list[Action]:
-        if self.phase != Phase.ENCODING or body.snapshot != self.snapshot:
+        if self.phase != CyclePhase.ENCODING or body.snapshot != self.snapshot:
             return []
         self._corrupt |= {body.corrupt} if body.corrupt else set()
         return self._break(body.reason)
@@ -320,7 +304,7 @@ class SnapshotCycle:
             return []
         if self._capturing():
             self._world = ""
-        if self.phase != Phase.ENCODING:
+        if self.phase != CyclePhase.ENCODING:
             # Suspended, it had outlived its SMP: the new one refused to commit over it.
             return self._repeat(node)
         return self._encoder_ended(node, f"the encoder on {node} died")
@@ -331,7 +315,7 @@ class SnapshotCycle:
         return actions + ([] if self._encoders else self._encoding_ended())
 
     def _capturing(self) -> bool:
-        return self.phase == Phase.CAPTURING
+        return self.phase == CyclePhase.CAPTURING
 
     def _break(self, reason: str) -> list[Action]:
         """Encoding cannot finish: have the whole world ended, then settle without parity."""
@@ -347,11 +331,11 @@ class SnapshotCycle:
         return self._commit("local")
 
     def _refused(self, node: str, request: m.Message, answer: m.Refused) -> list[Action]:
-        if isinstance(request, m.Grant) and self.phase == Phase.CAPTURING:
+        if isinstance(request, m.Grant) and self.phase == CyclePhase.CAPTURING:
             if self._stuck or answer.error not in MOMENTARY:
                 self.schedule.refused()
             return self._abort(answer.reason)
-        if isinstance(request, m.Encode) and self.phase == Phase.ENCODING:
+        if isinstance(request, m.Encode) and self.phase == CyclePhase.ENCODING:
             if answer.error == WorldGoneError.__name__:
                 return self._encoder_ended(node, answer.reason)
             return self._break(answer.reason)
@@ -359,21 +343,21 @@ class SnapshotCycle:
 
     def _commit(self, level: str) -> list[Action]:
         reach("commit.first")
-        self.phase, self.level, self._stuck = Phase.COMMITTING, level, False
+        self.phase, self.level, self._stuck = CyclePhase.COMMITTING, level, False
         self._waiting = set(self.nodes)
         return self._to_all(m.Commit(self.incarnation, self.snapshot, level))
 
     def _abort(self, reason: str) -> list[Action]:
-        self.phase, self.level, self._broken = Phase.ABORTING, "aborted", reason
+        self.phase, self.level, self._broken = CyclePhase.ABORTING, "aborted", reason
         self._waiting = set(self.nodes)
         return self._to_all(m.Abort(self.incarnation, self.snapshot, reason))
 
     def _over(self) -> list[Action]:
-        self.phase = Phase.IDLE
+        self.phase = CyclePhase.IDLE
         if self.level != "aborted" and not self._again:
             self.schedule.committed()
         return [
-            Ended(
+            SnapshotEnded(
                 self.snapshot,
                 self.iteration,
                 self.level,

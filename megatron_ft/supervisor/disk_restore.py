@@ -18,11 +18,11 @@ from megatron_ft.checkpoint.load import EXIT_DAMAGED, LoadPlan
 from megatron_ft.checkpoint.native import iteration_of, newest_checkpoint
 from megatron_ft.core.errors import ConfigError, DrainError, MegatronFTError
 from megatron_ft.core.identity import Ancestor, SnapshotId
-from megatron_ft.core.in_thread import in_thread
+from megatron_ft.core.process_tools import in_thread
 from megatron_ft.erasure.stripes import RankPlace, domain_of
 from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.supervisor.distrust import memory_goes_first, reason_against_own
-from megatron_ft.supervisor.drain_processes import DrainProcesses, StepFailedError
+from megatron_ft.supervisor.drains import StepFailedError, run_step
 from megatron_ft.supervisor.job_state import JobRecord
 from megatron_ft.supervisor.registration import new_stripes
 from megatron_ft.supervisor.restore import DiskSource, Restore
@@ -176,9 +176,8 @@ class DiskRestores:
             node: LoadPlan(source.folder, snapshot, tuple(shards), world)
             for node, shards in by_node.items()
         }
-        processes = DrainProcesses(self._launcher, self._spec, lambda: plan.incarnation)
         try:
-            await processes.run("load", plans)
+            await run_step(self._launcher, self._spec, plan.incarnation, "load", plans)
         except DrainError as error:
             if isinstance(error, StepFailedError) and error.status == EXIT_DAMAGED:
                 self._refused.add(source.folder)

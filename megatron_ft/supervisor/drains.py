@@ -1,48 +1,52 @@
 """Draining committed snapshots to disk while the job runs: when, and by which processes.
 
 At most one drain runs.  It takes the newest committed snapshot, and what is committed
-meanwhile supersedes what was before it; nothing is queued.  A drain that fails is told
-and counted; training does not notice.
-
-When a drain cannot wait for its interval: protection is degraded, or time runs out.  Pure.
+meanwhile supersedes what was before it; nothing is queued.  A drain that fails is emitted as an
+event and counted; training does not notice.  Each step of a drain is a short-lived process on
+some nodes, all or nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from megatron_ft.checkpoint.disk_format import mount_point
 from megatron_ft.checkpoint.drain import DrainPlan
 from megatron_ft.checkpoint.drained import Keep
+from megatron_ft.checkpoint.load import LoadPlan
+from megatron_ft.core.background import started_low
+from megatron_ft.core.environment import INCARNATION
 from megatron_ft.core.errors import DrainError, MegatronFTError
 from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
-from megatron_ft.launchers.launcher import Launcher
+from megatron_ft.core.process_tools import last_word, log_size
+from megatron_ft.launchers.launcher import Launcher, ProcessHandle
+from megatron_ft.launchers.launcher_env import base_environment
 from megatron_ft.smp.processes import STALL_SECONDS
 from megatron_ft.supervisor.coordinator import Coordinator
-from megatron_ft.supervisor.drain_processes import DrainProcesses
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import DiskPlaces
+from megatron_ft.supervisor.processes import unless
 from megatron_ft.supervisor.spec import JobSpec
 
 ENCODERS_PATIENCE_SECONDS = 30.0
 """An encoder world that broke is started again at once; this long without one is degraded."""
 
 SAFETY_FACTOR = 1.5
-"""How much longer than the slowest so far the last drain before the time limit may take."""
+"""The last drain before the time limit may take so many times as long as the slowest so far."""
 
 
 @dataclass
 class Urgency:
-    """Reasons to drain at once, each said once, again only after it was gone.
+    """Reasons to drain at once, each given once, again only after it was gone.
 
     Times are in seconds of one clock.  ``ends_at`` is when the job will be killed, None if
     nobody knows; ``margin`` is what must be left then.  ``parity`` is whether snapshots
@@ -56,7 +60,7 @@ class Urgency:
     _world_seen: float | None = None
     _said: set[str] = field(default_factory=set)
 
-    def look(self, now: float, *, world_up: bool, spares_gone: bool, slowest: float) -> str:
+    def poll(self, now: float, *, world_up: bool, spares_gone: bool, slowest: float) -> str:
         """A new reason, or empty.
 
         ``spares_gone`` is whether a node was lost and nobody is left to replace another one;
@@ -89,7 +93,7 @@ class Urgency:
 
 
 def is_due(last: int, committed: int, interval: int, urgent: bool = False) -> bool:
-    """Whether ``committed`` is to be drained when ``last`` was the iteration before.  Pure.
+    """True if ``committed`` is to be drained when ``last`` was the iteration before.  Pure.
 
     What is ``urgent`` waits for no interval, but the same iteration is not drained again.  A lower
     one is of training that has gone back, and what is on disk of what was given up.
@@ -98,7 +102,7 @@ def is_due(last: int, committed: int, interval: int, urgent: bool = False) -> bo
 
 
 def noted_places(before: DiskPlaces, spec: JobSpec) -> DiskPlaces:
-    """Chooses what the job's notes say of the disk from now on.
+    """The places on disk for the job's notes from now on.
 
     The mount point of a drain folder is looked up once, when the job first names the folder.
     At a restart its file system may be unmounted, and the folder would then seem to belong on
@@ -128,21 +132,16 @@ class Drains:
         spares_gone: Callable[[], bool],
         mount: str = "",
     ) -> None:
-        self.failures = 0
-        self.export_failures = 0
-        self._spec, self._job = spec, job
+        self.failures = self.export_failures = 0
+        self._spec, self._launcher, self._job = spec, launcher, job
         self._coordinator = coordinator
-        self._processes = DrainProcesses(launcher, spec, lambda: self._coordinator.incarnation)
         self._task: asyncio.Task[None] | None = None
         self._places: dict[str, str] = {}
         self._seats: dict[str, Seat] = {}
         self._lineage: tuple[Ancestor, ...] = ()
         self._last = 0
-        self._news = asyncio.Event()
-        self._stalled = asyncio.Event()
-        self._ending = False
-        self._urgent = False
-        self._busy = False
+        self._news, self._stalled = asyncio.Event(), asyncio.Event()
+        self._ending = self._urgent = self._busy = False
         self._cap = spec.settings.drain_bandwidth_mib
         self._slowest = 0.0
         self._mount = Path(mount) if mount else None
@@ -153,7 +152,7 @@ class Drains:
             margin=spec.settings.drain_stop_seconds,
         )
         self._spares_gone = spares_gone
-        coordinator.observers.add(self._note)
+        coordinator.observers.add(self._on_event)
 
     def begin(
         self,
@@ -166,20 +165,14 @@ class Drains:
         nodes."""
         self._places, self._seats, self._lineage = dict(places), dict(seats), lineage
         self._last = min(self._last, first)
-        if self._spec.settings.drain_interval and self._spec.settings.drain_dir is not None:
+        if self._spec.settings.drain_interval:
             self._ending = False
             self._start()
 
     def _start(self) -> None:
         self._tries_at_end = 0
         self._task = asyncio.create_task(self._keep())
-        self._watch = asyncio.create_task(self._look_out())
-
-    def urge(self, reason: str) -> None:
-        """Drain the newest committed snapshot as soon as the drain that runs is over."""
-        self._urgent = True
-        self._coordinator.observers.tell("drain_urged", f"draining at once: {reason}")
-        self._news.set()
+        self._watch = asyncio.create_task(self._watch_urgency())
 
     async def settle(self) -> None:
         """Training has finished: let the drain end that runs, and the one that is due."""
@@ -216,7 +209,7 @@ class Drains:
         return durable is not None and durable[0] >= snapshot
 
     async def export_durable(self, node: str, directory: Path) -> None:
-        """Export what is on disk, on one node; a failure is told and counted."""
+        """Export what is on disk, on one node; a failure is an event and counted."""
         durable = self._coordinator.durable
         if durable is not None and self._spec.settings.drain_dir is not None:
             await self._export(self._plan(*durable, "", directory.absolute()), node)
@@ -237,37 +230,31 @@ class Drains:
             self._count(repr(error))
             self._coordinator.observers.tell("drain_failed", f"drains had stopped: {error!r}")
 
-    async def _unless_stalled(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do it; DrainError when one of its processes does not get on."""
+    async def _stall(self) -> DrainError:
+        """Wait until an SMP gives up a process of the drain that does not get on."""
         self._stalled.clear()
-        tasks = [asyncio.create_task(work), asyncio.create_task(self._stalled.wait())]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if not tasks[0].done():
-                raise DrainError(f"a process of it has not run for {STALL_SECONDS:.0f} s")
-            tasks[0].result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await self._stalled.wait()
+        return DrainError(f"a process of it has not run for {STALL_SECONDS:.0f} s")
 
-    def _note(self, event: JobEvent) -> None:
+    def _on_event(self, event: JobEvent) -> None:
         if event.kind == "reader_stalled":
             self._stalled.set()
         if event.kind == "committed":
             self._news.set()
 
-    async def _look_out(self) -> None:
-        """Tell of reasons not to wait for the interval."""
+    async def _watch_urgency(self) -> None:
+        """Have what is committed drained at once, after the drain that runs, for a new reason."""
         while True:
-            reason = self._urgency.look(
+            reason = self._urgency.poll(
                 time.monotonic(),
                 world_up=bool(self._coordinator.usable_world),
                 spares_gone=self._spares_gone(),
                 slowest=self._slowest,
             )
             if reason:
-                self.urge(reason)
+                self._urgent = True
+                self._coordinator.observers.tell("drain_urged", f"draining at once: {reason}")
+                self._news.set()
             await asyncio.sleep(self._coordinator.timing.heartbeat)
 
     async def _keep(self) -> None:
@@ -320,7 +307,7 @@ class Drains:
         nodes = sorted(set(self._places.values()))
         try:
             await self._coordinator.hold(plan.snapshot, nodes)
-            await self._unless_stalled(self._write(plan, nodes))
+            await unless(self._write(plan, nodes), self._stall())
             self._coordinator.durable = (plan.snapshot, plan.iteration)
             await self._tidy(plan, nodes[0])
             reason = ""
@@ -334,19 +321,22 @@ class Drains:
             seconds = time.monotonic() - started
             self._slowest = max(self._slowest, seconds)
             text = f"iteration {plan.iteration} is on disk after {seconds:.1f} s: {plan.folder}"
-            self._tell("drained", text, plan)
+            self._emit("drained", text, plan)
             if plan.export_dir is not None:
                 await self._export(plan, nodes[0])
 
+    async def _run(self, step: str, plans: Mapping[str, DrainPlan]) -> None:
+        await run_step(self._launcher, self._spec, self._coordinator.incarnation, step, plans)
+
     async def _write(self, plan: DrainPlan, nodes: list[str]) -> None:
-        await self._processes.run("clear", {nodes[0]: plan})
+        await self._run("clear", {nodes[0]: plan})
         shards = {
             n: {s: self._seats[s] for s, place in self._places.items() if place == n} for n in nodes
         }
-        await self._processes.run(
+        await self._run(
             "write", {n: msgspec.structs.replace(plan, shards=shards[n]) for n in nodes}
         )
-        await self._processes.run("publish", {nodes[0]: plan})
+        await self._run("publish", {nodes[0]: plan})
 
     async def _tidy(self, plan: DrainPlan, node: str) -> None:
         """Remove older checkpoints, now that this incarnation knows that the new one is there.
@@ -355,10 +345,10 @@ class Drains:
         incarnation, which did not see the new one, may descend from what it would remove.
         """
         try:
-            await self._processes.run("tidy", {node: plan})
+            await self._run("tidy", {node: plan})
         except (MegatronFTError, OSError) as error:
             self._count(str(error))
-            self._tell("retention_failed", str(error), plan)
+            self._emit("retention_failed", str(error), plan)
 
     def _count(self, reason: str) -> None:
         """Where ``megatron-ft status`` looks."""
@@ -368,15 +358,15 @@ class Drains:
     async def _export(self, plan: DrainPlan, node: str) -> None:
         started = time.monotonic()
         try:
-            await self._processes.run("export", {node: plan})
+            await self._run("export", {node: plan})
         except (MegatronFTError, OSError) as error:
             self.export_failures += 1
             text = f"iteration {plan.iteration} is on disk but could not be exported, which "
-            self._tell("export_failed", f"{text}stops nothing: {error}", plan)
+            self._emit("export_failed", f"{text}stops nothing: {error}", plan)
         else:
             seconds = time.monotonic() - started
             text = f"iteration {plan.iteration} is exported to {plan.export_dir} after"
-            self._tell("exported", f"{text} {seconds:.1f} s", plan)
+            self._emit("exported", f"{text} {seconds:.1f} s", plan)
 
     async def _failed(self, plan: DrainPlan, node: str, reason: str) -> None:
         self._count(reason)
@@ -385,13 +375,75 @@ class Drains:
             self._tries_at_end += 1
             then = "it is tried once more" if self._tries_at_end == 1 else "the job ends"
         text = f"iteration {plan.iteration} could not be written to disk; {then}, and what was"
-        self._tell("drain_failed", f"{text} there stays: {reason}", plan)
+        self._emit("drain_failed", f"{text} there stays: {reason}", plan)
         # What it wrote would keep the space that the next one needs.
         with suppress(MegatronFTError, OSError):
-            await self._processes.run("clear", {node: plan})
+            await self._run("clear", {node: plan})
         if self._tries_at_end == 1:
             self._last, self._urgent = -1, True
 
-    def _tell(self, kind: str, text: str, plan: DrainPlan) -> None:
+    def _emit(self, kind: str, text: str, plan: DrainPlan) -> None:
         fields = {"iteration": plan.iteration, "folder": str(plan.folder)}
         self._coordinator.observers.tell(kind, text, **fields)
+
+
+STEP_TIMEOUT_SECONDS = 3600.0
+MODULES = {"load": "megatron_ft.checkpoint.load", "export": "megatron_ft.checkpoint.export_drained"}
+"""The module that does a step, where it is not checkpoint/drain.py."""
+
+
+class StepFailedError(DrainError):
+    """A process ended with this status, below zero the number of a signal."""
+
+    def __init__(self, reason: str, status: int) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+async def run_step(
+    launcher: Launcher,
+    spec: JobSpec,
+    incarnation: int,
+    step: str,
+    plans: Mapping[str, DrainPlan | LoadPlan],
+) -> None:
+    """Run one process of a drain or load on each node; output goes to drain-<node>.log.
+
+    None is left when this returns, raises or is cancelled.  An SMP turns processes of another
+    ``incarnation`` away.  DrainError as soon as one fails, NodeUnreachable as the launcher says.
+    """
+    module = MODULES.get(step, "megatron_ft.checkpoint.drain")
+    environment = {**base_environment(), **spec.background_variables}
+    environment[INCARNATION] = str(incarnation)
+    if step == "export":  # It imports a framework, and must not take memory of GPUs that train.
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    handles: list[ProcessHandle] = []
+    ends: list[asyncio.Task[None]] = []
+    try:
+        for node, plan in plans.items():
+            argv = [sys.executable, "-m", module, step, plan.to_json()]
+            argv = argv if step == "load" else started_low(argv)  # Training awaits a load alone.
+            log = spec.log_dir / f"drain-{node}.log"
+            before = log_size(log)
+            handles.append(launcher.start(node, argv, environment, log))
+            ends.append(asyncio.create_task(_step_ended(step, handles[-1], log, before)))
+        done, pending = await asyncio.wait(
+            ends, timeout=STEP_TIMEOUT_SECONDS, return_when=asyncio.FIRST_EXCEPTION
+        )
+        for end in done:
+            end.result()
+        if pending:
+            raise DrainError(f"{step} has not ended within {STEP_TIMEOUT_SECONDS:.0f} s")
+    finally:
+        for handle in handles:
+            handle.kill()
+        for end in ends:
+            end.cancel()
+        await asyncio.gather(*ends, return_exceptions=True)
+
+
+async def _step_ended(step: str, handle: ProcessHandle, log: Path, before: int) -> None:
+    status = await handle.wait()
+    if status:
+        said = last_word(log, before) if status > 0 else "it was killed"
+        raise StepFailedError(f"{step} on {handle.node} ended with {status}: {said}", status)

@@ -8,16 +8,16 @@ from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.disk_restore import DiskRestores
 from megatron_ft.supervisor.distrust import Distrust
 from megatron_ft.supervisor.drains import Drains, noted_places
+from megatron_ft.supervisor.encoder_world import EncoderWorld, WorldKeeper
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.failure import JobNotes
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership
-from megatron_ft.supervisor.pacing import Pacing
-from megatron_ft.supervisor.processes import EncoderWorld, TrainerFleet
+from megatron_ft.supervisor.processes import TrainerFleet
+from megatron_ft.supervisor.schedule import Pacing
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.warm_spares import WarmSpares
-from megatron_ft.supervisor.watch.job import JobWatch
-from megatron_ft.supervisor.world_keeper import WorldKeeper
+from megatron_ft.supervisor.watch import JobWatch
 
 
 class JobParts:
@@ -35,12 +35,15 @@ class JobParts:
         self.observers = Observers()
         self.trainers = TrainerFleet(launcher, spec)
         self.warm_spares = WarmSpares(launcher, spec)
-        self.world = WorldKeeper(EncoderWorld(launcher, spec))
+        encoders = EncoderWorld(launcher, spec)
         self.coordinator = Coordinator(
-            JobKeys.derive(state.record.secret), self.observers, self.world.end_world, spec.timing
+            JobKeys.derive(state.record.secret),
+            self.observers,
+            encoders.end,
+            spec.timing,
+            spec.settings.scrub_percent,
         )
-        self.world.serve(self.coordinator)
-        self.coordinator.scrub_percent = spec.settings.scrub_percent
+        self.world = WorldKeeper(encoders, self.coordinator)
         self.members = Membership(spec, launcher, state, self.coordinator)
         places = noted_places(state.record.disk, spec)
         if places != state.record.disk:
@@ -62,7 +65,7 @@ class JobParts:
             3600 * spec.settings.expected_mtbf_hours,
             self.observers,
         )
-        self.coordinator.listeners.append(self.pacing.hear)
+        self.coordinator.listeners.append(self.pacing.on_event)
         self.notes = JobNotes(state, self.coordinator)
         self.watch = JobWatch(self.coordinator, spec.settings, spec.log_dir)
         self.reached = -1

@@ -17,16 +17,15 @@ import msgspec
 
 from megatron_ft.checkpoint.decide import Quarantine
 from megatron_ft.core import private_files
-from megatron_ft.core.decoding import UNREADABLE
 from megatron_ft.core.errors import (
+    UNREADABLE,
     ConfigError,
     ControlPlaneError,
     StaleIncarnationError,
     UntrustedFileError,
 )
 from megatron_ft.core.fault_points import reach
-from megatron_ft.core.fewer_ranks import RankRule
-from megatron_ft.core.identity import Ancestor, Seat
+from megatron_ft.core.identity import Ancestor, RankRule, Seat
 
 VERSION = 2
 SECRET_BYTES = 32
@@ -53,7 +52,7 @@ class DiskPlaces(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one job's state file holds.
+    """The content of one job's state file.
 
     ``name`` is the user's name for the job, ``job`` its uuid.  ``active`` are the nodes
     that trainers run on, in the order of their ranks.  ``shards`` gives the seat of each
@@ -161,7 +160,7 @@ class JobState:
         return ""
 
     def restore(self) -> bool:
-        """Write the notes again if somebody has removed them; whether that was so.
+        """Write the notes again if somebody has removed them; True if that was so.
 
         ControlPlaneError if they cannot be written, StaleIncarnationError if they are another
         job's by now.
@@ -172,7 +171,7 @@ class JobState:
         return True
 
     def is_missing(self) -> bool:
-        """Tell if notes or lock are not where they were; OSError of a disk that fails."""
+        """True if notes or lock are not where they were; OSError of a disk that fails."""
         assert self._lock is not None, "the state was closed"
         return not (
             (self.folder / _FILE).exists() and _is_same_file(self._lock, self.folder / _LOCK)
@@ -238,12 +237,8 @@ def state_folder(name: str, state_dir: Path | None = None) -> Path:
     """Where a job's state is kept: <state_dir>/<name>, by default in ~/.cache/megatron-ft."""
     if not name or "/" in name or name.startswith("."):
         raise ConfigError(f"{name!r} cannot name a job: no slash, no dot in front, not empty")
-    return (state_dir or _home() / ".cache" / "megatron-ft") / name
-
-
-def _home() -> Path:
     try:
-        return Path.home()
+        return (state_dir or Path.home() / ".cache" / "megatron-ft") / name
     except RuntimeError as error:
         raise ConfigError(
             f"user {os.geteuid()} has no home folder for the job's notes: give --state-dir"
@@ -286,7 +281,7 @@ def read_record(folder: Path, name: str) -> JobRecord | None:
 
 
 def write_record(folder: Path, record: JobRecord) -> None:
-    """Replace the record whole: whoever reads sees the old one or the new one."""
+    """Replace the record whole: a reader sees the old one or the new one."""
     content = msgspec.json.format(msgspec.json.encode(record))
     reach("recovery.noted")
     private_files.replace_file(folder / _FILE, content, durable=True)
@@ -364,7 +359,7 @@ def _take_lock(folder: Path, name: str) -> int:
 
 
 def _describe_holder(lock: int) -> str:
-    """Who holds a lock file, as the kernel has it: what is written there may be of a dead one."""
+    """The holder of a lock file as the kernel has it: the file may name a dead process."""
     status = os.fstat(lock)
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     written = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
@@ -383,7 +378,7 @@ def _describe_holder(lock: int) -> str:
 
 
 def is_supervised(job: str, state_dir: Path | None) -> bool:
-    """Whether a supervisor holds the lock of the job's state in this folder."""
+    """True if a supervisor holds the lock of the job's state in this folder."""
     try:
         lock = private_files.open_file(state_folder(job, state_dir) / _LOCK)
     except FileNotFoundError:

@@ -1,14 +1,12 @@
-"""The three kinds of processes that a supervisor keeps: SMPs, encoders, trainers.
+"""The SMPs of a job, one on every node, and the trainers of its present incarnation.
 
-The environment of one trainer rank, as torchrun would set it, and that of torchrun itself.
-
-The cause of an encoder world's end, read from what its processes wrote last.
+A trainer's environment is what torchrun would set; that of torchrun is for a command which starts
+the ranks of a node itself.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
 import uuid
 from collections.abc import Coroutine, Mapping, Sequence
@@ -20,26 +18,21 @@ import msgspec
 
 from megatron_ft.core import private_files
 from megatron_ft.core.environment import INCARNATION, TREE
-from megatron_ft.core.errors import ControlPlaneError
+from megatron_ft.core.errors import ControlPlaneError, MegatronFTError
 from megatron_ft.core.fault_points import reach
-from megatron_ft.core.log_end import last_word, size, text_since
-from megatron_ft.core.ports import free_port
-from megatron_ft.erasure.worker import ENCODE_RATE
+from megatron_ft.core.process_tools import free_port, last_word
+from megatron_ft.core.startup import before_script
 from megatron_ft.launchers.launcher import (
     Launcher,
     NodeUnreachable,
-    Placement,
     ProcessGoneError,
     ProcessHandle,
 )
 from megatron_ft.launchers.launcher_env import base_environment
-from megatron_ft.launchers.startup import before_script
-from megatron_ft.launchers.world import WorldProcess
 from megatron_ft.smp.__main__ import Credentials, Ready
 from megatron_ft.supervisor import container
 from megatron_ft.supervisor.job_state import JobState, SmpPlace
 from megatron_ft.supervisor.spec import JobSpec
-from megatron_ft.supervisor.tcp_world import WorldStarter
 
 # The supervisor restarts all ranks itself, and torch must not look for an agent's store.
 _FIXED = {
@@ -125,54 +118,18 @@ class TrainerPlace:
         }
 
 
-_NO_BACKING = re.compile(
-    r"not enough space for (\S+)/[^/\s]+ \(the shared-memory backing file\)"
-    r".*?Space Requested: (\d+) B"
-)
-_NO_SPACE = re.compile(r"^.*No space left on device.*$", re.MULTILINE)
-_BUS_ERROR = re.compile(r"\bbus error\b", re.IGNORECASE)
-_ERROR = re.compile(
-    r"^(?:\[\S+\] )?(?:[a-z_]\w*\.)*([A-Z]\w*(?:Error|Exception): .*)$", re.MULTILINE
-)
-_LEFT = re.compile(r"^(.*): this encoder leaves$", re.MULTILINE)
-_SIGNAL = re.compile(r"exited on signal (\d+ \([\w ]+\))")
-
-
-def why_ended(said: str, status: int, folder: str = "") -> str:
-    """The cause in words; the same for worlds that ended alike.  Pure.
-
-    ``said`` is what the world wrote to its log, ``status`` its exit status, ``folder`` where MPI
-    keeps shared memory, empty if it keeps none.  MPI breaks its lines anywhere.
-    """
-    joined = " ".join(said.split())
-    less = "free memory there, or start the job with --transport tcp"
-    if found := _NO_BACKING.search(joined):
-        needed = int(found[2]) / (1 << 20)
-        where = folder or found[1]
-        return f"less than {needed:.0f} MiB is free for MPI's shared memory in {where}: {less}"
-    if found := _NO_SPACE.search(said):
-        return f"an encoder had no room: {found[0].strip()[:300]}"
-    if _BUS_ERROR.search(joined):
-        where = f"the tmpfs of {folder}" if folder else "the tmpfs of the arenas"
-        return f"an encoder died of a bus error, as where {where} is full: {less}"
-    if found := _ERROR.search(said):
-        return found[1][:300]
-    if found := _LEFT.search(said):
-        return found[1]
-    if found := _SIGNAL.search(joined):
-        return f"an encoder ended by signal {found[1]}"
-    return f"ended by signal {-status}" if status < 0 else f"exit status {status}"
-
-
 SMP_START_SECONDS = 60.0
 
 Result = TypeVar("Result")
 
 
 async def unless(
-    work: Coroutine[Any, Any, Result], trouble: Coroutine[Any, Any, ControlPlaneError]
+    work: Coroutine[Any, Any, Result], trouble: Coroutine[Any, Any, MegatronFTError]
 ) -> Result:
-    """The result of ``work``; as soon as ``trouble`` ends, its result is raised."""
+    """The result of ``work``; as soon as ``trouble`` ends, its result is raised.
+
+    Neither goes on after this.
+    """
     task, reason = asyncio.create_task(work), asyncio.create_task(trouble)
     try:
         await asyncio.wait({task, reason}, return_when=asyncio.FIRST_COMPLETED)
@@ -182,6 +139,7 @@ async def unless(
     finally:
         task.cancel()
         reason.cancel()
+        await asyncio.gather(task, reason, return_exceptions=True)
 
 
 class SmpFleet:
@@ -267,7 +225,7 @@ class SmpFleet:
         return endpoint
 
     async def _serving(self, node: str, handle: ProcessHandle, ready: Path) -> str:
-        """Wait for the file by which an SMP says that it serves.
+        """Wait for the file that an SMP writes once it serves.
 
         No event of a file reaches other machines, so it is looked at.
         """
@@ -288,54 +246,9 @@ class SmpFleet:
 
 
 def smp_command(address: str, ready: Path) -> list[str]:
-    """How an SMP is started that serves at ``address`` and says so in the file ``ready``."""
+    """The command of an SMP that serves at ``address`` and then writes the file ``ready``."""
     command = [sys.executable, "-m", "megatron_ft.smp"]
     return [*command, "--address", address, "--ready", str(ready)]
-
-
-class EncoderWorld:
-    """The disposable world: started over the active nodes, again whenever it breaks."""
-
-    def __init__(self, launcher: Launcher, spec: JobSpec) -> None:
-        self._spec = spec
-        self.starter = WorldStarter(launcher, spec.settings.transport)
-        self._log, self._log_begin = spec.log_dir / "encoders.log", 0
-        self._handle: ProcessHandle | None = None
-        self.name = ""
-
-    def start(self, nodes: Sequence[str], incarnation: int) -> str:
-        """Start a world with these nodes as ranks 0, 1, ...; returns its name."""
-        self.kill()
-        self.name = f"w{incarnation}-{uuid.uuid4().hex[:6]}"
-        argv = [sys.executable, "-m", "megatron_ft.erasure.worker", "--world", self.name]
-        environment = {**base_environment(), INCARNATION: str(incarnation), "OMP_NUM_THREADS": "1"}
-        environment |= self._spec.background_variables
-        environment[ENCODE_RATE] = str(self._spec.settings.encode_bandwidth_mib * (1 << 20))
-        placements = [Placement(node, argv, environment) for node in nodes]
-        self._log_begin = size(self._log)
-        self._handle = self.starter.start(placements, self._log)
-        return self.name
-
-    async def ended(self) -> int:
-        """Wait until the world is gone; its exit status."""
-        assert self._handle is not None
-        return await self._handle.wait()
-
-    def why_ended(self, status: int) -> str:
-        """The cause of its end, as far as its log tells; ``status`` is what ``ended`` gave."""
-        handle = self._handle
-        folder = str(handle.scratch.parent) if isinstance(handle, WorldProcess) else ""
-        return why_ended(text_since(self._log, self._log_begin), status, folder)
-
-    def end(self) -> None:
-        """End the world; ``ended`` returns once its processes are gone."""
-        if self._handle is not None:
-            self._handle.kill()
-
-    def kill(self) -> None:
-        """End the world, if there is one, and forget it."""
-        self.end()
-        self._handle = None
 
 
 @dataclass(frozen=True)
@@ -379,8 +292,9 @@ class TrainerFleet:
                     run_id=spec.name,
                     restart_count=incarnation - 1,
                 )
-                told = place.of_torchrun if spec.trainer_per_node else place.of_rank
-                environment = told(base)
+                environment = (
+                    place.of_torchrun(base) if spec.trainer_per_node else place.of_rank(base)
+                )
                 if interface := self._launcher.interface(node):
                     environment.setdefault("GLOO_SOCKET_IFNAME", interface)
                 log = self.log_of(index * spec.ranks_per_node + local)
@@ -394,11 +308,11 @@ class TrainerFleet:
 
     @property
     def _ranks_each(self) -> int:
-        """How many ranks one process of ours stands for."""
+        """The ranks that one process of ours stands for."""
         return self._spec.ranks_per_node if self._spec.trainer_per_node else 1
 
     def name_of(self, rank: int) -> str:
-        """What stands for a rank among our processes: itself, or all ranks of its node."""
+        """The name of the process of a rank: its own, or that of all ranks of its node."""
         first = rank - rank % self._ranks_each
         last = first + self._ranks_each - 1
         return f"rank {first}" if first == last else f"ranks {first}-{last}"
@@ -431,7 +345,7 @@ class TrainerFleet:
         return TrainerExit(False, index * self._ranks_each, handle.node, status)
 
     async def all_failed(self, seconds: float) -> bool:
-        """Whether every rank ends by itself with an error within so many seconds."""
+        """True if every rank ends by itself with an error within so many seconds."""
         waits = [asyncio.ensure_future(handle.wait()) for handle in self._handles]
         done, pending = await asyncio.wait(waits, timeout=seconds)
         for wait in pending:

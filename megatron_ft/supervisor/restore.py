@@ -192,7 +192,7 @@ async def restore(
         commit = m.Commit(plan.incarnation, snapshot, level)
         reach("recovery.committing")
         await coordinator.ask_all({node: commit for node in plan.active})
-        coordinator.note_commit(snapshot, plan.decision.iteration, level)
+        coordinator.record_commit(snapshot, plan.decision.iteration, level)
     ready = m.RestoreReady(plan.incarnation, snapshot, plan.sources())
     await coordinator.ask_all({node: ready for node in plan.active})
     coordinator.resumed_from = plan.decision.iteration if snapshot is not None else -1

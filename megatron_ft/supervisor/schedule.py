@@ -1,6 +1,4 @@
-"""When the next snapshot is due.  Pure arithmetic on iterations.
-
-How many iterations should lie between snapshots: a decision from what they cost.  Pure.
+"""The iterations of which snapshots are taken, and how many lie between two of them.
 
 A snapshot that costs C seconds of training, taken every T seconds in a job that fails every M
 seconds, takes C/T of all time, and each failure loses T/2 of work.  The sum C/T + T/(2M) is
@@ -11,10 +9,14 @@ bounds T from below: C/T must not exceed it, whatever would be best.
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
+from collections.abc import Callable
 from statistics import median
 
 from megatron_ft.core.identity import SnapshotId
+from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.events import Observers
 
 
 class Schedule:
@@ -41,7 +43,7 @@ class Schedule:
         self._commits_in_a_row = 0
 
     def next_iteration(self, progress: int) -> int:
-        """When the next snapshot is due; it lies more than ``lead`` ahead of ``progress``.
+        """The iteration of the next snapshot; it lies more than ``lead`` ahead of ``progress``.
 
         That is the highest iteration that any trainer has finished, -1 if none has yet.
         """
@@ -134,7 +136,7 @@ class IntervalGovernor:
         self._snapshot: SnapshotId | None = None
         self._before = FIRST_ITERATIONS
 
-    def hear(self, snapshot: SnapshotId, cost: float, iteration: float, mtbf: float) -> None:
+    def record(self, snapshot: SnapshotId, cost: float, iteration: float, mtbf: float) -> None:
         """One rank's cost of a snapshot and its usual iteration, in seconds.
 
         The slowest rank counts: the others wait for it.  Nothing is decided while a rank
@@ -153,3 +155,64 @@ class IntervalGovernor:
         most = math.ceil(FASTEST_GROWTH * self._before)
         self.iterations = max(1, min(wanted, most))
         self.overhead = cost / (self.iterations * iteration)
+
+
+WORTH_SAYING = 1.25
+"""An interval is emitted when it has changed by so many times since the last time."""
+
+
+class Pacing:
+    """One governor for all incarnations of a job; it governs schedules whose interval is not
+    fixed."""
+
+    def __init__(
+        self,
+        budget: float,
+        expected_mtbf: float,
+        observers: Observers,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``budget`` is the share of training time that snapshots may take; MTBF in seconds."""
+        self._expected_mtbf = expected_mtbf
+        self._governor = IntervalGovernor(budget)
+        self._observers, self._clock = observers, clock
+        self._since = clock()
+        self._failures = 0
+        self._schedule: Schedule | None = None
+        self._emitted = 0
+
+    def begin(self, interval: int, first: int) -> Schedule:
+        """The schedule of an incarnation that starts from iteration ``first``.
+
+        Without an ``interval`` (0) it has what is known from earlier incarnations.
+        """
+        governed = interval or self._governor.iterations
+        self._schedule = Schedule(governed, first, fixed=interval > 0)
+        return self._schedule
+
+    def failed(self) -> None:
+        """The job has failed and starts again."""
+        self._failures += 1
+
+    def on_event(self, event: m.NodeEvent) -> None:
+        """A listener of the coordinator: takes what captures have cost."""
+        body, schedule = event.body, self._schedule
+        if schedule is None or schedule.fixed or not isinstance(body, m.CaptureCost):
+            return
+        cost = body.stall_seconds + body.shadow_seconds
+        running = self._clock() - self._since
+        mtbf = mean_time_between_failures(self._expected_mtbf, running, self._failures)
+        self._governor.record(body.snapshot, cost, body.iteration_seconds, mtbf)
+        schedule.interval = self._governor.iterations
+        self._emit(mtbf)
+
+    def _emit(self, mtbf: float) -> None:
+        now = self._governor.iterations
+        if self._emitted and max(now, self._emitted) < WORTH_SAYING * min(now, self._emitted):
+            return
+        self._emitted = now
+        text = (
+            f"a snapshot every {now} iterations: {self._governor.overhead:.2%} of training time, "
+            f"{mtbf / 3600:.3g} h between failures"
+        )
+        self._observers.tell("interval", text, iterations=now, overhead=self._governor.overhead)

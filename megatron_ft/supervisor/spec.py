@@ -1,16 +1,20 @@
-"""The job that ``megatron-ft run`` is asked for, checked before anything is started."""
+"""The job that ``megatron-ft run`` is asked for, and what it needs of this machine.
+
+Both are checked before anything is started.
+"""
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.core.affinity import BACKGROUND_CPUS
-from megatron_ft.core.errors import ConfigError, ProtectionError
-from megatron_ft.core.fewer_ranks import SHRINK
+from megatron_ft.core.background import BACKGROUND_CPUS
+from megatron_ft.core.errors import ConfigError, MissingEnvironmentError, ProtectionError
+from megatron_ft.core.identity import SHRINK
 from megatron_ft.core.scheme import Scheme, largest_scheme
 from megatron_ft.erasure.stripes import Domains
 from megatron_ft.supervisor.budget import RestartBudget
@@ -25,7 +29,7 @@ class JobSpec:
     ranks itself, as torchrun does.  ``nodes`` is how many the job begins with.
     ``from_scratch`` allows a start from nothing when neither memory nor disk has a state;
     ``restore_from`` is a drained checkpoint, perhaps another job's, to start from then.
-    ``environment`` is set for trainers, beside the variables of the settings.
+    ``environment`` is for trainers, beside the variables of the settings.
     ``domains`` is the failure domain of each node; a node that is not named is one of its own.
     Spares import ``warm_modules`` while they wait.  ``budget`` is how often training may be
     started again without progress, and how long is waited before.  ``place_seconds`` is when the
@@ -85,7 +89,7 @@ class JobSpec:
 
     @cached_property
     def timing(self) -> Timing:
-        """How long the control plane waits for what."""
+        """The waits of the control plane."""
         lease = self.settings.lease_seconds
         return self.own_timing or Timing(lease=lease, node_timeout=1.5 * lease)
 
@@ -98,7 +102,7 @@ class JobSpec:
 
     @property
     def time_limit_seconds(self) -> float:
-        """When the job will be killed, counted from its start; 0: never."""
+        """Seconds from the start of the job until it will be killed; 0: never."""
         return self.settings.time_limit_seconds or self.place_seconds
 
     @property
@@ -108,5 +112,33 @@ class JobSpec:
 
     @property
     def background_variables(self) -> dict[str, str]:
-        """What processes beside training find in their environment."""
+        """The variables of processes beside training."""
         return {BACKGROUND_CPUS: self.settings.background_cpus or ""}
+
+
+_ALWAYS, _A_NODE, _A_PROCESS = 48, 5, 3
+"""Some more than a supervisor was seen to open: 20, 4 for a node's SMP, 2 for a trainer."""
+
+
+def open_files_needed(spec: JobSpec) -> int:
+    """Descriptors that the supervisor of a job opens at most; no other process needs more."""
+    trainers = spec.nodes * (1 if spec.trainer_per_node else spec.ranks_per_node)
+    return _ALWAYS + _A_NODE * (spec.nodes + spec.spares) + _A_PROCESS * trainers
+
+
+def raise_open_files(count: int) -> None:
+    """Raise this process's limit, which its children inherit, to ``count`` if it is lower.
+
+    MissingEnvironmentError if it may not be raised that far.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return
+    if hard != resource.RLIM_INFINITY and hard < count:
+        raise MissingEnvironmentError(
+            f"this job needs {count} open files a process, and the limit is {hard} (`ulimit -n`): "
+            f"raise the hard limit (`ulimit -Hn {count}` as root, nofile in "
+            "/etc/security/limits.conf, LimitNOFILE of a service, --ulimit of a container), or "
+            "take fewer nodes or ranks"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))

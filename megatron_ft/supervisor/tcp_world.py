@@ -1,10 +1,8 @@
 """One world over TCP as one handle: when it is over, none of its ranks is left.
 
 Each rank is a process that the launcher starts on its node, as it starts SMPs.  The world's
-secret goes to their standard inputs; each says in a file where it listens, and is told through
-its own authenticated port where the others do.
-
-Which transport encoder worlds use, and starting them over it.
+secret goes to their standard inputs; each writes to a file where it listens, and learns
+through its own authenticated port where the others do.
 """
 
 from __future__ import annotations
@@ -23,11 +21,11 @@ from pathlib import Path
 import msgspec
 
 from megatron_ft.core import private_files
-from megatron_ft.core.errors import MegatronFTError, NoMpiError
+from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.erasure.tcp import EXIT_PEER_GONE
 from megatron_ft.erasure.tcp_sockets import send_table
 from megatron_ft.erasure.ticket import Listening, Ticket
-from megatron_ft.erasure.world import MPI, RANK_TRANSPORT, TCP
+from megatron_ft.erasure.world import RANK_TRANSPORT, TCP
 from megatron_ft.launchers.launcher import Launcher, Placement, ProcessHandle
 from megatron_ft.launchers.world import WORLD, WORLD_NODES
 from megatron_ft.rpc.sockets import SECRET_BYTES
@@ -91,7 +89,7 @@ class TcpWorldProcess:
         return self._ranks[0].start_time
 
     def alive(self) -> bool:
-        """Whether a rank still runs."""
+        """True while a rank runs."""
         return any(rank.alive() for rank in self._ranks)
 
     async def wait(self) -> int:
@@ -139,7 +137,7 @@ class TcpWorldProcess:
         send_table(self._tickets[0].keys(), ordered, LINGER_SECONDS)
 
     def _note(self, text: str) -> None:
-        # What a disk without room for it does not take is not worth a world that goes on.
+        # A disk without room for it stops no world.
         with suppress(OSError), self._log_of(0).open("a") as log:
             log.write(f"world {self._tickets[0].world}: {text}\n")
 
@@ -172,7 +170,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def _endpoint(ticket: Ticket) -> str:
-    """Where a rank listens, empty while it has not said so."""
+    """The endpoint of a rank, empty while it has not written it."""
     ready = Path(ticket.ready)
     try:
         if not private_files.is_there(ready):
@@ -180,58 +178,3 @@ def _endpoint(ticket: Ticket) -> str:
         return msgspec.json.decode(private_files.read_file(ready), type=Listening).endpoint
     except FileNotFoundError:
         return ""
-
-
-AUTO = "auto"
-TRANSPORTS = (AUTO, MPI, TCP)
-
-
-class WorldStarter:
-    """Starts worlds through a launcher over the transport that is wished: one of TRANSPORTS.
-
-    ``auto`` is MPI where one can be loaded, else TCP.  An MPI that is there and does not work
-    is an error all the same: it is for `megatron-ft doctor` to find out on which node.
-    ``no_mpi`` says why there is none, once that is known.
-    """
-
-    def __init__(self, launcher: Launcher, wish: str = AUTO) -> None:
-        self._launcher, self._wish = launcher, wish
-        self.no_mpi = ""
-
-    @property
-    def over_tcp(self) -> bool:
-        """Whether worlds use TCP, as far as is known."""
-        return self._wish == TCP or bool(self.no_mpi)
-
-    def describe(self) -> str:
-        """For the log, which transport is used and why."""
-        if not self.over_tcp:
-            return "encoders use MPI"
-        why = f"no MPI can be loaded: {self.no_mpi}" if self.no_mpi else "--transport asks for it"
-        return f"encoders use TCP, encrypted and authenticated; {why}"
-
-    def check(self, ranks: int) -> None:
-        """Choose, and prove that an MPI that is to be used starts a world of so many ranks.
-
-        Raises MpiError if it does not, or if there is none and the wish is MPI.
-        """
-        if not self.over_tcp:
-            try:
-                self._launcher.check_world(ranks)
-            except NoMpiError as error:
-                self._settle_without(error)
-
-    def start(self, placements: Sequence[Placement], log_path: Path) -> ProcessHandle:
-        """Start one world: rank i of it is ``placements[i]``; see Launcher.start_world."""
-        if not self.over_tcp:
-            try:
-                marked = [p._replace(env={**p.env, RANK_TRANSPORT: MPI}) for p in placements]
-                return self._launcher.start_world(marked, log_path)
-            except NoMpiError as error:
-                self._settle_without(error)
-        return TcpWorldProcess.start(self._launcher, placements, log_path)
-
-    def _settle_without(self, error: NoMpiError) -> None:
-        if self._wish == MPI:
-            raise error
-        self.no_mpi = str(error)

@@ -20,7 +20,7 @@ from megatron_ft.supervisor.spec import JobSpec
 
 AUTO, NONE = "auto", "none"
 _ALWAYS = ("torch", "torch.distributed", "torch.nn.parallel", "megatron_ft.trainer.manager")
-_MEGATRON = ("megatron.training.training", "megatron_ft.megatron.autoload")
+_MEGATRON = ("megatron.training.training", "megatron_ft.megatron.hooks")
 _DEEPSPEED = ("deepspeed", "deepspeed_ext.hooks")
 
 # One that is missing, or needs a device, leaves the others; its log is looked at by nobody else.

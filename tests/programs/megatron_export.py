@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from megatron_ft.checkpoint import native
-from megatron_ft.checkpoint.export import TensorRecipe
+from megatron_ft.checkpoint.export import TensorRecipe, load_form
 from megatron_ft.checkpoint.source import OpenSnapshot
 from megatron_ft.cli.demo import final_state
 from megatron_ft.core.errors import ExportError
@@ -64,7 +64,7 @@ def plain(value: Any) -> Any:
 def padding(shards: OpenSnapshot) -> Iterator[tuple[str, Box]]:
     """Where Megatron itself saves whatever was in memory, between parameters."""
     for shard_id, shard in shards.items():
-        tree, _ = logical_map.load(form_of(shard_id, shard.form).state)
+        tree, _ = load_form(form_of(shard_id, shard.form).state)
         for leaf in sharded_tensors(tree):
             if isinstance(leaf.data, TensorRecipe) and not leaf.data.name:
                 starts = zip(leaf.global_offset, leaf.local_shape, strict=True)

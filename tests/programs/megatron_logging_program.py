@@ -58,7 +58,7 @@ def install_writers() -> None:
 
 
 def make_patient_manager(config: SnapshotConfig) -> Any:
-    from megatron_ft.megatron.manager import make_manager
+    from megatron_ft.megatron.run import make_manager
 
     manager: Any = make_manager(config)
     save = manager.save

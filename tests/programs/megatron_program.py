@@ -29,7 +29,7 @@ def _weights(state: Any) -> Iterator[torch.Tensor]:
 
 def make_manager(config: SnapshotConfig) -> ArenaManager:
     """The manager of this rank."""
-    from megatron_ft.megatron.manager import place_of_rank
+    from megatron_ft.megatron.run import place_of_rank
 
     return ArenaManager(config, place_of_rank(), _weights)
 
@@ -49,7 +49,7 @@ def preload() -> None:
         "megatron.training.yaml_arguments",
         "megatron_ft.megatron",
         "megatron_ft.cli.demo.gpt_training",
-        "megatron_ft.cli.demo.training_trace",
+        "megatron_ft.cli.demo.megatron_trace",
     ):
         importlib.import_module(module)
     _read_help_once()

@@ -15,7 +15,7 @@ from megatron_ft.rpc.local_query import ask
 from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.supervisor.connections import SmpLink
 from megatron_ft.supervisor.coordinator import Coordinator
-from megatron_ft.supervisor.cycle import Phase, SnapshotCycle
+from megatron_ft.supervisor.cycle import CyclePhase, SnapshotCycle
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.plan import Timing
 from megatron_ft.supervisor.restore import admit
@@ -130,7 +130,7 @@ def test_what_a_connection_that_broke_has_lost_is_told_again(smps: list[SmpNode]
         await until_all(smps, SlotState.SEALED)
         assert "n1" not in job.sealed
         link._socket.connect(link.endpoint)
-        await until(lambda: job.cycle.phase == Phase.IDLE, "commit")
+        await until(lambda: job.cycle.phase == CyclePhase.IDLE, "commit")
         assert sorted(job.sealed) == list(NAMES)
         await job.close()
 
@@ -147,7 +147,7 @@ def test_words_of_an_smp_that_is_connected_anew_are_those_that_follow(smps: list
             job.permit()
             await until_all(smps, SlotState.CAPTURING)
             await seal_on(smps)
-            await until(lambda: job.cycle.phase == Phase.IDLE, "commit")
+            await until(lambda: job.cycle.phase == CyclePhase.IDLE, "commit")
             await job.of.refresh()  # so that it keeps nothing of what it has told
             job.of.connect(node, job.of.links[node].endpoint)
         assert job.of.committed == (SnapshotId(2, 2), 2, "local")

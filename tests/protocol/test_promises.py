@@ -6,7 +6,7 @@ from megatron_ft.arena.format import SlotState
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.state_machine import NodeMachine, ToCoordinator
-from megatron_ft.supervisor.cycle import Action, Phase, Send, SnapshotCycle
+from megatron_ft.supervisor.cycle import Action, CyclePhase, Send, SnapshotCycle
 from megatron_ft.supervisor.schedule import Schedule
 from tests.support.node_machine import (
     BEGINS,
@@ -49,7 +49,7 @@ def test_a_reader_between_permit_and_begin_costs_one_snapshot_and_no_more() -> N
         if isinstance(effect, ToCoordinator):
             actions += cycle.handle("n0", effect.body)
     deliver(cycle, node, actions)
-    assert cycle.phase == Phase.IDLE and cycle.ready
+    assert cycle.phase == CyclePhase.IDLE and cycle.ready
     ok(node, m.Unhold(INCARNATION, "drain"))
     deliver(cycle, node, cycle.propose(16, ""))
     promise = node.shards[HERE].promise

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_ft.smp.slots import ShardSlots
 from megatron_ft.smp.state_machine import NodeMachine
-from megatron_ft.supervisor.cycle import CaptureRound, SnapshotCycle
+from megatron_ft.supervisor.cycle import SnapshotCycle
 from megatron_ft.supervisor.schedule import Schedule
 from tests.protocol.explore_protocol import Row, explore, row
 from tests.protocol.model import holes
@@ -85,7 +85,6 @@ def test_a_clone_goes_its_own_way(walk: int) -> None:
         ShardSlots("dp0", []),
         SnapshotCycle(1, {}, (), Schedule(1)),
         Schedule(1),
-        CaptureRound(()),
     ],
     ids=lambda machine: type(machine).__name__,
 )

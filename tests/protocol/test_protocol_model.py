@@ -17,7 +17,7 @@ import pytest
 
 from megatron_ft.arena.format import SlotState
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.cycle import Phase
+from megatron_ft.supervisor.cycle import CyclePhase
 from tests.protocol.model import holes
 from tests.protocol.model.encoder import Encoder
 from tests.protocol.model.judge import Violation
@@ -87,7 +87,7 @@ def older_slot(world: World) -> tuple[str, int] | None:
     if (
         world.incarnation is None
         or world.incarnation.cycle is None
-        or world.incarnation.cycle.phase != Phase.IDLE
+        or world.incarnation.cycle.phase != CyclePhase.IDLE
     ):
         return None
     for arena in world.nodes["n0"].arenas.values():

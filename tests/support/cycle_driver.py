@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.cycle import Action, Phase, Send, SnapshotCycle
+from megatron_ft.supervisor.cycle import Action, CyclePhase, Send, SnapshotCycle
 from megatron_ft.supervisor.plan import stripe_orders
 from megatron_ft.supervisor.schedule import Schedule
 from tests.protocol.model.memory import record_of
@@ -58,7 +58,7 @@ class Driver:
     def encoding(self) -> Driver:
         self.propose()
         self.seal()
-        assert self.cycle.phase == Phase.ENCODING
+        assert self.cycle.phase == CyclePhase.ENCODING
         return self
 
 

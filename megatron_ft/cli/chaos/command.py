@@ -29,7 +29,7 @@ from megatron_ft.cli.chaos.oracle import OracleError
 from megatron_ft.cli.chaos.report import CaseResult
 from megatron_ft.cli.chaos.runner import ChaosSettings, oracle_traces, run_case
 from megatron_ft.cli.chaos.trace import Lines
-from megatron_ft.cli.run import command_of
+from megatron_ft.cli.training_command import command_of
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.fault_points import POINTS
 from megatron_ft.core.scheme import Scheme
@@ -144,8 +144,8 @@ def run_all(
         outcome = run_case(case, settings, oracle)
         results.append(CaseResult.of(outcome))
         save(results)
-        told = report.told(results[-1])
-        print(f"[{number}/{len(cases)}] {case}: {told} ({outcome.seconds:.1f} s)", flush=True)
+        end = report.shown(results[-1])
+        print(f"[{number}/{len(cases)}] {case}: {end} ({outcome.seconds:.1f} s)", flush=True)
         if not outcome.verdict.good:
             print(report.failure(outcome, settings), flush=True)
     return results
@@ -168,7 +168,7 @@ def _possible(cases: Sequence[Case], no_network: str) -> list[Case]:
 
 
 def _oracle(settings: ChaosSettings) -> dict[int, Lines]:
-    """What to compare with.  A command of the user's may not be able to run without us."""
+    """Lines to compare with; none if the user's command cannot run without us."""
     try:
         traces = oracle_traces(settings)
     except OracleError as error:

@@ -24,14 +24,14 @@ from megatron_ft.cli.doctor.checks import judge
 from megatron_ft.cli.doctor.examine import Examination
 from megatron_ft.cli.doctor.facts import Facts, ProbeRequest, Wishes
 from megatron_ft.cli.doctor.report import Severity, as_json, render, worst
-from megatron_ft.cli.run_folders import EXPORTS, flag_of, make_folder
+from megatron_ft.cli.run_folders import EXPORTS, make_folder
 from megatron_ft.cli.run_place import RunPlace
-from megatron_ft.config import SnapshotConfig, json_section
+from megatron_ft.cli.training_command import check_torchrun, command_of, settle, settle_ranks
+from megatron_ft.config import SETTINGS, SnapshotConfig, json_section
 from megatron_ft.config.flags import read_command
 from megatron_ft.core.errors import ConfigError, ControlPlaneError, ProtectionError
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.launchers.virtual import default_root
-from megatron_ft.supervisor import command as job_command
 from megatron_ft.supervisor.container import python_of, runtime_of
 from megatron_ft.supervisor.job_state import read_record, state_folder
 from megatron_ft.supervisor.placement import choose_active, read_domains
@@ -72,9 +72,9 @@ def main(arguments: argparse.Namespace) -> int:
     """Ask every node, print the findings; see EXIT_CODES."""
     if arguments.rate_mib < 1:
         raise ConfigError(f"--rate-mib is {arguments.rate_mib}; give a number >= 1")
-    command = run.command_of(arguments)
-    run.settle_ranks(arguments, command)
-    settings = job_command.settle(vars(arguments), command, os.environ)
+    command = command_of(arguments)
+    settle_ranks(arguments, command)
+    settings = settle(vars(arguments), command, os.environ)
     code = run_place.serve(arguments)
     if code is not None:
         return code
@@ -143,12 +143,12 @@ def _refuse_what_run_refuses(
     with suppress(ProtectionError):
         spec = run.spec_from(arguments, command or ("python",), settings, place)
         for name in EXPORTS:
-            make_folder(flag_of(name), getattr(spec.settings, name))
+            make_folder(SETTINGS[name].run_flag, getattr(spec.settings, name))
 
 
 def _exports(settings: SnapshotConfig) -> dict[str, str]:
     """Folders of exports by flag."""
-    found = {flag_of(name): getattr(settings, name) for name in EXPORTS}
+    found = {SETTINGS[name].run_flag: getattr(settings, name) for name in EXPORTS}
     return {flag: str(folder) for flag, folder in found.items() if folder}
 
 
@@ -159,7 +159,7 @@ def wishes_of(
     place: RunPlace,
 ) -> Wishes:
     """The job's wishes; ConfigError for failure domains that cannot be read."""
-    job_command.check(command, place.nodes, arguments.ranks_per_node)
+    check_torchrun(command, place.nodes, arguments.ranks_per_node)
     source, scheme = arguments.failure_domains, Scheme.parse(settings.protect)
     nodes = place.launcher.nodes()
     domains = read_domains(source, nodes) if source else {}

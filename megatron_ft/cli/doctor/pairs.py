@@ -21,7 +21,7 @@ from megatron_ft.cli.doctor.pair_world import Joined, Measured, WorldRequest
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.launchers.launcher import Launcher, Placement
 from megatron_ft.launchers.launcher_env import base_environment
-from megatron_ft.supervisor.tcp_world import AUTO, WorldStarter
+from megatron_ft.supervisor.encoder_world import AUTO, WorldStarter
 
 SLOW_NODE = 0.5
 """A node whose best pair has less than this share of the typical best pair is slow."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.cli.main import main
-from megatron_ft.cli.run import check_command
+from megatron_ft.cli.training_command import check_command
 from megatron_ft.core.errors import RestartBudgetError
 from tests.support.jobs import Job
 from tests.support.registered_command import REGISTERED

@@ -16,15 +16,15 @@ from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.cycle import SnapshotCycle
 from megatron_ft.supervisor.events import Observers
-from megatron_ft.supervisor.pacing import Pacing
 from megatron_ft.supervisor.schedule import (
     FIRST_ITERATIONS,
     IntervalGovernor,
+    Pacing,
     Schedule,
     best_seconds,
     mean_time_between_failures,
 )
-from megatron_ft.trainer.capture import IterationTimes
+from megatron_ft.trainer.stats import IterationTimes
 from tests.support.jobs import ROOT, Job
 
 BUDGET = 0.01
@@ -37,7 +37,7 @@ def told(governor: IntervalGovernor, costs: list[float], iteration: float = 1.0)
     """The interval after each of several snapshots."""
     found = []
     for cost in costs:
-        governor.hear(SnapshotId(1, next(sequence)), cost, iteration, MTBF)
+        governor.record(SnapshotId(1, next(sequence)), cost, iteration, MTBF)
         found.append(governor.iterations)
     return found
 
@@ -89,9 +89,9 @@ def test_cheaper_snapshots_are_taken_more_often_again() -> None:
 
 def test_the_slowest_rank_counts_and_one_without_a_figure_decides_nothing() -> None:
     governor = IntervalGovernor(BUDGET)
-    governor.hear(SnapshotId(1, 1), 5.0, 0.0, MTBF)
+    governor.record(SnapshotId(1, 1), 5.0, 0.0, MTBF)
     assert governor.iterations == FIRST_ITERATIONS
-    governor.hear(SnapshotId(1, 1), 0.001, 1.0, MTBF)
+    governor.record(SnapshotId(1, 1), 0.001, 1.0, MTBF)
     assert governor.iterations == 10 * FIRST_ITERATIONS
 
 
@@ -119,7 +119,7 @@ def test_an_incarnation_begins_with_what_an_earlier_one_has_learned() -> None:
         assert schedule.interval == (2 if incarnation == 1 else 20)
         assert schedule.next_iteration(10) > 11, "the permit must not come during the last one"
         cost = m.CaptureCost("dp0", SnapshotId(incarnation, 1), 1.0, 1.0, 1, 0.1, 0.5)
-        pacing.hear(m.NodeEvent("n0", incarnation, cost))
+        pacing.on_event(m.NodeEvent("n0", incarnation, cost))
         pacing.failed()
     assert schedule.interval == 200
 
@@ -129,7 +129,7 @@ def test_a_snapshot_costs_its_stall_and_its_shadow() -> None:
     schedule = pacing.begin(0, 0)
     for number in range(1, 6):
         cost = m.CaptureCost("dp0", SnapshotId(1, number), 0.5, 9.0, 1, 1.0, 1.5)
-        pacing.hear(m.NodeEvent("n0", 1, cost))
+        pacing.on_event(m.NodeEvent("n0", 1, cost))
     assert schedule.interval == best_seconds(0.5 + 1.5, BUDGET, MTBF)
 
 

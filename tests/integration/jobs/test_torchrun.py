@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.cli import main as cli
+from megatron_ft.cli.training_command import check_torchrun, is_torchrun, ranks_of
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import TREE
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.launchers.process import LocalProcess
-from megatron_ft.supervisor.command import check, is_torchrun, ranks_of
 from tests.support.fates import in_incarnation
 from tests.support.jobs import EXAMPLE, TORCHRUN, Job, Result, difference, oracle
 
@@ -62,12 +62,12 @@ def test_ranks_per_node_are_taken_from_torchrun_and_not_from_the_script(flags: l
 )
 def test_flags_that_work_against_us_are_refused(flags: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        check(["torchrun", *flags, "train.py"], nodes=2, ranks_per_node=2)
+        check_torchrun(["torchrun", *flags, "train.py"], nodes=2, ranks_per_node=2)
 
 
 def test_flags_that_agree_with_us_and_the_scripts_own_are_not() -> None:
     flags = ["--nnodes=2", "--nproc-per-node", "2", "--max-restarts", "0", "-m", "--log-dir", "/x"]
-    check(["torchrun", *flags, "train", "--max-restarts", "3"], nodes=2, ranks_per_node=2)
+    check_torchrun(["torchrun", *flags, "train", "--max-restarts", "3"], nodes=2, ranks_per_node=2)
 
 
 @pytest.mark.parametrize(

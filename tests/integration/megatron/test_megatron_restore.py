@@ -60,7 +60,7 @@ if find_spec("megatron") is None or find_spec("megatron.training") is None:
     pytest.skip("needs megatron-core with megatron.training", allow_module_level=True)
 
 from megatron_ft.checkpoint.native import TRACKER, checkpoint_folder  # noqa: E402
-from megatron_ft.megatron.missed_save import NOTE  # noqa: E402
+from megatron_ft.megatron.own_checkpoints import SAVING_NOTE  # noqa: E402
 from tests.support.fork_server import ForkServer, Outcome  # noqa: E402
 from tests.support.late_capture import LOAD_FROM, SAVE_AT  # noqa: E402
 from tests.support.megatron_layouts import Layout, words  # noqa: E402
@@ -212,7 +212,7 @@ def test_a_checkpoint_whose_saving_was_broken_off_is_saved(job: Runs) -> None:
         saving = ("--save", str(disk), *CHECKPOINTS)
         after = resume(job, earlier, f"after{at}", *saving)
         assert f"the checkpoint of iteration {at} was not finished" in after.output(0)
-        assert not (disk / NOTE).exists()
+        assert not (disk / SAVING_NOTE).exists()
         loading = ("--load", str(disk), "--ckpt-step", str(at))
         job.train(DP2, f"loaded{at}", *loading)
         found = job.differences(DP2, "whole", f"loaded{at}", at, ITERATIONS)

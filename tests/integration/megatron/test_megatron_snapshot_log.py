@@ -18,8 +18,8 @@ import pytest
 pytest.importorskip("torch")
 
 from megatron_ft.cli.demo import demo_model, stdlib_corpus  # noqa: E402
-from megatron_ft.megatron import snapshot_log  # noqa: E402
-from megatron_ft.megatron.snapshot_log import SnapshotLog, text_line  # noqa: E402
+from megatron_ft.megatron import run  # noqa: E402
+from megatron_ft.megatron.run import SnapshotLog, text_line  # noqa: E402
 from megatron_ft.trainer.stats import (  # noqa: E402
     CaptureStats,
     LastCapture,
@@ -39,7 +39,7 @@ def args_of(rank: int = 1, **values: int) -> SimpleNamespace:
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, dict[str, float]]]:
     kept: list[tuple[int, dict[str, float]]] = []
-    monkeypatch.setattr(snapshot_log, "_write", lambda values, step: kept.append((step, values)))
+    monkeypatch.setattr(run, "_write", lambda values, step: kept.append((step, values)))
     return kept
 
 
@@ -103,7 +103,7 @@ def test_a_writer_that_fails_is_not_asked_again_and_fails_nobody(
         asked.append(step)
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(snapshot_log, "_write", fail)
+    monkeypatch.setattr(run, "_write", fail)
     log = SnapshotLog(args_of(), CaptureStats())
     with caplog.at_level(logging.WARNING):
         for iteration in range(1, 31):

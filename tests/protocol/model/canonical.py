@@ -18,7 +18,6 @@ from typing import Any
 
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.cycle import Phase
 from tests.protocol.model.encoder import Encoder
 from tests.protocol.model.memory import DAMAGED, MemoryArena, MemorySlot
 from tests.protocol.model.node import Node
@@ -30,16 +29,15 @@ KNOWN = {
     "NodeMachine": "node highest_incarnation shards paths trainers world newest effects _after",
     "ShardSlots": "shard_id slots changes pins promise",
     "SnapshotCycle": "incarnation places nodes stripes schedule _orders phase snapshot iteration "
-    "level _capture _waiting _encoders _world _broken _corrupt _last "
+    "level _waiting _writing _encoders _world _broken _corrupt _last "
     "_sequence _again _passed_since _stuck",
     "Schedule": "interval fixed first lead _before _spent _reached _refused _commits_in_a_row",
-    "CaptureRound": "unsealed writing",
 }
 """What is described below, or decides nothing within the bounds of an exploration.
 
 _before, _spent and _reached count only where the interval is not fixed, and in the model it is;
 _passed_since and _stuck change only by the clock, which the model replaces by a step;
-writing says when it is worth while to ask for a permit, and the model asks at any time.
+_writing says when it is worth while to ask for a permit, and the model asks at any time.
 """
 
 
@@ -353,11 +351,9 @@ class _Describer:
         )
         names: View = ()
         if cycle is not None:
-            capturing = cycle.phase == Phase.CAPTURING
-            waiting = cycle._capture.unsealed if capturing else cycle._waiting
             names = (
-                node.name in waiting,
-                tuple(shard in waiting for shard in own),
+                node.name in cycle._waiting,
+                tuple(shard in cycle._waiting for shard in own),
                 node.name in cycle._encoders,
             )
         drain: View = ()

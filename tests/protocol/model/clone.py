@@ -11,7 +11,7 @@ from typing import Any
 from megatron_ft.smp.event_sender import EventBatch, EventInbox, Outbox
 from megatron_ft.smp.slots import ShardSlots
 from megatron_ft.smp.state_machine import NodeMachine
-from megatron_ft.supervisor.cycle import CaptureRound, SnapshotCycle
+from megatron_ft.supervisor.cycle import SnapshotCycle
 from megatron_ft.supervisor.schedule import Schedule
 from tests.protocol.model.drain import Drain
 from tests.protocol.model.encoder import Encoder, MpiWorld, Session
@@ -42,7 +42,6 @@ CHANGING = (
     Question,
     SnapshotCycle,
     Schedule,
-    CaptureRound,
     Drain,
     Judge,
 )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from megatron_ft.arena.format import SlotState
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.supervisor.cycle import Phase
+from megatron_ft.supervisor.cycle import CyclePhase
 from tests.protocol.model.encoder import Encoder
 from tests.protocol.model.incarnation import Incarnation
 from tests.protocol.model.node import Node
@@ -113,7 +113,7 @@ def _has_a_reason_to_go_on(world: World, p: Trainer) -> bool:
     cycle = None if world.incarnation is None else world.incarnation.cycle
     if cycle is None or world.incarnation is None or p.incarnation != world.incarnation.incarnation:
         return False
-    if cycle.phase != Phase.CAPTURING or p.last_permit == cycle.snapshot or p.run is not None:
+    if cycle.phase != CyclePhase.CAPTURING or p.last_permit == cycle.snapshot or p.run is not None:
         return False
     permit = None if p.arena is None else p.arena.permit
     seen = permit is not None and permit.snapshot == cycle.snapshot
@@ -226,7 +226,7 @@ def _enough_nodes(world: World) -> bool:
 
 def _cycle_steps(world: World, incarnation: Incarnation) -> Iterator[Weighted]:
     assert incarnation.cycle is not None
-    if incarnation.cycle.phase == Phase.IDLE and incarnation.repair is None:
+    if incarnation.cycle.phase == CyclePhase.IDLE and incarnation.repair is None:
         more = not incarnation.cycle._last and incarnation.cycle._sequence < _permits(world)
         if world.may_protect(incarnation) and (more or not world.bounds):
             yield 3.0, ("protect",)
@@ -236,12 +236,12 @@ def _cycle_steps(world: World, incarnation: Incarnation) -> Iterator[Weighted]:
                 yield 0.02, ("propose_anyway",)
         elif more or not world.bounds:
             yield 3.0, ("propose",)
-    elif incarnation.cycle.phase == Phase.ENCODING:
+    elif incarnation.cycle.phase == CyclePhase.ENCODING:
         yield 0.05, ("give_up",)
-    elif incarnation.cycle.phase == Phase.CAPTURING and not world.bounds:
+    elif incarnation.cycle.phase == CyclePhase.CAPTURING and not world.bounds:
         yield 0.005, ("give_up",)
     whole = all(world.nodes[name].alive for name in world.active)
-    between = not world.bounds or (incarnation.cycle.phase == Phase.IDLE and whole)
+    between = not world.bounds or (incarnation.cycle.phase == CyclePhase.IDLE and whole)
     if world.shape.parity and between and world.may_start_world(incarnation):
         yield 0.5, ("world",)
     for name in incarnation.cycle.nodes:

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from megatron_ft.supervisor.cycle import Phase
+from megatron_ft.supervisor.cycle import CyclePhase
 from tests.protocol.model.canonical import key, memory_key
 from tests.protocol.model.clone import clone
 from tests.protocol.model.enabled import enabled, is_fault
@@ -239,4 +239,4 @@ def is_goal(world: World) -> bool:
         return True
     if incarnation is None or incarnation.cycle is None or incarnation.failed:
         return False
-    return incarnation.decided > 0 and incarnation.cycle.phase == Phase.IDLE
+    return incarnation.decided > 0 and incarnation.cycle.phase == CyclePhase.IDLE

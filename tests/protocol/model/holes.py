@@ -19,7 +19,7 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.smp import slot_rules, slots, state_machine
 from megatron_ft.smp.slots import ShardSlots
 from megatron_ft.smp.state_machine import StoreSlot
-from megatron_ft.supervisor.cycle import Action, CaptureRound, Phase, SnapshotCycle
+from megatron_ft.supervisor.cycle import Action, CyclePhase, SnapshotCycle
 from tests.protocol.model import memory
 from tests.protocol.model.disk import DiskSteps
 from tests.protocol.model.drain import Drain
@@ -92,7 +92,7 @@ def per_rank_skip(patch: pytest.MonkeyPatch) -> None:
     """A rank that missed the iteration is left out, the others go on."""
 
     def gave_up(self: SnapshotCycle, body: m.Missed | m.Abandoned) -> list[Action]:
-        if body.snapshot != self.snapshot or self.phase != Phase.CAPTURING:
+        if body.snapshot != self.snapshot or self.phase != CyclePhase.CAPTURING:
             return []
         record = record_of(self.snapshot, body.shard_id, self.iteration)
         return self._sealed(m.Sealed(record))
@@ -162,7 +162,7 @@ def no_wait_for_writers(patch: pytest.MonkeyPatch) -> None:
 
 def encode_early(patch: pytest.MonkeyPatch) -> None:
     """Encoding starts when the first rank has sealed."""
-    patch.setattr(CaptureRound, "all_sealed", lambda self: True)
+    patch.setattr(SnapshotCycle, "_all_sealed", lambda self: True)
 
 
 def digests_at_home(patch: pytest.MonkeyPatch) -> None:

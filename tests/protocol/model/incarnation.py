@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ft.checkpoint.decide import Decision
 from megatron_ft.core.identity import SnapshotId, extend
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.cycle import Action, KillWorld, Phase, Send, SnapshotCycle
+from megatron_ft.supervisor.cycle import Action, CyclePhase, KillWorld, Send, SnapshotCycle
 from megatron_ft.supervisor.plan import create_requests, stripe_orders
 from megatron_ft.supervisor.repairs import MOST_ATTEMPTS
 from megatron_ft.supervisor.schedule import Schedule
@@ -324,7 +324,7 @@ class Incarnation:
 
     def may_repair(self, world: World) -> bool:
         """Between two snapshots, when there are encoders, one at a time."""
-        idle = self.cycle is not None and self.cycle.phase == Phase.IDLE
+        idle = self.cycle is not None and self.cycle.phase == CyclePhase.IDLE
         return idle and bool(self.bad) and self.repair is None and bool(self.usable_world(world))
 
     def begin_repair(self, world: World) -> None:

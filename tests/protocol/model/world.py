@@ -10,7 +10,7 @@ from megatron_ft.checkpoint.decide import Decision
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.event_sender import EventInbox
-from megatron_ft.supervisor.cycle import Phase
+from megatron_ft.supervisor.cycle import CyclePhase
 from tests.protocol.model.disk import DiskSteps
 from tests.protocol.model.drain import Checkpoint, Drain
 from tests.protocol.model.encoder import Encoder, MpiWorld
@@ -366,7 +366,7 @@ class World(SmpSteps, DiskSteps):
     def unanswered(self, name: str) -> m.Commit | m.Abort | None:
         """The deciding word that a node has not answered yet."""
         cycle = None if self.incarnation is None else self.incarnation.cycle
-        if cycle is None or cycle.phase not in (Phase.COMMITTING, Phase.ABORTING):
+        if cycle is None or cycle.phase not in (CyclePhase.COMMITTING, CyclePhase.ABORTING):
             return None
         actions = cycle._repeat(name)
         return actions[0].message if actions else None

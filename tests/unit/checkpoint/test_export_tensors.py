@@ -19,8 +19,8 @@ from megatron_ft.checkpoint.export import (  # noqa: E402
     FORM_VERSION,
     CheckpointForm,
     TensorRecipe,
-    dump,
-    load,
+    dump_form,
+    load_form,
 )
 from megatron_ft.checkpoint.source import ShardBytes  # noqa: E402
 from megatron_ft.core.errors import ExportError, UndecodableError  # noqa: E402
@@ -171,17 +171,17 @@ def test_a_form_says_who_can_export_it() -> None:
 
 def test_a_form_keeps_what_stands_for_tensors_and_the_rest() -> None:
     tree = {"weight": torch.ones(2), "nested": [1, {"same": "text"}]}
-    state = dump(tree, lambda part: WHOLE if isinstance(part, torch.Tensor) else None)
-    assert load(state) == {"weight": WHOLE, "nested": [1, {"same": "text"}]}
-    assert load(state, lambda wanted: wanted.name)["weight"] == NAME
+    state = dump_form(tree, lambda part: WHOLE if isinstance(part, torch.Tensor) else None)
+    assert load_form(state) == {"weight": WHOLE, "nested": [1, {"same": "text"}]}
+    assert load_form(state, lambda wanted: wanted.name)["weight"] == NAME
 
 
 def test_a_form_that_is_damaged_cut_off_or_of_an_unknown_class_is_said_to_be_so() -> None:
-    state = dump({"nested": [1] * 1000}, lambda part: None)
+    state = dump_form({"nested": [1] * 1000}, lambda part: None)
     with pytest.raises(ExportError, match="cut off"):
-        load(state[:-5])
+        load_form(state[:-5])
     with pytest.raises(ExportError, match="cannot be read"):
-        load(b"no form" + state)
+        load_form(b"no form" + state)
     unknown = MAGIC + msgspec.msgpack.encode([Tag.OBJECT, "no_such_module:Thing", []])
     with pytest.raises(UndecodableError, match="no_such_module:Thing.*--import MODULE"):
-        load(zlib.compress(unknown))
+        load_form(zlib.compress(unknown))

@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.cli import main as cli
+from megatron_ft.cli.training_command import SHARED, settle
 from megatron_ft.config import SETTINGS, SWITCH, SnapshotConfig
 from megatron_ft.config.flags import add_flags, attribute_of, read_command
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.supervisor.command import SHARED, settle
 
 FLAGS = [SWITCH, *(setting.flag for setting in SETTINGS.values())]
 WORDS = st.one_of(

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 import deepspeed_ext
+from megatron_ft.cli.training_command import settle
 from megatron_ft.config import SETTINGS, SnapshotConfig, resolve
 from megatron_ft.config.flags import job_contradictions
 from megatron_ft.config.json_section import read_command, read_section, schema
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.supervisor.command import settle
 
 
 def _write(folder: Path, **section: Any) -> Path:

@@ -12,10 +12,10 @@ import pytest
 
 from megatron_ft.cli import main as cli
 from megatron_ft.cli import run, run_place
+from megatron_ft.cli.training_command import command_of, settle
 from megatron_ft.config import SETTINGS, SnapshotConfig
 from megatron_ft.core import isal
 from megatron_ft.launchers.virtual import VirtualCluster
-from megatron_ft.supervisor import command as job_settings
 from megatron_ft.supervisor.spec import JobSpec
 
 JOB_SETTINGS = {name for name, setting in SETTINGS.items() if setting.job} - {"arena_dir"}
@@ -56,8 +56,8 @@ def spec(tmp_path: Path) -> JobSpec:
     run.add_arguments(parser)
     words = [word for pair in GIVEN.items() for word in pair]
     arguments = parser.parse_args([*words, "--", "python", "train.py"])
-    command = run.command_of(arguments)
-    settings = job_settings.settle(vars(arguments), command, {})
+    command = command_of(arguments)
+    settings = settle(vars(arguments), command, {})
     # Longer paths would not fit into the address of a socket.
     with tempfile.TemporaryDirectory() as root:
         place = run_place.place_of(arguments, Path(root), tmp_path / "notes", tmp_path / "meeting")

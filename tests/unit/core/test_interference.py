@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import zmq.asyncio
@@ -21,16 +21,21 @@ from megatron_ft.arena import numa
 from megatron_ft.arena.numa import home_node, machine_nodes, node_of_process, preferring
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core import private_files
-from megatron_ft.core.affinity import BACKGROUND_CPUS, bind_to_background_cpus, parse_cpus, shown
+from megatron_ft.core.background import (
+    BACKGROUND_CPUS,
+    bind_to_background_cpus,
+    parse_cpus,
+    shown,
+    started_low,
+)
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import ConfigError, DrainError
-from megatron_ft.core.priority import started_low
 from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import Server
 from megatron_ft.smp.control_server import ControlServer
 from megatron_ft.smp.store import free
-from megatron_ft.supervisor.drain_processes import DrainProcesses
+from megatron_ft.supervisor.drains import run_step
 from megatron_ft.supervisor.spec import JobSpec
 from tests.support.smp_node import create, run, service
 
@@ -73,8 +78,8 @@ def test_cpus_that_the_job_may_not_use_are_named(
 
 THREADS = """
 import os, sys, threading
-from megatron_ft.core.affinity import bind_to_background_cpus
-from megatron_ft.core.priority import lower_priority
+from megatron_ft.core.background import bind_to_background_cpus
+from megatron_ft.core.background import lower_priority
 bind_to_background_cpus()
 lower_priority()
 done = threading.Event()
@@ -109,7 +114,7 @@ def test_every_thread_has_the_low_priority_and_its_cpus() -> None:
 def test_background_work_has_its_priority_from_its_start() -> None:
     """And calling it low once more does not lower it further."""
     shows = "from os import nice; print(nice(0)); "
-    shows += "from megatron_ft.core.priority import lower_priority; "
+    shows += "from megatron_ft.core.background import lower_priority; "
     command = [sys.executable, "-c", shows + "lower_priority(); print(nice(0))"]
     said = subprocess.run(started_low(command), capture_output=True, check=True, timeout=30)
     own = os.getpriority(os.PRIO_PROCESS, 0)
@@ -133,9 +138,9 @@ def test_only_the_step_that_training_waits_for_has_trainings_priority(
             return "{}"
 
     spec = JobSpec(name="low", command=("true",), nodes=4, log_dir=tmp_path)
-    processes = DrainProcesses(cast(Launcher, Refusing()), spec, lambda: 1)
     with pytest.raises(DrainError, match="enough"):
-        asyncio.run(processes.run(step, {"node0": Refusing()}))
+        plans: Any = {"node0": Refusing()}
+        asyncio.run(run_step(cast(Launcher, Refusing()), spec, 1, step, plans))
     assert (started[0][0] == "nice") == (step != "load")
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from megatron_ft.cli.training_command import settle
 from megatron_ft.config.json_section import read_section
-from megatron_ft.supervisor.command import settle
 
 FOLDER = Path(__file__).parents[3] / "configs"
 STAGES = {

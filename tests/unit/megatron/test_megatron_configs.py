@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from megatron_ft.cli.training_command import settle
 from megatron_ft.config.flags import read_command
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import RankPlace, plan_stripes
-from megatron_ft.supervisor.command import settle
 
 FOLDER = Path(__file__).parents[3] / "configs" / "megatron"
 PARAMETERS = {"gpt-125m": 125e6, "gpt-1.3b": 1.3e9, "llama-7b": 7e9, "llama-70b": 70e9}

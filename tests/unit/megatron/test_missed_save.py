@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_ft.checkpoint.native import TRACKER
-from megatron_ft.megatron.missed_save import NOTE, is_missed
+from megatron_ft.megatron.own_checkpoints import SAVING_NOTE, is_missed
 
 
 @pytest.fixture(autouse=True)
@@ -69,5 +69,5 @@ def test_the_last_is_tried_in_every_incarnation(tmp_path: Path) -> None:
 
 def test_a_disk_that_takes_not_even_a_note_is_not_tried(tmp_path: Path) -> None:
     disk = saved(tmp_path / "disk", 10)
-    (disk / NOTE).mkdir()
+    (disk / SAVING_NOTE).mkdir()
     assert not is_missed(restored(disk, 20))

@@ -8,7 +8,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.supervisor.awake import Awake
+from megatron_ft.supervisor.connections import SuspendClock
 from megatron_ft.supervisor.membership import OutstandingLeases
 
 BEAT = 0.5
@@ -19,7 +19,7 @@ BEATS = st.one_of(st.floats(0.0, 7 * BEAT), st.floats(9 * BEAT, 30 * BEAT))
 
 @given(st.lists(BEATS, max_size=30))
 def test_time_counts_but_for_gaps_of_several_beats(gaps: list[float]) -> None:
-    awake = Awake(BEAT)
+    awake = SuspendClock(BEAT)
     began = now = time.monotonic() + 100 * BEAT
     assert awake.seconds(began, began) == 0.0
     counted = 0.0
@@ -32,14 +32,14 @@ def test_time_counts_but_for_gaps_of_several_beats(gaps: list[float]) -> None:
 
 def test_a_busy_process_still_tells_who_is_silent() -> None:
     """Late beats delay that by nothing, however many come in a row."""
-    awake, start = Awake(BEAT), time.monotonic()
+    awake, start = SuspendClock(BEAT), time.monotonic()
     for beat in range(1, 20):
         assert abs(awake.seconds(start, start + beat * 6 * BEAT) - beat * 6 * BEAT) < 0.1
 
 
 def test_a_loop_that_was_held_has_been_asleep() -> None:
     async def story() -> None:
-        awake = Awake(0.02)
+        awake = SuspendClock(0.02)
         watch = asyncio.ensure_future(awake.watch())
         await asyncio.sleep(0.02)
         began = time.monotonic()

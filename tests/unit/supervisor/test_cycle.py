@@ -6,7 +6,14 @@ import pytest
 
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.cycle import Action, Ended, KillWorld, Phase, Send, SnapshotCycle
+from megatron_ft.supervisor.cycle import (
+    Action,
+    CyclePhase,
+    KillWorld,
+    Send,
+    SnapshotCycle,
+    SnapshotEnded,
+)
 from megatron_ft.supervisor.schedule import Schedule
 from tests.protocol.model.memory import record_of
 from tests.support.cycle_driver import ORDERS, PLACES, WORLD, Driver, to_all
@@ -32,7 +39,10 @@ def test_from_permit_to_commit() -> None:
     assert level_of(commits) == "protected"
     assert d.confirm(commits, "n0", "n1") == []
     (ended,) = d.confirm(commits, "n2")
-    assert isinstance(ended, Ended) and (ended.snapshot, ended.level) == (FIRST, "protected")
+    assert isinstance(ended, SnapshotEnded) and (ended.snapshot, ended.level) == (
+        FIRST,
+        "protected",
+    )
 
 
 @pytest.mark.parametrize("word", ["commit", "abort"])
@@ -52,7 +62,7 @@ def test_an_answer_on_the_snapshot_before_says_nothing_of_this_one(word: str) ->
     new = decided()
     assert d.confirm(old) == []
     (ended,) = d.confirm(new)
-    assert isinstance(ended, Ended) and ended.snapshot == SnapshotId(7, 2)
+    assert isinstance(ended, SnapshotEnded) and ended.snapshot == SnapshotId(7, 2)
 
 
 def test_a_refusal_of_the_permit_before_gives_nothing_up() -> None:
@@ -62,7 +72,7 @@ def test_a_refusal_of_the_permit_before_gives_nothing_up() -> None:
     d.propose()
     late = m.Refused("TransitionRefusedError", "late")
     assert d.cycle.answered("n0", m.Grant(7, FIRST, 12), late) == []
-    assert d.cycle.phase == Phase.CAPTURING
+    assert d.cycle.phase == CyclePhase.CAPTURING
 
 
 def test_ids_count_up_and_there_is_one_at_a_time() -> None:
@@ -105,7 +115,7 @@ def test_a_miss_aborts_everywhere_and_lengthens_the_lead() -> None:
     assert to_all(aborts, m.Abort) and d.cycle.schedule.lead == 2
     assert d.seal("dp2") == []
     (ended,) = d.confirm(aborts)
-    assert isinstance(ended, Ended) and ended.level == "aborted" and "dp1" in ended.reason
+    assert isinstance(ended, SnapshotEnded) and ended.level == "aborted" and "dp1" in ended.reason
 
 
 def test_it_is_ready_when_no_trainer_may_still_write() -> None:
@@ -115,7 +125,7 @@ def test_it_is_ready_when_no_trainer_may_still_write() -> None:
     aborts = d.cycle.handle("n1", m.Missed("dp1", FIRST))
     d.cycle.handle("n0", m.Missed("dp0", FIRST))
     d.confirm(aborts)
-    assert d.cycle.phase == Phase.IDLE and not d.cycle.ready
+    assert d.cycle.phase == CyclePhase.IDLE and not d.cycle.ready
     d.cycle.handle("n2", m.SlotFreed("dp2", SnapshotId(7, 0)))
     assert not d.cycle.ready
     d.cycle.handle("n2", m.SlotFreed("dp2", FIRST))
@@ -172,7 +182,7 @@ def test_reports_on_another_snapshot_change_nothing() -> None:
     ):
         assert d.cycle.handle("n1", body) == []
     assert d.cycle.answered("n1", m.Abort(7, other, ""), m.Ok()) == []
-    assert d.cycle.phase == Phase.CAPTURING
+    assert d.cycle.phase == CyclePhase.CAPTURING
 
 
 def test_a_refused_permit_aborts() -> None:
@@ -290,7 +300,7 @@ def test_an_smp_restarted_while_it_was_told_is_told_again(abort: bool) -> None:
     assert d.cycle.smp_restarted("n0") == [], "it has confirmed, so it is in its headers"
     assert d.cycle.smp_restarted("n1") == [w for w in words if getattr(w, "node", "") == "n1"]
     assert d.confirm(words, "n1") == []
-    assert isinstance(d.confirm(words, "n2")[0], Ended)
+    assert isinstance(d.confirm(words, "n2")[0], SnapshotEnded)
 
 
 def test_an_smp_restarted_between_snapshots_changes_nothing() -> None:
@@ -309,7 +319,7 @@ def test_a_suspended_encoder_that_outlived_its_smp_delays_the_commit() -> None:
     assert d.cycle.answered("n1", mine.message, refused) == []
     again = d.encoders_die("n1")
     assert again == [mine]
-    assert isinstance(d.confirm(again)[0], Ended)
+    assert isinstance(d.confirm(again)[0], SnapshotEnded)
 
 
 def test_an_interval_that_is_not_fixed_counts_from_where_training_went_back_to() -> None:
@@ -331,7 +341,7 @@ def test_a_local_snapshot_gets_parity_where_it_lies() -> None:
     sent = d.encoded()
     assert level_of(sent) == "protected"
     (ended,) = d.confirm(sent)
-    assert ended == Ended(OLDER, 8, "protected", again=True)
+    assert ended == SnapshotEnded(OLDER, 8, "protected", again=True)
     d.propose()
     assert d.cycle.snapshot == FIRST
 
@@ -344,7 +354,7 @@ def test_what_was_committed_is_never_aborted_when_its_parity_fails() -> None:
     sent = d.encoders_die()
     assert level_of(sent) == "local"
     (ended,) = d.confirm(sent)
-    assert isinstance(ended, Ended) and ended.again and d.cycle.phase == Phase.IDLE
+    assert isinstance(ended, SnapshotEnded) and ended.again and d.cycle.phase == CyclePhase.IDLE
 
 
 def test_without_stripes_nothing_is_protected_later() -> None:
@@ -362,7 +372,7 @@ def test_a_capture_that_never_ends_is_given_up_after_its_time() -> None:
     aborts = d.cycle.overdue(14, 701.0, 300.0)
     assert to_all(aborts, m.Abort)
     (ended,) = d.confirm(aborts)
-    assert isinstance(ended, Ended) and ended.level == "aborted"
+    assert isinstance(ended, SnapshotEnded) and ended.level == "aborted"
     assert "dp1" in ended.reason and "dp0" not in ended.reason and "300 s" in ended.reason
 
 
@@ -381,7 +391,7 @@ def refuse(d: Driver, error: str) -> None:
     """The first node refuses the permit that is under way."""
     grant = m.Grant(7, d.cycle.snapshot, d.cycle.iteration, False)
     d.confirm(d.cycle.answered("n0", grant, m.Refused(error, "no")))
-    assert d.cycle.phase == Phase.IDLE
+    assert d.cycle.phase == CyclePhase.IDLE
 
 
 @pytest.mark.parametrize("fixed", [True, False])
@@ -432,4 +442,4 @@ def test_wrong_bytes_of_a_local_snapshot_are_named_when_it_gets_no_parity() -> N
     d.cycle.handle("n1", m.OrderFailed(FIRST, WORLD, "wrong bytes", "dp1"))
     d.cycle.handle("n2", m.OrderFailed(FIRST, WORLD, "a member has left", ""))
     (ended,) = d.confirm(d.encoders_die())
-    assert isinstance(ended, Ended) and ended.level == "local" and ended.corrupt == {"dp1"}
+    assert isinstance(ended, SnapshotEnded) and ended.level == "local" and ended.corrupt == {"dp1"}

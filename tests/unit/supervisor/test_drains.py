@@ -56,7 +56,7 @@ def test_the_mount_point_of_a_drain_folder_is_looked_up_once(tmp_path: Path) -> 
 
 def looks(urgency: Urgency, *events: tuple[float, bool, bool, float]) -> list[str]:
     return [
-        urgency.look(now, world_up=up, spares_gone=gone, slowest=slowest)
+        urgency.poll(now, world_up=up, spares_gone=gone, slowest=slowest)
         for now, up, gone, slowest in events
     ]
 
@@ -93,7 +93,7 @@ def test_the_drain_before_the_time_limit_has_time_to_end(
     now, told = 0.0, "time ends" in first
     while not told and now < limit:
         now += tick
-        told = "time ends" in urgency.look(now, world_up=True, spares_gone=False, slowest=slowest)
+        told = "time ends" in urgency.poll(now, world_up=True, spares_gone=False, slowest=slowest)
         late = limit - margin - SAFETY_FACTOR * slowest
         assert told == (now >= late)
         assert not told or now <= max(late, 0.0) + tick

@@ -19,16 +19,15 @@ from megatron_ft.checkpoint.drained import find
 from megatron_ft.checkpoint.live import open_live, scan
 from megatron_ft.checkpoint.native import TRACKER, checkpoint_folder, naming
 from megatron_ft.checkpoint.source import open_newest
+from megatron_ft.cli.training_command import check_torchrun
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import ConfigError, ProtectionError
-from megatron_ft.core.fewer_ranks import RankRule
-from megatron_ft.core.identity import Ancestor, Seat
+from megatron_ft.core.identity import Ancestor, RankRule, Seat
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import check_domains
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.megatron.fewer_ranks import refusals, rule_of
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor import command
 from megatron_ft.supervisor.disk_restore import DiskRestores
 from megatron_ft.supervisor.events import JobEvent, Observers
 from megatron_ft.supervisor.job_state import JobRecord, JobState
@@ -188,7 +187,7 @@ def test_what_it_needs_of_other_settings_is_said() -> None:
     with pytest.raises(ConfigError, match=r"shrink.*give drain_dir, drain_interval and drain_ex"):
         SnapshotConfig(on_no_spare="shrink", drain_dir=Path("d"), drain_interval=1)
     with pytest.raises(ConfigError, match="--nnodes 2: with --on-no-spare shrink"):
-        command.check(["torchrun", "--nnodes", "2", "train.py"], 2, 1, fewer=True)
+        check_torchrun(["torchrun", "--nnodes", "2", "train.py"], 2, 1, fewer=True)
     with pytest.raises(ConfigError, match="--checkpoint-dir is /own"):
         spec_of(Path("root"), checkpoint_dir=Path("/own"))
 

@@ -21,7 +21,7 @@ from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.smp.slot_rules import MOST_SKIPPED
 from megatron_ft.supervisor.connections import SmpLink
 from megatron_ft.supervisor.coordinator import Coordinator
-from megatron_ft.supervisor.cycle import Action, Ended, Phase, Send, SnapshotCycle
+from megatron_ft.supervisor.cycle import Action, CyclePhase, Send, SnapshotCycle, SnapshotEnded
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.exposure import fallbacks
 from megatron_ft.supervisor.plan import Timing, stripe_orders
@@ -85,8 +85,8 @@ def training(of: Coordinator, **held: tuple[m.HeldSnapshot, ...]) -> Coordinator
     """In the middle of training, with what each node has said to hold."""
     of.cycle = SnapshotCycle(1, PLACES, STRIPES, Schedule(10))
     of.answers = {node: answered(node, held=snapshots) for node, snapshots in held.items()}
-    of.note_commit(OLD, 10, "protected")
-    of.note_commit(NEW, 20, "local")
+    of.record_commit(OLD, 10, "protected")
+    of.record_commit(NEW, 20, "local")
     return of
 
 
@@ -136,7 +136,7 @@ def test_parity_makes_up_for_a_damaged_shard_or_for_a_lost_node() -> None:
 def test_a_pause_that_comes_with_a_heartbeat_stops_the_permit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def story() -> Phase:
+    async def story() -> CyclePhase:
         of = coordinator()
         cycle = SnapshotCycle(1, PLACES, STRIPES, Schedule(10))
         looked = asyncio.Event()
@@ -154,7 +154,7 @@ def test_a_pause_that_comes_with_a_heartbeat_stops_the_permit(
         await of.close()
         return phase
 
-    assert run(story()) == Phase.IDLE
+    assert run(story()) == CyclePhase.IDLE
 
 
 def full(of: Coordinator, *, skipped: int, away: float) -> list[Action]:
@@ -168,7 +168,7 @@ def full(of: Coordinator, *, skipped: int, away: float) -> list[Action]:
     assert of._next(of.cycle) == []
     of.progress = dict.fromkeys(PLACES, 20 + 10 * skipped)
     assert of._next(of.cycle) == [] or skipped >= MOST_SKIPPED
-    return of._next(of.cycle) if of.cycle.phase == Phase.IDLE else [Send("", m.Ok())]
+    return of._next(of.cycle) if of.cycle.phase == CyclePhase.IDLE else [Send("", m.Ok())]
 
 
 def test_captures_are_skipped_and_counted_until_the_protected_one_gives_way() -> None:
@@ -225,7 +225,9 @@ def test_a_local_snapshot_whose_parity_finds_wrong_bytes_counts_as_damaged() -> 
     new = m.HeldSnapshot(NEW, 20, False)
     of = training(coordinator(), n0=(new,), n1=(new,))
     assert "iteration 20 survives a crash" in headline(of)
-    of._ended(Ended(NEW, 20, "local", "wrong bytes", again=True, corrupt=frozenset({"dp0"})))
+    of._ended(
+        SnapshotEnded(NEW, 20, "local", "wrong bytes", again=True, corrupt=frozenset({"dp0"}))
+    )
     assert "nothing in memory survives a crash" in headline(of)
     assert of.cycle is not None
     of.world, of.links = "w1", dict.fromkeys(PLACES.values())  # type: ignore[assignment]
@@ -276,9 +278,9 @@ def test_status_shows_why_no_snapshot_succeeds_until_one_does() -> None:
 
     for sequence in (1, 2, 3):
         assert ("given up" in shown()) == (sequence > 2)
-        of._ended(Ended(SnapshotId(1, sequence), sequence, "aborted", f"dp0: {cause}"))
+        of._ended(SnapshotEnded(SnapshotId(1, sequence), sequence, "aborted", f"dp0: {cause}"))
     assert f"the last 3 snapshots were given up: dp0: {cause}" in shown()
-    of._ended(Ended(SnapshotId(1, 4), 4, "aborted", "training ends", last=True))
+    of._ended(SnapshotEnded(SnapshotId(1, 4), 4, "aborted", "training ends", last=True))
     assert "the last 3 snapshots were given up" in shown(), "that has a cause of its own"
-    of._ended(Ended(SnapshotId(1, 5), 5, "local"))
+    of._ended(SnapshotEnded(SnapshotId(1, 5), 5, "local"))
     assert "given up" not in shown()

@@ -14,14 +14,14 @@ from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.supervisor import coordinator as coordinator_module
-from megatron_ft.supervisor.command import provide
 from megatron_ft.supervisor.connections import ARENA_TIMEOUT_SECONDS, SmpLink
 from megatron_ft.supervisor.coordinator import Coordinator
-from megatron_ft.supervisor.cycle import Phase, SnapshotCycle
+from megatron_ft.supervisor.cycle import CyclePhase, SnapshotCycle
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.plan import Timing
 from megatron_ft.supervisor.restore import admit
 from megatron_ft.supervisor.schedule import Schedule
+from megatron_ft.supervisor.spec import raise_open_files
 
 KEYS = JobKeys.derive(bytes(32))
 NOBODY = "tcp://127.0.0.1:9"
@@ -57,7 +57,7 @@ def test_permits_go_on_after_an_smp_was_replaced() -> None:
         while len(link._pending) < 2:  # a heartbeat, and the one before a permit
             await asyncio.sleep(0.01)
         coordinator.disconnect("n0")
-        while cycle.phase != Phase.CAPTURING:
+        while cycle.phase != CyclePhase.CAPTURING:
             await asyncio.sleep(0.01)
         await coordinator.close()
 
@@ -73,7 +73,7 @@ def test_a_coordinator_holds_more_nodes_than_libzmq_has_sockets_by_default() -> 
         finally:
             await coordinator.close()
 
-    provide(4000)
+    raise_open_files(4000)
     asyncio.run(asyncio.wait_for(story(), 100))
 
 
@@ -106,7 +106,7 @@ def test_the_next_permit_waits_for_nothing_but_the_last_capture(
                 await asyncio.sleep(0.001)
             for shard, node in places.items():
                 coordinator._on_event(m.NodeEvent(node, 1, m.Missed(shard, cycle.snapshot)))
-                while late and shard == "dp0" and cycle.phase != Phase.IDLE:
+                while late and shard == "dp0" and cycle.phase != CyclePhase.IDLE:
                     await asyncio.sleep(0.001)
         await coordinator.close()
 

@@ -9,11 +9,9 @@ import pytest
 
 from megatron_ft.cli.run_folders import RunSummary
 from megatron_ft.rpc.node_messages import PulseReport
+from megatron_ft.supervisor import heartbeats
 from megatron_ft.supervisor.events import JobEvent
-from megatron_ft.supervisor.watch import recoveries
-from megatron_ft.supervisor.watch.board import Heard, PulseBoard
-from megatron_ft.supervisor.watch.peers import StragglerFinder
-from megatron_ft.supervisor.watch.recoveries import RecoveryClock
+from megatron_ft.supervisor.heartbeats import Heartbeats, RankReport, RecoveryClock, StragglerFinder
 
 
 def report(rank: int, **known: Any) -> PulseReport:
@@ -21,8 +19,8 @@ def report(rank: int, **known: Any) -> PulseReport:
     return PulseReport(**{**zero, "rank": rank, "state": "S", **known})
 
 
-def heard(rank: int, at: float, shard: str = "", **known: Any) -> Heard:
-    return Heard(shard or f"pp0-tp0-dp{rank}-ep0", f"n{rank}", at, report(rank, **known))
+def heard(rank: int, at: float, shard: str = "", **known: Any) -> RankReport:
+    return RankReport(shard or f"pp0-tp0-dp{rank}-ep0", f"n{rank}", at, report(rank, **known))
 
 
 def recovering() -> RecoveryClock:
@@ -42,21 +40,21 @@ def test_a_recovery_is_told_once_by_its_slowest_parts() -> None:
         heard(0, now + 10, age=9.0, first_iteration=1.0, **first),
         heard(1, now + 10, age=8.0, first_iteration=0.0, **{**first, "imports": 3.0}),
     ]
-    assert clock.look([]) is None and clock.look(ranks) is None
+    assert clock.poll([]) is None and clock.poll(ranks) is None
     ranks[1] = heard(1, now + 10, age=8.0, first_iteration=2.0, **{**first, "imports": 3.0})
-    found = clock.look(ranks)
+    found = clock.poll(ranks)
     assert found is not None
     assert found.launch == pytest.approx(2.0, abs=0.1)
     assert (found.imports, found.first_iteration, found.restore) == (3.0, 2.0, 0.1)
     assert found.total == pytest.approx(2.0 + 3.0 + 0.5 + 0.25 + 0.1 + 2.0, abs=0.1)
-    assert clock.look(ranks) is None
+    assert clock.poll(ranks) is None
     assert [entry["cause"] for entry in clock.view()] == ["rank 1 was killed"]
 
 
 def test_the_first_incarnation_is_no_recovery() -> None:
     clock = RecoveryClock()
     clock.starting()
-    assert clock.look([heard(0, time.monotonic(), age=5.0, first_iteration=1.0)]) is None
+    assert clock.poll([heard(0, time.monotonic(), age=5.0, first_iteration=1.0)]) is None
 
 
 def test_what_was_detected_late_counts() -> None:
@@ -66,7 +64,7 @@ def test_what_was_detected_late_counts() -> None:
     clock.failed()
     clock.dead("hang")
     clock.starting()
-    found = clock.look([heard(0, time.monotonic(), age=0.0, first_iteration=1.0)])
+    found = clock.poll([heard(0, time.monotonic(), age=0.0, first_iteration=1.0)])
     assert found is not None and found.detect == 7.0
     assert found.total == pytest.approx(8.0, abs=0.1)
 
@@ -77,7 +75,7 @@ def test_an_incarnation_without_trainers_belongs_to_the_same_recovery(
     """A node was lost and no spare is left: the next incarnation begins only when all is
     exported."""
     now = [100.0]
-    monkeypatch.setattr(recoveries.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(heartbeats.time, "monotonic", lambda: now[0])
     clock = RecoveryClock()
     clock.starting()
     for cause in ("node n1 is lost", "fewer nodes train"):
@@ -85,14 +83,14 @@ def test_an_incarnation_without_trainers_belongs_to_the_same_recovery(
         clock.dead(cause)
         now[0] += 10.0
     clock.starting()
-    found = clock.look([heard(0, now[0] + 1.0, age=1.0, first_iteration=1.0)])
+    found = clock.poll([heard(0, now[0] + 1.0, age=1.0, first_iteration=1.0)])
     assert found is not None and found.cause == "node n1 is lost"
     assert (found.kill, found.decide, found.total) == (0.0, 20.0, 21.0)
 
 
 def test_recoveries_and_places_are_the_last_lines() -> None:
     clock, summary = recovering(), RunSummary()
-    found = clock.look([heard(0, time.monotonic(), age=1.0, first_iteration=1.0)])
+    found = clock.poll([heard(0, time.monotonic(), age=1.0, first_iteration=1.0)])
     assert found is not None
     assert summary.lines() == []
     fields = {"total": found.total, **found.parts()}
@@ -108,7 +106,7 @@ def test_each_window_is_judged_once_and_each_change_told_once() -> None:
 
     def window(index: int, *own: float) -> list[str]:
         ranks = [heard(r, 0.0, window=index, own=o, spread=0.001) for r, o in enumerate(own)]
-        return finder.look(ranks)
+        return finder.poll(ranks)
 
     (told,) = window(0, 1.0, 1.5, 1.0)
     assert told.startswith("rank 1 on n1 is a straggler: in iterations 0 to 49")
@@ -126,15 +124,15 @@ def test_only_ranks_with_the_same_part_of_the_model_are_compared() -> None:
         for r, (s, o) in enumerate(zip(shards, own, strict=True))
     ]
     finder = StragglerFinder(5.0)
-    finder.look(ranks)
+    finder.poll(ranks)
     assert [one.rank for one in finder.present] == [3]
 
 
 def test_old_reports_say_nothing() -> None:
-    board = PulseBoard()
-    board.note("n0", {"pp0-tp0-dp0-ep0": report(0)})
+    board = Heartbeats()
+    board.record("n0", {"pp0-tp0-dp0-ep0": report(0)})
     assert board.fresh(2, 60.0) == []
-    board.note("n1", {"pp0-tp0-dp1-ep0": report(1)})
+    board.record("n1", {"pp0-tp0-dp1-ep0": report(1)})
     assert [one.report.rank for one in board.fresh(2, 60.0)] == [0, 1]
     assert board.fresh(2, 0.0) == []
     board.begin_incarnation()

@@ -47,7 +47,8 @@ def test_too_few_descriptors_are_refused_before_anything_starts(tmp_path: Path) 
 
 
 def test_a_soft_limit_of_descriptors_is_raised_for_all_children() -> None:
-    program = "from megatron_ft.supervisor.command import provide; import os; provide(69); "
+    program = "from megatron_ft.supervisor.spec import raise_open_files; import os; "
+    program += "raise_open_files(69); "
     program += "os.system('ulimit -Sn')"
     script = 'ulimit -Sn 40; exec "$0" -c "$1"'
     said = subprocess.check_output(["sh", "-c", script, sys.executable, program], timeout=TIMEOUT)

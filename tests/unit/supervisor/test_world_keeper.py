@@ -13,17 +13,18 @@ from megatron_ft.config import SnapshotConfig
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import JobKeys
-from megatron_ft.supervisor import world_keeper
+from megatron_ft.supervisor import encoder_world
 from megatron_ft.supervisor.coordinator import Coordinator
-from megatron_ft.supervisor.events import JobEvent, Observers
-from megatron_ft.supervisor.plan import Timing
-from megatron_ft.supervisor.processes import EncoderWorld, why_ended
-from megatron_ft.supervisor.spec import JobSpec
-from megatron_ft.supervisor.world_keeper import (
+from megatron_ft.supervisor.encoder_world import (
     FIRST_DELAY_SECONDS,
     LONGEST_DELAY_SECONDS,
+    EncoderWorld,
     WorldKeeper,
+    why_ended,
 )
+from megatron_ft.supervisor.events import JobEvent, Observers
+from megatron_ft.supervisor.plan import Timing
+from megatron_ft.supervisor.spec import JobSpec
 from tests.support.tmpfs import mount_tmpfs
 
 BUS_ERROR = """[vm:15153] *** Process received signal ***
@@ -69,6 +70,9 @@ class Worlds:
     def why_ended(self, status: int) -> str:
         return f"exit status {status}"
 
+    def end(self, name: str) -> None:
+        pass
+
     def kill(self) -> None:
         pass
 
@@ -76,12 +80,10 @@ class Worlds:
 def delays(incarnations: Sequence[float], monkeypatch: pytest.MonkeyPatch) -> list[float]:
     async def story() -> list[float]:
         worlds: Any = Worlds(incarnations)
-        monkeypatch.setattr(world_keeper.time, "monotonic", worlds.monotonic)
-        monkeypatch.setattr(world_keeper.asyncio, "sleep", worlds.sleep)
-        keeper = WorldKeeper(worlds)
-        keeper.serve(
-            Coordinator(JobKeys.derive(bytes(32)), Observers(), keeper.end_world, Timing())
-        )
+        monkeypatch.setattr(encoder_world.time, "monotonic", worlds.monotonic)
+        monkeypatch.setattr(encoder_world.asyncio, "sleep", worlds.sleep)
+        keys = JobKeys.derive(bytes(32))
+        keeper = WorldKeeper(worlds, Coordinator(keys, Observers(), worlds.end, Timing()))
         keeper.start(["n0"])
         await worlds.over.wait()
         keeper.stop()
@@ -117,8 +119,8 @@ def test_a_cause_is_told_once_until_a_world_is_up_again(monkeypatch: pytest.Monk
 
     async def story() -> None:
         worlds: Any = Worlds([0.1] * 8)
-        monkeypatch.setattr(world_keeper.asyncio, "sleep", worlds.sleep)
-        keeper, observers, count = WorldKeeper(worlds), Observers(), 0
+        monkeypatch.setattr(encoder_world.asyncio, "sleep", worlds.sleep)
+        observers, count = Observers(), 0
         ended = worlds.ended
 
         async def until_end() -> int:
@@ -130,7 +132,7 @@ def test_a_cause_is_told_once_until_a_world_is_up_again(monkeypatch: pytest.Monk
         worlds.ended = until_end
         observers.add(lambda event: told.append(f"{event.kind}: {event.text}"))
         keys = JobKeys.derive(bytes(32))
-        keeper.serve(Coordinator(keys, observers, keeper.end_world, Timing()))
+        keeper = WorldKeeper(worlds, Coordinator(keys, observers, worlds.end, Timing()))
         keeper.start(["n0"])
         await worlds.over.wait()
         keeper.stop()
@@ -173,7 +175,7 @@ async def _first_two_ends(world: EncoderWorld) -> list[JobEvent]:
     """What is told until the second world of a keeper has ended, too, and a third is due."""
     told: list[JobEvent] = []
     ends, second = 0, asyncio.Event()
-    keeper, observers = WorldKeeper(world), Observers()
+    observers = Observers()
     why = world.why_ended
 
     def counted(status: int) -> str:
@@ -190,7 +192,7 @@ async def _first_two_ends(world: EncoderWorld) -> list[JobEvent]:
     world.why_ended = counted  # type: ignore[method-assign]
     observers.add(told.append)
     keys = JobKeys.derive(bytes(32))
-    keeper.serve(Coordinator(keys, observers, keeper.end_world, Timing()))
+    keeper = WorldKeeper(world, Coordinator(keys, observers, world.end, Timing()))
     keeper.start(["n0", "n1"])
     await second.wait()
     keeper.stop()

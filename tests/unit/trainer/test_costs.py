@@ -37,7 +37,7 @@ from megatron_ft.erasure.transport import (
 )
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.client import TrainerClient
-from megatron_ft.supervisor.cycle import Ended, Send, SnapshotCycle
+from megatron_ft.supervisor.cycle import Send, SnapshotCycle, SnapshotEnded
 from megatron_ft.supervisor.schedule import Schedule
 from megatron_ft.trainer.copier import SharedPieces
 from megatron_ft.trainer.cpu import CpuCopier
@@ -246,7 +246,7 @@ def test_a_snapshot_takes_three_requests_to_a_node(nodes: int) -> None:
         last = note(cycle.handle(shards[shard], body))
     for commit in last:
         ended = note(cycle.answered(commit.node, commit.message, m.Ok()))
-    assert [type(action) for action in ended] == [Ended] and ended[0].level == "protected"
+    assert [type(action) for action in ended] == [SnapshotEnded] and ended[0].level == "protected"
     assert set(sent.values()) == {3} and len(sent) == nodes
 
 

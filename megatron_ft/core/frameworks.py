@@ -1,0 +1,83 @@
+"""Frameworks that the project hooks into: releases that work, names it needs, and wrapping them.
+
+Releases move and rename things without a word; parameter *names* are what callers rely on.
+Nothing here imports a framework that is not imported already, but ``owner_at``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Releases(NamedTuple):
+    """One framework: its name, its distribution, the oldest release, and those tested.
+
+    Newer ones are tried if they have the names that are used.
+    """
+
+    name: str
+    distribution: str
+    oldest: tuple[int, ...]
+    working: str
+
+
+MEGATRON = Releases("Megatron", "megatron-core", (0, 17), "megatron-core 0.17.1, 0.18.2 and 0.19.2")
+DEEPSPEED = Releases("DeepSpeed", "deepspeed", (0, 18, 1), "deepspeed 0.18.9 and 0.19.8")
+
+
+class Required(NamedTuple):
+    """A function of a framework and the parameter names that are used; order does not matter."""
+
+    owner: str
+    name: str
+    parameters: tuple[str, ...] = ()
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """Leading numbers of a version: ``0.19.0rc1`` gives (0, 19)."""
+    numbers = []
+    for part in version.split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def missing_names(owner: Any, required: Required) -> list[str]:
+    """What of a required function ``owner`` lacks, in words; empty if nothing."""
+    function = getattr(owner, required.name, None)
+    where = f"{required.owner}.{required.name}"
+    if not callable(function):
+        return [f"function {where}"]
+    parameters = inspect.signature(function).parameters
+    return [f"parameter {p!r} of {where}" for p in required.parameters if p not in parameters]
+
+
+def owner_at(path: str) -> Any:
+    """A module, or a class in one, by its dotted path; None if it is not there."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        module, _, name = path.rpartition(".")
+        return getattr(owner_at(module), name, None) if module else None
+
+
+Function = Callable[..., Any]
+
+_MARK = "_megatron_ft_wrapper"
+
+
+def wrap(owner: Any, name: str, make: Callable[[Function], Function]) -> None:
+    """Put ``make(original)`` in the place of a function of a module or class.
+
+    A function that was wrapped here before stays as it is, so a second call changes nothing.
+    """
+    original = getattr(owner, name)
+    if not hasattr(original, _MARK):
+        wrapper = functools.wraps(original)(make(original))
+        setattr(wrapper, _MARK, True)
+        setattr(owner, name, wrapper)

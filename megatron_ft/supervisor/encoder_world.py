@@ -1,0 +1,244 @@
+"""The disposable world of encoders: its transport, its processes, and a new one when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_ft.core.environment import INCARNATION
+from megatron_ft.core.errors import MegatronFTError, NoMpiError
+from megatron_ft.core.process_tools import log_size, text_since
+from megatron_ft.erasure.worker import ENCODE_RATE
+from megatron_ft.erasure.world import MPI, RANK_TRANSPORT, TCP
+from megatron_ft.launchers.launcher import Launcher, Placement, ProcessHandle
+from megatron_ft.launchers.launcher_env import base_environment
+from megatron_ft.launchers.world import WorldProcess
+from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.tcp_world import TcpWorldProcess
+
+AUTO = "auto"
+TRANSPORTS = (AUTO, MPI, TCP)
+
+
+class WorldStarter:
+    """Starts worlds through a launcher over the transport that is wished: one of TRANSPORTS.
+
+    ``auto`` is MPI where one can be loaded, else TCP.  An MPI that is there and does not work
+    is an error all the same: it is for `megatron-ft doctor` to find out on which node.
+    ``no_mpi`` is the reason why there is none, once it is known.
+    """
+
+    def __init__(self, launcher: Launcher, wish: str = AUTO) -> None:
+        self._launcher, self._wish = launcher, wish
+        self.no_mpi = ""
+
+    @property
+    def over_tcp(self) -> bool:
+        """True if worlds use TCP, as far as is known."""
+        return self._wish == TCP or bool(self.no_mpi)
+
+    def describe(self) -> str:
+        """For the log, which transport is used and why."""
+        if not self.over_tcp:
+            return "encoders use MPI"
+        why = f"no MPI can be loaded: {self.no_mpi}" if self.no_mpi else "--transport asks for it"
+        return f"encoders use TCP, encrypted and authenticated; {why}"
+
+    def check(self, ranks: int) -> None:
+        """Choose, and prove that an MPI that is to be used starts a world of so many ranks.
+
+        Raises MpiError if it does not, or if there is none and the wish is MPI.
+        """
+        if not self.over_tcp:
+            try:
+                self._launcher.check_world(ranks)
+            except NoMpiError as error:
+                self._settle_without(error)
+
+    def start(self, placements: Sequence[Placement], log_path: Path) -> ProcessHandle:
+        """Start one world: rank i of it is ``placements[i]``; see Launcher.start_world."""
+        if not self.over_tcp:
+            try:
+                marked = [p._replace(env={**p.env, RANK_TRANSPORT: MPI}) for p in placements]
+                return self._launcher.start_world(marked, log_path)
+            except NoMpiError as error:
+                self._settle_without(error)
+        return TcpWorldProcess.start(self._launcher, placements, log_path)
+
+    def _settle_without(self, error: NoMpiError) -> None:
+        if self._wish == MPI:
+            raise error
+        self.no_mpi = str(error)
+
+
+class EncoderWorld:
+    """The disposable world: started over the active nodes, again whenever it breaks."""
+
+    def __init__(self, launcher: Launcher, spec: JobSpec) -> None:
+        self._spec = spec
+        self.starter = WorldStarter(launcher, spec.settings.transport)
+        self._log, self._log_begin = spec.log_dir / "encoders.log", 0
+        self._handle: ProcessHandle | None = None
+        self.name = ""
+
+    def start(self, nodes: Sequence[str], incarnation: int) -> str:
+        """Start a world with these nodes as ranks 0, 1, ...; returns its name."""
+        self.kill()
+        self.name = f"w{incarnation}-{uuid.uuid4().hex[:6]}"
+        argv = [sys.executable, "-m", "megatron_ft.erasure.worker", "--world", self.name]
+        environment = {**base_environment(), INCARNATION: str(incarnation), "OMP_NUM_THREADS": "1"}
+        environment |= self._spec.background_variables
+        environment[ENCODE_RATE] = str(self._spec.settings.encode_bandwidth_mib * (1 << 20))
+        placements = [Placement(node, argv, environment) for node in nodes]
+        self._log_begin = log_size(self._log)
+        self._handle = self.starter.start(placements, self._log)
+        return self.name
+
+    async def ended(self) -> int:
+        """Wait until the world is gone; its exit status."""
+        assert self._handle is not None
+        return await self._handle.wait()
+
+    def why_ended(self, status: int) -> str:
+        """The cause of its end, as far as its log shows; ``status`` is what ``ended`` gave."""
+        handle = self._handle
+        folder = str(handle.scratch.parent) if isinstance(handle, WorldProcess) else ""
+        return why_ended(text_since(self._log, self._log_begin), status, folder)
+
+    def end(self, name: str) -> None:
+        """End the world if that is its name; ``ended`` returns once its processes are gone."""
+        if self._handle is not None and name == self.name:
+            self._handle.kill()
+
+    def kill(self) -> None:
+        """End the world, if there is one, and forget it."""
+        self.end(self.name)
+        self._handle = None
+
+
+FIRST_DELAY_SECONDS = 0.5
+LONGEST_DELAY_SECONDS = 30.0
+
+_NUMBER = re.compile(r"\b\d+\b")
+"""Process numbers and counts make no cause another one."""
+
+
+class WorldKeeper:
+    """Starts a world over the active nodes, and a new one whenever it ends.
+
+    ``coordinator`` learns which world to expect.  A world that cannot be started degrades
+    protection, visibly, and stops nothing.
+    """
+
+    def __init__(self, encoders: EncoderWorld, coordinator: Coordinator) -> None:
+        self.encoders, self._coordinator = encoders, coordinator
+        self._task: asyncio.Task[None] | None = None
+        self._emitted = ""
+
+    @property
+    def wanted(self) -> bool:
+        """True while a world is being kept."""
+        return self._task is not None
+
+    def start(self, nodes: Sequence[str]) -> None:
+        """Keep a world over ``nodes`` from now on.  Raises if the first cannot be started."""
+        self.stop()
+        self._emitted = ""
+        self._launch(nodes)
+        self._task = asyncio.create_task(self._keep(nodes))
+
+    def stop(self) -> None:
+        """End the world; no other is started."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        self.encoders.kill()
+        self._coordinator.world_lost()
+
+    def _launch(self, nodes: Sequence[str]) -> None:
+        name = self.encoders.start(nodes, self._coordinator.incarnation)
+        self._coordinator.expect_world(name, tuple(nodes))
+
+    async def _keep(self, nodes: Sequence[str]) -> None:
+        delay = FIRST_DELAY_SECONDS
+        while True:
+            begun = time.monotonic()
+            status = await self.encoders.ended()
+            if time.monotonic() - begun > LONGEST_DELAY_SECONDS:
+                # It did its work: one that broke days ago proves nothing about the next.
+                delay = FIRST_DELAY_SECONDS
+            self._coordinator.world_lost()
+            self._explain(status)
+            started = False
+            while not started:
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, LONGEST_DELAY_SECONDS)
+                started = self._try(nodes)
+
+    def _try(self, nodes: Sequence[str]) -> bool:
+        try:
+            self._launch(nodes)
+        except (MegatronFTError, OSError) as error:
+            self._emit("world_refused", f"no encoder world, snapshots stay local: {error}")
+            return False
+        return True
+
+    def _explain(self, status: int) -> None:
+        """Emit why the world ended; of worlds that never were up each cause only once."""
+        why = self._coordinator.world_refused or self.encoders.why_ended(status)
+        if self._coordinator.world_joined:
+            self._emitted = ""
+        text = f"the encoder world ended: {why}; a new one is started"
+        self._emit("world_ended", text)
+
+    def _emit(self, kind: str, text: str) -> None:
+        """Emit this unless it was the last event and no world was up since."""
+        alike = _NUMBER.sub("0", text)
+        if alike != self._emitted:
+            self._emitted = alike
+            self._coordinator.observers.tell(kind, text)
+
+
+_NO_BACKING = re.compile(
+    r"not enough space for (\S+)/[^/\s]+ \(the shared-memory backing file\)"
+    r".*?Space Requested: (\d+) B"
+)
+_NO_SPACE = re.compile(r"^.*No space left on device.*$", re.MULTILINE)
+_BUS_ERROR = re.compile(r"\bbus error\b", re.IGNORECASE)
+_ERROR = re.compile(
+    r"^(?:\[\S+\] )?(?:[a-z_]\w*\.)*([A-Z]\w*(?:Error|Exception): .*)$", re.MULTILINE
+)
+_LEFT = re.compile(r"^(.*): this encoder leaves$", re.MULTILINE)
+_SIGNAL = re.compile(r"exited on signal (\d+ \([\w ]+\))")
+
+
+def why_ended(said: str, status: int, folder: str = "") -> str:
+    """The cause in words; the same for worlds that ended alike.  Pure.
+
+    ``said`` is what the world wrote to its log, ``status`` its exit status, ``folder`` where MPI
+    keeps shared memory, empty if it keeps none.  MPI breaks its lines anywhere.
+    """
+    joined = " ".join(said.split())
+    less = "free memory there, or start the job with --transport tcp"
+    if found := _NO_BACKING.search(joined):
+        needed = int(found[2]) / (1 << 20)
+        where = folder or found[1]
+        return f"less than {needed:.0f} MiB is free for MPI's shared memory in {where}: {less}"
+    if found := _NO_SPACE.search(said):
+        return f"an encoder had no room: {found[0].strip()[:300]}"
+    if _BUS_ERROR.search(joined):
+        where = f"the tmpfs of {folder}" if folder else "the tmpfs of the arenas"
+        return f"an encoder died of a bus error, as where {where} is full: {less}"
+    if found := _ERROR.search(said):
+        return found[1][:300]
+    if found := _LEFT.search(said):
+        return found[1]
+    if found := _SIGNAL.search(joined):
+        return f"an encoder ended by signal {found[1]}"
+    return f"ended by signal {-status}" if status < 0 else f"exit status {status}"

@@ -1,0 +1,274 @@
+"""The watch over a running job: hangs, stragglers and the time of recoveries, in one loop.
+
+A rank hangs when it makes no progress for longer than it ever did before; how long that is
+is learned from silences that ended by themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import shutil
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_ft.config import SnapshotConfig
+from megatron_ft.core.errors import ControlPlaneError
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.heartbeat_page import TrainerPhase
+from megatron_ft.smp.heartbeats import STACK_SECONDS
+from megatron_ft.supervisor.hang_attribution import Blame, Witness, blame
+from megatron_ft.supervisor.heartbeats import RankReport, RecoveryClock, StragglerFinder
+from megatron_ft.trainer.heartbeats import FIRST_ITERATIONS
+
+if TYPE_CHECKING:
+    from megatron_ft.supervisor.coordinator import Coordinator
+
+log = logging.getLogger(__name__)
+
+
+class JobWatch:
+    """Watches one job over all its incarnations; what it finds is an event for the observers.
+
+    ``clock`` measures recoveries.  With ``on_hang`` "report" a hang ends no incarnation.
+    """
+
+    def __init__(self, coordinator: Coordinator, settings: SnapshotConfig, log_dir: Path) -> None:
+        self.clock = RecoveryClock()
+        self._coordinator, self._ranks, self._on_hang = coordinator, 0, settings.on_hang
+        hang = HangSettings(
+            settings.hang_seconds, settings.hang_factor, first=settings.register_timeout_seconds
+        )
+        self._hangs = HangFinder(coordinator, hang, log_dir)
+        self._stragglers = StragglerFinder(settings.straggler_percent)
+        self._reported: list[int] = []
+        self._failed = False
+
+    def begin_incarnation(self, ranks: int) -> None:
+        """So many trainers are about to be started."""
+        self._ranks = ranks
+        self._coordinator.pulses.begin_incarnation()
+        self._stragglers.begin_incarnation()
+        self._reported = []
+        self.clock.starting()
+
+    async def until_hang(self) -> Hang:
+        """Look at each heartbeat; returns when training hangs and must be restarted."""
+        while True:
+            await asyncio.sleep(self._coordinator.timing.heartbeat)
+            hang = await self._try()
+            if hang is not None and self._on_hang == "restart":
+                self.clock.detected(hang.idle)
+                return hang
+
+    async def _try(self) -> Hang | None:
+        """A mistake of ours, or a full disk, must not end a job that trains."""
+        try:
+            self._poll()
+            return await self._new_hang()
+        except Exception as error:
+            if not self._failed:
+                self._failed = True
+                log.exception("the watch failed")
+                self._coordinator.observers.tell("watch_failed", f"hangs may be missed: {error!r}")
+            return None
+
+    def _poll(self) -> None:
+        heard = self._coordinator.pulses.fresh(self._ranks, 4 * self._coordinator.timing.heartbeat)
+        recovery = self.clock.poll(heard)
+        if recovery is not None:
+            self._coordinator.observers.tell(
+                "recovered", recovery.describe(), total=recovery.total, **recovery.parts()
+            )
+        for text in self._stragglers.poll(heard):
+            self._coordinator.observers.tell(
+                "straggler", text, ranks=[one.rank for one in self._stragglers.present]
+            )
+        self._coordinator.watched = {
+            "hang_timeout": round(self._hangs.timeout, 3),
+            "iteration_seconds": max((one.report.typical for one in heard), default=0.0),
+            "stragglers": [
+                {"rank": one.rank, "excess": round(one.excess, 4)}
+                for one in self._stragglers.present
+            ],
+            "recoveries": self.clock.view(),
+        }
+
+    async def _new_hang(self) -> Hang | None:
+        """A hang that was not emitted yet; one that is only reported is emitted once."""
+        marks = [one.report.marks for one in self._coordinator.pulses.all()]
+        if self._reported and marks == self._reported:
+            return None
+        self._reported = []
+        hang = await self._hangs.poll(self._ranks, resume=self._on_hang == "restart")
+        if hang is not None:
+            self._reported = [one.report.marks for one in self._coordinator.pulses.all()]
+            self._coordinator.observers.tell(
+                "hang", hang.text, ranks=list(hang.blame.ranks), folder=str(hang.folder)
+            )
+        return hang
+
+
+START = 0.8
+"""Share of ``first`` that a start may take: the job gives up with it, and knows less of why."""
+
+
+@dataclass(frozen=True)
+class HangSettings:
+    """``floor`` is the least timeout in seconds, 0 for no hang detection at all.
+
+    ``factor`` is how many times as long as the longest silence so far is too long.  ``first``
+    holds for the first iterations of an incarnation, which compile, and for most of a start;
+    ``pause`` for evaluations and checkpoints whose begin and end are known.
+    """
+
+    floor: float = 600.0
+    factor: float = 5.0
+    first: float = 600.0
+    pause: float = 3600.0
+
+
+def learned_timeout(longest: Iterable[float], settings: HangSettings) -> float:
+    """Seconds of silence in mid-training from which on a rank counts as stuck.
+
+    ``longest`` are the longest silences of all ranks that ended by themselves, evaluations and
+    checkpoints that nobody announced among them: each has taught us its length.
+    """
+    return max(settings.floor, settings.factor * max(longest, default=0.0))
+
+
+def allowance(phase: int, done: int, learned: float, settings: HangSettings) -> float:
+    """Seconds of silence that a rank may have now; endless when training is over."""
+    if phase == TrainerPhase.ENDED:
+        return float("inf")
+    if phase == TrainerPhase.STARTING:
+        return START * settings.first
+    allowed = learned if done >= FIRST_ITERATIONS else max(learned, settings.first)
+    return max(allowed, settings.pause) if phase == TrainerPhase.PAUSED else allowed
+
+
+_LINE = re.compile(r":\d+\)")
+"""A loop is met in another line each time."""
+
+MOST_FOLDERS = 10
+"""Hangs whose stacks are kept."""
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A stuck job: whom it waits for, where, and how long nobody had made progress.
+
+    ``signature`` is the same text for a hang of the same rank in the same place, ``node`` that
+    of the rank if it is a single one.
+    """
+
+    blame: Blame
+    idle: float
+    signature: str
+    text: str
+    folder: Path
+    node: str = ""
+
+
+class HangFinder:
+    """Knows what silences are usual, over all incarnations of a job."""
+
+    def __init__(self, coordinator: Coordinator, settings: HangSettings, log_dir: Path) -> None:
+        self._coordinator = coordinator
+        self._settings, self._log_dir = settings, log_dir
+        self._longest = 0.0
+
+    @property
+    def timeout(self) -> float:
+        """The learned timeout in seconds."""
+        return learned_timeout([self._longest], self._settings)
+
+    async def poll(self, ranks: int, *, resume: bool) -> Hang | None:
+        """The hang of this moment of a job of so many ranks, its stacks written to disk.
+
+        See StacksRequest for ``resume``.
+        """
+        if not self._settings.floor or not self._stuck(self._fresh(ranks)):
+            return None
+        # Asked once more: this process may have been suspended behind the last answers.
+        await self._coordinator.refresh()
+        heard = self._fresh(ranks)
+        stuck = self._stuck(heard)
+        return await self._examine(heard, stuck, resume) if stuck else None
+
+    def _fresh(self, ranks: int) -> list[RankReport]:
+        age = 4 * self._coordinator.timing.heartbeat
+        heard = self._coordinator.pulses.fresh(ranks, age)
+        self._longest = max([self._longest, *(one.report.longest for one in heard)])
+        return heard
+
+    def _stuck(self, heard: Sequence[RankReport]) -> list[RankReport]:
+        now, learned = time.monotonic(), self.timeout
+        return [
+            one
+            for one in heard
+            if one.idle(now) > allowance(one.report.phase, one.report.done, learned, self._settings)
+        ]
+
+    async def _examine(
+        self, heard: list[RankReport], stuck: list[RankReport], resume: bool
+    ) -> Hang:
+        stacks = await self._stacks(sorted({one.node for one in heard}), resume)
+        witnesses = [
+            Witness.of(h.report.rank, h.report.marks, h.report.state, stacks.get(h.shard, ""))
+            for h in heard
+        ]
+        found = blame(witnesses)
+        folder = self._folder()
+        await asyncio.to_thread(_write, folder, heard, stacks)
+        idle = max(one.idle(time.monotonic()) for one in stuck)
+        where = {w.place for w in witnesses if w.rank in found.ranks and w.place}
+        place = ", ".join(sorted(where)) or "an unknown place"
+        nodes = {h.report.rank: h.node for h in heard}
+        names = ", ".join(f"rank {rank} on {nodes[rank]}" for rank in found.ranks)
+        text = (
+            f"hang: no progress for {idle:.1f} s (allowed: {self.timeout:.1f} s); the job waits "
+            f"for {names}: {found.reason}; at {place}; stacks of all ranks: {folder}"
+        )
+        ranks = ", ".join(map(str, found.ranks))
+        signature = f"hang of rank {ranks} at {_LINE.sub(')', place)}"
+        node = nodes[found.ranks[0]] if len(found.ranks) == 1 else ""
+        return Hang(found, idle, signature, text, folder, node)
+
+    async def _stacks(self, nodes: Sequence[str], resume: bool) -> dict[str, str]:
+        links = [link for n in nodes if (link := self._coordinator.links.get(n)) is not None]
+        request = m.StacksRequest(self._coordinator.incarnation, resume)
+        answers = await asyncio.gather(
+            *(link.ask(request, 2 * STACK_SECONDS) for link in links), return_exceptions=True
+        )
+        stacks: dict[str, str] = {}
+        for answer in answers:
+            if isinstance(answer, m.Stacks):
+                stacks |= answer.stacks
+            elif isinstance(answer, BaseException) and not isinstance(answer, ControlPlaneError):
+                raise answer
+        return stacks
+
+    def _folder(self) -> Path:
+        return self._log_dir / f"hang-{self._coordinator.incarnation:06d}"
+
+
+def _write(folder: Path, heard: Sequence[RankReport], stacks: dict[str, str]) -> None:
+    """One file a rank; the oldest hangs make room."""
+    older = sorted(path for path in folder.parent.glob("hang-*") if path != folder)
+    for path in older[: max(0, len(older) - MOST_FOLDERS + 1)]:
+        shutil.rmtree(path, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in heard:
+        report = one.report
+        head = (
+            f"rank {report.rank} ({one.shard}) on {one.node}: iteration {report.iteration} ended, "
+            f"{report.marks} marks, the last {report.idle:.1f} s before; process state "
+            f"{report.state}, threads ran {report.quiet:.1f} s before\n\n"
+        )
+        text = stacks.get(one.shard) or "(no stacks: it did not answer the signal)\n"
+        (folder / f"rank{report.rank}.txt").write_text(head + text)

@@ -1,1 +1,0 @@
-"""Finds hangs and stragglers from heartbeats, and times recoveries."""
