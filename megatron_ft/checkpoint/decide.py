@@ -27,14 +27,14 @@ MOST_REJECTED = 64
 
 
 class Suspicion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How often training has failed soon after it had started from a snapshot."""
+    """Count of failures of training soon after it had started from a snapshot."""
 
     snapshot: SnapshotId
     failures: int
 
 
 class Quarantine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a job remembers of bad snapshots, over all its incarnations and supervisors.
+    """Memory of a job for bad snapshots, over all its incarnations and supervisors.
 
     ``before`` is an iteration to which the user has asked to rewind and which no recovery
     has carried out yet.  With ``over_disk`` memory, and what was drained of it, goes before the
@@ -72,7 +72,7 @@ class Quarantine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def failures(self, snapshot: SnapshotId) -> int:
-        """How often training has failed soon after a start from ``snapshot``, if not rejected."""
+        """Count of failures soon after a start from ``snapshot``, if it is not rejected."""
         return next((s.failures for s in self.suspects if s.snapshot == snapshot), 0)
 
     def rewound(self, before: int) -> Quarantine:
@@ -100,7 +100,7 @@ class Quarantine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.over_disk and (named in (None, "", self.named) or self.named is None)
 
     def reason_against(self, snapshot: SnapshotId, iteration: int) -> str:
-        """Why a snapshot, in memory or on disk, must not be used; empty if it may."""
+        """Reason for which a snapshot, in memory or on disk, must not be used; empty if it may."""
         if snapshot in self.rejected:
             return f"training failed {FAILURE_LIMIT} times soon after a start from it"
         return self.reason_against_iteration(iteration)
@@ -130,7 +130,7 @@ class StripeState:
 
 @dataclass(frozen=True)
 class Holding:
-    """Where one shard's arena is, and what it reports."""
+    """Node of one shard's arena, and the arena's report."""
 
     node: str
     arena: ArenaReport
@@ -143,7 +143,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a recovery does.
+    """Outcome of the decision: what a recovery does.
 
     ``snapshot`` is None when nothing can be served; ``explanation`` then says which
     stripe lost what.  ``lost`` maps a stripe to its members that must be rebuilt.
@@ -291,7 +291,7 @@ def _problem(
     losses: dict[StripeState, tuple[str, ...]],
     holdings: dict[str, Holding],
 ) -> str | None:
-    """Why a snapshot cannot be served, or None if it can."""
+    """Reason for which a snapshot cannot be served, or None if it can."""
     for stripe, lost in losses.items():
         if len(lost) > stripe.parity_members:
             return (

@@ -223,7 +223,7 @@ OWN_PREFIX = "__megatron_ft__."
 META, DIGESTS, GAP = f"{OWN_PREFIX}meta", f"{OWN_PREFIX}digests", f"{OWN_PREFIX}gap"
 LENGTH_BYTES = 8
 MOST_HEADER_BYTES = 100 << 20
-"""What stock readers accept."""
+"""Limit of stock readers."""
 
 DTYPES = {
     "float64": "F64",
@@ -246,7 +246,7 @@ DTYPES = {
 
 
 class Whole(msgspec.Struct, frozen=True):
-    """What a tensor is in the shard, where the file's own entry does not say it all.
+    """Description of a tensor in the shard, where the file's own entry does not say it all.
 
     ``start`` and ``stop`` are the stored elements of the flattened tensor; ``alias_of`` and
     ``offset`` say where the bytes of a tensor are that has no entry of its own.
@@ -261,7 +261,7 @@ class Whole(msgspec.Struct, frozen=True):
 
 
 class ShardHeader(msgspec.Struct, frozen=True):
-    """What our part of a header says; kept as JSON texts in ``__metadata__``."""
+    """Our part of a header; kept as JSON texts in ``__metadata__``."""
 
     record: SealedRecord
     block_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_REGION_BYTES)]

@@ -36,7 +36,7 @@ from megatron_ft.checkpoint.disk_format import (
 )
 from megatron_ft.checkpoint.drained import Keep, clean_up, clear_unfinished
 from megatron_ft.checkpoint.live import hold, scan
-from megatron_ft.checkpoint.load import ProcessPlan, check_folder, open_trusted
+from megatron_ft.checkpoint.load import ProcessPlan, check_folder, open_trusted, wrong_blocks
 from megatron_ft.checkpoint.source import OpenSnapshot, ShardBytes, SnapshotInfo
 from megatron_ft.core.background import Pace, bind_to_background_cpus, lower_priority
 from megatron_ft.core.environment import ProcessEnvironment
@@ -107,10 +107,7 @@ def _checked_copy(shard: ShardBytes, first: int, expected: NDArray[np.uint64]) -
     start = first * shard.block_bytes
     stop = min(start + expected.size * shard.block_bytes, shard.record.digest_offset)
     copy: NDArray[np.uint8] = shard.data[start:stop].copy()
-    found = np.empty_like(expected)
-    digest.digest_blocks(copy, shard.block_bytes, shard.digest_algorithm, found)
-    bad = [first + int(number) for number in np.flatnonzero(found != expected)]
-    if bad:
+    if bad := wrong_blocks(copy, first, expected, shard.block_bytes, shard.digest_algorithm):
         raise SnapshotUnavailableError(
             f"shard {shard.record.shard_id} in {shard.origin} changed while it was drained: "
             f"blocks {digest.name_blocks(bad)} no longer match their digests"
@@ -147,7 +144,7 @@ def publish(
         shards=files,
     )
     disk = disk or DiskCalls()
-    # Whoever made the folder may have been killed before its name was durable.
+    # The process that made the folder may have been killed before its name was durable.
     disk.sync_folder(folder.parent)
     disk.write_file(folder / MANIFEST, _reaching(manifest.to_json()))
     return manifest
@@ -185,7 +182,7 @@ def _shard_file(path: Path, info: SnapshotInfo, job: uuid.UUID) -> tuple[str, Sh
 
 
 class DrainPlan(ProcessPlan, frozen=True):
-    """What is drained, by whom, and where to.
+    """Order to drain one snapshot: its shards, their nodes, and the folder.
 
     ``shards`` are those of the node that the plan is for with their seats, ``shard_count`` is
     of the whole job.  ``keep`` says what stays in ``directory``, on the file system that was
@@ -241,7 +238,7 @@ def run_step(steps: Mapping[str, Callable[[DrainPlan], None]], program: str) -> 
 
 
 def _check_mounted(plan: DrainPlan) -> None:
-    """Below a mount point that lost its file system there is another disk, each node's own."""
+    """DrainError if nothing is mounted there: below the mount point is each node's own disk."""
     if plan.mount is not None and not os.path.ismount(plan.mount):
         raise DrainError(
             f"{plan.mount} is not mounted any more: {plan.directory} was on it; mount it again, or "

@@ -35,19 +35,19 @@ class Drained:
 
     @property
     def seats(self) -> dict[str, Seat]:
-        """Where each shard belongs; without those that nobody knew."""
+        """Seat of each shard; without those that nobody knew."""
         return {s: line.seat for s, line in self.manifest.shards.items() if line.seat is not None}
 
     @property
     def slot_bytes(self) -> dict[str, int]:
-        """What each shard needs of a slot: as much as its trainer asked for, and what is stored."""
+        """Bytes of a slot that each shard needs: as its trainer asked for, and as are stored."""
         lines = self.manifest.shards
         return {s: max(seat.required_bytes, lines[s].bytes) for s, seat in self.seats.items()}
 
 
 @dataclass(frozen=True)
 class DiskCriteria:
-    """What a checkpoint must be to be taken.
+    """Conditions that a checkpoint must meet to be taken.
 
     ``lineage`` is that of the job's last incarnation, () if it is not known.  ``newer_than`` is
     what memory can serve; ``own_iteration`` the newest checkpoint of the training framework's own,
@@ -165,7 +165,7 @@ def _newest_lineage(found: Iterable[Drained]) -> tuple[Ancestor, ...]:
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints of a job stay: the ``newest``, and the first one of every ``every``
+    """Retention of a job's checkpoints: the ``newest``, and the first one of every ``every``
     iterations (0: no others).  What is off ``lineage`` was given up by the job and does not
     count; () is an unknown lineage, off which nothing is.  What is of a later incarnation stays.
     """

@@ -51,7 +51,7 @@ def whole_folder(
 
 
 def partial_of(folder: Path, job: uuid.UUID) -> Path:
-    """Where a job writes what will be ``folder``; another job may write one of that name, too."""
+    """Folder in which a job writes ``folder``; another job may write one of that name, too."""
     return folder.with_name(f".{folder.name}.{job.hex[:8]}.partial")
 
 
@@ -158,7 +158,7 @@ def dump_form(value: Any, describe: Callable[[Any], TensorRecipe | None]) -> byt
 
 
 def load_form(state: bytes, make: Callable[[TensorRecipe], Any] = lambda wanted: wanted) -> Any:
-    """What :func:`dump_form` was given, with ``make(wanted)`` in the place of parts.
+    """Decodes what :func:`dump_form` was given, with ``make(wanted)`` in the place of parts.
 
     Imports the framework's classes that it holds.  UndecodableError if that is not possible, or
     the bytes are no such thing; what ``make`` raises of our own errors comes through.
@@ -197,7 +197,7 @@ class FormatWriter(Protocol):
     """A module that writes checkpoints of one format."""
 
     def folder_of(self, directory: Path, iteration: int) -> Path:
-        """Where the framework looks for the checkpoint of an iteration in ``directory``."""
+        """The folder in which the framework looks for the checkpoint of an iteration."""
 
     def export(self, shards: OpenSnapshot, folder: Path) -> None:
         """Write ``folder``; it appears whole or not at all.  ExportError says what is missing."""
@@ -206,7 +206,7 @@ class FormatWriter(Protocol):
         """Have the framework load this iteration, unless ``directory`` holds a newer one."""
 
     def advice(self, directory: Path) -> str:
-        """How to go on from ``directory``, in the framework's own words."""
+        """Flags or call that continue from ``directory``, in the framework's own words."""
 
 
 def writer_of(name: str) -> FormatWriter:

@@ -155,7 +155,7 @@ def tidy(directory: Path, job: uuid.UUID, keep: int) -> None:
     ledger = _read(directory)
     known = ledger.get(job, [])
     whole = [one for one in known if (directory / one.name).is_dir()]
-    # Of one that was killed there may be a part, which nobody goes on with.
+    # An export that was killed may have left a part, which is of no use.
     unfinished = [one.name for one in known if one not in whole]
     for name in unfinished + superfluous(_names(whole), keep):
         _remove(directory / name, job)
@@ -248,12 +248,12 @@ def hold_to_write(folder: Path, job: uuid.UUID) -> Iterator[None]:
             held.callback(os.close, lock)
             _share(lock, folder, job)
         except OSError:
-            pass  # The job has said so at its start.
+            pass  # The job has reported it at its start.
         yield
 
 
 def held_by_other(folder: Path, job: uuid.UUID | None) -> str:
-    """Who exports to ``folder`` now, in words; "" if nobody does, nobody knows, or ``job`` does."""
+    """The job that exports to ``folder`` now, in words; "" if none, ``job`` itself, or unknown."""
     with ExitStack() as held:
         try:
             lock = os.open(folder / LOCK, _OPEN)

@@ -43,7 +43,7 @@ def _newest_of_megatron(directory: Path) -> Path | None:
 
 
 def _word(path: Path) -> str:
-    """What a small file says, '' if there is none; after a power loss it may hold anything."""
+    """Text of a small file, '' if there is none; after a power loss it may hold anything."""
     return path.read_text(errors="replace").strip() if path.is_file() else ""
 
 
@@ -52,7 +52,7 @@ def _is_iteration(word: str) -> bool:
 
 
 def naming(directory: Path) -> str:
-    """What tells one naming of a newest checkpoint from all others; '' if none is named.
+    """Mark that tells one naming of a newest checkpoint from all others; '' if none is named.
 
     A checkpoint that is saved anew in the place of another is named anew, too.
     """
@@ -84,7 +84,7 @@ def iteration_of(checkpoint: Path) -> int:
 
 
 def checkpoint_folder(directory: Path, iteration: int) -> Path:
-    """Where Megatron-LM keeps the checkpoint of an iteration (``get_checkpoint_name`` there)."""
+    """Folder of Megatron-LM's checkpoint of an iteration (``get_checkpoint_name`` there)."""
     return directory / f"iter_{iteration:07d}"
 
 
@@ -112,7 +112,7 @@ Written by megatron_ft.megatron.own_checkpoints.
 
 
 def wish_of(args: Any) -> tuple[int | None, ...]:
-    """What the user asks Megatron to load; kept in each snapshot, so that a change shows.
+    """Request of the user for what Megatron loads; kept in each snapshot, so that a change shows.
 
     The checkpoint's iteration, and the one that training is to go on with if that is given.
     """
@@ -126,7 +126,7 @@ def _override(args: Any) -> int | None:
 
 
 def disk_of(args: Any) -> DiskStart:
-    """What Megatron would load.
+    """Checkpoint on disk that Megatron would load.
 
     With ``--finetune``, a release, or ``--pretrained-checkpoint`` it starts at iteration 0,
     and with ``--override-ckpt-iteration`` at that one, whatever the number of the checkpoint

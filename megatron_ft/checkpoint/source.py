@@ -1,6 +1,6 @@
-"""Snapshots to read, in memory or on disk: what drain, export and verify are written against.
+"""Snapshots to read, in memory or on disk, as drain, export and verify use them.
 
-A source is made by ``open_live`` (live.py) or ``open_checkpoint`` (checkpoint.py):
+A source is made by ``open_live`` (live.py) or ``open_checkpoint`` (load.py):
 
     source = open_live(root, job)
     with open_newest(source) as shards:
@@ -100,7 +100,7 @@ class SnapshotSource(Protocol):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What the last ``snapshots()`` found in the way of being complete, one sentence each."""
+        """Reasons of the last ``snapshots()`` against being complete, one sentence each."""
 
     def snapshots(self) -> list[SnapshotInfo]:
         """The snapshots that every shard is there of, newest first; none is an empty list."""

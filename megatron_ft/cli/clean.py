@@ -107,7 +107,7 @@ def find_jobs(root: Path) -> list[JobFolder]:
 def end_idle_smps(folder: JobFolder) -> None:
     """End the SMPs of a job that nobody supervises any more, and wait until they are gone.
 
-    One that has a supervisor says so, and then counts as a living process of the job.
+    One that has a supervisor refuses, and then counts as a living process of the job.
     """
     for node in folder.nodes():
         try:

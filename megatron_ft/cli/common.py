@@ -58,7 +58,7 @@ def add_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def root_of(arguments: argparse.Namespace) -> Path:
-    """What the flag says, else the environment; ConfigError if that names no folder."""
+    """The folder of the flag, else of the environment; ConfigError if that names no folder."""
     named: Path | None = arguments.arena_dir or _SETTING.parse(
         os.environ.get(_SETTING.variable), _SETTING.variable
     )

@@ -110,7 +110,7 @@ def render(name: str, job: dict[str, Any]) -> str:
 
 
 def _scrub_line(job: dict[str, Any]) -> str:
-    """What the scrubs of all nodes have done together."""
+    """Counts of the scrubs of all nodes together."""
     views = [view["scrub"] for view in job["nodes"].values() if "scrub" in view]
     total = {name: sum(view[name] for view in views) for name in m.ScrubCounts.__struct_fields__}
     least = min((view["passes"] for view in views), default=0)

@@ -57,7 +57,7 @@ def config_from_args(args: Any) -> SnapshotConfig:
 
 
 _WEIGHT_SHARDS = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
-"""What Megatron makes of its flags for the number of shards of each weight; 1 for none."""
+"""Megatron's values of its flags for the number of shards of each weight; 1 for none."""
 
 
 def _is_set(name: str) -> Callable[[Any], bool]:

@@ -116,7 +116,7 @@ def fill_random_states(tree: Tree, captured: Sequence[Mapping[str, Any]]) -> Non
 
 
 def random_state_count(tree: Tree) -> int:
-    """How many ranks' random states this rank would save."""
+    """Number of ranks whose random states this rank would save."""
     return len(_value(tree["rng_state"])) if "rng_state" in tree else 0
 
 
@@ -133,7 +133,7 @@ def _megatron_names(random: Mapping[str, Any]) -> Tree:
 
 
 def _value(node: Any) -> Any:
-    """What a ShardedObject holds; any other value as it is."""
+    """The value in a ShardedObject; any other value as it is."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     return node.data if isinstance(node, ShardedObject) else node
@@ -261,7 +261,7 @@ class _Rank(NamedTuple):
 
 
 def folder_of(directory: Path, iteration: int) -> Path:
-    """Where Megatron looks for the checkpoint of an iteration."""
+    """The folder in which Megatron looks for the checkpoint of an iteration."""
     return native.checkpoint_folder(directory, iteration)
 
 

@@ -1,4 +1,4 @@
-"""With how many ranks Megatron's command could go on, and what would keep it from doing so.
+"""Numbers of ranks with which Megatron's command could continue, and reasons against it.
 
 A checkpoint of Megatron's own (torch_dist) loads into another data-parallel size.  The weights
 always do; the distributed optimizer's state in Megatron's default layout (``dp_reshardable``,
@@ -33,7 +33,7 @@ _WITHOUT = (
 
 
 def rule_of(args: Any) -> RankRule:
-    """What numbers of ranks these arguments, as Megatron has validated them, work with.
+    """Numbers of ranks that these arguments, as Megatron has validated them, work with.
 
     A model takes tp * pp * cp ranks, experts etp * ep * pp; the batches of training, of its
     ramp-up and of evaluation must be multiples of micro-batch times data-parallel size, and the
@@ -99,7 +99,7 @@ def require_export(form: bytes) -> None:
     problem = CheckpointForm.from_bytes(form).problem
     if problem:
         raise ConfigError(
-            "--inmem-on-no-spare shrink goes on from an export, and snapshots of this model "
+            "--inmem-on-no-spare shrink continues from an export, and snapshots of this model "
             f"cannot be exported: {problem}. Take stop, or hold under Slurm"
         )
 

@@ -70,9 +70,9 @@ def install(manager_factory: ManagerFactory = make_manager) -> None:
 def install_for_script(argv: Sequence[str] | None = None) -> None:
     """Install the hooks in a script that did not ask for them itself.
 
-    Raises UnsupportedVersionError only if ``argv`` (this process's by default) asks for snapshots.
-    Any other program that imports this Megatron under a supervisor continues without them, and a
-    message says so.
+    Raises UnsupportedVersionError only if ``argv`` (this process's by default) asks for
+    snapshots.  Any other program that imports this Megatron under a supervisor continues
+    without them, with a warning.
     """
     try:
         install()
@@ -90,7 +90,7 @@ def _with_flags(original: Function) -> Function:
 
 
 def _with_checks(original: Function) -> Function:
-    """After Megatron's own checks: arguments are complete, nothing is built, no port is open."""
+    """Checks after Megatron's own: arguments are complete, nothing is built, no port is open."""
 
     def validate(*args: Any, **kwargs: Any) -> Any:
         options = original(*args, **kwargs)
@@ -144,7 +144,7 @@ def _with_end(original: Function) -> Function:
 
 
 def _refuse_to_train_unprotected() -> None:
-    """Else the supervisor would end this training, as ranks do not register, after minutes."""
+    """ConfigError under a supervisor: as no rank registers, it would end the job in minutes."""
     # Said to the trainers of every incarnation, and to no others of the same fleet.
     if RESTORE in os.environ:
         raise ConfigError(
@@ -207,7 +207,7 @@ def _with_note(original: Function) -> Function:
 
 
 def _at_rest(original: Function) -> Function:
-    """What the optimizer keeps gets other memory, and its old one is given back."""
+    """The optimizer's state gets other memory, and its old one is given back."""
 
     def move(*args: Any, **kwargs: Any) -> Any:
         with nullcontext() if _current is None else _current.at_rest():

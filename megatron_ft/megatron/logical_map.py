@@ -133,7 +133,7 @@ def _renamed(pieces: Iterable[Piece], prefix: str) -> tuple[Piece, ...]:
 
 
 def place_of(pieces: Sequence[Piece]) -> tuple[str, tuple[int, ...]]:
-    """What tells one local parameter from all others: its model name and global offset.
+    """Key that tells one local parameter from all others: its model name and global offset.
 
     The same for the parameter, its master and its moments, on all ranks that share it.
     """
@@ -142,7 +142,7 @@ def place_of(pieces: Sequence[Piece]) -> tuple[str, tuple[int, ...]]:
 
 
 class RankTensors(NamedTuple):
-    """What a form refers to.
+    """Tensors that a form refers to.
 
     ``captured`` are the tensors of a snapshot, ``model`` the parameters and buffers of the
     model, both by name.  ``masters`` are those of this rank; ``master_names`` gives, for

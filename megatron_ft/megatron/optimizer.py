@@ -40,7 +40,7 @@ FUSED = "FusedAdam"
 """The class of Transformer Engine, and of Apex, whose state Megatron knows how to create."""
 
 SCHEDULED = ("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult")
-"""What Megatron's schedule reads of a parameter group, in the place of its own values."""
+"""Values of a parameter group that Megatron's schedule reads, in the place of its own values."""
 
 WEIGHT = ".weight_copy"
 """Ends the names of low-precision weights that are captured beside their masters."""
@@ -145,7 +145,7 @@ def load_group_scalars(
 
 
 def state_numbers(optimizer: Any) -> list[dict[int, dict[str, Any]]]:
-    """What inner optimizers keep beside tensors and groups, by the parameter's position.
+    """Numbers that inner optimizers keep beside tensors and groups, by the parameter's position.
 
     Most keep nothing: thousands of empty dicts would cost time at every snapshot.
     """

@@ -90,7 +90,7 @@ def note_save(args: Any, iteration: int) -> None:
     if not getattr(args, "save", None) or distributed.get_rank() != 0:
         return
     note = Path(args.save, RESUME_NOTE)
-    # Training goes on without the note: then memory serves, and finds the same result again.
+    # Training continues without the note: then memory serves, and finds the same result again.
     with suppress(OSError):
         if _is_doubtful():
             note.parent.mkdir(parents=True, exist_ok=True)

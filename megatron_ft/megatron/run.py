@@ -169,12 +169,12 @@ class SnapshotRun:
         self._log.end_iteration(iteration)
 
     def pause(self) -> AbstractContextManager[None]:
-        """Around what takes long between iterations: an evaluation, a checkpoint."""
+        """Suspends the hang watch around an evaluation or a checkpoint."""
         return self._manager.watch.pause()
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Around what moves captured tensors: no copy reads them, nothing keeps their memory."""
+        """Lets captured tensors move inside: no copy reads them, nothing keeps their memory."""
         with self._manager.fence(), self.pause():
             self._manager.forget_tensors()
             yield

@@ -1,4 +1,4 @@
-"""What Megatron itself would save, asked for once: its sharded state dict as a tree.
+"""Asks Megatron once for what it would save itself: its sharded state dict as a tree.
 
 No file is written and no tensor is copied.  Everything about formats and names is
 Megatron's own answer, so nothing of it is repeated here.

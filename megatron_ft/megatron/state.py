@@ -147,7 +147,7 @@ class MegatronState:
         return self._description.places
 
     def checkpoint_form(self) -> bytes:
-        """What Megatron itself would save of this rank: a checkpoint_form.CheckpointForm."""
+        """CheckpointForm of what Megatron itself would save of this rank, as bytes."""
         return self._description.form
 
     def objects(self) -> dict[str, Any]:
@@ -166,11 +166,13 @@ class MegatronState:
             "rerun_machine": host_copy(state_parts.capture_rerun_machine(self._data_iterator)),
             "random": capture_random_states(),
             WISH: wish_of(self._args),
-            "fixed_arguments": state_parts.capture(self._args),
+            "fixed_arguments": state_parts.fixed_arguments(self._args),
             "arguments": self._description.changed_arguments(),
         }
 
     def _numbers(self) -> list[dict[int, dict[str, Any]]]:
+        if not self._owned.numbers():
+            return [{} for _ in optimizers.optimizer_parts(self._optimizer)]
         return optimizers.state_numbers(self._optimizer)
 
     def _data_position(self) -> Any:
@@ -192,7 +194,7 @@ class MegatronState:
                 f"reads {OBJECTS_VERSION}; restore with the release that took it"
             )
         # Snapshots of earlier releases do not say.
-        state_parts.check(self._args, objects.get("fixed_arguments", {}))
+        state_parts.check_arguments(self._args, objects.get("fixed_arguments", {}))
         with torch.no_grad():
             stored = {name: weight.clone() for name, weight in self._weights.items()}
             gathers = optimizers.derive_weights(self._optimizer)
@@ -229,7 +231,7 @@ class MegatronState:
         if state_parts.is_external(self._args):
             state_parts.check_position(data_iterator)
             if self._loaded is not None:
-                state_parts.restore(data_iterator, self._loaded["data_position"])
+                state_parts.restore_position(data_iterator, self._loaded["data_position"])
         if self._loaded is not None:
             restore_random_states(self._loaded["random"])
             self._loaded = None

@@ -84,17 +84,17 @@ _VOCABULARY = ("max_position_embeddings", "make_vocab_size_divisible_by", "token
 """Compared if there is a ``--vocab-file``."""
 
 
-def capture(args: Any) -> dict[str, Any]:
-    """Their values, for a snapshot."""
+def fixed_arguments(args: Any) -> dict[str, Any]:
+    """Values that must not change between incarnations, for a snapshot."""
     names = (*_MODEL, *(_VOCABULARY if getattr(args, "vocab_file", None) else ()))
     return {name: getattr(args, name, None) for name in names}
 
 
-def check(args: Any, captured: Mapping[str, Any]) -> None:
-    """Raise LayoutMismatchError that lists each one that is not as it was ``captured``."""
+def check_arguments(args: Any, captured: Mapping[str, Any]) -> None:
+    """Raise LayoutMismatchError that lists each argument that is not as it was ``captured``."""
     changed = [
         f"--{name.replace('_', '-')} was {captured[name]} and is {value}"
-        for name, value in capture(args).items()
+        for name, value in fixed_arguments(args).items()
         if name in captured and captured[name] != value
     ]
     if changed:
@@ -177,8 +177,8 @@ def capture_position(data_iterator: Any) -> list[Any]:
     return [_methods(loader)[0]() for loader in _loaders(data_iterator)]
 
 
-def restore(data_iterator: Any, states: list[Any]) -> None:
-    """Give each loader what :func:`capture` got."""
+def restore_position(data_iterator: Any, states: list[Any]) -> None:
+    """Give each loader what :func:`capture_position` got."""
     for loader, state in zip(_loaders(data_iterator), states, strict=True):
         _methods(loader)[1](state)
 
@@ -212,7 +212,7 @@ def module_tree(model: Sequence[Any]) -> ModuleTree:
     """Modules, parameters and buffers of this rank; chunks are the stages of a virtual pipeline.
 
     Buffers that no state dict would hold are among them: token counters of experts, for example,
-    are not persistent and still decide how training goes on.
+    are not persistent and still decide how training continues.
     """
     return ModuleTree(
         # Of the wrapped module: DistributedDataParallel.buffers is a list of gradient buffers.

@@ -139,7 +139,7 @@ class _StubModule(types.ModuleType):
 def supply_packages() -> None:
     """Put stand-ins in the place of what is missing, before Megatron is imported.
 
-    torch's compiler is told to keep still: it believes in any module called triton.
+    torch's compiler is switched off: it believes in any module called triton.
     """
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     supply_typing_override()

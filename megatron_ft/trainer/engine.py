@@ -171,28 +171,6 @@ class CaptureRun:
             return not self.stop_reason
 
 
-class StopWatch:
-    """Tells a copier when to stop: the run was asked to, or its permit was revoked.
-
-    The permit is looked up at most every PERMIT_CHECK_SECONDS.
-    """
-
-    def __init__(self, run: CaptureRun, revoked: Callable[[], bool]) -> None:
-        """``revoked`` reads the permit word."""
-        self._run = run
-        self._revoked = revoked
-        self._next_look = 0.0
-
-    def __call__(self) -> bool:
-        """True when the copy should stop now."""
-        now = time.monotonic()
-        if not self._run.stop_reason and now >= self._next_look:
-            self._next_look = now + PERMIT_CHECK_SECONDS
-            if self._revoked():
-                self._run.stop("its permit was revoked")
-        return bool(self._run.stop_reason)
-
-
 Job = Callable[[], None]
 
 
@@ -344,9 +322,8 @@ class CaptureEngine:
         started = time.monotonic()
         complete, reason = False, "the copier stopped"
         try:
-            watch = StopWatch(run, lambda: self.revoked(run.permit))
             if self._is_given(run):
-                complete = self._copy_items(run, watch)
+                complete = self._copy_items(run)
             else:
                 reason = f"its slot was not given in {SLOT_SECONDS:g} s: does the SMP answer?"
         except Exception as error:
@@ -374,11 +351,27 @@ class CaptureEngine:
             pause = min(2 * pause, LONGEST_LOOK_SECONDS)
         return False
 
-    def _copy_items(self, run: CaptureRun, should_stop: ShouldStop) -> bool:
+    def _should_stop(self, run: CaptureRun) -> ShouldStop:
+        """Whether the run was asked to stop, or its permit revoked, which is looked up at times."""
+        next_look = 0.0
+
+        def should_stop() -> bool:
+            nonlocal next_look
+            now = time.monotonic()
+            if not run.stop_reason and now >= next_look:
+                next_look = now + PERMIT_CHECK_SECONDS
+                if self.revoked(run.permit):
+                    run.stop("its permit was revoked")
+            return bool(run.stop_reason)
+
+        return should_stop
+
+    def _copy_items(self, run: CaptureRun) -> bool:
         """Copy what the boundary left, then the rest.
 
         ValueError if the layout has changed, or tensors were given other memory meanwhile.
         """
+        should_stop = self._should_stop(run)
         bound = self.binding.bind(run.live)
         later = self.binding.later(run.live, bound, run.permit.slot)
         # Apart from what was staged: copiers keep plans with the list.

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.environment import ProcessEnvironment
@@ -31,20 +31,22 @@ from megatron_ft.trainer.state import HasCheckpointForm
 from megatron_ft.trainer.stats import CaptureStats, Warner
 from megatron_ft.trainer.ticket import Ticket
 
+logger = logging.getLogger(__name__)
+
 _OWN = "deepspeed_ext.resumable_loader"
 """The module whose loaders put the states of the generators back."""
 
 
 class LateIterators:
-    """Tells of the first DataLoader that is iterated between ``begin`` and ``end``.
+    """Reports each DataLoader that is iterated between ``begin`` and ``end``.
 
     torch draws a seed for the workers when an iterator is made, and a shuffling sampler draws its
     order.  In the run that was lost both had happened before the snapshot, so after a restore
     dropout would draw other numbers.
     """
 
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[], None]) -> None:
+        self._report = report
         self._original: Any = None
 
     def begin(self) -> None:
@@ -56,7 +58,7 @@ class LateIterators:
 
         def iterate(loader: Any) -> Any:
             if not _called_from_own():
-                self._tell()
+                self._report()
             return original(loader)
 
         data.DataLoader.__iter__ = iterate
@@ -118,16 +120,6 @@ def connect(rank: int) -> TrainerClient:
 def watch(rank: int, gradients: bool) -> TrainerWatch:
     """The watch of this process, which follows its gradients if asked to; errors as ``connect``."""
     return TrainerWatch.begin(ProcessEnvironment.from_env(), rank, gradients)
-
-
-logger = logging.getLogger(__name__)
-
-
-class Hookable(Protocol):
-    """What register_fence needs of an optimizer."""
-
-    def register_step_pre_hook(self, hook: Any, /) -> Any:
-        """Call ``hook(optimizer, args, kwargs)`` before each step."""
 
 
 class SnapshotManager:
@@ -308,8 +300,10 @@ class SnapshotManager:
         self._capture.let_go()
         self._adapt.forget_tensors()
 
-    def register_fence(self, optimizer: Hookable) -> Any:
-        """Put the fence before each ``optimizer.step()``; returns the hook's handle."""
+    def register_fence(self, optimizer: Any) -> Any:
+        """Put the fence before each ``optimizer.step()``; returns the handle that its
+        ``register_step_pre_hook`` gives.
+        """
         handle = optimizer.register_step_pre_hook(
             lambda _optimizer, _args, _kwargs: self._before_step()
         )

@@ -180,27 +180,40 @@ class MasterTensors:
 
     def __init__(self, masters: Iterable[Owned], separator: str, own: str) -> None:
         self._masters, self._separator, self._own = list(masters), separator, own
+        self._numbered: list[Owned] | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All of them, as of now.
 
         Plain tensors and parameters are given as they are, so that it shows where they lie.
         """
-        found = {}
-        for name, inner, parameter in self._masters:
-            begin = f"{name}{self._separator}"
+        found: dict[str, torch.Tensor] = {}
+        numbered = []
+        for master in self._masters:
+            name, inner, parameter = master
+            kept, begin = inner.state[parameter], f"{name}{self._separator}"
             found[f"{begin}{self._own}"] = as_captured(parameter)
-            for key, tensor in state_tensors(inner, parameter).items():
-                found[f"{begin}{key}"] = as_captured(tensor)
+            before = len(found)
+            for key, value in kept.items():
+                if isinstance(value, torch.Tensor):
+                    found[f"{begin}{key}"] = as_captured(value)
+            if len(found) - before < len(kept):
+                numbered.append(master)
+            if scales := getattr(inner, SCALES, None):
+                own = scales.get(parameter, {}).items()
+                found.update((f"{begin}{key}.scale", as_captured(value)) for key, value in own)
+        self._numbered = numbered
         return found
 
     def numbers(self) -> dict[str, dict[str, Any]]:
-        """What is kept beside tensors as of now, by the master's name, where anything is."""
-        return {
-            name: numbers
-            for name, inner, parameter in self._masters
-            if (numbers := state_numbers(inner, parameter))
-        }
+        """What is kept beside tensors, by the master's name, of those of which anything is.
+
+        As of now; which ones these are was seen by the last ``tensors()``.
+        """
+        if self._numbered is None:
+            self.tensors()
+        numbered = self._numbered or []
+        return {name: state_numbers(inner, parameter) for name, inner, parameter in numbered}
 
 
 def as_captured(tensor: torch.Tensor) -> torch.Tensor:

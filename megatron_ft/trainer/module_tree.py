@@ -42,9 +42,9 @@ _OVERRIDABLE = ("named_parameters", "named_buffers", "_named_members")
 
 
 class ModuleTree:
-    """What torch's ``named_modules``, ``named_parameters`` and ``named_buffers`` give, as of the
-    last ``refresh``: each parameter and buffer once, by the first of its names.  ``keeping`` are
-    the modules that have extra state.
+    """What torch's ``named_parameters`` and ``named_buffers`` give, as of the last ``refresh``:
+    each parameter and buffer once, by the first of its names.  ``keeping`` are the modules of
+    ``named_modules`` that have extra state.
     """
 
     def __init__(self, roots: Roots, name: Name = lambda _number, name: name) -> None:
@@ -55,7 +55,6 @@ class ModuleTree:
 
     def forget(self) -> None:
         """Let go of all that was found."""
-        self.modules: list[tuple[str, torch.nn.Module]] = []
         self.keeping: list[tuple[str, torch.nn.Module]] = []
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.buffers: dict[str, torch.Tensor] = {}
@@ -65,10 +64,10 @@ class ModuleTree:
         self.forget()
         for number, root in enumerate(self._find_roots()):
             modules, parameters, buffers = _walk(root)
-            self.modules += [(self._name(number, name), module) for name, module in modules]
             self.parameters |= {self._name(number, name): found for name, found in parameters}
             self.buffers |= {self._name(number, name): found for name, found in buffers}
-        self.keeping = [named for named in self.modules if has_extra_state(named[1])]
+            keeping = [named for named in modules if has_extra_state(named[1])]
+            self.keeping += [(self._name(number, name), module) for name, module in keeping]
 
 
 def _walk(root: torch.nn.Module) -> tuple[NamedModules, Named, Named]:

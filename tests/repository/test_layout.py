@@ -20,12 +20,6 @@ UPWARD: dict[tuple[str, str], str] = {}
 CIRCLES = {
     frozenset({"megatron_ft.supervisor.coordinator", "megatron_ft.supervisor.summary"}): "for "
     "types only: the summary is a view of the coordinator",
-    frozenset(
-        {
-            "megatron_ft.cli.demo.frameworks",
-            "megatron_ft.cli.demo.settings",
-        }
-    ): "for types only: settings name a framework, which reads settings",
 }
 """Modules that import each other, each circle with its reason."""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.cli.demo.trace import read_trace
+from megatron_ft.cli.chaos.trace import read_trace
 from megatron_ft.cli.run_folders import RunSummary
 from megatron_ft.core.errors import RestartBudgetError
 from megatron_ft.core.startup import before_script

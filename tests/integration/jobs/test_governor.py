@@ -24,7 +24,7 @@ from megatron_ft.supervisor.schedule import (
     best_seconds,
     mean_time_between_failures,
 )
-from megatron_ft.trainer.capture import IterationTimes
+from megatron_ft.trainer.stats import IterationTimes
 from tests.support.jobs import ROOT, Job
 
 BUDGET = 0.01

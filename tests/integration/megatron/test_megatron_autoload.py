@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.cli.demo import demo_model, stock_script
+from megatron_ft.cli.demo import demo_model, traced_script
 from megatron_ft.core import environment
 from megatron_ft.core.errors import UnsupportedVersionError
 from megatron_ft.core.startup import AFTER_IMPORT, FOLDER, HOOKS, LOOP, before_script, sitecustomize
@@ -75,7 +75,7 @@ def test_every_hook_is_a_function_that_needs_no_arguments() -> None:
 
 
 def test_nothing_in_the_folders_can_hide_a_module_of_the_script() -> None:
-    for folder in (FOLDER, Path(stock_script.__file__).parent):
+    for folder in (FOLDER, Path(traced_script.__file__).parent):
         assert {path.name for path in folder.iterdir()} <= {
             *("__init__.py", "sitecustomize.py", "__pycache__"),
         }
@@ -107,7 +107,7 @@ def test_only_a_supervised_process_watches_imports() -> None:
 def test_hidden_sitecustomizes_run_in_turn_and_the_last_takes_the_place(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("HERE = 1\nprint('the cluster speaks')\n")
     code = f"import sitecustomize; assert sitecustomize.HERE\n{_FINDERS}"
-    ours = (FOLDER, Path(stock_script.__file__).parent)
+    ours = (FOLDER, Path(traced_script.__file__).parent)
     output = run_python(code, *ours, ROOT, tmp_path, **WATCHING)
     assert output.split("\n") == ["the cluster speaks", WAITED_FOR, ""]
 
@@ -232,7 +232,7 @@ def start_under_supervision(script: Path, *folders: Path) -> subprocess.Complete
     base["PYTHONPATH"] = os.pathsep.join(map(str, (*folders, ROOT)))
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", str(script)],
-        env=before_script(before_script(base, Path(stock_script.__file__).parent)),
+        env=before_script(before_script(base, Path(traced_script.__file__).parent)),
         capture_output=True,
         text=True,
         timeout=200,
