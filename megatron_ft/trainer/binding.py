@@ -190,7 +190,7 @@ class LayoutBinding:
             return None
 
     def _difference(self, live: Mapping[str, torch.Tensor], forms: Sequence[Form]) -> str:
-        """Names a tensor that has gone or is new, or has not its form of ``forms``, or no memory."""
+        """Names a tensor that has gone, is new, or has no memory or not its form of ``forms``."""
         for name, dtype, shape in forms:
             tensor = live.get(name)
             if tensor is None:
