@@ -1,4 +1,4 @@
-"""What addresses tell: which named tensor a view looks into, and that one has no memory."""
+"""Addresses of tensors: finds the named tensor that a view looks into, or that has no memory."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def stored_view(region: torch.Tensor, entry: LayoutEntry) -> torch.Tensor:
 
 
 def live_part(tensor: torch.Tensor, entry: LayoutEntry) -> torch.Tensor:
-    """What of a live tensor an entry stores, in the form of ``stored_view``; no copy.
+    """The part of a live tensor that an entry stores, in the form of ``stored_view``; no copy.
 
     RuntimeError for a part of a tensor that is not contiguous: a plan makes none.
     """
@@ -101,7 +101,7 @@ class BoundState(NamedTuple):
 
 
 class LayoutBinding:
-    """What every snapshot needs of a layout, computed once, and of the tensors of the last one.
+    """A layout with its slots, computed once, and the tensors of the last snapshot.
 
     ``copied_bytes`` are the tensor bytes that one snapshot copies.
     """
@@ -190,7 +190,7 @@ class LayoutBinding:
             return None
 
     def _difference(self, live: Mapping[str, torch.Tensor], forms: Sequence[Form]) -> str:
-        """Which name has gone or is new, or which of ``forms`` is another or without memory."""
+        """Names a tensor that has gone, is new, or has no memory or not its form of ``forms``."""
         for name, dtype, shape in forms:
             tensor = live.get(name)
             if tensor is None:
@@ -204,7 +204,7 @@ class LayoutBinding:
         return ""
 
     def _parted(self, live: Mapping[str, torch.Tensor]) -> str:
-        """Which alias has memory of its own by now."""
+        """Names an alias that has memory of its own by now."""
         for name, owner, distance in self._aliases:
             if live[name].data_ptr() != live[owner].data_ptr() + distance:
                 return f"{name} no longer shares memory with {owner}"

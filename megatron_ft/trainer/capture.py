@@ -1,4 +1,4 @@
-"""The captures of one rank: what is due at a boundary, what runs, how it ended, who is told.
+"""The captures of one rank: decides at each boundary, starts one, and reports its end.
 
 At the end of each iteration a rank looks at the permit in its arena.  It captures where the permit
 says so, and says why where it cannot.  The copy runs beside training; the fence holds training
@@ -37,7 +37,7 @@ LEAST_HISTORY = 8
 
 
 class BoundaryAction(Enum):
-    """What is due when an iteration has ended."""
+    """The answer of ``boundary_action``."""
 
     WAIT = auto()
     """Nothing is due now."""
@@ -46,7 +46,7 @@ class BoundaryAction(Enum):
     MISS = auto()
     """This rank cannot take the permitted snapshot, and says so."""
     REACKNOWLEDGE = auto()
-    """What was permitted last is void: say again that nothing is written for it.
+    """The last permit is void: report again that nothing is written for it.
 
     The first word may have died with an SMP, and without it the slot is never free.
     """
@@ -61,7 +61,7 @@ def boundary_action(
     declined: bool,
     went_back: bool,
 ) -> BoundaryAction:
-    """What is due when ``iteration`` has ended and ``last`` was the snapshot answered for last.
+    """Decides what is due when ``iteration`` has ended; ``last`` is the snapshot answered for last.
 
     ``busy`` says that the copy thread has not finished an earlier capture.  ``declined`` that
     this rank started without the snapshot it was offered: the first permit of such an incarnation
@@ -256,7 +256,7 @@ class Capture:
         """Return when the tensors may change: the copy is done, or has been given up.
 
         Meanwhile this thread copies too, where the rank has a core for that.  When the timeout is
-        over the copier is told to stop after its current piece and the slot will never be sealed,
+        over the copier stops after its current piece and the slot will never be sealed,
         so it does not matter that bytes change under it.
         """
         self._fence_seen = True

@@ -1,4 +1,4 @@
-"""What every copier promises: bytes of live tensors, in an arena, without stopping training.
+"""Copies of live tensors into an arena, without stopping training: the promise of every copier.
 
 Copies are cut in pieces, so that they can be stopped in between.  The pieces are shared by the
 copy thread and a training thread that waits for them.
@@ -52,7 +52,7 @@ class CopyPiece(Protocol):
 
 
 class SharedPieces:
-    """What is left of a copy; whoever has time takes the next piece.
+    """The pieces of a copy that are left; two threads may take them.
 
     A training thread that has come to its fence can do nothing but wait: with its help the copy
     ends sooner where one core does not copy as fast as memory allows, or is held up.
@@ -88,7 +88,7 @@ class SharedPieces:
     def help(self, until: float) -> None:
         """Copy pieces as long as there are any, at most until that monotonic time.
 
-        Waits for them to be offered, or withdrawn.  What goes wrong is told to ``copy``: only an
+        Waits for them to be offered, or withdrawn.  ``copy`` hears of what goes wrong: only an
         exception that a signal's handler has raised comes through.  In such a handler, run by a
         thread that is helping, it returns at once: the piece below is finished afterwards.
         """

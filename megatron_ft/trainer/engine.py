@@ -88,12 +88,12 @@ def choose_copier(state: TrainingState, piece_bytes: int) -> Copier:
 
 @dataclass
 class CaptureRun:
-    """What the training thread hands to the copy thread, and what both look at.
+    """One capture from the boundary to sealed or abandoned, shared by training and copy thread.
 
     ``live`` are all tensors of the state; ``staged`` what the boundary left to copy of those
     that forward may change.
     ``moved`` is set when nothing reads the live tensors any more, whatever the result;
-    ``finished`` when nothing writes to the slot any more and the SMP was told.
+    ``finished`` when nothing writes to the slot any more and the SMP has its report.
     ``began`` is the monotonic time at which training was first held for it.
     """
 

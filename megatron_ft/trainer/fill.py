@@ -17,17 +17,17 @@ from megatron_ft.trainer.copier import CopyItem, batches, spare_threads
 from megatron_ft.trainer.cpu import copy_large, move_serially
 
 PIECE_BYTES = 16 << 20
-"""What one thread copies at a time of what needs more than a copy of bytes."""
+"""Bytes that one thread copies at a time where a copy of bytes is not enough."""
 
 CHUNK_BYTES = 2 << 20
-"""What is verified and then copied, at least one block: caches keep it meanwhile."""
+"""Bytes that are verified and then copied, at least one block: caches keep them meanwhile."""
 
 LARGE_BYTES = 1 << 20
 """From this length on a faster copy is worth the 14 us that it takes to begin."""
 
 
 def chunk_blocks(block_bytes: int) -> int:
-    """How many blocks a chunk has."""
+    """Number of blocks of a chunk."""
     return max(1, CHUNK_BYTES // block_bytes)
 
 
@@ -75,7 +75,7 @@ class BlockRanges(NamedTuple):
         return range(first, min(first + self.step, self.blocks))
 
     def to(self, targets: list[int]) -> NDArray[np.int64]:
-        """Where the pieces go to if the spans go to these addresses."""
+        """The addresses of the pieces if the spans go to these addresses."""
         return np.array(targets, np.int64)[self.spans] + self.skipped
 
 

@@ -97,7 +97,7 @@ class Iterations:
 
     @property
     def marks(self) -> int:
-        """How far training is: three an iteration, the same on ranks with different models."""
+        """Progress of training: three an iteration, the same on ranks with different models."""
         return 3 * self.done + self._stage
 
     def gradient(self, now: float) -> None:
@@ -202,7 +202,7 @@ def _gets_gradients(parameter: Any) -> bool:
 
 
 def process_start() -> float:
-    """When this process was started, in seconds of the monotonic clock; to 10 ms.
+    """The time at which this process was started, in seconds of the monotonic clock; to 10 ms.
 
     The kernel counts from boot, time asleep included (proc(5)).
     """

@@ -1,4 +1,4 @@
-"""Whether a state is the one that a snapshot holds: before it is filled, and afterwards.
+"""Compares a state with the one that a snapshot holds: before it is filled, and afterwards.
 
 Before, names, dtypes and shapes must fit.  Afterwards the state is compared with the stored layout
 once more, as a load may have made other tensors, and tensors may share memory here that had memory
@@ -78,7 +78,7 @@ class PlainLayout(NamedTuple):
         )
 
     def addresses(self, live: Mapping[str, torch.Tensor]) -> list[int] | None:
-        """Where the bytes of each go, if these are its tensors and a copy of bytes fills them.
+        """The addresses of its tensors, if ``live`` are these and a copy of bytes fills them.
 
         None if something differs, or only planning can tell.
         """

@@ -325,7 +325,7 @@ class SnapshotManager:
             self._client.close()
 
     def _warn_of_clients(self) -> None:
-        """What such a library keeps is in a snapshot only if the mapping has it."""
+        """A library's own state is in a snapshot only if the mapping has it."""
         if self.rank == 0 and (found := active_clients()):
             self._warn(
                 "clients",

@@ -36,7 +36,7 @@ class Enumeration:
     """One pass over a state mapping.
 
     ``structures`` holds, per name of the mapping, what has to be encoded beside the
-    tensors; ``name_of`` tells by ``id`` which tensor inside them is stored under which
+    tensors; ``name_of`` says by ``id`` which tensor inside them is stored under which
     name; ``handles`` gives the user's own object (a DTensor, not its local shard).
     """
 
@@ -295,7 +295,7 @@ class MappingState:
 
 
 class _WrittenMoments(NamedTuple):
-    """What an optimizer keeps for its parameters, if that is tensors alone, and its encoded form.
+    """Moments of an optimizer that keeps tensors alone, and their encoded form.
 
     The dicts, their keys and the names of their tensors decide how that is encoded.  As long as
     they are the same it is encoded once: there are thousands of tensors.

@@ -35,7 +35,7 @@ APEX_MASTERS = "param_groups_master"
 """Attribute in which Apex's FusedAdam keeps masters of its own, outside its state."""
 
 StateMaker = Callable[[Any, dict[str, Any], torch.Tensor], dict[str, Any]]
-"""What the first step of (optimizer, in this group, for this parameter) would begin with."""
+"""Makes what the first step of (optimizer, in this group, for this parameter) would begin with."""
 
 
 def parameters(inner: Any) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
@@ -131,7 +131,7 @@ def state_tensors(inner: Any, parameter: torch.Tensor) -> dict[str, torch.Tensor
 
 
 def state_numbers(inner: Any, parameter: torch.Tensor) -> dict[str, Any]:
-    """What the optimizer keeps for one parameter beside tensors; mostly nothing."""
+    """Values that the optimizer keeps for one parameter beside tensors; mostly none."""
     state = inner.state[parameter]
     return {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
 
@@ -205,7 +205,7 @@ class MasterTensors:
         return found
 
     def numbers(self) -> dict[str, dict[str, Any]]:
-        """What is kept beside tensors, by the master's name, of those of which anything is.
+        """Values that are kept beside tensors, by the master's name, where there are any.
 
         As of now; which ones these are was seen by the last ``tensors()``.
         """

@@ -42,7 +42,7 @@ _OVERRIDABLE = ("named_parameters", "named_buffers", "_named_members")
 
 
 class ModuleTree:
-    """What torch's ``named_parameters`` and ``named_buffers`` give, as of the last ``refresh``:
+    """Gives what torch's ``named_parameters`` and ``named_buffers`` do, as of the last ``refresh``:
     each parameter and buffer once, by the first of its names.  ``keeping`` are the modules of
     ``named_modules`` that have extra state.
     """

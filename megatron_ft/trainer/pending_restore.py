@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class PendingRestore:
-    """What one rank starts from; asks the SMP when it is first needed.
+    """The snapshot that one rank starts from; asks the SMP when it is first needed.
 
     ``declined`` says that the rank starts without it, ``restored`` is the layout it had,
     ``broken_off`` the error that ended a load, whose first bytes may be in tensors by then.
@@ -90,7 +90,7 @@ class PendingRestore:
             shard = self._shard(arena, offer)
             shard.prepare()
         except Exception as error:
-            # Raised where it can be told of, and ends the load.
+            # Raised where it can be reported, and ends the load.
             return expected.set_exception(error)
         expected.set_result(shard)
         shard.map_pages()
@@ -144,7 +144,7 @@ class PendingRestore:
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        """What keeps this shard from its snapshot is told to the job before it ends this rank."""
+        """Reports to the job what keeps this shard from its snapshot, before it ends this rank."""
         try:
             yield
         except (LayoutMismatchError, CorruptBlockError) as error:

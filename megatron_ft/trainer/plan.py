@@ -1,6 +1,7 @@
-"""From live tensors to a layout: the only place that looks at tensors' memory.
+"""Plans a layout from live tensors, and puts split replicated tensors together again.
 
-Putting split replicated tensors together again: each peer sends the part it captured.
+Large tensors that are equal on all ranks of a group are captured in parts, one a rank.  After a
+restore each peer sends the part that it captured.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def exchange(tensors: Iterable[SplitTensor]) -> None:
 
 
 def exchange_device(group: Any) -> torch.device:
-    """Where tensors must be for this group's broadcasts."""
+    """The device on which tensors must be for this group's broadcasts."""
     if "nccl" in str(dist.get_backend(group)):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -94,7 +95,7 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 
 class Planned(NamedTuple):
-    """What a layout is planned from, asked of a complete state once.
+    """The facts that a layout is planned from, asked of a complete state once.
 
     ``splits`` says of which tensors this rank captures a part, as (part, parts).  The state must
     hold on to its tensors while this is used: memory is compared by address.
@@ -134,7 +135,7 @@ def _splits(
     replicas: Mapping[str, Any],
     split_bytes: int,
 ) -> dict[str, tuple[int, int]]:
-    """Which part of which tensor this rank captures.
+    """The parts of tensors that this rank captures, by name.
 
     A tensor that is not contiguous stays whole: cutting its memory order would need a
     copy; so does one that forward may change, which need not be equal everywhere.

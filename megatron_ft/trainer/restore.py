@@ -41,7 +41,7 @@ Report = Callable[[int], None]
 
 
 class ShardContents(NamedTuple):
-    """What a sealed shard says of itself, and what follows from it for any state.
+    """The contents of a sealed shard, and what follows from them for any state.
 
     ``plain`` and the cuts for its tensors are None if only planning can tell whether a state fits.
     """
@@ -55,7 +55,7 @@ class ShardContents(NamedTuple):
 class SealedShard:
     """One sealed slot of an arena, about to be read: nothing of it is used unverified.
 
-    ``report`` is told the number of bad blocks before CorruptBlockError names them.
+    ``report`` gets the number of bad blocks before CorruptBlockError names them.
     """
 
     def __init__(self, arena: Arena, slot: int, record: SealedRecord, report: Report) -> None:

@@ -1,5 +1,4 @@
-"""Where an incarnation of the job starts from: memory or disk.  Decided once, by all ranks
-together."""
+"""Decides whether an incarnation of the job starts from memory or disk: once, by all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ incarnation."""
 
 
 class DiskStart(NamedTuple):
-    """What the framework itself would start from: an iteration, -1 if it would load nothing.
+    """The iteration that the framework itself would start from, -1 if it would load nothing.
 
     ``asked`` is how the user named that checkpoint, empty if it is just the newest.
     ``to_resume`` says that the framework saved it to be resumed from, and that it holds more than
@@ -36,7 +35,7 @@ class DiskStart(NamedTuple):
 
 
 class RankView(NamedTuple):
-    """What one rank sees before the decision.
+    """The view of one rank before the decision.
 
     ``offered`` is the iteration of its snapshot in memory, -1 for none; ``disk_only`` is True
     if the supervisor decided for disk; ``wish_changed`` if the user asks for another

@@ -1,8 +1,7 @@
-"""What a snapshot takes and a restore fills: the training state of one rank.
+"""The training state of one rank: what a snapshot takes and a restore fills.
 
-Small things about values that snapshots hold: copies on the host, and equality of bits.
-
-The states of all random number generators, as something to put into the state mapping.
+``TrainingState`` is the protocol, with optional parts.  Beside it are ``RngState``, to be put into
+a state mapping, and copies and comparisons of the values that snapshots hold.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class CaptureStats:
     thread spent in save() while capturing and in fences; ``copied_bytes`` counts
     tensor bytes of sealed snapshots.
 
-    ``committed_iteration`` is the newest that the job has told this rank of, or that it has
+    ``committed_iteration`` is the newest that the job has announced to this rank, or that it has
     restored; ``protected_iteration`` the newest committed with parity; NEVER before the first.
     Written by several threads, one writer a field: read without a lock, a moment late.
     """
@@ -116,7 +116,7 @@ class IterationTimes:
 
 
 TAG = "inmem-snapshot/"
-"""What the names of figures begin with in TensorBoard, W&B and the like."""
+"""Begins the names of figures in TensorBoard, W&B and the like."""
 
 _MEBI = 1 << 20
 
@@ -131,7 +131,7 @@ class Figure(NamedTuple):
 
 
 def figures(stats: CaptureStats) -> list[Figure]:
-    """What is logged; iterations that do not exist yet are left out."""
+    """The figures to log; iterations that do not exist yet are left out."""
     last = stats.last
     found = [
         Figure("captured-iteration", "captured iteration", last.iteration, "8d"),

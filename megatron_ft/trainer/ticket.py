@@ -1,4 +1,4 @@
-"""What save() returns: a claim on one snapshot's steps of safety."""
+"""Tickets: save() returns one, a claim on one snapshot's steps of safety."""
 
 from __future__ import annotations
 
