@@ -23,13 +23,12 @@ from megatron_ft.supervisor.failures import NODE_LOST, RERUN_CODES, Failure, Oom
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.orders import create_requests, stripe_orders
-from megatron_ft.supervisor.processes import TrainerExit, TrainerFleet
+from megatron_ft.supervisor.processes import TrainerExit, TrainerFleet, WarmSpares
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy
 from megatron_ft.supervisor.recovery import RestorePlan, make_arenas
 from megatron_ft.supervisor.registration import Registration
 from megatron_ft.supervisor.schedule import Pacing
 from megatron_ft.supervisor.spec import JobSpec
-from megatron_ft.supervisor.warm_spares import WarmSpares
 from megatron_ft.supervisor.watch import JobWatch
 
 log = logging.getLogger(__name__)

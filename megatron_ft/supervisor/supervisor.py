@@ -37,12 +37,11 @@ from megatron_ft.supervisor.failures import NODE_LOST, Failure, OomKills
 from megatron_ft.supervisor.incarnation import Incarnation
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership, NoSpareError
-from megatron_ft.supervisor.processes import TrainerFleet
+from megatron_ft.supervisor.processes import TrainerFleet, WarmSpares
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy, newest_saved
 from megatron_ft.supervisor.recovery import RebuildError, Recovery
 from megatron_ft.supervisor.schedule import Pacing
 from megatron_ft.supervisor.spec import JobSpec
-from megatron_ft.supervisor.warm_spares import WarmSpares
 from megatron_ft.supervisor.watch import JobWatch
 
 HOST_POLL_SECONDS = 1.0
