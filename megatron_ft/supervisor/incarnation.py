@@ -116,7 +116,7 @@ class Incarnation:
         self.warm_spares.begin(n for n in self.launcher.nodes() if n not in plan.active)
 
     async def _rank_rule(self) -> RankRule | None:
-        """With how many ranks the command could go on; the trainers get an error, too."""
+        """Numbers of ranks that the command could continue with; trainers get an error, too."""
         shrinks = self.spec.settings.on_no_spare == SHRINK
         try:
             rule = self.registration.rank_rule(needed=shrinks)

@@ -101,7 +101,7 @@ class IncarnationHigherError(ControlPlaneError):
 
 
 class OutstandingLeases:
-    """When the leases of nodes that were given up must have run out.
+    """Leases of nodes that were given up, and the time by which all have run out.
 
     A node's lease counts from when it was last heard of; before this supervisor heard of it,
     from when this supervisor began, since the one before may have renewed it until then.
@@ -267,7 +267,7 @@ class Membership:
 
     @property
     def ranks(self) -> int:
-        """Number of trainer ranks; it falls when the job goes on with fewer nodes."""
+        """Number of trainer ranks; it falls when the job shrinks."""
         return len(self.active) * self._spec.ranks_per_node
 
     def shrink_to(self, nodes: Sequence[str]) -> None:
@@ -310,7 +310,7 @@ class Membership:
         return bool(had) and not self.free_spares()
 
     def owned(self, admitted: Inventories) -> list[m.Inventory]:
-        """What each node holds of the shards that are its own; other claims own nothing."""
+        """Inventories reduced to the shards that are each node's own; other claims own nothing."""
         places = self.places()
         return [
             msgspec.structs.replace(
@@ -347,7 +347,7 @@ class Membership:
         return ""
 
     def without(self, nodes: Sequence[str]) -> bool:
-        """Whether training goes on without these lost nodes: only if all of them are spares."""
+        """Give lost nodes up if training needs none of them; False if one of them trains."""
         if not nodes or any(node in self.active for node in nodes):
             return False
         for node in nodes:
@@ -378,7 +378,7 @@ class Membership:
                 return ControlPlaneError(text, lost[0])
 
     def silent(self) -> list[str]:
-        """Nodes that are not heard of though nobody knows of their SMP's end, which explains it."""
+        """Nodes without a heartbeat whose SMP is not known to have ended."""
         nodes = self._coordinator.silent_nodes(list(self._coordinator.links))
         return [node for node in nodes if self.smps.alive(node)]
 

@@ -3,7 +3,7 @@
 It starts processes and decides who replaces whom; the coordinator inside it talks to the SMPs.
 When it is killed, SMPs and arenas stay, and the same command run again takes them over.
 
-When nodes are lost and no spare is left, it drains memory at once.  Then the job goes on with
+When nodes are lost and no spare is left, it drains memory at once.  Then the job continues with
 fewer nodes, waits for replacement hosts, or stops, as its settings say.  On SIGTERM the newest
 committed snapshot goes to disk before all ends.
 """
