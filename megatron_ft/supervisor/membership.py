@@ -28,9 +28,9 @@ from megatron_ft.core.identity import SHRINK
 from megatron_ft.erasure.stripes import check_domains, crowded
 from megatron_ft.launchers.launcher import Launcher, NodeUnreachable
 from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.connections import ARENA_TIMEOUT_SECONDS
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.job_state import JobRecord, JobState
-from megatron_ft.supervisor.link import ARENA_TIMEOUT_SECONDS
 from megatron_ft.supervisor.placement import choose_active, choose_spares, stripes_by_position
 from megatron_ft.supervisor.processes import Result, SmpFleet, unless
 from megatron_ft.supervisor.registration import other_shape
