@@ -51,6 +51,7 @@ from megatron_ft.supervisor.job_state import JobState, state_folder
 from megatron_ft.supervisor.membership import NoSpareError
 from megatron_ft.supervisor.orders import Sizes
 from megatron_ft.supervisor.placement import describe_domains, read_domains
+from megatron_ft.supervisor.processes import modules_of
 from megatron_ft.supervisor.spec import JobSpec, open_files_needed, raise_open_files
 from megatron_ft.supervisor.supervisor import (
     EXIT_DRAINED,
@@ -59,7 +60,6 @@ from megatron_ft.supervisor.supervisor import (
     Stop,
     Supervisor,
 )
-from megatron_ft.supervisor.warm_spares import modules_of
 
 EXIT_CODES: Mapping[int, str] = {
     10: "stopped: no snapshot in memory can be served and no checkpoint was found",

@@ -120,7 +120,7 @@ class DiskRestores:
     def _asked_for(
         self, folder: Path, wanted: DiskCriteria, record: JobRecord, reasons: tuple[str, ...]
     ) -> Choice:
-        """What the user gave to start from; the framework's own counts once the job has run."""
+        """A checkpoint from ``restore_from``; the framework's own counts once the job has run."""
         try:
             found = of_one_job(folder, record.job)
         except ConfigError as error:
@@ -139,7 +139,7 @@ class DiskRestores:
         active: Sequence[str],
         corrupt: Collection[tuple[str, SnapshotId]],
     ) -> tuple[Decision, DiskSource]:
-        """What the recovery does with a chosen checkpoint, and which shards must be loaded.
+        """The decision on a chosen checkpoint, and the shards that must be loaded.
 
         Arenas that can serve something stay, and shards in them that are the checkpoint's
         are not loaded; otherwise all is made anew.
@@ -199,7 +199,7 @@ class DiskRestores:
 
 
 def lineage_before(drained: Drained, record: JobRecord) -> tuple[Ancestor, ...]:
-    """What a checkpoint descends from: the job's own notes, or what another job wrote."""
+    """Lineage of a checkpoint: from the job's own notes, or from what another job wrote."""
     own = drained.manifest.job == record.job and record.lineage
     return record.lineage if own else drained.manifest.lineage
 

@@ -4,7 +4,7 @@ A lost node that nobody replaces has its shards still in the parity of the other
 rebuilt on nodes that are left, beside their own, and everything is drained before the job
 stops; then it is exported, for frameworks that know nothing of us.
 
-With ``--on-no-spare shrink`` the job goes on with fewer nodes.  No state is resharded here: the
+With ``--on-no-spare shrink`` the job continues with fewer nodes.  No state is resharded here: the
 training framework loads the export into fewer data-parallel ranks.  Arenas of the old shape
 stay until that is on disk.
 """
@@ -172,7 +172,7 @@ class EmergencyDrain:
 
 
 def reason_not_exported(directory: Path, wanted: int, quarantine: Quarantine) -> str:
-    """Why the framework would not load iteration ``wanted`` or a newer one from a folder, or ""."""
+    """Reason why the framework would load no iteration from ``wanted`` on in a folder, or ""."""
     unwanted = reason_against_own(quarantine, newest_checkpoint(directory))
     if unwanted:
         return f"what {directory} holds is not used: {unwanted}"

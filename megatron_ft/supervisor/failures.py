@@ -26,7 +26,7 @@ NODE_LOST = "a node was lost"
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an incarnation ended.
+    """End of an incarnation.
 
     ``text`` is for people.  ``cause`` names the class of the failure: the same words on
     whatever rank or node and in whatever iteration it happens.  ``place`` is the node that is
@@ -138,7 +138,7 @@ class RestartBudget:
 
     @property
     def delay_seconds(self) -> float:
-        """How long to wait before the next start: none after progress, else twice the last."""
+        """Wait before the next start: none after progress, else twice the last."""
         if self.restarts_without_progress == 0:
             return 0.0
         doublings = min(self.restarts_without_progress - 1, _DOUBLINGS_LIMIT)

@@ -23,13 +23,12 @@ from megatron_ft.supervisor.failures import NODE_LOST, RERUN_CODES, Failure, Oom
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.orders import create_requests, stripe_orders
-from megatron_ft.supervisor.processes import TrainerExit, TrainerFleet
+from megatron_ft.supervisor.processes import TrainerExit, TrainerFleet, WarmSpares
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy
 from megatron_ft.supervisor.recovery import RestorePlan, make_arenas
 from megatron_ft.supervisor.registration import Registration
 from megatron_ft.supervisor.schedule import Pacing
 from megatron_ft.supervisor.spec import JobSpec
-from megatron_ft.supervisor.warm_spares import WarmSpares
 from megatron_ft.supervisor.watch import JobWatch
 
 log = logging.getLogger(__name__)
@@ -117,7 +116,7 @@ class Incarnation:
         self.warm_spares.begin(n for n in self.launcher.nodes() if n not in plan.active)
 
     async def _rank_rule(self) -> RankRule | None:
-        """With how many ranks the command could go on; the trainers get an error, too."""
+        """Numbers of ranks that the command could continue with; trainers get an error, too."""
         shrinks = self.spec.settings.on_no_spare == SHRINK
         try:
             rule = self.registration.rank_rule(needed=shrinks)

@@ -101,7 +101,7 @@ class IncarnationHigherError(ControlPlaneError):
 
 
 class OutstandingLeases:
-    """When the leases of nodes that were given up must have run out.
+    """Leases of nodes that were given up, and the time by which all have run out.
 
     A node's lease counts from when it was last heard of; before this supervisor heard of it,
     from when this supervisor began, since the one before may have renewed it until then.
@@ -182,7 +182,7 @@ class Membership:
                 work = admit(self._coordinator, incarnation, nodes)
                 admitted = await self.smps.while_all_run(work)
                 self._refuse_foreign(admitted)
-                self._tell_damaged(admitted)
+                self._emit_damaged(admitted)
                 await self._await_leases(admitted)
                 self._coordinator.require_lead()
                 self._led = True
@@ -204,7 +204,7 @@ class Membership:
             self._give_up(node)
         if self._state.record.incarnation and (seconds := self._leases.left(away)) > 0:
             names = ", ".join(away)
-            self._tell("waiting", f"node {names}: up to {seconds:.1f} s of lease left", names)
+            self._emit("waiting", f"node {names}: up to {seconds:.1f} s of lease left", names)
             await asyncio.sleep(seconds)
 
     def _refuse_foreign(self, admitted: Inventories) -> None:
@@ -222,10 +222,10 @@ class Membership:
         there = self.usable(admitted)
         return [n for n in self.active if n not in there]
 
-    def _tell_damaged(self, admitted: Inventories) -> None:
+    def _emit_damaged(self, admitted: Inventories) -> None:
         for node, inventory in admitted.items():
             for text in inventory.damaged:
-                self._tell("damaged", f"node {node}: {text}", node)
+                self._emit("damaged", f"node {node}: {text}", node)
 
     def replace_lost(self, admitted: Inventories) -> None:
         """Put a spare in the position of each lost node; NoSpareError if there are too few."""
@@ -234,7 +234,7 @@ class Membership:
         self.left |= set(lost)
         for node in [node for node in lost if node not in self._aside]:
             self._give_up(node)
-            self._tell("node_lost", f"node {node} is lost", node)
+            self._emit("node_lost", f"node {node} is lost", node)
         if len(spares) < len(lost):
             raise NoSpareError(
                 f"node {', '.join(lost)} lost{self._why_aside()} and no spare is left; its "
@@ -255,11 +255,11 @@ class Membership:
         chosen = choose_spares(self.active, lost, spares, stripes, domains, most)
         for node, spare in chosen.items():
             self.active[self.active.index(node)] = spare
-            self._tell("spare", f"{spare} takes the place of {node}", spare)
+            self._emit("spare", f"{spare} takes the place of {node}", spare)
         now = [[self.active[i] for i in stripe] for stripe in stripes if most]
         for name, nodes in crowded(now, domains, most):
             text = f"{', '.join(nodes)} of failure domain {name} share a stripe that survives "
-            self._tell("crowded", f"{text}the loss of {most}: no spare of another is left", name)
+            self._emit("crowded", f"{text}the loss of {most}: no spare of another is left", name)
 
     def usable(self, admitted: Inventories) -> list[str]:
         """The admitted nodes but those that were set aside."""
@@ -267,7 +267,7 @@ class Membership:
 
     @property
     def ranks(self) -> int:
-        """Number of trainer ranks; it falls when the job goes on with fewer nodes."""
+        """Number of trainer ranks; it falls when the job shrinks."""
         return len(self.active) * self._spec.ranks_per_node
 
     def shrink_to(self, nodes: Sequence[str]) -> None:
@@ -287,13 +287,13 @@ class Membership:
         if not self._state.record.shards:
             return False
         self._aside[refusal.node] = "no room"
-        self._tell("no_room", f"{refusal}; another spare is tried", refusal.node)
+        self._emit("no_room", f"{refusal}; another spare is tried", refusal.node)
         return True
 
     def suspect(self, node: str, reason: str) -> None:
         """A failure comes again and again on this node: a spare takes its place."""
         self._aside[node] = "repeated failures"
-        self._tell("suspected", f"a spare takes the place of node {node}: {reason}", node)
+        self._emit("suspected", f"a spare takes the place of node {node}: {reason}", node)
 
     def _why_aside(self) -> str:
         reasons = [f"{why} on {node}" for node, why in sorted(self._aside.items())]
@@ -310,7 +310,7 @@ class Membership:
         return bool(had) and not self.free_spares()
 
     def owned(self, admitted: Inventories) -> list[m.Inventory]:
-        """What each node holds of the shards that are its own; other claims own nothing."""
+        """Inventories reduced to the shards that are each node's own; other claims own nothing."""
         places = self.places()
         return [
             msgspec.structs.replace(
@@ -338,7 +338,7 @@ class Membership:
             endpoint = await self.smps.ensure(node)
         except ControlPlaneError as error:
             return "" if self.without([node]) else str(error)
-        self._tell("smp_restarted", f"the SMP of {node} died; a new one took its arenas", node)
+        self._emit("smp_restarted", f"the SMP of {node} died; a new one took its arenas", node)
         self._coordinator.connect(node, endpoint)
         if self._coordinator.cycle is None:
             return f"the SMP of {node} died before training"
@@ -347,12 +347,12 @@ class Membership:
         return ""
 
     def without(self, nodes: Sequence[str]) -> bool:
-        """Whether training goes on without these lost nodes: only if all of them are spares."""
+        """Give lost nodes up if training needs none of them; False if one of them trains."""
         if not nodes or any(node in self.active for node in nodes):
             return False
         for node in nodes:
             self._give_up(node)
-            self._tell("spare_lost", f"spare {node} is lost; training goes on", node)
+            self._emit("spare_lost", f"spare {node} is lost; training goes on", node)
         return True
 
     async def while_all_answer(self, work: Coroutine[Any, Any, Result]) -> Result:
@@ -378,7 +378,7 @@ class Membership:
                 return ControlPlaneError(text, lost[0])
 
     def silent(self) -> list[str]:
-        """Nodes that are not heard of though nobody knows of their SMP's end, which explains it."""
+        """Nodes without a heartbeat whose SMP is not known to have ended."""
         nodes = self._coordinator.silent_nodes(list(self._coordinator.links))
         return [node for node in nodes if self.smps.alive(node)]
 
@@ -413,7 +413,7 @@ class Membership:
         self._coordinator.disconnect(node)
         self.smps.forget(node)
 
-    def _tell(self, kind: str, text: str, node: str) -> None:
+    def _emit(self, kind: str, text: str, node: str) -> None:
         self._coordinator.observers.emit(kind, text, node=node)
 
 

@@ -199,7 +199,7 @@ class QuarantinePolicy:
 
 
 def reason_against_own(quarantine: Quarantine, checkpoint: Path | None) -> str:
-    """Why the framework's own checkpoint must not be loaded, or nothing."""
+    """Reason why the framework's own checkpoint must not be loaded, or nothing."""
     if checkpoint is None:
         return ""
     if quarantine.own and naming(checkpoint.parent) == quarantine.own:

@@ -66,14 +66,14 @@ class RestorePlan:
     framework_loads: bool = False
 
     def adoption(self, node: str) -> m.Adopt:
-        """What ``node`` keeps: its shards if something is restored, else nothing."""
+        """Request by which ``node`` keeps its shards, or nothing if nothing is restored."""
         snapshot = self.decision.snapshot
         kept = snapshot is not None and not (self.disk is not None and self.disk.fresh)
         keep = tuple(s for s, n in self.places.items() if n == node and kept)
         return m.Adopt(self.incarnation, self.lineage, snapshot, keep)
 
     def sources(self) -> dict[str, str]:
-        """Where each shard's bytes come from: "memory" of its own node, "parity" or "disk"."""
+        """Source of each shard's bytes: "memory" of its own node, "parity" or "disk"."""
         lost = dict.fromkeys(self.lost(), "parity")
         disk = dict.fromkeys(() if self.disk is None else self.disk.shards, "disk")
         return {**dict.fromkeys(self.places, "memory"), **lost, **disk}

@@ -87,7 +87,7 @@ class Registration:
         return {shard_id: node for shard_id, (node, _) in self.hellos.items()}
 
     def placements(self) -> dict[str, ShardPlacement]:
-        """Where each shard belongs, for a later incarnation that has nothing but a disk."""
+        """Placement of each shard, for a later incarnation that has nothing but a disk."""
         return {
             shard: ShardPlacement(hello.rank, hello.coordinates, self.layouts[shard].required_bytes)
             for shard, (_, hello) in self.hellos.items()
@@ -95,14 +95,14 @@ class Registration:
 
     @property
     def interval(self) -> int:
-        """Iterations between snapshots, as the ranks were told, 0 for auto; they must agree."""
+        """Iterations between snapshots, as configured, 0 for auto; the ranks must agree."""
         intervals = {prepare.interval for prepare in self.layouts.values()}
         if len(intervals) != 1:
             raise ConfigError(f"ranks have different snapshot intervals: {sorted(intervals)}")
         return intervals.pop()
 
     def rank_rule(self, needed: bool) -> RankRule | None:
-        """With how many ranks the command could go on, as they all say; None if with no others.
+        """Numbers of ranks that the command could continue with, as all say; None if no others.
 
         ConfigError if it is ``needed`` and there is none, or they differ.
         """

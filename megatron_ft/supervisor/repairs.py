@@ -1,4 +1,4 @@
-"""Damage that the scrub found, and its repair from parity while training goes on.
+"""Damage that the scrub found, and its repair from parity during training.
 
 A damaged shard counts as lost until its blocks are repaired, so that a recovery in
 between rebuilds it.  Repairs run one at a time and between two snapshots: encoders
@@ -23,7 +23,7 @@ Key = tuple[str, SnapshotId]
 
 
 class Control(Protocol):
-    """What a repair needs of the coordinator."""
+    """Part of the coordinator that a repair uses."""
 
     incarnation: int
     observers: Observers

@@ -3,7 +3,7 @@
 It starts processes and decides who replaces whom; the coordinator inside it talks to the SMPs.
 When it is killed, SMPs and arenas stay, and the same command run again takes them over.
 
-When nodes are lost and no spare is left, it drains memory at once.  Then the job goes on with
+When nodes are lost and no spare is left, it drains memory at once.  Then the job continues with
 fewer nodes, waits for replacement hosts, or stops, as its settings say.  On SIGTERM the newest
 committed snapshot goes to disk before all ends.
 """
@@ -37,12 +37,11 @@ from megatron_ft.supervisor.failures import NODE_LOST, Failure, OomKills
 from megatron_ft.supervisor.incarnation import Incarnation
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership, NoSpareError
-from megatron_ft.supervisor.processes import TrainerFleet
+from megatron_ft.supervisor.processes import TrainerFleet, WarmSpares
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy, newest_saved
 from megatron_ft.supervisor.recovery import RebuildError, Recovery
 from megatron_ft.supervisor.schedule import Pacing
 from megatron_ft.supervisor.spec import JobSpec
-from megatron_ft.supervisor.warm_spares import WarmSpares
 from megatron_ft.supervisor.watch import JobWatch
 
 HOST_POLL_SECONDS = 1.0

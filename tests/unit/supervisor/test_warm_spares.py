@@ -14,8 +14,8 @@ import pytest
 
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.launchers.virtual import VirtualCluster
+from megatron_ft.supervisor.processes import WarmSpares, modules_of
 from megatron_ft.supervisor.spec import JobSpec
-from megatron_ft.supervisor.warm_spares import WarmSpares, modules_of
 
 WAIT_SECONDS = 60.0
 MODULE = """
