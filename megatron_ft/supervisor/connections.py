@@ -26,7 +26,7 @@ from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.smp.event_sender import EventInbox
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.heartbeats import Heartbeats
-from megatron_ft.supervisor.plan import Timing
+from megatron_ft.supervisor.orders import Timing
 
 log = logging.getLogger(__name__)
 
@@ -276,7 +276,7 @@ class Connections(ABC):
             nodes |= {answer.node} if stated else set()
         if self.paused != before:
             word = "paused" if self.paused else "resumed"
-            self.observers.tell(word, f"snapshots {word} by request")
+            self.observers.emit(word, f"snapshots {word} by request")
 
     def supersede(self, reason: str) -> None:
         """Have this supervisor end, as of ``require_lead``: another one leads the job."""

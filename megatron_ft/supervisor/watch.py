@@ -74,18 +74,18 @@ class JobWatch:
             if not self._failed:
                 self._failed = True
                 log.exception("the watch failed")
-                self._coordinator.observers.tell("watch_failed", f"hangs may be missed: {error!r}")
+                self._coordinator.observers.emit("watch_failed", f"hangs may be missed: {error!r}")
             return None
 
     def _poll(self) -> None:
         heard = self._coordinator.pulses.fresh(self._ranks, 4 * self._coordinator.timing.heartbeat)
         recovery = self.clock.poll(heard)
         if recovery is not None:
-            self._coordinator.observers.tell(
+            self._coordinator.observers.emit(
                 "recovered", recovery.describe(), total=recovery.total, **recovery.parts()
             )
         for text in self._stragglers.poll(heard):
-            self._coordinator.observers.tell(
+            self._coordinator.observers.emit(
                 "straggler", text, ranks=[one.rank for one in self._stragglers.present]
             )
         self._coordinator.watched = {
@@ -107,7 +107,7 @@ class JobWatch:
         hang = await self._hangs.poll(self._ranks, resume=self._on_hang == "restart")
         if hang is not None:
             self._reported = [one.report.marks for one in self._coordinator.pulses.all()]
-            self._coordinator.observers.tell(
+            self._coordinator.observers.emit(
                 "hang", hang.text, ranks=list(hang.blame.ranks), folder=str(hang.folder)
             )
         return hang
