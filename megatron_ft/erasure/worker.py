@@ -18,7 +18,7 @@ from uuid import UUID
 from megatron_ft.core.background import bind_to_background_cpus, lower_priority
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import ControlPlaneError
-from megatron_ft.erasure.checks import CorruptMemberError
+from megatron_ft.erasure.member import CorruptMemberError
 from megatron_ft.erasure.orders import Order, OrderRunner
 from megatron_ft.erasure.transport import Transport
 from megatron_ft.erasure.world import join_world

@@ -9,7 +9,7 @@ import os
 import time
 from typing import Any
 
-from megatron_ft.arena import upkeep
+from megatron_ft.arena import files
 from megatron_ft.core.errors import (
     ControlPlaneError,
     LayoutMismatchError,
@@ -51,7 +51,7 @@ class LocalServer:
     def bind_again(self) -> None:
         """Make the socket's file again; connections that are open stay."""
         self._server.socket.unbind(f"ipc://{self._path}")
-        upkeep.clear(self._path)
+        files.clear(self._path)
         listen_local(self._server.socket, self._path)
         self._inode = self._path.lstat().st_ino
 

@@ -25,8 +25,8 @@ from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.core.errors import ArenaError
 from megatron_ft.core.identity import SnapshotId
+from megatron_ft.erasure.block_repair import Damage, SlotInspector
 from megatron_ft.erasure.member import code_of, member_of
-from megatron_ft.erasure.mending import Damage, SlotInspector
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.service import SmpService
 
