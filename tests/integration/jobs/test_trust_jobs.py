@@ -65,7 +65,7 @@ def shown(job: Job, condition: Callable[[dict[str, Any]], bool]) -> dict[str, An
     """What `megatron-ft status` shows, once it shows this: heartbeats carry the summary."""
     deadline = time.monotonic() + WAIT_SECONDS
     while True:
-        view = status.collect(job.cluster._job_dir.parent, job.name)[job.name]
+        view = status.collect(job.cluster.job_dir.parent, job.name)[job.name]
         if condition(view):
             return view
         assert time.monotonic() < deadline, view["summary"]
@@ -74,7 +74,7 @@ def shown(job: Job, condition: Callable[[dict[str, Any]], bool]) -> dict[str, An
 
 def view_of(job: Job) -> list[int]:
     """Iterations of the snapshots that are committed on all nodes."""
-    nodes = status.collect(job.cluster._job_dir.parent, job.name)[job.name]["nodes"].values()
+    nodes = status.collect(job.cluster.job_dir.parent, job.name)[job.name]["nodes"].values()
     held = [
         {slot["iteration"] for slot in shard["slots"] if slot["state"] == "COMMITTED"}
         for node in nodes
