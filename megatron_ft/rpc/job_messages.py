@@ -15,28 +15,8 @@ import msgspec
 
 from megatron_ft.arena.format import DIGEST_CRC64
 from megatron_ft.core.identity import Ancestor, Count, Iteration, SealedRecord, ShardId, SnapshotId
-from megatron_ft.rpc.node_messages import (
-    Abandoned,
-    CaptureCost,
-    CorruptShard,
-    Declined,
-    Encoded,
-    EncoderHello,
-    EncoderRefused,
-    Hello,
-    Message,
-    Missed,
-    OrderDone,
-    OrderFailed,
-    Prepare,
-    PulseReport,
-    Rebuilt,
-    Restored,
-    Sealed,
-    Seconds,
-    StripeOrder,
-    Unfit,
-)
+from megatron_ft.rpc import node_messages as node
+from megatron_ft.rpc.node_messages import Message, PulseReport, Seconds, StripeOrder
 
 
 class Grant(Message, frozen=True):
@@ -399,22 +379,22 @@ class ReaderStalled(Message, frozen=True):
 
 
 EventBody = (
-    Hello
-    | Prepare
-    | Sealed
-    | Missed
-    | Abandoned
-    | Restored
-    | Declined
-    | CorruptShard
-    | Unfit
-    | CaptureCost
-    | EncoderHello
-    | EncoderRefused
-    | Encoded
-    | Rebuilt
-    | OrderDone
-    | OrderFailed
+    node.Hello
+    | node.Prepare
+    | node.Sealed
+    | node.Missed
+    | node.Abandoned
+    | node.Restored
+    | node.Declined
+    | node.CorruptShard
+    | node.Unfit
+    | node.CaptureCost
+    | node.EncoderHello
+    | node.EncoderRefused
+    | node.Encoded
+    | node.Rebuilt
+    | node.OrderDone
+    | node.OrderFailed
     | WriterGone
     | ReaderStalled
     | SlotFreed

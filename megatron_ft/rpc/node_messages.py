@@ -241,36 +241,29 @@ class StripeOrder(msgspec.Struct, frozen=True):
     lost: tuple[str, ...] = ()
 
 
-class EncodeOrder(Message, frozen=True):
-    """SMP to encoder: compute the parity of these stripes, in this order."""
+class EncoderOrder(Message, frozen=True):
+    """Base of an SMP's orders to its encoder: stripes, in this order, for one snapshot."""
 
     snapshot: SnapshotId
     world: str
     stripes: tuple[StripeOrder, ...]
 
 
-class RebuildOrder(Message, frozen=True):
-    """SMP to encoder: recompute data and parity of the ``lost`` members of these stripes."""
-
-    snapshot: SnapshotId
-    world: str
-    stripes: tuple[StripeOrder, ...]
+class EncodeOrder(EncoderOrder, frozen=True):
+    """Compute the parity of these stripes."""
 
 
-class VerifyOrder(Message, frozen=True):
-    """SMP to encoder: recompute parity and compare, change nothing."""
-
-    snapshot: SnapshotId
-    world: str
-    stripes: tuple[StripeOrder, ...]
+class RebuildOrder(EncoderOrder, frozen=True):
+    """Recompute data and parity of the ``lost`` members of these stripes."""
 
 
-class RepairOrder(Message, frozen=True):
-    """SMP to encoder: recompute these blocks of one member from the rest of its stripe."""
+class VerifyOrder(EncoderOrder, frozen=True):
+    """Recompute parity and compare, change nothing."""
 
-    snapshot: SnapshotId
-    world: str
-    stripes: tuple[StripeOrder, ...]
+
+class RepairOrder(EncoderOrder, frozen=True):
+    """Recompute these blocks of one member from the rest of its stripe."""
+
     shard_id: ShardId
     data_blocks: tuple[int, ...]
     parity_blocks: tuple[int, ...]

@@ -164,7 +164,11 @@ class Connections(ABC):
         self.failure: BaseException | None = None
         self.rewind_asked = asyncio.Event()
         self.rewind_before = 0
-        self.answers: dict[str, m.LeaseAnswer] = {}
+        self.held: dict[str, tuple[m.HeldSnapshot, ...]] = {}
+        """The committed snapshots of each node, as its last heartbeat named them."""
+        self._paused_on: set[str] = set()
+        self._pinned_on: set[str] = set()
+        self._crowded_on: set[str] = set()
         self._keys = keys
         self._context = zmq.asyncio.Context()
         self._context.set(zmq.MAX_SOCKETS, MOST_NODES)
@@ -184,26 +188,17 @@ class Connections(ABC):
     @property
     def paused(self) -> bool:
         """Whether some node was told to stop snapshots; one is enough for the whole job."""
-        return self._any(lambda answer: answer.paused)
+        return bool(self._paused_on & self.links.keys())
 
     @property
     def pinned(self) -> bool:
         """Whether some node has no slot for a snapshot but those that readers hold."""
-        return self._any(lambda answer: answer.pinned)
+        return bool(self._pinned_on & self.links.keys())
 
     @property
     def crowded(self) -> bool:
         """Whether some node has no slot for a snapshot but that of the last protected one."""
-        return self._any(lambda answer: answer.crowded)
-
-    @property
-    def held(self) -> dict[str, tuple[m.HeldSnapshot, ...]]:
-        """The committed snapshots of each node, as its last heartbeat named them."""
-        return {node: answer.held for node, answer in self.answers.items()}
-
-    def _any(self, stated: Callable[[m.LeaseAnswer], bool]) -> bool:
-        answers = self.answers
-        return any(stated(answers[node]) for node in self.links if node in answers)
+        return bool(self._crowded_on & self.links.keys())
 
     def connect(self, node: str, endpoint: str) -> None:
         """Use ``endpoint`` for ``node`` from now on."""
@@ -271,7 +266,14 @@ class Connections(ABC):
             self.rewind_before = answer.rewind
             self.rewind_asked.set()
         before = self.paused
-        self.answers[answer.node] = answer
+        self.held[answer.node] = answer.held
+        for nodes, stated in (
+            (self._paused_on, answer.paused),
+            (self._pinned_on, answer.pinned),
+            (self._crowded_on, answer.crowded),
+        ):
+            nodes.discard(answer.node)
+            nodes |= {answer.node} if stated else set()
         if self.paused != before:
             word = "paused" if self.paused else "resumed"
             self.observers.emit(word, f"snapshots {word} by request")

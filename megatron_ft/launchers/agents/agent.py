@@ -115,7 +115,7 @@ class Agent:
         if not os.read(sys.stdin.fileno(), 4096):
             asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
             self._left = True
-            self._tell(m.AgentGoodbye())
+            self._send(m.AgentGoodbye())
 
     def _meeting(self) -> Meeting | None:
         return self._orders.meeting or read_meeting(Path(self._orders.file))
@@ -156,9 +156,9 @@ class Agent:
 
     def _hello(self, address: str) -> None:
         orders, running = self._orders, tuple(self._watched)
-        self._tell(m.AgentHello(orders.node, self._token, orders.rank, address, running))
+        self._send(m.AgentHello(orders.node, self._token, orders.rank, address, running))
 
-    def _tell(self, message: m.Message) -> None:
+    def _send(self, message: m.Message) -> None:
         if self._socket is not None:
             self._socket.send(m.encode(message))
 
@@ -182,10 +182,10 @@ class Agent:
             )
         except MegatronFTError as error:
             name = "" if isinstance(error, ProcessGoneError) else type(error).__name__
-            self._tell(m.ProcessRefused(order.id, name, str(error)))
+            self._send(m.ProcessRefused(order.id, name, str(error)))
             return
         self._watched[order.id] = process
-        self._tell(m.ProcessRuns(order.id, process.pid, process.start_time))
+        self._send(m.ProcessRuns(order.id, process.pid, process.start_time))
         self._later(self._watch(order.id, process))
 
     def _start(self, order: m.StartProcess) -> LocalProcess:
@@ -211,7 +211,7 @@ class Agent:
     async def _watch(self, name: str, process: LocalProcess) -> None:
         status = await process.wait()
         self._watched.pop(name, None)
-        self._tell(m.ProcessEnded(name, status))
+        self._send(m.ProcessEnded(name, status))
 
     async def _end_world(self, order: m.EndWorld) -> None:
         def belongs(pid: int) -> bool:
@@ -220,7 +220,7 @@ class Agent:
             return (env.get(JOB), env.get(WORLD)) == (order.job, order.world)
 
         await asyncio.to_thread(procfs.kill_matching, belongs, f"MPI world {order.world}")
-        self._tell(m.ProcessEnded(order.id, 0))
+        self._send(m.ProcessEnded(order.id, 0))
 
 
 def _make_folders(node_dir: Path) -> None:

@@ -109,7 +109,7 @@ class Control:
     incarnation, usable_world = 1, "w1"
 
     class observers:  # noqa: N801
-        tell = staticmethod(lambda *_, **__: None)
+        emit = staticmethod(lambda *_, **__: None)
 
 
 @quick
