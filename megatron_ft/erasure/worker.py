@@ -14,7 +14,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 from uuid import UUID
 
@@ -32,16 +31,13 @@ from megatron_ft.rpc.messages import (
     EncodeOrder,
     EncoderHello,
     EncoderWelcome,
-    Message,
     Ok,
     OrderFailed,
     RebuildOrder,
     RepairOrder,
     VerifyOrder,
-    decode,
-    encode,
 )
-from megatron_ft.rpc.sockets import connect_local
+from megatron_ft.rpc.sockets import Connection
 
 WELCOME_SECONDS = 60.0
 FLUSH_SECONDS = 5.0
@@ -54,7 +50,7 @@ EXIT_SMP_GONE = 3
 """Exit status when the SMP has closed the connection."""
 
 
-class SmpConnection:
+class SmpConnection(Connection):
     """The encoder's end of the SMP's Unix socket; ``on_lost`` is called when the SMP goes away.
 
     ``on_lost`` comes from a thread of its own, so that it is called even while the transport
@@ -63,50 +59,29 @@ class SmpConnection:
 
     def __init__(self, environment: ProcessEnvironment, on_lost: Callable[[], None]) -> None:
         """Connect; that the SMP is there is known only after ``receive``."""
+        super().__init__(environment.socket, linger_ms=int(FLUSH_SECONDS * 1000))
         self._environment = environment
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        monitor = self._socket.get_monitor_socket(
-            zmq.Event.DISCONNECTED | zmq.Event.MONITOR_STOPPED
-        )
+        monitor = self.socket.get_monitor_socket(zmq.Event.DISCONNECTED | zmq.Event.MONITOR_STOPPED)
         self._watcher = threading.Thread(
             target=_watch, args=(monitor, on_lost), name="smp-watcher", daemon=True
         )
         self._watcher.start()
-        connect_local(self._socket, environment.socket)
-
-    def send(self, message: Message) -> None:
-        """Hand a message to the socket's own thread."""
-        self._socket.send(encode(message))
 
     def receive(self, timeout_seconds: float | None = None) -> Any:
-        """The next message; None means to wait for as long as it takes.
-
-        ControlPlaneError, which names the SMP, after the timeout.
-        """
-        timeout = None if timeout_seconds is None else int(timeout_seconds * 1000)
-        if not self._socket.poll(timeout, zmq.POLLIN):
+        """The next message; ControlPlaneError, which names the SMP, after the timeout."""
+        try:
+            return super().receive(timeout_seconds)
+        except TimeoutError:
             raise ControlPlaneError(
                 f"the SMP of node {self._environment.node} did not answer in {timeout_seconds:g} s "
                 f"on {self._environment.socket}; is it running?"
-            )
-        return decode(self._socket.recv())
+            ) from None
 
-    def __enter__(self) -> SmpConnection:
-        """Nothing more to do."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Give messages that were sent a few seconds to leave, then close."""
-        self._socket.disable_monitor()
+        self.socket.disable_monitor()
         self._watcher.join(FLUSH_SECONDS)
-        self._socket.close(linger=int(FLUSH_SECONDS * 1000))
-        self._context.term()
+        self.close()
 
 
 def serve(
@@ -133,7 +108,7 @@ def serve(
             _carry_out(runner, message, smp)
 
 
-def _carry_out(runner: OrderRunner, order: Order, smp: SmpConnection) -> None:
+def _carry_out(runner: OrderRunner, order: Order, smp: Connection) -> None:
     try:
         for report in runner.run(order):
             smp.send(report)
