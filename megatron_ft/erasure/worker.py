@@ -11,14 +11,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
 from uuid import UUID
-
-import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from megatron_ft.core.background import bind_to_background_cpus, lower_priority
 from megatron_ft.core.environment import ProcessEnvironment
@@ -50,38 +45,9 @@ EXIT_SMP_GONE = 3
 """Exit status when the SMP has closed the connection."""
 
 
-class SmpConnection(Connection):
-    """The encoder's end of the SMP's Unix socket; ``on_lost`` is called when the SMP goes away.
-
-    ``on_lost`` comes from a thread of its own, so that it is called even while the transport
-    blocks.
-    """
-
-    def __init__(self, environment: ProcessEnvironment, on_lost: Callable[[], None]) -> None:
-        """Connect; that the SMP is there is known only after ``receive``."""
-        super().__init__(environment.socket, linger_ms=int(FLUSH_SECONDS * 1000))
-        self._environment = environment
-        monitor = self.socket.get_monitor_socket(zmq.Event.DISCONNECTED | zmq.Event.MONITOR_STOPPED)
-        self._watcher = threading.Thread(
-            target=_watch, args=(monitor, on_lost), name="smp-watcher", daemon=True
-        )
-        self._watcher.start()
-
-    def receive(self, timeout_seconds: float | None = None) -> Any:
-        """The next message; ControlPlaneError, which names the SMP, after the timeout."""
-        try:
-            return super().receive(timeout_seconds)
-        except TimeoutError:
-            raise ControlPlaneError(
-                f"the SMP of node {self._environment.node} did not answer in {timeout_seconds:g} s "
-                f"on {self._environment.socket}; is it running?"
-            ) from None
-
-    def __exit__(self, *error: object) -> None:
-        """Give messages that were sent a few seconds to leave, then close."""
-        self.socket.disable_monitor()
-        self._watcher.join(FLUSH_SECONDS)
-        self.close()
+def connect(environment: ProcessEnvironment, on_lost: Callable[[], None]) -> Connection:
+    """Connect to the node's SMP; that it is there is known only by an answer."""
+    return Connection(environment.socket, linger_ms=int(FLUSH_SECONDS * 1000), on_lost=on_lost)
 
 
 def serve(
@@ -91,13 +57,11 @@ def serve(
 
     An order that fails is reported before the exception goes on.
     """
-    with SmpConnection(environment, _leave) as smp:
+    with connect(environment, _leave) as smp:
         transport = open_transport()
         place = (transport.rank, transport.size)
         smp.send(EncoderHello(os.getpid(), world, *place, environment.incarnation))
-        welcome = smp.receive(WELCOME_SECONDS)
-        if not isinstance(welcome, EncoderWelcome):
-            raise ControlPlaneError(f"the SMP of {environment.node} refused us: {welcome}")
+        welcome = welcomed(environment, smp, WELCOME_SECONDS)
         runner = OrderRunner(UUID(welcome.job), open_transport, _encode_rate())
         while True:
             message = smp.receive()
@@ -106,6 +70,20 @@ def serve(
             if not isinstance(message, EncodeOrder | RebuildOrder | VerifyOrder | RepairOrder):
                 raise ControlPlaneError(f"the SMP sent what is no order: {message}")
             _carry_out(runner, message, smp)
+
+
+def welcomed(environment: ProcessEnvironment, smp: Connection, seconds: float) -> EncoderWelcome:
+    """The SMP's answer to EncoderHello; ControlPlaneError, which names the SMP, without one."""
+    try:
+        welcome = smp.receive(seconds)
+    except TimeoutError:
+        raise ControlPlaneError(
+            f"the SMP of node {environment.node} did not answer in {seconds:g} s "
+            f"on {environment.socket}; is it running?"
+        ) from None
+    if not isinstance(welcome, EncoderWelcome):
+        raise ControlPlaneError(f"the SMP of {environment.node} refused us: {welcome}")
+    return welcome
 
 
 def _carry_out(runner: OrderRunner, order: Order, smp: Connection) -> None:
@@ -140,16 +118,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _encode_rate() -> float:
     """Bytes a second that the launcher allows while parity is made, 0 for no cap."""
     return float(os.environ.get(ENCODE_RATE, "0"))
-
-
-def _watch(monitor: zmq.Socket[bytes], on_lost: Callable[[], None]) -> None:
-    while True:
-        event = recv_monitor_message(monitor)["event"]
-        if event == zmq.Event.DISCONNECTED:
-            on_lost()
-        if event == zmq.Event.MONITOR_STOPPED:
-            monitor.close(linger=0)
-            return
 
 
 def _leave() -> None:

@@ -214,7 +214,7 @@ class LocalServer:
         elif isinstance(message, m.Unpin):
             service.readers.forget(message.reader)
             return service.machine.handle(message)
-        elif isinstance(message, m.Errand):
+        elif isinstance(message, m.LeasedProcess):
             self._register_drain(message)
         else:
             name = type(message).__name__
@@ -229,7 +229,7 @@ class LocalServer:
             self._service.readers.forget(message.reader)
         return answer
 
-    def _register_drain(self, message: m.Errand) -> None:
+    def _register_drain(self, message: m.LeasedProcess) -> None:
         service = self._service
         current = service.machine.highest_incarnation
         if not message.incarnation == current == service.state.highest_incarnation:

@@ -1,4 +1,4 @@
-"""The arenas of one node: opened, adopted, created, and written as the machine decides."""
+"""The arenas of one node: adopts, creates, mends and frees them, and writes their headers."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ class ArenaStore:
                 log.warning("%s is left as it is: %s", path, error)
 
     def distrust_all(self, reason: str) -> None:
-        """Before ``adopt``: nobody knows who may write to these arenas, so all count as lost.
+        """Before ``adopt``: count all arenas as lost, since their writers are unknown.
 
-        They get other names.  A process that still writes does so where nobody reads.
+        They get other names.  A process that still writes does so where no reader looks.
         """
         for path in self._paths():
             aside = files.set_aside(path)
@@ -270,7 +270,7 @@ class ArenaStore:
             arena.write_progress(-1)
 
     def reports(self, machine: NodeMachine) -> tuple[m.ArenaReport, ...]:
-        """What the node holds, for an inventory or a status."""
+        """The node's arenas, for an inventory or a status."""
         return tuple(
             _report(header, machine.shards[shard_id].reports())
             for shard_id, header in self._headers.items()

@@ -194,7 +194,7 @@ class Pacing:
         """The job has failed and starts again."""
         self._failures += 1
 
-    def on_event(self, event: m.Event) -> None:
+    def on_event(self, event: m.NodeEvent) -> None:
         """A listener of the coordinator: takes what captures have cost."""
         body, schedule = event.body, self._schedule
         if schedule is None or schedule.fixed or not isinstance(body, m.CaptureCost):
@@ -215,4 +215,4 @@ class Pacing:
             f"a snapshot every {now} iterations: {self._governor.overhead:.2%} of training time, "
             f"{mtbf / 3600:.3g} h between failures"
         )
-        self._observers.tell("interval", text, iterations=now, overhead=self._governor.overhead)
+        self._observers.emit("interval", text, iterations=now, overhead=self._governor.overhead)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.heartbeat_page import Phase
+from megatron_ft.rpc.heartbeat_page import TrainerPhase
 from megatron_ft.smp.heartbeats import STACK_SECONDS
 from megatron_ft.supervisor.hang_attribution import Blame, Witness, blame
 from megatron_ft.supervisor.heartbeats import RankReport, RecoveryClock, StragglerFinder
@@ -74,18 +74,18 @@ class JobWatch:
             if not self._failed:
                 self._failed = True
                 log.exception("the watch failed")
-                self._coordinator.observers.tell("watch_failed", f"hangs may be missed: {error!r}")
+                self._coordinator.observers.emit("watch_failed", f"hangs may be missed: {error!r}")
             return None
 
     def _poll(self) -> None:
         heard = self._coordinator.pulses.fresh(self._ranks, 4 * self._coordinator.timing.heartbeat)
         recovery = self.clock.poll(heard)
         if recovery is not None:
-            self._coordinator.observers.tell(
+            self._coordinator.observers.emit(
                 "recovered", recovery.describe(), total=recovery.total, **recovery.parts()
             )
         for text in self._stragglers.poll(heard):
-            self._coordinator.observers.tell(
+            self._coordinator.observers.emit(
                 "straggler", text, ranks=[one.rank for one in self._stragglers.present]
             )
         self._coordinator.watched = {
@@ -107,7 +107,7 @@ class JobWatch:
         hang = await self._hangs.poll(self._ranks, resume=self._on_hang == "restart")
         if hang is not None:
             self._reported = [one.report.marks for one in self._coordinator.pulses.all()]
-            self._coordinator.observers.tell(
+            self._coordinator.observers.emit(
                 "hang", hang.text, ranks=list(hang.blame.ranks), folder=str(hang.folder)
             )
         return hang
@@ -143,12 +143,12 @@ def learned_timeout(longest: Iterable[float], settings: HangSettings) -> float:
 
 def allowance(phase: int, done: int, learned: float, settings: HangSettings) -> float:
     """Seconds of silence that a rank may have now; endless when training is over."""
-    if phase == Phase.ENDED:
+    if phase == TrainerPhase.ENDED:
         return float("inf")
-    if phase == Phase.STARTING:
+    if phase == TrainerPhase.STARTING:
         return START * settings.first
     allowed = learned if done >= FIRST_ITERATIONS else max(learned, settings.first)
-    return max(allowed, settings.pause) if phase == Phase.PAUSED else allowed
+    return max(allowed, settings.pause) if phase == TrainerPhase.PAUSED else allowed
 
 
 _LINE = re.compile(r":\d+\)")

@@ -13,12 +13,12 @@ from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask
 from megatron_ft.rpc.sockets import JobKeys
+from megatron_ft.supervisor.connections import SmpLink
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import CyclePhase, SnapshotCycle
 from megatron_ft.supervisor.events import Observers
-from megatron_ft.supervisor.link import SmpLink
-from megatron_ft.supervisor.plan import Timing
-from megatron_ft.supervisor.restore import admit
+from megatron_ft.supervisor.membership import admit
+from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.schedule import Schedule
 from tests.support.smp_node import SECRET, SmpNode, capture, create, run, say
 
@@ -48,14 +48,14 @@ class Job:
         self.sealed: list[str] = []
         self.of.listeners.append(self._note)
 
-    def _note(self, event: m.Event) -> None:
+    def _note(self, event: m.NodeEvent) -> None:
         if isinstance(event.body, m.Sealed):
             self.sealed.append(event.node)
 
     async def begin(self, smps: list[SmpNode]) -> None:
         for name, node in zip(NAMES, smps, strict=True):
             self.of.connect(name, await node.endpoint())
-        assert not (await admit(self.of, self.incarnation, NAMES)).lost
+        assert list(await admit(self.of, self.incarnation, NAMES)) == list(NAMES)
         requests = {n: create(f"dp{n}", self.incarnation) for n in NAMES}
         await self.of.ask_all({n: m.Adopt(self.incarnation, (), None) for n in NAMES})
         await self.of.ask_all(requests)

@@ -27,7 +27,7 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import JobKeys, Peer
 from megatron_ft.smp.__main__ import Credentials, Ready
 from megatron_ft.smp.service import SmpService
-from megatron_ft.supervisor.link import SmpLink
+from megatron_ft.supervisor.connections import SmpLink
 
 SECRET = bytes(range(32))
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class SmpNode:
         self.job = uuid.UUID(int=7)
         self.environment = ProcessEnvironment(job, name, folder / name, 1)
         self.log = folder / f"{name}.log"
-        self.events: asyncio.Queue[m.Event] = asyncio.Queue()
+        self.events: asyncio.Queue[m.NodeEvent] = asyncio.Queue()
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

@@ -18,7 +18,7 @@ import pytest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotState
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.plan import Timing
+from megatron_ft.supervisor.orders import Timing
 from tests.support.fates import Deaths, of_node, when
 from tests.support.jobs import ROOT, Fault, Job, Result, difference, oracle
 
@@ -107,7 +107,7 @@ def test_a_spare_that_falls_silent_while_it_receives_is_replaced_by_the_next(
     """Its encoder stands still, and nobody but its SMP could tell."""
     job = new(spares=2)
 
-    def encoder_comes(event: m.Event) -> None:
+    def encoder_comes(event: m.NodeEvent) -> None:
         if isinstance(event.body, m.EncoderHello) and event.node == "n2":
             os.kill(event.body.pid, signal.SIGSTOP)
 

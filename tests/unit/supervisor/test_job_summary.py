@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from megatron_ft.checkpoint.decide import StripeState
@@ -18,15 +19,14 @@ from megatron_ft.rpc.job_messages import merged_summary, summary_digests
 from megatron_ft.rpc.local_query import ask
 from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.smp.slot_rules import MOST_SKIPPED
+from megatron_ft.supervisor.connections import SmpLink
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import Action, CyclePhase, Send, SnapshotCycle, SnapshotEnded
 from megatron_ft.supervisor.events import Observers
-from megatron_ft.supervisor.exposure import fallbacks
-from megatron_ft.supervisor.link import SmpLink
-from megatron_ft.supervisor.plan import Timing, stripe_orders
-from megatron_ft.supervisor.restore import admit
+from megatron_ft.supervisor.membership import admit
+from megatron_ft.supervisor.orders import Timing, stripe_orders
 from megatron_ft.supervisor.schedule import Schedule
-from megatron_ft.supervisor.summary import SummaryParts, summary
+from megatron_ft.supervisor.summary import SummaryParts, fallbacks
 from megatron_ft.trainer.binding import layout_changed
 from tests.support.smp_node import SECRET, SmpNode, run
 
@@ -50,12 +50,17 @@ def coordinator(heartbeat: float = 0.5) -> Coordinator:
     return made
 
 
+def summary(of: Coordinator) -> dict[str, Any]:
+    """All parts as one."""
+    return {name: value for part in of.view().values() for name, value in part.items()}
+
+
 def test_what_a_node_knows_is_not_sent_again() -> None:
     of = coordinator()
     of.links = dict.fromkeys((f"node{i:04d}" for i in range(2048)), None)  # type: ignore[arg-type]
-    parts = SummaryParts(of, 0.0)
+    parts = SummaryParts(of.view, 0.0)
     held = parts.unknown_to({})
-    assert json.loads(merged_summary(held)) == json.loads(summary(of))
+    assert json.loads(merged_summary(held)) == summary(of)
     assert parts.unknown_to(summary_digests(held)) == {}
     of.progress["dp0"] = 7
     news = parts.unknown_to(summary_digests(held))
@@ -67,7 +72,7 @@ def test_what_a_node_knows_is_not_sent_again() -> None:
 
 def test_it_is_made_once_for_all_nodes_of_a_round() -> None:
     of = coordinator()
-    parts = SummaryParts(of, 3600.0)
+    parts = SummaryParts(of.view, 3600.0)
     held = summary_digests(parts.unknown_to({}))
     of.progress["dp0"] = 7
     assert parts.unknown_to(held) == {}
@@ -83,14 +88,28 @@ STRIPES = stripe_orders(
 def training(of: Coordinator, **held: tuple[m.HeldSnapshot, ...]) -> Coordinator:
     """In the middle of training, with what each node has said to hold."""
     of.cycle = SnapshotCycle(1, PLACES, STRIPES, Schedule(10))
-    of.held = dict(held)
+    of.answers = {node: answered(node, held=snapshots) for node, snapshots in held.items()}
     of.record_commit(OLD, 10, "protected")
     of.record_commit(NEW, 20, "local")
     return of
 
 
+def answered(node: str, **stated: Any) -> m.LeaseAnswer:
+    """The last heartbeat of a node."""
+    return m.LeaseAnswer(**{**dict(NOTHING, node=node), **stated})
+
+
+NOTHING = {
+    "paused": False,
+    "progress": {},
+    "encoder_world": "",
+    "resident_bytes": 0,
+    "clock": 0.0,
+}
+
+
 def headline(of: Coordinator) -> str:
-    job = {"summary": json.loads(summary(of)), "nodes": {}, "supervised": True}
+    job = {"summary": summary(of), "nodes": {}, "supervised": True}
     return status.render("job", job).splitlines()[0]
 
 
@@ -100,7 +119,7 @@ def test_the_headline_says_what_each_failure_falls_back_to_now() -> None:
     assert "iteration 20 survives a crash, iteration 10 a node loss" in headline(of)
     of.repairs.lost.add(("dp0", OLD))
     assert "20 survives a crash, nothing in memory survives a node loss (1 sh" in headline(of)
-    of.held["n0"] = (new,)
+    of.answers["n0"] = answered("n0", held=(new,))
     of.repairs.lost.clear()
     assert "20 survives a crash, nothing in memory survives a node loss" in headline(of)
     of.repairs.lost.add(("dp1", NEW))
@@ -128,7 +147,7 @@ def test_a_pause_that_comes_with_a_heartbeat_stops_the_permit(
 
         async def refresh() -> None:
             of.links = dict.fromkeys(PLACES.values())  # type: ignore[assignment]
-            of._paused_on = {"n0"}
+            of.answers["n0"] = answered("n0", paused=True)
             looked.set()
 
         monkeypatch.setattr(of, "refresh", refresh)
@@ -144,7 +163,8 @@ def test_a_pause_that_comes_with_a_heartbeat_stops_the_permit(
 
 def full(of: Coordinator, *, skipped: int, away: float) -> list[Action]:
     """What is permitted beside a protected snapshot and a newer local one, without encoders."""
-    of._crowded_on = {"n0"}
+    known = of.answers.get("n0", answered("n0"))
+    of.answers["n0"] = msgspec.structs.replace(known, crowded=True)
     of.links = dict.fromkeys(PLACES.values())  # type: ignore[assignment]
     of._world_seen = time.monotonic() - away
     assert of.cycle is not None
@@ -239,7 +259,7 @@ def test_an_smp_tells_what_it_has_and_shows_it(tmp_path: Path) -> None:
         await until_quiet(of)
         assert any(lease.summary for lease in Leases.seen)
         status = await asyncio.to_thread(ask, node.environment.socket, m.StatusRequest())
-        assert json.loads(status.summary) == json.loads(summary(of))
+        assert json.loads(status.summary) == summary(of)
         of.connect("node0", endpoint)  # as after the SMP was replaced: nothing is known of it
         first = len(Leases.seen)
         await until_quiet(of)
@@ -257,7 +277,7 @@ def test_status_shows_why_no_snapshot_succeeds_until_one_does() -> None:
     of, cause = coordinator(), layout_changed("moment is new")
 
     def shown() -> str:
-        job = {"summary": json.loads(summary(of)), "nodes": {}, "supervised": True}
+        job = {"summary": summary(of), "nodes": {}, "supervised": True}
         return status.render("job", job)
 
     for sequence in (1, 2, 3):
