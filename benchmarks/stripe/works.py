@@ -19,7 +19,6 @@ from megatron_ft.core.identity import SnapshotId
 from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.encode import EncodeResult, encode
 from megatron_ft.erasure.member import MemberView, StripeCode, chunk_of
-from megatron_ft.erasure.orders import PacedTransport
 from megatron_ft.erasure.rebuild import rebuild
 from megatron_ft.erasure.rows import SparePieces, encode_kernel, held_bytes, open_row_codec
 from megatron_ft.erasure.stripes import padded_bytes
@@ -117,13 +116,13 @@ class Works:
         if not all(np.array_equal(*pair) for pair in pairs):
             raise RuntimeError("a rebuild gave wrong bytes")
 
-    def _encode(self, transport: Transport) -> None:
-        result = encode(self.code, self.member, transport, range(self.code.members))
+    def _encode(self, transport: Transport, pace: Pace | None = None) -> None:
+        result = encode(self.code, self.member, transport, range(self.code.members), pace=pace)
         if self._protected is None:
             self._protected = self._after(result)
 
     def _paced(self, transport: CountingTransport, rate: int) -> None:
-        self._encode(PacedTransport(transport, Pace(rate)))
+        self._encode(transport, Pace(rate))
 
     def _shards_of(self, count: int) -> list[tuple[StripeCode, MemberView]]:
         code = stripe_code(

@@ -1,4 +1,4 @@
-"""What an arena file holds, and where: constants, geometry and the values of its records.
+"""Contents of an arena file and their places: constants, geometry, values of its records.
 
 The byte tables are in docs/arena-format.md and are packed by ``binary.py``; this
 module only knows values and offsets.  Every ``ValueError`` here names the field.

@@ -1,1 +1,1 @@
-"""What every other package needs: ids, errors, layout tables, /proc, small objects."""
+"""Shared by every other package: ids, errors, layout tables, /proc, small objects."""

@@ -1,4 +1,4 @@
-"""What a shard holds: a flat table of tensors at fixed offsets, and their logical places.
+"""Contents of a shard: a table of tensors at fixed offsets, their logical places, and meta.
 
 A layout is planned once, from the first complete training state, and every snapshot
 after it is raw copies.  The table lists tensors by name, in sorted order, so that the

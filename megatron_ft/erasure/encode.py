@@ -15,6 +15,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
+from megatron_ft.core.background import Pace
 from megatron_ft.core.identity import SealedRecord
 from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.codec import Codec
@@ -65,18 +66,19 @@ def encode(
     *,
     index: int | None = None,
     codec: Codec | None = None,
+    pace: Pace | None = None,
 ) -> EncodeResult:
     """Fill ``member.parity`` and ``member.parity_digests``; all members call this together.
 
     ``peers`` are the members' ranks in stripe order, ``index`` says which member we are
-    (needed only if one process stands for two).  Every source block is checked before
-    it is coded, and received parity is read back: CorruptMemberError names the shard whose
-    bytes are wrong, and the parity is then not to be used.  ValueError if members
+    (needed only if one process stands for two); ``pace`` caps what is sent.  Every source block is
+    checked before it is coded, and received parity is read back: CorruptMemberError names the shard
+    whose bytes are wrong, and the parity is then not to be used.  ValueError if members
     disagree about the snapshot or a length.  It returns on any member only once the
     parity of all of them is in place.
     """
     member.require_fit(code)
-    link = Link(transport, peers, index)
+    link = Link(transport, peers, index, pace)
     introductions = introduce(link, member)
     records = agreed_records(introductions)
     checks = [introductions[number].data_check(code) for number in range(code.members)]

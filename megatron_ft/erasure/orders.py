@@ -22,12 +22,11 @@ from megatron_ft.core.background import Pace
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.block_repair import Damage, RecomputedBlocks, recompute
 from megatron_ft.erasure.encode import EncodeResult, VerifyResult, encode, verify
 from megatron_ft.erasure.member import MemberView, StripeCode
 from megatron_ft.erasure.rebuild import RebuildResult, rebuild
-from megatron_ft.erasure.transport import Pending, Transport
+from megatron_ft.erasure.transport import Transport
 from megatron_ft.rpc.messages import (
     Encoded,
     EncodeOrder,
@@ -41,52 +40,6 @@ from megatron_ft.rpc.messages import (
     StripeOrder,
     VerifyOrder,
 )
-
-
-class PacedTransport:
-    """Another transport, whose ``isend`` waits until ``pace`` allows what was sent before.
-
-    Waiting only delays: peers wait for the message as they would on a slower network, so no
-    cycle can form that could not form without it.
-    """
-
-    def __init__(self, inner: Transport, pace: Pace) -> None:
-        """Several transports of a process may share a pace."""
-        self._inner, self._pace = inner, pace
-
-    @property
-    def rank(self) -> int:
-        """See Transport."""
-        return self._inner.rank
-
-    @property
-    def size(self) -> int:
-        """See Transport."""
-        return self._inner.size
-
-    @property
-    def bytes_sent(self) -> int:
-        """See Transport."""
-        return self._inner.bytes_sent
-
-    def isend(self, buffer: Bytes, peer: int, tag: int) -> Pending:
-        """Start sending once that is allowed, and wait until so many bytes are due."""
-        pending = self._inner.isend(buffer, peer, tag)
-        self._pace.after(buffer.nbytes)
-        return pending
-
-    def irecv(self, buffer: Bytes, peer: int, tag: int) -> Pending:
-        """See Transport."""
-        return self._inner.irecv(buffer, peer, tag)
-
-    def waitall(self, pending: Sequence[Pending]) -> None:
-        """See Transport."""
-        self._inner.waitall(pending)
-
-    def test(self, pending: Sequence[Pending]) -> bool:
-        """See Transport."""
-        return self._inner.test(pending)
-
 
 Order = EncodeOrder | RebuildOrder | VerifyOrder | RepairOrder
 
@@ -165,11 +118,10 @@ class OrderRunner:
         pace = Pace(self._encode_rate)
 
         def work(member: int, transport: Transport) -> EncodeResult:
-            transport = PacedTransport(transport, pace)
             view = self._view(order.snapshot, stripe, member, parity=True)
             peers = stripe.world_ranks
             reach("encode.ordered")
-            return encode(_code(stripe), view, transport, peers, index=member)
+            return encode(_code(stripe), view, transport, peers, index=member, pace=pace)
 
         for member, result, sent, seconds in self._together(local, work):
             _require_members(stripe, [r.shard_id for r in result.stripe_table])

@@ -1,10 +1,10 @@
-"""How encoders move bytes: a small interface, and the order in which it is used.
+"""Transfers between encoders: a small interface, and the order in which it is used.
 
 Every member walks through one global sequence of exchanges and takes in at most four messages
-at a time; all peers at once would collide at the receivers.  What is there from the beginning
-is offered some turns before its own, and waited for some turns after it, so members need not
-keep step.  Waits are always for the oldest exchange or for older sends, so whoever is waited
-for can always go on, and no cycle can form.
+at a time; all peers at once would collide at the receivers.  Bytes that exist from the beginning
+are offered some turns before their own, and waited for some turns after it, so members need not
+keep step.  Waits are always for the oldest exchange or for older sends, so the member that is
+waited for can always continue, and no cycle can form.
 Waiting has no deadline of its own: MPI cannot give up on one message, and a slow peer is no
 error over TCP either.  A world that hangs is ended from outside by the SMP, which loses nothing.
 """
@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from megatron_ft.core.background import Pace
 from megatron_ft.core.errors import TransportError
 from megatron_ft.core.isal import Bytes
 from megatron_ft.core.scheme import MAX_MEMBERS
@@ -94,12 +95,20 @@ class MessageKind(IntEnum):
 class Link:
     """A transport as seen by one member of one stripe: peers are member numbers."""
 
-    def __init__(self, transport: Transport, peers: Sequence[int], member: int | None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        peers: Sequence[int],
+        member: int | None,
+        pace: Pace | None = None,
+    ) -> None:
         """``peers`` are the members' ranks, in stripe order; ``member`` defaults to our rank's.
 
+        With a ``pace`` a send waits until what was sent before is allowed.  That only delays: peers
+        wait for the message as they would on a slower network, so no cycle can form.
         ValueError if a rank stands for two members, or if we are none of them.
         """
-        self._transport, self._peers = transport, tuple(peers)
+        self._transport, self._peers, self._pace = transport, tuple(peers), pace
         if len(set(self._peers)) != len(self._peers) and member is None:
             raise ValueError(f"one encoder stands for two members of a stripe: ranks {peers}")
         if transport.rank not in self._peers:
@@ -116,7 +125,10 @@ class Link:
     def send(self, buffer: Bytes, member: int, kind: MessageKind) -> Pending:
         """Start sending to a member."""
         tag = _tag(kind, self.member, member % self.members)
-        return self._transport.isend(buffer, self._peers[member % self.members], tag)
+        pending = self._transport.isend(buffer, self._peers[member % self.members], tag)
+        if self._pace is not None:
+            self._pace.after(buffer.nbytes)
+        return pending
 
     def receive(self, buffer: Bytes, member: int, kind: MessageKind) -> Pending:
         """Start receiving from a member."""

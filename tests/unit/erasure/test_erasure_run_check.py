@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from megatron_ft.arena.digest import digest_table
 from megatron_ft.core import isal
 from megatron_ft.core.isal import Bytes
-from megatron_ft.erasure import checks
-from megatron_ft.erasure import checks as run_check
+from megatron_ft.erasure import member as run_check
 from megatron_ft.erasure.member import CorruptMemberError, DataCheck, RunCheck, digest_table_of
 from tests.support.erasure_samples import make_code, make_member
 
@@ -79,7 +78,7 @@ def test_copies_are_digested_by_the_piece(monkeypatch: pytest.MonkeyPatch) -> No
     check = DataCheck(CODE, MEMBER.record, digest_table_of(MEMBER))
     piece = MEMBER.data[512:1024]
     with monkeypatch.context() as patch:
-        patch.setattr(checks, "digest_blocks", None)
+        patch.setattr(run_check, "digest_blocks", None)
         assert check.required_digests(512, piece).tolist() == TABLE[8:16].tolist()
     wrong = piece.copy()
     wrong[100] ^= 1

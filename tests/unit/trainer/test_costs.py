@@ -18,10 +18,9 @@ from megatron_ft.arena import digest
 from megatron_ft.core import isal
 from megatron_ft.core.identity import SealedRecord
 from megatron_ft.core.isal import Bytes
-from megatron_ft.erasure import checks, rows
-from megatron_ft.erasure import checks as run_check
 from megatron_ft.erasure import encode as encoding
 from megatron_ft.erasure import member as member_module
+from megatron_ft.erasure import rows
 from megatron_ft.erasure.codec import IsalCodec, open_codec
 from megatron_ft.erasure.member import StripeCode
 from megatron_ft.erasure.rebuild import rebuild
@@ -160,10 +159,10 @@ class Passes:
 
         monkeypatch.setattr(ctypes, "memmove", copy)
         monkeypatch.setattr(np, "positive", by_loop)
-        monkeypatch.setattr(run_check, "digest_block", of_run)
+        monkeypatch.setattr(member_module, "digest_block", of_run)
         monkeypatch.setattr(digest, "block_digests", by_number)
         monkeypatch.setattr(digest, "digest_blocks", digested)
-        monkeypatch.setattr(checks, "digest_blocks", digested)
+        monkeypatch.setattr(member_module, "digest_blocks", digested)
 
 
 def test_a_byte_is_copied_once_and_digested_once(
