@@ -227,7 +227,7 @@ def test_the_same_command_takes_over_after_the_supervisor_was_killed(
 
 
 def _committed(job: Job, node: str) -> int:
-    folder = job.cluster._job_dir / node.replace("n", "node")
+    folder = job.cluster.job_dir / node.replace("n", "node")
     status = ask(folder / "smp.sock", m.StatusRequest())
     slots = [slot for arena in status.arenas for slot in arena.slots]
     return max(slot.iteration for slot in slots if slot.state == SlotState.COMMITTED)

@@ -65,7 +65,7 @@ def shown(job: Job, condition: Callable[[dict[str, Any]], bool]) -> dict[str, An
     """What `megatron-ft status` shows, once it shows this: heartbeats carry the summary."""
     deadline = time.monotonic() + WAIT_SECONDS
     while True:
-        view = status.collect(job.cluster._job_dir.parent, job.name)[job.name]
+        view = status.collect(job.cluster.job_dir.parent, job.name)[job.name]
         if condition(view):
             return view
         assert time.monotonic() < deadline, view["summary"]
@@ -74,7 +74,7 @@ def shown(job: Job, condition: Callable[[dict[str, Any]], bool]) -> dict[str, An
 
 def view_of(job: Job) -> list[int]:
     """Iterations of the snapshots that are committed on all nodes."""
-    nodes = status.collect(job.cluster._job_dir.parent, job.name)[job.name]["nodes"].values()
+    nodes = status.collect(job.cluster.job_dir.parent, job.name)[job.name]["nodes"].values()
     held = [
         {slot["iteration"] for slot in shard["slots"] if slot["state"] == "COMMITTED"}
         for node in nodes
@@ -116,7 +116,7 @@ def test_damage_in_memory_is_repaired_from_parity_while_training_goes_on(
         return nothing_lost and view["nodes"]["n1"]["scrub"]["passes"] > 0
 
     def damage(job: Job) -> None:
-        arenas = str(job.cluster.node_dir("n1").parents[1])
+        arenas = str(job.cluster.job_dir.parent)
         verify = ["verify", "--job", job.name, "--rebuild", "--arena-dir", arenas]
         assert main(verify) == 0, "of a running job"
         pause(job, True)
@@ -149,7 +149,7 @@ def test_damage_in_memory_is_repaired_from_parity_while_training_goes_on(
         wait_until(lambda: len(view_of(job)) > 1, job)
         pause(job, True)
         held = view_of(job)
-        words = ["--job", job.name, "--arena-dir", str(job.cluster.node_dir("n1").parents[1])]
+        words = ["--job", job.name, "--arena-dir", str(job.cluster.job_dir.parent)]
         words += ["--state-dir", str(tmp_path / "state")]
         assert main(["rewind", *words, "--before-iteration", str(min(held))]) == 2
         capsys.readouterr()
