@@ -185,9 +185,7 @@ class CaseInjector(Injector):
 
     def make_room(self) -> None:
         """Make the small file system large enough."""
-        subprocess.run(
-            ["mount", "-o", "remount,size=256m", str(self._small)], check=True
-        )  # fmt: skip
+        subprocess.run(["mount", "-o", "remount,size=256m", str(self._small)], check=True)
 
     def tidy(self) -> None:
         """Leave no mount, no process, no folder in shared memory, no network."""

@@ -89,7 +89,7 @@ def test_the_side_that_is_cut_off_stops_before_the_other_goes_on(
     job, deaths = new(spares=1), Deaths()
     job.run((8, cut(deaths, 1, ["n1"])), (20, in_incarnation(2, heal_and_lose_another)))
     assert max(deaths.all()) < when(job, "trainers_started", 1), job.story()
-    assert "no word from the coordinator" in (job.folder / "logs" / "smp-n1.log").read_text()
+    assert "lease has run out: killing" in (job.folder / "logs" / "smp-n1.log").read_text()
     assert job.supervisor.members.active == ["n1", "n2"], job.story()
     assert not difference(job.result(), two), job.story()
 
