@@ -16,8 +16,8 @@ from benchmarks.scale.tally import EVENTS, Tally, kind_of
 from megatron_ft.cli.chaos.job import TRAINING_MODULE, JobFile
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.connections import SmpLink, reported
 from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.link import SmpLink, reported
 from megatron_ft.supervisor.supervisor import Supervisor
 from tests.support.chaos_cluster import CLUSTER_CLASS
 from tests.support.warm_python import CHAOS, WarmPython

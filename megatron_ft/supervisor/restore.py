@@ -17,8 +17,8 @@ from megatron_ft.core.errors import ControlPlaneError, MegatronFTError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.connections import ARENA_TIMEOUT_SECONDS
 from megatron_ft.supervisor.coordinator import Coordinator
-from megatron_ft.supervisor.link import ARENA_TIMEOUT_SECONDS
 from megatron_ft.supervisor.plan import create_requests, orders_by_node, stripe_orders
 
 ADMIT_TIMEOUT_SECONDS = ARENA_TIMEOUT_SECONDS + 30.0

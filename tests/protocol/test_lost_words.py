@@ -13,10 +13,10 @@ from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask
 from megatron_ft.rpc.sockets import JobKeys
+from megatron_ft.supervisor.connections import SmpLink
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import CyclePhase, SnapshotCycle
 from megatron_ft.supervisor.events import Observers
-from megatron_ft.supervisor.link import SmpLink
 from megatron_ft.supervisor.plan import Timing
 from megatron_ft.supervisor.restore import admit
 from megatron_ft.supervisor.schedule import Schedule

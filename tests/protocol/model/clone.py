@@ -11,8 +11,8 @@ from typing import Any
 from megatron_ft.smp.event_sender import EventBatch, Outbox
 from megatron_ft.smp.slots import ShardSlots
 from megatron_ft.smp.state_machine import NodeMachine
+from megatron_ft.supervisor.connections import Inbox
 from megatron_ft.supervisor.cycle import SnapshotCycle
-from megatron_ft.supervisor.link import Inbox
 from megatron_ft.supervisor.schedule import Schedule
 from tests.protocol.model.drain import Drain
 from tests.protocol.model.encoder import Encoder, MpiWorld, Session

@@ -12,7 +12,7 @@ from megatron_ft.smp import state_machine as e
 from megatron_ft.smp.event_sender import EventBatch, Outbox
 from megatron_ft.smp.slots import ShardSlots
 from megatron_ft.smp.state_machine import NodeMachine
-from megatron_ft.supervisor.link import Inbox
+from megatron_ft.supervisor.connections import Inbox
 from tests.protocol.model.judge import Violation
 from tests.protocol.model.memory import DAMAGED, MemoryArena, MemorySlot, damaged
 from tests.protocol.model.processes import Loader, Process, Trainer

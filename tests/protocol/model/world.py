@@ -9,8 +9,8 @@ from megatron_ft.arena.format import SlotHeader
 from megatron_ft.checkpoint.decide import Decision
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.connections import Inbox
 from megatron_ft.supervisor.cycle import CyclePhase
-from megatron_ft.supervisor.link import Inbox
 from tests.protocol.model.disk import DiskSteps
 from tests.protocol.model.drain import Checkpoint, Drain
 from tests.protocol.model.encoder import Encoder, MpiWorld

@@ -36,7 +36,7 @@ from megatron_ft.rpc.sockets import JobKeys, Peer, Server
 from megatron_ft.smp import local_server
 from megatron_ft.smp.local_server import LocalServer
 from megatron_ft.smp.service import SmpService
-from megatron_ft.supervisor.link import SmpLink
+from megatron_ft.supervisor.connections import SmpLink
 from tests.support.smp_node import SECRET, SmpNode, capture, create, run, say, snapshot
 
 TRAINER = """

@@ -18,7 +18,7 @@ from megatron_ft.rpc.sockets import JobKeys, Server
 from megatron_ft.smp.control_server import ControlServer
 from megatron_ft.smp.service import SmpService
 from megatron_ft.smp.store import free
-from megatron_ft.supervisor.link import SmpLink
+from megatron_ft.supervisor.connections import SmpLink
 from tests.support.smp_node import SECRET, create, run, service
 
 KEEPS_ONE = m.Adopt(1, (), None, ("dp0",))

@@ -15,7 +15,7 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import Peer
 from megatron_ft.smp.event_sender import MOST_UNHEARD, MOST_WAITED, EventSender, Outbox
 from megatron_ft.smp.state_machine import NodeMachine
-from megatron_ft.supervisor.link import Inbox, reported
+from megatron_ft.supervisor.connections import Inbox, reported
 
 ONE = SnapshotId(1, 1)
 COORDINATOR = b"coordinator"
