@@ -18,7 +18,7 @@ from megatron_ft.arena import digest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import BLOCK_BYTES, ArenaHeader, Geometry, Permit, SlotState
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
-from megatron_ft.core.shard_meta import pack_meta
+from megatron_ft.core.shard import pack_meta
 from megatron_ft.smp.slot_rules import EMPTY_SLOT
 from megatron_ft.trainer.engine import CaptureEngine, CaptureRun, choose_copier
 from megatron_ft.trainer.mapping import MappingState

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ft.core.ports import free_port
+from megatron_ft.core.process_tools import free_port
 from megatron_ft.launchers.virtual import VirtualCluster
 
 END_SECONDS = 60.0

@@ -19,9 +19,8 @@ from megatron_ft.config import SnapshotConfig, Source, environment_source, resol
 from megatron_ft.config.flags import job_contradictions
 from megatron_ft.config.json_section import SECTION, Section, read_section
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.core.fewer_ranks import SHRINK
-from megatron_ft.core.identity import shard_id
-from megatron_ft.core.wrapping import Function
+from megatron_ft.core.frameworks import Function
+from megatron_ft.core.identity import SHRINK, shard_id
 from megatron_ft.trainer.manager import SnapshotManager
 
 _RUN = "_inmem_snapshot_run"

@@ -11,14 +11,14 @@ from typing import Any
 
 from megatron_ft.config.json_section import SECTION
 from megatron_ft.core.errors import ConfigError, UnsupportedVersionError
-from megatron_ft.core.wrapping import Function, wrap
+from megatron_ft.core.frameworks import Function, wrap
 
 ENGINE_MODULE = "deepspeed"
 
 
 def install_after_import() -> None:
     """Wrap DeepSpeed's engine class now if it was imported, else right behind its import."""
-    from megatron_ft.launchers.startup.sitecustomize import AfterImport
+    from megatron_ft.core.startup.sitecustomize import AfterImport
 
     if ENGINE_MODULE in sys.modules:
         install()

@@ -24,7 +24,7 @@ from deepspeed_ext.state_parts import RandomStates
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.config.json_section import Section
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.core.wrapping import Function
+from megatron_ft.core.frameworks import Function
 from megatron_ft.trainer.start_choice import (
     WISH,
     DiskStart,

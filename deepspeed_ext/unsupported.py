@@ -12,7 +12,13 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from megatron_ft.core.errors import UnsupportedVersionError
-from megatron_ft.core.versions import DEEPSPEED, Required, missing_names, owner_at, version_numbers
+from megatron_ft.core.frameworks import (
+    DEEPSPEED,
+    Required,
+    missing_names,
+    owner_at,
+    version_numbers,
+)
 
 OLDEST, WORKING = DEEPSPEED.oldest, DEEPSPEED.working
 

@@ -6,7 +6,7 @@ import json
 import time
 from pathlib import Path
 
-from megatron_ft.core.wrapping import Function, wrap
+from megatron_ft.core.frameworks import Function, wrap
 from megatron_ft.trainer.manager import SnapshotManager
 from megatron_ft.trainer.mapping import State, StateAdapter
 from megatron_ft.trainer.state import live_tensors

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_ft.core.ports import free_port
+from megatron_ft.core.process_tools import free_port
 
 RESTARTS = 8
 END_SECONDS = 10.0

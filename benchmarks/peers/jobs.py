@@ -19,7 +19,7 @@ import msgspec
 
 from benchmarks.peers.catalogue import DLROVER, SUPERVISED, WAYS, Way
 from benchmarks.peers.rank import FLUSHES, LOADS, SAVED, Plan, lines
-from megatron_ft.core.ports import free_port
+from megatron_ft.core.process_tools import free_port
 
 RANKS = 2
 JOB_SECONDS = 240.0

@@ -14,9 +14,9 @@ from benchmarks.stripe.messages import EncodeMessages
 from benchmarks.stripe.other_ways import WAYS
 from megatron_ft.arena.digest import required_bytes, seal
 from megatron_ft.arena.format import BLOCK_BYTES
+from megatron_ft.core.background import Pace
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.core.isal import Bytes
-from megatron_ft.core.pace import Pace
 from megatron_ft.erasure.encode import EncodeResult, encode
 from megatron_ft.erasure.member import MemberView, StripeCode, chunk_of
 from megatron_ft.erasure.orders import PacedTransport

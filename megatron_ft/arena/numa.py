@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_ft.core.affinity import parse_cpus
+from megatron_ft.core.background import parse_cpus
 
 log = logging.getLogger(__name__)
 

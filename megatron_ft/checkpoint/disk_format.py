@@ -25,8 +25,7 @@ from typing import Annotated, Any
 import msgspec
 
 from megatron_ft.arena.format import DIGEST_BLAKE2B, DIGEST_CRC64, MAX_REGION_BYTES
-from megatron_ft.core.decoding import UNREADABLE
-from megatron_ft.core.errors import CheckpointDamagedError, DrainError
+from megatron_ft.core.errors import UNREADABLE, CheckpointDamagedError, DrainError
 from megatron_ft.core.identity import Ancestor, SealedRecord, Seat, SnapshotId
 from megatron_ft.core.shard import ALIGNMENT, LayoutEntry, ShardLayout, align
 

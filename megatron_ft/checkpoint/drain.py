@@ -36,9 +36,9 @@ from megatron_ft.checkpoint.disk_format import (
 )
 from megatron_ft.checkpoint.drained import Keep, clean_up, clear_unfinished
 from megatron_ft.checkpoint.live import hold, scan
-from megatron_ft.checkpoint.load import ProcessPlan, check_folder, open_trusted
+from megatron_ft.checkpoint.load import ProcessPlan, check_folder, open_trusted, wrong_blocks
 from megatron_ft.checkpoint.source import OpenSnapshot, ShardBytes, SnapshotInfo
-from megatron_ft.core.affinity import bind_to_background_cpus
+from megatron_ft.core.background import Pace, bind_to_background_cpus, lower_priority
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import (
     CheckpointDamagedError,
@@ -48,8 +48,6 @@ from megatron_ft.core.errors import (
 )
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
-from megatron_ft.core.pace import Pace
-from megatron_ft.core.priority import lower_priority
 from megatron_ft.rpc.local_query import begin_errand, pinned
 
 log = logging.getLogger(__name__)
@@ -109,10 +107,7 @@ def _checked_copy(shard: ShardBytes, first: int, expected: NDArray[np.uint64]) -
     start = first * shard.block_bytes
     stop = min(start + expected.size * shard.block_bytes, shard.record.digest_offset)
     copy: NDArray[np.uint8] = shard.data[start:stop].copy()
-    found = np.empty_like(expected)
-    digest.digest_blocks(copy, shard.block_bytes, shard.digest_algorithm, found)
-    bad = [first + int(number) for number in np.flatnonzero(found != expected)]
-    if bad:
+    if bad := wrong_blocks(copy, first, expected, shard.block_bytes, shard.digest_algorithm):
         raise SnapshotUnavailableError(
             f"shard {shard.record.shard_id} in {shard.origin} changed while it was drained: "
             f"blocks {digest.name_blocks(bad)} no longer match their digests"

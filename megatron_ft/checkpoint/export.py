@@ -22,8 +22,7 @@ import msgspec
 
 from megatron_ft.checkpoint.disk_format import DiskCalls
 from megatron_ft.checkpoint.source import OpenSnapshot
-from megatron_ft.core.decoding import UNREADABLE
-from megatron_ft.core.errors import ConfigError, ExportError
+from megatron_ft.core.errors import UNREADABLE, ConfigError, ExportError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.objects import MOST_BYTES, Part, decode, encode
 

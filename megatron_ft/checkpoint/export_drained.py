@@ -32,8 +32,7 @@ from megatron_ft.checkpoint.export import FormatWriter, format_of, partial_of, w
 from megatron_ft.checkpoint.load import open_checkpoint
 from megatron_ft.checkpoint.native import iteration_of, retract
 from megatron_ft.checkpoint.source import open_newest
-from megatron_ft.core.decoding import UNREADABLE
-from megatron_ft.core.errors import ConfigError, ExportError
+from megatron_ft.core.errors import UNREADABLE, ConfigError, ExportError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import Ancestor, SnapshotId, on_lineage
 

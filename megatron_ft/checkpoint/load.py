@@ -169,6 +169,7 @@ class ShardReader:
             )
         self.header = disk_format.unpack_header(raw, str(path))
         self.record: SealedRecord = self.header.record
+        self._how = (self.header.block_bytes, self.header.digest_algorithm)
 
     def check_named(self, shard_id: str, line: ShardFile, manifest: Manifest) -> None:
         """CheckpointDamagedError unless this is the shard that the manifest names."""
@@ -187,9 +188,7 @@ class ShardReader:
         """Fill ``data``, which is as long as the region, and check all of it."""
         assert data.size == self.record.used_bytes
         self._read_region(data)
-        header = self.header
-        bad = digest.verify_shard(data, self.record, header.block_bytes, header.digest_algorithm)
-        if bad:
+        if bad := digest.verify_shard(data, self.record, *self._how):
             raise self._damage(bad)
 
     def read_sealed_anew(
@@ -203,7 +202,7 @@ class ShardReader:
         region = data[: record.digest_offset]
         self._read_region(region)
         sealed = digest.sealed_anew(data, record, block_bytes, algorithm)
-        if bad := self._bad_blocks(region, 0, expected):
+        if bad := wrong_blocks(region, 0, expected, *self._how):
             raise self._damage(bad)
         return sealed
 
@@ -216,7 +215,8 @@ class ShardReader:
         for first in range(0, expected.size, blocks):
             piece = buffer[: min(blocks * block, end - first * block)]
             self._read(piece.data, self.start + first * block)
-            bad += self._bad_blocks(piece, first, expected[first : first + blocks])
+            known = expected[first : first + blocks]
+            bad += wrong_blocks(piece, first, known, *self._how)
         if bad:
             raise self._damage(bad)
 
@@ -230,14 +230,6 @@ class ShardReader:
         if expected.size != entries or digest.digest_root(expected, record) != record.digest_root:
             raise self._damage(list(range(max(entries, 1))))
         return expected
-
-    def _bad_blocks(
-        self, piece: NDArray[np.uint8], first: int, expected: NDArray[np.uint64]
-    ) -> list[int]:
-        """Numbers of blocks of ``piece``, whose first one is number ``first``, that are wrong."""
-        found = np.empty_like(expected)
-        digest.digest_blocks(piece, self.header.block_bytes, self.header.digest_algorithm, found)
-        return [first + int(number) for number in np.flatnonzero(found != expected)]
 
     def _damage(self, bad: list[int]) -> CheckpointDamagedError:
         record, block = self.record, self.header.block_bytes
@@ -262,6 +254,19 @@ class ShardReader:
             if not count:
                 raise CheckpointDamagedError(f"{self.path} became shorter while it was read")
             rest, at = rest[count:], at + count
+
+
+def wrong_blocks(
+    piece: NDArray[np.uint8],
+    first: int,
+    expected: NDArray[np.uint64],
+    block_bytes: int,
+    algorithm: int,
+) -> list[int]:
+    """Numbers of the blocks of ``piece``, whose first one is number ``first``, that are wrong."""
+    found = np.empty_like(expected)
+    digest.digest_blocks(piece, block_bytes, algorithm, found)
+    return [first + int(number) for number in np.flatnonzero(found != expected)]
 
 
 def open_checkpoint(directory: Path) -> CheckpointSource:

@@ -183,7 +183,7 @@ def rebuild_node(
             live = _view(arenas[node, shard], holdings[shard], snapshot)
             survivors = Survivors.find(others, shard, snapshot)
             size += _compare_rebuilt(survivors, live, *_views(survivors, snapshot, arenas))
-        except (SnapshotUnavailableError, CorruptMemberError) as error:
+        except (SnapshotUnavailableError, CorruptMemberError, ArenaError) as error:
             problem = f"{shard} cannot be rebuilt as it is: {error}"
             break
     return RebuiltNode(node, len(lost), size, time.monotonic() - started, problem)
@@ -217,7 +217,8 @@ def _compare_rebuilt(
 
 
 def _strict_checks(code: StripeCode, view: MemberView) -> tuple[DataCheck, ParityCheck]:
-    assert view.record is not None, "the slot is sealed"
+    if view.record is None:
+        raise SnapshotUnavailableError("a slot of its stripe was given up while it was read")
     data = DataCheck(code, view.record, digest_table_of(view))
     return data, ParityCheck(code, view.record.shard_id, view.parity_digests, view.parity_root)
 

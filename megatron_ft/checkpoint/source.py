@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from megatron_ft.arena import digest
 from megatron_ft.core.errors import SnapshotUnavailableError
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
-from megatron_ft.core.shard import LayoutEntry, ShardLayout
-from megatron_ft.core.shard_meta import unpack_meta
+from megatron_ft.core.shard import LayoutEntry, ShardLayout, unpack_meta
 
 log = logging.getLogger(__name__)
 

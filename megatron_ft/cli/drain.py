@@ -19,9 +19,9 @@ from megatron_ft.checkpoint.drain import publish, write_shards
 from megatron_ft.checkpoint.drained import remove_checkpoint
 from megatron_ft.checkpoint.source import OpenSnapshot, open_newest
 from megatron_ft.cli import common
+from megatron_ft.core.background import Pace
 from megatron_ft.core.errors import DrainError, SnapshotUnavailableError
 from megatron_ft.core.identity import Seat
-from megatron_ft.core.pace import Pace
 from megatron_ft.supervisor.job_state import known_shards
 
 

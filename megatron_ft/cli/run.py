@@ -45,7 +45,7 @@ from megatron_ft.core.errors import (
     RestartBudgetError,
     UnrecoverableError,
 )
-from megatron_ft.core.fewer_ranks import SHRINK
+from megatron_ft.core.identity import SHRINK
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState, state_folder
 from megatron_ft.supervisor.membership import NoSpareError

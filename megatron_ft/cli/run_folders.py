@@ -15,7 +15,7 @@ from megatron_ft.checkpoint.export_drained import Holder, hold
 from megatron_ft.cli.common import say
 from megatron_ft.config import SETTINGS
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.core.in_thread import in_thread
+from megatron_ft.core.process_tools import in_thread
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.spec import JobSpec

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ft.cli.common import say
+from megatron_ft.core.environment import check_names, check_sockets
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.core.fewer_ranks import HOLD, STOP
-from megatron_ft.core.node_names import check_names, check_sockets
+from megatron_ft.core.identity import HOLD, STOP
 from megatron_ft.launchers.agents.agent import AgentFront
 from megatron_ft.launchers.agents.hub import AgentHub
 from megatron_ft.launchers.agents.launcher import AgentLauncher

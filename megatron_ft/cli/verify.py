@@ -21,8 +21,8 @@ from megatron_ft.checkpoint.live import LiveSource
 from megatron_ft.checkpoint.load import open_checkpoint
 from megatron_ft.checkpoint.source import SnapshotSource
 from megatron_ft.cli import common
+from megatron_ft.core.background import lower_priority
 from megatron_ft.core.errors import ConfigError, SnapshotUnavailableError
-from megatron_ft.core.priority import lower_priority
 
 EXIT_CODES: Mapping[int, str] = {
     3: "something is damaged or incomplete, but a whole snapshot is there",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.core.affinity import parse_cpus, shown
+from megatron_ft.core.background import parse_cpus, shown
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.scheme import Scheme
 

@@ -32,7 +32,7 @@ from megatron_ft.config.setting import (
     whole,
 )
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.core.fewer_ranks import HOLD, SHRINK, STOP
+from megatron_ft.core.identity import HOLD, SHRINK, STOP
 
 SWITCH = "--inmem-snapshot"
 SWITCH_HELP = "Keep snapshots of the training state in host memory and restore from them."

@@ -1,13 +1,18 @@
-"""What the supervisor tells each process it starts, as environment variables."""
+"""Environment variables of the processes of a job, and names of jobs and nodes.
+
+The supervisor sets the variables for each process that it starts.  Names of jobs and nodes are
+names of folders, and part of the path of a Unix socket.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ft.core.errors import NotUnderSupervisorError
+from megatron_ft.core.errors import ConfigError, NotUnderSupervisorError
 
 JOB = "MEGATRON_FT_JOB"
 NODE = "MEGATRON_FT_NODE"
@@ -68,3 +73,31 @@ class ProcessEnvironment:
                 "`megatron-ft run -- <command>`, which starts the SMP that keeps snapshots"
             )
         return cls(source[JOB], source[NODE], Path(source[NODE_DIR]), int(source[INCARNATION]))
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+# struct sockaddr_un, unix(7), less the final zero.
+_SOCKET_PATH_LIMIT = 107
+
+
+def check_names(root: Path, job: str, nodes: Sequence[str]) -> None:
+    """ConfigError for names that cannot be folders, repeat, or make socket paths too long."""
+    for name in (job, *nodes):
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"{name!r} cannot name a job or node: use letters, digits, dots, _ and -"
+            )
+    if len(set(nodes)) != len(nodes):
+        raise ConfigError(f"node names repeat: {list(nodes)}")
+    check_sockets(root, job, nodes)
+
+
+def check_sockets(root: Path, job: str, nodes: Sequence[str]) -> None:
+    """ConfigError for names that make socket paths too long."""
+    for name in nodes:
+        socket = root / job / name / SOCKET_NAME
+        if len(os.fsencode(socket)) > _SOCKET_PATH_LIMIT:
+            raise ConfigError(
+                f"{socket} is too long for a Unix socket ({_SOCKET_PATH_LIMIT} bytes); take "
+                "a shorter --job (JOB in the batch scripts) or --arena-dir"
+            )

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
+
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""One flipped bit in a text makes it no UTF-8, and nesting may be deeper than the stack."""
+
 
 class MegatronFTError(Exception):
     """Root of all errors that this package raises on purpose."""

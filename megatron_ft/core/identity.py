@@ -1,11 +1,8 @@
-"""Identities of snapshots and shards, and the lineage that a snapshot descends from.
+"""Values that messages and files share: ids, sealed records, lineage, numbers of ranks.  Pure.
 
-Names of things: snapshots, shards, and what a sealed shard looks like from outside.
-
-Plain values without behaviour, shared by every other part of the package; this
-module imports nothing of ours and no torch.
-
-The chain of snapshots that the current incarnation of the job descends from.  Pure.
+A lineage is the chain of snapshots that the current incarnation of a job descends from.  A
+RankRule says with how many ranks a command can continue; its ranks give it when they register,
+as only the framework's integration knows it.
 """
 
 from __future__ import annotations
@@ -123,3 +120,34 @@ def extend(
         return (Ancestor(incarnation, None),)
     older = [a for a in lineage if a.incarnation <= parent.incarnation]
     return (*older, Ancestor(incarnation, parent))[-keep:]
+
+
+Positive = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
+
+STOP, HOLD, SHRINK = "stop", "hold", "shrink"
+"""What ``on_no_spare`` may be."""
+
+
+class RankRule(msgspec.Struct, frozen=True, array_like=True):
+    """What numbers of ranks a command works with.
+
+    They are multiples of ``multiple``; ``replica`` ranks hold one copy of the model, and an
+    iteration has ``micro_batches``, which the copies must be able to share evenly.
+    ``replica`` should divide ``multiple``.
+    """
+
+    multiple: Positive
+    replica: Positive
+    micro_batches: Count
+
+    def against(self, ranks: int) -> str:
+        """Why the command does not work with so many ranks, or nothing."""
+        if ranks < 1 or ranks % self.multiple or ranks < self.replica:
+            return f"{ranks} ranks are no multiple of {self.multiple}, the model-parallel size"
+        copies = ranks // self.replica
+        if self.micro_batches % copies:
+            return (
+                f"the {self.micro_batches} micro-batches of an iteration cannot be shared by "
+                f"{copies} data-parallel ranks"
+            )
+        return ""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from megatron_ft.core.errors import ControlPlaneError
 
@@ -43,7 +43,7 @@ class ProcessStat(NamedTuple):
         return not self.ended and not self.flags & (_PF_EXITING | _PF_KTHREAD)
 
 
-def read_stat(pid: int) -> ProcessStat | None:
+def read_stat(pid: int | Literal["self"]) -> ProcessStat | None:
     """What the kernel says of a process, None if there is none of this number."""
     try:
         text = (PROC / str(pid) / "stat").read_text()
@@ -152,3 +152,11 @@ def _open_matching(pid: int, matches: Callable[[int], bool]) -> int | None:
         return pidfd
     os.close(pidfd)
     return None
+
+
+def pid_namespace() -> int:
+    """The same for all processes of one PID namespace (namespaces(7)); 0 if it cannot be seen."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0

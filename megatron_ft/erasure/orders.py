@@ -19,11 +19,11 @@ from uuid import UUID
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotHeader
+from megatron_ft.core.background import Pace
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.core.isal import Bytes
-from megatron_ft.core.pace import Pace
 from megatron_ft.erasure.encode import EncodeResult, VerifyResult, encode, verify
 from megatron_ft.erasure.member import MemberView, StripeCode
 from megatron_ft.erasure.mending import Damage

@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_ft.core.decoding import UNREADABLE
-from megatron_ft.core.errors import ControlPlaneError
+from megatron_ft.core.errors import UNREADABLE, ControlPlaneError
 from megatron_ft.rpc.node_messages import Name
 from megatron_ft.rpc.sockets import JobKeys
 

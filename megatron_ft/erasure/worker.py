@@ -21,10 +21,9 @@ from uuid import UUID
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from megatron_ft.core.affinity import bind_to_background_cpus
+from megatron_ft.core.background import bind_to_background_cpus, lower_priority
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import ControlPlaneError
-from megatron_ft.core.priority import lower_priority
 from megatron_ft.erasure.checks import CorruptMemberError
 from megatron_ft.erasure.orders import Order, OrderRunner
 from megatron_ft.erasure.transport import Transport

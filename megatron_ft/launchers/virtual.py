@@ -14,9 +14,8 @@ from functools import partial
 from pathlib import Path
 
 from megatron_ft.core import private_files, procfs
-from megatron_ft.core.environment import JOB, NODE, READY_NAME
+from megatron_ft.core.environment import JOB, NODE, READY_NAME, check_names
 from megatron_ft.core.errors import MissingEnvironmentError, UntrustedFileError
-from megatron_ft.core.node_names import check_names
 from megatron_ft.launchers.base import BaseLauncher
 from megatron_ft.launchers.launcher import NodeUnreachable, Placement, ProcessGoneError
 from megatron_ft.launchers.mpirun import MpiLauncher

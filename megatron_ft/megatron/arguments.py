@@ -23,7 +23,7 @@ from megatron_ft.config.flags import (
     read_command,
 )
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.core.fewer_ranks import SHRINK
+from megatron_ft.core.identity import SHRINK
 from megatron_ft.megatron import fewer_ranks
 
 GROUP_TITLE = "in-memory snapshots (megatron-ft)"

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_ft.checkpoint.export import CheckpointForm
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.core.fewer_ranks import RankRule
+from megatron_ft.core.identity import RankRule
 
 SAME_BUCKETS_RANKS = 40
 """Up to so many data-parallel ranks the default size of a gradient bucket does not depend on

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_ft.config import SWITCH, SnapshotConfig
 from megatron_ft.core.environment import RESTORE
 from megatron_ft.core.errors import ConfigError, UnsupportedVersionError
-from megatron_ft.core.fewer_ranks import SHRINK
-from megatron_ft.core.wrapping import Function, wrap
+from megatron_ft.core.frameworks import Function, wrap
+from megatron_ft.core.identity import SHRINK
 from megatron_ft.megatron import arguments, own_checkpoints
 from megatron_ft.megatron.run import SnapshotRun, make_manager, without_disk_load
 from megatron_ft.megatron.versions import check_megatron
@@ -67,16 +67,17 @@ def install(manager_factory: ManagerFactory = make_manager) -> None:
             wrap(MegatronOptimizer, name, _at_rest)
 
 
-def install_for_script(argv: Sequence[str]) -> None:
+def install_for_script(argv: Sequence[str] | None = None) -> None:
     """Install the hooks in a script that did not ask for them itself.
 
-    Raises UnsupportedVersionError only if ``argv`` asks for snapshots.  Any other program
-    that imports this Megatron under a supervisor continues without them, with a warning.
+    Raises UnsupportedVersionError only if ``argv`` (this process's by default) asks for
+    snapshots.  Any other program that imports this Megatron under a supervisor continues
+    without them, with a warning.
     """
     try:
         install()
     except UnsupportedVersionError as error:
-        if any(word.startswith("--inmem-") for word in argv):
+        if any(word.startswith("--inmem-") for word in (sys.argv if argv is None else argv)):
             raise
         print(f"megatron-ft: {error}", file=sys.stderr)
 

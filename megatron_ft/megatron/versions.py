@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatron_ft.core.errors import UnsupportedVersionError
-from megatron_ft.core.versions import MEGATRON, Required, missing_names, owner_at, version_numbers
+from megatron_ft.core.frameworks import MEGATRON, Required, missing_names, owner_at, version_numbers
 
 OLDEST, WORKING = MEGATRON.oldest, MEGATRON.working
 

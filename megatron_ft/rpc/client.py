@@ -18,9 +18,8 @@ import zmq
 
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import ControlPlaneError, error_class
-from megatron_ft.core.fewer_ranks import RankRule
-from megatron_ft.core.identity import SealedRecord, SnapshotId
-from megatron_ft.core.pid_namespace import pid_namespace
+from megatron_ft.core.identity import RankRule, SealedRecord, SnapshotId
+from megatron_ft.core.procfs import pid_namespace
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import Connection
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_ft.core.decoding import UNREADABLE
-from megatron_ft.core.errors import ControlPlaneError
+from megatron_ft.core.errors import UNREADABLE, ControlPlaneError
 from megatron_ft.rpc.agent_messages import *  # noqa: F403
 from megatron_ft.rpc.job_messages import *  # noqa: F403
 from megatron_ft.rpc.node_messages import *  # noqa: F403

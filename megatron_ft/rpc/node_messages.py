@@ -11,8 +11,7 @@ import msgspec
 
 from megatron_ft.arena.format import MAX_MEMBERS
 from megatron_ft.core.errors import MegatronFTError
-from megatron_ft.core.fewer_ranks import RankRule
-from megatron_ft.core.identity import Count, Hash, SealedRecord, ShardId, SnapshotId
+from megatron_ft.core.identity import Count, Hash, RankRule, SealedRecord, ShardId, SnapshotId
 
 Pid = Annotated[int, msgspec.Meta(ge=1, le=1 << 22)]
 """A process number; the kernel gives none above (proc(5), pid_max)."""

@@ -21,10 +21,9 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from megatron_ft.arena.limits import format_bytes
 from megatron_ft.core import private_files
-from megatron_ft.core.affinity import bind_to_background_cpus
-from megatron_ft.core.decoding import UNREADABLE
+from megatron_ft.core.background import bind_to_background_cpus
 from megatron_ft.core.environment import NODE_DIR, READY_NAME, ProcessEnvironment
-from megatron_ft.core.errors import MegatronFTError
+from megatron_ft.core.errors import UNREADABLE, MegatronFTError
 from megatron_ft.rpc.sockets import JobKeys, Server
 from megatron_ft.smp.control_server import ControlServer
 from megatron_ft.smp.local_server import LocalServer

@@ -16,7 +16,7 @@ from megatron_ft.core.errors import (
     MegatronFTError,
     StaleIncarnationError,
 )
-from megatron_ft.core.pid_namespace import pid_namespace
+from megatron_ft.core.procfs import pid_namespace
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import Peer, Server, answered, listen_local
 from megatron_ft.smp.processes import DRAIN, start_time_of

@@ -20,8 +20,7 @@ from typing import BinaryIO
 import msgspec
 
 from megatron_ft.core import private_files
-from megatron_ft.core.decoding import UNREADABLE
-from megatron_ft.core.errors import ControlPlaneError
+from megatron_ft.core.errors import UNREADABLE, ControlPlaneError
 from megatron_ft.smp.processes import open_started, start_time_of
 
 LOCK_NAME = "smp.lock"

@@ -21,8 +21,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_ft.core import private_files, procfs
-from megatron_ft.core.decoding import UNREADABLE
-from megatron_ft.core.errors import ControlPlaneError, MegatronFTError
+from megatron_ft.core.errors import UNREADABLE, ControlPlaneError, MegatronFTError
 from megatron_ft.smp.store import SUFFIX
 
 log = logging.getLogger(__name__)

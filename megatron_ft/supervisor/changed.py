@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from megatron_ft.checkpoint.decide import Decision
 from megatron_ft.core.errors import ConfigError, LayoutMismatchError
-from megatron_ft.core.fewer_ranks import SHRINK
+from megatron_ft.core.identity import SHRINK
 from megatron_ft.supervisor.job_state import JobRecord
 from megatron_ft.supervisor.spec import JobSpec
 

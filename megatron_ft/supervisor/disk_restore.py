@@ -18,7 +18,7 @@ from megatron_ft.checkpoint.load import EXIT_DAMAGED, LoadPlan
 from megatron_ft.checkpoint.native import iteration_of, newest_checkpoint
 from megatron_ft.core.errors import ConfigError, DrainError, MegatronFTError
 from megatron_ft.core.identity import Ancestor, SnapshotId
-from megatron_ft.core.in_thread import in_thread
+from megatron_ft.core.process_tools import in_thread
 from megatron_ft.erasure.stripes import RankPlace, domain_of
 from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.supervisor.distrust import memory_goes_first, reason_against_own

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megatron_ft.checkpoint.decide import Decision, Quarantine
 from megatron_ft.checkpoint.native import iteration_of, naming, newest_checkpoint
 from megatron_ft.core.identity import Ancestor, on_lineage
-from megatron_ft.core.in_thread import in_thread
+from megatron_ft.core.process_tools import in_thread
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.job_state import JobState

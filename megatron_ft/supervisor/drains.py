@@ -23,11 +23,11 @@ from megatron_ft.checkpoint.disk_format import mount_point
 from megatron_ft.checkpoint.drain import DrainPlan
 from megatron_ft.checkpoint.drained import Keep
 from megatron_ft.checkpoint.load import LoadPlan
+from megatron_ft.core.background import started_low
 from megatron_ft.core.environment import INCARNATION
 from megatron_ft.core.errors import DrainError, MegatronFTError
 from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
-from megatron_ft.core.log_end import last_word, size
-from megatron_ft.core.priority import started_low
+from megatron_ft.core.process_tools import last_word, log_size
 from megatron_ft.launchers.launcher import Launcher, ProcessHandle
 from megatron_ft.launchers.launcher_env import base_environment
 from megatron_ft.smp.processes import STALL_SECONDS
@@ -424,7 +424,7 @@ async def run_step(
             argv = [sys.executable, "-m", module, step, plan.to_json()]
             argv = argv if step == "load" else started_low(argv)  # Training awaits a load alone.
             log = spec.log_dir / f"drain-{node}.log"
-            before = size(log)
+            before = log_size(log)
             handles.append(launcher.start(node, argv, environment, log))
             ends.append(asyncio.create_task(_step_ended(step, handles[-1], log, before)))
         done, pending = await asyncio.wait(

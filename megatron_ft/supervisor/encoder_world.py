@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_ft.core.environment import INCARNATION
 from megatron_ft.core.errors import MegatronFTError, NoMpiError
-from megatron_ft.core.log_end import size, text_since
+from megatron_ft.core.process_tools import log_size, text_since
 from megatron_ft.erasure.worker import ENCODE_RATE
 from megatron_ft.erasure.world import MPI, RANK_TRANSPORT, TCP
 from megatron_ft.launchers.launcher import Launcher, Placement, ProcessHandle
@@ -96,7 +96,7 @@ class EncoderWorld:
         environment |= self._spec.background_variables
         environment[ENCODE_RATE] = str(self._spec.settings.encode_bandwidth_mib * (1 << 20))
         placements = [Placement(node, argv, environment) for node in nodes]
-        self._log_begin = size(self._log)
+        self._log_begin = log_size(self._log)
         self._handle = self.starter.start(placements, self._log)
         return self.name
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_ft.arena.limits import CGROUP_ROOT, PROC, cgroup_folders
 from megatron_ft.core.errors import error_class
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.core.log_end import last_lines
+from megatron_ft.core.process_tools import last_lines
 from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.budget import Failure

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_ft.checkpoint.native import disk_of, iteration_of, newest_checkpoint
 from megatron_ft.config import SWITCH
-from megatron_ft.core.in_thread import in_thread
+from megatron_ft.core.process_tools import in_thread
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.trainer.start_choice import RankView, StartDecision, decide
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_ft.core.environment import RESTORE
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.core.fewer_ranks import SHRINK, RankRule
+from megatron_ft.core.identity import SHRINK, RankRule
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.budget import Failure
 from megatron_ft.supervisor.changed import check_shard

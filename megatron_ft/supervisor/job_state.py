@@ -17,16 +17,15 @@ import msgspec
 
 from megatron_ft.checkpoint.decide import Quarantine
 from megatron_ft.core import private_files
-from megatron_ft.core.decoding import UNREADABLE
 from megatron_ft.core.errors import (
+    UNREADABLE,
     ConfigError,
     ControlPlaneError,
     StaleIncarnationError,
     UntrustedFileError,
 )
 from megatron_ft.core.fault_points import reach
-from megatron_ft.core.fewer_ranks import RankRule
-from megatron_ft.core.identity import Ancestor, Seat
+from megatron_ft.core.identity import Ancestor, RankRule, Seat
 
 VERSION = 2
 SECRET_BYTES = 32

@@ -21,7 +21,7 @@ from megatron_ft.checkpoint.drained import Drained
 from megatron_ft.checkpoint.native import iteration_of, newest_checkpoint
 from megatron_ft.core.errors import MegatronFTError, ProtectionError
 from megatron_ft.core.fault_points import reach
-from megatron_ft.core.fewer_ranks import SHRINK, RankRule
+from megatron_ft.core.identity import SHRINK, RankRule
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import Domains, check_domains
 from megatron_ft.supervisor.distrust import memory_goes_first, reason_against_own

@@ -20,8 +20,8 @@ from megatron_ft.core import private_files
 from megatron_ft.core.environment import INCARNATION, TREE
 from megatron_ft.core.errors import ControlPlaneError, MegatronFTError
 from megatron_ft.core.fault_points import reach
-from megatron_ft.core.log_end import last_word
-from megatron_ft.core.ports import free_port
+from megatron_ft.core.process_tools import free_port, last_word
+from megatron_ft.core.startup import before_script
 from megatron_ft.launchers.launcher import (
     Launcher,
     NodeUnreachable,
@@ -29,7 +29,6 @@ from megatron_ft.launchers.launcher import (
     ProcessHandle,
 )
 from megatron_ft.launchers.launcher_env import base_environment
-from megatron_ft.launchers.startup import before_script
 from megatron_ft.smp.__main__ import Credentials, Ready
 from megatron_ft.supervisor import container
 from megatron_ft.supervisor.job_state import JobState, SmpPlace

@@ -13,8 +13,7 @@ from megatron_ft.core.errors import (
     MegatronFTError,
     RegistrationError,
 )
-from megatron_ft.core.fewer_ranks import RankRule
-from megatron_ft.core.identity import Ancestor, Seat
+from megatron_ft.core.identity import Ancestor, RankRule, Seat
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import Domains, RankPlace, domain_of, plan_stripes
 from megatron_ft.rpc import messages as m

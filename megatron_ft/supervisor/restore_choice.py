@@ -10,7 +10,7 @@ from megatron_ft.checkpoint.drained import Choice
 from megatron_ft.checkpoint.native import LATEST, TRACKER, newest_checkpoint
 from megatron_ft.core.errors import UnrecoverableError
 from megatron_ft.core.identity import Ancestor, extend
-from megatron_ft.core.in_thread import in_thread
+from megatron_ft.core.process_tools import in_thread
 from megatron_ft.supervisor.changed import check_memory
 from megatron_ft.supervisor.disk_restore import lineage_before
 from megatron_ft.supervisor.distrust import reason_against_own

@@ -12,9 +12,9 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.core.affinity import BACKGROUND_CPUS
+from megatron_ft.core.background import BACKGROUND_CPUS
 from megatron_ft.core.errors import ConfigError, MissingEnvironmentError, ProtectionError
-from megatron_ft.core.fewer_ranks import SHRINK
+from megatron_ft.core.identity import SHRINK
 from megatron_ft.core.scheme import Scheme, largest_scheme
 from megatron_ft.erasure.stripes import Domains
 from megatron_ft.supervisor.budget import RestartBudget

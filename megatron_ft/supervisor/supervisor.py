@@ -27,7 +27,7 @@ from megatron_ft.core.errors import (
     RestartBudgetError,
     StaleIncarnationError,
 )
-from megatron_ft.core.in_thread import in_thread
+from megatron_ft.core.process_tools import in_thread
 from megatron_ft.launchers.launcher import HostSource
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.budget import Failure

@@ -21,8 +21,7 @@ from megatron_ft.arena.format import Permit
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.core.objects import encode
-from megatron_ft.core.shard import ShardLayout
-from megatron_ft.core.shard_meta import pack_encoded
+from megatron_ft.core.shard import ShardLayout, pack_encoded
 from megatron_ft.rpc.client import TrainerClient
 from megatron_ft.trainer.binding import layout_changed
 from megatron_ft.trainer.copier import Copier

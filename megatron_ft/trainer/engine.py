@@ -26,8 +26,7 @@ from megatron_ft.core.errors import (
 )
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SealedRecord, SnapshotId
-from megatron_ft.core.shard import ShardLayout
-from megatron_ft.core.shard_meta import pack_meta
+from megatron_ft.core.shard import ShardLayout, pack_meta
 from megatron_ft.trainer.binding import LayoutBinding
 from megatron_ft.trainer.copier import Copier, CopyItem, SharedPieces, ShouldStop, spare_threads
 from megatron_ft.trainer.cpu import CpuCopier

@@ -20,14 +20,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from megatron_ft.core import private_files
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import UntrustedFileError
-from megatron_ft.core.wrapping import Function, wrap
+from megatron_ft.core.frameworks import Function, wrap
+from megatron_ft.core.procfs import read_stat
 from megatron_ft.rpc.heartbeat_page import (
     DUMP_SIGNAL,
     Phase,
@@ -204,11 +204,11 @@ def _gets_gradients(parameter: Any) -> bool:
 def process_start() -> float:
     """When this process was started, in seconds of the monotonic clock; to 10 ms.
 
-    Field 22 of /proc/self/stat counts from boot, time asleep included (proc(5)).
+    The kernel counts from boot, time asleep included (proc(5)).
     """
-    text = Path("/proc/self/stat").read_text()
-    ticks = int(text[text.rindex(")") + 2 :].split()[19])
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    stat = read_stat("self")
+    assert stat is not None
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - stat.start_time / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - age
 
 

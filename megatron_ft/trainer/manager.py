@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.environment import ProcessEnvironment
-from megatron_ft.core.fewer_ranks import RankRule
+from megatron_ft.core.identity import RankRule
 from megatron_ft.core.identity import shard_id as make_shard_id
 from megatron_ft.rpc.client import TrainerClient
 from megatron_ft.trainer.capture import Capture

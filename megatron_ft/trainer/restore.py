@@ -15,8 +15,7 @@ from megatron_ft.core.errors import CorruptBlockError, LayoutMismatchError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SealedRecord
 from megatron_ft.core.objects import decode
-from megatron_ft.core.shard import LayoutEntry, ShardLayout
-from megatron_ft.core.shard_meta import Meta, unpack_meta
+from megatron_ft.core.shard import LayoutEntry, Meta, ShardLayout, unpack_meta
 from megatron_ft.trainer.binding import live_part, region_tensor, stored_view
 from megatron_ft.trainer.copier import CopyItem
 from megatron_ft.trainer.cpu import is_plain_memory

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_ft.checkpoint.export import export
-from megatron_ft.cli.demo.trace import trace_path
+from megatron_ft.cli.chaos.trace import trace_path
 from megatron_ft.core.errors import ExportError
 from tests.programs.deepspeed_program import ENVIRONMENT, line, make_engine, train_step
 from tests.support.arena_folder import open_arenas
@@ -138,8 +138,8 @@ def with_unknown(options: dict[str, Any]) -> dict[str, Any]:
 
 def train_stock() -> None:
     """Go on from a checkpoint as plain DeepSpeed does, without anything of ours."""
+    from megatron_ft.cli.chaos.trace import final_path
     from megatron_ft.cli.demo import final_state
-    from megatron_ft.cli.demo.trace import final_path
     from tests.support.deepspeed_final import collect
 
     cell, steps, folder = json.loads(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])

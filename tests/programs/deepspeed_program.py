@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from megatron_ft.cli.chaos.trace import final_path, trace_path
 from megatron_ft.cli.demo import final_state
-from megatron_ft.cli.demo.trace import final_path, trace_path
 from megatron_ft.config import SnapshotConfig
 from tests.support.late_capture import LOAD_FROM, SAVE_AT, ArenaManager
 

@@ -222,9 +222,9 @@ def quiet_data_loaders() -> None:
     Cyclic data is iterated over only when the first batch is read, in a restored run after
     the generators were set.
     """
-    from megatron_ft.cli.demo.cpu_device import random_state
+    from megatron_ft.cli.demo import cpu_device
 
-    random_state.keep_data_loader_off_the_generator()
+    cpu_device.keep_data_loader_off_the_generator()
 
 
 def terminate_in_iteration_3() -> None:

@@ -49,7 +49,7 @@ def preload() -> None:
         "megatron.training.yaml_arguments",
         "megatron_ft.megatron",
         "megatron_ft.cli.demo.gpt_training",
-        "megatron_ft.cli.demo.training_trace",
+        "megatron_ft.cli.demo.megatron_trace",
     ):
         importlib.import_module(module)
     _read_help_once()

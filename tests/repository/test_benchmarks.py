@@ -49,7 +49,7 @@ from benchmarks.restores import require_right
 from benchmarks.table import Row, as_json, markdown
 from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.core import isal
-from megatron_ft.core.ports import free_port
+from megatron_ft.core.process_tools import free_port
 
 ROOT = Path(__file__).parents[2]
 MEBI = 1 << 20

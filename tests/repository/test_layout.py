@@ -14,29 +14,12 @@ ORDER = (
 )
 """Each may import those before it."""
 
-UPWARD = {
-    (
-        "megatron_ft.launchers.startup.sitecustomize",
-        "megatron_ft.megatron.hooks",
-    ): "runs in the trainer's interpreter, behind Megatron's own import",
-    (
-        "megatron_ft.launchers.startup.sitecustomize",
-        "deepspeed_ext.hooks",
-    ): "runs in the trainer's interpreter, behind DeepSpeed's own import",
-}
+UPWARD: dict[tuple[str, str], str] = {}
 """Imports that point the other way, each with its reason."""
 
 CIRCLES = {
-    frozenset({"deepspeed_ext.hooks", "megatron_ft.launchers.startup.sitecustomize"}): "the hooks "
-    "use AfterImport, which is in sitecustomize.py as that imports nothing in most processes",
     frozenset({"megatron_ft.supervisor.coordinator", "megatron_ft.supervisor.summary"}): "for "
     "types only: the summary is a view of the coordinator",
-    frozenset(
-        {
-            "megatron_ft.cli.demo.frameworks",
-            "megatron_ft.cli.demo.settings",
-        }
-    ): "for types only: settings name a framework, which reads settings",
 }
 """Modules that import each other, each circle with its reason."""
 

@@ -15,8 +15,7 @@ from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import default_algorithm
 from megatron_ft.arena.format import ArenaHeader, Geometry, Permit, SlotState
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.core.fewer_ranks import RankRule
-from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
+from megatron_ft.core.identity import Ancestor, RankRule, SealedRecord, SnapshotId
 from megatron_ft.smp.slot_rules import EMPTY_SLOT
 from megatron_ft.trainer.cpu import CpuCopier
 from megatron_ft.trainer.manager import SnapshotManager

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.cli.demo import deepspeed_script
-from megatron_ft.cli.demo.report import compare_runs
-from megatron_ft.cli.demo.trace import read_trace
-from megatron_ft.launchers.startup import before_script
+from megatron_ft.cli.chaos.trace import read_trace
+from megatron_ft.cli.demo import traced_script
+from megatron_ft.cli.demo.final_state import compare_runs
+from megatron_ft.core.startup import before_script
 from megatron_ft.supervisor.plan import Timing
 from tests.programs.held_in_step import sitecustomize as held
 from tests.support.jobs import DEEPSPEED_EXAMPLE, ROOT, Job, run_alone
@@ -45,7 +45,7 @@ class Program:
         """Variables for its ranks."""
         path = [str(ROOT)] if self.deepspeed is None else [str(self.deepspeed), str(ROOT)]
         own = {"PYTHONPATH": os.pathsep.join(path), "PYTHONWARNINGS": "ignore"}
-        return deepspeed_script.environment(trace, own)
+        return traced_script.environment(trace, own, deepspeed=True)
 
 
 BASE: Mapping[str, Any] = {

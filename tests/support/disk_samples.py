@@ -20,8 +20,7 @@ from megatron_ft.arena.format import (
     SlotState,
 )
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
-from megatron_ft.core.shard import ShardLayout, TensorSpec, plan_layout
-from megatron_ft.core.shard_meta import pack_meta
+from megatron_ft.core.shard import ShardLayout, TensorSpec, pack_meta, plan_layout
 from megatron_ft.erasure.checks import parity_digests_of, parity_root
 from megatron_ft.erasure.member import code_of, member_of
 from tests.support.bit_flips.stripe import code_rows

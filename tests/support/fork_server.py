@@ -105,7 +105,7 @@ class ForkServer:
         answer would be taken for that run's.
         """
         # Here only: the server itself may be asked to run another copy of the package.
-        from megatron_ft.core.ports import free_port
+        from megatron_ft.core.process_tools import free_port
 
         Path(request.logs).mkdir(parents=True, exist_ok=True)
         try:

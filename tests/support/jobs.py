@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from megatron_ft.config import SETTINGS, SnapshotConfig
 from megatron_ft.core.environment import TREE
-from megatron_ft.core.ports import free_port
+from megatron_ft.core.process_tools import free_port
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.launchers.virtual_network import HOST

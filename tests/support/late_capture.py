@@ -22,7 +22,7 @@ import torch
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.core.fewer_ranks import RankRule
+from megatron_ft.core.identity import RankRule
 from megatron_ft.erasure.stripes import RankPlace
 from megatron_ft.trainer.cpu import CpuCopier
 from megatron_ft.trainer.manager import SnapshotManager

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.cli.demo import demo_model, stock_script
-from megatron_ft.cli.demo.report import Comparison, compare_runs, compare_states
-from megatron_ft.cli.demo.trace import final_lines, read_trace
-from megatron_ft.launchers.startup import before_script
+from megatron_ft.cli.chaos.trace import final_lines, read_trace
+from megatron_ft.cli.demo import demo_model, traced_script
+from megatron_ft.cli.demo.final_state import Comparison, compare_runs, compare_states
+from megatron_ft.core.startup import before_script
 from megatron_ft.supervisor.plan import Timing
 from tests.programs.held_in_step import sitecustomize as held
 from tests.support.jobs import ROOT, Job
@@ -61,7 +61,7 @@ class Program:
     def environment(self, trace: Path) -> dict[str, str]:
         path = os.pathsep.join([str(self.megatron), str(ROOT)])
         own = {**demo_model.ENVIRONMENT, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
-        return stock_script.environment(trace, own) if self.stock else own
+        return traced_script.environment(trace, own) if self.stock else own
 
 
 def packaged(megatron: Path) -> Program:
@@ -71,7 +71,7 @@ def packaged(megatron: Path) -> Program:
 
 def stock(checkout: Path) -> Program:
     """The script of a checkout as it is."""
-    return Program((str(checkout / stock_script.SCRIPT),), checkout, stock=True)
+    return Program((str(checkout / traced_script.SCRIPT),), checkout, stock=True)
 
 
 def train_alone(

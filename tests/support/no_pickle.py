@@ -12,7 +12,7 @@ import msgspec
 
 from megatron_ft.checkpoint.load import open_checkpoint
 from megatron_ft.checkpoint.source import open_newest
-from megatron_ft.core.decoding import UNREADABLE
+from megatron_ft.core.errors import UNREADABLE
 from megatron_ft.core.objects import MAGIC
 
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron_ft.cli.chaos.trace import final_path, read_trace
 from megatron_ft.cli.demo import final_state
-from megatron_ft.cli.demo.trace import final_path, read_trace
 from tests.support.arena_folder import ArenaFolder
 from tests.support.fork_server import ForkServer, Outcome, Request
 from tests.support.late_capture import LOAD_FROM, RANKS_PER_NODE, SAVE_AT, SAVE_TO, SCHEME

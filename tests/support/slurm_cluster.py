@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from megatron_ft.core import procfs
-from megatron_ft.core.ports import free_port
+from megatron_ft.core.process_tools import free_port
 
 PROGRAMS = (
     "munged",

@@ -1,4 +1,4 @@
-"""Which faults there are, which cases make sense, and which are drawn from a seed.  Pure."""
+"""Cases of `megatron-ft chaos`: all faults, the cases that make sense, draws from a seed.  Pure."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ VICTIMS = {
     "disk": ("full", "slow"),
     "network": ("cut", "latency"),
 }
-"""What can be struck, and by which faults."""
+"""Everything that can be struck, with its faults."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def tabled() -> dict[str, Point]:
 
 
 def processes_at(point: Point) -> tuple[str, ...]:
-    """Which processes of the job live when a point is reached."""
+    """Roles of the processes that live when a point is reached."""
     living = ["trainer", "smp", "encoder", "supervisor"]
     if point.occasion in ("trainer lost", "node lost"):
         living.remove("trainer")
@@ -225,7 +225,7 @@ def draw(seed: int, count: int, nodes: int, parity: int) -> list[Case]:
 
 @dataclass(frozen=True)
 class Chance:
-    """What a case leaves open, settled by a seed: positions of nodes, and which arrival counts."""
+    """Details that a case leaves to a seed: positions of nodes, and the arrival that counts."""
 
     position: int
     nth: int

@@ -144,8 +144,8 @@ def run_all(
         outcome = run_case(case, settings, oracle)
         results.append(CaseResult.of(outcome))
         save(results)
-        told = report.told(results[-1])
-        print(f"[{number}/{len(cases)}] {case}: {told} ({outcome.seconds:.1f} s)", flush=True)
+        end = report.shown(results[-1])
+        print(f"[{number}/{len(cases)}] {case}: {end} ({outcome.seconds:.1f} s)", flush=True)
         if not outcome.verdict.good:
             print(report.failure(outcome, settings), flush=True)
     return results
@@ -168,7 +168,7 @@ def _possible(cases: Sequence[Case], no_network: str) -> list[Case]:
 
 
 def _oracle(settings: ChaosSettings) -> dict[int, Lines]:
-    """What to compare with.  A command of the user's may not be able to run without us."""
+    """Lines to compare with; none if the user's command cannot run without us."""
     try:
         traces = oracle_traces(settings)
     except OracleError as error:

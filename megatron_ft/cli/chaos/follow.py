@@ -86,8 +86,8 @@ class Follower:
     def active(self) -> list[str]:
         """The nodes that train, by position, as the job has recorded."""
         record = read_record(self.job.state_dir, self.job.name)
-        noted = [] if record is None else list(record.active)
-        return noted or self.job.node_names[: self.job.nodes]
+        active = [] if record is None else list(record.active)
+        return active or self.job.node_names[: self.job.nodes]
 
     def last_error(self) -> tuple[str, str]:
         """Name and text of the error that stopped the job."""

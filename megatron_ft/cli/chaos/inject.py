@@ -138,7 +138,7 @@ class Injector:
         return [cure.get_name() for cure in self._cures if not cure.done()]
 
     def missing(self) -> str:
-        """What a job that does not come to rest waits for, and its last events."""
+        """The things that a job that does not come to rest waits for, and its last events."""
         done = self.follower.protected_commits(self.quiet)
         wanted = [f"2 protected snapshots after the fault ({done} so far)", *self.curing()]
         return f"{', '.join(wanted)}; the last events:\n{self.follower.tail()}"

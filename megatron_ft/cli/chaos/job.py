@@ -41,7 +41,6 @@ ROLE = "MEGATRON_FT_CHAOS_ROLE"
 """Role of a process of the job: smp, drain or trainer; encoders have the name of their world."""
 
 _EXPORT_MODULE = "megatron_ft.checkpoint.export_drained"
-_OWN_EXPORT_MODULE = "megatron_ft.cli.chaos.exporting"
 
 
 class JobFile(msgspec.Struct, frozen=True):
@@ -49,7 +48,8 @@ class JobFile(msgspec.Struct, frozen=True):
 
     ``cluster_class`` names a subclass of ChaosCluster as ``module:name``; ``warm`` (a server that
     forks processes) and ``network`` (one that can be cut) are for such a subclass.  With ``bare``
-    trainers get no variable of ours but the trace's.
+    trainers get no variable of ours but the trace's.  ``costs`` has times and sizes of every
+    shard recorded as well: many lines, which Follower reads over and over.
     """
 
     name: str
@@ -73,6 +73,7 @@ class JobFile(msgspec.Struct, frozen=True):
     environment: dict[str, str] = {}
     transport: str = "auto"
     bare: bool = False
+    costs: bool = False
     cluster_class: str = ""
     warm: str = ""
     network: bool = False
@@ -184,7 +185,7 @@ def role_of_command(argv: Sequence[str]) -> str:
 
 def own_module(argv: Sequence[str]) -> list[str]:
     """The command with our export's module, which knows our own training, for the usual one."""
-    return [_OWN_EXPORT_MODULE if word == _EXPORT_MODULE else word for word in argv]
+    return [TRAINING_MODULE if word == _EXPORT_MODULE else word for word in argv]
 
 
 def python_words(argv: Sequence[str]) -> list[str]:
@@ -200,18 +201,19 @@ class EventFile:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self.supervisor: Supervisor | None = None
 
-    def follow(self, supervisor: Supervisor) -> None:
-        """Record the events of a supervisor, and the times that SMPs report to it."""
+    def follow(self, supervisor: Supervisor, costs: bool) -> None:
+        """Record the events of a supervisor, with ``costs`` also what SMPs report to it."""
         self.supervisor = supervisor
         supervisor.observers.add(self.on_event)
-        supervisor.coordinator.listeners.append(self.on_message)
+        if costs:
+            supervisor.coordinator.listeners.append(self.on_message)
 
     def on_event(self, event: JobEvent) -> None:
         """Record an event of the supervisor."""
         self._write(event.kind, event.text, event.monotonic, event.fields)
 
     def on_message(self, event: m.Event) -> None:
-        """Record what an SMP reports of costs and sizes; everything else is an event anyway."""
+        """Record times and sizes that an SMP reports; everything else is an event anyway."""
         body = event.body
         if isinstance(body, m.CaptureCost):
             fields = {"snapshot": str(body.snapshot), "stall_seconds": body.stall_seconds}
@@ -242,7 +244,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         with JobState(job.state_dir, job.name) as state:
             supervisor = Supervisor(job.spec(), job.cluster(), state)
-            events.follow(supervisor)
+            events.follow(supervisor, job.costs)
             asyncio.run(supervisor.run())
     except MegatronFTError as error:
         events.emit("stopped", f"{type(error).__name__}: {error}", error=type(error).__name__)

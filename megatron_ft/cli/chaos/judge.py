@@ -191,8 +191,8 @@ def unplanned(story: Story, since: float = 0.0) -> Iterator[str]:
     """Nodes that were given up after a moment although nothing had struck them."""
     struck = {node for strike in story.strikes for node in (*strike.nodes, *strike.suspended)}
     for event in story.events:
-        told = event["kind"] in ("node_lost", "spare_lost") and event["at"] >= since
-        if told and event["node"] not in struck:
+        given_up = event["kind"] in ("node_lost", "spare_lost") and event["at"] >= since
+        if given_up and event["node"] not in struck:
             yield f"node {event['node']} was given up, and nothing had struck it"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from megatron_ft.cli.chaos.job import JobFile
 from megatron_ft.core.errors import MegatronFTError
-from megatron_ft.core.log_end import last_lines
+from megatron_ft.core.process_tools import last_lines
 from megatron_ft.supervisor.processes import TrainerFleet
 
 POLL_SECONDS = 0.02

@@ -29,7 +29,7 @@ class CaseRestore(msgspec.Struct, frozen=True):
 
 
 class CaseResult(msgspec.Struct, frozen=True):
-    """What became of one case on ``date``; ``result`` in a few words, FAILED if it failed."""
+    """One case that ran on ``date``, as it is kept; ``result`` is FAILED or a few words."""
 
     case: str
     date: str
@@ -48,7 +48,7 @@ class CaseResult(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, outcome: CaseOutcome) -> CaseResult:
-        """What to keep of a case that has just run."""
+        """The part of a case's outcome that is kept."""
         verdict, story = outcome.verdict, outcome.story
         return cls(
             case=str(outcome.case),
@@ -64,7 +64,7 @@ class CaseResult(msgspec.Struct, frozen=True):
 
 
 def in_words(outcome: CaseOutcome) -> str:
-    """What became of a case, in a few words."""
+    """The end of a case in a few words: the sources of its restores, "refused", FAILED."""
     if not outcome.verdict.good:
         return FAILED
     if outcome.story.end == "stopped":
@@ -91,7 +91,7 @@ def write(path: Path, results: Iterable[CaseResult], settings: ChaosSettings) ->
 
 
 def read(path: Path, settings: ChaosSettings) -> list[CaseResult]:
-    """What ``write`` kept, nothing if there is no file.
+    """The results that ``write`` kept, none if there is no file.
 
     ConfigError if the file holds something else, or results of other settings.
     """
@@ -119,8 +119,8 @@ def _setting(settings: ChaosSettings) -> dict[str, Any]:
     }
 
 
-def told(result: CaseResult) -> str:
-    """What became of a case, so that nobody overlooks a failure."""
+def shown(result: CaseResult) -> str:
+    """The result in a table, where nobody overlooks a failure."""
     return result.result if result.good else "**FAILED**"
 
 
@@ -134,7 +134,7 @@ def repeat(case: str, settings: ChaosSettings) -> str:
 
 
 def markdown(results: Sequence[CaseResult], settings: ChaosSettings) -> str:
-    """Where and when they ran, points by number of further losses, then every other fault."""
+    """Place and time, a table of points by further losses, and one of every other fault."""
     failed = sum(not result.good for result in results)
     compared = sum(result.compared for result in results)
     restores = sum(len(result.restored) for result in results)
@@ -162,7 +162,7 @@ def _is_plain(case: Case) -> bool:
 
 
 def _by_losses(cells: Sequence[tuple[Case, CaseResult]], settings: ChaosSettings) -> list[str]:
-    kills = {(c.point, c.victim, c.losses): told(r) for c, r in cells if _is_plain(c)}
+    kills = {(c.point, c.victim, c.losses): shown(r) for c, r in cells if _is_plain(c)}
     if not kills:
         return []
     columns = losses_of(Scheme.parse(settings.protect).parity_members)
@@ -183,12 +183,12 @@ def _others(cells: Sequence[tuple[Case, CaseResult]]) -> list[str]:
     lines = ["| at | fault | nodes lost beside | result |", "| --- | --- | ---: | --- |"]
     for case, result in rest:
         what = f"{case.victim}: {FAULTS[case.fault]}" + ("" if case.disk else " (no disk)")
-        lines.append(f"| `{case.point}` | {what} | {case.losses} | {told(result)} |")
+        lines.append(f"| `{case.point}` | {what} | {case.losses} | {shown(result)} |")
     return lines
 
 
 def failure(outcome: CaseOutcome, settings: ChaosSettings) -> str:
-    """What is printed of a case that failed."""
+    """A case that failed, as text: why, what was done, the last events, how to repeat it."""
     done = "; ".join(strike.text for strike in outcome.story.strikes) or "nothing"
     return "\n".join(
         [

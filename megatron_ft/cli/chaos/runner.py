@@ -31,7 +31,7 @@ STRIKE, PROVOKE, REPEATED = "strike", "provoke", "repeated"
 CLOCK_STEP_SECONDS = 3600.0
 DELAY_SECONDS = 1.0
 USERS_PATIENCE_SECONDS = 3600.0
-"""A training of the user's is not told when to stop."""
+"""A user's training does not read the file at which ours stops."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,11 @@
 """A small data-parallel training that writes down, for every rank and iteration, what it had.
 
     python -m megatron_ft.cli.chaos.training --iterations N --seconds S [--stop FILE]
+    python -m megatron_ft.cli.chaos.training export PLAN
 
-It is what `megatron-ft chaos` trains unless it is given a command.  Everything that can go
+`megatron-ft chaos` trains this unless it is given a command.  The model belongs to no framework,
+so the module has a checkpoint format of its own, and exports as checkpoint.export_drained does:
+the sealed bytes of each shard, in a file of its own.  Everything that can go
 wrong in a restore shows in the digests: weights and moments that all ranks share, a buffer and
 random numbers that each rank has for itself, and the gradient in which they meet.
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,12 +24,17 @@ import torch
 import torch.distributed as dist
 
 from megatron_ft import SnapshotConfig, SnapshotManager
-from megatron_ft.cli.chaos import exporting
+from megatron_ft.checkpoint import export_drained, native
+from megatron_ft.checkpoint.drain import run_step
+from megatron_ft.checkpoint.export import CheckpointForm, add_format, whole_folder
+from megatron_ft.checkpoint.source import OpenSnapshot
 from megatron_ft.cli.chaos.trace import Trace
 from megatron_ft.trainer.mapping import MappingState
 from megatron_ft.trainer.state import RngState
 
 WIDTH = 96
+FRAMEWORK = "megatron-ft-chaos"
+MODULE = "megatron_ft.cli.chaos.training"
 
 
 def build(rank: int) -> dict[str, Any]:
@@ -74,7 +83,29 @@ class ExportableState(MappingState):
 
     def checkpoint_form(self) -> bytes:
         """See HasCheckpointForm."""
-        return exporting.form(dist.get_rank())
+        return CheckpointForm(framework=FRAMEWORK, release="1", rank=dist.get_rank()).to_bytes()
+
+
+def folder_of(directory: Path, iteration: int) -> Path:
+    """See export.FormatWriter."""
+    return native.checkpoint_folder(directory, iteration)
+
+
+def export(shards: OpenSnapshot, folder: Path) -> None:
+    """See export.FormatWriter."""
+    with whole_folder(folder, shards) as partial:
+        for shard_id, shard in shards.items():
+            (partial / f"{shard_id}.bin").write_bytes(shard.data.tobytes())
+
+
+def announce(directory: Path, iteration: int) -> None:
+    """See export.FormatWriter."""
+    native.point_tracker(directory, iteration)
+
+
+def advice(directory: Path) -> str:
+    """See export.FormatWriter."""
+    return f"the shards are in {directory}"
 
 
 def main() -> None:
@@ -111,4 +142,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["export"]:
+        add_format(FRAMEWORK, "chaos", MODULE)
+        sys.exit(run_step({"export": export_drained.export}, f"python -m {MODULE}"))
     main()

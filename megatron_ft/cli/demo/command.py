@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import tempfile
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -29,10 +30,9 @@ from typing import TYPE_CHECKING
 from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
 
 if TYPE_CHECKING:
-    from megatron_ft.cli.demo.frameworks import Framework
-    from megatron_ft.cli.demo.report import Report
+    from megatron_ft.cli.demo.report import DemoReport
     from megatron_ft.cli.demo.run import Demo
-    from megatron_ft.cli.demo.settings import DemoSettings, Folders
+    from megatron_ft.cli.demo.settings import DemoFolders, DemoSettings
 
 EXIT_CODES: Mapping[int, str] = {
     0: "everything is identical",
@@ -99,7 +99,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the demo; see EXIT_CODES."""
-    from megatron_ft.cli.demo.inject import Interrupted
     from megatron_ft.cli.demo.report import show
     from megatron_ft.cli.demo.run import Demo
     from megatron_ft.cli.demo.screen import Screen, make_console
@@ -109,9 +108,10 @@ def main(arguments: argparse.Namespace) -> int:
     folders = make_folders(arguments.keep)
     console = make_console()
     demo = Demo(settings, folders, Screen(console))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         report = demo.run()
-    except (Interrupted, KeyboardInterrupt):
+    except KeyboardInterrupt:
         console.print("interrupted: every process is ended and the memory is free again")
         if arguments.keep is None:
             shutil.rmtree(folders.root, ignore_errors=True)
@@ -129,13 +129,13 @@ def main(arguments: argparse.Namespace) -> int:
 
 def settings_from(arguments: argparse.Namespace) -> DemoSettings:
     """The demo that the flags describe; ConfigError or ProtectionError if it makes no sense."""
-    from megatron_ft.cli.demo.settings import DemoSettings, Folders, job_spec
+    from megatron_ft.cli.demo import frameworks
+    from megatron_ft.cli.demo.settings import DemoFolders, DemoSettings, job_of
 
-    spares = arguments.spares if arguments.spares is not None else max(1, arguments.lose)
     settings = DemoSettings(
-        framework=framework_from(arguments),
+        framework=frameworks.from_arguments(arguments),
         nodes=arguments.nodes,
-        spares=spares,
+        spares=max(1, arguments.lose) if arguments.spares is None else arguments.spares,
         ranks_per_node=arguments.ranks_per_node,
         protect=arguments.protect,
         iterations=arguments.iterations,
@@ -143,43 +143,20 @@ def settings_from(arguments: argparse.Namespace) -> DemoSettings:
         lose=arguments.lose,
     )
     # What the job would refuse is refused here, before anything is written.
-    job_spec(settings, Folders(Path()), Path(), "demo")
+    job_of(settings, DemoFolders(Path()), Path(), "demo").spec()
     return settings
 
 
-def framework_from(arguments: argparse.Namespace) -> Framework:
-    """What the flags say that trains; ConfigError for flags of another framework."""
-    from megatron_ft.cli.demo.frameworks import DeepSpeed, MegatronCore, MegatronLM
-    from megatron_ft.cli.demo.stock_script import find_checkout
-
-    name, path = arguments.framework, arguments.megatron_lm_path
-    if path is not None and name != MegatronLM.name:
-        raise ConfigError(f"--megatron-lm-path needs --framework {MegatronLM.name}")
-    if arguments.zero is not None and name != DeepSpeed.name:
-        raise ConfigError(f"--zero needs --framework {DeepSpeed.name}")
-    if name == DeepSpeed.name:
-        if arguments.tp != 1:
-            raise ConfigError(
-                f"--tp {arguments.tp}: the DeepSpeed script has no tensor parallelism"
-            )
-        usual = 3 if arguments.pp == 1 else 1
-        zero = usual if arguments.zero is None else arguments.zero
-        return DeepSpeed(zero=zero, pp=arguments.pp)
-    if name == MegatronLM.name:
-        return MegatronLM(tp=arguments.tp, pp=arguments.pp, checkout=find_checkout(path))
-    return MegatronCore(tp=arguments.tp, pp=arguments.pp)
-
-
-def make_folders(keep: Path | None) -> Folders:
+def make_folders(keep: Path | None) -> DemoFolders:
     """The demo's folders; ConfigError if ``keep`` holds something already."""
-    from megatron_ft.cli.demo.settings import Folders
+    from megatron_ft.cli.demo.settings import DemoFolders
 
     if keep is None:
-        return Folders(Path(tempfile.mkdtemp(prefix="megatron-ft-demo-")))
+        return DemoFolders(Path(tempfile.mkdtemp(prefix="megatron-ft-demo-")))
     if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise ConfigError(f"--keep {keep} is not empty; give a new folder")
     keep.mkdir(parents=True, exist_ok=True)
-    return Folders(keep.resolve())
+    return DemoFolders(keep.resolve())
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:
@@ -191,7 +168,7 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
         raise MissingEnvironmentError("--plot needs matplotlib: pip install 'megatron-ft[demo]'")
 
 
-def _write(demo: Demo, report: Report, arguments: argparse.Namespace) -> None:
+def _write(demo: Demo, report: DemoReport, arguments: argparse.Namespace) -> None:
     """The report and the picture, where the user wants them or beside the logs."""
     text = json.dumps(report.as_json(), indent=1)
     for path in {demo.folders.root / "report.json", arguments.json} - {None}:
@@ -202,21 +179,21 @@ def _write(demo: Demo, report: Report, arguments: argparse.Namespace) -> None:
 
     ours, oracle = (demo.traces(f) for f in (demo.folders.protected, demo.folders.oracle))
     path, last = _plot_path(demo.folders, arguments), demo.settings.iterations
-    draw(path, headline(report), ours, oracle, report.events, last)
+    draw(path, headline(report), ours, oracle, report.recoveries, last)
 
 
-def _plot_path(folders: Folders, arguments: argparse.Namespace) -> Path:
+def _plot_path(folders: DemoFolders, arguments: argparse.Namespace) -> Path:
     given: Path | None = arguments.plot
     return folders.root / "loss.png" if given is None else given
 
 
-def _where(folders: Folders, report: Report, arguments: argparse.Namespace) -> str:
+def _where(folders: DemoFolders, report: DemoReport, arguments: argparse.Namespace) -> str:
     plot = _plot_path(folders, arguments)
     picture = f"picture: {plot}   " if plot.exists() else ""
     return f"{picture}logs and traces: {folders.root}   ({report.seconds:.0f} s in all)"
 
 
-def _remove_large_files(folders: Folders) -> None:
+def _remove_large_files(folders: DemoFolders) -> None:
     shutil.rmtree(folders.corpus, ignore_errors=True)
     for trace in (folders.protected, folders.oracle):
         for path in trace.glob("final-rank*.pt"):

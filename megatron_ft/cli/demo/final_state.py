@@ -1,6 +1,6 @@
-"""The complete training state of one rank as plain values, for comparison with an oracle.
+"""The complete training state of a rank at its end, and the comparison of two runs by it.
 
-Written independently of the snapshot code on purpose: it takes *everything*, weights that
+Written independently of the snapshot code on purpose: trainings save *everything*, weights that
 a snapshot would derive included, so that a comparison finds what a snapshot forgot.
 """
 
@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-COUNTERS = (
-    "consumed_train_samples",
-    "skipped_train_samples",
-    "consumed_valid_samples",
-)
+from megatron_ft.cli.chaos.trace import TraceLine, final_lines, final_path, read_trace
 
 
 def plain(value: Any) -> Any:
-    """A copy in which everything is a host tensor, a container, a number, a text or a repr."""
+    """A copy in which everything is a host tensor, a container, a number, a text or a repr.
+
+    A file of it loads with ``torch.load(..., weights_only=True)``.
+    """
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, np.ndarray):
@@ -34,75 +35,27 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str | bytes | None) else repr(value)
 
 
-def _weights(model: list[Any]) -> dict[str, torch.Tensor]:
-    weights: dict[str, torch.Tensor] = {}
-    for number, chunk in enumerate(model):
-        for kind in (chunk.module.named_parameters(), chunk.module.named_buffers()):
-            weights.update({f"chunk{number}.{name}": plain(tensor) for name, tensor in kind})
-    return weights
-
-
-def _optimizers(optimizer: Any) -> list[dict[str, Any]]:
-    found = []
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner, scaler = part.optimizer, getattr(part, "grad_scaler", None)
-        if inner is None:  # a pipeline stage without such parameters
-            continue
-        groups = inner.param_groups
-        parameters = [p for group in groups for p in group["params"]]
-        found.append(
-            {
-                "main": plain(parameters),
-                "state": [plain(inner.state[p]) for p in parameters],
-                "groups": [plain({k: v for k, v in g.items() if k != "params"}) for g in groups],
-                "grad_scaler": plain(scaler.state_dict()) if scaler else None,
-            }
-        )
-    return found
-
-
-def _random_states() -> dict[str, Any]:
-    from megatron.core import tensor_parallel
-
+def random_states(device: Any, tracker: Any) -> dict[str, Any]:
+    """The states of all generators; ``device`` and ``tracker`` are the framework's own."""
     return {
         "python": plain(random.getstate()),
         "numpy": plain(np.random.get_state()),
         "torch": plain(torch.get_rng_state()),
-        "device": plain(torch.cuda.get_rng_state()),
-        "tracker": plain(tensor_parallel.get_cuda_rng_tracker().get_states()),
-    }
-
-
-def collect(
-    model: list[Any], optimizer: Any, opt_param_scheduler: Any, iteration: int
-) -> dict[str, Any]:
-    """Everything, copied: weights and buffers, optimizers, random states, schedule, counters.
-
-    Tensors are on the host and detached; anything that is neither tensor, number nor text
-    is its ``repr``, so the file loads with ``torch.load(..., weights_only=True)``.
-    """
-    from megatron.training import get_args
-
-    args = get_args()
-    return {
-        "iteration": iteration,
-        "weights": _weights(model),
-        "optimizers": _optimizers(optimizer),
-        "random": _random_states(),
-        "scheduler": plain(opt_param_scheduler.state_dict()),
-        "counters": {name: getattr(args, name) for name in COUNTERS},
+        "device": plain(device),
+        "tracker": plain(tracker),
     }
 
 
 def write(path: Path, state: dict[str, Any]) -> None:
     """Save ``state`` under ``path``; a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(path.name + ".half")
     torch.save(state, half)
     os.replace(half, path)
 
 
 def differences(left: Any, right: Any, where: str = "") -> list[str]:
-    """Paths at which two collected states differ in type, shape, keys or any bit."""
+    """Paths at which two plain states differ in type, shape, keys or any bit."""
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         same = left.dtype == right.dtype and left.shape == right.shape
         same = same and torch.equal(_bits(left), _bits(right))
@@ -118,3 +71,83 @@ def differences(left: Any, right: Any, where: str = "") -> list[str]:
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     # As bytes, because NaN differs from itself and -0.0 equals 0.0.
     return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.view(-1)
+
+
+@dataclass
+class Comparison:
+    """Counts of what was compared, and where it differs."""
+
+    losses: int = 0
+    samples: int = 0
+    tensors: int = 0
+    values: int = 0
+    bytes: int = 0
+    differences: list[str] = field(default_factory=list)
+
+    @property
+    def identical(self) -> bool:
+        """Whether there was something to compare and every bit of it is the same."""
+        return not self.differences and self.tensors > 0 and self.losses > 0
+
+
+def compare_runs(ours: Path, oracle: Path, world_size: int, iterations: int) -> Comparison:
+    """Compare trace and final state of every rank in two trace folders.
+
+    The last occurrence of an iteration counts; each of 1 to ``iterations`` must be there.
+    """
+    result = Comparison()
+    for rank in range(world_size):
+        mine, other = (final_lines(read_trace(folder, rank)) for folder in (ours, oracle))
+        compare_traces(result, rank, mine, other, iterations)
+        compare_states(result, rank, ours, oracle)
+    return result
+
+
+def compare_traces(
+    result: Comparison,
+    rank: int,
+    ours: Mapping[int, TraceLine],
+    oracle: Mapping[int, TraceLine],
+    iterations: int,
+) -> None:
+    """Compare losses and samples of one rank; adds to ``result``."""
+    found = result.differences
+    for iteration in range(1, iterations + 1):
+        mine, other = ours.get(iteration), oracle.get(iteration)
+        where = f"rank {rank} iteration {iteration}"
+        if mine is None or other is None:
+            run = "our run" if mine is None else "the uninterrupted run"
+            found.append(f"{where}: missing in {run}")
+            continue
+        if mine.loss != other.loss:
+            found.append(f"{where}: loss {mine.loss_value!r}, uninterrupted {other.loss_value!r}")
+        if mine.samples != other.samples:
+            found.append(f"{where}: samples {mine.samples}, uninterrupted {other.samples}")
+        result.losses += mine.loss is not None
+        result.samples += len(mine.samples)
+
+
+def compare_states(result: Comparison, rank: int, ours: Path, oracle: Path) -> None:
+    """Compare all that one rank held at the end; adds to ``result``."""
+    paths = [final_path(folder, rank) for folder in (ours, oracle)]
+    missing = [path for path in paths if not path.exists()]
+    if missing:
+        result.differences += [f"rank {rank}: no final state at {path}" for path in missing]
+        return
+    mine, other = (torch.load(path, weights_only=True) for path in paths)
+    found = differences(mine, other)
+    result.differences += [f"rank {rank}: final state differs at {path}" for path in found]
+    for leaf in _leaves(mine):
+        if isinstance(leaf, torch.Tensor):
+            result.tensors += 1
+            result.bytes += leaf.numel() * leaf.element_size()
+        else:
+            result.values += 1
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(item)
+    else:
+        yield value

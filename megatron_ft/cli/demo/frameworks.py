@@ -1,96 +1,150 @@
-"""Megatron-LM's loop, on the megatron-core package or with a checkout's own script.
-
-What can train in the demo: one small description for each framework.
-
-DeepSpeed, with the plain script in examples/ and a JSON that the demo writes.
-"""
+"""Frameworks of the demo: Megatron-LM's loop, a checkout's own script, and DeepSpeed."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import sys
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-from megatron_ft.cli.demo import deepspeed_script, stdlib_corpus, stock_script
+from megatron_ft.cli.demo import stdlib_corpus, traced_script
+from megatron_ft.cli.demo.demo_model import ENVIRONMENT, demo_arguments
+from megatron_ft.cli.demo.settings import DemoFolders, DemoSettings, Framework
 from megatron_ft.config.json_section import SECTION
 from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
 
-if TYPE_CHECKING:
-    from megatron_ft.cli.demo.settings import DemoSettings, Folders
-
-
 MICRO_BATCH = 2
 CORPUS_BYTES = 1 << 20
+# Host memory everywhere, so that the same bits come out with and without a GPU.
+_ON_HOST = {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
 
 
-class Framework(Protocol):
-    """A training program and how the demo runs it.
-
-    A description is a frozen dataclass, whose fields are the user's choices.  It raises
-    ConfigError or MissingEnvironmentError when it is made with what cannot be run.
-    """
-
-    name: ClassVar[str]
-    """The word after ``--framework``."""
-
-    samples: ClassVar[str]
-    """What the numbers are by which a trace names samples, in the plural."""
-
-    @property
-    def title(self) -> str:
-        """What trains, for people: ``Megatron-LM's loop``."""
-
-    @property
-    def shape(self) -> str:
-        """How the model is laid out, for people: ``tp 2, pp 1``."""
-
-    @property
-    def model_parallel(self) -> int:
-        """How many ranks hold one copy of the model; the job's number of ranks is a multiple."""
-
-    def choices(self) -> dict[str, int | str]:
-        """The user's choices by name, as plain values."""
-
-    def versions(self) -> dict[str, str]:
-        """Its packages and their versions."""
-
-    def prepare(self, settings: DemoSettings, folders: Folders) -> Path:
-        """Write the training text and whatever else both runs read; the path of the text."""
-
-    def command(
-        self, settings: DemoSettings, folders: Folders, text: Path, trace: Path, *, snapshots: bool
-    ) -> tuple[str, ...]:
-        """What each rank runs, with or without snapshots; reads and writes nothing."""
-
-    def environment(self, trace: Path) -> dict[str, str]:
-        """Variables for every rank, by which it also writes ``trace`` if not by its command."""
-
-
-SCRIPT = Path(__file__).parents[4] / "examples" / "deepspeed_gpt.py"
-STAGES = (0, 1, 2, 3)
-PIPELINE_STAGES = (0, 1)
-"""ZeRO stages that DeepSpeed combines with a pipeline."""
+def from_arguments(arguments: argparse.Namespace) -> Framework:
+    """The framework that the flags name; ConfigError for flags of another one."""
+    name, path = arguments.framework, arguments.megatron_lm_path
+    if path is not None and name != MegatronLM.name:
+        raise ConfigError(f"--megatron-lm-path needs --framework {MegatronLM.name}")
+    if arguments.zero is not None and name != DeepSpeed.name:
+        raise ConfigError(f"--zero needs --framework {DeepSpeed.name}")
+    if name == MegatronLM.name:
+        checkout = traced_script.find_checkout(path)
+        return MegatronLM(tp=arguments.tp, pp=arguments.pp, checkout=checkout)
+    if name == MegatronCore.name:
+        return MegatronCore(tp=arguments.tp, pp=arguments.pp)
+    if arguments.tp != 1:
+        raise ConfigError(f"--tp {arguments.tp}: the DeepSpeed script has no tensor parallelism")
+    usual = 3 if arguments.pp == 1 else 1
+    return DeepSpeed(zero=usual if arguments.zero is None else arguments.zero, pp=arguments.pp)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepSpeed:
+class MegatronCore(Framework):
+    """A program of this package on the installed megatron-core."""
+
+    name: ClassVar[str] = "megatron-core"
+    samples: ClassVar[str] = "sample indices"
+    package: ClassVar[str] = "megatron-core"
+    heads: ClassVar[int] = 4
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for flag in ("tp", "pp"):
+            if getattr(self, flag) < 1:
+                raise ConfigError(f"--{flag} is {getattr(self, flag)}; give a number >= 1")
+        if self.heads % self.tp:
+            raise ConfigError(
+                f"--tp {self.tp}: the demo's model has {self.heads} heads; give 1, 2 or 4"
+            )
+
+    @property
+    def title(self) -> str:
+        """See Framework."""
+        return "Megatron-LM's loop"
+
+    @property
+    def shape(self) -> str:
+        """See Framework."""
+        return f"tp {self.tp}, pp {self.pp}"
+
+    @property
+    def model_parallel(self) -> int:
+        """See Framework."""
+        return self.tp * self.pp
+
+    def prepare(self, settings: DemoSettings, folders: DemoFolders) -> Path:
+        """Build the corpus; see Framework."""
+        return stdlib_corpus.prepare(folders.corpus, CORPUS_BYTES)
+
+    def command(
+        self, settings: DemoSettings, folders: DemoFolders, text: Path, trace: Path, snapshots: bool
+    ) -> list[str]:
+        """See Framework."""
+        flags = demo_arguments(
+            tp=self.tp,
+            pp=self.pp,
+            iterations=settings.iterations,
+            data_path=text,
+            layers=2 * self.pp,
+            micro_batch=MICRO_BATCH,
+            # In a pipeline two micro-batches for each data-parallel rank, so that stages overlap.
+            global_batch=MICRO_BATCH * settings.data_parallel * (1 if self.pp == 1 else 2),
+            cache_path=folders.corpus / "indices",
+        )
+        switch = ["--inmem-snapshot", "--inmem-snapshot-interval", str(settings.snapshot_interval)]
+        return [*self._program(flags, trace), *(switch if snapshots else [])]
+
+    def environment(self, trace: Path) -> dict[str, str]:
+        """See Framework."""
+        return {**ENVIRONMENT, **_ON_HOST}
+
+    def _program(self, flags: list[str], trace: Path) -> list[str]:
+        return ["-m", "megatron_ft.cli.demo.pretrain_gpt", *flags, "--trace-dir", str(trace)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronLM(MegatronCore):
+    """The stock ``pretrain_gpt.py`` of ``checkout``, traced from outside."""
+
+    name: ClassVar[str] = "megatron-lm"
+    checkout: Path
+
+    @property
+    def title(self) -> str:
+        """See Framework."""
+        return str(self.checkout / traced_script.SCRIPT)
+
+    def versions(self) -> dict[str, str]:
+        """See Framework."""
+        return {"Megatron-LM": traced_script.release_of(self.checkout)}
+
+    def environment(self, trace: Path) -> dict[str, str]:
+        """See Framework."""
+        path = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+        return traced_script.environment(trace, {**super().environment(trace), **path})
+
+    def _program(self, flags: list[str], trace: Path) -> list[str]:
+        return [self.title, *flags]
+
+
+SCRIPT = Path(__file__).parents[3] / "examples" / "deepspeed_gpt.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeed(Framework):
     """examples/deepspeed_gpt.py with ZeRO stage ``zero`` and ``pp`` pipeline stages."""
 
     name: ClassVar[str] = "deepspeed"
     samples: ClassVar[str] = "samples"
+    package: ClassVar[str] = "deepspeed"
     zero: int = 3
-    pp: int = 1
 
     def __post_init__(self) -> None:
         if self.pp < 1:
             raise ConfigError(f"--pp is {self.pp}; give a number >= 1")
-        allowed = STAGES if self.pp == 1 else PIPELINE_STAGES
+        allowed = (0, 1, 2, 3) if self.pp == 1 else (0, 1)
         if self.zero not in allowed:
             known = ", ".join(map(str, allowed))
             raise ConfigError(f"--zero {self.zero} with --pp {self.pp}: give one of {known}")
@@ -110,17 +164,7 @@ class DeepSpeed:
         """See Framework."""
         return self.pp
 
-    def choices(self) -> dict[str, int | str]:
-        """See Framework."""
-        return {"zero": self.zero, "pp": self.pp}
-
-    def versions(self) -> dict[str, str]:
-        """See Framework."""
-        with suppress(metadata.PackageNotFoundError):
-            return {"deepspeed": metadata.version("deepspeed")}
-        return {}
-
-    def prepare(self, settings: DemoSettings, folders: Folders) -> Path:
+    def prepare(self, settings: DemoSettings, folders: DemoFolders) -> Path:
         """Write the text and both runs' JSON; see Framework."""
         if find_spec("deepspeed") is None:
             raise MissingEnvironmentError(
@@ -140,7 +184,7 @@ class DeepSpeed:
         return path
 
     def json_config(self, settings: DemoSettings, *, snapshots: bool) -> dict[str, Any]:
-        """What DeepSpeed is given, with our section or without."""
+        """DeepSpeed's configuration, with our section or without."""
         switches = {"enabled": True, "follows_engine": True}
         ours = {SECTION: {**switches, "snapshot_interval": settings.snapshot_interval}}
         iterations = settings.iterations
@@ -162,8 +206,8 @@ class DeepSpeed:
         }
 
     def command(
-        self, settings: DemoSettings, folders: Folders, text: Path, trace: Path, *, snapshots: bool
-    ) -> tuple[str, ...]:
+        self, settings: DemoSettings, folders: DemoFolders, text: Path, trace: Path, snapshots: bool
+    ) -> list[str]:
         """See Framework."""
         flags: dict[str, object] = {
             "--steps": settings.iterations,
@@ -174,129 +218,13 @@ class DeepSpeed:
         }
         if self.pp > 1:
             flags["--pipeline"] = self.pp
-        words = [str(word) for pair in flags.items() for word in pair]
-        return (sys.executable, str(SCRIPT), *words)
+        return [str(SCRIPT), *(str(word) for pair in flags.items() for word in pair)]
 
     def environment(self, trace: Path) -> dict[str, str]:
         """See Framework."""
         path = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-        # Host memory everywhere, so that the same bits come out with and without a GPU.
-        host = {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
-        return deepspeed_script.environment(trace, {**host, **path})
+        return traced_script.environment(trace, {**_ON_HOST, **path}, deepspeed=True)
 
 
-def _json_path(folders: Folders, snapshots: bool) -> Path:
+def _json_path(folders: DemoFolders, snapshots: bool) -> Path:
     return folders.root / ("deepspeed.json" if snapshots else "deepspeed-uninterrupted.json")
-
-
-_HEADS = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class MegatronCore:
-    """A program of this package on the installed megatron-core."""
-
-    name: ClassVar[str] = "megatron-core"
-    samples: ClassVar[str] = "sample indices"
-    tp: int = 1
-    pp: int = 1
-
-    def __post_init__(self) -> None:
-        for flag in ("tp", "pp"):
-            if getattr(self, flag) < 1:
-                raise ConfigError(f"--{flag} is {getattr(self, flag)}; give a number >= 1")
-        if _HEADS % self.tp:
-            raise ConfigError(
-                f"--tp {self.tp}: the demo's model has {_HEADS} heads; give 1, 2 or 4"
-            )
-
-    @property
-    def title(self) -> str:
-        """See Framework."""
-        return "Megatron-LM's loop"
-
-    @property
-    def shape(self) -> str:
-        """See Framework."""
-        return f"tp {self.tp}, pp {self.pp}"
-
-    @property
-    def model_parallel(self) -> int:
-        """See Framework."""
-        return self.tp * self.pp
-
-    def choices(self) -> dict[str, int | str]:
-        """See Framework."""
-        return {"tp": self.tp, "pp": self.pp}
-
-    def versions(self) -> dict[str, str]:
-        """See Framework."""
-        with suppress(metadata.PackageNotFoundError):
-            return {"megatron-core": metadata.version("megatron-core")}
-        return {}
-
-    def prepare(self, settings: DemoSettings, folders: Folders) -> Path:
-        """Build the corpus; see Framework."""
-        return stdlib_corpus.prepare(folders.corpus, CORPUS_BYTES)
-
-    def command(
-        self, settings: DemoSettings, folders: Folders, text: Path, trace: Path, *, snapshots: bool
-    ) -> tuple[str, ...]:
-        """See Framework."""
-        switch = ("--inmem-snapshot", "--inmem-snapshot-interval", str(settings.snapshot_interval))
-        flags = self._flags(settings, folders, text)
-        return (sys.executable, *self._program(flags, trace), *(switch if snapshots else ()))
-
-    def environment(self, trace: Path) -> dict[str, str]:
-        """See Framework."""
-        from megatron_ft.cli.demo.demo_model import ENVIRONMENT
-
-        # Host memory everywhere, so that the same bits come out with and without a GPU.
-        return {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
-
-    def _program(self, flags: list[str], trace: Path) -> list[str]:
-        return ["-m", "megatron_ft.cli.demo.pretrain_gpt", *flags, "--trace-dir", str(trace)]
-
-    def _flags(self, settings: DemoSettings, folders: Folders, text: Path) -> list[str]:
-        from megatron_ft.cli.demo.demo_model import demo_arguments
-
-        return demo_arguments(
-            tp=self.tp,
-            pp=self.pp,
-            iterations=settings.iterations,
-            data_path=text,
-            layers=2 * self.pp,
-            micro_batch=MICRO_BATCH,
-            # In a pipeline two micro-batches for each data-parallel rank, so that stages overlap.
-            global_batch=MICRO_BATCH * settings.data_parallel * (1 if self.pp == 1 else 2),
-            cache_path=folders.corpus / "indices",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class MegatronLM(MegatronCore):
-    """The stock ``pretrain_gpt.py`` of ``checkout``, traced from outside."""
-
-    name: ClassVar[str] = "megatron-lm"
-    checkout: Path
-
-    @property
-    def title(self) -> str:
-        """See Framework."""
-        return str(self.checkout / stock_script.SCRIPT)
-
-    def choices(self) -> dict[str, int | str]:
-        """See Framework."""
-        return {**super().choices(), "checkout": str(self.checkout)}
-
-    def versions(self) -> dict[str, str]:
-        """See Framework."""
-        return {"Megatron-LM": stock_script.release_of(self.checkout)}
-
-    def environment(self, trace: Path) -> dict[str, str]:
-        """See Framework."""
-        path = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-        return stock_script.environment(trace, {**super().environment(trace), **path})
-
-    def _program(self, flags: list[str], trace: Path) -> list[str]:
-        return [str(self.checkout / stock_script.SCRIPT), *flags]

@@ -1,4 +1,4 @@
-"""What Megatron asks of a GPT pretraining program: batches, a loss, data sets, a model.
+"""The parts that Megatron asks of a GPT pretraining program: batches, loss, data sets, model.
 
 Importing this module imports Megatron; :mod:`megatron_ft.cli.demo.pretrain_gpt` does so
 after the CPU stand-in is in place.  It needs only the ``megatron-core`` package, which

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron_ft.cli.demo.outcome import Outcome
-from megatron_ft.cli.demo.report import Report
-from megatron_ft.cli.demo.trace import TraceLine, final_lines
+from megatron_ft.cli.chaos.trace import final_lines
+from megatron_ft.cli.demo.faults import DemoRecovery, Traces
+from megatron_ft.cli.demo.report import DemoReport
 
 _INCARNATION_COLOURS = ("#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#d55e00")
 
 _FAULT_COLOUR = "#b2182b"
 
 Losses = dict[int, float]
-Traces = Mapping[int, Sequence[TraceLine]]
 
 
 def mean_losses(traces: Traces, incarnation: int | None) -> Losses:
@@ -32,7 +31,7 @@ def mean_losses(traces: Traces, incarnation: int | None) -> Losses:
 
 
 def draw(
-    path: Path, title: str, ours: Traces, oracle: Traces, events: Sequence[Outcome], last: int
+    path: Path, title: str, ours: Traces, oracle: Traces, events: Sequence[DemoRecovery], last: int
 ) -> None:
     """Write the picture as a PNG.
 
@@ -83,7 +82,7 @@ def _draw_lives(axes: Any, traces: Traces) -> None:
         )  # fmt: skip
 
 
-def _draw_events(axes: Any, events: Sequence[Outcome], last: int) -> None:
+def _draw_events(axes: Any, events: Sequence[DemoRecovery], last: int) -> None:
     """A line where each fault struck, what it was, and an arrow back to what was restored."""
     low, high = axes.get_ylim()
     axes.set_ylim(low, high + (0.05 + 0.07 * len(events)) * (high - low))
@@ -105,7 +104,7 @@ def _draw_events(axes: Any, events: Sequence[Outcome], last: int) -> None:
         )  # fmt: skip
 
 
-def headline(report: Report) -> str:
+def headline(report: DemoReport) -> str:
     """The picture's title."""
     shape = report.settings
     run = f"{shape.world_size} ranks on {shape.nodes} nodes, {shape.protect}, seed {shape.seed}"
@@ -115,7 +114,7 @@ def headline(report: Report) -> str:
     return f"{word} the uninterrupted run ({run})"
 
 
-def caption(event: Outcome) -> str:
+def caption(event: DemoRecovery) -> str:
     """A fault and its recovery in few words."""
     if event.restored_iteration is None:
         return f"{event.kind} lost, not restored"

@@ -73,13 +73,13 @@ def main() -> None:
     from megatron.training import training
 
     import megatron_ft.megatron
-    from megatron_ft.cli.demo import training_trace
+    from megatron_ft.cli.demo import megatron_trace
 
     print(f"> megatron-core {megatron.core.__version__}", flush=True)
     megatron_ft.megatron.install()
     trace_dir, sys.argv[1:] = take_trace_directory(sys.argv[1:])
     if trace_dir is not None:
-        training_trace.install(trace_dir)
+        megatron_trace.install(trace_dir)
     values, keywords = pretrain_arguments()
     training.pretrain(*values, **keywords)
 

@@ -1,24 +1,15 @@
-"""The result of a demo: as data for a program, as tables for a person.
-
-Two runs of the same training, compared bit by bit, rank by rank.
-
-How much memory a job's nodes hold, as their SMPs say, and which software it runs on.
-
-What snapshots cost the training, from what the trainers reported and the traces.
-"""
+"""The result of a demo: costs, memory and versions as data, and everything as tables."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
-from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -27,100 +18,15 @@ from rich.text import Text
 
 from megatron_ft import __version__
 from megatron_ft.cli import status
-from megatron_ft.cli.demo.frameworks import Framework
-from megatron_ft.cli.demo.outcome import Outcome
-from megatron_ft.cli.demo.settings import DemoSettings, Record
-from megatron_ft.cli.demo.trace import TraceLine, final_lines, final_path, read_trace
+from megatron_ft.cli.chaos.follow import RecordedEvent
+from megatron_ft.cli.chaos.trace import TraceLine
+from megatron_ft.cli.demo.faults import DemoRecovery
+from megatron_ft.cli.demo.settings import DemoSettings, Framework
 from megatron_ft.core.errors import NoMpiError
-from megatron_ft.core.identity import SnapshotId
 from megatron_ft.launchers.virtual import VirtualCluster
 
-
-@dataclass
-class Comparison:
-    """What was compared and where it differs; ``differences`` is empty if nothing does."""
-
-    losses: int = 0
-    samples: int = 0
-    tensors: int = 0
-    values: int = 0
-    bytes: int = 0
-    differences: list[str] = field(default_factory=list)
-
-    @property
-    def identical(self) -> bool:
-        """Whether there was something to compare and every bit of it is the same."""
-        return not self.differences and self.tensors > 0 and self.losses > 0
-
-
-def compare_runs(ours: Path, oracle: Path, world_size: int, iterations: int) -> Comparison:
-    """Compare trace and final state of every rank in two trace folders.
-
-    The last occurrence of an iteration counts; each of 1 to ``iterations`` must be there.
-    """
-    result = Comparison()
-    for rank in range(world_size):
-        traces = [final_lines(read_trace(folder, rank)) for folder in (ours, oracle)]
-        compare_traces(result, rank, traces[0], traces[1], iterations)
-        compare_states(result, rank, ours, oracle)
-    return result
-
-
-def compare_traces(
-    result: Comparison,
-    rank: int,
-    ours: dict[int, TraceLine],
-    oracle: dict[int, TraceLine],
-    iterations: int,
-) -> None:
-    """Compare losses and sample indices of one rank; adds to ``result``."""
-    for iteration in range(1, iterations + 1):
-        mine, other = ours.get(iteration), oracle.get(iteration)
-        where = f"rank {rank} iteration {iteration}"
-        if mine is None or other is None:
-            run = "our run" if mine is None else "the uninterrupted run"
-            result.differences.append(f"{where}: missing in {run}")
-            continue
-        if mine.loss != other.loss:
-            result.differences.append(
-                f"{where}: loss {mine.loss_value!r}, uninterrupted {other.loss_value!r}"
-            )
-        if mine.samples != other.samples:
-            result.differences.append(
-                f"{where}: samples {mine.samples}, uninterrupted {other.samples}"
-            )
-        result.losses += mine.loss is not None
-        result.samples += len(mine.samples)
-
-
-def compare_states(result: Comparison, rank: int, ours: Path, oracle: Path) -> None:
-    """Compare all that one rank held at the end; adds to ``result``."""
-    import torch
-
-    from megatron_ft.cli.demo import final_state
-
-    missing = [p for p in (final_path(f, rank) for f in (ours, oracle)) if not p.exists()]
-    if missing:
-        result.differences += [f"rank {rank}: no final state at {path}" for path in missing]
-        return
-    mine, other = (torch.load(final_path(f, rank), weights_only=True) for f in (ours, oracle))
-    found = final_state.differences(mine, other)
-    result.differences += [f"rank {rank}: final state differs at {path}" for path in found]
-    for leaf in _leaves(mine):
-        if isinstance(leaf, torch.Tensor):
-            result.tensors += 1
-            result.bytes += leaf.numel() * leaf.element_size()
-        else:
-            result.values += 1
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(item)
-    else:
-        yield value
-
+if TYPE_CHECKING:
+    from megatron_ft.cli.demo.final_state import Comparison
 
 _PACKAGES = ("torch", "numpy", "mpi4py", "pyeclib", "pyzmq")
 
@@ -165,7 +71,7 @@ def _mpi_of(cluster: VirtualCluster) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Overhead:
-    """What snapshots cost.  Seconds; a snapshot's stall is that of its slowest rank.
+    """Cost of snapshots in seconds; a snapshot's stall is that of its slowest rank.
 
     ``share`` is all stalls over the time of all iterations; ``stall_per_iteration`` the
     median stall over the median iteration.  Median iteration times leave out the first
@@ -184,18 +90,21 @@ class Overhead:
     iteration_without: float
 
 
-def overhead(record: Record, ours: Sequence[TraceLine], oracle: Sequence[TraceLine]) -> Overhead:
+def overhead(
+    events: Sequence[RecordedEvent], ours: Sequence[TraceLine], oracle: Sequence[TraceLine]
+) -> Overhead:
     """The cost of snapshots, from one rank's lines of both runs; both must hold iterations."""
-    stalls: dict[SnapshotId, float] = {}
-    for cost in record.costs:
-        stalls[cost.snapshot] = max(cost.stall_seconds, stalls.get(cost.snapshot, 0.0))
+    stalls: dict[str, float] = {}
+    for cost in (e for e in events if e["kind"] == "capture_cost"):
+        stalls[cost["snapshot"]] = max(cost["stall_seconds"], stalls.get(cost["snapshot"], 0.0))
+    levels = [e["level"] for e in events if e["kind"] == "committed"]
     with_snapshots, without = _median_seconds(ours), _median_seconds(oracle)
     stall = median(stalls.values()) if stalls else 0.0
     return Overhead(
         snapshots=len(stalls),
-        protected=record.count("committed", level="protected"),
-        local=record.count("committed", level="local"),
-        given_up=tuple(s.event.text for s in record.seen if s.event.kind == "aborted"),
+        protected=levels.count("protected"),
+        local=levels.count("local"),
+        given_up=tuple(e["text"] for e in events if e["kind"] == "aborted"),
         stall_median=stall,
         stall_worst=max(stalls.values(), default=0.0),
         share=sum(stalls.values()) / sum(line.seconds for line in ours),
@@ -207,15 +116,10 @@ def overhead(record: Record, ours: Sequence[TraceLine], oracle: Sequence[TraceLi
 
 def _median_seconds(lines: Sequence[TraceLine]) -> float:
     """Median time of an iteration, each incarnation's first one left out where others are there."""
-    later = [b.seconds for a, b in zip(lines, lines[1:], strict=False) if _same_incarnation(a, b)]
+    pairs = zip(lines, lines[1:], strict=False)
+    later = [after.seconds for before, after in pairs if before.incarnation == after.incarnation]
     return median(later or [line.seconds for line in lines])
 
-
-def _same_incarnation(one: TraceLine, other: TraceLine) -> bool:
-    return one.incarnation == other.incarnation
-
-
-Side = Literal["left", "right"]
 
 _MEBI = 2**20
 _SHOWN_DIFFERENCES = 12
@@ -223,13 +127,13 @@ UNRECOVERABLE = 10
 
 
 @dataclass
-class Report:
+class DemoReport:
     """Everything that a demo found; parts that a stopped run never came to are None."""
 
     settings: DemoSettings
     exit_code: int = 1
     reason: str | None = None
-    events: list[Outcome] = field(default_factory=list)
+    recoveries: list[DemoRecovery] = field(default_factory=list)
     comparison: Comparison | None = None
     overhead: Overhead | None = None
     memory: list[NodeMemory] = field(default_factory=list)
@@ -244,44 +148,41 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """The whole report as plain values."""
-        comparison = None if self.comparison is None else dataclasses.asdict(self.comparison)
+        framework = self.settings.framework
         return {
             "identical": self.identical,
             "reason": self.reason,
             "exit_code": self.exit_code,
             "seconds": round(self.seconds, 1),
-            "settings": self._settings(),
-            "events": [dataclasses.asdict(event) for event in self.events],
-            "comparison": comparison,
-            "overhead": None if self.overhead is None else dataclasses.asdict(self.overhead),
+            "settings": {
+                **{f.name: getattr(self.settings, f.name) for f in fields(self.settings)},
+                "framework": {"name": framework.name, **framework.choices()},
+            },
+            "events": [asdict(event) for event in self.recoveries],
+            "comparison": self.comparison and asdict(self.comparison),
+            "overhead": self.overhead and asdict(self.overhead),
             "memory": {
                 "largest_shard_state_bytes": self.state_bytes,
-                "nodes": [dataclasses.asdict(node) for node in self.memory],
+                "nodes": [asdict(node) for node in self.memory],
             },
             "versions": self.versions,
         }
 
-    def _settings(self) -> dict[str, Any]:
-        framework = self.settings.framework
-        chosen = {"name": framework.name, **framework.choices()}
-        others = [f.name for f in dataclasses.fields(self.settings) if f.name != "framework"]
-        return {"framework": chosen, **{name: getattr(self.settings, name) for name in others}}
 
-
-def show(report: Report, console: Console) -> None:
+def show(report: DemoReport, console: Console) -> None:
     """Print the report; the verdict is the caller's last line."""
     console.print()
-    if report.events:
-        console.print(_event_table(report.events))
-    if any(event.restored_iteration is not None for event in report.events):
-        console.print(_parts_table(report.events))
+    if report.recoveries:
+        console.print(_event_table(report.recoveries))
+    if any(event.restored_iteration is not None for event in report.recoveries):
+        console.print(_parts_table(report.recoveries))
     for line in (*_overhead_lines(report), *_memory_lines(report), *_version_lines(report)):
         console.print(Text(line))
     console.print()
     console.print(verdict(report), soft_wrap=True)
 
 
-def verdict(report: Report) -> Text:
+def verdict(report: DemoReport) -> Text:
     """The answer in a sentence, and what speaks against it if something does."""
     result = report.comparison
     if report.exit_code == 0 and result is not None:
@@ -304,7 +205,7 @@ def verdict(report: Report) -> Text:
     )
 
 
-def _advice(report: Report) -> str:
+def _advice(report: DemoReport) -> str:
     settings = report.settings
     parity = settings.scheme.parity_members
     if report.exit_code != UNRECOVERABLE or settings.lose <= parity:
@@ -316,19 +217,9 @@ def _advice(report: Report) -> str:
     )
 
 
-def _event_table(events: Iterable[Outcome]) -> Table:
-    table = _table(
-        "Faults and recoveries",
-        ("killed", "left"),
-        ("in\niteration", "right"),
-        ("noticed\nafter", "right"),
-        ("restored\nfrom", "left"),
-        ("back to\niteration", "right"),
-        ("iterations\nlost", "right"),
-        ("training\nagain after", "right"),
-    )
-    for event in events:
-        table.add_row(
+def _event_table(events: Iterable[DemoRecovery]) -> Table:
+    rows = [
+        (
             event.victim,
             f"{event.during} at {event.fraction:.0%}",
             _seconds(event.detect, 2),
@@ -337,23 +228,23 @@ def _event_table(events: Iterable[Outcome]) -> Table:
             _or_dash(event.iterations_lost),
             _seconds(event.seconds_to_first_iteration, 1),
         )
-    return table
-
-
-def _parts_table(events: Iterable[Outcome]) -> Table:
-    table = _table(
-        "Where that time went",
-        ("killed", "left"),
-        ("notice", "right"),
-        ("fence,\ndecide", "right"),
-        ("rebuild", "right"),
-        ("of it,\ncoding", "right"),
-        ("start of\ntrainers", "right"),
-        ("of it,\ncopy in", "right"),
-        ("first\niteration", "right"),
+        for event in events
+    ]
+    headings = (
+        "killed",
+        "in\niteration",
+        "noticed\nafter",
+        "restored\nfrom",
+        "back to\niteration",
+        "iterations\nlost",
+        "training\nagain after",
     )
-    for event in events:
-        table.add_row(
+    return _table("Faults and recoveries", headings, rows, left=("killed", "restored\nfrom"))
+
+
+def _parts_table(events: Iterable[DemoRecovery]) -> Table:
+    rows = [
+        (
             event.kind,
             _seconds(event.detect, 2),
             _seconds(event.decide, 2),
@@ -363,10 +254,24 @@ def _parts_table(events: Iterable[Outcome]) -> Table:
             _seconds(event.copy_in_seconds, 3),
             _seconds(event.iterate, 2),
         )
-    return table
+        for event in events
+    ]
+    headings = (
+        "killed",
+        "notice",
+        "fence,\ndecide",
+        "rebuild",
+        "of it,\ncoding",
+        "start of\ntrainers",
+        "of it,\ncopy in",
+        "first\niteration",
+    )
+    return _table("Where that time went", headings, rows, left=("killed",))
 
 
-def _table(title: str, *columns: tuple[str, Side]) -> Table:
+def _table(
+    title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str]
+) -> Table:
     table = Table(
         title=title,
         title_justify="left",
@@ -374,12 +279,14 @@ def _table(title: str, *columns: tuple[str, Side]) -> Table:
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    for heading, side in columns:
-        table.add_column(heading, justify=side)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in left else "right")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def _overhead_lines(report: Report) -> list[str]:
+def _overhead_lines(report: DemoReport) -> list[str]:
     cost = report.overhead
     if cost is None:
         return []
@@ -397,7 +304,7 @@ def _overhead_lines(report: Report) -> list[str]:
     ]
 
 
-def _memory_lines(report: Report) -> list[str]:
+def _memory_lines(report: DemoReport) -> list[str]:
     holding = [node for node in report.memory if node.shards]
     if not holding:
         return []
@@ -411,7 +318,7 @@ def _memory_lines(report: Report) -> list[str]:
     ]
 
 
-def _version_lines(report: Report) -> list[str]:
+def _version_lines(report: DemoReport) -> list[str]:
     words = [f"{name} {value}" for name, value in report.versions.items()]
     half = (len(words) + 1) // 2
     return [f"versions   {', '.join(words[:half])},", f"           {', '.join(words[half:])}"]

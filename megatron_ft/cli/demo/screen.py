@@ -1,4 +1,4 @@
-"""What the demo shows while it runs: a progress bar on a terminal, plain lines elsewhere."""
+"""The demo's output while it runs: a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from megatron_ft.cli.demo.settings import Strike
-from megatron_ft.cli.demo.trace import TraceLine
-from megatron_ft.supervisor.events import JobEvent
+from megatron_ft.cli.chaos.follow import RecordedEvent
+from megatron_ft.cli.chaos.trace import TraceLine
+from megatron_ft.cli.demo.faults import DemoStrike
 
 PLAIN_WIDTH = 100
 _EVERY = 5
@@ -54,9 +54,9 @@ class Screen:
         self._furthest = 0
         self._committed = -1
         self._incarnation = 0
-        self._strike: Strike | None = None
+        self._strike: DemoStrike | None = None
 
-    def say(self, text: str, style: str = "") -> None:
+    def log(self, text: str, style: str = "") -> None:
         """One line; of a text with more lines, the first has the time."""
         stamp = f"[{time.monotonic() - self._start:6.1f} s] "
         self.console.print(Text(stamp, "dim") + Text(text, style), soft_wrap=True)
@@ -65,7 +65,7 @@ class Screen:
         """A run of ``iterations`` starts."""
         self.end()
         self._total, self._furthest, self._committed, self._incarnation = iterations, 0, -1, 0
-        self.say(title, "bold")
+        self.log(title, "bold")
         if self.console.is_terminal:
             self._progress = Progress(
                 TextColumn("{task.description}"),
@@ -89,7 +89,7 @@ class Screen:
         """Rank 0 has finished an iteration."""
         if self._strike is not None and line.incarnation > self._strike.incarnation:
             seconds = line.time - self._strike.wall
-            self.say(
+            self.log(
                 f"training again: iteration {line.iteration} done {seconds:.1f} s after the fault"
             )
             self._strike = None
@@ -104,18 +104,19 @@ class Screen:
         if self._progress is not None:
             self._progress.update(self._task, completed=iteration, detail=detail)
         elif iteration % _EVERY == 0 or iteration == self._total:
-            self.say(f"iteration {iteration:3}/{self._total}  {detail}".rstrip())
+            self.log(f"iteration {iteration:3}/{self._total}  {detail}".rstrip())
 
-    def event(self, event: JobEvent) -> None:
+    def event(self, event: RecordedEvent) -> None:
         """An event of the supervisor."""
-        if event.kind == "committed":
-            self._committed = event.fields["iteration"]
-        elif event.kind == "trainers_started" and self._progress is not None:
+        kind = event["kind"]
+        if kind == "committed":
+            self._committed = event["iteration"]
+        elif kind == "trainers_started" and self._progress is not None:
             self._progress.update(self._task, detail="trainers are starting")
-        if event.kind in _STYLES:
-            self.say(event.text, _STYLES[event.kind])
+        if kind in _STYLES:
+            self.log(event["text"], _STYLES[kind])
 
-    def strike(self, strike: Strike) -> None:
+    def strike(self, strike: DemoStrike) -> None:
         """A fault was just carried out."""
         self._strike = strike
-        self.say(f"FAULT in iteration {strike.during}: {strike.text}", "bold red")
+        self.log(f"FAULT in iteration {strike.during}: {strike.text}", "bold red")

@@ -1,154 +1,98 @@
-"""What the demo runs: the job, its training command and the folders it writes to.
-
-Which faults strike, whom and when: a pure function of a seed.
-
-What happened while the protected run went on, as noted at the time.
-"""
+"""Settings of a demo: the user's choices, the folders that it writes to, and the job it runs."""
 
 from __future__ import annotations
 
 import os
-import random
-import time
+import sys
 import uuid
-from dataclasses import dataclass, field
-from enum import Enum
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
+from typing import ClassVar
 
-from megatron_ft.cli.demo.frameworks import Framework, MegatronCore
-from megatron_ft.config import SnapshotConfig
+from megatron_ft.cli.chaos.job import JobFile
 from megatron_ft.core import isal
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.plan import Sizes
-from megatron_ft.supervisor.spec import JobSpec
-
-
-class FaultKind(Enum):
-    """What is killed."""
-
-    TRAINER = "trainer"
-    NODE = "node"
-    TRAINER_AND_ENCODER = "trainer and encoder"
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One fault.
-
-    It strikes once rank 0 has finished ``iteration`` and a further ``fraction`` of an
-    iteration's time has passed, and not before the present incarnation has a protected commit.
-    ``positions`` are places in the list of active nodes, ``local_rank`` a trainer there.
-    """
-
-    kind: FaultKind
-    iteration: int
-    fraction: float
-    positions: tuple[int, ...]
-    local_rank: int = 0
-
-
-# Shares of all iterations within which each fault strikes.  Far enough apart that an incarnation
-# trains and commits in between, and the last one early enough that the job goes on for a while
-# after it.
-_WINDOWS = ((0.20, 0.30), (0.45, 0.55), (0.70, 0.80))
-_KINDS = (FaultKind.TRAINER, FaultKind.NODE, FaultKind.TRAINER_AND_ENCODER)
-
-
-def plan_faults(
-    seed: int, iterations: int, nodes: int, ranks_per_node: int = 1, lose: int = 1
-) -> tuple[Fault, ...]:
-    """The demo's three faults: a trainer, then ``lose`` nodes at once, then trainer and encoder.
-
-    The same arguments give the same faults on every machine.  ValueError if more nodes are
-    to be lost than there are.
-    """
-    if not 1 <= lose <= nodes:
-        raise ValueError(f"{lose} of {nodes} nodes cannot be lost")
-    chance = random.Random(f"megatron-ft demo {seed}")
-    faults = []
-    for kind, (earliest, latest) in zip(_KINDS, _WINDOWS, strict=True):
-        victims = lose if kind is FaultKind.NODE else 1
-        faults.append(
-            Fault(
-                kind=kind,
-                iteration=chance.randint(round(earliest * iterations), round(latest * iterations)),
-                # Not at the very edges, where the next iteration's start hides the difference.
-                fraction=round(chance.uniform(0.1, 0.9), 3),
-                positions=tuple(sorted(chance.sample(range(nodes), victims))),
-                local_rank=chance.randrange(ranks_per_node),
-            )
-        )
-    return tuple(faults)
-
-
-@dataclass(frozen=True)
-class Strike:
-    """One fault as it was carried out.  ``during`` is the iteration under way.
-
-    ``victim`` names who was hit in few words, ``text`` is the sentence about it.
-    """
-
-    fault: Fault
-    victim: str
-    text: str
-    incarnation: int
-    during: int
-    monotonic: float
-    wall: float
-
-
-@dataclass(frozen=True)
-class Seen:
-    """An event of the supervisor and the incarnation in which it was told."""
-
-    event: JobEvent
-    incarnation: int
-
-
-@dataclass
-class Record:
-    """Everything noted while the protected run went on."""
-
-    strikes: list[Strike] = field(default_factory=list)
-    seen: list[Seen] = field(default_factory=list)
-    costs: list[m.CaptureCost] = field(default_factory=list)
-    restored: list[tuple[int, m.Restored]] = field(default_factory=list)
-    rebuilt: list[tuple[int, m.Rebuilt]] = field(default_factory=list)
-    tensor_bytes: dict[str, int] = field(default_factory=dict)
-
-    def note(self, event: JobEvent, incarnation: int) -> None:
-        """An event of the supervisor, as it is told."""
-        self.seen.append(Seen(event, incarnation))
-
-    def hear(self, event: m.Event) -> None:
-        """A message from an SMP; a listener of the coordinator."""
-        body = event.body
-        if isinstance(body, m.CaptureCost):
-            self.costs.append(body)
-        elif isinstance(body, m.Restored):
-            self.restored.append((event.incarnation, body))
-        elif isinstance(body, m.Rebuilt):
-            self.rebuilt.append((event.incarnation, body))
-        elif isinstance(body, m.Sealed):
-            self.tensor_bytes[body.record.shard_id] = body.record.tensor_bytes
-
-    def count(self, kind: str, **fields: object) -> int:
-        """How many events of a kind there were with these fields."""
-        wanted = fields.items()
-        return sum(s.event.kind == kind and wanted <= s.event.fields.items() for s in self.seen)
-
-
-def now() -> tuple[float, float]:
-    """Monotonic and wall time of one moment."""
-    return time.monotonic(), time.time()
-
 
 FEWEST_ITERATIONS = 20
 # Twelve processes on a few cores may all stand still for a while; deaths are noticed without it.
 _LEASE_SECONDS = 30.0
+
+
+class DemoFolders:
+    """Folders that one demo writes to, below ``root``, which is new or empty at the start.
+
+    ``logs`` has the output of every process, ``state`` the supervisor's notes (gone at the end),
+    ``corpus`` the training text and what a framework makes of it; ``protected`` and ``oracle``
+    have trace and final state of the run that faults hit and of the one without any.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.logs, self.state = root, root / "logs", root / "state"
+        self.corpus, self.protected = root / "corpus", root / "run"
+        self.oracle = root / "uninterrupted"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framework(ABC):
+    """A training program and how the demo runs it; fields are the user's choices.
+
+    Making one raises ConfigError or MissingEnvironmentError if it cannot be run.
+    """
+
+    name: ClassVar[str]
+    """The word after ``--framework``."""
+
+    samples: ClassVar[str]
+    """The numbers by which a trace names samples, in the plural."""
+
+    package: ClassVar[str]
+    """The distribution whose version a report names."""
+
+    pp: int = 1
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """The program, for people: ``Megatron-LM's loop``."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> str:
+        """The layout of the model, for people: ``tp 2, pp 1``."""
+
+    @property
+    @abstractmethod
+    def model_parallel(self) -> int:
+        """Number of ranks that hold one copy of the model; the job has a multiple of it."""
+
+    @abstractmethod
+    def prepare(self, settings: DemoSettings, folders: DemoFolders) -> Path:
+        """Write the training text and whatever else both runs read; the path of the text."""
+
+    @abstractmethod
+    def command(
+        self, settings: DemoSettings, folders: DemoFolders, text: Path, trace: Path, snapshots: bool
+    ) -> list[str]:
+        """Python's arguments on each rank, with or without snapshots."""
+
+    @abstractmethod
+    def environment(self, trace: Path) -> dict[str, str]:
+        """Variables for every rank, by which it also writes ``trace`` if not by its command."""
+
+    def choices(self) -> dict[str, int | str]:
+        """The user's choices by name, as plain values."""
+        return {k: v if isinstance(v, int) else str(v) for k, v in asdict(self).items()}
+
+    def versions(self) -> dict[str, str]:
+        """Its package and that package's version, if it is installed."""
+        with suppress(metadata.PackageNotFoundError):
+            return {self.package: metadata.version(self.package)}
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +103,7 @@ class DemoSettings:
     many nodes the second fault takes at once.
     """
 
-    framework: Framework = field(default_factory=MegatronCore)
+    framework: Framework
     nodes: int = 4
     spares: int = 1
     ranks_per_node: int = 1
@@ -180,9 +124,6 @@ class DemoSettings:
             )
         if self.lose > self.nodes:
             raise ConfigError(f"--lose {self.lose} is more than the {self.nodes} nodes that train")
-        self._check_shape()
-
-    def _check_shape(self) -> None:
         if self.world_size % self.framework.model_parallel:
             raise ConfigError(
                 f"{self.world_size} ranks (--nodes {self.nodes} x --ranks-per-node "
@@ -206,61 +147,32 @@ class DemoSettings:
         return Scheme.parse(self.protect)
 
 
-@dataclass(frozen=True)
-class Folders:
-    """Where one demo keeps what it writes; ``root`` is new or empty at the start."""
-
-    root: Path
-
-    @property
-    def logs(self) -> Path:
-        """Output of every process."""
-        return self.root / "logs"
-
-    @property
-    def events(self) -> Path:
-        """One line for each event of the supervisor."""
-        return self.root / "logs" / "events.log"
-
-    @property
-    def state(self) -> Path:
-        """The supervisor's notes; gone at the end."""
-        return self.root / "state"
-
-    @property
-    def corpus(self) -> Path:
-        """The training text, and what a framework makes of it."""
-        return self.root / "corpus"
-
-    @property
-    def protected(self) -> Path:
-        """Trace and final state of the run that faults hit."""
-        return self.root / "run"
-
-    @property
-    def oracle(self) -> Path:
-        """Trace and final state of the run that nothing interrupts."""
-        return self.root / "uninterrupted"
-
-
 def job_name() -> str:
     """A name that no other job has; short, as Unix socket paths contain it."""
     return f"demo-{os.getpid()}-{uuid.uuid4().hex[:4]}"
 
 
-def job_spec(
-    settings: DemoSettings, folders: Folders, text: Path, name: str, *, snapshots: bool = True
-) -> JobSpec:
+def job_of(
+    settings: DemoSettings, folders: DemoFolders, text: Path, name: str, *, snapshots: bool = True
+) -> JobFile:
     """The job of the protected run, or with ``snapshots=False`` of the uninterrupted one."""
     trace = folders.protected if snapshots else folders.oracle
-    return JobSpec(
+    words = settings.framework.command(settings, folders, text, trace, snapshots)
+    return JobFile(
         name=name,
-        command=settings.framework.command(settings, folders, text, trace, snapshots=snapshots),
+        folder=str(folders.root),
+        command=(sys.executable, *words),
         nodes=settings.nodes,
         spares=settings.spares,
+        protect=settings.protect,
         ranks_per_node=settings.ranks_per_node,
-        settings=SnapshotConfig(protect=str(settings.scheme), lease_seconds=_LEASE_SECONDS),
-        sizes=Sizes(crc=isal.available()),
-        log_dir=folders.logs / ("run" if snapshots else "uninterrupted"),
+        block_bytes=Sizes().block_bytes,
+        crc=isal.available(),
+        snapshot_interval=settings.snapshot_interval,
+        lease=_LEASE_SECONDS,
+        node_prefix="node",
+        costs=True,
+        logs=f"logs/{'run' if snapshots else 'uninterrupted'}",
+        trace=str(trace),
         environment=settings.framework.environment(trace),
     )

@@ -52,7 +52,7 @@ def documents(max_bytes: int, library: Path | None = None) -> Iterator[bytes]:
 
 
 def corpus_prefix(directory: Path, max_bytes: int = DEFAULT_MAX_BYTES) -> Path:
-    """Where the corpus of this interpreter and size lies: what ``--data-path`` takes."""
+    """The path of this interpreter's corpus of a size, as ``--data-path`` takes it."""
     version = ".".join(str(part) for part in sys.version_info[:3])
     return directory / f"python-{version}-stdlib-{max_bytes}"
 

@@ -13,8 +13,8 @@ from megatron_ft.arena.format import BLOCK_BYTES, Geometry
 from megatron_ft.arena.limits import format_bytes, memory_shortfall
 from megatron_ft.cli.doctor.facts import Facts, NodeFacts, TrainerFacts
 from megatron_ft.cli.doctor.report import Judged, Severity, by_node, ok, refuse, warn
+from megatron_ft.core.frameworks import DEEPSPEED, MEGATRON, Releases, version_numbers
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.core.versions import DEEPSPEED, MEGATRON, Releases, version_numbers
 from megatron_ft.erasure.stripes import Domains, members_of, stripe_sets
 from megatron_ft.supervisor.container import mount_advice, processes_advice
 

@@ -41,8 +41,8 @@ from megatron_ft.cli.doctor.facts import (
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.isal import Bytes
-from megatron_ft.core.pid_namespace import pid_namespace
 from megatron_ft.core.private_files import OTHERS_WRITE, reason_against
+from megatron_ft.core.procfs import pid_namespace
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.codec import open_codec
 from megatron_ft.smp.node_folder import make_node_dir

@@ -17,8 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from megatron_ft.core import private_files
-from megatron_ft.core.decoding import UNREADABLE
-from megatron_ft.core.errors import ConfigError
+from megatron_ft.core.errors import UNREADABLE, ConfigError
 from megatron_ft.rpc.sockets import JobKeys
 
 FILE_NAME = "supervisor.json"

@@ -15,7 +15,7 @@ if find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
 
 from megatron_ft.core.environment import JOB  # noqa: E402
-from megatron_ft.launchers.startup import before_script  # noqa: E402
+from megatron_ft.core.startup import before_script  # noqa: E402
 from tests.programs.deepspeed_program import ENVIRONMENT  # noqa: E402
 from tests.support.deepspeed_cells import zero  # noqa: E402
 
@@ -46,7 +46,7 @@ engine.load_checkpoint("nowhere")
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_key_alone_is_enough(launcher: str, tmp_path: Path) -> None:
     """What follows needs an SMP: outside a job its absence is said, with what to do."""
-    from megatron_ft.core.ports import free_port
+    from megatron_ft.core.process_tools import free_port
 
     script, config = tmp_path / "train.py", tmp_path / "ds.json"
     script.write_text(_SCRIPT)

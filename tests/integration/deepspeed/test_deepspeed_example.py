@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from megatron_ft.cli.demo.report import compare_runs  # noqa: E402
-from megatron_ft.cli.demo.trace import read_trace  # noqa: E402
+from megatron_ft.cli.chaos.trace import read_trace  # noqa: E402
+from megatron_ft.cli.demo.final_state import compare_runs  # noqa: E402
 from tests.programs.deepspeed_script_program import SCRIPT  # noqa: E402
 from tests.support.fork_server import ForkServer, Request  # noqa: E402
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.core.environment import JOB, NODE
-from megatron_ft.core.ports import free_port
+from megatron_ft.core.process_tools import free_port
 from megatron_ft.launchers.virtual_network import HOST
 from tests.programs.gated_training import GATE
 from tests.support.agent_jobs import AgentJob

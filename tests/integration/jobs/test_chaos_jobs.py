@@ -103,7 +103,7 @@ def test_more_losses_than_parity_take_the_disk_and_a_failure_says_how_to_repeat_
     assert "nothing had struck it" in told and "rank 0 iteration 5: state differ" in told
     assert "megatron-ft chaos --case capture.copied:trainer:kill:2 --seed 0 --nodes 2" in told
     failed = CaseResult.of(wrong)
-    assert report.told(failed) in report.markdown([failed], settings)
+    assert report.shown(failed) in report.markdown([failed], settings)
     assert not failed.good and "1 cases, 1 failed; " in report.markdown([failed], settings)
 
 

@@ -26,31 +26,8 @@ pytest.importorskip("torch")
 import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
 
-from megatron_ft.cli.demo import command as cli  # noqa: E402
-from megatron_ft.cli.demo import (  # noqa: E402
-    frameworks,  # noqa: E402
-    outcome,
-    plot,
-    report,
-    stock_script,
-)
-from megatron_ft.cli.demo import report as compare  # noqa: E402
-from megatron_ft.cli.demo import report as overhead  # noqa: E402
-from megatron_ft.cli.demo.frameworks import DeepSpeed, MegatronCore  # noqa: E402
-from megatron_ft.cli.demo.run import Demo, faults_of  # noqa: E402
-from megatron_ft.cli.demo.screen import Screen, make_console  # noqa: E402
-from megatron_ft.cli.demo.settings import (  # noqa: E402  # noqa: E402  # noqa: E402
-    DemoSettings,
-    Fault,
-    FaultKind,
-    Folders,
-    Record,
-    Seen,
-    Strike,
-    job_spec,
-    plan_faults,
-)
-from megatron_ft.cli.demo.trace import (  # noqa: E402
+from megatron_ft.cli.chaos.trace import (  # noqa: E402
+    VARIABLE,
     TraceLine,
     TraceTail,
     final_lines,
@@ -59,16 +36,26 @@ from megatron_ft.cli.demo.trace import (  # noqa: E402
     read_trace,
     trace_path,
 )
+from megatron_ft.cli.demo import command as cli  # noqa: E402
+from megatron_ft.cli.demo import faults, frameworks, plot, report, traced_script  # noqa: E402
+from megatron_ft.cli.demo import final_state as compare  # noqa: E402
+from megatron_ft.cli.demo.faults import (  # noqa: E402
+    DemoFault,
+    DemoStrike,
+    DemoVictim,
+    plan_faults,
+)
+from megatron_ft.cli.demo.frameworks import DeepSpeed, MegatronCore  # noqa: E402
+from megatron_ft.cli.demo.run import Demo, faults_of  # noqa: E402
+from megatron_ft.cli.demo.screen import Screen, make_console  # noqa: E402
+from megatron_ft.cli.demo.settings import DemoFolders, DemoSettings, job_of  # noqa: E402
 from megatron_ft.config.json_section import SECTION  # noqa: E402
 from megatron_ft.core.errors import (  # noqa: E402
     ConfigError,
     MissingEnvironmentError,
     ProtectionError,
 )
-from megatron_ft.core.identity import SnapshotId  # noqa: E402
 from megatron_ft.launchers.virtual import default_root  # noqa: E402
-from megatron_ft.rpc import messages as m  # noqa: E402
-from megatron_ft.supervisor.events import JobEvent  # noqa: E402
 
 
 def _has_megatron() -> bool:
@@ -126,9 +113,9 @@ def test_faults_fit_the_job_and_leave_room_between_them(
     lose = data.draw(st.integers(1, nodes))
     faults = plan_faults(seed, iterations, nodes, per_node, lose)
     assert faults == plan_faults(seed, iterations, nodes, per_node, lose)
-    assert [f.kind for f in faults] == list(FaultKind)
+    assert [f.kind for f in faults] == list(DemoVictim)
     for fault in faults:
-        assert len(fault.positions) == (lose if fault.kind is FaultKind.NODE else 1)
+        assert len(fault.positions) == (lose if fault.kind is DemoVictim.NODE else 1)
         assert len(set(fault.positions)) == len(fault.positions)
         assert all(0 <= position < nodes for position in fault.positions)
         assert 0 <= fault.local_rank < per_node
@@ -150,8 +137,11 @@ def test_more_nodes_than_there_are_cannot_be_lost() -> None:
 
 
 def test_a_job_that_must_refuse_gets_the_loss_alone() -> None:
-    assert [f.kind for f in faults_of(DemoSettings(lose=2))] == [FaultKind.NODE]
-    assert len(faults_of(DemoSettings(lose=2, protect="rs:2+2"))) == 3
+    assert [f.kind for f in faults_of(DemoSettings(framework=MegatronCore(), lose=2))] == [
+        DemoVictim.NODE
+    ]
+    covered = DemoSettings(framework=MegatronCore(), lose=2, protect="rs:2+2")
+    assert len(faults_of(covered)) == 3
 
 
 # settings.py and the flags
@@ -168,7 +158,7 @@ def test_a_job_that_must_refuse_gets_the_loss_alone() -> None:
 )
 def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        DemoSettings(**changes)
+        DemoSettings(**{"framework": MegatronCore(), **changes})
 
 
 def parse(*flags: str) -> argparse.Namespace:
@@ -195,9 +185,9 @@ def test_outputs_that_cannot_be_written_are_refused_at_once(tmp_path: Path) -> N
 
 
 def test_both_runs_have_the_same_command_but_for_snapshots(tmp_path: Path) -> None:
-    settings, folders = DemoSettings(framework=MegatronCore(tp=2)), Folders(tmp_path)
-    ours = job_spec(settings, folders, tmp_path / "text", "a").command
-    oracle = job_spec(settings, folders, tmp_path / "text", "b", snapshots=False).command
+    settings, folders = DemoSettings(framework=MegatronCore(tp=2)), DemoFolders(tmp_path)
+    ours = job_of(settings, folders, tmp_path / "text", "a").command
+    oracle = job_of(settings, folders, tmp_path / "text", "b", snapshots=False).command
     assert ours == (*oracle[:-1], str(folders.protected), *SNAPSHOTS)
     assert oracle[-2:] == ("--trace-dir", str(folders.oracle))
 
@@ -205,35 +195,35 @@ def test_both_runs_have_the_same_command_but_for_snapshots(tmp_path: Path) -> No
 def a_checkout(folder: Path) -> Path:
     (folder / "megatron" / "core").mkdir(parents=True)
     (folder / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 20\n")
-    (folder / stock_script.SCRIPT).touch()
+    (folder / traced_script.SCRIPT).touch()
     return folder
 
 
 def test_a_stock_script_gets_no_word_of_ours_but_the_snapshot_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkout, folders = a_checkout(tmp_path / "Megatron-LM"), Folders(tmp_path)
+    checkout, folders = a_checkout(tmp_path / "Megatron-LM"), DemoFolders(tmp_path)
     flags = ("--framework", "megatron-lm", "--megatron-lm-path", str(checkout))
     settings = cli.settings_from(parse(*flags))
-    monkeypatch.setenv(stock_script.CHECKOUT, str(checkout))
+    monkeypatch.setenv(traced_script.CHECKOUT, str(checkout))
     assert settings == cli.settings_from(parse(*flags[:2]))
-    spec = job_spec(settings, folders, tmp_path / "text", "a")
-    oracle = job_spec(settings, folders, tmp_path / "text", "b", snapshots=False)
+    spec = job_of(settings, folders, tmp_path / "text", "a").spec()
+    oracle = job_of(settings, folders, tmp_path / "text", "b", snapshots=False).spec()
     assert spec.command == (*oracle.command, *SNAPSHOTS)
     assert spec.command[1] == str(checkout / "pretrain_gpt.py")
     assert not any("megatron_ft" in word or "trace" in word for word in spec.command)
-    assert spec.environment[stock_script.TRACE_DIRECTORY] == str(folders.protected)
-    assert oracle.environment[stock_script.TRACE_DIRECTORY] == str(folders.oracle)
+    assert spec.environment[VARIABLE] == str(folders.protected)
+    assert oracle.environment[VARIABLE] == str(folders.oracle)
     assert json.loads(json.dumps(a_report(settings=settings).as_json()))["settings"]["framework"][
         "checkout"
     ]
-    assert stock_script.release_of(checkout) == "0.20.?"
+    assert traced_script.release_of(checkout) == "0.20.?"
 
 
 def test_without_a_checkout_the_demo_says_how_to_name_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(stock_script.CHECKOUT, raising=False)
+    monkeypatch.delenv(traced_script.CHECKOUT, raising=False)
     with pytest.raises(MissingEnvironmentError, match="MEGATRON_LM_PATH, or with --megatron-lm"):
         cli.settings_from(parse("--framework", "megatron-lm"))
     path = ("--megatron-lm-path", str(tmp_path))
@@ -247,9 +237,9 @@ DEEPSPEED = ("--framework", "deepspeed")
 
 
 def test_a_deepspeed_script_gets_no_word_of_ours_but_in_the_json(tmp_path: Path) -> None:
-    settings, folders = cli.settings_from(parse(*DEEPSPEED, "--zero", "2")), Folders(tmp_path)
-    ours = job_spec(settings, folders, tmp_path / "text", "a")
-    oracle = job_spec(settings, folders, tmp_path / "text", "b", snapshots=False)
+    settings, folders = cli.settings_from(parse(*DEEPSPEED, "--zero", "2")), DemoFolders(tmp_path)
+    ours = job_of(settings, folders, tmp_path / "text", "a")
+    oracle = job_of(settings, folders, tmp_path / "text", "b", snapshots=False)
     assert ours.command[:-1] == oracle.command[:-1]
     assert not any("inmem" in word or "megatron" in word for word in ours.command[2:])
     framework = settings.framework
@@ -280,10 +270,10 @@ def test_a_deepspeed_demo_says_what_is_missing(
     monkeypatch.setattr(frameworks, "SCRIPT", tmp_path / "absent.py")
     monkeypatch.setattr(frameworks, "find_spec", lambda name: object())
     with pytest.raises(MissingEnvironmentError, match=r"absent\.py, which a checkout has"):
-        settings.framework.prepare(settings, Folders(tmp_path))
+        settings.framework.prepare(settings, DemoFolders(tmp_path))
     monkeypatch.setattr(frameworks, "find_spec", lambda name: None)
     with pytest.raises(MissingEnvironmentError, match=r"scripts/quickstart\.sh installs it"):
-        settings.framework.prepare(settings, Folders(tmp_path))
+        settings.framework.prepare(settings, DemoFolders(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -334,7 +324,6 @@ def test_a_tail_gives_each_line_once_and_only_when_complete(tmp_path: Path) -> N
         assert tail.read() == []
         file.write(text[20:])
         assert [x.iteration for x in tail.read()] == [1]
-    tail.close()
 
 
 # compare.py
@@ -399,35 +388,35 @@ def test_nothing_compared_is_not_identical() -> None:
     assert not compare.Comparison().identical
 
 
-# outcome.py and overhead.py
+# faults.py and the overhead
 
 
-def seen(kind: str, at: float, incarnation: int, **fields: Any) -> Seen:
-    return Seen(JobEvent(kind, kind, fields, monotonic=at), incarnation)
+def seen(kind: str, at: float, incarnation: int, **fields: Any) -> dict[str, Any]:
+    return {"kind": kind, "text": kind, "at": at, "incarnation": incarnation, **fields}
 
 
-NODE_LOSS = Fault(FaultKind.NODE, 5, 0.5, (2,))
+STRIKE = DemoStrike(
+    DemoFault(DemoVictim.NODE, 5, 0.5, (2,)), "node2", "node2 lost", 1, 7, 100.0, 1100.0
+)
+EVENTS = [
+    seen("committed", 99.0, 1, iteration=4, level="protected"),
+    seen("trainer_died", 100.5, 1),
+    seen("restoring", 101.0, 2, iteration=4, source="parity", lost=["shard2"]),
+    seen("trainers_started", 103.0, 2),
+    seen("training", 110.0, 2),
+]
 
 
-def recovered_record() -> Record:
+def recovered(traces: faults.Traces, events: list[dict[str, Any]] = EVENTS) -> Any:
     # Monotonic time is wall time less 1000 here.
-    record = Record()
-    record.strikes.append(Strike(NODE_LOSS, "node2", "node2 lost", 1, 7, 100.0, 1100.0))
-    record.seen += [
-        seen("committed", 99.0, 1, iteration=4, level="protected"),
-        seen("trainer_died", 100.5, 1),
-        seen("restoring", 101.0, 2, iteration=4, source="parity", lost=["shard2"]),
-        seen("trainers_started", 103.0, 2),
-        seen("training", 110.0, 2),
-    ]
-    return record
+    return faults.recoveries([STRIKE], events, traces)
 
 
 def test_an_outcome_adds_up() -> None:
     lost = [line(i, incarnation=1, end=1000.0 + i) for i in range(1, 7)]
     again = [line(i, incarnation=2, end=1106.0 + i) for i in range(5, 9)]
     slower = [line(i, incarnation=2, end=1106.5 + i, rank=1) for i in range(5, 9)]
-    found = outcome.outcomes(recovered_record(), {0: lost + again, 1: lost + slower})[0]
+    found = recovered({0: lost + again, 1: lost + slower})[0]
     assert (found.source, found.restored_iteration, found.iterations_lost) == ("parity", 4, 2)
     assert found.lost_shards == ("shard2",)
     parts = (found.detect, found.decide, found.rebuild, found.start, found.iterate)
@@ -437,32 +426,28 @@ def test_an_outcome_adds_up() -> None:
 
 
 def test_without_a_rebuild_the_parts_add_up_as_well() -> None:
-    record = recovered_record()
-    record.seen[2] = seen("restoring", 101.0, 2, iteration=4, source="own memory", lost=[])
+    own = seen("restoring", 101.0, 2, iteration=4, source="own memory", lost=[])
     traces = {0: [line(6, incarnation=1), line(5, incarnation=2, end=1111.0)]}
-    found = outcome.outcomes(record, traces)[0]
+    found = recovered(traces, [*EVENTS[:2], own, *EVENTS[3:]])[0]
     assert (found.decide, found.rebuild, found.start, found.iterate) == (2.5, None, 7.0, 1.0)
 
 
 def test_a_fault_that_ended_the_job_was_noticed_but_not_restored() -> None:
-    record = recovered_record()
-    del record.seen[2:]
-    found = outcome.outcomes(record, {0: [line(6)]})[0]
+    found = recovered({0: [line(6)]}, EVENTS[:2])[0]
     assert found.detect == 0.5
     assert found.source is None
     assert found.seconds_to_first_iteration is None
     assert plot.caption(found) == "node lost, not restored"
 
 
-def cost(sequence: int, stall: float, shard: str = "a") -> m.CaptureCost:
-    return m.CaptureCost(shard, SnapshotId(1, sequence), stall, 0.1, 10)
+def cost(snapshot: str, stall: float) -> dict[str, Any]:
+    return seen("capture_cost", 99.5, 1, snapshot=snapshot, stall_seconds=stall)
 
 
 def test_overhead_takes_the_slowest_rank_of_each_snapshot() -> None:
-    record = recovered_record()
-    record.costs += [cost(1, 0.01), cost(1, 0.03, "b"), cost(2, 0.01)]
+    events = [*EVENTS, cost("1.1", 0.01), cost("1.1", 0.03), cost("1.2", 0.01)]
     ours = [line(i) for i in range(1, 9)]
-    found = overhead.overhead(record, ours, ours[:4])
+    found = report.overhead(events, ours, ours[:4])
     assert (found.snapshots, found.protected, found.local) == (2, 1, 0)
     assert found.stall_worst == 0.03
     assert found.share == pytest.approx(0.04 / 4.0)
@@ -472,15 +457,15 @@ def test_overhead_takes_the_slowest_rank_of_each_snapshot() -> None:
 # report.py, screen.py, plot.py
 
 
-def a_report(**changes: Any) -> report.Report:
+def a_report(**changes: Any) -> report.DemoReport:
     traces = {0: [line(6, incarnation=1), line(5, incarnation=2, end=1111.0)]}
-    made = report.Report(DemoSettings(), events=outcome.outcomes(recovered_record(), traces))
+    made = report.DemoReport(DemoSettings(framework=MegatronCore()), recoveries=recovered(traces))
     for name, value in changes.items():
         setattr(made, name, value)
     return made
 
 
-def shown(made: report.Report) -> str:
+def shown(made: report.DemoReport) -> str:
     console = Console(file=io.StringIO(), width=100)
     report.show(made, console)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
@@ -507,7 +492,11 @@ def test_a_difference_is_never_called_identical() -> None:
 
 
 def test_a_refusal_says_why_and_that_it_is_right() -> None:
-    made = a_report(exit_code=10, reason="the stripe lost 2 shards", settings=DemoSettings(lose=2))
+    made = a_report(
+        exit_code=10,
+        reason="the stripe lost 2 shards",
+        settings=DemoSettings(framework=MegatronCore(), lose=2),
+    )
     text = shown(made)
     assert "exit code 10" in text
     assert "the stripe lost 2 shards" in text
@@ -519,10 +508,10 @@ def test_a_pipe_gets_plain_lines_and_no_colour() -> None:
     console = Console(file=io.StringIO(), width=100)
     screen = Screen(console)
     screen.begin("a run", 10)
-    screen.event(JobEvent("committed", "", {"iteration": 4}))
+    screen.event(seen("committed", 99.0, 1, iteration=4))
     for iteration in range(1, 6):
         screen.line(line(iteration))
-    screen.strike(recovered_record().strikes[0])
+    screen.strike(STRIKE)
     screen.line(line(5, incarnation=2, end=1111.0))
     screen.end()
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -538,7 +527,7 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     traces = {0: [line(i) for i in range(1, 7)] + [line(i, incarnation=2) for i in range(5, 9)]}
     made = a_report()
     path = tmp_path / "any name"
-    plot.draw(path, plot.headline(made), traces, {}, made.events, 8)
+    plot.draw(path, plot.headline(made), traces, {}, made.recoveries, 8)
     assert path.read_bytes().startswith(b"\x89PNG")
     assert plot.mean_losses(traces, 1)[6] == pytest.approx(1 / 6)
 
@@ -561,7 +550,7 @@ def run_demo(folder: Path, *flags: str) -> tuple[int, dict[str, Any], Demo]:
     demo = Demo(
         cli.settings_from(arguments), cli.make_folders(arguments.keep), Screen(make_console())
     )
-    demo.faults = tuple(fault for fault in demo.faults if fault.kind is FaultKind.NODE)
+    demo.faults = tuple(fault for fault in demo.faults if fault.kind is DemoVictim.NODE)
     made = demo.run()
     return made.exit_code, made.as_json(), demo
 
@@ -604,8 +593,8 @@ def test_a_deepspeed_script_loses_a_node_and_ends_identical(tmp_path: Path) -> N
 
 @real
 @pytest.mark.skipif(
-    stock_script.CHECKOUT not in os.environ,
-    reason=f"needs {stock_script.CHECKOUT} to name a checkout of Megatron-LM",
+    traced_script.CHECKOUT not in os.environ,
+    reason=f"needs {traced_script.CHECKOUT} to name a checkout of Megatron-LM",
 )
 def test_a_checkouts_own_script_loses_a_node_and_ends_identical(tmp_path: Path) -> None:
     code, made, _ = run_demo(tmp_path / "demo", "--framework", "megatron-lm")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,11 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.cli.demo import demo_model, stock_script
+from megatron_ft.cli.demo import demo_model, traced_script
 from megatron_ft.core import environment
 from megatron_ft.core.errors import UnsupportedVersionError
-from megatron_ft.launchers.startup import FOLDER, before_script, sitecustomize
-from megatron_ft.launchers.startup.sitecustomize import AfterImport, install_snapshots
+from megatron_ft.core.startup import AFTER_IMPORT, FOLDER, HOOKS, LOOP, before_script, sitecustomize
+from megatron_ft.core.startup.sitecustomize import AfterImport, call_hook
 from megatron_ft.megatron import hooks, versions
 
 ROOT = Path(__file__).parents[3]
@@ -32,7 +33,7 @@ needs_megatron = pytest.mark.skipif(
 
 def run_python(code: str, *folders: Path, **variables: str) -> str:
     """The output of a Python whose PYTHONPATH holds these folders and nothing else."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MEGATRON_FT_JOB", "PYTHON"))}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MEGATRON_FT_", "PYTHON"))}
     path = os.pathsep.join(map(str, folders))
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -63,8 +64,18 @@ def test_without_a_search_path_the_current_folder_is_not_added() -> None:
     assert before_script({})["PYTHONPATH"] == str(FOLDER)
 
 
+def test_every_hook_is_a_function_that_needs_no_arguments() -> None:
+    for hook in HOOKS.values():
+        module, _, function = hook.rstrip("?").partition(":")
+        found = find_spec(module)
+        assert found is not None and found.origin is not None
+        assert re.search(
+            rf"^def {function}\((|[^\n]* = None)\)", Path(found.origin).read_text(), re.M
+        )
+
+
 def test_nothing_in_the_folders_can_hide_a_module_of_the_script() -> None:
-    for folder in (FOLDER, Path(stock_script.__file__).parent):
+    for folder in (FOLDER, Path(traced_script.__file__).parent):
         assert {path.name for path in folder.iterdir()} <= {
             *("__init__.py", "sitecustomize.py", "__pycache__"),
         }
@@ -73,6 +84,7 @@ def test_nothing_in_the_folders_can_hide_a_module_of_the_script() -> None:
 # What every Python process under a supervisor runs
 
 _MODULES = "import json, sys; print(json.dumps(sorted(sys.modules)))"
+WATCHING = {AFTER_IMPORT: before_script({})[AFTER_IMPORT]}
 WAITED_FOR = "3"
 """Modules whose import is waited for: Megatron's loop, DeepSpeed's engine, torch.distributed."""
 
@@ -81,22 +93,22 @@ _FINDERS = "import sys; print([type(f).__name__ for f in sys.meta_path].count('A
 
 def test_other_processes_import_next_to_nothing_for_it() -> None:
     plain = set(json.loads(run_python(_MODULES)))
-    ours = set(json.loads(run_python(_MODULES, FOLDER, MEGATRON_FT_JOB="job")))
+    ours = set(json.loads(run_python(_MODULES, FOLDER, **WATCHING)))
     light = {"sitecustomize", "importlib", "importlib.machinery", "importlib._bootstrap"}
     assert ours - plain <= light | {"importlib._bootstrap_external", "_warnings", "warnings"}
 
 
 def test_only_a_supervised_process_watches_imports() -> None:
-    assert sitecustomize.SUPERVISED == environment.JOB
+    assert sitecustomize.AFTER_IMPORT == AFTER_IMPORT
     assert run_python(_FINDERS, FOLDER).split() == ["0"]
-    assert run_python(_FINDERS, FOLDER, MEGATRON_FT_JOB="job").split() == [WAITED_FOR]
+    assert run_python(_FINDERS, FOLDER, **WATCHING).split() == [WAITED_FOR]
 
 
 def test_hidden_sitecustomizes_run_in_turn_and_the_last_takes_the_place(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("HERE = 1\nprint('the cluster speaks')\n")
     code = f"import sitecustomize; assert sitecustomize.HERE\n{_FINDERS}"
-    ours = (FOLDER, Path(stock_script.__file__).parent)
-    output = run_python(code, *ours, ROOT, tmp_path, MEGATRON_FT_JOB="job")
+    ours = (FOLDER, Path(traced_script.__file__).parent)
+    output = run_python(code, *ours, ROOT, tmp_path, **WATCHING)
     assert output.split("\n") == ["the cluster speaks", WAITED_FOR, ""]
 
 
@@ -164,7 +176,7 @@ def test_an_interpreter_without_the_package_is_named(
     for name in [name for name in sys.modules if name.startswith("megatron_ft.megatron")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "megatron_ft", None)
-    install_snapshots()
+    call_hook(LOOP, HOOKS[LOOP])
     assert f"not installed for {sys.executable}" in capsys.readouterr().err
 
 
@@ -220,7 +232,7 @@ def start_under_supervision(script: Path, *folders: Path) -> subprocess.Complete
     base["PYTHONPATH"] = os.pathsep.join(map(str, (*folders, ROOT)))
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", str(script)],
-        env=before_script(before_script(base, Path(stock_script.__file__).parent)),
+        env=before_script(before_script(base, Path(traced_script.__file__).parent)),
         capture_output=True,
         text=True,
         timeout=200,

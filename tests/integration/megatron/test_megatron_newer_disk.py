@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.cli.demo.trace import read_trace
+from megatron_ft.cli.chaos.trace import read_trace
 from megatron_ft.supervisor.plan import Timing
 from tests.support.jobs import Job
 from tests.support.megatron_jobs import (

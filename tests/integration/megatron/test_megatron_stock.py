@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.cli.demo import stock_script
-from megatron_ft.launchers import startup
+from megatron_ft.cli.demo import traced_script
+from megatron_ft.core import startup
 from tests.support.jobs import ROOT
 from tests.support.megatron_jobs import (
     SNAPSHOTS,
@@ -25,7 +25,7 @@ from tests.support.megatron_jobs import (
     stock,
 )
 
-CHECKOUT = os.environ.get(stock_script.CHECKOUT)
+CHECKOUT = os.environ.get(traced_script.CHECKOUT)
 
 pytestmark = [
     pytest.mark.mpi,
@@ -33,14 +33,14 @@ pytestmark = [
     pytest.mark.slow,
     needs_megatron,
     pytest.mark.skipif(
-        CHECKOUT is None, reason=f"needs {stock_script.CHECKOUT} to name a checkout of Megatron-LM"
+        CHECKOUT is None, reason=f"needs {traced_script.CHECKOUT} to name a checkout of Megatron-LM"
     ),
 ]
 
 
 @pytest.fixture(scope="module")
 def checkout() -> Path:
-    return stock_script.find_checkout()
+    return traced_script.find_checkout()
 
 
 def test_the_unedited_script_survives_a_kill(

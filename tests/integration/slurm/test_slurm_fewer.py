@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.launchers.startup import before_script
+from megatron_ft.core.startup import before_script
 from tests.programs.held_in_step import sitecustomize as held
 from tests.support import slurm_cluster
 from tests.support.megatron_jobs import check_fewer_ranks, has_reached, needs_megatron, packaged

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.cli.demo import stock_script
-from megatron_ft.cli.demo.report import compare_runs
-from megatron_ft.launchers.startup import before_script
+from megatron_ft.cli.demo import traced_script
+from megatron_ft.cli.demo.final_state import compare_runs
+from megatron_ft.core.startup import before_script
 from tests.programs.held_in_step import sitecustomize as held
 from tests.support import slurm_cluster
 from tests.support.megatron_jobs import (
@@ -45,8 +45,8 @@ pytestmark = [
 
 
 def program() -> Program:
-    if stock_script.CHECKOUT in os.environ:
-        return stock(stock_script.find_checkout())
+    if traced_script.CHECKOUT in os.environ:
+        return stock(traced_script.find_checkout())
     return packaged(Path(str(distribution("megatron-core").locate_file(""))))
 
 

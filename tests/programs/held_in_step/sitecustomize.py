@@ -12,7 +12,8 @@ import time
 from typing import Any
 
 from megatron_ft.core.environment import INCARNATION
-from megatron_ft.launchers.startup.sitecustomize import DEEPSPEED, LOOP, AfterImport, run_hidden
+from megatron_ft.core.startup import DEEPSPEED, LOOP
+from megatron_ft.core.startup.sitecustomize import AfterImport, run_hidden
 
 RANK, ITERATION = "1", 11
 PERMIT_SECONDS = 100.0

@@ -69,7 +69,7 @@ def main(words: Sequence[str] | None = None) -> int:
     limits = Limits(arguments.faults, time.monotonic() + 60 * arguments.minutes)
     results: list[EpisodeResult] = []
 
-    def told(result: EpisodeResult) -> None:
+    def on_result(result: EpisodeResult) -> None:
         results.append(result)
         print(line(result, arguments), flush=True)
         _write(arguments, results)
@@ -83,7 +83,7 @@ def main(words: Sequence[str] | None = None) -> int:
             cluster_class=CLUSTER_CLASS,
             warm=warm.path,
         )
-        run_campaign(plans, settings, limits, arguments.jobs, told)
+        run_campaign(plans, settings, limits, arguments.jobs, on_result)
     finally:
         warm.close()
     print("\n".join(["", summary(results), "", *table(results, OUTCOMES)]))
@@ -96,9 +96,9 @@ def main(words: Sequence[str] | None = None) -> int:
 def line(result: EpisodeResult, arguments: argparse.Namespace) -> str:
     """One line of an episode; more of one that broke a promise."""
     ruling, job = result.ruling, result.job
-    told = ruling.outcome if ruling.good else f"**{ruling.outcome.upper()}**"
+    end = ruling.outcome if ruling.good else f"**{ruling.outcome.upper()}**"
     done = "; ".join(result.done) or result.episode.kind
-    head = f"{job.number}.{result.number} [{job}] {done}: {told} ({result.seconds:.1f} s)"
+    head = f"{job.number}.{result.number} [{job}] {done}: {end} ({result.seconds:.1f} s)"
     if ruling.good:
         return head
     again = ["python", "-m", "tests.support.campaign", "--seed", str(arguments.seed)]

@@ -41,7 +41,7 @@ class CampaignInjector(Injector):
 
     async def strike(self, fault: DrawnFault) -> None:
         """Do it; what takes a while to undo is undone in the background."""
-        self._active = self.follower.active() if self._has_notes() else self._active
+        self._active = self.follower.active() if self._has_record() else self._active
         node = self._active[fault.position % len(self._active)]
         kind, _, what = fault.kind.partition("-")
         if fault.kind == "kill-smp-at-start":
@@ -60,13 +60,13 @@ class CampaignInjector(Injector):
             _ON_FILES[fault.kind](self, node)
             self._follow("trainers" if what.startswith(("socket", "state")) else fault.then, node)
 
-    def _has_notes(self) -> bool:
+    def _has_record(self) -> bool:
         return (self.job.state_dir / "job.json").exists()
 
-    def _note(
+    def _record(
         self, text: str, *, lost: tuple[str, ...] = (), perhaps: tuple[str, ...] = (), away: bool
     ) -> None:
-        """Remember what is about to be done.
+        """Record what is about to be done.
 
         Of ``lost`` nodes the memory is gone or wrong, of ``perhaps`` it is once they are given
         up; with ``away`` a spare may be needed for them.
@@ -85,9 +85,9 @@ class CampaignInjector(Injector):
         pids = self.pids(role, node if one else "")
         where = f" on {node}" if one else ""
         if not pids:
-            self._note(f"no {what} to kill{where}", away=False)
+            self._record(f"no {what} to kill{where}", away=False)
             return
-        self._note(f"{what} killed{where}", perhaps=perhaps, away=False)
+        self._record(f"{what} killed{where}", perhaps=perhaps, away=False)
         if what == "supervisor":
             self.follower.process.kill()
         else:
@@ -107,7 +107,7 @@ class CampaignInjector(Injector):
 
     def _suspend(self, what: str, node: str, seconds: float) -> None:
         perhaps = tuple(self._active) if what == "supervisor" else (node,) * (what == "smp")
-        self._note(f"{what} of {node} suspended for {seconds:.1f} s", perhaps=perhaps, away=True)
+        self._record(f"{what} of {node} suspended for {seconds:.1f} s", perhaps=perhaps, away=True)
         self.suspend(self.pids(what, node), seconds, f"the {what}")
 
     def _lose_nodes(self, fault: DrawnFault, most: int) -> None:
@@ -117,7 +117,7 @@ class CampaignInjector(Injector):
 
     def lose(self, nodes: Sequence[str], *, keep: bool = False) -> None:
         """Lose nodes; they are back soon, empty, so that a job has as many spares as before."""
-        self._note(f"{', '.join(nodes)} lost with its memory", lost=tuple(nodes), away=True)
+        self._record(f"{', '.join(nodes)} lost with its memory", lost=tuple(nodes), away=True)
         self.restarts = self.quiet
         super().lose(nodes, keep=keep)
         self.later(RETURN_SECONDS, lambda: self.revive(nodes), f"{', '.join(nodes)} back")
@@ -126,7 +126,7 @@ class CampaignInjector(Injector):
         """One arena of a node is damaged, then something happens that makes it show."""
         paths = self.arenas(node)
         if not paths:
-            self._note(f"no arena on {node} to damage", away=False)
+            self._record(f"no arena on {node} to damage", away=False)
             return
         try:
             older = paths[0].read_bytes() if what == "stale" else b""
@@ -134,19 +134,19 @@ class CampaignInjector(Injector):
                 await asyncio.sleep(0.5)
             # Before it is done: whoever sees it may answer at once.
             lost = () if what == "flip-header" else (node,)
-            self._note(f"{what} in the arena of {node}", lost=lost, perhaps=(node,), away=False)
+            self._record(f"{what} in the arena of {node}", lost=lost, perhaps=(node,), away=False)
             if older:
                 damage.put_back(paths[0], older)
             else:
                 damage.damage(paths[0], what, random.Random(fault.seed))
         except (OSError, ArenaError, ValueError) as error:
-            self._note(f"no damage to an arena of {node}: {error}", away=False)
+            self._record(f"no damage to an arena of {node}: {error}", away=False)
         # Trainers that run have no arena any more, and take no snapshot until they start again.
         waits = fault.then == "nothing" and what in NEEDS_A_START
         self._follow("trainers" if waits else fault.then, node)
 
     def _follow(self, then: str, node: str) -> None:
-        """What makes damage show.  A second node is lost only where parity is for two."""
+        """Make damage show.  A second node is lost only where parity is for two."""
         others = [name for name in self._active if name != node]
         if then == "node" and self.job.parity > 1:
             self.lose(others[:1])
@@ -163,7 +163,7 @@ class CampaignInjector(Injector):
                 self.kill("encoder")
                 await asyncio.sleep(KEPT_AWAY)
 
-        self._note(f"encoders kept away for {seconds:.1f} s", away=False)
+        self._record(f"encoders kept away for {seconds:.1f} s", away=False)
         keeper = asyncio.create_task(work())
         try:
             await asyncio.sleep(seconds)
@@ -174,15 +174,15 @@ class CampaignInjector(Injector):
         self.quiet = time.monotonic()
 
     def _remove_socket(self, node: str) -> None:
-        self._note(f"the socket of {node} removed", perhaps=(node,), away=False)
+        self._record(f"the socket of {node} removed", perhaps=(node,), away=False)
         (self.cluster.node_dir(node) / SOCKET_NAME).unlink(missing_ok=True)
 
     def _remove_folder(self, node: str) -> None:
-        self._note(f"the folder of {node} removed", lost=(node,), away=False)
+        self._record(f"the folder of {node} removed", lost=(node,), away=False)
         shutil.rmtree(self.cluster.node_dir(node), ignore_errors=True)
 
     def _remove_state(self, node: str) -> None:
-        self._note("the state folder removed", away=False)
+        self._record("the state folder removed", away=False)
         shutil.rmtree(self.job.state_dir, ignore_errors=True)
 
     def _damage_writers(self, node: str) -> None:
@@ -192,7 +192,7 @@ class CampaignInjector(Injector):
         self._damage_file(node, STATE_NAME)
 
     def _damage_file(self, node: str, name: str) -> None:
-        self._note(f"{name} of {node} damaged, its SMP killed", lost=(node,), away=False)
+        self._record(f"{name} of {node} damaged, its SMP killed", lost=(node,), away=False)
         path = self.cluster.node_dir(node) / name
         path.write_bytes(path.read_bytes()[:-7] if path.exists() else b"{")
         self.kill("smp", node)

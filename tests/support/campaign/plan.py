@@ -57,7 +57,7 @@ WEIGHTS: Mapping[str, float] = {
 """Every kind of random fault, and how often it is drawn in relation to the others."""
 
 THEN = ("trainers", "node", "supervisor", "nothing")
-"""What makes damage show: trainers start anew, another node is lost, or the supervisor is."""
+"""Events that make damage show: trainers start anew, another node is lost, or the supervisor is."""
 
 
 @dataclass(frozen=True)

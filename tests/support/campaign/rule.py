@@ -29,7 +29,7 @@ class Ruling:
 
 
 def rule(story: Story, since: float, spares: int) -> Ruling:
-    """What the fault that struck at ``since`` came to in a job whose story goes on until now.
+    """The outcome of the fault that struck at ``since``, by the job's story until now.
 
     A stop is honest if more was lost than parity makes up for and nothing is on disk, or if
     more nodes were lost since then than there were ``spares``.
@@ -56,9 +56,11 @@ def rule(story: Story, since: float, spares: int) -> Ruling:
 def _starts(story: Story, since: float) -> Iterator[str]:
     """Starts of ranks at another iteration than the job had decided, or from nothing."""
     due, committed, decided = 0, False, False
-    told: list[tuple[float, RecordedEvent | int]] = [(event["at"], event) for event in story.events]
-    told += [start for start in story.starts if start[0] >= since]
-    for at, one in sorted(told, key=lambda pair: pair[0]):
+    happened: list[tuple[float, RecordedEvent | int]] = [
+        (event["at"], event) for event in story.events
+    ]
+    happened += [start for start in story.starts if start[0] >= since]
+    for at, one in sorted(happened, key=lambda pair: pair[0]):
         if isinstance(one, int):
             if one != due:
                 yield f"a rank started at iteration {one}, where {due} was decided"

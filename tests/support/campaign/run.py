@@ -31,7 +31,7 @@ SNAPSHOT_INTERVAL, DRAIN_INTERVAL = 4, 40
 
 @dataclass(frozen=True)
 class EpisodeResult:
-    """What one episode came to."""
+    """One episode and its outcome."""
 
     job: JobPlan
     number: int
@@ -74,20 +74,24 @@ class Limits:
         return self.begun >= self.faults or time.monotonic() > self.deadline
 
 
-Told = Callable[[EpisodeResult], None]
+OnResult = Callable[[EpisodeResult], None]
 
 
 def run_campaign(
-    plans: Iterator[JobPlan], settings: ChaosSettings, limits: Limits, at_once: int, told: Told
+    plans: Iterator[JobPlan],
+    settings: ChaosSettings,
+    limits: Limits,
+    at_once: int,
+    on_result: OnResult,
 ) -> list[EpisodeResult]:
     """Run jobs, ``at_once`` at a time, until the limits say that it is enough."""
     oracles, lock = _Oracles(settings), threading.Lock()
     results: list[EpisodeResult] = []
 
-    def note(result: EpisodeResult) -> None:
+    def record(result: EpisodeResult) -> None:
         with lock:
             results.append(result)
-            told(result)
+            on_result(result)
 
     def work() -> None:
         while not limits.over():
@@ -95,7 +99,7 @@ def run_campaign(
                 plan = next(plans, None)
             if plan is None:
                 return
-            run_job(plan, settings, oracles.of(plan.nodes), limits, note)
+            run_job(plan, settings, oracles.of(plan.nodes), limits, record)
 
     with ThreadPoolExecutor(at_once) as pool:
         try:
@@ -129,7 +133,7 @@ def run_job(
     settings: ChaosSettings,
     oracle: Mapping[int, Lines],
     limits: Limits,
-    told: Callable[[EpisodeResult], None],
+    on_result: OnResult,
 ) -> None:
     """One job with all its episodes, until one of them breaks a promise or ends the job."""
     name = f"chaos-{plan.number}-{time.monotonic_ns() % 10**6}"
@@ -137,12 +141,12 @@ def run_job(
     folder.mkdir(mode=0o700, parents=True)
     good = True
 
-    def note(result: EpisodeResult) -> None:
+    def record(result: EpisodeResult) -> None:
         nonlocal good
         good &= result.ruling.good
-        told(result)
+        on_result(result)
 
-    asyncio.run(_Job(plan, settings, name, folder, oracle).run(limits, note))
+    asyncio.run(_Job(plan, settings, name, folder, oracle).run(limits, record))
     if good:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -171,14 +175,14 @@ class _Job:
         self.striker = CampaignInjector(self.follower)
         self._end = ""
 
-    async def run(self, limits: Limits, told: Told) -> None:
+    async def run(self, limits: Limits, on_result: OnResult) -> None:
         self.follower.start()
         try:
             for number, episode in enumerate((START, *self.plan.episodes)):
                 if number and (self._over() or not limits.take(episode)):
                     break
                 result = await self._episode(number, episode)
-                told(result)
+                on_result(result)
                 if not result.ruling.good or self._end:
                     break
         finally:

@@ -19,7 +19,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 @dataclass(frozen=True)
 class Bound:
-    """What a quantity may do: rise by ``slope`` a snapshot on average, and by ``rise`` over the
+    """Bound of a quantity: it may rise by ``slope`` a snapshot on average, and by ``rise`` over the
     value that it had after a fifth of a process's incarnation.
     """
 

@@ -1,4 +1,4 @@
-"""What a process has: memory, descriptors, threads (proc(5))."""
+"""Resources of a process: memory, descriptors, threads (proc(5))."""
 
 from __future__ import annotations
 

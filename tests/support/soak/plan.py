@@ -1,4 +1,4 @@
-"""Which faults strike a soak, and when: a function of the seed alone."""
+"""Faults of a soak and their times: a function of the seed alone."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ ENOUGH_ITERATIONS = 10_000_000
 
 @dataclass(frozen=True)
 class Soak:
-    """What is asked for: so many ``snapshots`` with parity; those that are taken while no
+    """Settings of a soak: so many ``snapshots`` with parity; those that are taken while no
     encoder world is up come on top.
 
     ``limit`` is how long the job may take for any one thing, ``minutes`` how long all of it
@@ -79,7 +79,7 @@ class Soak:
 
 @dataclass
 class Result:
-    """What became of a soak.  ``problem`` says why it did not end well, "" if it did."""
+    """The end of a soak.  ``problem`` says why it did not end well, "" if it did."""
 
     soak: Soak
     counts: Counter[str] = field(default_factory=Counter)
@@ -216,7 +216,7 @@ class _Running:
 
 
 def _summary(protected: int, samples: list[Sample]) -> str:
-    """What the processes of each role have, on average."""
+    """The averages of the processes of each role."""
     parts = []
     for role in ("supervisor", "smp", "encoder", "trainer"):
         ours = [one for one in samples if one.role == role]

@@ -31,6 +31,7 @@ from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.cli import drain as drain_command
 from megatron_ft.cli import main as cli
 from megatron_ft.core import private_files
+from megatron_ft.core.background import Pace
 from megatron_ft.core.errors import (
     CheckpointDamagedError,
     ConfigError,
@@ -39,7 +40,6 @@ from megatron_ft.core.errors import (
 )
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.core.objects import decode
-from megatron_ft.core.pace import Pace
 from tests.support.disk_drains import Recorder, drain, killed, newest_of, same, suicide
 from tests.support.disk_samples import JOB, Memory
 

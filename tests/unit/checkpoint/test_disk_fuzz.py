@@ -31,8 +31,7 @@ from megatron_ft.core.errors import (
     MegatronFTError,
     SnapshotUnavailableError,
 )
-from megatron_ft.core.shard import ShardLayout
-from megatron_ft.core.shard_meta import pack_meta, unpack_meta
+from megatron_ft.core.shard import ShardLayout, pack_meta, unpack_meta
 from tests.support.disk_samples import ALGORITHM, BLOCK, Memory, layout, waiting
 
 FOLDER = "iter_0000010-1.1-00000000"

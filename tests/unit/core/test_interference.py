@@ -21,10 +21,15 @@ from megatron_ft.arena import numa
 from megatron_ft.arena.numa import home_node, machine_nodes, node_of_process, preferring
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core import private_files
-from megatron_ft.core.affinity import BACKGROUND_CPUS, bind_to_background_cpus, parse_cpus, shown
+from megatron_ft.core.background import (
+    BACKGROUND_CPUS,
+    bind_to_background_cpus,
+    parse_cpus,
+    shown,
+    started_low,
+)
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import ConfigError, DrainError
-from megatron_ft.core.priority import started_low
 from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import Server
@@ -73,8 +78,8 @@ def test_cpus_that_the_job_may_not_use_are_named(
 
 THREADS = """
 import os, sys, threading
-from megatron_ft.core.affinity import bind_to_background_cpus
-from megatron_ft.core.priority import lower_priority
+from megatron_ft.core.background import bind_to_background_cpus
+from megatron_ft.core.background import lower_priority
 bind_to_background_cpus()
 lower_priority()
 done = threading.Event()
@@ -109,7 +114,7 @@ def test_every_thread_has_the_low_priority_and_its_cpus() -> None:
 def test_background_work_has_its_priority_from_its_start() -> None:
     """And calling it low once more does not lower it further."""
     shows = "from os import nice; print(nice(0)); "
-    shows += "from megatron_ft.core.priority import lower_priority; "
+    shows += "from megatron_ft.core.background import lower_priority; "
     command = [sys.executable, "-c", shows + "lower_priority(); print(nice(0))"]
     said = subprocess.run(started_low(command), capture_output=True, check=True, timeout=30)
     own = os.getpriority(os.PRIO_PROCESS, 0)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.core import ports
+from megatron_ft.core import process_tools as ports
 
 
 @given(st.integers(1, 65535), st.integers(1, 65535))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.core.log_end import last_lines, last_word, size
+from megatron_ft.core.process_tools import last_lines, last_word, log_size
 
 STEP_ENDED = "srun: error: n3: task 0: Exited with exit code 1"
 
@@ -50,9 +50,9 @@ def test_the_last_word_is_that_of_the_process_and_not_of_srun(tmp_path: Path) ->
 
 def test_what_an_earlier_process_wrote_is_not_quoted(tmp_path: Path) -> None:
     log = tmp_path / "drain-n0.log"
-    assert size(log) == 0
+    assert log_size(log) == 0
     log.write_text("wrote 121096 bytes of iteration 4\n")
-    before = size(log)
+    before = log_size(log)
     assert last_word(log, before) == f"it wrote nothing to {log}"
     with log.open("a") as file:
         file.write("srun: error: Unable to create step for job 5: Job is completing\n")

@@ -36,7 +36,7 @@ LOADERS = {
 """Whatever can run code of the bytes that it is given."""
 
 ALLOWED = {
-    "megatron_ft/cli/demo/report.py:compare_states:torch.load": "weights_only",
+    "megatron_ft/cli/demo/final_state.py:compare_states:torch.load": "weights_only",
     "benchmarks/peers/torch_own.py:TorchSave:torch.load": "weights_only, of what it has just saved",
     "deepspeed_ext/saving.py:_step_inside:torch.load": (
         "the user's own DeepSpeed checkpoint, which DeepSpeed unpickles next"

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ft.core.errors import UnsupportedVersionError
-from megatron_ft.core.versions import Required, version_numbers
+from megatron_ft.core.frameworks import Required, version_numbers
 from megatron_ft.megatron import versions
 
 

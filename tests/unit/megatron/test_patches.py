@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.cli.demo import demo_model, stock_script
+from megatron_ft.cli.demo import demo_model, traced_script
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "scripts" / "patch-megatron.sh"
@@ -39,7 +39,7 @@ def installed_megatron() -> Path | None:
 
 def sources() -> Iterator[tuple[str, Path | None]]:
     yield "installed", installed_megatron()
-    checkout = os.environ.get(stock_script.CHECKOUT)
+    checkout = os.environ.get(traced_script.CHECKOUT)
     yield "checkout", Path(checkout) if checkout else None
 
 
@@ -51,7 +51,7 @@ def fork(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         wanted = (
             "megatron-core with megatron.training"
             if name == "installed"
-            else (f"{stock_script.CHECKOUT} to name a checkout of Megatron-LM")
+            else (f"{traced_script.CHECKOUT} to name a checkout of Megatron-LM")
         )
         pytest.skip(f"needs {wanted}")
     for file in (ARGUMENTS, VERSION):
@@ -153,7 +153,7 @@ def test_a_patched_megatron_has_the_flags_where_the_package_is_installed(tmp_pat
     variables["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM, "--inmem-snapshot", "--inmem-snapshot-interval", "7"],
-        env=stock_script.environment(tmp_path / "trace", variables),
+        env=traced_script.environment(tmp_path / "trace", variables),
         capture_output=True,
         text=True,
         timeout=120,

@@ -22,8 +22,7 @@ from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.cli.training_command import check_torchrun
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import ConfigError, ProtectionError
-from megatron_ft.core.fewer_ranks import RankRule
-from megatron_ft.core.identity import Ancestor, Seat
+from megatron_ft.core.identity import Ancestor, RankRule, Seat
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import check_domains
 from megatron_ft.launchers.virtual import VirtualCluster

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_ft.arena import digest
 from megatron_ft.core import environment
 from megatron_ft.core.errors import ConfigError, NotUnderSupervisorError
-from megatron_ft.core.shard_meta import pack_meta
+from megatron_ft.core.shard import pack_meta
 from megatron_ft.trainer import cuda, manager
 from megatron_ft.trainer.cpu import CpuCopier
 from megatron_ft.trainer.engine import (

@@ -1,16 +1,15 @@
-"""Releases of frameworks that the project supports, and what it needs of them.
-
-Which releases of the frameworks work; read without importing any of them.
-
-What we use of a framework, by name, and the check that a release of it has that.
+"""Frameworks that the project hooks into: releases that work, names it needs, and wrapping them.
 
 Releases move and rename things without a word; parameter *names* are what callers rely on.
+Nothing here imports a framework that is not imported already, but ``owner_at``.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 
@@ -65,3 +64,20 @@ def owner_at(path: str) -> Any:
     except ModuleNotFoundError:
         module, _, name = path.rpartition(".")
         return getattr(owner_at(module), name, None) if module else None
+
+
+Function = Callable[..., Any]
+
+_MARK = "_megatron_ft_wrapper"
+
+
+def wrap(owner: Any, name: str, make: Callable[[Function], Function]) -> None:
+    """Put ``make(original)`` in the place of a function of a module or class.
+
+    A function that was wrapped here before stays as it is, so a second call changes nothing.
+    """
+    original = getattr(owner, name)
+    if not hasattr(original, _MARK):
+        wrapper = functools.wraps(original)(make(original))
+        setattr(wrapper, _MARK, True)
+        setattr(owner, name, wrapper)

@@ -1,9 +1,9 @@
-"""Makes DeepSpeed's engines write a trace: see megatron_ft.cli.demo.trace for its lines.
+"""Makes DeepSpeed's engines write a trace, and their whole state at the end.
 
-Losses are those given to ``backward``, summed over the micro-batches of a step, and of a
-pipeline what ``train_batch`` returns.  A sample is named by the CRC-32 of its first tensor:
-DeepSpeed's loader reads ahead in processes of its own, so an index that was read says little.
-Imports torch, so it is imported by training processes only.
+Lines are those of cli/chaos/trace.py.  Losses are those given to ``backward``, summed over the
+micro-batches of a step, and of a pipeline what ``train_batch`` returns.  A sample is named by the
+CRC-32 of its first tensor: DeepSpeed's loader reads ahead in processes of its own, so an index
+that was read says little.  Imports torch, so only training processes import it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,24 @@ from typing import Any
 
 import torch
 
+from megatron_ft.cli.chaos.trace import TraceWriter, final_path
 from megatron_ft.cli.demo import final_state
-from megatron_ft.cli.demo.deepspeed_script import engine_state
-from megatron_ft.cli.demo.trace import final_path
-from megatron_ft.cli.demo.trace_writer import TraceWriter
+from megatron_ft.cli.demo.final_state import plain
 
-_ATTRIBUTE = "_testing_trace"
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+# Lists of the flat fp32 partitions, by class of optimizer; where none of them is there, the inner
+# optimizer's parameters are what it updates.
+_FLAT_MASTERS = (
+    "single_partition_of_fp32_groups",
+    "fp32_groups_flat_partition",
+    "fp32_partitioned_groups_flat",
+)
+_ATTRIBUTE = "_megatron_ft_trace"
 
 
 class EngineTrace:
-    """What one engine has done since its last step."""
+    """The trace of one engine, and what that has done since its last step."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._rank = directory, torch.distributed.get_rank()
@@ -64,8 +72,7 @@ class EngineTrace:
 
     def write_final(self, engine: Any) -> None:
         """Write all that the engine holds."""
-        path = final_path(self._directory, self._rank)
-        final_state.write(path, engine_state.collect(engine))
+        final_state.write(final_path(self._directory, self._rank), collect(engine))
 
 
 def install(directory: Path) -> None:
@@ -73,20 +80,20 @@ def install(directory: Path) -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     def forward(engine: Any, original: Any, *inputs: Any, **keywords: Any) -> Any:
-        if _is_plain(engine) and engine.module.training:
+        if not engine.pipeline_parallelism and engine.module.training:
             trace = EngineTrace.of(engine, directory)
             trace.begin(engine.global_steps)
             trace.read(inputs[0])
         return original(engine, *inputs, **keywords)
 
     def backward(engine: Any, original: Any, loss: Any, *rest: Any, **keywords: Any) -> Any:
-        if _is_plain(engine):
+        if not engine.pipeline_parallelism:
             EngineTrace.of(engine, directory).add_loss(float(loss.detach()))
         return original(engine, loss, *rest, **keywords)
 
     def step(engine: Any, original: Any, *rest: Any, **keywords: Any) -> Any:
         result = original(engine, *rest, **keywords)
-        if _is_plain(engine):
+        if not engine.pipeline_parallelism:
             EngineTrace.of(engine, directory).end(engine.global_steps)
         return result
 
@@ -98,8 +105,7 @@ def install(directory: Path) -> None:
 
     for traced in (forward, backward, step, destroy):
         original = getattr(DeepSpeedEngine, traced.__name__)
-        wrapped = functools.partialmethod(traced, original)
-        setattr(DeepSpeedEngine, traced.__name__, wrapped)
+        setattr(DeepSpeedEngine, traced.__name__, functools.partialmethod(traced, original))
     _install_pipeline(directory)
 
 
@@ -127,5 +133,35 @@ def _install_pipeline(directory: Path) -> None:
     PipelineEngine.train_batch, PipelineEngine._next_batch = train_batch, next_batch
 
 
-def _is_plain(engine: Any) -> bool:
-    return not engine.pipeline_parallelism
+def collect(engine: Any) -> dict[str, Any]:
+    """Copy everything: weights and buffers, optimizer, random states, schedule, counters."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
+
+    scheduler, module = engine.lr_scheduler, engine.module
+    # Of a parameter that ZeRO-3 has cut up, this rank's part.
+    weights = {name: plain(getattr(p, "ds_tensor", p)) for name, p in module.named_parameters()}
+    device, tracker = get_accelerator().get_rng_state(), get_cuda_rng_tracker().get_states()
+    return {
+        "weights": {**weights, **{name: plain(b) for name, b in module.named_buffers()}},
+        "optimizer": _optimizer(engine.optimizer),
+        "scheduler": None if scheduler is None else plain(scheduler.state_dict()),
+        "counters": {name: getattr(engine, name) for name in COUNTERS},
+        "random": final_state.random_states(device, tracker),
+    }
+
+
+def _optimizer(optimizer: Any) -> dict[str, Any]:
+    inner = getattr(optimizer, "optimizer", optimizer)
+    scaler, groups = getattr(optimizer, "loss_scaler", None), inner.param_groups
+    masters = [parameter for group in groups for parameter in group["params"]]
+    flat = next((name for name in _FLAT_MASTERS if hasattr(optimizer, name)), None)
+    if flat is not None:
+        masters = list(getattr(optimizer, flat))
+    return {
+        "main": plain(masters),
+        "state": [plain(dict(sorted(inner.state[master].items()))) for master in masters],
+        "groups": [plain({k: v for k, v in g.items() if k != "params"}) for g in groups],
+        "loss_scaler": plain(vars(scaler)) if hasattr(scaler, "__dict__") else plain(scaler),
+        "overflow": plain(getattr(optimizer, "overflow", None)),
+    }

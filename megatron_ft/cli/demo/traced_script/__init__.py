@@ -1,7 +1,8 @@
-"""A checkout's own ``pretrain_gpt.py``, run by tests and the demo without an edit.
+"""A script that is trained without an edit, prepared and traced from outside.
 
-What :mod:`megatron_ft.cli.demo.pretrain_gpt` does in its own code, the ``sitecustomize`` of
-this folder does from outside: the stand-in where there is no CUDA, and the trace.
+The ``sitecustomize`` of this folder does for a checkout's own ``pretrain_gpt.py`` what
+:mod:`megatron_ft.cli.demo.pretrain_gpt` does in its code: the stand-in where there is no CUDA,
+and the trace.  For a DeepSpeed script it keeps DeepSpeed from compiling, and writes the trace.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron_ft.cli.chaos.trace import VARIABLE
 from megatron_ft.core.errors import MissingEnvironmentError
-from megatron_ft.launchers.startup import before_script
+from megatron_ft.core.startup import before_script
 
 CHECKOUT = "MEGATRON_LM_PATH"
 """The environment variable that names a checkout of Megatron-LM."""
 
-TRACE_DIRECTORY = "MEGATRON_FT_TESTING_TRACE_DIR"
-"""The environment variable that says where a stock script's trace goes; see trace.py."""
+OF_DEEPSPEED = "MEGATRON_FT_TRACED_DEEPSPEED"
+"""The environment variable that marks a DeepSpeed script."""
 
 SCRIPT = "pretrain_gpt.py"
 
@@ -50,7 +52,16 @@ def release_of(checkout: Path) -> str:
     return ".".join(numbers.get(name, "?") for name in ("MAJOR", "MINOR", "PATCH"))
 
 
-def environment(trace: Path, base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """``base`` (default: this process's) with what a stock script needs to run and be traced."""
-    given = os.environ if base is None else base
-    return {**before_script(given, Path(__file__).parent), TRACE_DIRECTORY: str(trace)}
+def environment(
+    trace: Path | None, base: Mapping[str, str] | None = None, *, deepspeed: bool = False
+) -> dict[str, str]:
+    """``base`` (default: this process's) with what a script needs to run here and be traced.
+
+    Without ``trace`` it writes none.
+    """
+    given = dict(os.environ if base is None else base)
+    if trace is not None:
+        given[VARIABLE] = str(trace)
+    if deepspeed:
+        given = {"OMP_NUM_THREADS": "1", **given, "DS_ACCELERATOR": "cpu", OF_DEEPSPEED: "1"}
+    return before_script(given, Path(__file__).parent)

@@ -1,9 +1,9 @@
 """Run by ``site`` in every Python process of a trainer: snapshots for an unedited script.
 
 Nothing of Megatron, torch or this package is imported here, as most of these processes are
-no trainers (compilers, data tools, spawned workers).  When one imports Megatron's training
-loop, the hooks go in right behind that import.  A ``sitecustomize`` that this one hides
-runs as well.
+no trainers (compilers, data tools, spawned workers).  When one imports a module that an
+environment variable names, a hook runs right behind that import.  A ``sitecustomize`` that
+this one hides runs as well.
 """
 
 from __future__ import annotations
@@ -18,13 +18,8 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-LOOP = "megatron.training.training"
-COMMUNICATORS = "torch.distributed.distributed_c10d"
-DEEPSPEED = "deepspeed"
-"""Not its engine's module: what that needs of the package is complete only behind all of it."""
-
-SUPERVISED = "MEGATRON_FT_JOB"
-"""megatron_ft.core.environment.JOB, which cannot be imported as cheaply."""
+AFTER_IMPORT = "MEGATRON_FT_AFTER_IMPORT"
+"""megatron_ft.core.startup.AFTER_IMPORT, which cannot be imported as cheaply."""
 
 
 class AfterImport:
@@ -92,50 +87,37 @@ def run_hidden(folder: str) -> None:
         spec.loader.exec_module(module)
 
 
-def install_snapshots() -> None:
-    """Megatron's loop was imported here: wrap it, where this interpreter has the package."""
+def call_hook(watched: str, hook: str) -> None:
+    """Call the function ``module:function``, where this interpreter has the module.
+
+    Where it lacks the package that is said, unless ``hook`` ends with a question mark.
+    """
+    from importlib import import_module
+
+    module, _, function = hook.rstrip("?").partition(":")
     try:
-        from megatron_ft.megatron.hooks import install_for_script
+        call = getattr(import_module(module), function)
     except ModuleNotFoundError as error:
-        say_if_not_installed(error, "Megatron will not know --inmem-snapshot")
+        package = module.partition(".")[0]
+        if (error.name or "").partition(".")[0] not in (package, "megatron_ft"):
+            raise
+        if not hook.endswith("?"):
+            print(
+                f"megatron-ft: not installed for {sys.executable}, which trains: install it there, "
+                f"or {watched} will know nothing of snapshots",
+                file=sys.stderr,
+            )
         return
-    install_for_script(sys.argv)
+    call()
 
 
-def install_in_engine() -> None:
-    """DeepSpeed was imported here: wrap its engine, where this interpreter has the package."""
-    try:
-        from deepspeed_ext.hooks import install
-    except ModuleNotFoundError as error:
-        say_if_not_installed(error, 'DeepSpeed will ignore "inmem_snapshot"')
-        return
-    install()
-
-
-def time_communicators() -> None:
-    """torch.distributed was imported here: measure how long it takes to connect the ranks."""
-    from importlib.util import find_spec
-
-    if find_spec("megatron_ft") is not None:
-        from megatron_ft.trainer.heartbeats import time_communicators
-
-        time_communicators()
-
-
-def say_if_not_installed(error: ModuleNotFoundError, consequence: str) -> None:
-    """Say what follows if it is this package that is missing; raise any other error again."""
-    if (error.name or "").partition(".")[0] not in ("megatron_ft", "deepspeed_ext"):
-        raise error
-    print(
-        f"megatron-ft: not installed for {sys.executable}, which trains: install it there, or "
-        f"{consequence}",
-        file=sys.stderr,
-    )
+def watch(hooks: str) -> None:
+    """Have each of ``watched=module:function`` called; they are separated by commas."""
+    for entry in filter(None, hooks.split(",")):
+        watched, _, hook = entry.partition("=")
+        AfterImport(watched, lambda w=watched, h=hook: call_hook(w, h)).install()  # type: ignore[misc]
 
 
 if __name__ == "sitecustomize":  # not where its parts are imported
-    if SUPERVISED in os.environ:
-        AfterImport(LOOP, install_snapshots).install()
-        AfterImport(DEEPSPEED, install_in_engine).install()
-        AfterImport(COMMUNICATORS, time_communicators).install()
+    watch(os.environ.get(AFTER_IMPORT, ""))
     run_hidden(os.path.dirname(os.path.abspath(__file__)))

@@ -1,0 +1,218 @@
+"""The demo's three faults: which strike whom and when, and the recovery from each.
+
+Plans and recoveries are pure: of a seed, and of what was recorded while the job ran.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from megatron_ft.cli.chaos.follow import RecordedEvent
+from megatron_ft.cli.chaos.trace import TraceLine
+
+Traces = Mapping[int, Sequence[TraceLine]]
+"""Ranks to all their lines."""
+
+
+class DemoVictim(Enum):
+    """Processes that are killed."""
+
+    TRAINER = "trainer"
+    NODE = "node"
+    TRAINER_AND_ENCODER = "trainer and encoder"
+
+
+@dataclass(frozen=True)
+class DemoFault:
+    """One fault.
+
+    It strikes once rank 0 has finished ``iteration`` and a further ``fraction`` of an
+    iteration's time has passed, and not before the present incarnation has a protected commit.
+    ``positions`` are places in the list of active nodes, ``local_rank`` a trainer there.
+    """
+
+    kind: DemoVictim
+    iteration: int
+    fraction: float
+    positions: tuple[int, ...]
+    local_rank: int = 0
+
+
+# Shares of all iterations within which each fault strikes.  Far enough apart that an incarnation
+# trains and commits in between, and the last one early enough that the job trains for a while
+# after it.
+_WINDOWS = ((0.20, 0.30), (0.45, 0.55), (0.70, 0.80))
+
+
+def plan_faults(
+    seed: int, iterations: int, nodes: int, ranks_per_node: int = 1, lose: int = 1
+) -> tuple[DemoFault, ...]:
+    """The demo's three faults: a trainer, then ``lose`` nodes at once, then trainer and encoder.
+
+    The same arguments give the same faults on every machine.  ValueError if more nodes are
+    to be lost than there are.
+    """
+    if not 1 <= lose <= nodes:
+        raise ValueError(f"{lose} of {nodes} nodes cannot be lost")
+    chance = random.Random(f"megatron-ft demo {seed}")
+    faults = []
+    for kind, (earliest, latest) in zip(DemoVictim, _WINDOWS, strict=True):
+        victims = lose if kind is DemoVictim.NODE else 1
+        faults.append(
+            DemoFault(
+                kind=kind,
+                iteration=chance.randint(round(earliest * iterations), round(latest * iterations)),
+                # Not at the very edges, where the next iteration's start hides the difference.
+                fraction=round(chance.uniform(0.1, 0.9), 3),
+                positions=tuple(sorted(chance.sample(range(nodes), victims))),
+                local_rank=chance.randrange(ranks_per_node),
+            )
+        )
+    return tuple(faults)
+
+
+@dataclass(frozen=True)
+class DemoStrike:
+    """One fault as it was carried out.  ``during`` is the iteration under way.
+
+    ``victim`` names who was hit in few words, ``text`` is the sentence about it.
+    """
+
+    fault: DemoFault
+    victim: str
+    text: str
+    incarnation: int
+    during: int
+    monotonic: float
+    wall: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoRecovery:
+    """One fault and the recovery from it.  All times are seconds; None where it never came.
+
+    ``seconds_to_first_iteration`` runs from the strike to the end of the first iteration
+    after the restore; ``detect``, ``decide`` (fence the old processes, decide), ``rebuild``
+    (encoder world and parity), ``start`` (processes, imports, ``copy_in_seconds``) and
+    ``iterate`` add up to it.  ``coding_seconds`` is the work on parity alone.
+    ``seconds_to_catch_up`` runs until the iteration that the fault interrupted is finished.
+    """
+
+    victim: str
+    text: str
+    kind: str
+    during: int
+    fraction: float
+    detect: float | None
+    source: str | None = None
+    lost_shards: tuple[str, ...] = ()
+    restored_iteration: int | None = None
+    iterations_lost: int | None = None
+    decide: float | None = None
+    rebuild: float | None = None
+    start: float | None = None
+    iterate: float | None = None
+    coding_seconds: float | None = None
+    copy_in_seconds: float | None = None
+    seconds_to_first_iteration: float | None = None
+    seconds_to_catch_up: float | None = None
+
+
+# Events by which the supervisor shows that it has noticed a death.
+_DETECTIONS = ("trainer_died", "silent", "smp_restarted", "world_ended", "node_lost")
+
+
+def recoveries(
+    strikes: Sequence[DemoStrike], events: Sequence[RecordedEvent], traces: Traces
+) -> list[DemoRecovery]:
+    """The recovery from each strike, in their order."""
+    ends = [strike.monotonic for strike in strikes[1:]] + [float("inf")]
+    return [
+        _recovery(strike, [e for e in events if strike.monotonic <= e["at"] < until], traces)
+        for strike, until in zip(strikes, ends, strict=False)
+    ]
+
+
+def _recovery(strike: DemoStrike, events: Sequence[RecordedEvent], traces: Traces) -> DemoRecovery:
+    """The recovery from one strike, by the events from it to the next one."""
+    detect = _seconds_until(strike, events, *_DETECTIONS)
+    noticed = DemoRecovery(
+        victim=strike.victim,
+        text=strike.text,
+        kind=strike.fault.kind.value,
+        during=strike.during,
+        fraction=strike.fault.fraction,
+        detect=detect,
+    )
+    # Several starts in a row when something failed in between: the last one counts.
+    incarnations = [e["incarnation"] for e in events if e["kind"] == "training"]
+    if detect is None or not incarnations or incarnations[-1] <= strike.incarnation:
+        return noticed
+    newest = [e for e in events if e["incarnation"] == incarnations[-1]]
+    restored = _with_source(noticed, newest)
+    return _with_times(restored, strike, newest, incarnations[-1], traces)
+
+
+def _with_source(recovery: DemoRecovery, events: Sequence[RecordedEvent]) -> DemoRecovery:
+    decided = next((e for e in events if e["kind"] == "restoring"), None)
+    if decided is None:
+        return recovery
+
+    def longest(kind: str) -> float | None:
+        return max((e["seconds"] for e in events if e["kind"] == kind), default=None)
+
+    return dataclasses.replace(
+        recovery,
+        source=decided["source"],
+        lost_shards=tuple(decided["lost"]),
+        restored_iteration=decided["iteration"],
+        coding_seconds=longest("shard_rebuilt"),
+        copy_in_seconds=longest("shard_restored"),
+    )
+
+
+def _with_times(
+    recovery: DemoRecovery,
+    strike: DemoStrike,
+    events: Sequence[RecordedEvent],
+    incarnation: int,
+    traces: Traces,
+) -> DemoRecovery:
+    """Add when each step was over; every step of an incarnation that trains has its event."""
+    decided = _seconds_until(strike, events, "restoring")
+    started = _seconds_until(strike, events, "trainers_started")
+    training = _seconds_until(strike, events, "training")
+    assert started is not None and training is not None, "an incarnation is started to train"
+    lines = [line for rank in traces.values() for line in rank]
+    reached = max(line.iteration for line in lines if line.incarnation < incarnation)
+    again = [line for line in lines if line.incarnation == incarnation]
+    first = _seconds_to_end(strike, again, min((line.iteration for line in again), default=-1))
+    if decided is None or not recovery.lost_shards:  # then nothing was rebuilt
+        decided = started
+    return dataclasses.replace(
+        recovery,
+        iterations_lost=reached - (recovery.restored_iteration or 0),
+        decide=decided - (recovery.detect or 0.0),
+        rebuild=started - decided if recovery.lost_shards else None,
+        start=training - started,
+        iterate=None if first is None else first - training,
+        seconds_to_first_iteration=first,
+        seconds_to_catch_up=_seconds_to_end(strike, again, reached + 1),
+    )
+
+
+def _seconds_until(
+    strike: DemoStrike, events: Sequence[RecordedEvent], *kinds: str
+) -> float | None:
+    """From the strike to the first event of these kinds, None if there is none."""
+    return next((e["at"] - strike.monotonic for e in events if e["kind"] in kinds), None)
+
+
+def _seconds_to_end(strike: DemoStrike, lines: Sequence[TraceLine], iteration: int) -> float | None:
+    """From the strike until the last rank finished an iteration, None if none did."""
+    ends = [line.time for line in lines if line.iteration == iteration]
+    return max(ends) - strike.wall if ends else None

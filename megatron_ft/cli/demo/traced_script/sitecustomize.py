@@ -1,0 +1,69 @@
+"""Run by ``site`` before a traced script: hooks behind what the script imports."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_ft.cli.chaos.trace import VARIABLE
+from megatron_ft.cli.demo.traced_script import OF_DEEPSPEED
+from megatron_ft.core.startup import DEEPSPEED, LOOP
+from megatron_ft.core.startup.sitecustomize import AfterImport, run_hidden
+
+
+class BeforeImport:
+    """A finder that finds nothing, but calls a function once, when a module is first wanted."""
+
+    def __init__(self, name: str, call: Callable[[], None]) -> None:
+        self._name, self._call = name, call
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> None:
+        """Nothing; the other finders are asked next."""
+        if fullname == self._name:
+            sys.meta_path.remove(self)
+            self._call()
+
+
+def stand_in() -> None:
+    """Megatron is about to be imported: pretend that there are devices, if there are none."""
+    from megatron_ft.cli.demo import cpu_device
+
+    if cpu_device.needed():
+        cpu_device.install(megatron=False)
+        for module, fill in cpu_device.MEGATRON_PARTS.items():
+            AfterImport(module, fill).install()
+
+
+def prepare_deepspeed() -> None:
+    """DeepSpeed was imported: nothing is to be compiled for it."""
+    from deepspeed_ext import cpu
+
+    cpu.prepare()
+
+
+def trace_megatron() -> None:
+    """Megatron's loop was imported: make it write its trace."""
+    from megatron_ft.cli.demo import megatron_trace
+
+    megatron_trace.install(Path(os.environ[VARIABLE]))
+
+
+def trace_deepspeed() -> None:
+    """DeepSpeed was imported: make its engines write their trace."""
+    from megatron_ft.cli.demo import deepspeed_trace
+
+    deepspeed_trace.install(Path(os.environ[VARIABLE]))
+
+
+if __name__ == "sitecustomize":
+    if OF_DEEPSPEED in os.environ:
+        AfterImport(DEEPSPEED, prepare_deepspeed).install()
+        if VARIABLE in os.environ:
+            AfterImport(DEEPSPEED, trace_deepspeed).install()
+    else:
+        sys.meta_path.insert(0, BeforeImport("megatron", stand_in))
+        if VARIABLE in os.environ:
+            AfterImport(LOOP, trace_megatron).install()
+    run_hidden(os.path.dirname(os.path.abspath(__file__)))

@@ -1,0 +1,131 @@
+"""Tools of those who start processes: free ports, the ends of logs, work beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures as futures
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+BELOW = range(15000, 30000)
+"""Above most registered services, below the node ports of Kubernetes."""
+
+ENOUGH = 1000
+TRIES = 50
+
+
+def unclaimed(ephemeral: str) -> range:
+    """Ports that the kernel gives to nobody who does not name them; empty where these are few.
+
+    ``ephemeral``: the two numbers of ip_local_port_range (ip(7)).  Any connection that is opened
+    takes one of that range, so a port from there may be gone a moment after it was free.
+    """
+    low, high = (int(word) for word in ephemeral.split())
+    below = range(BELOW.start, min(BELOW.stop, low))
+    above = range(max(BELOW.start, high + 1), 65536)
+    return next((ports for ports in (below, above) if len(ports) >= ENOUGH), range(0))
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """A TCP port that was free on ``address`` just now; somebody else may take it meanwhile.
+
+    Ask for a new one at every start: the old one may linger in TIME_WAIT.
+    """
+    ports = range(0)
+    with suppress(OSError, ValueError):
+        ports = unclaimed(EPHEMERAL.read_text())
+    # Not the generator of module random: its state may be somebody's training.
+    named = [secrets.choice(ports) for _ in range(TRIES)] if ports else []
+    return next(filter(None, (_bound(address, port) for port in [*named, 0])))
+
+
+def _bound(address: str, port: int) -> int | None:
+    """The port, or for 0 one that the kernel chooses; None if it is taken."""
+    with socket.socket() as probe:
+        try:
+            probe.bind((address, port))
+        except OSError:
+            if port == 0:
+                raise
+            return None
+        bound: int = probe.getsockname()[1]
+        return bound
+
+
+_TAIL_BYTES = 1 << 16
+"""A trainer's log may have gigabytes, and leases are renewed by whoever reads it."""
+
+_NO_REASON = ("srun: error: ", "srun: launch/slurm: ")
+"""What srun adds to a step's log: that it ended, but not why."""
+
+
+def last_lines(path: Path, count: int = 15) -> str:
+    """The last ``count`` lines, of at most 64 KiB; that there are none if it cannot be read."""
+    try:
+        return "\n".join(_tail(path)[-count:])
+    except OSError as error:
+        return f"(no log at {path}: {error.strerror})"
+
+
+def log_size(path: Path) -> int:
+    """Bytes in a log, 0 if there is none: where what is started now begins to write."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def last_word(path: Path, since: int = 0) -> str:
+    """The last line that the process itself wrote, as far as anybody can tell.
+
+    With ``since`` only what follows that byte counts: earlier processes wrote the rest.
+    """
+    try:
+        lines = _tail(path, since)
+    except OSError:
+        return last_lines(path)
+    if since and not lines:
+        return f"it wrote nothing to {path}"
+    own = [line for line in lines if line and not line.startswith(_NO_REASON)]
+    return (own or lines or [""])[-1]
+
+
+def text_since(path: Path, since: int) -> str:
+    """The log from byte ``since`` on, at most its last 64 KiB; empty if it cannot be read."""
+    try:
+        return "\n".join(_tail(path, since))
+    except OSError:
+        return ""
+
+
+def _tail(path: Path, since: int = 0) -> list[str]:
+    with path.open("rb") as file:
+        file.seek(max(since, path.stat().st_size - _TAIL_BYTES))
+        return file.read(_TAIL_BYTES).decode(errors="replace").splitlines()
+
+
+Result = TypeVar("Result")
+
+
+async def in_thread(work: Callable[[], Result], seconds: float) -> Result:
+    """The result of ``work``, or asyncio.TimeoutError after ``seconds``; it is left to itself then.
+
+    Not in the loop's executor: the program could not end before a disk that hangs.
+    """
+    done: futures.Future[Result] = futures.Future()
+
+    def run() -> None:
+        with suppress(futures.InvalidStateError):
+            try:
+                done.set_result(work())
+            except Exception as error:
+                done.set_exception(error)
+
+    threading.Thread(target=run, name="in-thread", daemon=True).start()
+    return await asyncio.wait_for(asyncio.wrap_future(done), seconds)
