@@ -17,7 +17,7 @@ from megatron_ft import SnapshotConfig, SnapshotManager
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask
-from megatron_ft.supervisor.plan import Timing
+from megatron_ft.supervisor.orders import Timing
 from megatron_ft.trainer.ticket import Ticket
 
 WAIT_SECONDS = 120.0

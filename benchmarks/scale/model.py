@@ -20,7 +20,7 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.smp.event_sender import EventBatch, Outbox
 from megatron_ft.supervisor.connections import Inbox
 from megatron_ft.supervisor.cycle import Action, Send, SnapshotCycle, SnapshotEnded
-from megatron_ft.supervisor.plan import Sizes, stripe_orders
+from megatron_ft.supervisor.orders import Sizes, stripe_orders
 from megatron_ft.supervisor.registration import new_stripes
 from megatron_ft.supervisor.schedule import Schedule
 

@@ -26,7 +26,7 @@ import msgspec
 
 from megatron_ft.arena.format import DIGEST_BLAKE2B, DIGEST_CRC64, MAX_REGION_BYTES
 from megatron_ft.core.errors import UNREADABLE, CheckpointDamagedError, DrainError
-from megatron_ft.core.identity import Ancestor, SealedRecord, Seat, SnapshotId
+from megatron_ft.core.identity import Ancestor, SealedRecord, ShardPlacement, SnapshotId
 from megatron_ft.core.shard import ALIGNMENT, LayoutEntry, ShardLayout, align
 
 TEMPORARY_SUFFIX = ".tmp"
@@ -144,7 +144,7 @@ class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     bytes: int
     header_digest: str
     digest_root: str
-    seat: Seat | None = None
+    seat: ShardPlacement | None = None
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -267,7 +267,7 @@ class ShardHeader(msgspec.Struct, frozen=True):
     block_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_REGION_BYTES)]
     digest_algorithm: Annotated[int, msgspec.Meta(ge=DIGEST_CRC64, le=DIGEST_BLAKE2B)]
     job: str
-    seat: Seat | None = None
+    seat: ShardPlacement | None = None
 
 
 def pack_header(header: ShardHeader, layout: ShardLayout) -> bytes:

@@ -47,7 +47,7 @@ from megatron_ft.core.errors import (
     SnapshotUnavailableError,
 )
 from megatron_ft.core.fault_points import reach
-from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
+from megatron_ft.core.identity import Ancestor, ShardPlacement, SnapshotId
 from megatron_ft.rpc.local_query import begin_errand, pinned
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def write_shards(
     folder: Path,
     disk: DiskCalls | None = None,
     pace: Pace | None = None,
-    seats: Mapping[str, Seat] | None = None,
+    seats: Mapping[str, ShardPlacement] | None = None,
 ) -> int:
     """Write these shards into a checkpoint's folder; bytes written.
 
@@ -84,7 +84,9 @@ def write_shards(
     return written
 
 
-def _pieces(shard: ShardBytes, job: uuid.UUID, pace: Pace, seat: Seat | None) -> Iterator[object]:
+def _pieces(
+    shard: ShardBytes, job: uuid.UUID, pace: Pace, seat: ShardPlacement | None
+) -> Iterator[object]:
     known = (shard.record, shard.block_bytes, shard.digest_algorithm, str(job))
     header = disk_format.ShardHeader(*known, seat)
     yield disk_format.pack_header(header, shard.layout)
@@ -198,7 +200,7 @@ class DrainPlan(ProcessPlan, frozen=True):
     lineage: tuple[Ancestor, ...]
     directory: Path
     shard_count: int
-    shards: dict[str, Seat] = {}
+    shards: dict[str, ShardPlacement] = {}
     keep: Keep = Keep(2)
     bandwidth_mib: float = 0.0
     export_dir: Path | None = None

@@ -21,7 +21,7 @@ from megatron_ft.checkpoint.disk_format import (
 )
 from megatron_ft.checkpoint.load import read_manifest
 from megatron_ft.core.errors import CheckpointDamagedError, ConfigError
-from megatron_ft.core.identity import Ancestor, Seat, SnapshotId, on_lineage
+from megatron_ft.core.identity import Ancestor, ShardPlacement, SnapshotId, on_lineage
 
 Objection = Callable[[SnapshotId, int], str]
 
@@ -34,8 +34,8 @@ class Drained:
     manifest: Manifest
 
     @property
-    def seats(self) -> dict[str, Seat]:
-        """Seat of each shard; without those that nobody knew."""
+    def seats(self) -> dict[str, ShardPlacement]:
+        """ShardPlacement of each shard; without those that nobody knew."""
         return {s: line.seat for s, line in self.manifest.shards.items() if line.seat is not None}
 
     @property

@@ -83,6 +83,12 @@ def iteration_of(checkpoint: Path) -> int:
     return -1 if digits is None else int(digits[1])
 
 
+def newest_iteration(directory: Path | None) -> int:
+    """The iteration of the newest checkpoint in ``directory``; -1 if there is none."""
+    newest = newest_checkpoint(directory)
+    return -1 if newest is None else iteration_of(newest)
+
+
 def checkpoint_folder(directory: Path, iteration: int) -> Path:
     """Folder of Megatron-LM's checkpoint of an iteration (``get_checkpoint_name`` there)."""
     return directory / f"iter_{iteration:07d}"

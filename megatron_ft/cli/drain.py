@@ -21,7 +21,7 @@ from megatron_ft.checkpoint.source import OpenSnapshot, open_newest
 from megatron_ft.cli import common
 from megatron_ft.core.background import Pace
 from megatron_ft.core.errors import DrainError, SnapshotUnavailableError
-from megatron_ft.core.identity import Seat
+from megatron_ft.core.identity import ShardPlacement
 from megatron_ft.supervisor.job_state import known_shards
 
 
@@ -54,7 +54,9 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _write(shards: OpenSnapshot, folder: Path, pace: Pace, seats: Mapping[str, Seat]) -> int:
+def _write(
+    shards: OpenSnapshot, folder: Path, pace: Pace, seats: Mapping[str, ShardPlacement]
+) -> int:
     try:
         written = write_shards(shards, folder, pace=pace, seats=seats)
         publish(folder, shards.info, shards.job, shards.lineage, len(shards))

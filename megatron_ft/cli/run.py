@@ -49,8 +49,8 @@ from megatron_ft.core.identity import SHRINK
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState, state_folder
 from megatron_ft.supervisor.membership import NoSpareError
+from megatron_ft.supervisor.orders import Sizes
 from megatron_ft.supervisor.placement import describe_domains, read_domains
-from megatron_ft.supervisor.plan import Sizes
 from megatron_ft.supervisor.spec import JobSpec, open_files_needed, raise_open_files
 from megatron_ft.supervisor.supervisor import (
     EXIT_DRAINED,
@@ -176,8 +176,7 @@ def _supervise(
     with JobState(notes, spec.name) as state, ExitStack() as held:
         with _leaving_nothing(place):
             held.enter_context(folders_ready(spec, state))
-        supervisor = Supervisor(spec, place.launcher, state)
-        supervisor.hosts = place.hosts
+        supervisor = Supervisor(spec, place.launcher, state, place.hosts)
         supervisor.observers.add(Printer())
         supervisor.observers.add(end := RunSummary())
         if spec.domains:

@@ -70,7 +70,7 @@ class SealedRecord(msgspec.Struct, frozen=True, array_like=True):
     digest_root: Hash
 
 
-class Seat(msgspec.Struct, frozen=True, array_like=True):
+class ShardPlacement(msgspec.Struct, frozen=True, array_like=True):
     """Where a shard belongs in the job, whatever the nodes: all that stripes are planned from.
 
     ``coordinates`` are the model-parallel ones without the data-parallel one;

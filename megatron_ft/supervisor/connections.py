@@ -25,7 +25,7 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.heartbeats import Heartbeats
-from megatron_ft.supervisor.plan import Timing
+from megatron_ft.supervisor.orders import Timing
 
 log = logging.getLogger(__name__)
 
@@ -304,7 +304,7 @@ class Connections(ABC):
             nodes |= {answer.node} if stated else set()
         if self.paused != before:
             word = "paused" if self.paused else "resumed"
-            self.observers.tell(word, f"snapshots {word} by request")
+            self.observers.emit(word, f"snapshots {word} by request")
 
     def supersede(self, reason: str) -> None:
         """Another supervisor leads the job: have this one end, as ``require_lead`` says."""

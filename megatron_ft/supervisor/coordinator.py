@@ -28,10 +28,9 @@ from megatron_ft.supervisor.cycle import (
     SnapshotEnded,
 )
 from megatron_ft.supervisor.events import Observers
-from megatron_ft.supervisor.exposure import Fallbacks, Skips, fallbacks
-from megatron_ft.supervisor.plan import Timing
+from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.repairs import Repairs
-from megatron_ft.supervisor.summary import SummaryParts
+from megatron_ft.supervisor.summary import Fallbacks, Skips, SummaryParts, fallbacks
 
 LOOK_SECONDS = 0.25
 """Interval of looks at what no event brings: the end of a pause, parity that takes too long."""
@@ -57,7 +56,7 @@ class Coordinator(Connections):
         scrub_percent: float = 0.0,
     ) -> None:
         super().__init__(keys, observers, timing, scrub_percent)
-        self._summary = SummaryParts(self, timing.heartbeat / 2)
+        self._summary = SummaryParts(self.view, timing.heartbeat / 2)
         self.cycle: SnapshotCycle | None = None
         self.committed: tuple[SnapshotId, int, str] | None = None
         self.protected: tuple[SnapshotId, int] | None = None
@@ -86,6 +85,45 @@ class Coordinator(Connections):
         """End all tasks and connections; the SMPs stay."""
         self.stop_snapshots()
         await super().close()
+
+    def view(self) -> dict[str, dict[str, Any]]:
+        """The job as the coordinator sees it, for its summary: JSON objects by part."""
+        return {
+            "state": self._state(),
+            "nodes": {"nodes": sorted(self.links)},
+            "progress": {"iteration": max(self.progress.values(), default=-1)},
+        }
+
+    def _state(self) -> dict[str, Any]:
+        committed, protected, durable = self.committed, self.protected, self.durable
+        crash, node_loss = self.fallbacks()
+        reason = "a reader" if self.pinned else "want of encoders" if self.crowded else ""
+        return {
+            "incarnation": self.incarnation,
+            "resumed_from": self.resumed_from,
+            "encoders": "up" if self.usable_world else "down",
+            "paused": self.paused,
+            "held": self.pinned,
+            "skipping_for": reason,
+            "skipped": self.skips.total + self.skips.now,
+            "drain_failures": self.drain_failures[0],
+            "drain_failure": self.drain_failures[1],
+            "given_up": self.given_up[0],
+            "given_up_reason": self.given_up[1],
+            "blocks": {
+                "bad": self.repairs.found,
+                "repaired": self.repairs.repaired,
+                "damaged_shards": len(self.repairs.lost),
+            },
+            "watch": self.watched,
+            "committed": None
+            if committed is None
+            else {**_named(*committed[:2]), "level": committed[2]},
+            "protected": None if protected is None else _named(*protected),
+            "crash": None if crash is None else crash.iteration,
+            "node_loss": None if node_loss is None else node_loss.iteration,
+            "durable": None if durable is None else _named(*durable),
+        }
 
     def _unknown(self, held: Mapping[str, bytes]) -> dict[str, bytes]:
         return self._summary.unknown_to(held)
@@ -142,7 +180,7 @@ class Coordinator(Connections):
 
     def end_world(self, world: str, reason: str) -> None:
         """Have an encoder world ended that cannot go on; nothing is lost, a new one is started."""
-        self.observers.tell("world_broken", f"parity stopped: {reason}")
+        self.observers.emit("world_broken", f"parity stopped: {reason}")
         self.world_lost()
         self._kill_world(world)
 
@@ -219,11 +257,11 @@ class Coordinator(Connections):
         skipped = self.skips.end(fastest, interval)
         if skipped is not None:
             text = f"captures go on, {skipped} were skipped"
-            self.observers.tell("released", text, skipped=skipped)
+            self.observers.emit("released", text, skipped=skipped)
         actions = cycle.propose(fastest, world, give_up_protected=give_up)
         if give_up and actions:
             text = "it makes room for the next capture: encoders have been away for too long"
-            self.observers.tell("given_up", f"the last protected snapshot is given up: {text}")
+            self.observers.emit("given_up", f"the last protected snapshot is given up: {text}")
         return actions
 
     def _fastest(self, cycle: SnapshotCycle) -> int:
@@ -234,10 +272,10 @@ class Coordinator(Connections):
         if not self.skips.begin(progress, interval):
             return
         if self.pinned:
-            self.observers.tell("held", "a reader holds a snapshot: captures are skipped")
+            self.observers.emit("held", "a reader holds a snapshot: captures are skipped")
         else:
             text = "the last protected snapshot and a newer local one fill the slots"
-            self.observers.tell("held", f"{text}: captures are skipped while encoders are away")
+            self.observers.emit("held", f"{text}: captures are skipped while encoders are away")
 
     def _gives_way(self, cycle: SnapshotCycle) -> bool:
         if set(cycle.nodes) - self.held.keys():
@@ -283,7 +321,7 @@ class Coordinator(Connections):
                     return
                 continue
             if isinstance(answer, m.Refused) and isinstance(action.message, m.Commit | m.Abort):
-                self.observers.tell("refused", f"{action.node}: {answer.reason}")
+                self.observers.emit("refused", f"{action.node}: {answer.reason}")
             if self.cycle is cycle:
                 self._perform(cycle, cycle.answered(action.node, action.message, answer))
             return
@@ -297,14 +335,14 @@ class Coordinator(Connections):
             kind = "dropped" if ended.last else "aborted"
             if kind == "aborted":
                 self.given_up = (self.given_up[0] + 1, ended.reason)
-            self.observers.tell(
+            self.observers.emit(
                 kind,
                 f"snapshot of iteration {ended.iteration} given up: {ended.reason}",
                 iteration=ended.iteration,
             )
             return
         self.record_commit(ended.snapshot, ended.iteration, ended.level)
-        self.observers.tell(
+        self.observers.emit(
             "committed",
             f"snapshot of iteration {ended.iteration} committed ({ended.level})",
             iteration=ended.iteration,
@@ -339,11 +377,15 @@ class Coordinator(Connections):
             self.world_refused = f"the SMP of {event.node} refused its encoder: {body.reason}"
         if isinstance(body, m.ReaderStalled):
             text = f"{body.reader} on {event.node} has not run for {body.seconds:.0f} s"
-            self.observers.tell("reader_stalled", f"{text}: it holds no snapshot any more")
+            self.observers.emit("reader_stalled", f"{text}: it holds no snapshot any more")
         if isinstance(body, m.WriterGone) and body.role == "encoder" and body.who == self.world:
             self.world_lost()
         if self.cycle is not None:
-            self.repairs.note(event)
+            self.repairs.on_event(event)
             self._perform(self.cycle, self.cycle.handle(event.node, body))
         for listener in list(self.listeners):
             listener(event)
+
+
+def _named(snapshot: SnapshotId, iteration: int) -> dict[str, Any]:
+    return {"snapshot": str(snapshot), "iteration": iteration}

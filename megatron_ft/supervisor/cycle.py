@@ -21,7 +21,7 @@ from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.node_messages import PinnedError, TransitionRefusedError, WorldGoneError
-from megatron_ft.supervisor.plan import orders_by_node
+from megatron_ft.supervisor.orders import orders_by_node
 from megatron_ft.supervisor.schedule import Schedule
 
 

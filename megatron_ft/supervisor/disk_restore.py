@@ -1,15 +1,15 @@
-"""Going on from a drained checkpoint where memory cannot serve, or only something older.
+"""Drained checkpoints as a source of a recovery, where memory cannot serve or is older.
 
-Looked for in every recovery; what is chosen is loaded into the arenas of its shards' nodes,
-and trainers restore from there as from memory.
+Every recovery looks for one.  It is loaded into the arenas of its shards' nodes, and trainers
+restore from there as from memory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_ft.checkpoint.decide import Decision, Quarantine, StripeState
@@ -21,11 +21,11 @@ from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.core.process_tools import in_thread
 from megatron_ft.erasure.stripes import RankPlace, domain_of
 from megatron_ft.launchers.launcher import Launcher
-from megatron_ft.supervisor.distrust import memory_goes_first, reason_against_own
 from megatron_ft.supervisor.drains import StepFailedError, run_step
 from megatron_ft.supervisor.job_state import JobRecord
+from megatron_ft.supervisor.orders import shards_by_node
+from megatron_ft.supervisor.quarantine_policy import memory_goes_first, reason_against_own
 from megatron_ft.supervisor.registration import new_stripes
-from megatron_ft.supervisor.restore import DiskSource, Restore
 from megatron_ft.supervisor.spec import JobSpec
 
 LOOK_TIMEOUT_SECONDS = 120.0
@@ -33,6 +33,18 @@ LOOK_TIMEOUT_SECONDS = 120.0
 
 class LoadError(MegatronFTError):
     """A checkpoint could not be loaded into memory; another recovery follows."""
+
+
+@dataclass(frozen=True)
+class DiskSource:
+    """A drained checkpoint that a recovery takes, and the shards that come from it.
+
+    ``fresh`` says that no arena stays, since memory can serve nothing.
+    """
+
+    folder: Path
+    shards: tuple[str, ...]
+    fresh: bool
 
 
 class DiskRestores:
@@ -162,22 +174,24 @@ class DiskRestores:
         ]
         return new_stripes(places, self._spec.scheme, self._spec.sizes)
 
-    async def load(self, source: DiskSource, plan: Restore) -> None:
+    async def load(
+        self,
+        source: DiskSource,
+        snapshot: SnapshotId,
+        places: Mapping[str, str],
+        incarnation: int,
+    ) -> None:
         """Run one process on each node that lacks shards; LoadError if one fails.
 
-        A checkpoint that is damaged is not chosen again.
+        ``places`` maps shards to nodes.  A checkpoint that is damaged is not chosen again.
         """
-        world, snapshot = f"load-{uuid.uuid4().hex[:8]}", plan.decision.snapshot
-        assert snapshot is not None
-        by_node: dict[str, list[str]] = {}
-        for shard_id in source.shards:
-            by_node.setdefault(plan.places[shard_id], []).append(shard_id)
+        world = f"load-{uuid.uuid4().hex[:8]}"
         plans = {
             node: LoadPlan(source.folder, snapshot, tuple(shards), world)
-            for node, shards in by_node.items()
+            for node, shards in shards_by_node(source.shards, places).items()
         }
         try:
-            await run_step(self._launcher, self._spec, plan.incarnation, "load", plans)
+            await run_step(self._launcher, self._spec, incarnation, "load", plans)
         except DrainError as error:
             if isinstance(error, StepFailedError) and error.status == EXIT_DAMAGED:
                 self._refused.add(source.folder)

@@ -26,7 +26,7 @@ from megatron_ft.checkpoint.load import LoadPlan
 from megatron_ft.core.background import started_low
 from megatron_ft.core.environment import INCARNATION
 from megatron_ft.core.errors import DrainError, MegatronFTError
-from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
+from megatron_ft.core.identity import Ancestor, ShardPlacement, SnapshotId
 from megatron_ft.core.process_tools import last_word, log_size
 from megatron_ft.launchers.launcher import Launcher, ProcessHandle
 from megatron_ft.launchers.launcher_env import base_environment
@@ -137,7 +137,7 @@ class Drains:
         self._coordinator = coordinator
         self._task: asyncio.Task[None] | None = None
         self._places: dict[str, str] = {}
-        self._seats: dict[str, Seat] = {}
+        self._seats: dict[str, ShardPlacement] = {}
         self._lineage: tuple[Ancestor, ...] = ()
         self._last = 0
         self._news, self._stalled = asyncio.Event(), asyncio.Event()
@@ -157,7 +157,7 @@ class Drains:
     def begin(
         self,
         places: Mapping[str, str],
-        seats: Mapping[str, Seat],
+        seats: Mapping[str, ShardPlacement],
         lineage: tuple[Ancestor, ...],
         first: int,
     ) -> None:
@@ -191,7 +191,7 @@ class Drains:
         if self._task is None or committed is None:
             return False
         text = f"a last drain, for at most {seconds:g} s"
-        self._coordinator.observers.tell("stopping", text)
+        self._coordinator.observers.emit("stopping", text)
         if self._cap:
             self._task.cancel()
             await self._end(self._task)
@@ -228,7 +228,7 @@ class Drains:
         self._task = None
         if not task.cancelled() and (error := task.exception()) is not None:
             self._count(repr(error))
-            self._coordinator.observers.tell("drain_failed", f"drains had stopped: {error!r}")
+            self._coordinator.observers.emit("drain_failed", f"drains had stopped: {error!r}")
 
     async def _stall(self) -> DrainError:
         """Wait until an SMP gives up a process of the drain that does not get on."""
@@ -253,7 +253,7 @@ class Drains:
             )
             if reason:
                 self._urgent = True
-                self._coordinator.observers.tell("drain_urged", f"draining at once: {reason}")
+                self._coordinator.observers.emit("drain_urged", f"draining at once: {reason}")
                 self._news.set()
             await asyncio.sleep(self._coordinator.timing.heartbeat)
 
@@ -384,7 +384,7 @@ class Drains:
 
     def _emit(self, kind: str, text: str, plan: DrainPlan) -> None:
         fields = {"iteration": plan.iteration, "folder": str(plan.folder)}
-        self._coordinator.observers.tell(kind, text, **fields)
+        self._coordinator.observers.emit(kind, text, **fields)
 
 
 STEP_TIMEOUT_SECONDS = 3600.0

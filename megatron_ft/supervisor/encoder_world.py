@@ -202,7 +202,7 @@ class WorldKeeper:
         alike = _NUMBER.sub("0", text)
         if alike != self._emitted:
             self._emitted = alike
-            self._coordinator.observers.tell(kind, text)
+            self._coordinator.observers.emit(kind, text)
 
 
 _NO_BACKING = re.compile(

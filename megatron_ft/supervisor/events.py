@@ -1,4 +1,4 @@
-"""What the coordinator and the supervisor tell those who watch the job."""
+"""Events of a job, and the observers that get them from the supervisor and its coordinator."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ Observer = Callable[[JobEvent], None]
 
 
 class Observers:
-    """Those who are told; one that fails stops nobody and is told the next event, too."""
+    """Functions that get every event; one that fails stops nobody and gets the next one, too."""
 
     def __init__(self) -> None:
         self._observers: list[Observer] = []
 
     def add(self, observer: Observer) -> None:
-        """Tell ``observer`` every event from now on."""
+        """Have ``observer`` get every event from now on."""
         self._observers.append(observer)
 
-    def tell(self, kind: str, text: str, **fields: Any) -> None:
+    def emit(self, kind: str, text: str, **fields: Any) -> None:
         """Pass one event on."""
         event = JobEvent(kind, text, fields)
         for observer in list(self._observers):
             try:
                 observer(event)
             except Exception as error:
-                log.error("%r was not told of %r: %r", observer, kind, error)
+                log.error("%r failed on %r: %r", observer, kind, error)

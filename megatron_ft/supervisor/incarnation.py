@@ -1,34 +1,36 @@
-"""One incarnation of a job: restore, train, and watch until something ends."""
+"""One incarnation of a job: start trainers, register them, watch until something ends."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
+import signal
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_ft.core.environment import RESTORE
-from megatron_ft.core.errors import ConfigError
+from megatron_ft.core.errors import ConfigError, MegatronFTError
 from megatron_ft.core.identity import SHRINK, RankRule
+from megatron_ft.core.process_tools import last_lines
+from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.budget import Failure
-from megatron_ft.supervisor.changed import check_shard
+from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import SnapshotCycle
-from megatron_ft.supervisor.failure import NODE_LOST, trainer_failure
-from megatron_ft.supervisor.job_parts import JobParts
-from megatron_ft.supervisor.membership import NoSpareError
-from megatron_ft.supervisor.no_spare import describe_fewer, go_on_with_fewer, salvage
-from megatron_ft.supervisor.plan import stripe_orders
-from megatron_ft.supervisor.processes import TrainerExit
-from megatron_ft.supervisor.registration import (
-    Roll,
-    make_arenas,
-    refuse_trainers,
-    settle_stripes,
-    wait_for_all,
-)
-from megatron_ft.supervisor.restore import Admitted, Restore
-from megatron_ft.supervisor.restore_choice import RestoreChoice, carry_out
+from megatron_ft.supervisor.drains import Drains
+from megatron_ft.supervisor.emergency_drain import describe_fewer
+from megatron_ft.supervisor.encoder_world import WorldKeeper
+from megatron_ft.supervisor.failures import NODE_LOST, RERUN_CODES, Failure, OomKills
+from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.supervisor.membership import Membership
+from megatron_ft.supervisor.orders import create_requests, stripe_orders
+from megatron_ft.supervisor.processes import TrainerExit, TrainerFleet
+from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy
+from megatron_ft.supervisor.recovery import RestorePlan, make_arenas
+from megatron_ft.supervisor.registration import Registration
+from megatron_ft.supervisor.schedule import Pacing
+from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.warm_spares import WarmSpares
+from megatron_ft.supervisor.watch import JobWatch
 
 log = logging.getLogger(__name__)
 
@@ -36,139 +38,112 @@ ALL_FAIL_SECONDS = 5.0
 """A command that cannot start at all fails on all ranks within this time."""
 
 
+@dataclass(kw_only=True)
 class Incarnation:
-    """Runs one incarnation; whoever runs it ends its trainers and its world afterwards."""
+    """Runs trainers once from what a recovery has restored; the caller ends them afterwards.
 
-    def __init__(self, parts: JobParts) -> None:
-        self._job = parts
-        self._roll: Roll
-        self._plan: Restore
-        self._declined = False
+    ``reached`` is the last iteration before the failure that led here, -1 if none is known.
+    ``seen`` says that a rank of the job has registered before.
+    """
+
+    plan: RestorePlan
+    reached: int
+    seen: bool
+    spec: JobSpec
+    launcher: Launcher
+    state: JobState
+    coordinator: Coordinator
+    members: Membership
+    trainers: TrainerFleet
+    world: WorldKeeper
+    quarantine: QuarantinePolicy
+    pacing: Pacing
+    drains: Drains
+    warm_spares: WarmSpares
+    watch: JobWatch
+    oom: OomKills
+    registration: Registration = field(init=False)
+    declined: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        restored = self.plan.decision.snapshot is not None
+        known = frozenset(self.state.record.shards) if restored else frozenset[str]()
+        self.registration = Registration(self.members.ranks, self.spec.domains, known=known)
 
     async def run(self) -> Failure | None:
         """None when training has finished; errors of nodes and of memory are raised."""
-        job = self._job
-        begun = await self._begin()
-        if begun is None:
-            return Failure("fewer nodes train", asked=True)
-        plan, admitted = begun
-        self._plan = plan
-        await carry_out(job, plan, admitted)
-        if plan.framework_loads:
-            job.coordinator.resumed_from = -1
-        ranks = job.members.ranks
-        await job.distrust.begin(plan.decision, plan.lineage, ranks)
-        restored = plan.decision.snapshot is not None
-        known = frozenset(job.state.record.shards) if restored else frozenset[str]()
-        roll = self._roll = Roll(ranks, job.spec.domains, known=known)
-        job.coordinator.listeners += [roll.hear, self._note_declined]
+        plan, ranks = self.plan, self.members.ranks
+        listeners = [self.registration.on_event, self._on_declined]
+        self.coordinator.listeners += listeners
         try:
-            if job.spec.scheme.parity_members and not job.world.wanted:
-                job.world.start(plan.active)
-            job.watch.begin_incarnation(ranks)
-            source = "disk" if plan.framework_loads else job.distrust.source(plan.decision)
-            job.trainers.start(plan.active, plan.incarnation, {RESTORE: source})
-            job.observers.tell("trainers_started", f"{ranks} trainers started")
-            return await self._watch(asyncio.create_task(self._begin_snapshots(roll, plan)))
+            if self.spec.scheme.parity_members and not self.world.wanted:
+                self.world.start(plan.active)
+            self.watch.begin_incarnation(ranks)
+            source = "disk" if plan.framework_loads else self.quarantine.source(plan.decision)
+            self.trainers.start(plan.active, plan.incarnation, {RESTORE: source})
+            self._emit("trainers_started", f"{ranks} trainers started")
+            return await self._watch(asyncio.create_task(self._begin_snapshots()))
         finally:
-            job.registered |= bool(roll.hellos)
-            for listener in (roll.hear, self._note_declined):
-                job.coordinator.listeners.remove(listener)
+            for listener in listeners:
+                self.coordinator.listeners.remove(listener)
 
-    def _note_declined(self, event: m.Event) -> None:
-        """Tell once that trainers take another start than the one that was announced."""
-        body, job = event.body, self._job
-        if not isinstance(body, m.Declined) or self._declined:
-            return
-        self._declined, job.coordinator.resumed_from = True, body.iteration
-        if self._plan.framework_loads:
-            return
-        offered, found = self._plan.decision.iteration, body.iteration
-        source = "scratch" if found < 0 else f"the framework's checkpoint of iteration {found}"
-        text = f"trainers do not take the snapshot of iteration {offered}: {body.reason}; "
-        text += f"they start from {source}"
-        if job.reached >= 0:
-            text += f"; {max(0, job.reached - max(0, found))} iterations are lost"
-        job.observers.tell("declined", text, offered=offered, iteration=found, reason=body.reason)
-
-    async def _begin(self) -> tuple[Restore, tuple[str, ...]] | None:
-        """A new incarnation on all nodes, lost ones replaced, and what it starts from.
-
-        None if lost ones were not replaced and the next incarnation has fewer nodes.
-        """
-        job, choice = self._job, RestoreChoice(self._job)
-        admitted = await job.members.admit_all()
-        job.distrust.admitted()
-        self._set_suspect_aside(choice, admitted)
-        job.replaced |= set(job.members.lost(admitted))
-        try:
-            job.members.replace_lost(admitted)
-        except NoSpareError:
-            await salvage(job, choice, admitted)
-            if await go_on_with_fewer(job, choice, admitted):
-                return None
-            raise
-        return await choice.choose(admitted), tuple(admitted.inventories)
-
-    def _set_suspect_aside(self, choice: RestoreChoice, admitted: Admitted) -> None:
-        """Have a spare take the place of the node that a repeated failure implicates.
-
-        Not where memory could serve less without that node.
-        """
-        job = self._job
-        node, count = job.budget.suspect, len(job.state.record.shards) or None
-        spares, lost = job.members.free_spares(), job.members.lost(admitted)
-        if node not in job.members.active or len(spares) <= len(lost):
-            return
-        others = {name: one for name, one in admitted.inventories.items() if name != node}
-        without = choice.memory(Admitted(others, (*admitted.lost, node)), count)
-        if without.iteration >= choice.memory(admitted, count).iteration:
-            job.members.suspect(node, job.budget.failures[-1].text)
-
-    async def _begin_snapshots(self, roll: Roll, plan: Restore) -> None:
-        job = self._job
-        sizes = job.spec.sizes
-        await wait_for_all(roll, job.spec.settings.register_timeout_seconds)
-        if roll.stranger:
-            check_shard(job.spec.name, roll.known, roll.stranger)
-        rule = await self._rank_rule(roll)
+    async def _begin_snapshots(self) -> None:
+        """Once all ranks have registered: make arenas, let trainers begin, permit snapshots."""
+        spec, plan, registration = self.spec, self.plan, self.registration
+        await registration.wait(spec.settings.register_timeout_seconds)
+        registration.check_shards(spec.name)
+        rule = await self._rank_rule()
         stored = plan.decision.stripes if plan.decision.snapshot is not None else ()
-        stripes = settle_stripes(roll, stored, job.spec.scheme, sizes)
-        places = roll.places()
-        await make_arenas(job.coordinator, stripes, places, plan.lineage, job.spec.settings.slots)
-        job.state.update(shards=roll.seats(), rank_rule=rule)
-        orders = stripe_orders(stripes, places, plan.active)
-        first = max(0, plan.decision.iteration)
-        schedule = job.pacing.begin(roll.interval, first)
-        job.observers.tell("training", "training")
-        job.coordinator.start_snapshots(SnapshotCycle(plan.incarnation, places, orders, schedule))
-        job.drains.begin(places, roll.seats(), plan.lineage, first)
-        # Now, when the nodes that train have done with imports of their own.
-        job.warm_spares.begin(n for n in job.launcher.nodes() if n not in plan.active)
-
-    async def _rank_rule(self, roll: Roll) -> RankRule | None:
-        """With how many ranks the command could go on; the trainers hear an error, too."""
-        job = self._job
-        shrinks = job.spec.settings.on_no_spare == SHRINK
+        stripes, places = (
+            registration.stripes(stored, spec.scheme, spec.sizes),
+            registration.places(),
+        )
+        requests = create_requests(stripes, plan.incarnation, plan.lineage, spec.settings.slots)
         try:
-            rule = roll.rank_rule(needed=shrinks)
+            await make_arenas(self.coordinator, requests, places)
+        except MegatronFTError as error:
+            await self._refuse_trainers(error)
+            raise
+        ready = m.ArenasReady(plan.incarnation)
+        await self.coordinator.ask_all({node: ready for node in sorted(set(places.values()))})
+        self.state.update(shards=registration.placements(), rank_rule=rule)
+        first = max(0, plan.decision.iteration)
+        schedule = self.pacing.begin(registration.interval, first)
+        self._emit("training", "training")
+        orders = stripe_orders(stripes, places, plan.active)
+        self.coordinator.start_snapshots(SnapshotCycle(plan.incarnation, places, orders, schedule))
+        self.drains.begin(places, registration.placements(), plan.lineage, first)
+        # Now, when the nodes that train have done with imports of their own.
+        self.warm_spares.begin(n for n in self.launcher.nodes() if n not in plan.active)
+
+    async def _rank_rule(self) -> RankRule | None:
+        """With how many ranks the command could go on; the trainers get an error, too."""
+        shrinks = self.spec.settings.on_no_spare == SHRINK
+        try:
+            rule = self.registration.rank_rule(needed=shrinks)
         except ConfigError as error:
-            await refuse_trainers(job.coordinator, set(roll.places().values()), error)
+            await self._refuse_trainers(error)
             raise
         if shrinks:
-            job.observers.tell("shrinkable", describe_fewer(job, rule))
+            self._emit("shrinkable", describe_fewer(self.spec, self.members.active, rule))
         return rule
+
+    async def _refuse_trainers(self, error: MegatronFTError) -> None:
+        """Have the trainers that wait for their arenas end with this error."""
+        refusal = m.ArenasReady(self.plan.incarnation, type(error).__name__, str(error))
+        nodes = sorted(set(self.registration.places().values()))
+        await self.coordinator.ask_all({node: refusal for node in nodes})
 
     async def _watch(self, beginning: asyncio.Task[None]) -> Failure | None:
         """Until this incarnation ends.  SMPs and encoders that die alone are replaced meanwhile."""
-        job = self._job
-        trainers = asyncio.create_task(job.trainers.ended())
-        silent = asyncio.create_task(job.coordinator.silent.wait())
-        rewind = asyncio.create_task(job.coordinator.rewind_asked.wait())
-        hang = asyncio.create_task(job.watch.until_hang())
+        coordinator, smps = self.coordinator, self.members.smps
+        trainers = asyncio.create_task(self.trainers.ended())
+        silent = asyncio.create_task(coordinator.silent.wait())
+        rewind = asyncio.create_task(coordinator.rewind_asked.wait())
+        hang = asyncio.create_task(self.watch.until_hang())
         try:
             while True:
-                smp = asyncio.create_task(job.members.smps.ended())
+                smp = asyncio.create_task(smps.ended())
                 waits: set[asyncio.Task[Any]] = {trainers, silent, smp, rewind, hang}
                 waits |= set() if beginning.done() else {beginning}
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -177,55 +152,95 @@ class Incarnation:
                 if trainers.done():
                     return await self._trainers_ended(trainers.result())
                 if rewind.done():
-                    return Failure(job.distrust.rewind(), asked=True)
+                    return Failure(self.quarantine.rewind(), asked=True)
                 if hang.done():
                     found = hang.result()
                     return Failure(found.signature, "a hang", found.node, training=True)
                 if silent.done():
-                    failure = self._silent()
+                    failure = self._silence()
                     if failure is not None:
                         return failure
-                    silent = asyncio.create_task(job.coordinator.silent.wait())
+                    silent = asyncio.create_task(coordinator.silent.wait())
                 if beginning.done():
                     beginning.result()
-                if reason := await job.members.replace_smps(dead):
+                if reason := await self.members.replace_smps(dead):
                     return Failure(reason, "a snapshot daemon was not replaced", dead[0])
         finally:
             for task in (trainers, silent, rewind, hang, beginning):
                 task.cancel()
 
-    def _silent(self) -> Failure | None:
-        job = self._job
-        job.coordinator.silent.clear()
-        failure, job.coordinator.failure = job.coordinator.failure, None
-        if failure is not None:
-            log.error("the coordinator failed", exc_info=failure)
-            job.observers.tell("coordinator_failed", f"the coordinator failed: {failure!r}")
-            text = f"the coordinator failed: {failure!r}"
-            return Failure(text, f"the coordinator failed with {type(failure).__name__}")
-        job.coordinator.require_lead()
-        lost = job.members.silent()
-        if not lost or job.members.without(lost):
+    def _silence(self) -> Failure | None:
+        """The failure behind ``silent``; None if only spares are lost."""
+        coordinator = self.coordinator
+        coordinator.silent.clear()
+        error, coordinator.failure = coordinator.failure, None
+        if error is not None:
+            log.error("the coordinator failed", exc_info=error)
+            text = f"the coordinator failed: {error!r}"
+            self._emit("coordinator_failed", text)
+            return Failure(text, f"the coordinator failed with {type(error).__name__}")
+        coordinator.require_lead()
+        lost = self.members.silent()
+        if not lost or self.members.without(lost):
             return None
-        job.watch.clock.detected(job.spec.timing.node_timeout)
-        job.observers.tell("silent", f"no heartbeat from {', '.join(lost)}")
-        return Failure(f"no heartbeat from {', '.join(lost)}", NODE_LOST, lost[0])
+        self.watch.clock.detected(self.spec.timing.node_timeout)
+        text = f"no heartbeat from {', '.join(lost)}"
+        self._emit("silent", text)
+        return Failure(text, NODE_LOST, lost[0])
 
     async def _trainers_ended(self, first: TrainerExit) -> Failure | None:
-        job = self._job
+        registration = self.registration
         if first.finished:
             return None
-        if first.status > 0 and not self._roll.complete.is_set():
-            # Nodes answer behind what they have told, perhaps why this rank could not begin.
-            await job.coordinator.refresh()
-        if self._roll.stranger:
-            check_shard(job.spec.name, self._roll.known, self._roll.stranger)
-        job.notes.raise_if_unfit()
-        failure = trainer_failure(first, job.trainers, job.launcher, job.coordinator, job.notes.oom)
-        seen = job.registered or self._roll.hellos or job.state.record.shards
-        if failure.training and not seen and await job.trainers.all_failed(ALL_FAIL_SECONDS):
+        if first.status > 0 and not registration.complete.is_set():
+            # Nodes answer after their earlier events, perhaps why this rank could not begin.
+            await self.coordinator.refresh()
+        registration.check_shards(self.spec.name)
+        registration.check_fit()
+        failure = self._trainer_failure(first)
+        seen = self.seen or registration.hellos or self.state.record.shards
+        if failure.training and not seen and await self.trainers.all_failed(ALL_FAIL_SECONDS):
             text = (
                 f"{failure.text}, as all ranks did before one of them had registered: see its log"
             )
             return replace(failure, text=text, final=True)
         return failure
+
+    def _trainer_failure(self, first: TrainerExit) -> Failure:
+        """The failure of the first trainer; its end and the end of its log are emitted."""
+        rank, node, status = first.rank, first.node, first.status
+        how = f"was killed by signal {-status}" if status < 0 else f"exited with {status}"
+        # Not in the failure itself: a count in its text would make each one another.
+        memory = self.oom.poll() if status == -signal.SIGKILL else ""
+        text = f"{self.trainers.name_of(rank)} {how}"
+        where = f"{self.trainers.name_of(rank)} on {node} {how}{memory}"
+        self._emit("trainer_died", where, rank=rank, node=node, status=status)
+        if status > 0:
+            path = self.trainers.log_of(rank)
+            self._emit("log", f"end of {path}:\n{last_lines(path)}")
+        if not self.launcher.reachable(node):
+            return Failure(text, NODE_LOST, node)
+        if status in RERUN_CODES:
+            why = f"{text}, as Megatron does to be resumed from its checkpoint (--rerun-mode)"
+            return Failure(why, f"a trainer {how}")
+        outside = -status in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+        return Failure(text, f"a trainer {how}", node, training=not outside)
+
+    def _on_declined(self, event: m.Event) -> None:
+        """Emit once that trainers take another start than the one that was announced."""
+        body = event.body
+        if not isinstance(body, m.Declined) or self.declined:
+            return
+        self.declined, self.coordinator.resumed_from = True, body.iteration
+        if self.plan.framework_loads:
+            return
+        offered, found = self.plan.decision.iteration, body.iteration
+        source = "scratch" if found < 0 else f"the framework's checkpoint of iteration {found}"
+        text = f"trainers do not take the snapshot of iteration {offered}: {body.reason}; "
+        text += f"they start from {source}"
+        if self.reached >= 0:
+            text += f"; {max(0, self.reached - max(0, found))} iterations are lost"
+        self._emit("declined", text, offered=offered, iteration=found, reason=body.reason)
+
+    def _emit(self, kind: str, text: str, **fields: Any) -> None:
+        self.coordinator.observers.emit(kind, text, **fields)

@@ -25,7 +25,7 @@ from megatron_ft.core.errors import (
     UntrustedFileError,
 )
 from megatron_ft.core.fault_points import reach
-from megatron_ft.core.identity import Ancestor, RankRule, Seat
+from megatron_ft.core.identity import Ancestor, RankRule, ShardPlacement
 
 VERSION = 2
 SECRET_BYTES = 32
@@ -71,7 +71,7 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     active: tuple[str, ...] = ()
     scheme: str = ""
     command_digest: str = ""
-    shards: dict[str, Seat] = {}
+    shards: dict[str, ShardPlacement] = {}
     incarnation: int = 0
     lineage: tuple[Ancestor, ...] = ()
     committed: bool = False
@@ -245,7 +245,7 @@ def state_folder(name: str, state_dir: Path | None = None) -> Path:
         ) from error
 
 
-def known_shards(name: str, state_dir: Path | None = None) -> dict[str, Seat]:
+def known_shards(name: str, state_dir: Path | None = None) -> dict[str, ShardPlacement]:
     """Shards that the job is known to have, from its supervisor's notes; {} without notes."""
     record = read_record(state_folder(name, state_dir), name)
     return {} if record is None else record.shards

@@ -1,6 +1,7 @@
-"""Which nodes a job has, which of them train, and who takes the place of a lost one.
+"""Membership of a job's nodes: which train, which a recovery admits, and who replaces lost ones.
 
-Nodes that cannot be reached may train until their leases have run out.
+Admission fences a node for a new incarnation, so that nothing of an older one writes there any
+more.  Nodes that cannot be reached may train until their leases have run out.
 """
 
 from __future__ import annotations
@@ -15,21 +16,88 @@ import msgspec
 
 from megatron_ft.core.errors import (
     ArenaForeignError,
+    ConfigError,
     ControlPlaneError,
+    LayoutMismatchError,
     MegatronFTError,
     NoRoomError,
     StaleIncarnationError,
 )
+from megatron_ft.core.fault_points import reach
+from megatron_ft.core.identity import SHRINK
 from megatron_ft.erasure.stripes import check_domains, crowded
 from megatron_ft.launchers.launcher import Launcher, NodeUnreachable
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.changed import check_nodes
+from megatron_ft.supervisor.connections import ARENA_TIMEOUT_SECONDS
 from megatron_ft.supervisor.coordinator import Coordinator
-from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.supervisor.job_state import JobRecord, JobState
 from megatron_ft.supervisor.placement import choose_active, choose_spares, stripes_by_position
 from megatron_ft.supervisor.processes import Result, SmpFleet, unless
-from megatron_ft.supervisor.restore import Admitted, IncarnationHigherError, admit
+from megatron_ft.supervisor.registration import other_shape
 from megatron_ft.supervisor.spec import JobSpec
+
+ADMIT_TIMEOUT_SECONDS = ARENA_TIMEOUT_SECONDS + 30.0
+"""For fencing a node that still answers heartbeats: what it was asked for before comes first,
+and that may be an arena whose pages are all touched."""
+
+
+Inventories = dict[str, m.Inventory]
+"""Inventory of each node that was admitted into the present incarnation, by node."""
+
+
+async def admit(coordinator: Coordinator, incarnation: int, nodes: Sequence[str]) -> Inventories:
+    """Fence every node for ``incarnation`` and collect what it holds.
+
+    A node that does not answer, is silent, or cannot confirm that its older writers are
+    dead, counts as lost.  A node that still obeys another coordinator is waited for: its
+    lease runs out.
+    """
+    reach("recovery.admitting")
+    coordinator.incarnation, coordinator.resumed_from = incarnation, None
+    answers = await asyncio.gather(*(_admit(coordinator, incarnation, n) for n in nodes))
+    return {n: a for n, a in zip(nodes, answers, strict=True) if a is not None}
+
+
+async def _admit(coordinator: Coordinator, incarnation: int, node: str) -> m.Inventory | None:
+    request = m.Admit(incarnation, coordinator.timing.lease)
+    while node in coordinator.links:
+        answer = await _ask_unless_silent(coordinator, node, request)
+        if isinstance(answer, m.Inventory):
+            reach("recovery.between")
+        if answer is None or isinstance(answer, m.Inventory):
+            return answer
+        if answer.error == "LeaseHeld":
+            coordinator.observers.emit("waiting", f"node {node}: {answer.reason} s of lease left")
+            await asyncio.sleep(float(answer.reason))
+        elif answer.error == "StaleIncarnationError":
+            raise IncarnationHigherError(answer.reason)
+        else:
+            text = f"node {node} refused incarnation {incarnation}: {answer.reason}"
+            coordinator.observers.emit("refused", text, node=node)
+            return None
+    return None
+
+
+async def _ask_unless_silent(coordinator: Coordinator, node: str, request: m.Message) -> Any:
+    """The answer, or None as soon as the node has been silent for too long.
+
+    An answer takes long where writers are hard to kill; heartbeats go on meanwhile.
+    """
+    question = asyncio.ensure_future(coordinator.links[node].ask(request, ADMIT_TIMEOUT_SECONDS))
+    try:
+        while not question.done():
+            await asyncio.wait({question}, timeout=coordinator.timing.heartbeat)
+            if coordinator.silent_nodes([node]):
+                return None
+        return None if question.cancelled() else question.result()
+    except ControlPlaneError:
+        return None
+    finally:
+        question.cancel()
+
+
+class IncarnationHigherError(ControlPlaneError):
+    """Some SMP has already seen this incarnation; the next attempt must be higher."""
 
 
 class OutstandingLeases:
@@ -44,7 +112,7 @@ class OutstandingLeases:
         self._seconds, self._began = seconds, time.monotonic()
         self._heard: dict[str, float] = {}
 
-    def note(self, node: str, heard: float) -> None:
+    def record(self, node: str, heard: float) -> None:
         """The node is given up; it was last heard of then, on the monotonic clock."""
         self._heard[node] = heard
 
@@ -55,11 +123,14 @@ class OutstandingLeases:
 
 
 class NoSpareError(MegatronFTError):
-    """A node is lost and no spare is left to take its place; ``missing`` are so many hosts."""
+    """A node is lost and no spare is left to take its place.
 
-    def __init__(self, reason: str, missing: int = 1) -> None:
+    ``admitted`` are the nodes that are left, ``missing`` is how many hosts would do.
+    """
+
+    def __init__(self, reason: str, admitted: Inventories, missing: int = 1) -> None:
         super().__init__(reason)
-        self.missing = missing
+        self.admitted, self.missing = admitted, missing
 
 
 class SmpStartError(MegatronFTError):
@@ -70,14 +141,16 @@ class Membership:
     """The nodes of one job over all its incarnations.
 
     ``active`` lists the nodes that train, in the order of their ranks; a spare that takes
-    over gets the lost node's position, so that no other shard moves.
+    over gets the lost node's position, so that no other shard moves.  ``left`` are nodes that the
+    job has gone on without.
     """
 
     def __init__(
         self, spec: JobSpec, launcher: Launcher, state: JobState, coordinator: Coordinator
     ) -> None:
-        check_nodes(spec, state.record)
+        _check_nodes(spec, state.record)
         self.smps = SmpFleet(launcher, state, spec)
+        self.left: set[str] = set()
         self.active: list[str] = list(state.record.active) or _first_active(spec, launcher)
         self._spec, self._launcher, self._state = spec, launcher, state
         self._coordinator = coordinator
@@ -95,7 +168,7 @@ class Membership:
             shard: nodes[seat.rank // per_node] for shard, seat in self._state.record.shards.items()
         }
 
-    async def admit_all(self) -> Admitted:
+    async def admit_all(self) -> Inventories:
         """Start a new incarnation on every node that can be reached.
 
         Nodes that cannot be, and may still run trainers, are waited for: their leases end.
@@ -121,13 +194,11 @@ class Membership:
                     ) from error
                 incarnation += 1
 
-    async def _await_leases(self, admitted: Admitted) -> None:
+    async def _await_leases(self, admitted: Inventories) -> None:
         """Return once no trainer of an earlier incarnation can run on a node that was not
         admitted."""
         away = [
-            node
-            for node in self.active
-            if node not in admitted.inventories and not self._launcher.gone(node)
+            node for node in self.active if node not in admitted and not self._launcher.gone(node)
         ]
         for node in away:
             self._give_up(node)
@@ -136,9 +207,9 @@ class Membership:
             self._tell("waiting", f"node {names}: up to {seconds:.1f} s of lease left", names)
             await asyncio.sleep(seconds)
 
-    def _refuse_foreign(self, admitted: Admitted) -> None:
+    def _refuse_foreign(self, admitted: Inventories) -> None:
         """Never write over another job's snapshots, whatever the reason that they are here."""
-        foreign = [text for i in admitted.inventories.values() for text in i.foreign]
+        foreign = [text for i in admitted.values() for text in i.foreign]
         if foreign:
             raise ArenaForeignError(
                 f"{len(foreign)} arenas in this job's folders are not its own: {foreign[0]}. If "
@@ -146,20 +217,21 @@ class Membership:
                 "choose another --job name, or remove them with `megatron-ft clean`"
             )
 
-    def lost(self, admitted: Admitted) -> list[str]:
+    def lost(self, admitted: Inventories) -> list[str]:
         """Nodes that train and must be replaced."""
         there = self.usable(admitted)
         return [n for n in self.active if n not in there]
 
-    def _tell_damaged(self, admitted: Admitted) -> None:
-        for node, inventory in admitted.inventories.items():
+    def _tell_damaged(self, admitted: Inventories) -> None:
+        for node, inventory in admitted.items():
             for text in inventory.damaged:
                 self._tell("damaged", f"node {node}: {text}", node)
 
-    def replace_lost(self, admitted: Admitted) -> None:
+    def replace_lost(self, admitted: Inventories) -> None:
         """Put a spare in the position of each lost node; NoSpareError if there are too few."""
         spares = [n for n in self.usable(admitted) if n not in self.active]
         lost = self.lost(admitted)
+        self.left |= set(lost)
         for node in [node for node in lost if node not in self._aside]:
             self._give_up(node)
             self._tell("node_lost", f"node {node} is lost", node)
@@ -167,17 +239,18 @@ class Membership:
             raise NoSpareError(
                 f"node {', '.join(lost)} lost{self._why_aside()} and no spare is left; its "
                 "memory may still be rebuilt: start the same command again with more --spares",
+                admitted,
                 len(lost) - len(spares),
             )
         if lost:
             self._place_spares(admitted, lost, spares)
 
-    def _place_spares(self, admitted: Admitted, lost: list[str], spares: list[str]) -> None:
+    def _place_spares(self, admitted: Inventories, lost: list[str], spares: list[str]) -> None:
         """Spares of failure domains that keep the rule of stripes, as far as there are some."""
         domains, most = self._spec.domains, self._spec.scheme.parity_members
         seats, per_node = self._state.record.shards, self._spec.ranks_per_node
         positions = {shard: seat.rank // per_node for shard, seat in seats.items()}
-        members = {a.members for i in admitted.inventories.values() for a in i.arenas}
+        members = {a.members for i in admitted.values() for a in i.arenas}
         stripes = stripes_by_position(members, positions)
         chosen = choose_spares(self.active, lost, spares, stripes, domains, most)
         for node, spare in chosen.items():
@@ -188,9 +261,9 @@ class Membership:
             text = f"{', '.join(nodes)} of failure domain {name} share a stripe that survives "
             self._tell("crowded", f"{text}the loss of {most}: no spare of another is left", name)
 
-    def usable(self, admitted: Admitted) -> list[str]:
+    def usable(self, admitted: Inventories) -> list[str]:
         """The admitted nodes but those that were set aside."""
-        return [node for node in admitted.inventories if node not in self._aside]
+        return [node for node in admitted if node not in self._aside]
 
     @property
     def ranks(self) -> int:
@@ -236,7 +309,7 @@ class Membership:
         had = self._spec.spares or len(self.active) < self._spec.nodes
         return bool(had) and not self.free_spares()
 
-    def owned(self, admitted: Admitted) -> list[m.Inventory]:
+    def owned(self, admitted: Inventories) -> list[m.Inventory]:
         """What each node holds of the shards that are its own; other claims own nothing."""
         places = self.places()
         return [
@@ -244,7 +317,7 @@ class Membership:
                 inventory,
                 arenas=tuple(a for a in inventory.arenas if places.get(a.shard_id) == node),
             )
-            for node, inventory in admitted.inventories.items()
+            for node, inventory in admitted.items()
         ]
 
     async def replace_smps(self, nodes: Sequence[str]) -> str:
@@ -336,12 +409,12 @@ class Membership:
     def _give_up(self, node: str) -> None:
         link = self._coordinator.links.get(node)
         if link is not None:
-            self._leases.note(node, link.last_heard)
+            self._leases.record(node, link.last_heard)
         self._coordinator.disconnect(node)
         self.smps.forget(node)
 
     def _tell(self, kind: str, text: str, node: str) -> None:
-        self._coordinator.observers.tell(kind, text, node=node)
+        self._coordinator.observers.emit(kind, text, node=node)
 
 
 def _first_active(spec: JobSpec, launcher: Launcher) -> list[str]:
@@ -349,3 +422,24 @@ def _first_active(spec: JobSpec, launcher: Launcher) -> list[str]:
     active = choose_active(launcher.nodes(), spec.nodes, spec.domains, spec.scheme)
     check_domains(active, spec.domains, spec.scheme)
     return active
+
+
+def _check_nodes(spec: JobSpec, record: JobRecord) -> None:
+    """ConfigError or LayoutMismatchError if a job is kept with other nodes or ranks than asked for.
+
+    One that has shrunk is asked for with the number that it began with.
+    """
+    kept = len(record.active)
+    shrunk = spec.settings.on_no_spare == SHRINK and kept < spec.nodes
+    if kept and kept != spec.nodes and not shrunk:
+        free = "" if record.committed else ", or free it: `megatron-ft clean --job {spec.name}`"
+        raise ConfigError(
+            f"job {spec.name!r} is kept with {kept} nodes; you asked for {spec.nodes}. Use --nodes "
+            f"{kept}, or another --job{free.format(spec=spec)}"
+        )
+    ranks = (kept or spec.nodes) * spec.ranks_per_node
+    if record.committed and record.shards and len(record.shards) != ranks:
+        raise LayoutMismatchError(
+            f"job {spec.name!r} keeps snapshots of {len(record.shards)} ranks in memory; you asked "
+            f"for {ranks}. {other_shape(spec.name)}"
+        )

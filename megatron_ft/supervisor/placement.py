@@ -1,7 +1,6 @@
-"""Which nodes train and which take over: decisions about failure domains.  Pure.
+"""Placement: the nodes that train, the spares that take over, and their failure domains.
 
-Failure domains from a file: Slurm's topology.conf, or lines ``rack1: node[0-3],node7``.
-
+Failure domains come from a file: Slurm's topology.conf, or lines ``rack1: node[0-3],node7``.
 The form of topology.conf and of hostlist expressions is that of Slurm's manual pages
 topology.conf(5) and scontrol(1); ``scontrol show topology`` prints the former.
 """
@@ -47,7 +46,7 @@ def choose_spares(
     domains: Domains,
     most: int,
 ) -> dict[str, str]:
-    """Which spare takes the place of each lost node.
+    """The spare that takes the place of each lost node.
 
     ``stripes`` are sets of positions in ``active``.  As few stripes as can be hold more than
     ``most`` nodes of one failure domain afterwards; then as many lost nodes as can be are
@@ -126,7 +125,7 @@ def _cost(
 
 
 SLURM = "slurm"
-"""The word that stands for the topology of the Slurm cluster that we are on."""
+"""Stands for the topology of the Slurm cluster of this machine, instead of a file."""
 
 ASK_SECONDS = 10.0
 _PAIR = re.compile(r"(\w+)=(\S+)")

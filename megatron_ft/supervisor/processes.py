@@ -22,6 +22,7 @@ from megatron_ft.core.errors import ControlPlaneError, MegatronFTError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.process_tools import free_port, last_word
 from megatron_ft.core.startup import before_script
+from megatron_ft.launchers import container
 from megatron_ft.launchers.launcher import (
     Launcher,
     NodeUnreachable,
@@ -30,7 +31,6 @@ from megatron_ft.launchers.launcher import (
 )
 from megatron_ft.launchers.launcher_env import base_environment
 from megatron_ft.smp.__main__ import Credentials, Ready
-from megatron_ft.supervisor import container
 from megatron_ft.supervisor.job_state import JobState, SmpPlace
 from megatron_ft.supervisor.spec import JobSpec
 
@@ -298,7 +298,7 @@ class TrainerFleet:
                 if interface := self._launcher.interface(node):
                     environment.setdefault("GLOO_SOCKET_IFNAME", interface)
                 log = self.log_of(index * spec.ranks_per_node + local)
-                command, mark = container.told(spec.command, environment)
+                command, mark = container.pass_environment(spec.command, environment)
                 if mark:
                     environment[TREE] = mark
                 handle = self._launcher.start(node, command, environment, log)

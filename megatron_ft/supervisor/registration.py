@@ -1,32 +1,36 @@
-"""The start of an incarnation: every rank registers, stripes are fixed, arenas are made."""
+"""Registration of the ranks of one incarnation, and the stripes that their shards form.
+
+Every rank says hello with its place in the job and brings a layout.  The stripes are those that
+arenas store already, if something is restored, or planned anew.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.core.errors import (
     ConfigError,
     LayoutMismatchError,
-    MegatronFTError,
     RegistrationError,
+    error_class,
 )
-from megatron_ft.core.identity import Ancestor, RankRule, Seat
+from megatron_ft.core.identity import RankRule, ShardPlacement
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import Domains, RankPlace, domain_of, plan_stripes
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.coordinator import Coordinator
-from megatron_ft.supervisor.plan import Sizes, create_requests
+from megatron_ft.supervisor.orders import Sizes
 
 
 @dataclass
-class Roll:
+class Registration:
     """Ranks that have said hello, and those that have brought a layout, in this incarnation.
 
     ``known`` are the shards of the snapshot that is restored, empty if none is; ``stranger`` is
-    one that a rank brings and that is not among them.
+    one that a rank brings and that is not among them.  ``unfit`` is the last word of a rank that
+    cannot use its snapshot with this command.
     """
 
     world_size: int
@@ -36,9 +40,10 @@ class Roll:
     complete: asyncio.Event = field(default_factory=asyncio.Event)
     known: frozenset[str] = frozenset()
     stranger: str = ""
+    unfit: m.Unfit | None = None
 
-    def hear(self, event: m.Event) -> None:
-        """Take note of a registration event."""
+    def on_event(self, event: m.Event) -> None:
+        """Record a registration event."""
         if isinstance(event.body, m.Hello):
             self.hellos[event.body.shard_id] = (event.node, event.body)
             if self.known and event.body.shard_id not in self.known:
@@ -46,8 +51,31 @@ class Roll:
                 self.complete.set()
         elif isinstance(event.body, m.Prepare):
             self.layouts[event.body.shard_id] = event.body
+        elif isinstance(event.body, m.Unfit):
+            self.unfit = event.body
         if len(self.layouts) == self.world_size and self.layouts.keys() <= self.hellos.keys():
             self.complete.set()
+
+    async def wait(self, timeout: float) -> None:
+        """Wait until every rank has registered; RegistrationError names those that have not."""
+        try:
+            await asyncio.wait_for(self.complete.wait(), timeout)
+        except asyncio.TimeoutError as error:
+            text = self._describe_missing(timeout)
+            raise RegistrationError(text, not self.hellos) from error
+
+    def check_shards(self, job: str) -> None:
+        """LayoutMismatchError if a rank brings a shard that the job's snapshots do not have."""
+        if self.stranger:
+            raise LayoutMismatchError(
+                f"the snapshots of job {job!r} have no shard {self.stranger}, which a rank brings: "
+                f"they were taken with another parallel shape. {other_shape(job)}"
+            )
+
+    def check_fit(self) -> None:
+        """The rank's error if it is unfit: the same command would fail in the same way."""
+        if self.unfit is not None:
+            raise error_class(self.unfit.error)(self.unfit.reason)
 
     def missing_ranks(self) -> list[int]:
         """Ranks that have not brought a layout."""
@@ -58,27 +86,12 @@ class Roll:
         """Shard to node."""
         return {shard_id: node for shard_id, (node, _) in self.hellos.items()}
 
-    def seats(self) -> dict[str, Seat]:
+    def placements(self) -> dict[str, ShardPlacement]:
         """Where each shard belongs, for a later incarnation that has nothing but a disk."""
         return {
-            shard: Seat(hello.rank, hello.coordinates, self.layouts[shard].required_bytes)
+            shard: ShardPlacement(hello.rank, hello.coordinates, self.layouts[shard].required_bytes)
             for shard, (_, hello) in self.hellos.items()
         }
-
-    def rank_places(self) -> list[RankPlace]:
-        """What the stripe planner needs to know of each rank."""
-        return [
-            RankPlace(
-                rank=hello.rank,
-                shard_id=shard_id,
-                node=node,
-                domain=domain_of(node, self.domains),
-                local_index=hello.local_index,
-                coordinates=hello.coordinates,
-                required_bytes=self.layouts[shard_id].required_bytes,
-            )
-            for shard_id, (node, hello) in self.hellos.items()
-        ]
 
     @property
     def interval(self) -> int:
@@ -103,54 +116,57 @@ class Roll:
             )
         return rule
 
+    def stripes(
+        self, stored: Sequence[StripeState], scheme: Scheme, sizes: Sizes
+    ) -> tuple[StripeState, ...]:
+        """The stripes of this incarnation: the ``stored`` ones if there are, else planned anew.
 
-async def wait_for_all(roll: Roll, timeout: float) -> None:
-    """Wait until every rank has registered; RegistrationError names those that have not."""
-    try:
-        await asyncio.wait_for(roll.complete.wait(), timeout)
-    except asyncio.TimeoutError as error:
-        none = not roll.hellos
-        raise RegistrationError(_describe_missing(roll, timeout), none) from error
-
-
-def _describe_missing(roll: Roll, timeout: float) -> str:
-    if roll.hellos:
-        return (
-            f"ranks {roll.missing_ranks()} have not registered within {timeout:.0f} s; see their "
-            "logs. If they only need longer to start, give --register-timeout-seconds"
-        )
-    return (
-        f"no rank has registered within {timeout:.0f} s; does the command take snapshots? Megatron "
-        'does with --inmem-snapshot, DeepSpeed with "inmem_snapshot" in its JSON, a loop of your '
-        "own with a SnapshotManager. If the ranks only need longer to start, give "
-        "--register-timeout-seconds"
-    )
-
-
-def settle_stripes(
-    roll: Roll, stored: Sequence[StripeState], scheme: Scheme, sizes: Sizes
-) -> tuple[StripeState, ...]:
-    """The stripes of this incarnation: those stored in the arenas if there are, else planned anew.
-
-    LayoutMismatchError if the shards no longer fit the stored ones.
-    """
-    if not stored:
-        return new_stripes(roll.rank_places(), scheme, sizes)
-    room = {shard: stripe.data_bytes for stripe in stored for shard in stripe.members}
-    if room.keys() != roll.layouts.keys():
-        raise LayoutMismatchError(
-            f"the job's snapshots hold shards {sorted(room)}, the trainers bring "
-            f"{sorted(roll.layouts)}: run with the parallel shape of the snapshots, or under "
-            "another --job name"
-        )
-    for shard_id, prepare in roll.layouts.items():
-        if prepare.required_bytes > room[shard_id]:
+        LayoutMismatchError if the shards no longer fit the stored ones.
+        """
+        if not stored:
+            return new_stripes(self._rank_places(), scheme, sizes)
+        room = {shard: stripe.data_bytes for stripe in stored for shard in stripe.members}
+        if room.keys() != self.layouts.keys():
             raise LayoutMismatchError(
-                f"shard {shard_id} needs {prepare.required_bytes} bytes, its arena has room for "
-                f"{room[shard_id]}: has the model changed? Run with the old flags, or under "
+                f"the job's snapshots hold shards {sorted(room)}, the trainers bring "
+                f"{sorted(self.layouts)}: run with the parallel shape of the snapshots, or under "
                 "another --job name"
             )
-    return tuple(stored)
+        for shard_id, prepare in self.layouts.items():
+            if prepare.required_bytes > room[shard_id]:
+                raise LayoutMismatchError(
+                    f"shard {shard_id} needs {prepare.required_bytes} bytes, its arena has room "
+                    f"for {room[shard_id]}: has the model changed? Run with the old flags, or "
+                    "under another --job name"
+                )
+        return tuple(stored)
+
+    def _rank_places(self) -> list[RankPlace]:
+        return [
+            RankPlace(
+                rank=hello.rank,
+                shard_id=shard_id,
+                node=node,
+                domain=domain_of(node, self.domains),
+                local_index=hello.local_index,
+                coordinates=hello.coordinates,
+                required_bytes=self.layouts[shard_id].required_bytes,
+            )
+            for shard_id, (node, hello) in self.hellos.items()
+        ]
+
+    def _describe_missing(self, timeout: float) -> str:
+        if self.hellos:
+            return (
+                f"ranks {self.missing_ranks()} have not registered within {timeout:.0f} s; see "
+                "their logs. If they only need longer to start, give --register-timeout-seconds"
+            )
+        return (
+            f"no rank has registered within {timeout:.0f} s; does the command take snapshots? "
+            'Megatron does with --inmem-snapshot, DeepSpeed with "inmem_snapshot" in its JSON, a '
+            "loop of your own with a SnapshotManager. If the ranks only need longer to start, give "
+            "--register-timeout-seconds"
+        )
 
 
 def new_stripes(
@@ -171,40 +187,11 @@ def new_stripes(
     )
 
 
-async def refuse_trainers(
-    coordinator: Coordinator, nodes: Iterable[str], error: MegatronFTError
-) -> None:
-    """Have the trainers that wait for their arenas on these nodes end with this error."""
-    refusal = m.ArenasReady(coordinator.incarnation, type(error).__name__, str(error))
-    await coordinator.ask_all({node: refusal for node in nodes})
-
-
-async def make_arenas(
-    coordinator: Coordinator,
-    stripes: Sequence[StripeState],
-    places: Mapping[str, str],
-    lineage: tuple[Ancestor, ...],
-    slot_count: int,
-) -> None:
-    """Have every arena made or checked, then let the waiting trainers go on.
-
-    When a node refuses (too little memory, say) every trainer gets that error, before
-    training starts, and it is raised here as well.
-    """
-    incarnation = coordinator.incarnation
-    requests = create_requests(stripes, incarnation, lineage, slot_count)
-    by_node: dict[str, list[m.CreateArena]] = {}
-    for shard_id, request in requests.items():
-        by_node.setdefault(places[shard_id], []).append(request)
-
-    async def make(node: str) -> None:
-        for request in by_node[node]:
-            await coordinator.links[node].make_arena(request)
-
-    nodes = sorted(by_node)
-    try:
-        await asyncio.gather(*(make(node) for node in nodes))
-    except MegatronFTError as error:
-        await refuse_trainers(coordinator, nodes, error)
-        raise
-    await coordinator.ask_all({node: m.ArenasReady(incarnation) for node in nodes})
+def other_shape(job: str) -> str:
+    """Advice to a user whose command has another parallel shape than the job's snapshots."""
+    return (
+        "Run it with the old shape. To change the shape, write a checkpoint of the framework, "
+        f"`megatron-ft export --job {job} --to DIR`, and start a job of another name from it: "
+        "`megatron-ft run --job NAME ...` with --load DIR in Megatron's flags, or "
+        "load_checkpoint(DIR) with DeepSpeed"
+    )

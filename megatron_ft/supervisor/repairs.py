@@ -51,8 +51,8 @@ class Repairs:
         self._attempts: dict[Key, int] = {}
         self._waiting: tuple[m.Repair, asyncio.Future[m.Message]] | None = None
 
-    def note(self, event: m.Event) -> None:
-        """Take note of damage and of what comes back from a repair."""
+    def on_event(self, event: m.Event) -> None:
+        """Record damage and of what comes back from a repair."""
         body = event.body
         if isinstance(body, m.BadBlocks):
             self._damaged(body)
@@ -73,7 +73,7 @@ class Repairs:
                 self.lost.add((shard, snapshot))
                 text = f"{shard} in snapshot {snapshot} has wrong bytes and no parity"
                 text += "; it counts as lost"
-                self._control.observers.tell("corrupt", text, shard=shard)
+                self._control.observers.emit("corrupt", text, shard=shard)
 
     @property
     def due(self) -> bool:
@@ -104,12 +104,12 @@ class Repairs:
         attempts = self._attempts.get(key, 0)
         under_way = self._waiting is not None and _key(self._waiting[0]) == key
         if key in self._open or under_way or attempts >= MOST_ATTEMPTS:
-            return  # the scrub says it again and again
+            return  # the scrub reports it again and again
         self.found += count
         self.lost.add(key)
         self._open[key] = damage
         self._attempts[key] = attempts + 1
-        self._control.observers.tell(
+        self._control.observers.emit(
             "corrupt",
             f"{count} blocks of {damage.shard_id} in snapshot {damage.snapshot} fail their "
             "digests; the shard counts as lost until they are repaired",
@@ -155,7 +155,7 @@ class Repairs:
     def _ends(body: object, request: m.Repair) -> bool:
         """Whether an event is the end of a repair, good or bad.
 
-        What is told late of a world before is not.
+        A late event of an earlier world is not.
         """
         if isinstance(body, m.Repaired):
             return (body.shard_id, body.snapshot) == _key(request)
@@ -173,7 +173,7 @@ class Repairs:
         if damage.more:
             return f"{answer.blocks} blocks were repaired, and {damage.more} are left to be listed"
         self.lost.discard((damage.shard_id, damage.snapshot))
-        self._control.observers.tell(
+        self._control.observers.emit(
             "repaired",
             f"{answer.blocks} blocks of {damage.shard_id} in snapshot {damage.snapshot} were "
             "repaired from parity",
@@ -183,7 +183,7 @@ class Repairs:
         return ""
 
     def _give_up(self, damage: m.BadBlocks, reason: str) -> None:
-        self._control.observers.tell(
+        self._control.observers.emit(
             "not_repaired",
             f"{damage.shard_id} in snapshot {damage.snapshot} stays damaged: {reason}; it counts "
             "as lost, and the next recovery rebuilds it or takes an older snapshot",

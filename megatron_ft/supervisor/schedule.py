@@ -215,4 +215,4 @@ class Pacing:
             f"a snapshot every {now} iterations: {self._governor.overhead:.2%} of training time, "
             f"{mtbf / 3600:.3g} h between failures"
         )
-        self._observers.tell("interval", text, iterations=now, overhead=self._governor.overhead)
+        self._observers.emit("interval", text, iterations=now, overhead=self._governor.overhead)

@@ -17,8 +17,8 @@ from megatron_ft.core.errors import ConfigError, MissingEnvironmentError, Protec
 from megatron_ft.core.identity import SHRINK
 from megatron_ft.core.scheme import Scheme, largest_scheme
 from megatron_ft.erasure.stripes import Domains
-from megatron_ft.supervisor.budget import RestartBudget
-from megatron_ft.supervisor.plan import Sizes, Timing
+from megatron_ft.supervisor.failures import RestartBudget
+from megatron_ft.supervisor.orders import Sizes, Timing
 
 
 @dataclass(frozen=True, kw_only=True)

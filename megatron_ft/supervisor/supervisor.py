@@ -1,15 +1,11 @@
-"""One job from its first start to its end: incarnations, failures, and what comes between.
+"""Supervisor of one job, from its first start to its end: incarnations, and failures between.
 
-The supervisor starts processes and decides who replaces whom; the coordinator inside it
-talks to the SMPs.  When it is killed, SMPs and arenas stay, and the same command run
-again takes them over.
+It starts processes and decides who replaces whom; the coordinator inside it talks to the SMPs.
+When it is killed, SMPs and arenas stay, and the same command run again takes them over.
 
-Hosts that a running job may get in place of lost ones, and waiting for them.
-
-A job without a spare need not stop: what memory can serve is on disk by then (salvage.py) and
-stays in memory, so a host that comes in time is rebuilt from parity like any spare.
-
-What SIGTERM does to a job: what is committed goes to disk, then all ends.
+When nodes are lost and no spare is left, it drains memory at once.  Then the job goes on with
+fewer nodes, waits for replacement hosts, or stops, as its settings say.  On SIGTERM the newest
+committed snapshot goes to disk before all ends.
 """
 
 from __future__ import annotations
@@ -28,65 +24,94 @@ from megatron_ft.core.errors import (
     StaleIncarnationError,
 )
 from megatron_ft.core.process_tools import in_thread
-from megatron_ft.launchers.launcher import HostSource
+from megatron_ft.launchers.launcher import HostSource, Launcher
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.budget import Failure
-from megatron_ft.supervisor.disk_restore import LoadError
-from megatron_ft.supervisor.failure import NODE_LOST
-from megatron_ft.supervisor.foresight import folder_of, newest_saved
+from megatron_ft.rpc.sockets import JobKeys
+from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.disk_restore import DiskRestores, LoadError
+from megatron_ft.supervisor.drains import Drains, noted_places
+from megatron_ft.supervisor.emergency_drain import EmergencyDrain
+from megatron_ft.supervisor.encoder_world import EncoderWorld, WorldKeeper
+from megatron_ft.supervisor.events import JobEvent, Observers
+from megatron_ft.supervisor.failures import NODE_LOST, Failure, OomKills
 from megatron_ft.supervisor.incarnation import Incarnation
-from megatron_ft.supervisor.job_parts import JobParts
-from megatron_ft.supervisor.membership import NoSpareError
-from megatron_ft.supervisor.no_spare import salvage_without_trainers
-from megatron_ft.supervisor.restore import RebuildError
+from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.supervisor.membership import Membership, NoSpareError
+from megatron_ft.supervisor.processes import TrainerFleet
+from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy, newest_saved
+from megatron_ft.supervisor.recovery import RebuildError, Recovery
+from megatron_ft.supervisor.schedule import Pacing
+from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.warm_spares import WarmSpares
+from megatron_ft.supervisor.watch import JobWatch
 
-LOOK_SECONDS = 1.0
-
-
-async def hold_for_hosts(parts: JobParts, missing: int) -> bool:
-    """Wait for ``missing`` hosts; whether all have come.  SMPs and memory stay meanwhile.
-
-    False at once where the job's place has no source of them.
-    """
-    source, tell = parts.hosts, parts.observers.tell
-    if source is None:
-        return False
-    parts.world.stop()
-    try:
-        asked = await asyncio.to_thread(source.request, missing)
-    except MegatronFTError as error:
-        tell("hold_refused", f"no replacement host can be asked for: {error}")
-        return False
-    tell("holding", f"memory is held for up to {source.seconds:g} s, until there is {asked}")
-    if await _all_come(parts, source, missing):
-        return True
-    await asyncio.to_thread(source.withdraw)
-    tell("held_in_vain", f"no replacement host came within {source.seconds:g} s")
-    return False
-
-
-async def _all_come(parts: JobParts, source: HostSource, missing: int) -> bool:
-    deadline = time.monotonic() + source.seconds
-    while time.monotonic() < deadline:
-        # Only the scheduler knows, and it tells nobody.
-        come = await asyncio.to_thread(source.arrived)
-        for node in come:
-            parts.observers.tell("host", f"{node} has come as a replacement host", node=node)
-        missing -= len(come)
-        if missing <= 0:
-            return True
-        await asyncio.sleep(LOOK_SECONDS)
-    return False
-
-
+HOST_POLL_SECONDS = 1.0
 NOTES_SECONDS = 2.0
-"""So often a supervisor looks whether its notes are still there."""
+"""So often a supervisor checks whether its notes are still there."""
 NOTES_TIMEOUT_SECONDS = 10.0
 """Longest wait for the file system that holds them."""
 
 
-class Supervisor(JobParts):
-    """Runs one JobSpec through a Launcher.  ``observers`` are told every event."""
+class Supervisor:
+    """Runs one JobSpec through a Launcher.  ``observers`` get every event.
+
+    ``hosts`` is where replacement hosts can be had, None: nowhere.  Making a supervisor starts
+    nothing.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        launcher: Launcher,
+        state: JobState,
+        hosts: HostSource | None = None,
+    ) -> None:
+        self.spec, self.state, self.observers = spec, state, Observers()
+        self._launcher, self._hosts = launcher, hosts
+        self.trainers = TrainerFleet(launcher, spec)
+        self.warm_spares = WarmSpares(launcher, spec)
+        encoders = EncoderWorld(launcher, spec)
+        self.coordinator = Coordinator(
+            JobKeys.derive(state.record.secret),
+            self.observers,
+            encoders.end,
+            spec.timing,
+            spec.settings.scrub_percent,
+        )
+        self.world = WorldKeeper(encoders, self.coordinator)
+        self.members = Membership(spec, launcher, state, self.coordinator)
+        places = noted_places(state.record.disk, spec)
+        if places != state.record.disk:
+            state.update(disk=places)
+        self.drains = Drains(
+            spec,
+            launcher,
+            state.record.job,
+            self.coordinator,
+            self.members.spares_gone,
+            places.drain_mount,
+        )
+        self._disk = DiskRestores(spec, launcher)
+        self._quarantine = QuarantinePolicy(
+            state, self.coordinator, spec.settings.quarantine_iterations, spec.checkpoint_dir
+        )
+        self._recovery = Recovery(
+            spec, state, self.coordinator, self.members, self.world, self._disk, self._quarantine
+        )
+        self._emergency = EmergencyDrain(
+            spec, state, self.coordinator, self.members, self.drains, self._disk, self._recovery
+        )
+        self._pacing = Pacing(
+            spec.settings.overhead_percent / 100,
+            3600 * spec.settings.expected_mtbf_hours,
+            self.observers,
+        )
+        self.coordinator.listeners.append(self._pacing.on_event)
+        self._watch = JobWatch(self.coordinator, spec.settings, spec.log_dir)
+        self._oom = OomKills()
+        self.observers.add(self._note_first_commit)
+        self._oom.report_to(self.observers)
+        self._reached, self._registered, self._budget = -1, False, spec.budget
 
     async def run(self) -> None:
         """Return when the training command has ended well on every rank.
@@ -100,18 +125,18 @@ class Supervisor(JobParts):
             starter = self.world.encoders.starter
             await asyncio.to_thread(starter.check, self.spec.nodes)
             if starter.over_tcp:
-                self.observers.tell("transport", starter.describe())
-        saved = await newest_saved(folder_of(self.spec))
-        self.budget = replace(self.budget, highest_saved=saved)
+                self.observers.emit("transport", starter.describe())
+        saved = await newest_saved(self.spec.checkpoint_dir, self.spec.command)
+        self._budget = replace(self._budget, highest_saved=saved)
         keeping = asyncio.create_task(self._keep_notes())
         try:
-            while (failure := await self._live()) is not None:
+            while (failure := await self._run_incarnation()) is not None:
                 await self.drains.abandon()
                 await self._after(failure)
             await self.drains.settle()
             await self._retire()
         except RestartBudgetError:
-            await salvage_without_trainers(self)
+            await self._emergency.without_trainers()
             raise
         finally:
             keeping.cancel()
@@ -121,6 +146,124 @@ class Supervisor(JobParts):
             await self.trainers.kill_all()
             await self.coordinator.close()
 
+    async def _run_incarnation(self) -> Failure | None:
+        """One incarnation; None when training has finished."""
+        try:
+            return await self._recover_and_train()
+        except NoSpareError as error:
+            if not await self._hold_for_hosts(error.missing):
+                raise
+            return Failure("replacement hosts have come", asked=True)
+        except RebuildError as error:
+            self._quarantine.rebuild_failed(error.corrupt)
+            self.observers.emit("rebuild_failed", f"the rebuild failed: {error}")
+            return Failure(f"rebuild: {error}", "a rebuild failed")
+        except LoadError as error:
+            self.observers.emit("load_failed", str(error))
+            return Failure(str(error), "a checkpoint could not be loaded into memory")
+        except NoRoomError as error:
+            if not self.members.set_aside(error):
+                raise
+            return Failure(str(error), "a node has no room", error.node)
+        except StaleIncarnationError:
+            # Somebody else leads the job now: going on would be a second coordinator.
+            raise
+        except RegistrationError as error:
+            self.observers.emit("interrupted", str(error))
+            never = error.none and not self._registered and not self.state.record.shards
+            return Failure(str(error), "ranks did not register", training=True, final=never)
+        except ControlPlaneError as error:
+            self.observers.emit("interrupted", str(error))
+            return Failure(str(error), type(error).__name__, error.node)
+        finally:
+            # An incarnation that ended before it trained says nothing about how far training was.
+            progress = max(self.coordinator.progress.values(), default=-1)
+            self._reached = progress if progress >= 0 else self._reached
+            self.coordinator.stop_snapshots()
+            self._watch.clock.failed()
+            await self.trainers.kill_all()
+            self.world.stop()
+
+    async def _recover_and_train(self) -> Failure | None:
+        try:
+            plan = await self._recovery.run(self._budget, self._reached)
+        except NoSpareError as error:
+            await self._emergency.run(error.admitted)
+            if await self._emergency.shrink(error.admitted):
+                return Failure("fewer nodes train", asked=True)
+            raise
+        incarnation = Incarnation(
+            plan=plan,
+            reached=self._reached,
+            seen=self._registered,
+            spec=self.spec,
+            launcher=self._launcher,
+            state=self.state,
+            coordinator=self.coordinator,
+            members=self.members,
+            trainers=self.trainers,
+            world=self.world,
+            quarantine=self._quarantine,
+            pacing=self._pacing,
+            drains=self.drains,
+            warm_spares=self.warm_spares,
+            watch=self._watch,
+            oom=self._oom,
+        )
+        try:
+            return await incarnation.run()
+        finally:
+            self._registered |= bool(incarnation.registration.hellos)
+
+    async def _hold_for_hosts(self, missing: int) -> bool:
+        """Wait for ``missing`` hosts; whether all have come.  SMPs and memory stay meanwhile.
+
+        False at once where the job's place has no source of them.
+        """
+        source, emit = self._hosts, self.observers.emit
+        if source is None:
+            return False
+        self.world.stop()
+        try:
+            asked = await asyncio.to_thread(source.request, missing)
+        except MegatronFTError as error:
+            emit("hold_refused", f"no replacement host can be asked for: {error}")
+            return False
+        emit("holding", f"memory is held for up to {source.seconds:g} s, until there is {asked}")
+        deadline = time.monotonic() + source.seconds
+        while time.monotonic() < deadline:
+            # Only the scheduler knows, and it notifies nobody.
+            for node in await asyncio.to_thread(source.arrived):
+                emit("host", f"{node} has come as a replacement host", node=node)
+                missing -= 1
+            if missing <= 0:
+                return True
+            await asyncio.sleep(HOST_POLL_SECONDS)
+        await asyncio.to_thread(source.withdraw)
+        emit("held_in_vain", f"no replacement host came within {source.seconds:g} s")
+        return False
+
+    async def _after(self, failure: Failure) -> None:
+        """Charge a failure to the restart budget, which may end the job, and wait if it says so."""
+        self._watch.clock.dead(failure.text)
+        if failure.asked:
+            return
+        self._pacing.failed()
+        if failure.training and (quiet := await self.coordinator.quiet_nodes()):
+            failure = Failure(failure.text, NODE_LOST, quiet[0])
+        if failure.training and await self._quarantine.training_failed():
+            self._budget = self._budget.from_other_start()
+        committed = self.coordinator.committed
+        iteration = -1 if committed is None else committed[1]
+        saved = await newest_saved(self.spec.checkpoint_dir, self.spec.command)
+        spare = bool(self.members.free_spares())
+        self._budget = self._budget.answered(self.members.left)
+        self._budget = self._budget.after(failure, iteration, saved=saved, spare=spare)
+        if self._budget.delay_seconds:
+            delay = self._budget.delay_seconds
+            self.observers.emit("backoff", f"waiting {delay:g} s before the next start")
+            await asyncio.sleep(delay)
+
     async def _number_above_restore_from(self) -> None:
         """Have incarnations numbered above those of the checkpoint that the user gave.
 
@@ -128,19 +271,19 @@ class Supervisor(JobParts):
         """
         record = self.state.record
         try:
-            older = await asyncio.to_thread(self.disk.highest_incarnation, record.job)
+            older = await asyncio.to_thread(self._disk.highest_incarnation, record.job)
         except ConfigError as error:
             if not record.incarnation:
                 raise
-            self.disk.forget_restore_from()
-            self.observers.tell("restore_from_unusable", f"--restore-from is not used: {error}")
+            self._disk.forget_restore_from()
+            self.observers.emit("restore_from_unusable", f"--restore-from is not used: {error}")
         else:
             if older > record.incarnation:
                 self.state.update(incarnation=older)
 
     async def _keep_notes(self) -> None:
         """Write the job's notes again if they were removed: without them memory has no key."""
-        told = ""
+        last = ""
         while True:
             await asyncio.sleep(NOTES_SECONDS)
             try:
@@ -156,77 +299,25 @@ class Supervisor(JobParts):
                 text = f"the job's notes: {error}"
             except asyncio.TimeoutError:
                 text = f"{self.state.folder} does not answer"
-            if text and text != told:
-                self.observers.tell("notes_removed", text)
-            told = text
-
-    async def _live(self) -> Failure | None:
-        """One incarnation; None when training has finished."""
-        try:
-            return await Incarnation(self).run()
-        except NoSpareError as error:
-            if not await hold_for_hosts(self, error.missing):
-                raise
-            return Failure("replacement hosts have come", asked=True)
-        except RebuildError as error:
-            self.notes.rebuild_failed(error.corrupt)
-            self.observers.tell("rebuild_failed", f"the rebuild failed: {error}")
-            return Failure(f"rebuild: {error}", "a rebuild failed")
-        except LoadError as error:
-            self.observers.tell("load_failed", str(error))
-            return Failure(str(error), "a checkpoint could not be loaded into memory")
-        except NoRoomError as error:
-            if not self.members.set_aside(error):
-                raise
-            return Failure(str(error), "a node has no room", error.node)
-        except StaleIncarnationError:
-            # Somebody else leads the job now: going on would be a second coordinator.
-            raise
-        except RegistrationError as error:
-            self.observers.tell("interrupted", str(error))
-            never = error.none and not self.registered and not self.state.record.shards
-            return Failure(str(error), "ranks did not register", training=True, final=never)
-        except ControlPlaneError as error:
-            self.observers.tell("interrupted", str(error))
-            return Failure(str(error), type(error).__name__, error.node)
-        finally:
-            # An incarnation that ended before it trained says nothing about how far training was.
-            progress = max(self.coordinator.progress.values(), default=-1)
-            self.reached = progress if progress >= 0 else self.reached
-            self.coordinator.stop_snapshots()
-            self.watch.clock.failed()
-            await self.trainers.kill_all()
-            self.world.stop()
-
-    async def _after(self, failure: Failure) -> None:
-        self.watch.clock.dead(failure.text)
-        if failure.asked:
-            return
-        self.pacing.failed()
-        if failure.training and (quiet := await self.coordinator.quiet_nodes()):
-            failure = Failure(failure.text, NODE_LOST, quiet[0])
-        if failure.training and await self.distrust.training_failed():
-            self.budget = self.budget.from_other_start()
-        committed = self.coordinator.committed
-        iteration = -1 if committed is None else committed[1]
-        saved, spare = await newest_saved(folder_of(self.spec)), bool(self.members.free_spares())
-        self.budget = self.budget.answered(self.replaced)
-        self.budget = self.budget.after(failure, iteration, saved=saved, spare=spare)
-        if self.budget.delay_seconds:
-            delay = self.budget.delay_seconds
-            self.observers.tell("backoff", f"waiting {delay:g} s before the next start")
-            await asyncio.sleep(delay)
+            if text and text != last:
+                self.observers.emit("notes_removed", text)
+            last = text
 
     async def _retire(self) -> None:
-        """The job is done: free the memory.  A node that cannot be told spoils nothing."""
+        """The job is done: free the memory.  A node that does not answer spoils nothing."""
         request = m.Retire(self.coordinator.incarnation, remove_arenas=True)
         try:
             await self.coordinator.ask_all({node: request for node in self.coordinator.links})
         except MegatronFTError as error:
-            self.observers.tell(
+            self.observers.emit(
                 "not_freed", f"memory may be left behind, `megatron-ft clean` frees it: {error}"
             )
-        self.observers.tell("finished", "training finished; the memory is free again")
+        self.observers.emit("finished", "training finished; the memory is free again")
+
+    def _note_first_commit(self, event: JobEvent) -> None:
+        """From here on a start from nothing would lose work, so it has to be asked for."""
+        if event.kind == "committed" and not self.state.record.committed:
+            self.state.update(committed=True)
 
 
 EXIT_INTERRUPTED = 130

@@ -1,4 +1,4 @@
-"""Spares import once what trainers will, so that its files are in memory when they start there.
+"""Warm spares: they import once what trainers will, so that its files are in memory by then.
 
 Measured on a local disk: with an empty page cache torch took 2.2 and 2.5 s to import, with its
 files read before 1.6 and 1.5 s.
@@ -13,9 +13,9 @@ from megatron_ft.config import json_section
 from megatron_ft.config.flags import read_command
 from megatron_ft.core.environment import TREE
 from megatron_ft.core.errors import MegatronFTError
+from megatron_ft.launchers import container
 from megatron_ft.launchers.launcher import Launcher, ProcessHandle
 from megatron_ft.launchers.launcher_env import base_environment
-from megatron_ft.supervisor import container
 from megatron_ft.supervisor.spec import JobSpec
 
 AUTO, NONE = "auto", "none"
@@ -55,7 +55,7 @@ class WarmSpares:
         self._begun: dict[str, ProcessHandle | None] = {}
 
     def begin(self, nodes: Iterable[str]) -> None:
-        """Start with those that have not begun; one that cannot be told stays cold."""
+        """Start with those that have not begun; one that cannot be reached stays cold."""
         for node in nodes if self._spec.warm_modules else ():
             if node not in self._begun:
                 self._begun[node] = self._start(node)
@@ -77,7 +77,7 @@ class WarmSpares:
             "CUDA_VISIBLE_DEVICES": "",
         }
         argv = [*python, "-c", _SOURCE, *self._spec.warm_modules]
-        command, mark = container.told(argv, environment)
+        command, mark = container.pass_environment(argv, environment)
         if mark:
             environment[TREE] = mark
         try:

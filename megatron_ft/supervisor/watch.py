@@ -16,19 +16,16 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.heartbeat_page import Phase
 from megatron_ft.smp.heartbeats import STACK_SECONDS
+from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.heartbeats import RankReport, RecoveryClock, StragglerFinder
 from megatron_ft.trainer.heartbeats import FIRST_ITERATIONS
-
-if TYPE_CHECKING:
-    from megatron_ft.supervisor.coordinator import Coordinator
-
 
 log = logging.getLogger(__name__)
 
@@ -76,18 +73,18 @@ class JobWatch:
             if not self._failed:
                 self._failed = True
                 log.exception("the watch failed")
-                self._coordinator.observers.tell("watch_failed", f"hangs may be missed: {error!r}")
+                self._coordinator.observers.emit("watch_failed", f"hangs may be missed: {error!r}")
             return None
 
     def _poll(self) -> None:
         heard = self._coordinator.pulses.fresh(self._ranks, 4 * self._coordinator.timing.heartbeat)
         recovery = self.clock.poll(heard)
         if recovery is not None:
-            self._coordinator.observers.tell(
+            self._coordinator.observers.emit(
                 "recovered", recovery.describe(), total=recovery.total, **recovery.parts()
             )
         for text in self._stragglers.poll(heard):
-            self._coordinator.observers.tell(
+            self._coordinator.observers.emit(
                 "straggler", text, ranks=[one.rank for one in self._stragglers.present]
             )
         self._coordinator.watched = {
@@ -109,7 +106,7 @@ class JobWatch:
         hang = await self._hangs.poll(self._ranks, resume=self._on_hang == "restart")
         if hang is not None:
             self._reported = [one.report.marks for one in self._coordinator.pulses.all()]
-            self._coordinator.observers.tell(
+            self._coordinator.observers.emit(
                 "hang", hang.text, ranks=list(hang.blame.ranks), folder=str(hang.folder)
             )
         return hang

@@ -71,7 +71,7 @@ def supervisor_rewound(environment: Mapping[str, str] | None = None) -> bool:
     return (os.environ if environment is None else environment).get(RESTORE) == "rewound"
 
 
-def decide(views: Sequence[RankView]) -> StartDecision:
+def choose_start(views: Sequence[RankView]) -> StartDecision:
     """Choose for all ranks from what they see, by rank; what is on disk, the first one says.
 
     Memory serves if every rank has the same snapshot, and what the framework would load is
@@ -115,7 +115,7 @@ def agree(view: RankView, manager: SnapshotManager) -> StartDecision | None:
     None if no rank was offered anything: there was nothing to decide.
     """
     views = _all_ranks(view._replace(rewound=supervisor_rewound()))
-    start = decide(views)
+    start = choose_start(views)
     if not start.from_memory:
         manager.decline(start.reason, views[0].disk.iteration)
     return start if max(each.offered for each in views) >= 0 else None

@@ -17,8 +17,8 @@ from megatron_ft.supervisor.connections import SmpLink
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import CyclePhase, SnapshotCycle
 from megatron_ft.supervisor.events import Observers
-from megatron_ft.supervisor.plan import Timing
-from megatron_ft.supervisor.restore import admit
+from megatron_ft.supervisor.membership import admit
+from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.schedule import Schedule
 from tests.support.smp_node import SECRET, SmpNode, capture, create, run, say
 
@@ -55,7 +55,7 @@ class Job:
     async def begin(self, smps: list[SmpNode]) -> None:
         for name, node in zip(NAMES, smps, strict=True):
             self.of.connect(name, await node.endpoint())
-        assert not (await admit(self.of, self.incarnation, NAMES)).lost
+        assert list(await admit(self.of, self.incarnation, NAMES)) == list(NAMES)
         requests = {n: create(f"dp{n}", self.incarnation) for n in NAMES}
         await self.of.ask_all({n: m.Adopt(self.incarnation, (), None) for n in NAMES})
         await self.of.ask_all(requests)

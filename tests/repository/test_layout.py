@@ -17,10 +17,7 @@ ORDER = (
 UPWARD: dict[tuple[str, str], str] = {}
 """Imports that point the other way, each with its reason."""
 
-CIRCLES = {
-    frozenset({"megatron_ft.supervisor.coordinator", "megatron_ft.supervisor.summary"}): "for "
-    "types only: the summary is a view of the coordinator",
-}
+CIRCLES: dict[frozenset[str], str] = {}
 """Modules that import each other, each circle with its reason."""
 
 

@@ -13,7 +13,7 @@ from benchmarks.scale.model import Shape, control_messages, encoder_bytes
 from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.encode import encode
-from megatron_ft.supervisor.plan import orders_by_node, stripe_orders
+from megatron_ft.supervisor.orders import orders_by_node, stripe_orders
 from tests.support.erasure_samples import ThreadTransport, ThreadWorld, make_code, make_member
 
 COUNTED = Path(__file__).parents[2] / "benchmarks" / "scale" / "counted.json"

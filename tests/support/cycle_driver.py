@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.cycle import Action, CyclePhase, Send, SnapshotCycle
-from megatron_ft.supervisor.plan import stripe_orders
+from megatron_ft.supervisor.orders import stripe_orders
 from megatron_ft.supervisor.schedule import Schedule
 from tests.protocol.model.memory import record_of
 

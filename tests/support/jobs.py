@@ -18,10 +18,10 @@ from megatron_ft.core.process_tools import free_port
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.launchers.virtual_network import HOST
-from megatron_ft.supervisor.budget import RestartBudget
 from megatron_ft.supervisor.events import JobEvent
+from megatron_ft.supervisor.failures import RestartBudget
 from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.plan import Sizes, Timing
+from megatron_ft.supervisor.orders import Sizes, Timing
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.supervisor import Stop, Supervisor
 from tests.programs.gated_training import GATE

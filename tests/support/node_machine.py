@@ -13,7 +13,7 @@ from megatron_ft.smp.state_machine import (
     NodeMachine,
     StorePermit,
 )
-from megatron_ft.supervisor.plan import stripe_orders
+from megatron_ft.supervisor.orders import stripe_orders
 from tests.protocol.model.memory import record_of
 
 HERE, INCARNATION, WORLD = "dp0", 3, "w3"

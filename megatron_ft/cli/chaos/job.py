@@ -30,7 +30,7 @@ from megatron_ft.launchers.virtual_network import Network
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.plan import Sizes
+from megatron_ft.supervisor.orders import Sizes
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.supervisor import Supervisor
 

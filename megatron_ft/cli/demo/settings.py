@@ -16,7 +16,7 @@ from megatron_ft.cli.chaos.job import JobFile
 from megatron_ft.core import isal
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.supervisor.plan import Sizes
+from megatron_ft.supervisor.orders import Sizes
 
 FEWEST_ITERATIONS = 20
 # Twelve processes on a few cores may all stand still for a while; deaths are noticed without it.

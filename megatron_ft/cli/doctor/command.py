@@ -31,8 +31,8 @@ from megatron_ft.config import SETTINGS, SnapshotConfig, json_section
 from megatron_ft.config.flags import read_command
 from megatron_ft.core.errors import ConfigError, ControlPlaneError, ProtectionError
 from megatron_ft.core.scheme import Scheme
+from megatron_ft.launchers.container import python_of, runtime_of
 from megatron_ft.launchers.virtual import default_root
-from megatron_ft.supervisor.container import python_of, runtime_of
 from megatron_ft.supervisor.job_state import read_record, state_folder
 from megatron_ft.supervisor.placement import choose_active, read_domains
 

@@ -37,10 +37,10 @@ from megatron_ft.cli.doctor.facts import (
 from megatron_ft.cli.doctor.pairs import Worlds
 from megatron_ft.core.environment import TREE
 from megatron_ft.core.errors import MegatronFTError
+from megatron_ft.launchers import container
 from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.launchers.launcher_env import base_environment
 from megatron_ft.launchers.slurm.allocation import ask
-from megatron_ft.supervisor import container
 
 SET, IN_SCRIPT, MISSING, UNKNOWN = "set", "in the script", "missing", "unknown"
 _FLAG = re.compile(r"(?:^|\s)(?:--no-kill(?:=(?P<value>\S+))?|-k)(?=\s|$)")
@@ -171,7 +171,7 @@ class Examination:
     ) -> T | str:
         """The answer of one process on a node, or why there is none."""
         log, environment = self._folder / name, {**base_environment(), "OMP_NUM_THREADS": "1"}
-        command, mark = container.told(argv, environment)
+        command, mark = container.pass_environment(argv, environment)
         if mark:
             environment[TREE] = mark
         try:

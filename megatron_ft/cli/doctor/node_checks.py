@@ -16,7 +16,7 @@ from megatron_ft.cli.doctor.report import Judged, Severity, by_node, ok, refuse,
 from megatron_ft.core.frameworks import DEEPSPEED, MEGATRON, Releases, version_numbers
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import Domains, members_of, stripe_sets
-from megatron_ft.supervisor.container import mount_advice, processes_advice
+from megatron_ft.launchers.container import mount_advice, processes_advice
 
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 OLDEST_PYTHON = (3, 10)

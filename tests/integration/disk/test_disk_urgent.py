@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -18,7 +17,6 @@ from megatron_ft.checkpoint.load import open_checkpoint
 from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.supervisor.membership import NoSpareError
-from megatron_ft.supervisor.summary import summary
 from megatron_ft.supervisor.supervisor import EXIT_DRAINED, EXIT_NOT_DRAINED
 from tests.support.disk_jobs import of_kind, signal_trainers, stop_until_drained, wait_until
 from tests.support.fates import in_incarnation
@@ -175,7 +173,7 @@ def test_a_disk_that_is_full_read_only_or_gone_costs_drains_and_training_goes_on
         assert "finished" in job.kinds() and not of_kind(job, "trainer_died"), job.story()
         failures = len(of_kind(job, "drain_failed"))
         assert job.supervisor.drains.failures == failures
-        shown = json.loads(summary(job.supervisor.coordinator))
+        shown = job.supervisor.coordinator.view()["state"]
         assert shown["drain_failures"] == failures and "not mounted" in shown["drain_failure"]
         with open_newest(open_checkpoint(disk)) as shards:
             assert shards.info.iteration == of_kind(job, "drained")[-1].fields["iteration"]

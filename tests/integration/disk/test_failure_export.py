@@ -17,7 +17,7 @@ from megatron_ft.cli.chaos.trace import read_trace
 from megatron_ft.cli.run_folders import RunSummary
 from megatron_ft.core.errors import RestartBudgetError
 from megatron_ft.core.startup import before_script
-from megatron_ft.supervisor.plan import Timing
+from megatron_ft.supervisor.orders import Timing
 from tests.programs.held_in_step import sitecustomize as held
 from tests.support.deepspeed_jobs import Program, go_on_alone
 from tests.support.jobs import DEEPSPEED_EXAMPLE, Job

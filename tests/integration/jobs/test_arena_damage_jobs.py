@@ -18,7 +18,7 @@ import pytest
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.smp.__main__ import FOLDER_CHECK_SECONDS
-from megatron_ft.supervisor.plan import Timing
+from megatron_ft.supervisor.orders import Timing
 from tests.support import arena_damage as kinds
 from tests.support.jobs import Job, Uninterrupted, difference
 from tests.support.tmpfs import mount_tmpfs

@@ -29,7 +29,7 @@ from megatron_ft.core.errors import (
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask
 from megatron_ft.supervisor.membership import NoSpareError
-from megatron_ft.supervisor.plan import Sizes, Timing
+from megatron_ft.supervisor.orders import Sizes, Timing
 from tests.support.disk_jobs import signal_trainers, wait_until
 from tests.support.fates import in_incarnation, of_node
 from tests.support.jobs import ROOT, Fault, Job, Result, difference, oracle

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ft.launchers.virtual_network import HOST
 from megatron_ft.supervisor.membership import NoSpareError
-from megatron_ft.supervisor.plan import Timing
+from megatron_ft.supervisor.orders import Timing
 from tests.support.fates import Deaths, in_incarnation, of_node, when
 from tests.support.jobs import Fault, Job, Result, difference, oracle
 from tests.support.networks import needs_network

@@ -18,7 +18,7 @@ import pytest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotState
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.plan import Timing
+from megatron_ft.supervisor.orders import Timing
 from tests.support.fates import Deaths, of_node, when
 from tests.support.jobs import ROOT, Fault, Job, Result, difference, oracle
 

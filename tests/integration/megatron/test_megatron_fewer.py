@@ -15,7 +15,7 @@ import pytest
 
 from megatron_ft.checkpoint.drained import find
 from megatron_ft.supervisor.membership import NoSpareError
-from megatron_ft.supervisor.plan import Timing
+from megatron_ft.supervisor.orders import Timing
 from tests.support.disk_jobs import stop_until_drained
 from tests.support.fates import in_incarnation
 from tests.support.jobs import Fault, Job

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.cli.chaos.trace import read_trace
-from megatron_ft.supervisor.plan import Timing
+from megatron_ft.supervisor.orders import Timing
 from tests.support.jobs import Job
 from tests.support.megatron_jobs import (
     RANKS,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ft.checkpoint.decide import Decision, StripeState
 from megatron_ft.checkpoint.disk_format import Manifest, ShardFile
 from megatron_ft.checkpoint.drained import DiskCriteria, Drained, Keep, choose, superfluous
-from megatron_ft.core.identity import Ancestor, Seat, SnapshotId
+from megatron_ft.core.identity import Ancestor, ShardPlacement, SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.disk_restore import DiskRestores
 from tests.protocol.model.memory import Tag, root_of
@@ -40,7 +40,7 @@ class Checkpoint:
     def drained(self) -> Drained:
         """As the search in a drain folder finds it."""
         shards = {
-            shard: ShardFile(shard, 1, "", root_of(tag).hex(), Seat(rank, (), 1))
+            shard: ShardFile(shard, 1, "", root_of(tag).hex(), ShardPlacement(rank, (), 1))
             for rank, (shard, tag) in enumerate(self.files)
         }
         known = (self.snapshot, self.iteration, "protected", self.lineage, "", shards)

@@ -1,7 +1,7 @@
 """One incarnation of the modelled job, as supervisor and coordinator lead it.
 
 An incarnation is a list of stages; each says what it waits for.  The order and the requests are
-those of supervisor/supervisor.py and supervisor/restore.py.
+those of supervisor/supervisor.py and supervisor/recovery.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron_ft.checkpoint.decide import Decision
 from megatron_ft.core.identity import SnapshotId, extend
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.cycle import Action, CyclePhase, KillWorld, Send, SnapshotCycle
-from megatron_ft.supervisor.plan import create_requests, stripe_orders
+from megatron_ft.supervisor.orders import create_requests, stripe_orders
 from megatron_ft.supervisor.repairs import MOST_ATTEMPTS
 from megatron_ft.supervisor.schedule import Schedule
 from tests.protocol.model.drain import Checkpoint, Drain, decide_with

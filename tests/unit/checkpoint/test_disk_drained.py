@@ -26,7 +26,7 @@ from megatron_ft.checkpoint.native import TRACKER, iteration_of
 from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import CheckpointDamagedError, ConfigError, DrainError
-from megatron_ft.core.identity import Ancestor, Seat, SnapshotId, on_lineage
+from megatron_ft.core.identity import Ancestor, ShardPlacement, SnapshotId, on_lineage
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.supervisor import disk_restore
 from megatron_ft.supervisor.disk_restore import DiskRestores
@@ -34,10 +34,12 @@ from megatron_ft.supervisor.job_state import JobRecord
 from megatron_ft.supervisor.spec import JobSpec
 from tests.support.disk_samples import ALGORITHM, BLOCK, JOB, SHARDS, Memory, waiting
 
-SEATS = {shard: Seat(rank, (), 5000) for rank, shard in enumerate(SHARDS)}
+SEATS = {shard: ShardPlacement(rank, (), 5000) for rank, shard in enumerate(SHARDS)}
 
 
-def drained(snapshot: SnapshotId, iteration: int, seats: dict[str, Seat] | None = None) -> Drained:
+def drained(
+    snapshot: SnapshotId, iteration: int, seats: dict[str, ShardPlacement] | None = None
+) -> Drained:
     places = SEATS if seats is None else seats
     lines = {s: ShardFile(s, 100, "", "", places.get(s)) for s in SHARDS}
     manifest = Manifest(1, JOB, snapshot, iteration, "local", (), "", lines)

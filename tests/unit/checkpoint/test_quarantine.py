@@ -17,10 +17,14 @@ from megatron_ft.checkpoint.decide import FAILURE_LIMIT, MOST_REJECTED, Decision
 from megatron_ft.checkpoint.native import TRACKER, checkpoint_folder, naming
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.distrust import Distrust, memory_goes_first, reason_against_own
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.trainer.start_choice import DiskStart, RankView, decide
+from megatron_ft.supervisor.quarantine_policy import (
+    QuarantinePolicy,
+    memory_goes_first,
+    reason_against_own,
+)
+from megatron_ft.trainer.start_choice import DiskStart, RankView, choose_start
 from tests.support.decisions import NEW, OLD, decided, everywhere
 
 NEAR = 10
@@ -141,7 +145,7 @@ def test_a_frameworks_own_checkpoint_that_was_given_up_is_not_loaded_until_it_is
 
 
 class Told:
-    """As much of a coordinator as Distrust has to do with; every rank is at iteration 52."""
+    """As much of a coordinator as the policy has to do with; every rank is at iteration 52."""
 
     def __init__(self) -> None:
         self.listeners: list[Any] = []
@@ -165,20 +169,20 @@ def test_what_was_saved_after_a_bad_snapshot_or_what_was_rewound_is_given_up(
         saved(tmp_path, saved_at)
     start, told = Decision(NEW, 50, False, (), {}), Told()
     with JobState(tmp_path / "failed", "job") as state:
-        distrust = Distrust(state, told, NEAR, tmp_path)  # type: ignore[arg-type]
+        policy = QuarantinePolicy(state, told, NEAR, tmp_path)  # type: ignore[arg-type]
 
         async def fail_twice() -> list[bool]:
-            await distrust.begin(start, (), 0)
-            return [await distrust.training_failed() for _ in range(FAILURE_LIMIT)]
+            await policy.begin(start, (), 0)
+            return [await policy.training_failed() for _ in range(FAILURE_LIMIT)]
 
         assert asyncio.run(fail_twice()) == [False, True]
-        assert bool(distrust.quarantine.own) is rejected
+        assert bool(policy.quarantine.own) is rejected
     with JobState(tmp_path / "rewound", "job") as state:
         state.update(quarantine=Quarantine().rewound(50))
-        distrust = Distrust(state, told, NEAR, tmp_path)  # type: ignore[arg-type]
-        asyncio.run(distrust.begin(start, (), 0))
-        assert bool(distrust.quarantine.own) is rewound
-        assert distrust.quarantine.before is None
+        policy = QuarantinePolicy(state, told, NEAR, tmp_path)  # type: ignore[arg-type]
+        asyncio.run(policy.begin(start, (), 0))
+        assert bool(policy.quarantine.own) is rewound
+        assert policy.quarantine.before is None
 
 
 def rejected(quarantine: Quarantine) -> Quarantine:
@@ -194,23 +198,23 @@ def test_memory_goes_first_until_the_framework_saves_anew(
     """What it saves after a rollback is of what has been done since, and counts as ever."""
     words: list[str] = []
     with JobState(tmp_path / "state", "job") as state:
-        distrust = Distrust(state, Told(), NEAR, tmp_path)  # type: ignore[arg-type]
+        policy = QuarantinePolicy(state, Told(), NEAR, tmp_path)  # type: ignore[arg-type]
 
         def begin(iteration: int) -> bool:
             """An incarnation; whether the framework's own goes behind memory for the next one."""
             decision = Decision(NEW, iteration, False, (), {})
-            asyncio.run(distrust.begin(decision, (), 1))
-            words.append(distrust.source(decision))
-            return memory_goes_first(distrust.quarantine, tmp_path)
+            asyncio.run(policy.begin(decision, (), 1))
+            words.append(policy.source(decision))
+            return memory_goes_first(policy.quarantine, tmp_path)
 
         saved(tmp_path, 60)
         assert not begin(56)
-        state.update(quarantine=roll_back(distrust.quarantine))
+        state.update(quarantine=roll_back(policy.quarantine))
         assert begin(44) and begin(46)
         folder = saved(tmp_path, 60)
-        assert not begin(58) and not reason_against_own(distrust.quarantine, folder)
-        state.update(quarantine=roll_back(distrust.quarantine))
-        assert begin(44) and reason_against_own(distrust.quarantine, folder)
+        assert not begin(58) and not reason_against_own(policy.quarantine, folder)
+        state.update(quarantine=roll_back(policy.quarantine))
+        assert begin(44) and reason_against_own(policy.quarantine, folder)
     assert words == ["memory", "rewound", "rewound", "memory", "rewound"]
 
 
@@ -222,9 +226,9 @@ def test_what_an_incarnation_passes_over_will_be_saved_over_and_is_given_up(
     folder = saved(tmp_path, 48)
     with JobState(tmp_path / "state", "job") as state:
         state.update(quarantine=Quarantine().rewound(50))
-        distrust = Distrust(state, Told(), NEAR, tmp_path)  # type: ignore[arg-type]
-        asyncio.run(distrust.begin(Decision(NEW, start, False, (), {}), (), 1))
-        assert bool(reason_against_own(distrust.quarantine, folder)) is out
+        policy = QuarantinePolicy(state, Told(), NEAR, tmp_path)  # type: ignore[arg-type]
+        asyncio.run(policy.begin(Decision(NEW, start, False, (), {}), (), 1))
+        assert bool(reason_against_own(policy.quarantine, folder)) is out
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -236,11 +240,11 @@ def test_what_was_there_at_a_rollback_but_could_not_be_read_does_not_count_as_ne
     with JobState(tmp_path / "state", "job") as state:
         state.update(quarantine=Quarantine().rewound(50))
         for folder in (None, directory if known else None):
-            distrust = Distrust(state, Told(), NEAR, folder)  # type: ignore[arg-type]
-            asyncio.run(distrust.begin(Decision(NEW, 46, False, (), {}), (), 1))
-            assert distrust.source(Decision(NEW, 46, False, (), {})) == "rewound"
-            assert memory_goes_first(distrust.quarantine, directory)
-        assert bool(reason_against_own(distrust.quarantine, directory / "iter_0000060")) is known
+            policy = QuarantinePolicy(state, Told(), NEAR, folder)  # type: ignore[arg-type]
+            asyncio.run(policy.begin(Decision(NEW, 46, False, (), {}), (), 1))
+            assert policy.source(Decision(NEW, 46, False, (), {})) == "rewound"
+            assert memory_goes_first(policy.quarantine, directory)
+        assert bool(reason_against_own(policy.quarantine, directory / "iter_0000060")) is known
 
 
 def test_a_tracker_file_that_cannot_be_read_ends_no_recovery(tmp_path: Path) -> None:
@@ -248,9 +252,9 @@ def test_a_tracker_file_that_cannot_be_read_ends_no_recovery(tmp_path: Path) -> 
     (tmp_path / TRACKER).write_bytes(b"\xff60")
     with JobState(tmp_path / "state", "job") as state:
         state.update(quarantine=Quarantine().rewound(50))
-        distrust = Distrust(state, Told(), NEAR, tmp_path)  # type: ignore[arg-type]
-        asyncio.run(distrust.begin(Decision(NEW, 46, False, (), {}), (), 1))
-        assert not distrust.quarantine.own and distrust.quarantine.before is None
+        policy = QuarantinePolicy(state, Told(), NEAR, tmp_path)  # type: ignore[arg-type]
+        asyncio.run(policy.begin(Decision(NEW, 46, False, (), {}), (), 1))
+        assert not policy.quarantine.own and policy.quarantine.before is None
 
 
 def say_restored(told: Told, rank: int) -> None:
@@ -264,15 +268,15 @@ def test_a_failure_counts_only_if_all_ranks_of_that_incarnation_had_loaded_the_s
 ) -> None:
     start, told = Decision(NEW, 50, False, (), {}), Told()
     with JobState(tmp_path, "job") as state:
-        distrust = Distrust(state, told, NEAR)  # type: ignore[arg-type]
+        policy = QuarantinePolicy(state, told, NEAR)  # type: ignore[arg-type]
 
         async def fail(*restored: int) -> int:
-            distrust.admitted()
-            await distrust.begin(start, (), 2)
+            policy.admitted()
+            await policy.begin(start, (), 2)
             for rank in restored:
                 say_restored(told, rank)
-            await distrust.training_failed()
-            return distrust.quarantine.failures(NEW)
+            await policy.training_failed()
+            return policy.quarantine.failures(NEW)
 
         async def fail_often() -> list[int]:
             return [await fail(0), await fail(1), await fail(0, 1)]
@@ -286,10 +290,10 @@ def test_a_drain_of_what_was_given_up_is_not_on_disk_for_the_next_incarnation(
     start, told = Decision(OLD, 46, False, (), {}), Told()
     lineage = (Ancestor(1, None), Ancestor(3, OLD))
     with JobState(tmp_path, "job") as state:
-        distrust = Distrust(state, told, NEAR)  # type: ignore[arg-type]
+        policy = QuarantinePolicy(state, told, NEAR)  # type: ignore[arg-type]
         for snapshot, kept in ((OLD, True), (NEW, False)):
             told.durable = (snapshot, 50)
-            asyncio.run(distrust.begin(start, lineage, 1))
+            asyncio.run(policy.begin(start, lineage, 1))
             assert (told.durable is not None) is kept
 
 
@@ -303,8 +307,8 @@ def test_recovery_rewinds_to_the_newest_before_the_iteration() -> None:
 
 def test_a_rewound_job_does_not_load_the_newer_checkpoint_of_what_it_gave_up() -> None:
     ranks = [RankView(8, DiskStart(10))] * 2
-    assert not decide(ranks).from_memory
-    rewound = decide([view._replace(rewound=True) for view in ranks])
+    assert not choose_start(ranks).from_memory
+    rewound = choose_start([view._replace(rewound=True) for view in ranks])
     assert rewound.from_memory and "rewound to before what is on disk" in rewound.reason
     asked = [RankView(8, DiskStart(10, "the checkpoint 'x'"), wish_changed=True, rewound=True)] * 2
-    assert not decide(asked).from_memory, "what the user names now is what he wants"
+    assert not choose_start(asked).from_memory, "what the user names now is what he wants"

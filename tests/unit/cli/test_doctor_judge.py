@@ -34,7 +34,7 @@ from megatron_ft.cli.doctor.report import (
     worst,
 )
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.supervisor.container import python_of
+from megatron_ft.launchers.container import python_of
 from tests.support.doctor_facts import (
     GIB,
     NODES,

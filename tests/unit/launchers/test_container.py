@@ -15,8 +15,8 @@ from megatron_ft.cli.doctor.facts import Facts
 from megatron_ft.cli.doctor.node_checks import containers
 from megatron_ft.cli.doctor.report import Severity
 from megatron_ft.core.environment import TREE
+from megatron_ft.launchers.container import mount_advice, pass_environment, runtime_of
 from megatron_ft.launchers.slurm.launcher import step_command
-from megatron_ft.supervisor.container import mount_advice, runtime_of, told
 from tests.support import doctor_facts
 
 PODMAN = ["podman", "--log-level", "error", "run", "--rm", "image", "python", "train.py"]
@@ -44,21 +44,21 @@ def test_an_engine_is_told_names_and_its_client_not_the_mark(
     monkeypatch.setenv("EDITOR", "ed")
     monkeypatch.setenv("RANK", "3")
     given = {"EDITOR": "ed", "RANK": "3", "MEGATRON_FT_PROTECT": "xor:2", "PYTHONPATH": "/new"}
-    words, mark = told(PODMAN, given)
+    words, mark = pass_environment(PODMAN, given)
     assert words[:7] == ["env", "-u", TREE, *PODMAN[:4]]
     assert words[7:9] == ["--env", f"{TREE}={mark}"] and words[-4:] == PODMAN[-4:]
     names = words[10:-4:2]
     assert set(words[9:-4:2]) == {"--env"} and "EDITOR" not in names
     assert {"RANK", "PYTHONPATH", "MEGATRON_FT_PROTECT", "MEGATRON_FT_NODE_DIR"} <= set(names)
-    assert told(PODMAN, given)[1] != mark
-    assert told(PODMAN, {TREE: "given"})[1] == "given"
+    assert pass_environment(PODMAN, given)[1] != mark
+    assert pass_environment(PODMAN, {TREE: "given"})[1] == "given"
 
 
 @pytest.mark.parametrize(
     "command", [["python", "run"], ["apptainer", "run", "x.sif"], ["docker", "ps"], []]
 )
 def test_other_commands_stay_as_they_are(command: list[str]) -> None:
-    assert told(command, {"RANK": "0"}) == (command, "")
+    assert pass_environment(command, {"RANK": "0"}) == (command, "")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.smp.slots import ShardSlots
 from megatron_ft.smp.state_machine import REACTIONS, NodeMachine, StorePermit, StoreSlot
 from megatron_ft.supervisor.cycle import SnapshotCycle
-from megatron_ft.supervisor.registration import Roll
+from megatron_ft.supervisor.registration import Registration
 from megatron_ft.supervisor.repairs import Repairs
 from megatron_ft.supervisor.schedule import Schedule
 from tests.support.arena_samples import make_header
@@ -116,15 +116,15 @@ class Control:
 @given(seed=seeds)
 def test_the_coordinator_hears_any_events_in_any_order(seed: int) -> None:
     cycle, maker = SnapshotCycle(1, {"dp0": "n0", "dp1": "n1"}, (), Schedule(1)), Maker(seed, PIDS)
-    roll, repairs = Roll(2), Repairs(Control())  # type: ignore[arg-type]
+    ranks, repairs = Registration(2), Repairs(Control())  # type: ignore[arg-type]
     for _ in range(50):
         cycle.propose(cycle.iteration, maker.random.choice(["w1", ""]))
         event = maker.valid([m.Event])
         assert isinstance(event, m.Event)
         cycle.handle(event.node, event.body)
-        roll.hear(event)
-        roll.missing_ranks()
-        repairs.note(event)
+        ranks.on_event(event)
+        ranks.missing_ranks()
+        repairs.on_event(event)
 
 
 @quick

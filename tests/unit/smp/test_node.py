@@ -18,7 +18,7 @@ from megatron_ft.smp.state_machine import (
     ToEncoder,
     ToTrainer,
 )
-from megatron_ft.supervisor.plan import stripe_orders
+from megatron_ft.supervisor.orders import stripe_orders
 from tests.protocol.model.memory import record_of
 from tests.support.node_machine import (
     BEGINS,

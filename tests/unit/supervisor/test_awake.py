@@ -54,7 +54,7 @@ def test_a_loop_that_was_held_has_been_asleep() -> None:
 def test_a_lease_is_outstanding_from_when_its_node_was_heard(seconds: float, ago: float) -> None:
     leases = OutstandingLeases(seconds)
     now = time.monotonic()
-    leases.note("n1", now - ago)
+    leases.record("n1", now - ago)
     assert abs(leases.left(["n1"]) - (seconds - ago)) < 1.0
     assert abs(leases.left(["never heard of"]) - seconds) < 1.0, "from when this one began"
     assert leases.left(["n1", "never heard of"]) >= leases.left(["n1"]) - 1.0

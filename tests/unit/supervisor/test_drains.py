@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from megatron_ft.checkpoint.disk_format import mount_point
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.supervisor.drains import SAFETY_FACTOR, Urgency, is_due, noted_places
+from megatron_ft.supervisor.emergency_drain import doubled_up
 from megatron_ft.supervisor.job_state import DiskPlaces
-from megatron_ft.supervisor.no_spare import doubled_up
 from megatron_ft.supervisor.spec import JobSpec
 
 

@@ -22,24 +22,23 @@ from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.cli.training_command import check_torchrun
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import ConfigError, ProtectionError
-from megatron_ft.core.identity import Ancestor, RankRule, Seat
+from megatron_ft.core.identity import Ancestor, RankRule, ShardPlacement
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import check_domains
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.megatron.fewer_ranks import refusals, rule_of
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.disk_restore import DiskRestores
+from megatron_ft.supervisor.emergency_drain import NOTHING, EmergencyDrain, fewer_nodes
 from megatron_ft.supervisor.events import JobEvent, Observers
 from megatron_ft.supervisor.job_state import JobRecord, JobState
-from megatron_ft.supervisor.membership import Membership
-from megatron_ft.supervisor.no_spare import NOTHING, fewer_nodes, go_on_with_fewer
-from megatron_ft.supervisor.plan import Timing
-from megatron_ft.supervisor.registration import Roll
-from megatron_ft.supervisor.restore import Admitted
+from megatron_ft.supervisor.membership import Inventories, Membership
+from megatron_ft.supervisor.orders import Timing
+from megatron_ft.supervisor.registration import Registration
 from megatron_ft.supervisor.spec import JobSpec
 from tests.support.disk_samples import JOB, SHARDS, Memory
 
-SEATS = {name: Seat(rank, (), 1) for rank, name in enumerate(SHARDS)}
+SEATS = {name: ShardPlacement(rank, (), 1) for rank, name in enumerate(SHARDS)}
 NODES = ("n0", "n1", "n2", "n3", "n4", "n5")
 SCHEMES = [Scheme("none", 1, 0), Scheme("xor", 1, 1), Scheme("rs", 2, 1), Scheme("rs", 2, 2)]
 RULES = st.builds(
@@ -174,13 +173,13 @@ def test_a_release_that_does_not_remember_the_batch_size_is_asked_by_its_value()
 
 
 def test_a_program_that_says_nothing_is_refused_only_where_it_must_say() -> None:
-    roll = Roll(1)
-    roll.layouts["dp0"] = m.Prepare("dp0", bytes(32), 1, 2)
-    assert roll.rank_rule(needed=False) is None
+    ranks = Registration(1)
+    ranks.layouts["dp0"] = m.Prepare("dp0", bytes(32), 1, 2)
+    assert ranks.rank_rule(needed=False) is None
     with pytest.raises(ConfigError, match="DeepSpeed and plain PyTorch do not"):
-        roll.rank_rule(needed=True)
-    roll.layouts["dp0"] = m.Prepare("dp0", bytes(32), 1, 2, RankRule(1, 1, 4))
-    assert roll.rank_rule(needed=True) == RankRule(1, 1, 4)
+        ranks.rank_rule(needed=True)
+    ranks.layouts["dp0"] = m.Prepare("dp0", bytes(32), 1, 2, RankRule(1, 1, 4))
+    assert ranks.rank_rule(needed=True) == RankRule(1, 1, 4)
 
 
 def test_what_it_needs_of_other_settings_is_said() -> None:
@@ -219,7 +218,7 @@ class Members:
     def ranks(self) -> int:
         return len(self.active)
 
-    def usable(self, admitted: Admitted) -> list[str]:
+    def usable(self, admitted: Inventories) -> list[str]:
         return ["n1"]
 
     def shrink_to(self, nodes: list[str]) -> None:
@@ -249,19 +248,18 @@ def try_to_shrink(
             write_export(directory, 10)
 
     parts: Any = SimpleNamespace(
-        spec=spec,
         state=SimpleNamespace(record=record),
         members=Members(),
-        observers=observers,
-        coordinator=SimpleNamespace(durable=None),
-        drains=SimpleNamespace(export_durable=export_durable),
         disk=DiskRestores(spec, VirtualCluster("job", ["n0", "n1"], folder / "root")),
     )
-    choice: Any = SimpleNamespace(
-        memory=lambda admitted, count: Decision(None, memory, False, (), {})
+    coordinator: Any = SimpleNamespace(durable=None, observers=observers)
+    drains: Any = SimpleNamespace(export_durable=export_durable)
+    recovery: Any = SimpleNamespace(memory=lambda _: Decision(None, memory, False, (), {}))
+    emergency = EmergencyDrain(
+        spec, parts.state, coordinator, parts.members, drains, parts.disk, recovery
     )
     inventories: Any = {"n1": None}
-    went_on = asyncio.run(go_on_with_fewer(parts, choice, Admitted(inventories, ("n0",))))
+    went_on = asyncio.run(emergency.shrink(inventories))
     return went_on, events, parts
 
 

@@ -22,11 +22,10 @@ from megatron_ft.supervisor.connections import SmpLink
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import Action, CyclePhase, Send, SnapshotCycle, SnapshotEnded
 from megatron_ft.supervisor.events import Observers
-from megatron_ft.supervisor.exposure import fallbacks
-from megatron_ft.supervisor.plan import Timing, stripe_orders
-from megatron_ft.supervisor.restore import admit
+from megatron_ft.supervisor.membership import admit
+from megatron_ft.supervisor.orders import Timing, stripe_orders
 from megatron_ft.supervisor.schedule import Schedule
-from megatron_ft.supervisor.summary import SummaryParts, summary
+from megatron_ft.supervisor.summary import SummaryParts, fallbacks
 from megatron_ft.trainer.binding import layout_changed
 from tests.support.smp_node import SECRET, SmpNode, run
 
@@ -50,12 +49,17 @@ def coordinator(heartbeat: float = 0.5) -> Coordinator:
     return made
 
 
+def summary(of: Coordinator) -> dict[str, Any]:
+    """All parts as one."""
+    return {name: value for part in of.view().values() for name, value in part.items()}
+
+
 def test_what_a_node_knows_is_not_sent_again() -> None:
     of = coordinator()
     of.links = dict.fromkeys((f"node{i:04d}" for i in range(2048)), None)  # type: ignore[arg-type]
-    parts = SummaryParts(of, 0.0)
+    parts = SummaryParts(of.view, 0.0)
     held = parts.unknown_to({})
-    assert json.loads(merged_summary(held)) == json.loads(summary(of))
+    assert json.loads(merged_summary(held)) == summary(of)
     assert parts.unknown_to(summary_digests(held)) == {}
     of.progress["dp0"] = 7
     news = parts.unknown_to(summary_digests(held))
@@ -67,7 +71,7 @@ def test_what_a_node_knows_is_not_sent_again() -> None:
 
 def test_it_is_made_once_for_all_nodes_of_a_round() -> None:
     of = coordinator()
-    parts = SummaryParts(of, 3600.0)
+    parts = SummaryParts(of.view, 3600.0)
     held = summary_digests(parts.unknown_to({}))
     of.progress["dp0"] = 7
     assert parts.unknown_to(held) == {}
@@ -90,7 +94,7 @@ def training(of: Coordinator, **held: tuple[m.HeldSnapshot, ...]) -> Coordinator
 
 
 def headline(of: Coordinator) -> str:
-    job = {"summary": json.loads(summary(of)), "nodes": {}, "supervised": True}
+    job = {"summary": summary(of), "nodes": {}, "supervised": True}
     return status.render("job", job).splitlines()[0]
 
 
@@ -239,7 +243,7 @@ def test_an_smp_tells_what_it_has_and_shows_it(tmp_path: Path) -> None:
         await until_quiet(of)
         assert any(lease.summary for lease in Leases.seen)
         status = await asyncio.to_thread(ask, node.environment.socket, m.StatusRequest())
-        assert json.loads(status.summary) == json.loads(summary(of))
+        assert json.loads(status.summary) == summary(of)
         of.connect("node0", endpoint)  # as after the SMP was replaced: nothing is known of it
         first = len(Leases.seen)
         await until_quiet(of)
@@ -257,7 +261,7 @@ def test_status_shows_why_no_snapshot_succeeds_until_one_does() -> None:
     of, cause = coordinator(), layout_changed("moment is new")
 
     def shown() -> str:
-        job = {"summary": json.loads(summary(of)), "nodes": {}, "supervised": True}
+        job = {"summary": summary(of), "nodes": {}, "supervised": True}
         return status.render("job", job)
 
     for sequence in (1, 2, 3):

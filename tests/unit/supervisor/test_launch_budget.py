@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.core.errors import RestartBudgetError
-from megatron_ft.supervisor.budget import OTHER_STARTS, Failure, RestartBudget
+from megatron_ft.supervisor.failures import OTHER_STARTS, Failure, RestartBudget
 
 CAUSES, NODES = ("exit 1", "signal 9", "no world", "hang"), ("", "n0", "n1", "n2")
 FAILURES = st.builds(

@@ -11,9 +11,9 @@ from megatron_ft.supervisor.membership import OutstandingLeases
 
 def test_the_node_that_was_heard_of_last_is_waited_for() -> None:
     leases, now = OutstandingLeases(1000.0), time.monotonic()
-    leases.note("n0", now - 900.0)
-    leases.note("n1", now - 500.0)
-    leases.note("n2", now - 1500.0)
+    leases.record("n0", now - 900.0)
+    leases.record("n1", now - 500.0)
+    leases.record("n2", now - 1500.0)
     assert leases.left(["n0", "n1", "n2"]) == pytest.approx(500.0, abs=60.0)
     assert leases.left(["n0"]) == pytest.approx(100.0, abs=60.0)
     assert leases.left(["n2"]) < 0
@@ -22,5 +22,5 @@ def test_the_node_that_was_heard_of_last_is_waited_for() -> None:
 def test_of_whom_nothing_was_heard_the_supervisor_before_may_have() -> None:
     """It may have renewed the lease until this one began."""
     leases = OutstandingLeases(1000.0)
-    leases.note("n0", time.monotonic() - 2000.0)
+    leases.record("n0", time.monotonic() - 2000.0)
     assert leases.left(["n0", "n1"]) == pytest.approx(1000.0, abs=60.0)

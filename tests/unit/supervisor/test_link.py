@@ -18,8 +18,8 @@ from megatron_ft.supervisor.connections import ARENA_TIMEOUT_SECONDS, SmpLink
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import CyclePhase, SnapshotCycle
 from megatron_ft.supervisor.events import Observers
-from megatron_ft.supervisor.plan import Timing
-from megatron_ft.supervisor.restore import admit
+from megatron_ft.supervisor.membership import admit
+from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.schedule import Schedule
 from megatron_ft.supervisor.spec import raise_open_files
 
@@ -187,7 +187,7 @@ def test_a_node_that_makes_an_arena_is_not_lost() -> None:
         coordinator.link_type = Busy
         coordinator.connect("n0", NOBODY)
         try:
-            assert not (await admit(coordinator, 1, ["n0"])).lost
+            assert list(await admit(coordinator, 1, ["n0"])) == ["n0"]
         finally:
             await coordinator.close()
 

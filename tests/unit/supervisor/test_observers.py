@@ -15,8 +15,8 @@ def test_a_log_on_a_full_disk_stops_nobody() -> None:
     observers.add(heard.append)
     # What is written to this device meets a disk without space (full(4)), also when it is closed.
     with suppress(OSError), open("/dev/full", "w") as full, redirect_stdout(full):
-        observers.tell("committed", "snapshot of iteration 4 committed", level="local")
-        observers.tell("training", "training")
+        observers.emit("committed", "snapshot of iteration 4 committed", level="local")
+        observers.emit("training", "training")
     assert [event.kind for event in heard] == ["committed", "training"]
 
 
@@ -30,6 +30,6 @@ def test_who_failed_once_is_told_the_next_event() -> None:
 
     observers = Observers()
     observers.add(fails_first)
-    observers.tell("training", "training")
-    observers.tell("finished", "finished")
+    observers.emit("training", "training")
+    observers.emit("finished", "finished")
     assert heard == ["training", "finished"]

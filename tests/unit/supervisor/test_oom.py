@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -12,12 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.rpc.sockets import JobKeys
-from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.events import JobEvent, Observers
-from megatron_ft.supervisor.failure import JobNotes, OomKills
-from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.plan import Timing
+from megatron_ft.supervisor.failures import OomKills
 from tests.support.slurm_cluster import missing_cgroups
 
 MISSING = missing_cgroups() if os.geteuid() == 0 else "needs root"
@@ -45,12 +40,12 @@ def test_a_count_that_has_risen_is_told_once(
     counter.parent.mkdir(parents=True)
     counter.write_text(text.format(4))
     kills = watch(tmp_path, membership)
-    assert kills.look() == "", "those before the job are not its own"
+    assert kills.poll() == "", "those before the job are not its own"
     counter.write_text(text.format(6))
-    assert f"killed 2 processes of memory cgroup {counter.parent}" in kills.look()
-    assert kills.look() == ""
+    assert f"killed 2 processes of memory cgroup {counter.parent}" in kills.poll()
+    assert kills.poll() == ""
     counter.unlink()
-    assert kills.look() == "", "the group is gone"
+    assert kills.poll() == "", "the group is gone"
 
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
@@ -66,7 +61,7 @@ def test_a_process_that_the_kernel_kills_for_want_of_memory(tmp_path: Path) -> N
         program = [sys.executable, "-c", f"{join}; b'x' * (256 << 20)"]
         ended = subprocess.run(program, timeout=60, check=False)
         assert ended.returncode == -signal.SIGKILL
-        assert name in kills.look()
+        assert name in kills.poll()
     finally:
         group.rmdir()
 
@@ -77,19 +72,11 @@ def test_the_console_names_it_where_a_daemon_or_an_encoder_died(tmp_path: Path, 
     counter.parent.mkdir(parents=True)
     counter.write_text("oom_kill 0\n")
     observers, told = Observers(), list[JobEvent]()
-
-    async def deaths() -> None:
-        keys = JobKeys.derive(bytes(32))
-        coordinator = Coordinator(keys, observers, lambda world: None, Timing())
-        with JobState(tmp_path / "state", "job") as state:
-            notes = JobNotes(state, coordinator)
-            notes.oom = watch(tmp_path, "0::/job\n")
-            observers.add(told.append)
-            observers.tell(kind, "it died")
-            counter.write_text("oom_kill 1\n")
-            observers.tell("training", "training")
-            observers.tell(kind, "it died")
-
-    asyncio.run(deaths())
+    watch(tmp_path, "0::/job\n").report_to(observers)
+    observers.add(told.append)
+    observers.emit(kind, "it died")
+    counter.write_text("oom_kill 1\n")
+    observers.emit("training", "training")
+    observers.emit(kind, "it died")
     assert [e.kind for e in told] == [kind, "training", "oom", kind]
     assert "killed 1 processes of memory cgroup" in told[2].text

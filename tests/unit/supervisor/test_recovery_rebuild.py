@@ -11,12 +11,12 @@ import pytest
 from megatron_ft.checkpoint.decide import Decision, StripeState
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor import restore
-from megatron_ft.supervisor.restore import RebuildError, Restore
+from megatron_ft.supervisor.recovery import RebuildError, RestorePlan
+from megatron_ft.supervisor.recovery import rebuild as rebuild_lost
 
 INCARNATION, WORLD, SNAPSHOT = 4, "w4", SnapshotId(3, 7)
 STRIPE = StripeState("xor", 1, 1, 1 << 20, ("dp0", "dp1"), 4096, 1)
-PLAN = Restore(
+PLAN = RestorePlan(
     decision=Decision(SNAPSHOT, 30, True, (STRIPE,), {STRIPE: ("dp1",)}),
     places={"dp0": "n0", "dp1": "n1"},
     active=("n0", "n1"),
@@ -47,7 +47,7 @@ class Coordinator:
 def rebuild(*bodies: Any) -> None:
     async def story() -> None:
         coordinator: Any = Coordinator(*bodies)
-        await asyncio.wait_for(restore._rebuild(coordinator, PLAN, SNAPSHOT), 10)
+        await asyncio.wait_for(rebuild_lost(coordinator, PLAN, SNAPSHOT), 10)
 
     asyncio.run(story())
 

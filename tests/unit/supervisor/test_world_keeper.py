@@ -23,7 +23,7 @@ from megatron_ft.supervisor.encoder_world import (
     why_ended,
 )
 from megatron_ft.supervisor.events import JobEvent, Observers
-from megatron_ft.supervisor.plan import Timing
+from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.spec import JobSpec
 from tests.support.tmpfs import mount_tmpfs
 

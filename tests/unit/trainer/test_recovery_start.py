@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.trainer.start_choice import DiskStart, RankView, decide
+from megatron_ft.trainer.start_choice import DiskStart, RankView, choose_start
 
 iterations = st.integers(-1, 50)
 disks = st.builds(
@@ -22,7 +22,7 @@ same_offer = st.tuples(iterations, st.lists(views, min_size=1, max_size=6)).map(
 
 @given(st.lists(views, min_size=1, max_size=6) | same_offer)
 def test_memory_serves_all_ranks_or_none(ranks: list[RankView]) -> None:
-    decision = decide(ranks)
+    decision = choose_start(ranks)
     disk, offers = ranks[0].disk, {view.offered for view in ranks}
     usable = len(offers) == 1 and max(offers) >= 0
     usable = usable and not any(view.disk_only or view.problem for view in ranks)
@@ -36,14 +36,14 @@ def test_memory_serves_all_ranks_or_none(ranks: list[RankView]) -> None:
 
 def test_what_stands_in_the_way_is_said() -> None:
     view = RankView(8, DiskStart(6))
-    assert decide([view, view]) == (True, "newer than what is on disk (iteration 6)")
+    assert choose_start([view, view]) == (True, "newer than what is on disk (iteration 6)")
     tie = [RankView(8, DiskStart(8))] * 2
-    assert decide(tie) == (True, "as new as what is on disk (iteration 8)")
+    assert choose_start(tie) == (True, "as new as what is on disk (iteration 8)")
     doubtful = [RankView(8, DiskStart(8, to_resume=True))] * 2
-    assert decide(doubtful) == (
+    assert choose_start(doubtful) == (
         False,
         "the checkpoint of iteration 8 was saved to be resumed from",
     )
-    reason = decide([view, view._replace(problem="no position")]).reason
+    reason = choose_start([view, view._replace(problem="no position")]).reason
     assert reason == "no position"
-    assert "ranks [1]" in decide([view, view._replace(offered=4)]).reason
+    assert "ranks [1]" in choose_start([view, view._replace(offered=4)]).reason

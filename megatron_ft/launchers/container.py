@@ -1,7 +1,7 @@
-"""Training commands that start a container: what of ours has to go into it, and how.
+"""Training commands that start a container, and the environment that has to go into it.
 
 Most of them hand their environment on (apptainer, enroot, pyxis, bwrap).  The clients of a
-container engine do not, and what they start is no child of theirs: it would go on without them.
+container engine do not, and what they start is no child of theirs: it would outlive them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def python_of(command: Sequence[str]) -> list[str] | None:
 
 
 def mount_advice(runtime: str, folder: Path) -> str:
-    """Which argument of ``runtime`` shows the host's ``folder`` to what is inside."""
+    """The argument of ``runtime`` that shows the host's ``folder`` to what is inside."""
     text = _MOUNTS.get(runtime, "the host's {folder} mounted at the same path")
     advice = "give the container " + text.format(folder=folder)
     if runtime in _CLIENTS and folder.is_relative_to(SHARED_MEMORY):
@@ -58,15 +58,17 @@ def mount_advice(runtime: str, folder: Path) -> str:
 
 
 def processes_advice(runtime: str) -> str:
-    """Which argument gives a container the host's process numbers."""
+    """The argument that gives a container the host's process numbers."""
     return f"give {runtime or 'the container'} {_PROCESSES.get(runtime, '`--pid host`')}"
 
 
 _PROCESSES = {"bwrap": "no `--unshare-pid`", "apptainer": "no `--pid`", "singularity": "no `--pid`"}
 
 
-def told(command: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], str]:
-    """The command with what its container must be told, and the mark by which that is ended.
+def pass_environment(
+    command: Sequence[str], environment: Mapping[str, str]
+) -> tuple[list[str], str]:
+    """The command with the variables that its container needs, and the mark that ends it.
 
     Names only, so that no value is seen in a list of processes: those of ``environment`` that
     this process does not have itself, and of what a launcher adds.  The mark is empty where the
@@ -88,5 +90,5 @@ _OURS = "MEGATRON_FT_"
 
 
 def _verb(words: Sequence[str]) -> int:
-    """Where ``run`` or ``exec`` stands; 0 if it does not."""
+    """Position of ``run`` or ``exec``; 0 if there is none."""
     return next((at for at, word in enumerate(words) if at and word in _VERBS), 0)

@@ -12,10 +12,10 @@ from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.supervisor.coordinator import Coordinator
-from megatron_ft.supervisor.distrust import Distrust
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.plan import Timing
+from megatron_ft.supervisor.orders import Timing
+from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy
 
 SNAPSHOT = SnapshotId(1, 1)
 START = Decision(SNAPSHOT, 10, True, (), {})
@@ -30,15 +30,15 @@ def test_only_who_has_loaded_a_snapshot_can_fail_from_it(
         coordinator = Coordinator(
             JobKeys.derive(bytes(32)), Observers(), lambda world: None, Timing()
         )
-        distrust = Distrust(state, coordinator, near=5)
-        await distrust.begin(START, (Ancestor(1, None),), ranks=2)
+        policy = QuarantinePolicy(state, coordinator, near=5)
+        await policy.begin(START, (Ancestor(1, None),), ranks=2)
 
         def loads(shard: str) -> None:
             coordinator._on_event(m.Event("n0", 0, m.Restored(shard, SNAPSHOT, 1.0, "memory")))
 
         loads("dp0")
         for _ in range(FAILURE_LIMIT):
-            assert not await distrust.training_failed()
+            assert not await policy.training_failed()
         assert state.record.quarantine == Quarantine()
 
         async def refresh() -> None:
@@ -46,7 +46,7 @@ def test_only_who_has_loaded_a_snapshot_can_fail_from_it(
             loads("dp1")
 
         monkeypatch.setattr(coordinator, "refresh", refresh)
-        rejected = [await distrust.training_failed() for _ in range(FAILURE_LIMIT)]
+        rejected = [await policy.training_failed() for _ in range(FAILURE_LIMIT)]
         assert rejected == [False] * (FAILURE_LIMIT - 1) + [True]
         assert state.record.quarantine.rejected == (SNAPSHOT,)
         await coordinator.close()
@@ -65,7 +65,7 @@ def test_an_outage_of_the_notes_keeps_no_job_from_rewinding(tmp_path: Path) -> N
         )
         coordinator.rewind_before = 7
         (tmp_path / "job" / ".job.json.tmp").mkdir()
-        distrust = Distrust(state, coordinator, near=5)
-        distrust.rewind()
-        assert distrust.quarantine == Quarantine().rewound(7)
+        policy = QuarantinePolicy(state, coordinator, near=5)
+        policy.rewind()
+        assert policy.quarantine == Quarantine().rewound(7)
     assert told == ["notes_unwritten", "rewind"]

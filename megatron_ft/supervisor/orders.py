@@ -1,11 +1,8 @@
-"""What to ask of each node: arenas to make, stripes to encode or rebuild.  Pure.
-
-How long the control plane waits for what.
-"""
+"""Orders to the nodes: arenas to make, stripes to encode or rebuild, and their timeouts.  Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ft.arena.format import BLOCK_BYTES, DIGEST_BLAKE2B, DIGEST_CRC64
@@ -124,3 +121,11 @@ def orders_by_node(
         for node in dict.fromkeys(places[shard] for shard in order.members):
             found.setdefault(node, []).append(order)
     return {node: tuple(part) for node, part in found.items()}
+
+
+def shards_by_node(shards: Iterable[str], places: Mapping[str, str]) -> dict[str, list[str]]:
+    """These shards by the node of each; nodes without any are left out."""
+    found: dict[str, list[str]] = {}
+    for shard_id in shards:
+        found.setdefault(places[shard_id], []).append(shard_id)
+    return found

@@ -1,0 +1,238 @@
+"""Quarantine of a job: what its recoveries must not restore, and the rival checkpoints on disk.
+
+It holds damaged shards, snapshots from which training fails soon after a restore, and what the
+user has asked to rewind.  Since training frameworks load checkpoints of their own, it also says
+when memory goes before them, as Megatron's ranks will agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_ft.checkpoint.decide import Decision, Quarantine
+from megatron_ft.checkpoint.native import disk_of, iteration_of, naming, newest_iteration
+from megatron_ft.config import SWITCH
+from megatron_ft.core.identity import Ancestor, SnapshotId, on_lineage
+from megatron_ft.core.process_tools import in_thread
+from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.trainer.start_choice import RankView, StartDecision, choose_start
+
+DISK_TIMEOUT_SECONDS = 10.0
+"""Longest that a recovery waits for the folder of the framework's own checkpoints."""
+
+
+class OwnCheckpoint(NamedTuple):
+    """The framework's newest checkpoint: its iteration, -1 for none, and how it is named."""
+
+    iteration: int
+    named: str
+
+
+class QuarantinePolicy:
+    """The quarantine in the job's notes, so that a later supervisor knows it, too.
+
+    ``near`` is the number of iterations after a restore within which a failure counts.  In
+    ``directory`` are the framework's own checkpoints, if that is known.
+    """
+
+    def __init__(
+        self, state: JobState, coordinator: Coordinator, near: int, directory: Path | None = None
+    ) -> None:
+        self._state, self._coordinator = state, coordinator
+        self._ranks, self._near, self._directory = 0, near, directory
+        self._start: Decision | None = None
+        self._over_own = False
+        self._restored: set[str] = set()
+        self._corrupt: set[tuple[str, SnapshotId]] = set()
+        coordinator.listeners.append(self._on_event)
+
+    @property
+    def quarantine(self) -> Quarantine:
+        """As it stands in the notes."""
+        return self._state.record.quarantine
+
+    @property
+    def damaged(self) -> set[tuple[str, SnapshotId]]:
+        """Shards that count as lost in these snapshots."""
+        return self._corrupt | self._coordinator.repairs.lost
+
+    def admitted(self) -> None:
+        """All nodes are in a new incarnation: the events of the last one are void."""
+        self._coordinator.rewind_asked.clear()
+        self._coordinator.progress.clear()
+        self._restored.clear()
+
+    async def begin(self, decision: Decision, lineage: tuple[Ancestor, ...], ranks: int) -> None:
+        """Record that an incarnation of ``ranks`` starts from a decision.
+
+        Every arena has its ``lineage`` by then.
+        """
+        self._start, self._ranks = decision, ranks
+        self._state.update(quarantine=await self._begun_from(decision))
+        durable = self._coordinator.durable
+        if durable is not None and not on_lineage(durable[0], lineage):
+            # On disk there is only what was given up.
+            self._coordinator.durable = None
+
+    def source(self, decision: Decision) -> str:
+        """The word by which trainers know where their state is to come from."""
+        if decision.snapshot is None:
+            return "disk"
+        return "rewound" if self._over_own else "memory"
+
+    async def foresee(self, command: Sequence[str], decision: Decision) -> StartDecision | None:
+        """The start that Megatron's ranks will agree on; None if only they can know.
+
+        The same rule is applied here to the same arguments and files.  They cannot be known here
+        where the command is a script that hides them, or names a checkpoint.
+        """
+        args = _arguments(command)
+        if decision.snapshot is None or SWITCH not in command or not args.load:
+            return None
+        own = await self._own() if self.quarantine.over_disk else None
+        rewound = self.quarantine.goes_before(None if own is None else own.named)
+        try:
+            disk = await in_thread(lambda: disk_of(args), DISK_TIMEOUT_SECONDS)
+        except (asyncio.TimeoutError, OSError, ValueError):
+            return None
+        view = RankView(decision.iteration, disk, rewound=rewound)
+        return None if disk.asked else choose_start([view])
+
+    async def _begun_from(self, decision: Decision) -> Quarantine:
+        """The quarantine with what of the framework's own this incarnation gives up.
+
+        That includes what it passes over, for training will come to that iteration once more and
+        save it in the same place: cut off in that, it is of two incarnations.
+        """
+        quarantine, own = self.quarantine, None
+        if quarantine.over_disk:
+            own = await self._own()
+        self._over_own = quarantine.goes_before(None if own is None else own.named)
+        if own is None:
+            return quarantine.settled()
+        wanted = [] if quarantine.before is None else [quarantine.before]
+        if self._over_own and decision.snapshot is not None:
+            wanted.append(decision.iteration + 1)
+        if wanted and own.iteration >= min(wanted):
+            quarantine = quarantine.giving_up(own.named)
+        return quarantine.settled(own.named)
+
+    async def training_failed(self) -> bool:
+        """Hold a failure against the snapshot of the start if that is near; whether it is out now.
+
+        A failure before all ranks had loaded the snapshot says nothing about it.
+        """
+        if self._start is None or self._start.snapshot is None:
+            return False
+        # Nodes answer after their earlier events: who has loaded is known then.
+        await self._coordinator.refresh()
+        if len(self._restored) < self._ranks:
+            return False
+        snapshot, iteration = self._start.snapshot, self._start.iteration
+        reached = max(self._coordinator.progress.values(), default=-1)
+        gained, before = max(0, reached - iteration), self.quarantine
+        after = before.after_failure(snapshot, gained, self._near)
+        if after.rejected != before.rejected:
+            own = await self._own()
+            after = after.giving_up(own.named if own and own.iteration > iteration else "")
+        if after != before:
+            self._remember(after)
+        if after.rejected == before.rejected:
+            return False
+        self._coordinator.observers.emit(
+            "quarantined",
+            f"training failed again {gained} iterations after snapshot {snapshot} (iteration "
+            f"{iteration}): it is not used a third time",
+            iteration=iteration,
+            snapshot=str(snapshot),
+        )
+        return True
+
+    def rebuild_failed(self, corrupt: str) -> None:
+        """A rebuild of the snapshot being restored found a shard (or none: "") corrupt."""
+        if corrupt and self._coordinator.restoring is not None:
+            self._corrupt.add((corrupt, self._coordinator.restoring))
+
+    def rewind(self) -> str:
+        """Carry out the user's request; the reason why this incarnation ends, for people."""
+        before = self._coordinator.rewind_before
+        self._remember(self.quarantine.rewound(before))
+        text = f"rewinding to before iteration {before}"
+        self._coordinator.observers.emit("rewind", text, before=before)
+        return text
+
+    async def _own(self) -> OwnCheckpoint | None:
+        """The newest that the framework has saved itself, None where that is not known."""
+        directory = self._directory
+        if directory is None:
+            return None
+        try:
+            return await in_thread(
+                lambda: OwnCheckpoint(newest_iteration(directory), naming(directory)),
+                DISK_TIMEOUT_SECONDS,
+            )
+        except (asyncio.TimeoutError, OSError):
+            return None
+
+    def _on_event(self, event: m.Event) -> None:
+        body = event.body
+        if isinstance(body, m.Restored):
+            self._restored.add(body.shard_id)
+        elif isinstance(body, m.CorruptShard):
+            self._corrupt.add((body.shard_id, body.snapshot))
+            text = f"{body.blocks} blocks of {body.shard_id} fail their digests; the shard counts "
+            self._coordinator.observers.emit("corrupt", text + "as lost")
+        elif isinstance(body, m.Rebuilt):
+            self._corrupt.discard((body.shard_id, body.snapshot))
+            self._coordinator.repairs.lost.discard((body.shard_id, body.snapshot))
+
+    def _remember(self, quarantine: Quarantine) -> None:
+        """It holds from now on; an outage of the notes ends no job that runs from memory."""
+        if reason := self._state.remember(quarantine=quarantine):
+            self._coordinator.observers.emit("notes_unwritten", reason)
+
+
+def reason_against_own(quarantine: Quarantine, checkpoint: Path | None) -> str:
+    """Why the framework's own checkpoint must not be loaded, or nothing."""
+    if checkpoint is None:
+        return ""
+    if quarantine.own and naming(checkpoint.parent) == quarantine.own:
+        return "it is of what the job was rolled back from"
+    return quarantine.reason_against_iteration(iteration_of(checkpoint))
+
+
+def memory_goes_first(quarantine: Quarantine, directory: Path) -> bool:
+    """Whether memory goes before a newer checkpoint of the framework's own in ``directory``."""
+    return quarantine.goes_before(naming(directory))
+
+
+async def newest_saved(directory: Path | None, command: Sequence[str]) -> int:
+    """The newest iteration that the framework has saved itself; -1 for none, or if unknown.
+
+    It saves in ``directory``, or where the ``command`` loads from.
+    """
+    load = _arguments(command).load
+    folder = directory or (None if load is None else Path(load))
+    try:
+        return await in_thread(lambda: newest_iteration(folder), DISK_TIMEOUT_SECONDS)
+    except (asyncio.TimeoutError, OSError):
+        return -1
+
+
+def _arguments(command: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--load")
+    parser.add_argument("--pretrained-checkpoint")
+    parser.add_argument("--finetune", action="store_true")
+    parser.add_argument("--ckpt-step", type=int)
+    parser.add_argument("--override-ckpt-iteration", type=int)
+    try:
+        return parser.parse_known_args(list(command))[0]
+    except argparse.ArgumentError:
+        return argparse.Namespace(load=None)

@@ -1,0 +1,400 @@
+"""Recovery of a job: the steps from "something died" to "trainers may start".
+
+``Recovery.run`` is the recipe: admit all nodes into a new incarnation, replace those that are
+lost, decide what is served, bring it back, commit it, and let trainers in.  The decision on what
+memory serves is pure (checkpoint/decide.py).
+
+Each step can be interrupted: nothing that a later attempt needs is given up before the
+restored snapshot is complete and committed everywhere again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_ft.checkpoint.decide import Decision, decide
+from megatron_ft.checkpoint.drained import Choice
+from megatron_ft.checkpoint.native import LATEST, TRACKER, newest_checkpoint
+from megatron_ft.core.errors import ConfigError, MegatronFTError, UnrecoverableError
+from megatron_ft.core.fault_points import reach
+from megatron_ft.core.identity import Ancestor, SnapshotId, extend
+from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.disk_restore import DiskRestores, DiskSource, lineage_before
+from megatron_ft.supervisor.encoder_world import WorldKeeper
+from megatron_ft.supervisor.failures import RestartBudget
+from megatron_ft.supervisor.job_state import JobState, command_digest
+from megatron_ft.supervisor.membership import Inventories, Membership
+from megatron_ft.supervisor.orders import (
+    create_requests,
+    orders_by_node,
+    shards_by_node,
+    stripe_orders,
+)
+from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy, reason_against_own
+from megatron_ft.supervisor.spec import JobSpec
+
+WORLD_TIMEOUT_SECONDS = 120.0
+REBUILD_TIMEOUT_SECONDS = 1800.0
+
+
+class RebuildError(MegatronFTError):
+    """A rebuild did not finish; ``corrupt`` is a shard whose bytes turned out wrong, or empty."""
+
+    def __init__(self, reason: str, corrupt: str = "") -> None:
+        super().__init__(reason)
+        self.corrupt = corrupt
+
+
+@dataclass(frozen=True)
+class RestorePlan:
+    """A decision, where shards live now, and the new lineage.
+
+    ``disk`` is set where the snapshot comes from a drained checkpoint.  ``framework_loads`` says
+    that trainers load a checkpoint of the framework's own instead; memory keeps what it has.
+    """
+
+    decision: Decision
+    places: dict[str, str]
+    active: tuple[str, ...]
+    incarnation: int
+    lineage: tuple[Ancestor, ...]
+    slot_count: int
+    disk: DiskSource | None = None
+    framework_loads: bool = False
+
+    def adoption(self, node: str) -> m.Adopt:
+        """What ``node`` keeps: its shards if something is restored, else nothing."""
+        snapshot = self.decision.snapshot
+        kept = snapshot is not None and not (self.disk is not None and self.disk.fresh)
+        keep = tuple(s for s, n in self.places.items() if n == node and kept)
+        return m.Adopt(self.incarnation, self.lineage, snapshot, keep)
+
+    def sources(self) -> dict[str, str]:
+        """Where each shard's bytes come from: "memory" of its own node, "parity" or "disk"."""
+        lost = dict.fromkeys(self.lost(), "parity")
+        disk = dict.fromkeys(() if self.disk is None else self.disk.shards, "disk")
+        return {**dict.fromkeys(self.places, "memory"), **lost, **disk}
+
+    def lost(self) -> tuple[str, ...]:
+        """Shards that must be rebuilt from parity."""
+        return tuple(shard for members in self.decision.lost.values() for shard in members)
+
+    def describe(self) -> tuple[str, str]:
+        """The restore as a sentence, and in a word where the bytes come from."""
+        start = f"restoring iteration {self.decision.iteration}"
+        if self.disk is not None:
+            shards, folder = self.disk.shards, self.disk.folder
+            names = ", ".join(shards) if len(shards) <= 4 else f"{len(shards)} shards"
+            rest = "" if self.disk.fresh else ", the rest from own memory"
+            return f"{start}: {names} from disk ({folder}){rest}", "disk"
+        if self.lost():
+            names = ", ".join(self.lost())
+            return f"{start}: {names} from parity, the rest from own memory", "parity"
+        return f"{start} from own memory", "own memory"
+
+
+class Recovery:
+    """Recovers one job, once for each of its incarnations."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        state: JobState,
+        coordinator: Coordinator,
+        members: Membership,
+        world: WorldKeeper,
+        disk: DiskRestores,
+        quarantine: QuarantinePolicy,
+    ) -> None:
+        self._spec, self._state = spec, state
+        self._coordinator, self._members, self._world = coordinator, members, world
+        self._disk, self._quarantine = disk, quarantine
+
+    async def run(self, budget: RestartBudget, reached: int) -> RestorePlan:
+        """Recover the job into a new incarnation; the plan that was carried out.
+
+        ``reached`` is the last iteration before the failure, -1 if none is known.  NoSpareError
+        when too few nodes are left.  UnrecoverableError when work would be lost and nobody
+        allowed that; ConfigError when memory was laid out by other settings than those of this
+        run.  After RebuildError, LoadError, NoRoomError or ControlPlaneError another attempt
+        may succeed.
+        """
+        admitted = await self._members.admit_all()
+        self._quarantine.admitted()
+        self._set_suspect_aside(budget, admitted)
+        self._members.replace_lost(admitted)
+        plan = await self._choose(admitted, reached)
+        await self.carry_out(plan, admitted)
+        if plan.framework_loads:
+            self._coordinator.resumed_from = -1
+        await self._quarantine.begin(plan.decision, plan.lineage, self._members.ranks)
+        return plan
+
+    def memory(self, admitted: Inventories) -> Decision:
+        """The newest snapshot that memory of the admitted nodes can serve, and what it lacks."""
+        return decide(
+            self._members.owned(admitted),
+            shard_count=len(self._state.record.shards) or None,
+            corrupt=self._quarantine.damaged,
+            quarantine=self._quarantine.quarantine,
+            lineage=self._state.record.lineage,
+        )
+
+    def lineage(self, decision: Decision) -> tuple[Ancestor, ...]:
+        """The lineage of an incarnation that starts from this decision on memory."""
+        arenas = [holding.arena for holding in decision.holdings.values()]
+        newest = max(arenas, key=lambda arena: arena.incarnation, default=None)
+        older = () if newest is None else newest.lineage
+        return extend(older, self._coordinator.incarnation, decision.snapshot)
+
+    async def carry_out(self, plan: RestorePlan, admitted: Inventories) -> None:
+        """Bring what the plan restores into the arenas of its nodes, commit it, let trainers in.
+
+        RebuildError when some shard could not be rebuilt, LoadError when one could not be loaded,
+        NoRoomError when a node has no room for one, ControlPlaneError when a node fails.
+        """
+        await self._members.while_all_answer(self._carry_out(plan, tuple(admitted)))
+
+    def _set_suspect_aside(self, budget: RestartBudget, admitted: Inventories) -> None:
+        """Have a spare take the place of the node that a repeated failure implicates.
+
+        Not where memory could serve less without that node.
+        """
+        node, members = budget.suspect, self._members
+        spares, lost = members.free_spares(), members.lost(admitted)
+        if node not in members.active or len(spares) <= len(lost):
+            return
+        others = {name: one for name, one in admitted.items() if name != node}
+        without = self.memory(others)
+        if without.iteration >= self.memory(admitted).iteration:
+            members.suspect(node, budget.failures[-1].text)
+
+    async def _choose(self, admitted: Inventories, reached: int) -> RestorePlan:
+        """Decide between memory, a drained checkpoint and the framework's own; note the decision.
+
+        The job's nodes are those that train from now on.
+        """
+        spec, coordinator, members = self._spec, self._coordinator, self._members
+        memory = self.memory(admitted)
+        check_memory(spec, self._state.record.scheme, memory)
+        self._state.update(
+            incarnation=coordinator.incarnation,
+            active=tuple(members.active),
+            command_digest=command_digest(spec.command),
+        )
+        choice = await self._disk.look(memory, self._state.record)
+        decision, source, lineage = self._settle(memory, choice)
+        self._state.update(lineage=lineage, scheme=str(spec.scheme))
+        plan = RestorePlan(
+            decision=decision,
+            places=members.places(),
+            active=tuple(members.active),
+            incarnation=coordinator.incarnation,
+            lineage=lineage,
+            slot_count=spec.settings.slots,
+            disk=source,
+        )
+        start = await self._quarantine.foresee(spec.command, decision)
+        if start is None or start.from_memory:
+            self._emit_restoring(plan, memory, choice, reached)
+            return plan
+        text = f"starting from disk: {start.reason}; iteration {decision.iteration} is kept"
+        coordinator.observers.emit("from_disk", text)
+        return replace(plan, framework_loads=True)
+
+    def _settle(
+        self, memory: Decision, choice: Choice
+    ) -> tuple[Decision, DiskSource | None, tuple[Ancestor, ...]]:
+        """The decision, the checkpoint of which shards are loaded, and the new lineage."""
+        taken, coordinator = choice.taken, self._coordinator
+        if taken is not None:
+            damaged = self._quarantine.damaged
+            decision, source = self._disk.decision(taken, memory, self._members.active, damaged)
+            older = lineage_before(taken, self._state.record)
+            self._state.update(shards=taken.seats)
+            coordinator.durable = (taken.manifest.snapshot, decision.iteration)
+            return decision, source, extend(older, coordinator.incarnation, decision.snapshot)
+        if memory.snapshot is None:
+            if self._state.record.committed:
+                self._accept_loss("; ".join([memory.explanation, *choice.reasons]))
+            coordinator.committed = coordinator.protected = None
+            self._state.update(committed=False, shards={})
+        return memory, None, self.lineage(memory)
+
+    def _accept_loss(self, reason: str) -> None:
+        """Go on without what was committed, if the framework or the user allows that.
+
+        UnrecoverableError if not: neither memory nor what was drained can serve.
+        """
+        spec, emit = self._spec, self._coordinator.observers.emit
+        checkpoint = newest_checkpoint(spec.checkpoint_dir)
+        unwanted = reason_against_own(self._quarantine.quarantine, checkpoint)
+        if unwanted:
+            # Not from scratch either: what the folder names is what the framework would load.
+            raise UnrecoverableError(
+                f"no snapshot can be served: {reason}. {checkpoint} cannot either: {unwanted}. "
+                f"Name what is to be loaded, that one or an older one, in {TRACKER} (DeepSpeed: "
+                f"{LATEST}) of its folder anew"
+            )
+        if checkpoint is not None:
+            # A job that has shrunk has no shards in its notes any more.
+            known = self._state.record.shards
+            why = f"memory lost ({reason})" if known else "another number of ranks"
+            emit("from_disk", f"{why}; starting from {checkpoint}")
+        elif spec.from_scratch:
+            emit("from_scratch", f"memory lost ({reason}); starting from scratch")
+        else:
+            where = spec.checkpoint_dir or "no --checkpoint-dir was given"
+            raise UnrecoverableError(
+                f"no snapshot can be served: {reason}. There is no complete checkpoint on disk "
+                f"either ({where}). To start again from nothing, add --from-scratch"
+            )
+
+    def _emit_restoring(
+        self, plan: RestorePlan, memory: Decision, choice: Choice, reached: int
+    ) -> None:
+        if plan.decision.snapshot is None:
+            return
+        text, source = plan.describe()
+        lost = max(0, reached - plan.decision.iteration) if reached >= 0 else None
+        if lost is not None:
+            text += f"; {lost} iterations are lost"
+        if plan.disk is not None:
+            reasons = [f"memory: {memory.explanation}"] if memory.explanation else []
+            text += "".join(f"; {reason}" for reason in [*reasons, *choice.reasons])
+        self._coordinator.observers.emit(
+            "restoring",
+            text,
+            iteration=plan.decision.iteration,
+            source=source,
+            lost=list(plan.lost()),
+            iterations_lost=lost,
+        )
+
+    async def _carry_out(self, plan: RestorePlan, admitted: Sequence[str]) -> None:
+        coordinator, snapshot = self._coordinator, plan.decision.snapshot
+        coordinator.restoring = snapshot
+        await coordinator.ask_all({node: plan.adoption(node) for node in admitted})
+        reach("recovery.adopted")
+        if snapshot is not None:
+            await self._bring_back(plan, snapshot)
+            level = "protected" if plan.decision.protected else "local"
+            commit = m.Commit(plan.incarnation, snapshot, level)
+            reach("recovery.committing")
+            await coordinator.ask_all({node: commit for node in plan.active})
+            coordinator.record_commit(snapshot, plan.decision.iteration, level)
+        ready = m.RestoreReady(plan.incarnation, snapshot, plan.sources())
+        await coordinator.ask_all({node: ready for node in plan.active})
+        coordinator.resumed_from = plan.decision.iteration if snapshot is not None else -1
+        if snapshot is not None:
+            reach("recovery.ready")
+
+    async def _bring_back(self, plan: RestorePlan, snapshot: SnapshotId) -> None:
+        """Rebuild lost shards from parity, and load those that come from disk."""
+        coordinator, disk = self._coordinator, plan.disk
+        if plan.decision.lost:
+            await _make_targets(coordinator, plan, plan.lost())
+            self._world.start(plan.active)
+            await coordinator.world_ready(WORLD_TIMEOUT_SECONDS)
+            await rebuild(coordinator, plan, snapshot)
+        if disk is not None:
+            await _make_targets(coordinator, plan, disk.shards)
+            iteration, shards = plan.decision.iteration, shards_by_node(disk.shards, plan.places)
+            await coordinator.ask_all(
+                {
+                    node: m.Load(plan.incarnation, snapshot, iteration, tuple(found))
+                    for node, found in shards.items()
+                }
+            )
+            await self._disk.load(disk, snapshot, plan.places, plan.incarnation)
+
+
+def check_memory(spec: JobSpec, scheme: str, memory: Decision) -> None:
+    """ConfigError if memory serves a snapshot whose arenas were made by other settings.
+
+    ``scheme`` is the one in the job's notes, "" if there is none.
+    """
+    if memory.snapshot is None:
+        return
+    slots = {len(holding.arena.slots) for holding in memory.holdings.values()}
+    wanted = spec.settings.slots
+    if scheme and scheme != str(spec.scheme):
+        flag, kept, asked = "protect", scheme, str(spec.scheme)
+    elif slots != {wanted}:
+        flag, kept, asked = "slots", str(max(slots - {wanted})), str(wanted)
+    else:
+        return
+    job = spec.name
+    raise ConfigError(
+        f"job {job!r} keeps its snapshots in memory with --{flag} {kept}; you asked for {asked}. "
+        f"Run it again with --{flag} {kept}. To change it, write the snapshot to disk, "
+        f"`megatron-ft drain --job {job} --to DIR`, and start a job of another name from there: "
+        f"`megatron-ft run --job NAME --{flag} {asked} --restore-from DIR ...`"
+    )
+
+
+async def make_arenas(
+    coordinator: Coordinator, requests: Mapping[str, m.CreateArena], places: Mapping[str, str]
+) -> None:
+    """Have these shards' arenas made or checked, on all nodes at once and one by one on each."""
+
+    async def make(node: str, shards: Sequence[str]) -> None:
+        for shard_id in shards:
+            await coordinator.links[node].make_arena(requests[shard_id])
+
+    by_node = shards_by_node(requests, places)
+    await asyncio.gather(*(make(node, shards) for node, shards in by_node.items()))
+
+
+async def _make_targets(coordinator: Coordinator, plan: RestorePlan, shards: Sequence[str]) -> None:
+    """Arenas for shards that are brought back, where their node has none yet."""
+    stripes = plan.decision.stripes
+    requests = create_requests(stripes, plan.incarnation, plan.lineage, plan.slot_count)
+    await make_arenas(coordinator, {shard: requests[shard] for shard in shards}, plan.places)
+
+
+async def rebuild(coordinator: Coordinator, plan: RestorePlan, snapshot: SnapshotId) -> None:
+    """Have the encoders rebuild what is lost from parity; RebuildError if one cannot."""
+    missing = set(plan.lost())
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def on_event(event: m.Event) -> None:
+        body = event.body
+        # Late events of the encoders before these say nothing of them.
+        world = coordinator.world
+        if isinstance(body, m.Rebuilt) and body.snapshot == snapshot:
+            missing.discard(body.shard_id)
+            if not missing and not done.done():
+                done.set_result(None)
+        elif isinstance(body, m.OrderFailed) and body.world == world and not done.done():
+            done.set_exception(RebuildError(body.reason, body.corrupt))
+        elif isinstance(body, m.WriterGone) and (body.role, body.who) == ("encoder", world):
+            reason = f"the encoder on {event.node} died while rebuilding"
+            asyncio.get_running_loop().call_later(1.0, _fail, done, reason)
+
+    orders = stripe_orders(plan.decision.stripes, plan.places, plan.active, plan.decision.lost)
+    parts = orders_by_node(orders, plan.places)
+    iteration = plan.decision.iteration
+    requests = {
+        node: m.Rebuild(
+            plan.incarnation, snapshot, iteration, coordinator.world, parts.get(node, ())
+        )
+        for node in plan.active
+    }
+    coordinator.listeners.append(on_event)
+    try:
+        await coordinator.ask_all(requests)
+        await asyncio.wait_for(done, REBUILD_TIMEOUT_SECONDS)
+    except asyncio.TimeoutError as error:
+        raise RebuildError(f"no end of the rebuild of {', '.join(sorted(missing))}") from error
+    finally:
+        coordinator.listeners.remove(on_event)
+
+
+def _fail(done: asyncio.Future[None], reason: str) -> None:
+    """An encoder's own account of what went wrong arrives before this and wins."""
+    if not done.done():
+        done.set_exception(RebuildError(reason))
