@@ -16,7 +16,8 @@ from benchmarks.scale.tally import EVENTS, Tally, kind_of
 from megatron_ft.cli.chaos.job import TRAINING_MODULE, JobFile
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.connections import SmpLink, reported
+from megatron_ft.smp.event_sender import reported
+from megatron_ft.supervisor.connections import SmpLink
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.supervisor import Supervisor
 from tests.support.chaos_cluster import CLUSTER_CLASS
@@ -58,7 +59,8 @@ class CountingLink(SmpLink):
             tally.note(f"{kind} answer", m.encode(answer))
         return answer
 
-    def _hear(self, message: m.Event) -> None:
+    def receive(self, message: m.NodeEvent) -> None:
+        """Count the message, then hand its events on."""
         bodies: list[Any] = [one.body for one in reported(message)]
         last: Any = bodies[-1]
         if isinstance(last, EVENTS):
@@ -66,7 +68,7 @@ class CountingLink(SmpLink):
             self.tallies[snapshot].note(kind_of(message), m.encode(message))
             encoded = (body for body in bodies if isinstance(body, m.Encoded))
             self.sent[snapshot] += [body.bytes_sent for body in encoded]
-        super()._hear(message)
+        super().receive(message)
 
 
 def count(nodes: int, protect: str, warm: str = "") -> Count:

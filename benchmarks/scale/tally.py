@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.connections import reported
+from megatron_ft.smp.event_sender import reported
 
 EVENTS = (m.Sealed, m.CaptureCost, m.Encoded, m.OrderDone)
 """What nodes say by themselves for one snapshot."""
 
 
-def kind_of(report: m.Event) -> str:
+def kind_of(report: m.NodeEvent) -> str:
     """The name of a report: that of the last thing that it tells, which all others waited for."""
     return type(reported(report)[-1].body).__name__
 

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from megatron_ft.core.isal import Bytes
-from megatron_ft.erasure.transport import Kind, Pending, Transport, kind_of
+from megatron_ft.erasure.transport import MessageKind, Pending, Transport, kind_of
 
-PAYLOAD = (Kind.SOURCE, Kind.RESULT)
+PAYLOAD = (MessageKind.SOURCE, MessageKind.RESULT)
 """What is counted against bounds; records and digests are not."""
 
 
@@ -19,7 +19,7 @@ class CountingTransport:
         """Count from zero."""
         self._inner = inner
         self.rank, self.size = inner.rank, inner.size
-        self.sent: dict[tuple[int, Kind], int] = defaultdict(int)
+        self.sent: dict[tuple[int, MessageKind], int] = defaultdict(int)
 
     @property
     def bytes_sent(self) -> int:

@@ -15,10 +15,10 @@ from megatron_ft.erasure.rows import SparePieces, copies_only
 from megatron_ft.erasure.transport import (
     EXCHANGES_IN_FLIGHT,
     Ahead,
-    Kind,
+    ExchangeWindow,
     Link,
+    MessageKind,
     Pending,
-    Window,
 )
 
 Turn = tuple[int, slice, int]
@@ -46,10 +46,10 @@ class EncodeMessages:
         code, j = self._code, step - self._code.data_members + 1
         if j > 0:
             made = _one_of(self._results, turn)
-            return [self._link.send(made, self._link.member + j, Kind.RESULT)]
+            return [self._link.send(made, self._link.member + j, MessageKind.RESULT)]
         target = code.layout.data_row(self._link.member, step)
         mine = chunk_of(code, self._member.data, step)[part]
-        return [self._link.send(mine, target, Kind.SOURCE)]
+        return [self._link.send(mine, target, MessageKind.SOURCE)]
 
     def take(self, turn: Turn) -> list[Pending]:
         """What is kept goes where it is kept, what is coded and then dropped into few pieces."""
@@ -57,21 +57,21 @@ class EncodeMessages:
         code, j = self._code, step - self._code.data_members + 1
         if j > 0:
             home = chunk_of(code, self._member.parity, j)[part]
-            return [self._link.receive(home, self._link.member - j, Kind.RESULT)]
+            return [self._link.receive(home, self._link.member - j, MessageKind.RESULT)]
         place = self._member.parity[part] if copies_only(code) else self._piece(turn)
         source = code.layout.holder(self._link.member, step)
-        return [self._link.receive(place, source, Kind.SOURCE)]
+        return [self._link.receive(place, source, MessageKind.SOURCE)]
 
     def give_first_chunk(self, turn: Turn) -> list[Pending]:
         """The same chunk to all others in turn: after the first it is in a cache."""
         _, part, step = turn
         mine = chunk_of(self._code, self._member.data, 0)[part]
-        return [self._link.send(mine, self._link.member + step + 1, Kind.SOURCE)]
+        return [self._link.send(mine, self._link.member + step + 1, MessageKind.SOURCE)]
 
     def take_spare(self, turn: Turn) -> list[Pending]:
         """Into pieces that are used again at once."""
         source = self._link.member - turn[2] - 1
-        return [self._link.receive(self._piece(turn), source, Kind.SOURCE)]
+        return [self._link.receive(self._piece(turn), source, MessageKind.SOURCE)]
 
     def exchange(
         self,
@@ -79,7 +79,7 @@ class EncodeMessages:
         take: Callable[[Turn], list[Pending]],
     ) -> None:
         """Move all bytes, with as many messages under way as an encode has."""
-        window = Window(self._link)
+        window = ExchangeWindow(self._link)
         given = Ahead(partial(give, turn) for turn in self.turns())
         for turn in self.turns():
             window.post(partial(_both, take, turn, given))

@@ -20,7 +20,14 @@ from megatron_ft.erasure.rows import (
     gather_rows,
     open_row_codec,
 )
-from megatron_ft.erasure.transport import Exchange, Kind, Link, Pending, Window, buffer_sets
+from megatron_ft.erasure.transport import (
+    Exchange,
+    ExchangeWindow,
+    Link,
+    MessageKind,
+    Pending,
+    buffer_sets,
+)
 
 
 def gathered(link: Link, code: StripeCode, member: MemberView, spare: SparePieces) -> None:
@@ -41,8 +48,8 @@ def gathered(link: Link, code: StripeCode, member: MemberView, spare: SparePiece
     def swap(j: int, part: slice, output: Bytes) -> Sequence[Pending]:
         home = chunk_of(code, member.parity, j)[part]
         return [
-            link.receive(home, link.member - j, Kind.RESULT),
-            link.send(output, link.member + j, Kind.RESULT),
+            link.receive(home, link.member - j, MessageKind.RESULT),
+            link.send(output, link.member + j, MessageKind.RESULT),
         ]
 
     def passes(number: int, part: slice) -> Iterable[Exchange]:
@@ -58,7 +65,7 @@ def direct(link: Link, code: StripeCode, member: MemberView, spare: SparePieces)
     codec = open_row_codec(code)
     kernels = [codec.kernel([k + j], range(k)) for j in range(code.parity_members)]
     pieces = spare.sets(buffer_sets(k), k)
-    window, number = Window(link), 0
+    window, number = ExchangeWindow(link), 0
     for part in code.pieces():
         for j, kernel in enumerate(kernels):
             columns = [piece[: part.stop - part.start] for piece in pieces[number % len(pieces)]]
@@ -79,13 +86,16 @@ def direct(link: Link, code: StripeCode, member: MemberView, spare: SparePieces)
 def _swap_source(
     link: Link, buffer: Bytes, source: int, mine: Bytes, target: int
 ) -> Sequence[Pending]:
-    return [link.receive(buffer, source, Kind.SOURCE), link.send(mine, target, Kind.SOURCE)]
+    return [
+        link.receive(buffer, source, MessageKind.SOURCE),
+        link.send(mine, target, MessageKind.SOURCE),
+    ]
 
 
 def ring(link: Link, code: StripeCode, member: MemberView, spare: SparePieces) -> None:
     """m = 1 and XOR: a row's partial sum walks from member to member, each adds its chunk."""
     assert code.kind == "xor", "only a XOR can be summed on the way"
-    window, k = Window(link), code.data_members
+    window, k = ExchangeWindow(link), code.data_members
     ((partial_sum, arrived),) = spare.sets(1, 2)
     for part in code.pieces():
         length = part.stop - part.start

@@ -24,11 +24,11 @@ from megatron_ft.erasure.rebuild import rebuild
 from megatron_ft.erasure.rows import SparePieces, encode_kernel, held_bytes, open_row_codec
 from megatron_ft.erasure.stripes import padded_bytes
 from megatron_ft.erasure.transport import (
-    Kind,
+    ExchangeWindow,
     Link,
+    MessageKind,
     Pending,
     Transport,
-    Window,
 )
 
 PYECLIB_BYTES = 8 << 20
@@ -166,7 +166,7 @@ class Works:
     def _into(self, transport: CountingTransport, *lost: int) -> None:
         """Transport alone: N chunks for each lost member, in turn from the others."""
         link, code = self._link(transport), self.code
-        window = Window(link)
+        window = ExchangeWindow(link)
         givers = [n for n in range(code.members) if n not in lost]
         region = self._plain
         units = [
@@ -213,8 +213,8 @@ def _empty(code: StripeCode) -> MemberView:
 
 
 def _take(link: Link, buffer: Bytes, giver: int) -> list[Pending]:
-    return [link.receive(buffer, giver, Kind.RESULT)]
+    return [link.receive(buffer, giver, MessageKind.RESULT)]
 
 
 def _give(link: Link, piece: Bytes, target: int) -> list[Pending]:
-    return [link.send(piece, target, Kind.RESULT)]
+    return [link.send(piece, target, MessageKind.RESULT)]

@@ -30,9 +30,6 @@ NO_PROGRESS = -1
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
-_HEADER_PLACE = RecordPlace(
-    fmt.HEADER_OFFSET, fmt.HEADER_COPY_BYTES, binary.HEADER_BYTES, binary.KIND_HEADER
-)
 _PERMIT_PLACE = RecordPlace(
     fmt.PERMIT_OFFSET, fmt.WORD_COPY_BYTES, binary.PERMIT_BYTES, binary.KIND_PERMIT
 )
@@ -95,7 +92,7 @@ class Arena:
         """
         fd = files.open_file(path)
         try:
-            header = read_header(fd, path)
+            header = files.read_header(fd, path)
             if job is not None and header.job != job:
                 raise ArenaForeignError(
                     f"{path} belongs to job {header.job}, not to {job}: remove it if that job is "
@@ -112,7 +109,7 @@ class Arena:
         whole.populate()
         whole.write(0, binary.pack_preamble())
         whole.close()
-        self._write(_HEADER_PLACE, binary.pack_header(header))
+        self._write(files.HEADER_PLACE, binary.pack_header(header))
         for slot in range(self._geometry.slot_count):
             self.write_slot(slot, SlotHeader())
 
@@ -124,14 +121,14 @@ class Arena:
     @property
     def header(self) -> ArenaHeader:
         """The arena header as it is in memory now; ArenaCorruptError if no copy is whole."""
-        header = binary.unpack_header(self._read_required(_HEADER_PLACE, "arena header"))
+        header = binary.unpack_header(self._read_required(files.HEADER_PLACE, "arena header"))
         if header.geometry != self._geometry:
             raise ArenaCorruptError(f"{self.path} changed its geometry while it was open")
         return header
 
     def write_header(self, header: ArenaHeader) -> None:
         """Replace the arena header; job, shard and geometry cannot change (ValueError)."""
-        raw = self._read(_HEADER_PLACE)
+        raw = self._read(files.HEADER_PLACE)
         present = header if raw is None else binary.unpack_header(raw)
         if header.geometry != self._geometry or (header.job, header.shard_id) != (
             present.job,
@@ -140,7 +137,7 @@ class Arena:
             raise ValueError(
                 f"job, shard and geometry of {self.path} cannot change: make a new arena"
             )
-        self._write(_HEADER_PLACE, binary.pack_header(header))
+        self._write(files.HEADER_PLACE, binary.pack_header(header))
 
     def slot(self, slot: int) -> SlotHeader:
         """One slot's header as it is in memory now; ArenaCorruptError if no copy is whole."""
@@ -176,7 +173,7 @@ class Arena:
     def _headers(self) -> list[tuple[str, RecordPlace]]:
         slots = range(self._geometry.slot_count)
         return [
-            ("arena header", _HEADER_PLACE),
+            ("arena header", files.HEADER_PLACE),
             *((f"slot {slot}", self._slot_place(slot)) for slot in slots),
         ]
 
@@ -300,38 +297,10 @@ class Arena:
     def _read_required(self, place: RecordPlace, what: str) -> bytes:
         raw = self._read(place)
         if raw is None:
-            raise ArenaCorruptError(_both_damaged(self.path, what))
+            raise ArenaCorruptError(files.both_damaged(self.path, what))
         return raw
 
     def _write(self, place: RecordPlace, payload: bytes) -> None:
         mapping = self._writable_mapping(0, self._geometry.control_bytes)
         for store in binary.plan_write(self._copies(place), place, payload):
             mapping.write(store.offset, store.raw)
-
-
-def _both_damaged(path: Path, what: str) -> str:
-    return (
-        f"both copies of the {what} of {path} are damaged: the shard counts as lost and is "
-        "rebuilt from its stripe; remove the file"
-    )
-
-
-def read_header(fd: int, path: Path) -> ArenaHeader:
-    """The header after the checks of ``Arena.open`` that need no job and no length."""
-    binary.check_preamble(os.pread(fd, binary.PREAMBLE_BYTES, 0), str(path))
-    return read_whole_header(fd, path)
-
-
-def read_whole_header(fd: int, path: Path) -> ArenaHeader:
-    """The header by a copy that is whole, whatever the file's first bytes are; ArenaError."""
-    place = _HEADER_PLACE
-
-    def copies() -> binary.Copies:
-        first = os.pread(fd, place.stored_bytes, place.offset)
-        return first, os.pread(fd, place.stored_bytes, place.offset + place.copy_bytes)
-
-    raw = binary.read_settled(copies, place)
-    if raw is None:
-        files.check_length(fd, path, Geometry(1, 1, 0, 1).file_bytes)
-        raise ArenaCorruptError(_both_damaged(path, "arena header"))
-    return binary.unpack_header(raw)

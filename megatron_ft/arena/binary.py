@@ -1,16 +1,13 @@
-"""Values of records to bytes and back, by the byte tables of docs/arena-format.md.
+"""Arena records as bytes, by the tables of docs/arena-format.md, and how they are stored.
 
-All numbers are little-endian.  Packing raises ValueError for a value that does not
-fit its field; unpacking raises ArenaCorruptError for bytes that no writer of ours makes,
-whatever the bytes are.
+All numbers are little-endian.  Packing raises ValueError for a value that does not fit its field;
+unpacking raises ArenaCorruptError for bytes that no writer of ours makes, whatever the bytes are.
 
-Records that survive a writer killed at any byte, and readers that never wait.
-
-A record is stored twice.  Each copy has a version counter and a 16-byte hash over
-itself, written last, as its commit word.  A write goes to the older copy first and
-to the other one after that, so at every moment at least one copy is whole; a reader
-takes the whole copy with the highest version.  There is one writer per record;
-readers may be in any process and take no lock.
+Records survive a writer killed at any byte, and readers never wait.  A record is stored twice.
+Each copy has a version counter and a 16-byte hash over itself, written last, as its commit word.
+A write goes to the older copy first and to the other one after that, so at every moment at least
+one copy is whole; a reader takes the whole copy with the highest version.  There is one writer per
+record; readers may be in any process and take no lock.
 """
 
 from __future__ import annotations

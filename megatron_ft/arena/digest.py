@@ -6,11 +6,10 @@ digest root covers the table and the sealed record, so 32 bytes vouch for everyt
 Digests find accidents (memory errors, stray writes, wrong blocks), not forgery: who
 can write an arena can write its digests.
 
-CRCs of runs of blocks, from the CRCs of the blocks: nothing is read for them.
-
-A CRC of A and B together is the CRC of A, moved on by as many zeros as B has bytes, plus (xor) the
-CRC of B, where both begin with and are inverted at the end by ones, as CRC-64/XZ is.  Moving on is
-linear over GF(2), so 64 single bits tell all of it; they are moved on by the CRC's own code.
+The CRC of a run of blocks is computed from the blocks' own, without reading them.  A CRC of A and B
+together is the CRC of A, moved on by as many zeros as B has bytes, plus (xor) the CRC of B, where
+both begin with and are inverted at the end by ones, as CRC-64/XZ is.  Moving on is linear over
+GF(2), so 64 single bits tell all of it; they are moved on by the CRC's own code.
 """
 
 from __future__ import annotations

@@ -1,21 +1,37 @@
-"""Making and opening arena files safely: names, owners, lengths, allocated blocks."""
+"""Arena files: making and opening them safely, reading their header, putting right what can be.
+
+A file is checked for its owner, kind, length and allocated blocks before it is mapped.  Mode,
+length and first bytes say nothing that the header does not say better, so the owner of a node's
+folder mends their damage, which costs no shard; what is no plain file of ours in an arena's place
+is given another name.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import UUID
 
-from megatron_ft.arena import limits, mapping
+from megatron_ft.arena import binary, limits, mapping
+from megatron_ft.arena import format as fmt
+from megatron_ft.arena.binary import RecordPlace
+from megatron_ft.arena.format import ArenaHeader, Geometry
 from megatron_ft.core import private_files
 from megatron_ft.core.errors import (
+    ArenaCorruptError,
     ArenaError,
     ArenaForeignError,
     ArenaMemoryError,
     ArenaTruncatedError,
     UntrustedFileError,
+)
+
+HEADER_PLACE = RecordPlace(
+    fmt.HEADER_OFFSET, fmt.HEADER_COPY_BYTES, binary.HEADER_BYTES, binary.KIND_HEADER
 )
 
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -121,3 +137,119 @@ def check_length(fd: int, path: Path, length: int) -> None:
         # From a sparse copy: touching a hole on a full tmpfs would be a SIGBUS.
         limits.check_memory(path.parent, holes, "the holes of a sparse file")
         _allocate(fd, path.parent, length, "the holes of a sparse file")
+
+
+def both_damaged(path: Path, what: str) -> str:
+    """What is lost with both copies of a record, and what to do."""
+    return (
+        f"both copies of the {what} of {path} are damaged: the shard counts as lost and is "
+        "rebuilt from its stripe; remove the file"
+    )
+
+
+def read_header(fd: int, path: Path) -> ArenaHeader:
+    """The header after the checks of ``Arena.open`` that need no job and no length."""
+    binary.check_preamble(os.pread(fd, binary.PREAMBLE_BYTES, 0), str(path))
+    return read_whole_header(fd, path)
+
+
+def read_whole_header(fd: int, path: Path) -> ArenaHeader:
+    """The header by a copy that is whole, whatever the file's first bytes are; ArenaError."""
+    place = HEADER_PLACE
+
+    def copies() -> binary.Copies:
+        first = os.pread(fd, place.stored_bytes, place.offset)
+        return first, os.pread(fd, place.stored_bytes, place.offset + place.copy_bytes)
+
+    raw = binary.read_settled(copies, place)
+    if raw is None:
+        check_length(fd, path, Geometry(1, 1, 0, 1).file_bytes)
+        raise ArenaCorruptError(both_damaged(path, "arena header"))
+    return binary.unpack_header(raw)
+
+
+ASIDE = ".aside"
+"""Ends the names of what was set aside."""
+
+_VERSION_AT = binary.PREAMBLE_BYTES - 4
+_NEWEST_VERSION = 63
+"""A format version up to here may be another release's; a higher one is damage."""
+
+
+def reason_in_the_way(path: Path) -> str:
+    """Why what lies at an arena's path cannot be an arena of ours; "" if it may be one."""
+    info = path.lstat()
+    if stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid():
+        # A wrong mode is put right: the folder lets nobody else in.
+        return private_files.reason_against(info, forbidden=0)
+    return private_files.reason_against(info)
+
+
+def set_aside(path: Path) -> Path:
+    """Give a file, folder or link another name beside its own; returns it."""
+    number, target = 0, path.with_name(path.name + ASIDE)
+    while os.path.lexists(target):
+        number += 1
+        target = path.with_name(f"{path.name}{ASIDE}{number}")
+    path.rename(target)
+    return target
+
+
+def remove(path: Path) -> None:
+    """Remove a file or link, or a folder that is empty; one that is not stays."""
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        try:
+            path.rmdir()
+        except OSError:
+            return
+
+
+def clear(path: Path) -> None:
+    """Have nothing at this path any more."""
+    remove(path)
+    if os.path.lexists(path):
+        set_aside(path)
+
+
+def put_right(path: Path, job: UUID, known: ArenaHeader | None = None) -> list[str]:
+    """Mend mode, first bytes and length of the arena file of ``job``; names of what was wrong.
+
+    ``known`` is its header if its owner remembers it; otherwise a whole copy in the file says
+    what it must be, and without one nothing but the mode is mended.  ArenaError if the file
+    cannot be opened at all.
+    """
+    mended = []
+    mode = stat.S_IMODE(path.lstat().st_mode)
+    if mode != 0o600:
+        path.chmod(0o600)
+        mended.append(f"mode {mode:o}")
+    fd = open_file(path)
+    try:
+        header = known or _header_of(fd, path)
+        if header is None or header.job != job:
+            return mended
+        if os.pread(fd, binary.PREAMBLE_BYTES, 0) != binary.pack_preamble():
+            os.pwrite(fd, binary.pack_preamble(), 0)
+            mended.append("first bytes")
+        length = os.fstat(fd).st_size
+        if length > header.geometry.file_bytes:
+            os.ftruncate(fd, header.geometry.file_bytes)
+            mended.append(f"length {length}")
+    finally:
+        os.close(fd)
+    return mended
+
+
+def _header_of(fd: int, path: Path) -> ArenaHeader | None:
+    """The header by a whole copy of it, unless the file may be another release's."""
+    ours, raw = binary.pack_preamble(), os.pread(fd, binary.PREAMBLE_BYTES, 0)
+    version = int.from_bytes(raw[_VERSION_AT:], "little")
+    other_release = raw[:_VERSION_AT] == ours[:_VERSION_AT] and 0 < version <= _NEWEST_VERSION
+    if raw != ours and other_release:
+        return None
+    try:
+        return read_whole_header(fd, path)
+    except ArenaError:
+        return None

@@ -1,12 +1,9 @@
-"""Shared mappings of file ranges, and making sure that their pages exist.
+"""Shared mappings of file ranges, made sure to have their pages, in huge pages where possible.
 
-The memory calls of libc that Python's mmap lacks: chosen addresses, and no GIL held.
-
-Huge pages for arenas on any tmpfs, whatever it was mounted with.
-
-A copy into pages of 4 KiB spends much of its time on looking them up, and mapping them takes as
-long as the copy.  From Linux 6.1 on a process may ask for its own memory to be put into huge
-pages (MADV_COLLAPSE, madvise(2)), on a tmpfs too, unless the administrator denied those to all.
+Python's mmap lacks chosen addresses and some advice, and holds the GIL, so libc is called.  A copy
+into pages of 4 KiB spends much of its time on looking them up, and mapping them takes as long as
+the copy.  From Linux 6.1 on a process may ask for its own memory to be put into huge pages
+(MADV_COLLAPSE, madvise(2)), on any tmpfs, unless the administrator denied those to all.
 """
 
 from __future__ import annotations

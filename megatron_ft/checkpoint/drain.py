@@ -48,7 +48,7 @@ from megatron_ft.core.errors import (
 )
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import Ancestor, ShardPlacement, SnapshotId
-from megatron_ft.rpc.local_query import begin_errand, pinned
+from megatron_ft.rpc.local_query import pinned, register_leased_process
 
 log = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ def run_step(steps: Mapping[str, Callable[[DrainPlan], None]], program: str) -> 
     lower_priority()
     try:
         bind_to_background_cpus()
-        begin_errand(options.step)
+        register_leased_process(options.step)
         _check_mounted(options.plan)
         steps[options.step](options.plan)
     except (MegatronFTError, OSError) as error:

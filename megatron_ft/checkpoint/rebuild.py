@@ -20,10 +20,17 @@ from megatron_ft.checkpoint.decide import Holding
 from megatron_ft.core.errors import ArenaError, SnapshotUnavailableError
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.core.isal import Bytes
-from megatron_ft.erasure.checks import CorruptMemberError, DataCheck, ParityCheck, digest_table_of
-from megatron_ft.erasure.member import MemberView, StripeCode, code_of, member_of
-from megatron_ft.erasure.mending import block_of
-from megatron_ft.erasure.repair import Checks, RowSolver, piece_of, place_of
+from megatron_ft.erasure.block_repair import Checks, RowSolver, block_of, piece_of, place_of
+from megatron_ft.erasure.member import (
+    CorruptMemberError,
+    DataCheck,
+    MemberView,
+    ParityCheck,
+    StripeCode,
+    code_of,
+    digest_table_of,
+    member_of,
+)
 
 Arenas = Mapping[tuple[str, str], Arena]
 """By node and shard."""

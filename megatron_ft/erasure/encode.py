@@ -1,12 +1,9 @@
-"""Compute a stripe's parity: gather each row at one member, code it, pass parities on.
+"""Parity of a stripe, computed or verified: gather each row at one member, code it, pass on.
 
-A member of N sends L (N-1)/(N-m) bytes for L bytes of data, the least that is
-possible; sending every chunk to all m parity holders would cost m L.
-
-Recompute a stripe's parity and compare; change nothing.
-
-Each row is gathered and coded as in encoding, but only digests of the computed
-parity travel to its holders, who compare them with what their memory holds.
+A member of N sends L (N-1)/(N-m) bytes for L bytes of data, the least that is possible; sending
+every chunk to all m parity holders would cost m L.  Verifying gathers and codes in the same way and
+changes nothing: only digests of the computed parity travel to its holders, who compare them with
+their memory.
 """
 
 from __future__ import annotations
@@ -20,19 +17,17 @@ import numpy as np
 
 from megatron_ft.core.identity import SealedRecord
 from megatron_ft.core.isal import Bytes
-from megatron_ft.erasure.checks import (
+from megatron_ft.erasure.codec import Codec
+from megatron_ft.erasure.handshake import Introduction, agreed_records, introduce
+from megatron_ft.erasure.member import (
     Check,
     CorruptMemberError,
-    parity_digests_of,
-    parity_root,
-)
-from megatron_ft.erasure.codec import Codec
-from megatron_ft.erasure.introduce import Introduction, agreed_records, introduce
-from megatron_ft.erasure.member import (
     Digests,
     MemberView,
     StripeCode,
     chunk_of,
+    parity_digests_of,
+    parity_root,
 )
 from megatron_ft.erasure.rows import (
     RowEncoder,
@@ -44,11 +39,11 @@ from megatron_ft.erasure.rows import (
 )
 from megatron_ft.erasure.transport import (
     Exchange,
-    Kind,
+    ExchangeWindow,
     Link,
+    MessageKind,
     Pending,
     Transport,
-    Window,
     barrier,
     exchange,
 )
@@ -106,11 +101,11 @@ def swap_digests(link: Link, code: StripeCode, computed: Digests) -> Digests:
 
     def swap(j: int) -> list[Pending]:
         return [
-            link.receive(mine[j].view(np.uint8), link.member - j, Kind.DIGEST),
-            link.send(computed[j].view(np.uint8), link.member + j, Kind.DIGEST),
+            link.receive(mine[j].view(np.uint8), link.member - j, MessageKind.DIGEST),
+            link.send(computed[j].view(np.uint8), link.member + j, MessageKind.DIGEST),
         ]
 
-    window = Window(link)
+    window = ExchangeWindow(link)
     for j in range(1, code.parity_members):
         window.post(partial(swap, j))
     window.drain()

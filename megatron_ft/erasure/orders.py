@@ -1,9 +1,8 @@
-"""Carry out the SMP's orders on this node's arenas, stripe after stripe.
+"""Orders of the SMP, carried out on this node's arenas, stripe after stripe.
 
 All encoders of a world get an order's stripes in the same sequence, and every stripe
 is finished before the next is begun, so no two encoders can wait for each other.
-
-A transport that sends no faster than it was told to.
+Parity is sent no faster than the cap allows.
 """
 
 from __future__ import annotations
@@ -24,11 +23,10 @@ from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.core.isal import Bytes
+from megatron_ft.erasure.block_repair import Damage, RecomputedBlocks, recompute
 from megatron_ft.erasure.encode import EncodeResult, VerifyResult, encode, verify
 from megatron_ft.erasure.member import MemberView, StripeCode
-from megatron_ft.erasure.mending import Damage
 from megatron_ft.erasure.rebuild import RebuildResult, rebuild
-from megatron_ft.erasure.repair import RecomputedBlocks, recompute
 from megatron_ft.erasure.transport import Pending, Transport
 from megatron_ft.rpc.messages import (
     Encoded,

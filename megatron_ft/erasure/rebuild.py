@@ -1,11 +1,10 @@
-"""Bring lost members of a stripe back: data and parity, from any k survivors of each row.
+"""Lost members of a stripe, brought back: data and parity, from any k survivors of each row.
 
 The work goes round: piece by piece and row by row, another survivor gathers k pieces,
 solves for the lost ones, and sends them to where they belong.  So each survivor
 sends and receives an even share, L N/(N-1) bytes for one lost member, instead of one
-that takes k L bytes in through its one network link.
-
-Check a rebuilt member while it arrives, so that its memory is not read once more afterwards.
+that takes k L bytes in through its one network link.  A rebuilt member is checked while it
+arrives, so that its memory is not read once more afterwards.
 """
 
 from __future__ import annotations
@@ -22,32 +21,35 @@ from megatron_ft.core.errors import UnrecoverableError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SealedRecord
 from megatron_ft.core.isal import Bytes
-from megatron_ft.erasure.checks import (
+from megatron_ft.erasure.codec import Codec, Kernel
+from megatron_ft.erasure.handshake import agreed_table, introduce
+from megatron_ft.erasure.member import (
     Check,
     CorruptMemberError,
     DataCheck,
+    Digests,
+    MemberView,
     ParityCheck,
+    StripeCode,
+    chunk_of,
     parity_digests_of,
     parity_root,
 )
-from megatron_ft.erasure.codec import Codec, Kernel
-from megatron_ft.erasure.introduce import agreed_table, introduce
-from megatron_ft.erasure.member import Digests, MemberView, StripeCode, chunk_of
 from megatron_ft.erasure.rows import SparePieces, copies_only, open_row_codec
 from megatron_ft.erasure.transport import (
     EXCHANGES_IN_FLIGHT,
     Ahead,
-    Kind,
+    ExchangeWindow,
     Link,
+    MessageKind,
     Pending,
     Transport,
-    Window,
     barrier,
     buffer_sets,
 )
 
 
-class ArrivingMember:
+class RebuildCheck:
     """Digests of a lost member's blocks, each taken where it lies, when its piece had arrived.
 
     What should be there is known only at the end: the table is in the last blocks of the data.
@@ -135,7 +137,7 @@ def rebuild(
     # Lost members make the checks too, so that a bad table raises on every member alike.
     checks = {n: (i.data_check(code), i.parity_check(code)) for n, i in introductions.items()}
     if link.member in task.lost:
-        arriving = ArrivingMember(code, member)
+        arriving = RebuildCheck(code, member)
         _Receiver(link, task, member, arriving).run()
         arriving.require(table[link.member])
     else:
@@ -214,7 +216,7 @@ class _Survivor:
         spare: SparePieces,
     ) -> None:
         self._link, self._task, self._member, self._codec = link, task, member, codec
-        self._code, self._window = task.code, Window(link)
+        self._code, self._window = task.code, ExchangeWindow(link)
         self._own_place = task.survivors.index(link.member)
         self._last_step = max(1, self._code.data_members - 1)
         self._checks = checks
@@ -253,7 +255,7 @@ class _Survivor:
         started = list(self._given.due())
         if mine is not None and step < self._code.data_members:
             buffer = _cut(self._set(number)[step], mine.part)
-            started.append(self._link.receive(buffer, mine.sources[step], Kind.SOURCE))
+            started.append(self._link.receive(buffer, mine.sources[step], MessageKind.SOURCE))
         return started
 
     def _give(self, number: int, step: int) -> Sequence[Pending]:
@@ -263,7 +265,7 @@ class _Survivor:
             return ()  # of whole copies a solver has its only source itself
         symbol = self._code.layout.symbol(other.row, self._link.member)
         piece = _place(self._code, self._member, symbol, other.part)
-        return [self._link.send(piece, other.sources[0], Kind.SOURCE)]
+        return [self._link.send(piece, other.sources[0], MessageKind.SOURCE)]
 
     def _set(self, number: int) -> list[Bytes]:
         return self._gathered[number % len(self._gathered)]
@@ -313,21 +315,19 @@ class _Survivor:
             self._window.post(partial(self._send_result, unit, output, target))
 
     def _send_result(self, unit: _Unit, output: Bytes, target: int) -> list[Pending]:
-        started = [self._link.send(output, target, Kind.RESULT)]
+        started = [self._link.send(output, target, MessageKind.RESULT)]
         if self._code.layout.is_parity(self._code.layout.symbol(unit.row, target)):
             digests = parity_digests_of(self._code, output).view(np.uint8)
-            started.append(self._link.send(digests, target, Kind.DIGEST))
+            started.append(self._link.send(digests, target, MessageKind.DIGEST))
         return started
 
 
 class _Receiver:
     """Takes the pieces of a lost member in the order in which survivors solve them."""
 
-    def __init__(
-        self, link: Link, task: _Task, member: MemberView, arriving: ArrivingMember
-    ) -> None:
+    def __init__(self, link: Link, task: _Task, member: MemberView, arriving: RebuildCheck) -> None:
         self._link, self._task, self._member, self._arriving = link, task, member, arriving
-        self._code, self._window = task.code, Window(link)
+        self._code, self._window = task.code, ExchangeWindow(link)
 
     def run(self) -> None:
         for number in range(self._task.rounds):
@@ -344,12 +344,12 @@ class _Receiver:
     def _receive(self, unit: _Unit, symbol: int) -> list[Pending]:
         code, source = self._code, unit.sources[0]
         home = _place(code, self._member, symbol, unit.part)
-        started = [self._link.receive(home, source, Kind.RESULT)]
+        started = [self._link.receive(home, source, MessageKind.RESULT)]
         if code.layout.is_parity(symbol):
             first = code.layout.chunk(symbol) * code.chunk_blocks
             blocks = code.blocks(unit.part)
             digests = self._member.parity_digests[first + blocks.start : first + blocks.stop]
-            started.append(self._link.receive(digests.view(np.uint8), source, Kind.DIGEST))
+            started.append(self._link.receive(digests.view(np.uint8), source, MessageKind.DIGEST))
         return started
 
 

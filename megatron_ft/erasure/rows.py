@@ -1,16 +1,10 @@
-"""What a member does with the row that it gathers: check sources, code, pass parities on.
-
-Buffers for the pieces in which chunks travel and are coded.
-
-They are all the memory that a coder needs, whatever the length of the data.  They are kept from
-one operation to the next, in huge pages where there are any: faulting them in anew was a quarter
-of the processor time of a short encode.
-
-Bring a stripe's rows together at their first parity holders, piece by piece.
+"""Rows of a stripe: gathered piece by piece at their first parity holders, checked and coded.
 
 Member x gathers row x: each of the other rows' holders of data sends it one chunk, so
 every chunk travels once.  Steps are permutations (everyone sends to one member and
-receives from one), and buffers are a few sets of pieces whatever the data's length.
+receives from one).  Buffers are a few sets of pieces whatever the data's length, and all the
+memory that a coder needs.  They are kept from one operation to the next, in huge pages where
+there are any: faulting them in anew was a quarter of the processor time of a short encode.
 """
 
 from __future__ import annotations
@@ -28,17 +22,22 @@ import numpy as np
 from megatron_ft.arena.mapping import huge_page_bytes
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.isal import Bytes
-from megatron_ft.erasure.checks import DataCheck, parity_digests_of
 from megatron_ft.erasure.codec import Codec, open_codec
-from megatron_ft.erasure.member import MemberView, StripeCode, chunk_of
+from megatron_ft.erasure.member import (
+    DataCheck,
+    MemberView,
+    StripeCode,
+    chunk_of,
+    parity_digests_of,
+)
 from megatron_ft.erasure.transport import (
     EXCHANGES_IN_FLIGHT,
     Ahead,
     Exchange,
-    Kind,
+    ExchangeWindow,
     Link,
+    MessageKind,
     Pending,
-    Window,
     buffer_sets,
 )
 
@@ -195,7 +194,7 @@ class _Gathering:
         spare: SparePieces,
         into: Bytes | None,
     ) -> None:
-        self._window = Window(link)
+        self._window = ExchangeWindow(link)
         self._link, self._code, self._data = link, code, data
         self._on_column, self._on_row = on_column, on_row
         self._into = into
@@ -210,7 +209,7 @@ class _Gathering:
         buffer = self._column(number, part, column)
         source = layout.holder(link.member, column)
         self._window.post(
-            lambda: [link.receive(buffer, source, Kind.SOURCE), *self._given.due()],
+            lambda: [link.receive(buffer, source, MessageKind.SOURCE), *self._given.due()],
             lambda: self._arrived(number, part, column),
         )
 
@@ -230,7 +229,7 @@ class _Gathering:
         """Start sending one of our chunks' pieces to the row that it belongs to."""
         target = self._code.layout.data_row(self._link.member, column)
         mine = chunk_of(self._code, self._data, column)[part]
-        return [self._link.send(mine, target, Kind.SOURCE)]
+        return [self._link.send(mine, target, MessageKind.SOURCE)]
 
     def _arrived(self, number: int, part: slice, column: int) -> None:
         self._on_column(column, part, self._column(number, part, column))
@@ -319,8 +318,8 @@ class RowEncoder:
     def _pass(self, j: int, part: slice, output: Bytes) -> Sequence[Pending]:
         link, home = self._link, self._home(j, part)
         return [
-            link.receive(home, link.member - j, Kind.RESULT),
-            link.send(output, link.member + j, Kind.RESULT),
+            link.receive(home, link.member - j, MessageKind.RESULT),
+            link.send(output, link.member + j, MessageKind.RESULT),
         ]
 
     def _note(self, j: int, part: slice) -> None:

@@ -1,11 +1,9 @@
-"""Which shards protect each other: stripes over distinct failure domains, by topology.
+"""Stripes over distinct failure domains, planned by topology: shards that protect each other.
 
 The i-th local rank of each of N nodes, at most m of one failure domain, form a stripe,
 and all stripes of a node set share its nodes: when nodes are lost, few stripes lose
 more than one member.  Node sets are balanced, so that a remainder makes all sets a
 little smaller instead of one set tiny; a shorter set keeps its parity members.
-
-How many nodes of one failure domain meet in a stripe: the rule, and when it can be met.
 
 A stripe survives the loss of any m members, so it survives the loss of a domain if it
 holds at most m members of it.  Dealing nodes out domain by domain over c stripes puts at

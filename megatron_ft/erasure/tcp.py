@@ -6,10 +6,8 @@ is not in torch's wheels (``GLOO_DEVICE_TRANSPORT=TCP_TLS``: "unsupported gloo d
 its plain one and torch's TCPStore ask nobody for a secret, and an encoder that imports torch takes
 220 MiB instead of 40 and seconds to start.
 
-Pairs messages that have arrived with buffers that wait for them; knows no network.
-
-Messages that come too early are kept as they came.  A sender stops when ``CREDIT`` of its
-messages to one peer were not taken, so what is kept is bounded, whatever a shard's length is.
+Messages that come too early are kept as they came.  A sender stops when ``CREDIT`` of its messages
+to one peer were not taken, so the kept bytes are bounded, whatever a shard's length is.
 """
 
 from __future__ import annotations
@@ -31,14 +29,14 @@ from megatron_ft.core.errors import TransportError
 from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.tcp_sockets import (
     IO_THREADS,
-    Arrival,
-    Inbox,
     Outlet,
     Word,
+    WorldInbox,
+    WorldMessage,
     packed,
 )
-from megatron_ft.erasure.ticket import Listening, Ticket
 from megatron_ft.erasure.transport import Pending, wrong_length
+from megatron_ft.erasure.world import Listening, RankBootstrap
 from megatron_ft.rpc.sockets import MOST_BYTES
 
 CREDIT = 4
@@ -157,7 +155,7 @@ class TcpWorld:
     A peer that is gone ends the process: the world is over, as it is with MPI.
     """
 
-    def __init__(self, ticket: Ticket) -> None:
+    def __init__(self, ticket: RankBootstrap) -> None:
         """Join; TransportError if the supervisor tells of no other ranks."""
         self.rank, self.size, self._keys = ticket.rank, ticket.size, ticket.keys()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=IO_THREADS)
@@ -168,7 +166,7 @@ class TcpWorld:
         self._endpoints: list[str] = []
         self._joined, self._left = threading.Event(), threading.Condition()
         self._leaving, self._gone = False, set[int]()
-        self._inbox = Inbox(self._context, self._keys, ticket.address)
+        self._inbox = WorldInbox(self._context, self._keys, ticket.address)
         self._inbox.receive(self._arrived, self._broken)
         listening = Listening(ticket.world, ticket.rank, self._inbox.endpoint)
         private_files.replace_file(Path(ticket.ready), msgspec.json.encode(listening))
@@ -229,7 +227,7 @@ class TcpWorld:
                 self._outlets[peer] = Outlet(self._context, self._keys, endpoint, lost)
             return self._outlets[peer]
 
-    def _arrived(self, arrival: Arrival) -> None:
+    def _arrived(self, arrival: WorldMessage) -> None:
         if arrival.word is Word.DATA:
             self.mailbox.arrived(arrival.source, arrival.tag, arrival.body)
         elif arrival.word is Word.TAKEN:

@@ -52,7 +52,7 @@ class Word(IntEnum):
     """The sender has nothing more to say or to hear."""
 
 
-class Arrival(NamedTuple):
+class WorldMessage(NamedTuple):
     """One message; ``body`` is what follows the header."""
 
     word: Word
@@ -66,11 +66,11 @@ def packed(word: Word, source: int, tag: int = 0) -> bytes:
     return _HEADER.pack(word, source, tag)
 
 
-def unpacked(frames: Sequence[zmq.Frame]) -> Arrival:
+def unpacked(frames: Sequence[zmq.Frame]) -> WorldMessage:
     """A message; ValueError or struct.error if it is none of ours."""
     header, body = frames
     word, source, tag = _HEADER.unpack(header.buffer)
-    return Arrival(Word(word), source, tag, body.buffer)
+    return WorldMessage(Word(word), source, tag, body.buffer)
 
 
 def send_table(keys: JobKeys, endpoints: Sequence[str], linger_seconds: float) -> None:
@@ -85,7 +85,7 @@ def send_table(keys: JobKeys, endpoints: Sequence[str], linger_seconds: float) -
             socket.close()
 
 
-class Inbox:
+class WorldInbox:
     """Where all messages to this rank arrive, in a thread that ends with ``context``."""
 
     def __init__(self, context: zmq.Context[Any], keys: JobKeys, address: str) -> None:
@@ -98,7 +98,7 @@ class Inbox:
         self.endpoint = keys.listen(self._socket, address)
 
     def receive(
-        self, on_arrival: Callable[[Arrival], None], on_error: Callable[[str], None]
+        self, on_arrival: Callable[[WorldMessage], None], on_error: Callable[[str], None]
     ) -> None:
         """Hand over every message from now on."""
         work = (on_arrival, on_error)
@@ -109,7 +109,9 @@ class Inbox:
         """Close; ``context`` must be terminated afterwards, which waits for the thread."""
         self._authenticator.stop()
 
-    def _run(self, on_arrival: Callable[[Arrival], None], on_error: Callable[[str], None]) -> None:
+    def _run(
+        self, on_arrival: Callable[[WorldMessage], None], on_error: Callable[[str], None]
+    ) -> None:
         while True:
             try:
                 frames = self._socket.recv_multipart(copy=False)

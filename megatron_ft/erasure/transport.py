@@ -81,7 +81,7 @@ class Transport(Protocol):
         ...
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """What a message carries; part of its tag."""
 
     LENGTH = 0
@@ -113,12 +113,12 @@ class Link:
         """N."""
         return len(self._peers)
 
-    def send(self, buffer: Bytes, member: int, kind: Kind) -> Pending:
+    def send(self, buffer: Bytes, member: int, kind: MessageKind) -> Pending:
         """Start sending to a member."""
         tag = _tag(kind, self.member, member % self.members)
         return self._transport.isend(buffer, self._peers[member % self.members], tag)
 
-    def receive(self, buffer: Bytes, member: int, kind: Kind) -> Pending:
+    def receive(self, buffer: Bytes, member: int, kind: MessageKind) -> Pending:
         """Start receiving from a member."""
         tag = _tag(kind, member % self.members, self.member)
         return self._transport.irecv(buffer, self._peers[member % self.members], tag)
@@ -135,7 +135,7 @@ class Exchange(NamedTuple):
     then: Callable[[], None] | None = None
 
 
-class Window:
+class ExchangeWindow:
     """A few exchanges in flight, finished in the order in which they were started."""
 
     def __init__(self, link: Link) -> None:
@@ -203,11 +203,11 @@ def exchange(link: Link, blob: bytes, silent: frozenset[int] = frozenset()) -> M
     """Everyone's blob, by member; ``silent`` members only listen, and their blob is left out."""
     lengths = {m: np.zeros(8, np.uint8) for m in range(link.members) if m not in silent}
     mine = np.frombuffer(len(blob).to_bytes(8, "little"), np.uint8)
-    _shift(link, mine, lengths, silent, Kind.LENGTH)
+    _shift(link, mine, lengths, silent, MessageKind.LENGTH)
     bodies = {
         m: np.empty(int.from_bytes(n.tobytes(), "little"), np.uint8) for m, n in lengths.items()
     }
-    _shift(link, np.frombuffer(blob, np.uint8), bodies, silent, Kind.BODY)
+    _shift(link, np.frombuffer(blob, np.uint8), bodies, silent, MessageKind.BODY)
     return {m: body.tobytes() for m, body in bodies.items()} | (
         {} if link.member in silent else {link.member: blob}
     )
@@ -220,17 +220,17 @@ def barrier(link: Link) -> None:
         word, heard = np.zeros(8, np.uint8), np.zeros(8, np.uint8)
         link.wait(
             [
-                link.receive(heard, link.member - step, Kind.LENGTH),
-                link.send(word, link.member + step, Kind.LENGTH),
+                link.receive(heard, link.member - step, MessageKind.LENGTH),
+                link.send(word, link.member + step, MessageKind.LENGTH),
             ]
         )
         step *= 2
 
 
 def _shift(
-    link: Link, mine: Bytes, others: Mapping[int, Bytes], silent: frozenset[int], kind: Kind
+    link: Link, mine: Bytes, others: Mapping[int, Bytes], silent: frozenset[int], kind: MessageKind
 ) -> None:
-    window, speaks = Window(link), link.member not in silent
+    window, speaks = ExchangeWindow(link), link.member not in silent
 
     def swap(to: int, source: int) -> list[Pending]:
         started = [link.send(mine, to, kind)] if speaks else []
@@ -244,11 +244,11 @@ def _shift(
     window.drain()
 
 
-def kind_of(tag: int) -> Kind:
+def kind_of(tag: int) -> MessageKind:
     """What a message with this tag carries."""
-    return Kind(tag // MAX_MEMBERS**2)
+    return MessageKind(tag // MAX_MEMBERS**2)
 
 
-def _tag(kind: Kind, source: int, target: int) -> int:
+def _tag(kind: MessageKind, source: int, target: int) -> int:
     """Below 32768, the largest tag that every MPI must have."""
     return (int(kind) * MAX_MEMBERS + source) * MAX_MEMBERS + target

@@ -11,20 +11,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any
 from uuid import UUID
-
-import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from megatron_ft.core.background import bind_to_background_cpus, lower_priority
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import ControlPlaneError
-from megatron_ft.erasure.checks import CorruptMemberError
+from megatron_ft.erasure.member import CorruptMemberError
 from megatron_ft.erasure.orders import Order, OrderRunner
 from megatron_ft.erasure.transport import Transport
 from megatron_ft.erasure.world import join_world
@@ -32,16 +26,13 @@ from megatron_ft.rpc.messages import (
     EncodeOrder,
     EncoderHello,
     EncoderWelcome,
-    Message,
     Ok,
     OrderFailed,
     RebuildOrder,
     RepairOrder,
     VerifyOrder,
-    decode,
-    encode,
 )
-from megatron_ft.rpc.sockets import connect_local
+from megatron_ft.rpc.sockets import Connection
 
 WELCOME_SECONDS = 60.0
 FLUSH_SECONDS = 5.0
@@ -54,59 +45,9 @@ EXIT_SMP_GONE = 3
 """Exit status when the SMP has closed the connection."""
 
 
-class SmpConnection:
-    """The encoder's end of the SMP's Unix socket; ``on_lost`` is called when the SMP goes away.
-
-    ``on_lost`` comes from a thread of its own, so that it is called even while the transport
-    blocks.
-    """
-
-    def __init__(self, environment: ProcessEnvironment, on_lost: Callable[[], None]) -> None:
-        """Connect; that the SMP is there is known only after ``receive``."""
-        self._environment = environment
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        monitor = self._socket.get_monitor_socket(
-            zmq.Event.DISCONNECTED | zmq.Event.MONITOR_STOPPED
-        )
-        self._watcher = threading.Thread(
-            target=_watch, args=(monitor, on_lost), name="smp-watcher", daemon=True
-        )
-        self._watcher.start()
-        connect_local(self._socket, environment.socket)
-
-    def send(self, message: Message) -> None:
-        """Hand a message to the socket's own thread."""
-        self._socket.send(encode(message))
-
-    def receive(self, timeout_seconds: float | None = None) -> Any:
-        """The next message; None means to wait for as long as it takes.
-
-        ControlPlaneError, which names the SMP, after the timeout.
-        """
-        timeout = None if timeout_seconds is None else int(timeout_seconds * 1000)
-        if not self._socket.poll(timeout, zmq.POLLIN):
-            raise ControlPlaneError(
-                f"the SMP of node {self._environment.node} did not answer in {timeout_seconds:g} s "
-                f"on {self._environment.socket}; is it running?"
-            )
-        return decode(self._socket.recv())
-
-    def __enter__(self) -> SmpConnection:
-        """Nothing more to do."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        """Give messages that were sent a few seconds to leave, then close."""
-        self._socket.disable_monitor()
-        self._watcher.join(FLUSH_SECONDS)
-        self._socket.close(linger=int(FLUSH_SECONDS * 1000))
-        self._context.term()
+def connect(environment: ProcessEnvironment, on_lost: Callable[[], None]) -> Connection:
+    """Connect to the node's SMP; that it is there is known only by an answer."""
+    return Connection(environment.socket, linger_ms=int(FLUSH_SECONDS * 1000), on_lost=on_lost)
 
 
 def serve(
@@ -116,13 +57,11 @@ def serve(
 
     An order that fails is reported before the exception goes on.
     """
-    with SmpConnection(environment, _leave) as smp:
+    with connect(environment, _leave) as smp:
         transport = open_transport()
         place = (transport.rank, transport.size)
         smp.send(EncoderHello(os.getpid(), world, *place, environment.incarnation))
-        welcome = smp.receive(WELCOME_SECONDS)
-        if not isinstance(welcome, EncoderWelcome):
-            raise ControlPlaneError(f"the SMP of {environment.node} refused us: {welcome}")
+        welcome = welcomed(environment, smp, WELCOME_SECONDS)
         runner = OrderRunner(UUID(welcome.job), open_transport, _encode_rate())
         while True:
             message = smp.receive()
@@ -133,7 +72,21 @@ def serve(
             _carry_out(runner, message, smp)
 
 
-def _carry_out(runner: OrderRunner, order: Order, smp: SmpConnection) -> None:
+def welcomed(environment: ProcessEnvironment, smp: Connection, seconds: float) -> EncoderWelcome:
+    """The SMP's answer to EncoderHello; ControlPlaneError, which names the SMP, without one."""
+    try:
+        welcome = smp.receive(seconds)
+    except TimeoutError:
+        raise ControlPlaneError(
+            f"the SMP of node {environment.node} did not answer in {seconds:g} s "
+            f"on {environment.socket}; is it running?"
+        ) from None
+    if not isinstance(welcome, EncoderWelcome):
+        raise ControlPlaneError(f"the SMP of {environment.node} refused us: {welcome}")
+    return welcome
+
+
+def _carry_out(runner: OrderRunner, order: Order, smp: Connection) -> None:
     try:
         for report in runner.run(order):
             smp.send(report)
@@ -165,16 +118,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _encode_rate() -> float:
     """Bytes a second that the launcher allows while parity is made, 0 for no cap."""
     return float(os.environ.get(ENCODE_RATE, "0"))
-
-
-def _watch(monitor: zmq.Socket[bytes], on_lost: Callable[[], None]) -> None:
-    while True:
-        event = recv_monitor_message(monitor)["event"]
-        if event == zmq.Event.DISCONNECTED:
-            on_lost()
-        if event == zmq.Event.MONITOR_STOPPED:
-            monitor.close(linger=0)
-            return
 
 
 def _leave() -> None:

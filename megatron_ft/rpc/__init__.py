@@ -1,1 +1,1 @@
-"""What processes say to each other: messages, sockets, keys, the page of heartbeats."""
+"""Communication between processes: messages, sockets, keys, the page of heartbeats."""

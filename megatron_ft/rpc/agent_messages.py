@@ -1,6 +1,6 @@
 """Messages between the supervisor and the agents that start processes on its nodes.
 
-``id`` is the supervisor's name for one process; an agent uses it in all that it says of it.
+``id`` is the supervisor's name for one process; an agent uses it in all its messages about it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The trainer's side of the Unix socket to its node's SMP.
+"""The trainer's connection to the SMP of its node.
 
-One thread owns the socket.  The training thread waits for answers only at start-up;
-everything on the hot path is handed over and forgotten.
+One thread owns the socket.  The training thread waits for answers only at start-up; on the hot
+path it only hands messages over.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_SECONDS = 60.0
 NOTED_TIMEOUT_SECONDS = 10.0
-"""Longest that a loaded rank waits for its SMP to know of it; then it trains all the same."""
+"""Longest wait of a loaded rank for its SMP's confirmation; then it trains all the same."""
 
 OutcomeCallback = Callable[[SnapshotId, str], None]
 
@@ -109,27 +109,27 @@ class TrainerClient:
         return Path(answer.arena)
 
     def begins(self, snapshot: SnapshotId, iteration: int, slot: int) -> None:
-        """The slot is wanted now; its header says when it is this snapshot's."""
+        """Ask for the promised slot; its header shows when it is this snapshot's."""
         self._send(m.Begins(self.shard_id, snapshot, iteration, slot))
 
     def sealed(self, snapshot: SnapshotId, record: SealedRecord) -> None:
-        """Everything of ``snapshot`` is in its slot, digests included."""
+        """Report that all of ``snapshot`` is in its slot, digests included."""
         assert record.snapshot == snapshot
         self._send(m.Sealed(record))
 
     def missed(self, snapshot: SnapshotId) -> None:
-        """The permitted iteration passed without a capture."""
+        """Report that the permitted iteration passed without a capture."""
         self._send(m.Missed(self.shard_id, snapshot))
 
     def abandoned(self, snapshot: SnapshotId, reason: str) -> None:
-        """The capture ended without a result; nothing writes to the slot any more."""
+        """Report that the capture ended without a result: nothing writes to the slot any more."""
         self._send(m.Abandoned(self.shard_id, snapshot, reason))
 
     def restored(self, snapshot: SnapshotId, seconds: float, source: str) -> None:
-        """The shard was loaded and verified; returns when the SMP knows.
+        """Report that the shard was loaded and verified; returns once the SMP confirms it.
 
-        A rank may fail, or be killed, within moments of its first iteration.  Word that was
-        still under way would be lost with it, and the failure not held against the snapshot.
+        A rank may fail, or be killed, within moments of its first iteration.  A message still
+        under way would be lost with it, and the failure not held against the snapshot.
         """
         self._noted.clear()
         self._send(m.Restored(self.shard_id, snapshot, seconds, source))
@@ -143,15 +143,15 @@ class TrainerClient:
             )
 
     def declined(self, snapshot: SnapshotId, reason: str, iteration: int) -> None:
-        """All ranks start without ``snapshot``: from a checkpoint of ``iteration``, -1: scratch."""
+        """Report that all ranks start from a checkpoint of ``iteration`` instead, -1: scratch."""
         self._send(m.Declined(self.shard_id, snapshot, reason, iteration))
 
     def corrupt(self, snapshot: SnapshotId, blocks: int) -> None:
-        """The shard's bytes of ``snapshot`` fail their digests: it counts as lost from now on."""
+        """Report that the shard's bytes fail their digests: it counts as lost from now on."""
         self._send(m.CorruptShard(self.shard_id, snapshot, blocks))
 
     def unfit(self, error: Exception) -> None:
-        """The shard cannot take the job's snapshot; the job stops and says why."""
+        """Report that the shard cannot take the job's snapshot; the job stops with this reason."""
         self._send(m.Unfit(self.shard_id, type(error).__name__, str(error)))
 
     def cost(
@@ -163,7 +163,7 @@ class TrainerClient:
         iteration_seconds: float,
         shadow_seconds: float,
     ) -> None:
-        """What a capture has cost; the fields are those of CaptureCost."""
+        """Report the cost of a capture; the fields are those of CaptureCost."""
         self._send(
             m.CaptureCost(
                 self.shard_id,
@@ -223,7 +223,7 @@ class TrainerClient:
         if isinstance(message, m.Noted):
             self._noted.set()
             return
-        if not isinstance(message, m.Outcome):
+        if not isinstance(message, m.SnapshotOutcome):
             self._answers.put(message)
             return
         if self.on_outcome is None:

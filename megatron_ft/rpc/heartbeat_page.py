@@ -1,6 +1,6 @@
-"""One trainer's heartbeats, in a small file of its node's memory that the SMP reads.
+"""Page of one trainer's heartbeats: a small file in its node's memory that the SMP reads.
 
-Storing one costs the training thread about a microsecond: no system call, no message, no
+Storing a heartbeat costs the training thread about a microsecond: no system call, no message, no
 lock.  The layout is little-endian: a sequence number, the fields of ``Pulse`` in their
 order, the sequence number again (a reader that meets a store half done sees two different
 ones), and the time of the last beat, which another thread stores.
@@ -24,11 +24,11 @@ FILE_BYTES = _FIELDS.size + _BEAT.size
 _ATTEMPTS = 3
 
 DUMP_SIGNAL = signal.SIGRTMIN + 9
-"""Tells a trainer to write its stacks.  Not SIGUSR1 or 2, which Slurm and frameworks use."""
+"""Makes a trainer write its stacks.  Not SIGUSR1 or 2, which Slurm and frameworks use."""
 
 
-class Phase(IntEnum):
-    """What a trainer does, as far as silence is concerned."""
+class TrainerPhase(IntEnum):
+    """Activity of a trainer, as far as its silence is concerned."""
 
     STARTING = 0
     TRAINING = 1
@@ -39,7 +39,7 @@ class Phase(IntEnum):
 
 @dataclass(slots=True)
 class Pulse:
-    """What a trainer says of itself; times are of the node's monotonic clock, in seconds.
+    """Content of the page; times are of the node's monotonic clock, in seconds.
 
     ``marks`` counts the places that it has passed (the last gradient, the optimizer's step,
     the iteration's end), ``marked`` is when it passed the last one, ``done`` how many
@@ -48,12 +48,12 @@ class Pulse:
     the median absolute deviation of the rank's own share of the iterations of one ``window``
     (-1: none yet).  ``started`` is when the process was, and how long its start took up to the end
     of the first iteration follows in parts.  ``beat`` is when its watching thread last ran.
-    ``dumps`` is whether it writes its stacks when told to.
+    ``dumps`` is whether it writes its stacks on DUMP_SIGNAL.
     """
 
     dumps: bool = False
     rank: int = 0
-    phase: int = Phase.STARTING
+    phase: int = TrainerPhase.STARTING
     iteration: int = -1
     marks: int = 0
     done: int = 0
@@ -132,7 +132,7 @@ class PulseFile:
         )
 
     def beat(self, now: float) -> None:
-        """This process runs, and its interpreter lets threads run."""
+        """Record that this process runs, and that its interpreter lets threads run."""
         _BEAT.pack_into(self._map, _FIELDS.size, now)
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class PulseFile:
 
 
 def read_pulse(path: Path) -> Pulse | None:
-    """What a trainer stored last; None if there is no such file, or nothing whole in it."""
+    """The content that a trainer stored last; None if there is no file, or nothing whole in it."""
     try:
         descriptor = private_files.open_file(path)
     except OSError:

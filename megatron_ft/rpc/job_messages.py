@@ -111,7 +111,7 @@ class Admit(Message, frozen=True):
 
 
 class SlotReport(msgspec.Struct, frozen=True):
-    """One slot as its header says it is."""
+    """One slot, from its header."""
 
     slot: int
     state: int
@@ -124,7 +124,7 @@ class SlotReport(msgspec.Struct, frozen=True):
 
 
 class ArenaReport(msgspec.Struct, frozen=True):
-    """One arena as its header says it is."""
+    """One arena, from its header."""
 
     shard_id: str
     incarnation: int
@@ -206,7 +206,7 @@ class Rebuild(Message, frozen=True):
 class Load(Message, frozen=True):
     """Make room for these shards of ``snapshot``, which a loader brings from disk.
 
-    They count as lost until it says Loaded.
+    They count as lost until it sends Loaded.
     """
 
     incarnation: Count
@@ -243,7 +243,7 @@ class Rewind(Message, frozen=True):
 
 
 class Discard(Message, frozen=True):
-    """Free the arenas and exit: for a job that nobody supervises any more."""
+    """Free the arenas and exit: for a job that has no supervisor any more."""
 
 
 class StatusRequest(Message, frozen=True):
@@ -251,7 +251,7 @@ class StatusRequest(Message, frozen=True):
 
 
 class ScrubCounts(msgspec.Struct, frozen=True):
-    """What a node's scrub has done since its SMP started.
+    """Counts of a node's scrub since its SMP started.
 
     ``passes`` counts reads of everything that was committed; ``records`` are copies of
     headers that were damaged and written anew.
@@ -398,7 +398,7 @@ class ReaderStalled(Message, frozen=True):
     seconds: float
 
 
-Told = (
+EventBody = (
     Hello
     | Prepare
     | Sealed
@@ -421,24 +421,24 @@ Told = (
     | BadBlocks
     | Repaired
 )
-"""What an SMP tells the coordinator unasked."""
+"""Events that an SMP sends to the coordinator."""
 
 
 class NodeReport(Message, frozen=True):
-    """Several things that happened on one node, in this order."""
+    """Several events of one node, in this order."""
 
-    bodies: tuple[Told, ...]
+    bodies: tuple[EventBody, ...]
 
 
-class Event(Message, frozen=True):
-    """Something happened on ``node``; ``body`` is one of the messages of this module.
+class NodeEvent(Message, frozen=True):
+    """Something happened on ``node``; ``body`` is an event or several.
 
     ``first`` is its number, or that of the first thing of a report, in the SMP's ``stream`` of
-    events (upward.py).
+    events (smp/event_sender.py).
     """
 
     node: str
     incarnation: int
-    body: Told | NodeReport
+    body: EventBody | NodeReport
     stream: Count = 0
     first: Count = 1

@@ -62,7 +62,7 @@ def _check_peer(probe: unix.socket, path: Path) -> None:
 
 
 def ask(socket_path: Path, request: m.Message, timeout_seconds: float = 5.0) -> Any:
-    """The answer of one SMP; ControlPlaneError at once if nobody listens there, else in time.
+    """The answer of one SMP; ControlPlaneError at once if none listens there, else in time.
 
     UntrustedFileError, with nothing sent, if the socket is not this user's alone.
     """
@@ -81,7 +81,7 @@ def ask(socket_path: Path, request: m.Message, timeout_seconds: float = 5.0) -> 
 def pinned(folders: Iterable[Path], snapshot: SnapshotId) -> Iterator[None]:
     """Hold ``snapshot`` on every node of ``folders`` whose SMP runs, until the context ends.
 
-    If one SMP refuses, those asked before are told that nobody reads:
+    If one SMP refuses, the pins on those asked before are released:
     SnapshotUnavailableError, or ControlPlaneError for one that does not answer.
     """
     reader = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -113,12 +113,12 @@ def _pin(folder: Path, request: m.Pin) -> None:
         )
 
 
-def begin_errand(what: str) -> None:
-    """From here on this process is ended with the lease of the incarnation that has started it.
+def register_leased_process(what: str) -> None:
+    """Have this process ended with the lease of the incarnation that has started it.
 
     It may write to a disk that other nodes share, where the next incarnation writes too.
-    StaleIncarnationError when that incarnation is over.  Without an SMP, or a supervisor, there is
-    nobody to ask and none whose lease could end.
+    StaleIncarnationError when that incarnation is over.  Without an SMP or a supervisor nothing is
+    done: there is no lease that could end.
     """
     try:
         environment = ProcessEnvironment.from_env()
@@ -126,8 +126,8 @@ def begin_errand(what: str) -> None:
         return
     if not has_listener(environment.socket):
         return
-    errand = m.Errand(f"{what}-{os.getpid()}", os.getpid(), environment.incarnation)
-    answer = ask(environment.socket, errand, 30.0)
+    request = m.LeasedProcess(f"{what}-{os.getpid()}", os.getpid(), environment.incarnation)
+    answer = ask(environment.socket, request, 30.0)
     if isinstance(answer, m.Refused):
         kind = StaleIncarnationError if "Stale" in answer.error else ControlPlaneError
         raise kind(f"{what} on node {environment.node} must not begin: {answer.reason}")

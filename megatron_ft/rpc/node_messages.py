@@ -83,7 +83,7 @@ class Prepare(Message, frozen=True):
     """The trainer's layout is planned; answered by Prepared once every arena exists.
 
     ``interval`` is the number of iterations between snapshots, 0 if the job is to find it;
-    ``rank_rule`` says with how many ranks the command could go on, None: with as many only.
+    ``rank_rule`` gives the numbers of ranks with which the command could resume, None: this one.
     """
 
     shard_id: ShardId
@@ -133,7 +133,7 @@ class Abandoned(Message, frozen=True):
 
 
 class Restored(Message, frozen=True):
-    """The trainer has loaded its shard and goes on from there; answered with Noted."""
+    """The trainer has loaded its shard and continues from there; answered with Noted."""
 
     shard_id: ShardId
     snapshot: SnapshotId
@@ -154,7 +154,7 @@ class Declined(Message, frozen=True):
 
 
 class Noted(Message, frozen=True):
-    """The SMP has sent a Restored on, so the coordinator hears it whatever becomes of the rank."""
+    """Answer to Restored: it reaches the coordinator, whatever becomes of the rank."""
 
 
 class CorruptShard(Message, frozen=True):
@@ -177,7 +177,7 @@ class Unfit(Message, frozen=True):
 
 
 class CaptureCost(Message, frozen=True):
-    """How long one snapshot held the training thread, and how long its copy took.
+    """Cost of one snapshot: how long it held the training thread, and how long its copy took.
 
     ``iteration_seconds`` is what an iteration usually takes without any, ``shadow_seconds`` by
     how much a snapshot usually makes its iterations longer without holding them; 0: unknown.
@@ -192,7 +192,7 @@ class CaptureCost(Message, frozen=True):
     shadow_seconds: float = 0.0
 
 
-class Outcome(Message, frozen=True):
+class SnapshotOutcome(Message, frozen=True):
     """SMP to trainer: a snapshot reached ``state``: protected, committed or aborted."""
 
     snapshot: SnapshotId
@@ -360,8 +360,8 @@ class Pin(Message, frozen=True):
     pid: Pid
 
 
-class Errand(Message, frozen=True):
-    """A process ``pid`` that the supervisor's incarnation ``incarnation`` has started for a drain.
+class LeasedProcess(Message, frozen=True):
+    """Register a process that an incarnation of the supervisor has started for a drain.
 
     It is ended when the lease runs out or another incarnation is admitted.  Answered by Ok, or
     Refused when either has happened.

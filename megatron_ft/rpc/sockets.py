@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
 from megatron_ft.core import private_files
 from megatron_ft.core.errors import (
@@ -195,18 +197,31 @@ def refusal(error: MegatronFTError) -> Refused:
 class Connection:
     """A blocking connection to one server, in a context of its own.
 
-    ``to`` is the path of a Unix socket, or a TCP endpoint that takes ``keys``.
+    ``to`` is the path of a Unix socket, or a TCP endpoint that takes ``keys``.  ``on_lost`` is
+    called when the server goes away, from a thread of its own: the owner may be blocked.
     """
 
     def __init__(
-        self, to: Path | str, keys: JobKeys | None = None, identity: bytes = b"", linger_ms: int = 0
+        self,
+        to: Path | str,
+        keys: JobKeys | None = None,
+        *,
+        identity: bytes = b"",
+        linger_ms: int = 0,
+        on_lost: Callable[[], None] | None = None,
     ) -> None:
         """Connect; UntrustedFileError if a Unix socket is not this user's alone."""
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
+        self.socket.linger = linger_ms
         if identity:
             self.socket.identity = identity
-        self.socket.linger = linger_ms
+        self._watcher: threading.Thread | None = None
+        if on_lost is not None:
+            events = zmq.Event.DISCONNECTED | zmq.Event.MONITOR_STOPPED
+            work = (self.socket.get_monitor_socket(events), on_lost)
+            self._watcher = threading.Thread(target=_watch, args=work, daemon=True)
+            self._watcher.start()
         try:
             if isinstance(to, Path):
                 connect_local(self.socket, to)
@@ -224,11 +239,14 @@ class Connection:
     def receive(self, timeout_seconds: float | None = None) -> Any:
         """The next message; TimeoutError if it does not come in time, None: wait for ever."""
         if not self.socket.poll(None if timeout_seconds is None else int(timeout_seconds * 1000)):
-            raise TimeoutError
+            raise TimeoutError(f"no message in {timeout_seconds:g} s")
         return decode(self.socket.recv())
 
     def close(self) -> None:
         """Close once all that was sent has left, or after the linger time."""
+        if self._watcher is not None:
+            self.socket.disable_monitor()
+            self._watcher.join()
         self.socket.close()
         self._context.term()
 
@@ -237,3 +255,13 @@ class Connection:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _watch(monitor: zmq.Socket[bytes], on_lost: Callable[[], None]) -> None:
+    while True:
+        event = recv_monitor_message(monitor)["event"]
+        if event == zmq.Event.DISCONNECTED:
+            on_lost()
+        if event == zmq.Event.MONITOR_STOPPED:
+            monitor.close(linger=0)
+            return

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ft.arena.numa import node_of_process
+from megatron_ft.arena.limits import node_of_process
 from megatron_ft.core.errors import ControlPlaneError, StaleIncarnationError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.rpc import messages as m

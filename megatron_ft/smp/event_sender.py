@@ -1,7 +1,8 @@
 """Events of one SMP to its coordinator: one message for all ranks of a round, and none lost.
 
 ``EventBatch`` holds events back until those of the node's other ranks are there, ``Outbox``
-numbers them and keeps each until it has arrived, ``EventSender`` sends them.
+numbers them and keeps each until it has arrived, ``EventSender`` sends them.  ``EventInbox`` is
+the coordinator's end.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ Send = Callable[[Peer, m.Message], Awaitable[Any]]
 """Sends one message to one peer; a peer that has left gets nothing."""
 
 MOST_WAITED = 10
-"""Heartbeats after which a word waits no longer, should the others never be said."""
+"""Heartbeats after which an event waits no longer, should the others never come."""
 
 MOST_UNHEARD = 3
-"""Heartbeats after which what should have arrived is sent once more.
+"""Heartbeats after which an event that should have arrived is sent once more.
 
 The first may have left before it: with the usual heartbeats of 0.5 s this is 1.0 s at least.
 """
@@ -31,10 +32,10 @@ The first may have left before it: with the usual heartbeats of 0.5 s this is 1.
 class EventBatch:
     """Events that wait for those of the node's other ranks.  Pure.
 
-    The coordinator goes on only when *all* ranks have sealed, or encoded. So
-    the word of one of a node's ranks waits here for those of the others, and all of them leave
-    as one message, in the order in which they were said.  Anything else (a capture that was
-    missed, a writer that has died) leaves at once, and takes along what was said before it.
+    The coordinator acts only when *all* ranks have sealed, or encoded.  So the event of one
+    rank waits here for those of the node's other ranks, and all of them leave as one message, in
+    their order.  Any other event (a missed capture, a dead writer) leaves at once, together with
+    those that wait.
     """
 
     def __init__(self) -> None:
@@ -66,14 +67,14 @@ class EventBatch:
         return not self.sealed >= set(shards)
 
     def _waits_for_others(self, body: Any) -> bool:
-        """Whether it is a word that waits for those of other ranks on the newest snapshot."""
+        """Whether the event waits for those of other ranks on the newest snapshot."""
         if isinstance(body, m.Sealed) and self._begin(body.record.snapshot):
             self.sealed.add(body.record.shard_id)
             return True
         return False
 
     def _begin(self, snapshot: SnapshotId) -> bool:
-        """There is one snapshot at a time: what was said of another counts no more."""
+        """Whether the snapshot is the newest; there is one at a time, older ones do not wait."""
         if self.snapshot is None or snapshot > self.snapshot:
             self.snapshot = snapshot
             self.sealed = set()
@@ -83,9 +84,9 @@ class EventBatch:
 class Outbox:
     """Events with their numbers, and those of which no heartbeat says that they arrived.  Pure.
 
-    A connection that is made anew loses what was under way.  So every event is kept in ``unheard``
-    until a heartbeat names it, and told again if none does in time.  Numbers count from 1 in each
-    ``stream``, which no other outbox of the node has.
+    A connection that is made anew loses the messages under way.  So every event is kept in
+    ``unheard`` until a heartbeat names it, and sent again if none does in time.  Numbers count
+    from 1 in each ``stream``, which no other outbox of the node has.
     """
 
     def __init__(self, stream: int = 0) -> None:
@@ -94,14 +95,14 @@ class Outbox:
         self._last = 0
         self._beats = 0
 
-    def event(self, node: str, incarnation: int, bodies: list[Any]) -> m.Event:
-        """One message with these, numbered behind all that was told."""
+    def event(self, node: str, incarnation: int, bodies: list[Any]) -> m.NodeEvent:
+        """One message with these, numbered behind all earlier events."""
         self._beats = self._beats if self.unheard else 0
         first, self._last = self._last + 1, self._last + len(bodies)
         self.unheard = [*self.unheard, *bodies]
         return self._message(node, incarnation, bodies, first)
 
-    def again(self, node: str, incarnation: int) -> m.Event:
+    def again(self, node: str, incarnation: int) -> m.NodeEvent:
         """One message with all that may have been lost."""
         self._beats = 0
         first = self._last - len(self.unheard) + 1
@@ -118,9 +119,40 @@ class Outbox:
         self._beats += 1 if self.unheard else 0
         return self._beats >= MOST_UNHEARD
 
-    def _message(self, node: str, incarnation: int, bodies: list[Any], first: int) -> m.Event:
+    def _message(self, node: str, incarnation: int, bodies: list[Any], first: int) -> m.NodeEvent:
         body = bodies[0] if len(bodies) == 1 else m.NodeReport(tuple(bodies))
-        return m.Event(node, incarnation, body, self.stream, first)
+        return m.NodeEvent(node, incarnation, body, self.stream, first)
+
+
+class EventInbox:
+    """The coordinator's end: events of one node in their order, each once.  Pure.
+
+    ``number`` is the last event of ``stream`` that has arrived with all before it.  An SMP that
+    was replaced, or admitted anew, begins another stream.
+    """
+
+    def __init__(self) -> None:
+        self.stream = self.number = 0
+
+    def take(self, event: m.NodeEvent) -> list[m.NodeEvent]:
+        """The new events of a message; nothing if one before them was lost: it comes again."""
+        if event.stream != self.stream:
+            self.stream, self.number = event.stream, 0
+        if event.first > self.number + 1:
+            return []
+        new = [one for one in reported(event) if one.first > self.number]
+        if new:
+            self.number = new[-1].first
+        return new
+
+
+def reported(event: m.NodeEvent) -> list[m.NodeEvent]:
+    """The events that one message has brought, in their order."""
+    body = event.body
+    bodies = body.bodies if isinstance(body, m.NodeReport) else (body,)
+    numbers = range(event.first, event.first + len(bodies))
+    told = zip(bodies, numbers, strict=True)
+    return [m.NodeEvent(event.node, event.incarnation, b, event.stream, n) for b, n in told]
 
 
 class EventSender:
@@ -165,5 +197,5 @@ class EventSender:
                 self._outbox.event(machine.node, machine.highest_incarnation, bodies)
             )
 
-    async def _to_coordinator(self, event: m.Event) -> None:
+    async def _to_coordinator(self, event: m.NodeEvent) -> None:
         await self._send((self.coordinator, b""), event)

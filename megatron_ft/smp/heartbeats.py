@@ -16,8 +16,8 @@ from megatron_ft.core import private_files, procfs
 from megatron_ft.core.errors import UntrustedFileError
 from megatron_ft.rpc.heartbeat_page import (
     DUMP_SIGNAL,
-    Phase,
     Pulse,
+    TrainerPhase,
     pulse_path,
     read_pulse,
     signs_path,
@@ -29,11 +29,11 @@ from megatron_ft.smp.processes import WriterProcess, Writers
 log = logging.getLogger(__name__)
 
 MOST_STACK_BYTES = 64 << 10
-"""Of one rank's stacks; those of 100 frames in 100 threads would be some ten times as long."""
+"""Longest stacks of one rank; 100 frames in 100 threads would be some ten times as long."""
 
 _SETTLED_SECONDS = 0.2
 _POLL_SECONDS = 0.05
-_PHASES = {phase.value: phase.name.lower() for phase in Phase}
+_PHASES = {phase.value: phase.name.lower() for phase in TrainerPhase}
 _COPIED = {f.name for f in fields(Pulse)} & set(PulseReport.__struct_fields__)
 STACK_SECONDS = 3.0
 """Longest wait for stacks: a process that sleeps in the kernel writes none."""
@@ -46,7 +46,7 @@ class NodeHeartbeats:
         self._folder, self._writers = folder, writers
 
     def reports(self) -> dict[str, PulseReport]:
-        """Shard id to what its trainer says of itself, of those that say anything."""
+        """Shard id to its trainer's heartbeats, for trainers that have a page of them."""
         found = {}
         for writer in self._trainers():
             pulse = self._read(writer)
@@ -73,7 +73,7 @@ class NodeHeartbeats:
         pulse = self._read(writer)
         last_signs = signs_path(self._folder, writer.who)
         try:
-            if pulse is not None and pulse.phase == Phase.ENDED:
+            if pulse is not None and pulse.phase == TrainerPhase.ENDED:
                 last_signs.unlink(missing_ok=True)
             elif pulse is not None:
                 text = _last_signs(writer, pulse, self._written(writer))
@@ -86,7 +86,7 @@ class NodeHeartbeats:
                 path.unlink()
 
     def sweep(self) -> None:
-        """Remove what trainers left whose end nobody has seen."""
+        """Remove the files of trainers whose end was not seen."""
         for path in (*self._folder.glob("pulse-*"), *self._folder.glob("stacks-*")):
             pid = path.name.partition("-")[2]
             if not Path("/proc", pid).exists():
@@ -110,7 +110,7 @@ class NodeHeartbeats:
         return private_files.open_file(stacks_path(self._folder, writer.pid), flags)
 
     async def _settled(self, asked: Mapping[str, WriterProcess]) -> None:
-        """Until all have written and none has gone on for a moment."""
+        """Wait until all have written and none has written more for a moment."""
         deadline = time.monotonic() + STACK_SECONDS
         sizes: dict[str, int] = {}
         since = time.monotonic()

@@ -9,7 +9,7 @@ import os
 import time
 from typing import Any
 
-from megatron_ft.arena import upkeep
+from megatron_ft.arena import files
 from megatron_ft.core.errors import (
     ControlPlaneError,
     LayoutMismatchError,
@@ -51,7 +51,7 @@ class LocalServer:
     def bind_again(self) -> None:
         """Make the socket's file again; connections that are open stay."""
         self._server.socket.unbind(f"ipc://{self._path}")
-        upkeep.clear(self._path)
+        files.clear(self._path)
         listen_local(self._server.socket, self._path)
         self._inode = self._path.lstat().st_ino
 
@@ -214,7 +214,7 @@ class LocalServer:
         elif isinstance(message, m.Unpin):
             service.readers.forget(message.reader)
             return service.machine.handle(message)
-        elif isinstance(message, m.Errand):
+        elif isinstance(message, m.LeasedProcess):
             self._register_drain(message)
         else:
             name = type(message).__name__
@@ -229,7 +229,7 @@ class LocalServer:
             self._service.readers.forget(message.reader)
         return answer
 
-    def _register_drain(self, message: m.Errand) -> None:
+    def _register_drain(self, message: m.LeasedProcess) -> None:
         service = self._service
         current = service.machine.highest_incarnation
         if not message.incarnation == current == service.state.highest_incarnation:

@@ -31,7 +31,7 @@ SLURM_JOB = "slurm-job"
 """Holds the number of the Slurm job that a node's folder is of, for scripts/slurm/epilog.sh."""
 
 GIVE_WAY_SECONDS = 10.0
-"""How long an older SMP of the same job may take to say who it is, and to go."""
+"""Longest time for an older SMP of the same job to sign the lock file, and to end."""
 
 _POLL_SECONDS = 0.05
 _SIGNATURE_BYTES = 256
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """What the lock file says of the SMP that holds the lock; ``job`` is the job's UUID."""
+    """Content of the lock file: the SMP that holds the lock; ``job`` is the job's UUID."""
 
     job: str
     pid: int
@@ -105,7 +105,7 @@ def _sign(lock: BinaryIO, job: str) -> None:
 def _send_away(directory: Path, lock: BinaryIO, job: str, deadline: float) -> None:
     """End the SMP that holds the lock, if it is of the same job; wait a moment otherwise.
 
-    What the file says may be of the one before, or not there yet: the lock comes first.
+    The file's content may be of the SMP before, or not there yet: the lock comes first.
     """
     owner = _signature(lock)
     if (owner is not None and owner.job != job) or time.monotonic() > deadline:

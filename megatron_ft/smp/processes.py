@@ -255,7 +255,7 @@ class Readers:
 
 
 def switches(pid: int) -> int:
-    """How often the process's main thread was put to sleep or replaced; -1 if it is gone.
+    """Context switches of the process's main thread; -1 if the process is gone.
 
     A thread that waits in one system call, or is stopped, stays at its number.
     """

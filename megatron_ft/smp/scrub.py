@@ -1,12 +1,12 @@
-"""The scrub: committed snapshots are read again, unhurried, and damage is reported.
+"""The scrub: reads committed snapshots again, unhurried, and reports damage.
 
-Memory that nobody reads can go bad unnoticed until it is needed.  So the SMP reads what
+Memory that is not read can go bad unnoticed until it is needed.  So the SMP reads what
 is committed over and over: digests are computed in a thread, a piece at a time, and
 after each piece it sleeps for as long as its share of a processor demands.  The share
 makes it unimportant, and not a lower priority: a thread that is put aside while it holds
 the interpreter's lock would hold up the event loop.  That one only starts runs of many
 pieces, as to start one costs it more than a piece's digests, and looks at headers in
-between: a slot that was given to a new snapshot meanwhile says nothing.
+between: a slot that was given to a new snapshot meanwhile proves nothing.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.core.errors import ArenaError
 from megatron_ft.core.identity import SnapshotId
+from megatron_ft.erasure.block_repair import Damage, SlotInspector
 from megatron_ft.erasure.member import code_of, member_of
-from megatron_ft.erasure.mending import Damage, SlotInspector
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.service import SmpService
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 PIECE_BYTES = 1 << 20
 RUN_BYTES = 32 << 20
-"""What the thread reads before the event loop hears of it."""
+"""Bytes that the thread reads before it returns to the event loop."""
 IDLE_SECONDS = 1.0
 MOST_LISTED = 64
 """Bad blocks in one report: what a repair sends back must stay a message, not a shard."""
@@ -150,7 +150,7 @@ class Scrub:
         return damage, pieces[-1].stop
 
     def _committed(self, shard_id: str, slot: int) -> SlotHeader | None:
-        """The slot's header if a snapshot is committed there: nobody may write to it."""
+        """The slot's header if a snapshot is committed there: no process may write to it."""
         slots = self._service.machine.shards.get(shard_id)
         if slots is None or shard_id not in self._service.store.arenas:
             # The last request may have removed the arenas while the scrub was under way.
@@ -196,7 +196,7 @@ def _inspector(arena: Arena, slot: int, header: SlotHeader) -> SlotInspector:
 
 
 def _again(arena: Arena, slot: int, header: SlotHeader, damage: Damage) -> Damage:
-    """What is still wrong of some damage."""
+    """The part of some damage that is still there."""
     inspector = _inspector(arena, slot, header)
     numbers = [*damage.data, *(inspector.data_blocks + block for block in damage.parity)]
     found = Damage()

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_ft.arena import upkeep
+from megatron_ft.arena import files
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import ControlPlaneError, UntrustedFileError
 from megatron_ft.core.fault_points import reach
@@ -100,7 +100,7 @@ class SmpService:
         except (ControlPlaneError, UntrustedFileError) as error:
             self.store.distrust_all(str(error))
             for name in (STATE_NAME, WRITERS_NAME):
-                upkeep.remove(self.environment.node_dir / name)
+                files.remove(self.environment.node_dir / name)
         self.machine.highest_incarnation = self.state.highest_incarnation
         self.store.put_right()
         self.store.adopt(self.machine)

@@ -59,7 +59,7 @@ def reusable(
     *,
     give_up_protected: bool = False,
 ) -> list[int]:
-    """The slots that nobody needs, as may_reuse says; those of ``spared`` snapshots are needed."""
+    """The slots that are not needed (may_reuse), less those of ``spared`` snapshots."""
     return [
         i
         for i, slot in enumerate(slots)
@@ -74,7 +74,7 @@ def oldest_reusable(
     *,
     give_up_protected: bool = False,
 ) -> int | None:
-    """The slot for the next snapshot: a free one, else the oldest that nobody needs."""
+    """The slot for the next snapshot: a free one, else the oldest that is not needed."""
     usable = reusable(slots, spared, give_up_protected=give_up_protected)
     return min(usable, key=lambda i: _age(slots[i]), default=None)
 

@@ -66,6 +66,13 @@ class ShardSlots:
                 return index
         return None
 
+    def slot_of(self, snapshot: SnapshotId) -> int:
+        """As ``find``; TransitionRefusedError if there is none."""
+        index = self.find(snapshot)
+        if index is None:
+            raise m.TransitionRefusedError(f"{self.shard_id} has no slot with snapshot {snapshot}")
+        return index
+
     def take_changes(self) -> list[tuple[int, SlotHeader]]:
         """Changes since the last call, oldest first."""
         taken, self.changes = self.changes, []
@@ -82,9 +89,7 @@ class ShardSlots:
 
     def expect(self, snapshot: SnapshotId, *states: SlotState) -> int:
         """The slot of ``snapshot``; TransitionRefusedError unless it is in one of ``states``."""
-        index = self.find(snapshot)
-        if index is None:
-            raise m.TransitionRefusedError(f"{self.shard_id} has no slot with snapshot {snapshot}")
+        index = self.slot_of(snapshot)
         if self.slots[index].state not in states:
             raise m.TransitionRefusedError(
                 f"{self.shard_id} slot {index} with snapshot {snapshot} is "
@@ -112,7 +117,7 @@ class ShardSlots:
         return room and not capturing(self.slots) and oldest_reusable(self.slots) is None
 
     def victim(self, give_up_protected: bool = False) -> int | None:
-        """The slot for the next snapshot, None if there is none that nobody needs or reads.
+        """The slot for the next snapshot, None if all are needed or read.
 
         With ``give_up_protected`` the last protected one, if no other is left.
         """
@@ -365,7 +370,7 @@ class ShardSlots:
         )
 
     def loaded(self, record: SealedRecord) -> None:
-        """What came from disk matches its digests: REBUILDING to SEALED, without parity."""
+        """A shard from disk matches its digests: REBUILDING to SEALED, without parity."""
         index = self.expect(record.snapshot, SlotState.REBUILDING)
         if ending(self.slots[index]) or self.slots[index].iteration != record.iteration:
             raise m.TransitionRefusedError(f"{self.shard_id} does not wait for {record.snapshot}")

@@ -239,7 +239,7 @@ class NodeMachine:
         slots = self._slots_of(message.shard_id)
         slots.protect(message.snapshot, message.parity_root, message.stripe_table)
         self._report(message)
-        self._emit(ToTrainer(message.shard_id, m.Outcome(message.snapshot, "protected")))
+        self._emit(ToTrainer(message.shard_id, m.SnapshotOutcome(message.snapshot, "protected")))
 
     def _order_ended(self, message: m.OrderDone | m.OrderFailed) -> None:
         """The encoder waits for its next order."""
@@ -251,7 +251,7 @@ class NodeMachine:
         for slots in self.shards.values():
             slots.commit(message.snapshot, local_only=message.level == "local")
         for shard_id in self.trainers & self.shards.keys():
-            self._emit(ToTrainer(shard_id, m.Outcome(message.snapshot, "committed")))
+            self._emit(ToTrainer(shard_id, m.SnapshotOutcome(message.snapshot, "committed")))
 
     def _abort(self, message: m.Abort) -> None:
         """The snapshot will never be complete; a slot that is still written is freed later."""
@@ -267,7 +267,7 @@ class NodeMachine:
                 encoder_alive=bool(self.world),
             )
             if not freed:
-                self._emit(ToTrainer(shard_id, m.Outcome(snapshot, "aborted")))
+                self._emit(ToTrainer(shard_id, m.SnapshotOutcome(snapshot, "aborted")))
 
     def _revoke(self, slots: ShardSlots, snapshot: SnapshotId) -> None:
         """Make the permit void before the trainer's eyes."""
@@ -291,18 +291,12 @@ class NodeMachine:
         for stripe in message.stripes:
             local = self._local_members((stripe,))
             if local:
-                slots = {s: self._holding(s, message.snapshot) for s in local}
+                slots = {s: self.shards[s].slot_of(message.snapshot) for s in local}
                 arenas = {s: self.paths[s] for s in local}
                 filled.append(msgspec.structs.replace(stripe, arenas=arenas, slots=slots))
         if filled:
             order = kind(message.snapshot, message.world, tuple(filled), *more)
             self._emit(ToEncoder(order))
-
-    def _holding(self, shard_id: str, snapshot: SnapshotId) -> int:
-        slot = self.shards[shard_id].find(snapshot)
-        if slot is None:
-            raise m.TransitionRefusedError(f"{shard_id} has no slot with snapshot {snapshot}")
-        return slot
 
     # Recovery and repair.
 

@@ -1,4 +1,4 @@
-"""The arenas of one node: opened, adopted, created, and written as the machine decides."""
+"""The arenas of one node: adopts, creates, mends and frees them, and writes their headers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ft.arena import upkeep
+from megatron_ft.arena import files
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import fits
 from megatron_ft.arena.format import (
@@ -22,7 +22,7 @@ from megatron_ft.arena.format import (
     SlotHeader,
     SlotState,
 )
-from megatron_ft.arena.numa import preferring
+from megatron_ft.arena.limits import preferring
 from megatron_ft.core.errors import (
     ArenaError,
     ArenaForeignError,
@@ -32,8 +32,8 @@ from megatron_ft.core.errors import (
 )
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import Ancestor, SealedRecord
+from megatron_ft.erasure.block_repair import Blocks, mend_data, mend_parity
 from megatron_ft.erasure.member import code_of, member_of
-from megatron_ft.erasure.mending import Blocks, mend_data, mend_parity
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.slots import ShardSlots
 from megatron_ft.smp.state_machine import MendSlot, NodeMachine, StorePermit, StoreSlot
@@ -92,23 +92,23 @@ class ArenaStore:
     def put_right(self) -> None:
         """Before ``adopt``, by the folder's owner: mend or set aside what could not be opened."""
         for path in self._paths():
-            reason = upkeep.reason_in_the_way(path)
+            reason = files.reason_in_the_way(path)
             if reason:
-                aside = upkeep.set_aside(path)
+                aside = files.set_aside(path)
                 self._lost(path.name.removesuffix(SUFFIX), f"{path} {reason} (now {aside.name})")
                 continue
             try:
-                self._say_mended(path, upkeep.put_right(path, self.job))
+                self._say_mended(path, files.put_right(path, self.job))
             except (ArenaError, OSError) as error:
                 log.warning("%s is left as it is: %s", path, error)
 
     def distrust_all(self, reason: str) -> None:
-        """Before ``adopt``: nobody knows who may write to these arenas, so all count as lost.
+        """Before ``adopt``: count all arenas as lost, since their writers are unknown.
 
-        They get other names.  A process that still writes does so where nobody reads.
+        They get other names.  A process that still writes does so where no reader looks.
         """
         for path in self._paths():
-            aside = upkeep.set_aside(path)
+            aside = files.set_aside(path)
             self._lost(path.name.removesuffix(SUFFIX), f"{reason} (now {aside})")
 
     def examine(self, machine: NodeMachine) -> None:
@@ -137,7 +137,7 @@ class ArenaStore:
         if not arena.in_place():
             raise ArenaForeignError(f"{arena.path} was removed, replaced or cut")
         header = self._headers[shard_id]
-        mended = upkeep.put_right(arena.path, self.job, header)
+        mended = files.put_right(arena.path, self.job, header)
         mended += arena.mend_records(header, self._stored[shard_id], stale=True)
         self._say_mended(arena.path, mended)
         Arena.open(arena.path, job=self.job).close()
@@ -168,7 +168,7 @@ class ArenaStore:
         path = self.directory / f"{request.shard_id}{SUFFIX}"
         # What lies there now is damaged; foreign files have stopped the job before this.  Its
         # memory may be what the new arena needs.
-        upkeep.clear(path)
+        files.clear(path)
         with preferring(numa_node):
             arena = Arena.create(path, self._header(request), replace=True)
         if request.incarnation > 1:
@@ -213,7 +213,7 @@ class ArenaStore:
         The decision what to restore was made without them.
         """
         paths = [self.directory / f"{shard_id}{SUFFIX}" for shard_id in self.damaged]
-        paths += self.directory.glob(f"*{SUFFIX}{upkeep.ASIDE}*")
+        paths += self.directory.glob(f"*{SUFFIX}{files.ASIDE}*")
         self.damaged.clear()
         return paths
 
@@ -270,7 +270,7 @@ class ArenaStore:
             arena.write_progress(-1)
 
     def reports(self, machine: NodeMachine) -> tuple[m.ArenaReport, ...]:
-        """What the node holds, for an inventory or a status."""
+        """The node's arenas, for an inventory or a status."""
         return tuple(
             _report(header, machine.shards[shard_id].reports())
             for shard_id, header in self._headers.items()
@@ -308,7 +308,7 @@ class ArenaStore:
 def free(arenas: Iterable[Arena], paths: Iterable[Path]) -> None:
     """Delete arenas and files that no store knows; slow, safe to call from another thread."""
     for path in paths:
-        upkeep.remove(path)
+        files.remove(path)
     for arena in arenas:
         arena.close()
         arena.path.unlink(missing_ok=True)

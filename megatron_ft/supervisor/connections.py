@@ -1,4 +1,4 @@
-"""The coordinator's connections to all SMPs: heartbeats, leases, silence, requests and events."""
+"""The coordinator's connections to all SMPs: requests, events, heartbeats, leases and silence."""
 
 from __future__ import annotations
 
@@ -23,51 +23,27 @@ from megatron_ft.core.errors import (
 )
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import JobKeys
+from megatron_ft.smp.event_sender import EventInbox
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.heartbeats import Heartbeats
 from megatron_ft.supervisor.orders import Timing
 
 log = logging.getLogger(__name__)
 
-EventCallback = Callable[[m.Event], None]
-
 ARENA_TIMEOUT_SECONDS = 600.0
 """For making an arena, whose pages are all touched."""
 
+REQUEST_TIMEOUT_SECONDS = 30.0
 
-class Inbox:
-    """Events of one node in their order, each once.  Pure.
-
-    ``number`` is the last event of ``stream`` that has arrived with all before it.  An SMP that
-    was replaced, or admitted anew, begins another stream.
-    """
-
-    def __init__(self) -> None:
-        self.stream = self.number = 0
-
-    def take(self, event: m.Event) -> list[m.Event]:
-        """The new events of a message; nothing if one before them was lost: it comes again."""
-        if event.stream != self.stream:
-            self.stream, self.number = event.stream, 0
-        if event.first > self.number + 1:
-            return []
-        new = [one for one in reported(event) if one.first > self.number]
-        if new:
-            self.number = new[-1].first
-        return new
+MOST_NODES = 16384
+"""Connections that libzmq provides for; by default it refuses the 1,024th."""
 
 
-def reported(event: m.Event) -> list[m.Event]:
-    """The events that one message has brought, in the order in which they were told."""
-    body = event.body
-    bodies = body.bodies if isinstance(body, m.NodeReport) else (body,)
-    numbers = range(event.first, event.first + len(bodies))
-    told = zip(bodies, numbers, strict=True)
-    return [m.Event(event.node, event.incarnation, b, event.stream, n) for b, n in told]
+EventCallback = Callable[[m.NodeEvent], None]
 
 
 class SmpLink:
-    """An authenticated connection to the SMP of ``node``, which also brings what it tells unasked.
+    """An authenticated connection to the SMP of ``node``: requests, answers and its events.
 
     Answers may come in any order, so heartbeats pass a request that takes long.
     ``last_heard`` is the monotonic time of the last frame from there, ``clock`` the newest time
@@ -83,13 +59,13 @@ class SmpLink:
         endpoint: str,
         keys: JobKeys,
         on_event: EventCallback,
-        inbox: Inbox | None = None,
+        inbox: EventInbox | None = None,
     ) -> None:
         self.node, self.endpoint = node, endpoint
         self.last_heard = time.monotonic()
         self.clock = 0.0
         self.summary: dict[str, bytes] = {}
-        self.inbox = inbox or Inbox()
+        self.inbox = inbox or EventInbox()
         self._on_event = on_event
         self._numbers = itertools.count(1)
         self._pending: dict[bytes, asyncio.Future[Any]] = {}
@@ -131,15 +107,20 @@ class SmpLink:
             raise NoRoomError(f"{self.node}: {error}", self.node) from error
 
     def close(self) -> None:
-        """Give the connection up; who waits for an answer gets a ControlPlaneError.
+        """Give the connection up; a pending ``ask`` raises ControlPlaneError.
 
-        Not a cancellation: that would end whoever asks this node among others, in silence.
+        Not a cancellation: that would end a caller that asks several nodes, in silence.
         """
         self._reader.cancel()
         for future in self._pending.values():
             if not future.done():
                 future.set_exception(ControlPlaneError(self._given_up()))
         self._socket.close()
+
+    def receive(self, message: m.NodeEvent) -> None:
+        """Hand on the new events of one message."""
+        for event in self.inbox.take(message):
+            self._on_event(event)
 
     def _given_up(self) -> str:
         return f"the connection to node {self.node} was given up"
@@ -153,31 +134,21 @@ class SmpLink:
             except ControlPlaneError as error:
                 log.error("node %s: %s", self.node, error)
                 continue
-            if isinstance(message, m.Event):
-                self._hear(message)
+            if isinstance(message, m.NodeEvent):
+                self.receive(message)
             elif number in self._pending and not self._pending[number].done():
                 self._pending[number].set_result(message)
 
-    def _hear(self, message: m.Event) -> None:
-        for event in self.inbox.take(message):
-            self._on_event(event)
-
-
-REQUEST_TIMEOUT_SECONDS = 30.0
-
-MOST_NODES = 16384
-"""Connections that libzmq provides for; by default it refuses the 1,024th."""
-
 
 class Connections(ABC):
-    """One connection and one heartbeat for each node; ``observers`` are told what happens.
+    """One connection and one heartbeat for each node; ``observers`` receive what happens.
 
     ``silent`` is set when a node is, when this coordinator does not lead any more, and when it
     has failed.
     """
 
     link_type: type[SmpLink] = SmpLink
-    """What connects to an SMP; whoever counts messages puts one that does in its place."""
+    """The class of a connection; a benchmark that counts messages replaces it."""
 
     def __init__(
         self, keys: JobKeys, observers: Observers, timing: Timing, scrub_percent: float = 0.0
@@ -193,21 +164,18 @@ class Connections(ABC):
         self.failure: BaseException | None = None
         self.rewind_asked = asyncio.Event()
         self.rewind_before = 0
-        self._paused_on: set[str] = set()
-        self._pinned_on: set[str] = set()
-        self._crowded_on: set[str] = set()
-        self.held: dict[str, tuple[m.HeldSnapshot, ...]] = {}
+        self.answers: dict[str, m.LeaseAnswer] = {}
         self._keys = keys
         self._context = zmq.asyncio.Context()
         self._context.set(zmq.MAX_SOCKETS, MOST_NODES)
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._inboxes: dict[str, Inbox] = {}
+        self._inboxes: dict[str, EventInbox] = {}
         self._awake = SuspendClock(timing.heartbeat)
         self._superseded = ""
 
     @abstractmethod
-    def _on_event(self, event: m.Event) -> None:
-        """A node tells something."""
+    def _on_event(self, event: m.NodeEvent) -> None:
+        """Handle one event of a node."""
 
     @abstractmethod
     def _unknown(self, held: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -216,22 +184,31 @@ class Connections(ABC):
     @property
     def paused(self) -> bool:
         """Whether some node was told to stop snapshots; one is enough for the whole job."""
-        return bool(self._paused_on & self.links.keys())
+        return self._any(lambda answer: answer.paused)
 
     @property
     def pinned(self) -> bool:
         """Whether some node has no slot for a snapshot but those that readers hold."""
-        return bool(self._pinned_on & self.links.keys())
+        return self._any(lambda answer: answer.pinned)
 
     @property
     def crowded(self) -> bool:
         """Whether some node has no slot for a snapshot but that of the last protected one."""
-        return bool(self._crowded_on & self.links.keys())
+        return self._any(lambda answer: answer.crowded)
+
+    @property
+    def held(self) -> dict[str, tuple[m.HeldSnapshot, ...]]:
+        """The committed snapshots of each node, as its last heartbeat named them."""
+        return {node: answer.held for node, answer in self.answers.items()}
+
+    def _any(self, stated: Callable[[m.LeaseAnswer], bool]) -> bool:
+        answers = self.answers
+        return any(stated(answers[node]) for node in self.links if node in answers)
 
     def connect(self, node: str, endpoint: str) -> None:
         """Use ``endpoint`` for ``node`` from now on."""
         self.disconnect(node)
-        inbox = self._inboxes.setdefault(node, Inbox())
+        inbox = self._inboxes.setdefault(node, EventInbox())
         link = self.link_type(self._context, node, endpoint, self._keys, self._on_event, inbox)
         self.links[node] = link
         if not self._tasks:
@@ -285,29 +262,22 @@ class Connections(ABC):
             link.clock, link.summary = max(link.clock, answer.clock), answer.summary
             self.progress.update(answer.progress)
             self.pulses.record(answer.node, answer.pulses)
-            self._heard(answer)
+            self._on_answer(answer)
         elif link.clock and answer.error == StaleIncarnationError.__name__:
             self.supersede(answer.reason)
 
-    def _heard(self, answer: m.LeaseAnswer) -> None:
+    def _on_answer(self, answer: m.LeaseAnswer) -> None:
         if answer.rewind is not None:
             self.rewind_before = answer.rewind
             self.rewind_asked.set()
         before = self.paused
-        self.held[answer.node] = answer.held
-        for nodes, stated in (
-            (self._paused_on, answer.paused),
-            (self._pinned_on, answer.pinned),
-            (self._crowded_on, answer.crowded),
-        ):
-            nodes.discard(answer.node)
-            nodes |= {answer.node} if stated else set()
+        self.answers[answer.node] = answer
         if self.paused != before:
             word = "paused" if self.paused else "resumed"
             self.observers.emit(word, f"snapshots {word} by request")
 
     def supersede(self, reason: str) -> None:
-        """Another supervisor leads the job: have this one end, as ``require_lead`` says."""
+        """Have this supervisor end, as of ``require_lead``: another one leads the job."""
         self._superseded = reason
         self.silent.set()
 
@@ -321,7 +291,7 @@ class Connections(ABC):
             )
 
     def silent_nodes(self, nodes: Iterable[str]) -> list[str]:
-        """Those of ``nodes`` that have not been heard of for ``node_timeout``.
+        """Those of ``nodes`` that have sent nothing for ``node_timeout``.
 
         Time in which this process was suspended does not count.
         """
@@ -333,7 +303,7 @@ class Connections(ABC):
     async def quiet_nodes(self) -> list[str]:
         """Nodes that do not answer just now; they may be lost, which takes longer to know.
 
-        Ranks elsewhere fail within moments of a node's loss, before anybody else knows of it.
+        Ranks elsewhere fail within moments of a node's loss, before it is known here.
         """
         before = time.monotonic()
         await self.refresh()
@@ -350,7 +320,7 @@ class Connections(ABC):
         return dict(zip(requests, answers, strict=True))
 
     def _fail(self, error: BaseException) -> None:
-        """A mistake of ours: what is under way may never end, so this incarnation must."""
+        """Record an error of ours: work under way may never end, so this incarnation must."""
         self.failure = self.failure or error
         self.silent.set()
 

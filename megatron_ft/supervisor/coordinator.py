@@ -73,7 +73,7 @@ class Coordinator(Connections):
         self.world_nodes: tuple[str, ...] = ()
         self.world_joined, self.world_refused = False, ""
         """True once the expected world was up; the reason for which an SMP refused its encoder."""
-        self.listeners: list[Callable[[m.Event], None]] = []
+        self.listeners: list[Callable[[m.NodeEvent], None]] = []
         self._kill_world = kill_world
         self._encoders_up: set[str] = set()
         self._world_up = asyncio.Event()
@@ -355,13 +355,13 @@ class Coordinator(Connections):
         if level == "protected":
             self.protected = (snapshot, iteration)
 
-    def _on_event(self, event: m.Event) -> None:
+    def _on_event(self, event: m.NodeEvent) -> None:
         try:
             self._take(event)
         except Exception as error:  # the link must go on reading: its node is not silent
             self._fail(error)
 
-    def _take(self, event: m.Event) -> None:
+    def _take(self, event: m.NodeEvent) -> None:
         if event.incarnation != self.incarnation:
             return
         body = event.body

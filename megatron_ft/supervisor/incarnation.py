@@ -226,7 +226,7 @@ class Incarnation:
         outside = -status in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
         return Failure(text, f"a trainer {how}", node, training=not outside)
 
-    def _on_declined(self, event: m.Event) -> None:
+    def _on_declined(self, event: m.NodeEvent) -> None:
         """Emit once that trainers take another start than the one that was announced."""
         body = event.body
         if not isinstance(body, m.Declined) or self.declined:

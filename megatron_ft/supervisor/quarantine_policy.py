@@ -180,7 +180,7 @@ class QuarantinePolicy:
         except (asyncio.TimeoutError, OSError):
             return None
 
-    def _on_event(self, event: m.Event) -> None:
+    def _on_event(self, event: m.NodeEvent) -> None:
         body = event.body
         if isinstance(body, m.Restored):
             self._restored.add(body.shard_id)

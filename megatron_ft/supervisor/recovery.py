@@ -361,7 +361,7 @@ async def rebuild(coordinator: Coordinator, plan: RestorePlan, snapshot: Snapsho
     missing = set(plan.lost())
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def on_event(event: m.Event) -> None:
+    def on_event(event: m.NodeEvent) -> None:
         body = event.body
         # Late events of the encoders before these say nothing of them.
         world = coordinator.world

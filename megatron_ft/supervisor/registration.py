@@ -42,7 +42,7 @@ class Registration:
     stranger: str = ""
     unfit: m.Unfit | None = None
 
-    def on_event(self, event: m.Event) -> None:
+    def on_event(self, event: m.NodeEvent) -> None:
         """Record a registration event."""
         if isinstance(event.body, m.Hello):
             self.hellos[event.body.shard_id] = (event.node, event.body)

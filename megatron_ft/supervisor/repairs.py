@@ -51,7 +51,7 @@ class Repairs:
         self._attempts: dict[Key, int] = {}
         self._waiting: tuple[m.Repair, asyncio.Future[m.Message]] | None = None
 
-    def on_event(self, event: m.Event) -> None:
+    def on_event(self, event: m.NodeEvent) -> None:
         """Record damage and of what comes back from a repair."""
         body = event.body
         if isinstance(body, m.BadBlocks):

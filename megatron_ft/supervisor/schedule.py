@@ -194,7 +194,7 @@ class Pacing:
         """The job has failed and starts again."""
         self._failures += 1
 
-    def on_event(self, event: m.Event) -> None:
+    def on_event(self, event: m.NodeEvent) -> None:
         """A listener of the coordinator: takes what captures have cost."""
         body, schedule = event.body, self._schedule
         if schedule is None or schedule.fixed or not isinstance(body, m.CaptureCost):

@@ -24,8 +24,7 @@ from megatron_ft.core import private_files
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.erasure.tcp import EXIT_PEER_GONE
 from megatron_ft.erasure.tcp_sockets import send_table
-from megatron_ft.erasure.ticket import Listening, Ticket
-from megatron_ft.erasure.world import RANK_TRANSPORT, TCP
+from megatron_ft.erasure.world import RANK_TRANSPORT, TCP, Listening, RankBootstrap
 from megatron_ft.launchers.launcher import Launcher, Placement, ProcessHandle
 from megatron_ft.launchers.world import WORLD, WORLD_NODES
 from megatron_ft.rpc.sockets import SECRET_BYTES
@@ -41,7 +40,7 @@ class TcpWorldProcess:
     Ranks write logs of their own, which are put together in ``log_path`` when the world is over.
     """
 
-    def __init__(self, tickets: Sequence[Ticket], log_path: Path) -> None:
+    def __init__(self, tickets: Sequence[RankBootstrap], log_path: Path) -> None:
         self._tickets, self._log = tickets, log_path
         self._ranks: list[ProcessHandle] = []
         self._over = threading.Event()
@@ -57,7 +56,7 @@ class TcpWorldProcess:
         world = placements[0].env.get(WORLD) or uuid.uuid4().hex
         secret, nodes = secrets.token_bytes(SECRET_BYTES), [p.node for p in placements]
         tickets = [
-            Ticket(secret, world, rank, len(nodes), launcher.address(node), str(ready))
+            RankBootstrap(secret, world, rank, len(nodes), launcher.address(node), str(ready))
             for rank, node in enumerate(nodes)
             for ready in [launcher.ready_file(node).with_name(f"{world}.{rank}.json")]
         ]
@@ -169,7 +168,7 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _endpoint(ticket: Ticket) -> str:
+def _endpoint(ticket: RankBootstrap) -> str:
     """The endpoint of a rank, empty while it has not written it."""
     ready = Path(ticket.ready)
     try:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.heartbeat_page import Phase
+from megatron_ft.rpc.heartbeat_page import TrainerPhase
 from megatron_ft.smp.heartbeats import STACK_SECONDS
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.heartbeats import RankReport, RecoveryClock, StragglerFinder
@@ -142,12 +142,12 @@ def learned_timeout(longest: Iterable[float], settings: HangSettings) -> float:
 
 def allowance(phase: int, done: int, learned: float, settings: HangSettings) -> float:
     """Seconds of silence that a rank may have now; endless when training is over."""
-    if phase == Phase.ENDED:
+    if phase == TrainerPhase.ENDED:
         return float("inf")
-    if phase == Phase.STARTING:
+    if phase == TrainerPhase.STARTING:
         return START * settings.first
     allowed = learned if done >= FIRST_ITERATIONS else max(learned, settings.first)
-    return max(allowed, settings.pause) if phase == Phase.PAUSED else allowed
+    return max(allowed, settings.pause) if phase == TrainerPhase.PAUSED else allowed
 
 
 _LINE = re.compile(r":\d+\)")

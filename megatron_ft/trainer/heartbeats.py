@@ -30,9 +30,9 @@ from megatron_ft.core.frameworks import Function, wrap
 from megatron_ft.core.procfs import read_stat
 from megatron_ft.rpc.heartbeat_page import (
     DUMP_SIGNAL,
-    Phase,
     Pulse,
     PulseFile,
+    TrainerPhase,
     pulse_path,
     stacks_path,
 )
@@ -301,7 +301,7 @@ class TrainerWatch:
 
     def training(self) -> None:
         """Everything is set up: from here on silence counts."""
-        self._pulse.phase = Phase.TRAINING
+        self._pulse.phase = TrainerPhase.TRAINING
         self._iterations.disturbed(self._clock())
         self._passed(self._clock())
 
@@ -328,20 +328,22 @@ class TrainerWatch:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Around an evaluation or a checkpoint: no iteration ends meanwhile, which is right."""
+        """Around an evaluation or a checkpoint, in which no iteration ends."""
         before = self._pulse.phase
-        self._enter(Phase.PAUSED if before == Phase.TRAINING else Phase(before))
+        self._enter(
+            TrainerPhase.PAUSED if before == TrainerPhase.TRAINING else TrainerPhase(before)
+        )
         try:
             yield
         finally:
-            if self._pulse.phase != Phase.ENDED:
-                self._enter(Phase(before))
+            if self._pulse.phase != TrainerPhase.ENDED:
+                self._enter(TrainerPhase(before))
 
     def close(self) -> None:
         """Training is over: silence says nothing any more."""
         self._ended.set()
         self._gradient.forget()
-        self._pulse.phase = Phase.ENDED
+        self._pulse.phase = TrainerPhase.ENDED
         self._store()
         self._file = None
         if self._dumps >= 0:
@@ -351,7 +353,7 @@ class TrainerWatch:
             os.close(self._dumps)
             self._dumps = -1
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: TrainerPhase) -> None:
         now = self._clock()
         self._pulse.phase = phase
         self._iterations.disturbed(now)

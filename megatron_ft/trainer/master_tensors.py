@@ -193,15 +193,14 @@ class MasterTensors:
             name, inner, parameter = master
             kept, begin = inner.state[parameter], f"{name}{self._separator}"
             found[f"{begin}{self._own}"] = as_captured(parameter)
-            before = len(found)
-            for key, value in kept.items():
-                if isinstance(value, torch.Tensor):
-                    found[f"{begin}{key}"] = as_captured(value)
-            if len(found) - before < len(kept):
+            tensors = {key: value for key, value in kept.items() if isinstance(value, torch.Tensor)}
+            for key, value in tensors.items():
+                found[f"{begin}{key}"] = as_captured(value)
+            if len(tensors) < len(kept):
                 numbered.append(master)
             if scales := getattr(inner, SCALES, None):
-                own = scales.get(parameter, {}).items()
-                found.update((f"{begin}{key}.scale", as_captured(value)) for key, value in own)
+                for key, value in scales.get(parameter, {}).items():
+                    found[f"{begin}{key}.scale"] = as_captured(value)
         self._numbered = numbered
         return found
 

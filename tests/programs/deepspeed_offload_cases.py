@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed_ext import attach, attachment
-from megatron_ft.rpc.heartbeat_page import Phase
+from megatron_ft.rpc.heartbeat_page import TrainerPhase
 from tests.programs.deepspeed_program import make_engine, train_step
 from tests.support.captures import WAIT, FakeSmp, GatedCopier, make_manager
 from tests.support.deepspeed_cells import Cell, zero
@@ -108,8 +108,8 @@ def states_move_when_no_copy_reads_them() -> None:
             setattr(engine.optimizer, name, moved)
             open_when_waited_for(copier, run)
             getattr(engine, name)()
-            assert found == [(True, Phase.PAUSED)], found
-            assert made.watch._pulse.phase == Phase.TRAINING
+            assert found == [(True, TrainerPhase.PAUSED)], found
+            assert made.watch._pulse.phase == TrainerPhase.TRAINING
             smp.wait_ended()
             assert not smp.abandoned_ids
 

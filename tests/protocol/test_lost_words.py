@@ -48,7 +48,7 @@ class Job:
         self.sealed: list[str] = []
         self.of.listeners.append(self._note)
 
-    def _note(self, event: m.Event) -> None:
+    def _note(self, event: m.NodeEvent) -> None:
         if isinstance(event.body, m.Sealed):
             self.sealed.append(event.node)
 

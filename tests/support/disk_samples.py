@@ -21,8 +21,7 @@ from megatron_ft.arena.format import (
 )
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 from megatron_ft.core.shard import ShardLayout, TensorSpec, pack_meta, plan_layout
-from megatron_ft.erasure.checks import parity_digests_of, parity_root
-from megatron_ft.erasure.member import code_of, member_of
+from megatron_ft.erasure.member import code_of, member_of, parity_digests_of, parity_root
 from tests.support.bit_flips.stripe import code_rows
 
 JOB = uuid.UUID(int=7)

@@ -17,7 +17,7 @@ from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.encode import EncodeResult
 from megatron_ft.erasure.member import MemberView, StripeCode
 from megatron_ft.erasure.stripes import padded_bytes
-from megatron_ft.erasure.transport import Kind
+from megatron_ft.erasure.transport import MessageKind
 
 SNAPSHOT = SnapshotId(3, 14)
 META = b"small objects"
@@ -151,9 +151,9 @@ class ThreadTransport:
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self._world, self.rank, self.size = world, rank, world.size
-        self.sent: dict[Kind, int] = defaultdict(int)
+        self.sent: dict[MessageKind, int] = defaultdict(int)
         self.most_taken = self.most_offered = 0
-        self.on_received: Callable[[Kind, Bytes], None] = lambda kind, buffer: None
+        self.on_received: Callable[[MessageKind, Bytes], None] = lambda kind, buffer: None
         self.open: list[_Send | _Receive] = []
 
     @property
@@ -161,7 +161,7 @@ class ThreadTransport:
         return sum(self.sent.values())
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> object:
-        self.sent[Kind(tag >> 12)] += buffer.nbytes
+        self.sent[MessageKind(tag >> 12)] += buffer.nbytes
         send = _Send(buffer, peer, zlib.crc32(buffer))
         with self._world.changed:
             self._world.sends[self.rank, peer, tag].append(send)
@@ -197,7 +197,7 @@ class ThreadTransport:
             assert zlib.crc32(send.buffer) == send.check, "a buffer changed while it was sent"
             assert send.buffer.nbytes == receive.buffer.nbytes, "lengths differ"
             receive.buffer[:] = send.buffer
-            self.on_received(Kind(receive.key[2] >> 12), receive.buffer)
+            self.on_received(MessageKind(receive.key[2] >> 12), receive.buffer)
             send.done = True
             self._world.changed.notify_all()
 

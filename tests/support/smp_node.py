@@ -40,7 +40,7 @@ class SmpNode:
         self.job = uuid.UUID(int=7)
         self.environment = ProcessEnvironment(job, name, folder / name, 1)
         self.log = folder / f"{name}.log"
-        self.events: asyncio.Queue[m.Event] = asyncio.Queue()
+        self.events: asyncio.Queue[m.NodeEvent] = asyncio.Queue()
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

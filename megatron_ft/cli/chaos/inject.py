@@ -48,7 +48,7 @@ def processes(job: str, role: str, node: str = "", rank: int | None = None) -> l
     for pid in procfs.own_processes():
         variables = procfs.read_environment(pid)
         here = variables.get(JOB) == job and node in ("", variables.get(NODE))
-        if not here or rank not in (None, int(variables.get("RANK", "-1"))):
+        if not here or (rank is not None and variables.get("RANK") != str(rank)):
             continue
         if role_of(variables) == role or (role == "world" and WORLD in variables):
             found.append(pid)

@@ -212,7 +212,7 @@ class EventFile:
         """Record an event of the supervisor."""
         self._write(event.kind, event.text, event.monotonic, event.fields)
 
-    def on_message(self, event: m.Event) -> None:
+    def on_message(self, event: m.NodeEvent) -> None:
         """Record times and sizes that an SMP reports; everything else is an event anyway."""
         body = event.body
         if isinstance(body, m.CaptureCost):

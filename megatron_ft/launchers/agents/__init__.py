@@ -1,4 +1,1 @@
-"""Jobs on nodes with an agent each: a process that starts, watches and ends others there.
-
-The site's launcher starts an agent on every node, or the supervisor does, over a remote shell.
-"""
+"""Jobs on nodes with an agent each: a process that starts, watches and ends others there."""

@@ -61,7 +61,7 @@ class AgentFront:
             [*through, sys.executable, "-m", MODULE], stdin=subprocess.PIPE, start_new_session=True
         )
         assert self._process.stdin is not None
-        # One that has ended already is told by its status.
+        # The status shows one that has ended already.
         with suppress(BrokenPipeError):
             self._process.stdin.write(msgspec.json.encode(orders) + b"\n")
             self._process.stdin.flush()
@@ -80,7 +80,7 @@ class AgentFront:
 
 
 class Agent:
-    """Runs until a supervisor says that the job is over, or what started the agent has ended.
+    """Runs until a supervisor ends the job, or the process that started the agent has ended.
 
     Processes have sessions of their own and outlive it.
     """
@@ -101,7 +101,7 @@ class Agent:
         while not self._left:
             meeting = self._meeting()
             if meeting is None:
-                # A network file system tells nobody of a new file.
+                # A network file system does not announce a new file.
                 await asyncio.sleep(HELLO_SECONDS / 4)
                 continue
             code = await self._obey(meeting)
@@ -129,7 +129,7 @@ class Agent:
         try:
             while not self._left and time.monotonic() < heard + SILENT_SECONDS:
                 if time.monotonic() >= next_hello:
-                    # One whose file is gone may still be about to say goodbye.
+                    # A supervisor whose file is gone may still send its last message.
                     if (self._meeting() or meeting) != meeting:
                         return None
                     self._hello(address)
@@ -150,7 +150,7 @@ class Agent:
             socket.close()
 
     async def _leave_to_supervisor(self, code: int) -> None:
-        """Some launchers end all at the first failure: the supervisor first says what it was."""
+        """Let the supervisor report a failure first: some launchers end all at the first exit."""
         if code:
             await asyncio.sleep(FAILURE_SECONDS)
 

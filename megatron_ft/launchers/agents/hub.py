@@ -1,6 +1,6 @@
-"""The supervisor's end of its agents: one authenticated port, served by a thread of its own.
+"""The supervisor's connections to its agents: one authenticated port, served by a thread.
 
-A thread, because a Launcher is asked outside of the event loop, too, and starts at once.
+It is a thread, because a Launcher is called outside of the event loop, too, and starts at once.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ _POLL_SECONDS = 0.5
 
 
 class AgentProcess:
-    """``send`` tells the node's agent something; it says whether the agent is there.
+    """Handle of a process that an agent watches; see ProcessHandle.
 
-    ``begun`` and ``ended`` are set by whoever hears the agent, in any thread.
+    ``send`` sends the node's agent a message; its result is whether the agent is there.
+    ``begun`` and ``ended`` are set by the hub, in its thread.
     """
 
     def __init__(self, node: str, send: Callable[[str, m.Message], bool]) -> None:
@@ -73,14 +74,14 @@ class AgentProcess:
         return not self.ended.done()
 
     def end(self, status: int) -> None:
-        """It has ended; what is said later does not count."""
+        """Record its end; later reports do not count."""
         with suppress(InvalidStateError):
             self.ended.set_result(status)
 
 
 @dataclass(frozen=True)
 class AgentSeat:
-    """One node's agent, as it said last; ``heard`` is our monotonic time, -inf if it has left."""
+    """One node's agent; ``heard`` is the time of its last message, -inf if it has left."""
 
     rank: int
     address: str
@@ -95,12 +96,12 @@ class AgentSeat:
 
 
 class AgentHub:
-    """Knows the agents of one job, and all processes that they watch."""
+    """The agents of one job, and all processes that they watch."""
 
     def __init__(self, address: str) -> None:
         """Listen on a free port of ``address``; ConfigError if it is not of this machine."""
         self.seats: dict[str, AgentSeat] = {}
-        """By node, in the order in which nodes were heard of first."""
+        """By node, in the order of their first messages."""
         self.problem = ""
         """Why the agents cannot be of one job."""
         self._processes: dict[str, AgentProcess] = {}
@@ -146,7 +147,7 @@ class AgentHub:
         try:
             process.begun.result(ANSWER_SECONDS)
         except TimeoutError as error:
-            # Should it begin after all, nobody wants it.
+            # Should it begin after all, it is not wanted.
             process.kill()
             process.end(UNKNOWN_EXIT)
             raise NodeUnreachable(
@@ -168,14 +169,14 @@ class AgentHub:
                 done.ended.result(max(0.0, deadline - time.monotonic()))
 
     def send(self, node: str, message: m.Message) -> bool:
-        """Tell a node's agent; False if it is not there."""
+        """Send a node's agent a message; False if it is not there."""
         if not self.there(node) or not self._thread.is_alive():
             return False
         self._send(self.seats[node].peer, message)
         return True
 
     def close(self, code: int) -> None:
-        """All agents end with this exit code; harmless when it was said already."""
+        """End all agents with this exit code; harmless the second time."""
         if not self._thread.is_alive():
             return
         for seat in list(self.seats.values()):
@@ -259,7 +260,7 @@ class AgentHub:
             self.seats[hello.node] = AgentSeat(hello.rank, hello.address, hello.token, peer, now)
             self._news.notify_all()
         for process in self._of(hello.node):
-            # What it said of this one was lost on the way.
+            # Its report of this one was lost on the way.
             if process.begun.done() and process.id not in hello.running:
                 process.end(UNKNOWN_EXIT)
 

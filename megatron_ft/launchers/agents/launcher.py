@@ -13,7 +13,7 @@ from megatron_ft.launchers.agents.hub import AgentHub, AgentProcess
 from megatron_ft.launchers.base import BaseLauncher
 from megatron_ft.launchers.launcher import NodeUnreachable, Placement
 from megatron_ft.launchers.launcher_env import base_environment
-from megatron_ft.launchers.mpirun import MpiKind, MpiLauncher, mpich_by, open_mpi_by
+from megatron_ft.launchers.mpirun import MpiKind, mpich_by, open_mpi_by
 from megatron_ft.launchers.world import Spread, WorldProcess
 from megatron_ft.rpc import messages as m
 
@@ -21,34 +21,8 @@ CLEAN_SECONDS = 30.0
 END_SECONDS = 10.0
 
 
-def spread_by_agents(
-    mpi: MpiLauncher,
-    addresses: Mapping[str, str],
-    ranks: Sequence[str],
-    here: str,
-    file: Path,
-    job_dir: Path,
-) -> Spread:
-    """A world with a rank on each node of ``ranks``; ``addresses`` are those of all nodes,
-    ``here`` is the supervisor's.
-
-    ``file`` is the supervisor's, with room beside it for one of ours.
-    """
-    hosts = [addresses[node] for node in ranks]
-    command = [sys.executable, "-m", remote_shell.__name__]
-    settings = {
-        remote_shell.MEETING: str(file),
-        remote_shell.NODES: " ".join(f"{a}={node}" for node, a in addresses.items()),
-        remote_shell.FOLDER: str(job_dir),
-    }
-    if mpi.kind is MpiKind.OPEN_MPI:
-        return Spread(hosts, here, settings | open_mpi_by(command))
-    program = file.with_name("remote-shell")
-    return Spread(hosts, here, settings | mpich_by(command, program))
-
-
 class AgentWorld(WorldProcess):
-    """Handle of such a world: ranks on other nodes are ended by their agents."""
+    """Handle of an MPI world whose daemons agents start: agents end its ranks on other nodes."""
 
     hub: AgentHub | None = None
     nodes: tuple[str, ...] = ()
@@ -63,7 +37,7 @@ class AgentLauncher(BaseLauncher):
     """Has agents start all processes; see Launcher.
 
     ``meeting`` is the supervisor's file in a folder that all nodes see.  ``names`` are nodes that
-    belong to the job although nothing was heard of them yet.
+    belong to the job although their agents have not come yet.
     """
 
     world_kind = AgentWorld
@@ -87,7 +61,7 @@ class AgentLauncher(BaseLauncher):
         return self.hub.there(node)
 
     def ready_file(self, node: str) -> Path:
-        """Where the SMP of a node says that it serves: <shared folder>/smp-<node>.json."""
+        """File in which the SMP of a node announces itself: <shared folder>/smp-<node>.json."""
         return self._meeting.with_name(f"smp-{node}.json")
 
     def address(self, node: str) -> str:
@@ -143,5 +117,14 @@ class AgentLauncher(BaseLauncher):
         if self._is_local(nodes):
             return Spread()
         addresses = {node: seat.address for node, seat in self.hub.seats.items()}
-        here = self.hub.meeting.host
-        return spread_by_agents(self.mpi(), addresses, nodes, here, self._meeting, self.job_dir)
+        settings = {
+            remote_shell.MEETING: str(self._meeting),
+            remote_shell.NODES: " ".join(f"{a}={node}" for node, a in addresses.items()),
+            remote_shell.FOLDER: str(self.job_dir),
+        }
+        command = [sys.executable, "-m", remote_shell.__name__]
+        if self.mpi().kind is MpiKind.OPEN_MPI:
+            settings |= open_mpi_by(command)
+        else:
+            settings |= mpich_by(command, self._meeting.with_name("remote-shell"))
+        return Spread([addresses[node] for node in nodes], self.hub.meeting.host, settings)

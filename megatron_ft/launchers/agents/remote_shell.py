@@ -1,4 +1,4 @@
-"""Stands in for ssh where mpirun starts its daemons: the agent of the node runs the words.
+"""Stand-in for ssh with which mpirun starts its daemons: the node's agent runs the words.
 
 mpirun calls ``python -m megatron_ft.launchers.agents.remote_shell [-x] NODE WORDS...``.
 """
@@ -16,7 +16,7 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import Connection
 
 MEETING = "MEGATRON_FT_MEETING"
-"""The file that says where the supervisor is."""
+"""The file with the supervisor's endpoint."""
 
 NODES = "MEGATRON_FT_MEETING_NODES"
 """Node by the address that mpirun knows it by, as ``address=node`` with blanks between."""
@@ -26,7 +26,7 @@ FOLDER = "MEGATRON_FT_JOB_DIR"
 
 
 def order_of(arguments: Sequence[str], environment: Mapping[str, str]) -> m.RunShell:
-    """What to ask the supervisor.  Pure but for the name.
+    """The request to the supervisor.  Pure but for the name.
 
     Flags of ssh come before the address, as MPICH's ``-x``.
     """
@@ -42,7 +42,7 @@ def order_of(arguments: Sequence[str], environment: Mapping[str, str]) -> m.RunS
 
 
 def main() -> int:
-    """Ask, and wait as long as the words run; their status."""
+    """Send the request and wait as long as the words run; returns their status."""
     meeting = read_meeting(Path(os.environ[MEETING]))
     if meeting is None:
         print(f"megatron-ft: no supervisor in {os.environ[MEETING]}", file=sys.stderr)

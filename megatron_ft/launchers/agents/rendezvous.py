@@ -23,7 +23,7 @@ from megatron_ft.rpc.sockets import JobKeys
 FILE_NAME = "supervisor.json"
 
 SILENT_SECONDS = 15.0
-"""After so long without a word, supervisor and agent give each other up."""
+"""After so long without a message, supervisor and agent give each other up."""
 
 HELLO_SECONDS = 1.0
 
@@ -49,12 +49,12 @@ class Meeting(msgspec.Struct, frozen=True):
         return self.endpoint.removeprefix("tcp://").rpartition(":")[0]
 
     def write(self, file: Path) -> None:
-        """Tell it, in a file of mode 0600."""
+        """Write it into a file of mode 0600."""
         private_files.replace_file(file, msgspec.json.encode(self))
 
 
 class AgentOrders(msgspec.Struct, frozen=True):
-    """What an agent reads from its standard input.
+    """Orders of an agent, from its standard input.
 
     ``node`` is its name.  Without ``meeting`` it waits for one in ``file``, and for a new one
     when that supervisor is lost.
@@ -67,7 +67,7 @@ class AgentOrders(msgspec.Struct, frozen=True):
 
 
 def read_meeting(file: Path) -> Meeting | None:
-    """What the file says; None while there is none.
+    """The content of the file; None while there is none.
 
     UntrustedFileError if somebody else may have written it.
     """
@@ -108,7 +108,7 @@ def node_rank(
 ) -> NodeRank:
     """From flags, where given, else from the first launcher that is seen to be around us.  Pure.
 
-    ConfigError where nobody says it, and where torchrun would start us again.
+    ConfigError if no source has it, and where torchrun would start us again.
     """
     if environment.get(_RESTARTS, "0") != "0":
         raise ConfigError(

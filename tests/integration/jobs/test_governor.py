@@ -119,7 +119,7 @@ def test_an_incarnation_begins_with_what_an_earlier_one_has_learned() -> None:
         assert schedule.interval == (2 if incarnation == 1 else 20)
         assert schedule.next_iteration(10) > 11, "the permit must not come during the last one"
         cost = m.CaptureCost("dp0", SnapshotId(incarnation, 1), 1.0, 1.0, 1, 0.1, 0.5)
-        pacing.on_event(m.Event("n0", incarnation, cost))
+        pacing.on_event(m.NodeEvent("n0", incarnation, cost))
         pacing.failed()
     assert schedule.interval == 200
 
@@ -129,7 +129,7 @@ def test_a_snapshot_costs_its_stall_and_its_shadow() -> None:
     schedule = pacing.begin(0, 0)
     for number in range(1, 6):
         cost = m.CaptureCost("dp0", SnapshotId(1, number), 0.5, 9.0, 1, 1.0, 1.5)
-        pacing.on_event(m.Event("n0", 1, cost))
+        pacing.on_event(m.NodeEvent("n0", 1, cost))
     assert schedule.interval == best_seconds(0.5 + 1.5, BUDGET, MTBF)
 
 

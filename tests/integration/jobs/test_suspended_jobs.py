@@ -107,7 +107,7 @@ def test_a_spare_that_falls_silent_while_it_receives_is_replaced_by_the_next(
     """Its encoder stands still, and nobody but its SMP could tell."""
     job = new(spares=2)
 
-    def encoder_comes(event: m.Event) -> None:
+    def encoder_comes(event: m.NodeEvent) -> None:
         if isinstance(event.body, m.EncoderHello) and event.node == "n2":
             os.kill(event.body.pid, signal.SIGSTOP)
 

@@ -116,7 +116,7 @@ def test_damage_in_memory_is_repaired_from_parity_while_training_goes_on(
         return nothing_lost and view["nodes"]["n1"]["scrub"]["passes"] > 0
 
     def damage(job: Job) -> None:
-        arenas = str(job.cluster._job_dir.parent)
+        arenas = str(job.cluster.node_dir("n1").parents[1])
         verify = ["verify", "--job", job.name, "--rebuild", "--arena-dir", arenas]
         assert main(verify) == 0, "of a running job"
         pause(job, True)
@@ -149,7 +149,7 @@ def test_damage_in_memory_is_repaired_from_parity_while_training_goes_on(
         wait_until(lambda: len(view_of(job)) > 1, job)
         pause(job, True)
         held = view_of(job)
-        words = ["--job", job.name, "--arena-dir", str(job.cluster._job_dir.parent)]
+        words = ["--job", job.name, "--arena-dir", str(job.cluster.node_dir("n1").parents[1])]
         words += ["--state-dir", str(tmp_path / "state")]
         assert main(["rewind", *words, "--before-iteration", str(min(held))]) == 2
         capsys.readouterr()

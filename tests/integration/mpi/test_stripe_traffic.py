@@ -17,7 +17,7 @@ from megatron_ft.erasure.encode import encode
 from megatron_ft.erasure.member import StripeCode
 from megatron_ft.erasure.rebuild import rebuild
 from megatron_ft.erasure.rows import SparePieces
-from megatron_ft.erasure.transport import Kind, Link, Transport
+from megatron_ft.erasure.transport import Link, MessageKind, Transport
 from megatron_ft.erasure.world import MPI, TCP
 from tests.support.erasure_samples import ThreadWorld, make_code, make_lost, make_member, protected
 
@@ -117,15 +117,15 @@ def test_the_transfer_alone_moves_what_an_encode_moves(shape: tuple[str, int, in
     code = make_code(kind, k, m, [LENGTH] * members)
     views = [make_member(code, n, LENGTH) for n in range(members)]
 
-    def chunks(counting: CountingTransport) -> dict[tuple[int, Kind], int]:
+    def chunks(counting: CountingTransport) -> dict[tuple[int, MessageKind], int]:
         return {key: size for key, size in counting.sent.items() if key[1] in PAYLOAD}
 
-    def encoded(number: int, transport: Transport) -> dict[tuple[int, Kind], int]:
+    def encoded(number: int, transport: Transport) -> dict[tuple[int, MessageKind], int]:
         counting = CountingTransport(transport)
         encode(code, views[number], counting, range(members))
         return chunks(counting)
 
-    def moved(number: int, transport: Transport) -> dict[tuple[int, Kind], int]:
+    def moved(number: int, transport: Transport) -> dict[tuple[int, MessageKind], int]:
         counting = CountingTransport(transport)
         with SparePieces(code) as spare:
             link = Link(counting, range(members), None)

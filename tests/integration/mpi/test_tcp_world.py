@@ -22,7 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from megatron_ft.erasure.tcp import EXIT_PEER_GONE
 from megatron_ft.erasure.tcp_sockets import Word, packed
-from megatron_ft.erasure.ticket import Listening, Ticket
+from megatron_ft.erasure.world import Listening, RankBootstrap
 from megatron_ft.launchers.launcher import Launcher, Placement
 from megatron_ft.rpc.sockets import SECRET_BYTES, JobKeys
 from megatron_ft.supervisor import tcp_world
@@ -68,7 +68,7 @@ class World:
             time.sleep(0.02)
 
     @property
-    def tickets(self) -> list[Ticket]:
+    def tickets(self) -> list[RankBootstrap]:
         return list(self.handle._tickets)
 
     def endpoint(self, rank: int) -> str:

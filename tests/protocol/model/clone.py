@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from megatron_ft.smp.event_sender import EventBatch, Outbox
+from megatron_ft.smp.event_sender import EventBatch, EventInbox, Outbox
 from megatron_ft.smp.slots import ShardSlots
 from megatron_ft.smp.state_machine import NodeMachine
-from megatron_ft.supervisor.connections import Inbox
 from megatron_ft.supervisor.cycle import SnapshotCycle
 from megatron_ft.supervisor.schedule import Schedule
 from tests.protocol.model.drain import Drain
@@ -29,7 +28,7 @@ CHANGING = (
     NodeMachine,
     EventBatch,
     Outbox,
-    Inbox,
+    EventInbox,
     ShardSlots,
     MemoryArena,
     MemorySlot,

@@ -9,10 +9,9 @@ from typing import Any
 from megatron_ft.arena.format import SlotState
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp import state_machine as e
-from megatron_ft.smp.event_sender import EventBatch, Outbox
+from megatron_ft.smp.event_sender import EventBatch, EventInbox, Outbox
 from megatron_ft.smp.slots import ShardSlots
 from megatron_ft.smp.state_machine import NodeMachine
-from megatron_ft.supervisor.connections import Inbox
 from tests.protocol.model.judge import Violation
 from tests.protocol.model.memory import DAMAGED, MemoryArena, MemorySlot, damaged
 from tests.protocol.model.processes import Loader, Process, Trainer
@@ -55,7 +54,7 @@ class Node:
     late_answers: list[Any] = field(default_factory=list)
     reports: EventBatch = field(default_factory=EventBatch)
     outbox: Outbox = field(default_factory=Outbox)
-    inbox: Inbox = field(default_factory=Inbox)
+    inbox: EventInbox = field(default_factory=EventInbox)
 
     @property
     def pins_hold(self) -> tuple[Any, ...]:
@@ -126,7 +125,7 @@ class SmpSteps:
             return
         node.generation += 1
         node.expired = node.late = False
-        node.machine, node.inbox = NodeMachine(name, node.highest), Inbox()
+        node.machine, node.inbox = NodeMachine(name, node.highest), EventInbox()
         self._begin_stream(node)
         for arena in node.arenas.values():
             self._enter_arena(node, arena)

@@ -9,7 +9,7 @@ from megatron_ft.arena.format import SlotHeader
 from megatron_ft.checkpoint.decide import Decision
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.connections import Inbox
+from megatron_ft.smp.event_sender import EventInbox
 from megatron_ft.supervisor.cycle import CyclePhase
 from tests.protocol.model.disk import DiskSteps
 from tests.protocol.model.drain import Checkpoint, Drain
@@ -258,7 +258,7 @@ class World(SmpSteps, DiskSteps):
         self.incarnation = Incarnation(self.incarnations, self.newest_incarnation + 1)
         for node in self.nodes.values():
             node.events.clear()
-            node.inbox = Inbox()
+            node.inbox = EventInbox()
         self.processes = {
             pid: p for pid, p in self.processes.items() if p.alive or not self._forgotten(p)
         }
@@ -301,7 +301,7 @@ class World(SmpSteps, DiskSteps):
         elif event[1] == incarnation.number:
             incarnation.answered(self, name, event[2], event[3])
 
-    def _hear(self, events: list[m.Event]) -> None:
+    def _hear(self, events: list[m.NodeEvent]) -> None:
         for event in events:
             if self.incarnation is not None and not self.incarnation.failed:
                 self.incarnation.heard(self, event.node, event.incarnation, event.body)

@@ -22,9 +22,15 @@ from megatron_ft.arena.format import (
 )
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.erasure.checks import parity_digests_of, parity_root
-from megatron_ft.erasure.member import MemberView, StripeCode, code_of, member_of
-from megatron_ft.erasure.repair import RowSolver, piece_of
+from megatron_ft.erasure.block_repair import RowSolver, piece_of
+from megatron_ft.erasure.member import (
+    MemberView,
+    StripeCode,
+    code_of,
+    member_of,
+    parity_digests_of,
+    parity_root,
+)
 
 BLOCK_BYTES = 1024
 SLOT = 0

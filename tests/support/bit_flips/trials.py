@@ -11,10 +11,24 @@ import numpy as np
 from megatron_ft.arena.arena import NO_PROGRESS, Arena
 from megatron_ft.cli.chaos import damage as r
 from megatron_ft.core.errors import ArenaError
-from megatron_ft.erasure.checks import CorruptMemberError, DataCheck, ParityCheck, digest_table_of
-from megatron_ft.erasure.member import MemberView
-from megatron_ft.erasure.mending import Damage, SlotInspector, mend_data, mend_parity
-from megatron_ft.erasure.repair import Checks, RowSolver, piece_of, place_of, places_of
+from megatron_ft.erasure.block_repair import (
+    Checks,
+    Damage,
+    RowSolver,
+    SlotInspector,
+    mend_data,
+    mend_parity,
+    piece_of,
+    place_of,
+    places_of,
+)
+from megatron_ft.erasure.member import (
+    CorruptMemberError,
+    DataCheck,
+    MemberView,
+    ParityCheck,
+    digest_table_of,
+)
 from tests.support.bit_flips.stripe import ITERATION, PERMIT, SLOT, Stripe
 
 

@@ -17,8 +17,8 @@ import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.arena import numa
-from megatron_ft.arena.numa import home_node, machine_nodes, node_of_process, preferring
+from megatron_ft.arena import limits
+from megatron_ft.arena.limits import home_node, machine_nodes, node_of_process, preferring
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core import private_files
 from megatron_ft.core.background import (
@@ -202,7 +202,7 @@ def test_an_arena_is_made_on_the_node_of_its_rank(
 ) -> None:
     """Of two ranks one keeps to the CPUs of a node; the other has not come yet."""
     cpu, asked, allocate = min(os.sched_getaffinity(0)), list[int](), os.posix_fallocate
-    monkeypatch.setattr(numa, "machine_nodes", lambda: {0: {cpu}, 1: {cpu + 1}})
+    monkeypatch.setattr(limits, "machine_nodes", lambda: {0: {cpu}, 1: {cpu + 1}})
 
     def noted(descriptor: int, offset: int, length: int) -> None:
         if length > private_files.SPARE_BYTES:  # an arena, not the node's notes

@@ -25,7 +25,7 @@ from megatron_ft.cli import clean
 from megatron_ft.core import private_files
 from megatron_ft.core.environment import SOCKET_NAME, ProcessEnvironment
 from megatron_ft.core.errors import ControlPlaneError, MegatronFTError, UntrustedFileError
-from megatron_ft.erasure.worker import SmpConnection
+from megatron_ft.erasure.worker import connect
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.rpc.client import TrainerClient
 from megatron_ft.rpc.local_query import ask
@@ -117,7 +117,7 @@ def _as_trainer(path: Path) -> None:
 
 
 def _as_encoder(path: Path) -> None:
-    with SmpConnection(_environment(path), lambda: None):
+    with connect(_environment(path), lambda: None):
         pass
 
 

@@ -7,9 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron_ft.erasure.checks import CorruptMemberError, parity_digests_of
-from megatron_ft.erasure.member import MemberView, StripeCode
-from megatron_ft.erasure.rebuild import ArrivingMember
+from megatron_ft.erasure.member import CorruptMemberError, MemberView, StripeCode, parity_digests_of
+from megatron_ft.erasure.rebuild import RebuildCheck
 from tests.support.erasure_samples import make_code, make_lost, make_member
 
 LENGTH = 5000
@@ -17,9 +16,9 @@ CODE = make_code("rs", 2, 1, [LENGTH, 2 * LENGTH, LENGTH], 512)
 """Member 0 is shorter than another, so zeros follow its digest table."""
 
 
-def arrived(code: StripeCode, view: MemberView) -> ArrivingMember:
+def arrived(code: StripeCode, view: MemberView) -> RebuildCheck:
     """Every piece of every row has arrived, as it lies there now."""
-    arriving = ArrivingMember(code, view)
+    arriving = RebuildCheck(code, view)
     for row in range(code.members):
         for part in code.pieces(code.block_bytes * 2):
             arriving.arrived(code.layout.symbol(row, 0), part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_ft.erasure.checks import DataCheck, digest_table_of
+from megatron_ft.erasure.member import DataCheck, digest_table_of
 from tests.support.erasure_samples import make_code, make_member
 
 LENGTH = 2900

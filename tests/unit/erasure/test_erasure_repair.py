@@ -8,17 +8,18 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from megatron_ft.erasure.encode import encode
-from megatron_ft.erasure.member import MemberView, StripeCode
-from megatron_ft.erasure.mending import (
+from megatron_ft.erasure.block_repair import (
     Damage,
+    RecomputedBlocks,
     SlotInspector,
     block_of,
     mend_data,
     mend_parity,
+    recompute,
     table_blocks,
 )
-from megatron_ft.erasure.repair import RecomputedBlocks, recompute
+from megatron_ft.erasure.encode import encode
+from megatron_ft.erasure.member import MemberView, StripeCode
 from tests.support.erasure_samples import (
     ThreadTransport,
     ThreadWorld,

@@ -13,7 +13,7 @@ from megatron_ft.core import isal
 from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure import checks
 from megatron_ft.erasure import checks as run_check
-from megatron_ft.erasure.checks import CorruptMemberError, DataCheck, RunCheck, digest_table_of
+from megatron_ft.erasure.member import CorruptMemberError, DataCheck, RunCheck, digest_table_of
 from tests.support.erasure_samples import make_code, make_member
 
 BLOCK = 64

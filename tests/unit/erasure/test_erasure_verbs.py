@@ -15,17 +15,22 @@ from megatron_ft.core.errors import CorruptBlockError, UnrecoverableError
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure import member as member_module
-from megatron_ft.erasure.checks import CorruptMemberError, parity_digests_of, parity_root
 from megatron_ft.erasure.codec import PyEClibCodec
 from megatron_ft.erasure.encode import EncodeResult, VerifyResult, encode, verify
-from megatron_ft.erasure.member import MemberView, StripeCode
+from megatron_ft.erasure.member import (
+    CorruptMemberError,
+    MemberView,
+    StripeCode,
+    parity_digests_of,
+    parity_root,
+)
 from megatron_ft.erasure.rebuild import rebuild
 from megatron_ft.erasure.rows import held_bytes
 from megatron_ft.erasure.transport import (
     EXCHANGES_IN_FLIGHT,
     TURNS_EARLY,
     TURNS_LATE,
-    Kind,
+    MessageKind,
 )
 from tests.support.erasure_samples import (
     ThreadTransport,
@@ -261,8 +266,8 @@ def test_a_rebuild_ends_for_nobody_before_all_that_was_lost_is_proved() -> None:
     views = encoded(code, [5000] * 4)
     views[0], views[1] = make_lost(code), make_lost(code)
 
-    def flip(kind: Kind, buffer: Bytes) -> None:
-        if kind is Kind.RESULT and np.shares_memory(buffer, views[1].data):
+    def flip(kind: MessageKind, buffer: Bytes) -> None:
+        if kind is MessageKind.RESULT and np.shares_memory(buffer, views[1].data):
             buffer[0] ^= 1
 
     def work(number: int, transport: ThreadTransport) -> object:
@@ -282,8 +287,8 @@ def test_what_is_damaged_as_it_arrives_is_found(verb: str, region: str) -> None:
     views[1] = make_member(code, 1, 5000) if verb == "encode" else make_lost(code)
     home = getattr(views[1], region)
 
-    def flip(kind: Kind, buffer: Bytes) -> None:
-        if kind is Kind.RESULT and np.shares_memory(buffer, home):
+    def flip(kind: MessageKind, buffer: Bytes) -> None:
+        if kind is MessageKind.RESULT and np.shares_memory(buffer, home):
             buffer[0] ^= 1
 
     def work(number: int, transport: ThreadTransport) -> object:
@@ -367,7 +372,7 @@ def test_traffic_is_the_least_possible(shape: tuple[str, int, int]) -> None:
     results = succeed(members, work)
     length = code.data_bytes
     for transport in transports.values():
-        sent = transport.sent[Kind.SOURCE] + transport.sent[Kind.RESULT]
+        sent = transport.sent[MessageKind.SOURCE] + transport.sent[MessageKind.RESULT]
         assert sent == length * (members - 1) // (members - m)
         assert transport.bytes_sent >= sent
         assert 2 <= transport.most_taken <= EXCHANGES_IN_FLIGHT
@@ -379,7 +384,8 @@ def test_traffic_is_the_least_possible(shape: tuple[str, int, int]) -> None:
         lambda n, t: (transports.update({n: t}), rebuild(code, views[n], t, range(members), {0})),
     )
     shares = [
-        transports[n].sent[Kind.SOURCE] + transports[n].sent[Kind.RESULT] for n in range(1, members)
+        transports[n].sent[MessageKind.SOURCE] + transports[n].sent[MessageKind.RESULT]
+        for n in range(1, members)
     ]
     # Each of N rows moves k-1 chunks to its solver and one to the lost member.
     assert sum(shares) == members * code.chunk_bytes * k
@@ -388,7 +394,7 @@ def test_traffic_is_the_least_possible(shape: tuple[str, int, int]) -> None:
     # A piece of parity comes with its digests.
     assert all(2 <= t.most_taken <= 2 * EXCHANGES_IN_FLIGHT for t in transports.values())
     assert all(t.most_offered <= MOST_OFFERED for t in transports.values())
-    assert transports[0].sent[Kind.SOURCE] + transports[0].sent[Kind.RESULT] == 0
+    assert transports[0].sent[MessageKind.SOURCE] + transports[0].sent[MessageKind.RESULT] == 0
 
 
 def test_memory_does_not_grow_with_the_data(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.core.identity import Ancestor
 from megatron_ft.erasure.stripes import padded_bytes
-from megatron_ft.erasure.worker import ENCODE_RATE, EXIT_SMP_GONE, SmpConnection
+from megatron_ft.erasure.worker import ENCODE_RATE, EXIT_SMP_GONE, connect, welcomed
 from megatron_ft.rpc import messages as m
 from tests.support.erasure_samples import META, SNAPSHOT
 from tests.support.erasure_world import BOTH, JOB, World, join, start_world
@@ -340,6 +340,6 @@ def test_encoders_leave_when_an_smp_goes_away(cluster: Cluster) -> None:
 
 def test_an_smp_that_does_not_answer_is_named(tmp_path: Path) -> None:
     environment = ProcessEnvironment(JOB, "n7", tmp_path, 1)
-    with SmpConnection(environment, lambda: None) as connection:
+    with connect(environment, lambda: None) as smp:
         with pytest.raises(ControlPlaneError, match=r"n7.*0\.1 s.*smp\.sock"):
-            connection.receive(0.1)
+            welcomed(environment, smp, 0.1)

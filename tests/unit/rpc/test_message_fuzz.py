@@ -119,8 +119,8 @@ def test_the_coordinator_hears_any_events_in_any_order(seed: int) -> None:
     ranks, repairs = Registration(2), Repairs(Control())  # type: ignore[arg-type]
     for _ in range(50):
         cycle.propose(cycle.iteration, maker.random.choice(["w1", ""]))
-        event = maker.valid([m.Event])
-        assert isinstance(event, m.Event)
+        event = maker.valid([m.NodeEvent])
+        assert isinstance(event, m.NodeEvent)
         cycle.handle(event.node, event.body)
         ranks.on_event(event)
         ranks.missing_ranks()

@@ -105,7 +105,7 @@ def test_each_step_is_stored_before_anybody_is_told() -> None:
         (SEALED, ToCoordinator(SEALED)),
         (ENCODE, None),
         (ENCODED, ToCoordinator(ENCODED)),
-        (COMMIT, ToTrainer(HERE, m.Outcome(ONE, "committed"))),
+        (COMMIT, ToTrainer(HERE, m.SnapshotOutcome(ONE, "committed"))),
     ):
         first, second, *_ = ok(node, message)
         assert isinstance(first, StoreSlot)
@@ -253,7 +253,7 @@ def test_abort_under_a_live_trainer_revokes_and_waits(restarted: bool) -> None:
         node.shards[HERE] = ShardSlots(HERE, headers)
     effects = ok(node, ABORT)
     assert StorePermit(HERE, Permit(ONE, 10, 0, True)) in effects
-    assert ToTrainer(HERE, m.Outcome(ONE, "aborted")) in effects
+    assert ToTrainer(HERE, m.SnapshotOutcome(ONE, "aborted")) in effects
     assert state(node) == SlotState.CAPTURING
     freed = ok(node, SEALED)
     assert state(node) == SlotState.FREE and ToCoordinator(m.SlotFreed(HERE, ONE)) in freed

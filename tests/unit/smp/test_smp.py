@@ -71,11 +71,11 @@ sys.path.insert(0, {root!r})
 from pathlib import Path
 from megatron_ft.arena.arena import Arena
 from megatron_ft.core.environment import ProcessEnvironment
-from megatron_ft.erasure.worker import SmpConnection
+from megatron_ft.erasure.worker import connect
 from megatron_ft.rpc.messages import EncoderHello
 path, world, value, *held = sys.argv[1:]
 environment = ProcessEnvironment.from_env()
-with SmpConnection(environment, lambda: None) as smp:
+with connect(environment, lambda: None) as smp:
     if held:
         print("held", flush=True)
         sys.stdin.readline()
@@ -577,14 +577,14 @@ def test_an_smp_that_was_restarted_ends_nobody_before_it_has_a_lease(node: SmpNo
 
 ERRAND = """
 import sys, time
-from megatron_ft.rpc.local_query import begin_errand
-begin_errand("write")
+from megatron_ft.rpc.local_query import register_leased_process
+register_leased_process("write")
 print("begun", flush=True)
 time.sleep(60)
 """
 
 
-def errand(node: SmpNode, incarnation: int) -> subprocess.Popen[str]:
+def leased(node: SmpNode, incarnation: int) -> subprocess.Popen[str]:
     environment = replace(node.environment, incarnation=incarnation)
     return subprocess.Popen(
         [sys.executable, "-c", ERRAND],
@@ -598,12 +598,12 @@ def errand(node: SmpNode, incarnation: int) -> subprocess.Popen[str]:
 def test_drains_end_with_the_lease_and_with_their_incarnation(node: SmpNode) -> None:
     async def story() -> None:
         link = await led(node)
-        first = errand(node, 1)
+        first = leased(node, 1)
         assert first.stdout is not None and first.stdout.readline() == "begun\n"
         await lease(link, 0.2)
         assert await asyncio.to_thread(first.wait, 30) == -signal.SIGKILL
         await lease(link, 60.0)
-        second, of_no_incarnation = errand(node, 1), errand(node, 0)
+        second, of_no_incarnation = leased(node, 1), leased(node, 0)
         assert second.stdout is not None and second.stdout.readline() == "begun\n"
         await link.demand(m.Admit(2, 60.0), 30)
         assert second.wait(30) == -signal.SIGKILL, "it outlived its incarnation"

@@ -15,7 +15,7 @@ from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import seal
 from megatron_ft.arena.format import BLOCK_BYTES, SlotHeader, SlotState
 from megatron_ft.core.environment import ProcessEnvironment
-from megatron_ft.erasure.mending import Damage, SlotInspector
+from megatron_ft.erasure.block_repair import Damage, SlotInspector
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import MOST_BYTES
 from megatron_ft.smp import scrub as scrub_module

@@ -13,9 +13,15 @@ import pytest
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import Peer
-from megatron_ft.smp.event_sender import MOST_UNHEARD, MOST_WAITED, EventSender, Outbox
+from megatron_ft.smp.event_sender import (
+    MOST_UNHEARD,
+    MOST_WAITED,
+    EventInbox,
+    EventSender,
+    Outbox,
+    reported,
+)
 from megatron_ft.smp.state_machine import NodeMachine
-from megatron_ft.supervisor.connections import Inbox, reported
 
 ONE = SnapshotId(1, 1)
 COORDINATOR = b"coordinator"
@@ -104,7 +110,7 @@ def test_what_is_overdue_is_told_until_a_heartbeat_of_its_stream_names_it() -> N
     assert outbox.unheard == [word("c")]
     outbox.arrived(6, 3)
     for _ in range(2):
-        assert outbox.again("n0", 1) == m.Event("n0", 1, word("c"), 7, 3)
+        assert outbox.again("n0", 1) == m.NodeEvent("n0", 1, word("c"), 7, 3)
         assert [outbox.overdue() for _ in range(MOST_UNHEARD)][-1], "that may be lost as well"
     outbox.arrived(7, 3)
     assert not outbox.unheard and not outbox.overdue()
@@ -114,7 +120,7 @@ def test_a_report_is_unpacked_to_what_was_told() -> None:
     bodies = [word("a"), word("b")]
     for some in (bodies, bodies[:1]):
         event = m.decode(m.encode(Outbox(7).event("n0", 1, some)))
-        assert reported(event) == [m.Event("n0", 1, b, 7, 1 + i) for i, b in enumerate(some)]
+        assert reported(event) == [m.NodeEvent("n0", 1, b, 7, 1 + i) for i, b in enumerate(some)]
 
 
 @dataclass
@@ -131,8 +137,8 @@ class Path:
     told: int = 0
     owed: int = 0
     outbox: Outbox = field(default_factory=lambda: Outbox(1))
-    inbox: Inbox = field(default_factory=Inbox)
-    queue: tuple[m.Event, ...] = ()
+    inbox: EventInbox = field(default_factory=EventInbox)
+    queue: tuple[m.NodeEvent, ...] = ()
     beat: tuple[int, int] | None = None
     heard: tuple[int, ...] = ()
 
@@ -220,7 +226,7 @@ def test_every_order_of_steps_brings_everything_once_and_in_its_order() -> None:
     assert explore() > 5000
 
 
-def entrusted(self: Outbox, node: str, incarnation: int, bodies: list[Any]) -> m.Event:
+def entrusted(self: Outbox, node: str, incarnation: int, bodies: list[Any]) -> m.NodeEvent:
     """A connection loses nothing."""
     event = EVENT(self, node, incarnation, bodies)
     self.unheard = []
@@ -232,7 +238,7 @@ def confirmed_by_any(self: Outbox, stream: int, number: int) -> None:
     HEARD(self, self.stream, number)
 
 
-def taken_with_gaps(self: Inbox, event: m.Event) -> list[m.Event]:
+def taken_with_gaps(self: EventInbox, event: m.NodeEvent) -> list[m.NodeEvent]:
     """What came before it may come later."""
     if event.stream != self.stream:
         self.stream, self.number = event.stream, 0
@@ -241,25 +247,25 @@ def taken_with_gaps(self: Inbox, event: m.Event) -> list[m.Event]:
     return new
 
 
-def taken_as_one_stream(self: Inbox, event: m.Event) -> list[m.Event]:
+def taken_as_one_stream(self: EventInbox, event: m.NodeEvent) -> list[m.NodeEvent]:
     """Words of an SMP that was replaced are taken for those of its successor."""
     self.stream = event.stream
     return TAKE(self, event)
 
 
-def taken_again(self: Inbox, event: m.Event) -> list[m.Event]:
+def taken_again(self: EventInbox, event: m.NodeEvent) -> list[m.NodeEvent]:
     """What has come is taken again."""
     TAKE(self, event)
     return reported(event)
 
 
-EVENT, HEARD, TAKE = Outbox.event, Outbox.arrived, Inbox.take
+EVENT, HEARD, TAKE = Outbox.event, Outbox.arrived, EventInbox.take
 MISTAKES: list[tuple[type, str, Callable[..., Any]]] = [
     (Outbox, "event", entrusted),
     (Outbox, "arrived", confirmed_by_any),
-    (Inbox, "take", taken_with_gaps),
-    (Inbox, "take", taken_as_one_stream),
-    (Inbox, "take", taken_again),
+    (EventInbox, "take", taken_with_gaps),
+    (EventInbox, "take", taken_as_one_stream),
+    (EventInbox, "take", taken_again),
 ]
 
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from megatron_ft.checkpoint.decide import StripeState
@@ -87,10 +88,24 @@ STRIPES = stripe_orders(
 def training(of: Coordinator, **held: tuple[m.HeldSnapshot, ...]) -> Coordinator:
     """In the middle of training, with what each node has said to hold."""
     of.cycle = SnapshotCycle(1, PLACES, STRIPES, Schedule(10))
-    of.held = dict(held)
+    of.answers = {node: answered(node, held=snapshots) for node, snapshots in held.items()}
     of.record_commit(OLD, 10, "protected")
     of.record_commit(NEW, 20, "local")
     return of
+
+
+def answered(node: str, **stated: Any) -> m.LeaseAnswer:
+    """The last heartbeat of a node."""
+    return m.LeaseAnswer(**{**dict(NOTHING, node=node), **stated})
+
+
+NOTHING = {
+    "paused": False,
+    "progress": {},
+    "encoder_world": "",
+    "resident_bytes": 0,
+    "clock": 0.0,
+}
 
 
 def headline(of: Coordinator) -> str:
@@ -104,7 +119,7 @@ def test_the_headline_says_what_each_failure_falls_back_to_now() -> None:
     assert "iteration 20 survives a crash, iteration 10 a node loss" in headline(of)
     of.repairs.lost.add(("dp0", OLD))
     assert "20 survives a crash, nothing in memory survives a node loss (1 sh" in headline(of)
-    of.held["n0"] = (new,)
+    of.answers["n0"] = answered("n0", held=(new,))
     of.repairs.lost.clear()
     assert "20 survives a crash, nothing in memory survives a node loss" in headline(of)
     of.repairs.lost.add(("dp1", NEW))
@@ -132,7 +147,7 @@ def test_a_pause_that_comes_with_a_heartbeat_stops_the_permit(
 
         async def refresh() -> None:
             of.links = dict.fromkeys(PLACES.values())  # type: ignore[assignment]
-            of._paused_on = {"n0"}
+            of.answers["n0"] = answered("n0", paused=True)
             looked.set()
 
         monkeypatch.setattr(of, "refresh", refresh)
@@ -148,7 +163,8 @@ def test_a_pause_that_comes_with_a_heartbeat_stops_the_permit(
 
 def full(of: Coordinator, *, skipped: int, away: float) -> list[Action]:
     """What is permitted beside a protected snapshot and a newer local one, without encoders."""
-    of._crowded_on = {"n0"}
+    known = of.answers.get("n0", answered("n0"))
+    of.answers["n0"] = msgspec.structs.replace(known, crowded=True)
     of.links = dict.fromkeys(PLACES.values())  # type: ignore[assignment]
     of._world_seen = time.monotonic() - away
     assert of.cycle is not None

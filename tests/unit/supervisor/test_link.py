@@ -105,7 +105,7 @@ def test_the_next_permit_waits_for_nothing_but_the_last_capture(
             while cycle.snapshot.sequence < sequence:
                 await asyncio.sleep(0.001)
             for shard, node in places.items():
-                coordinator._on_event(m.Event(node, 1, m.Missed(shard, cycle.snapshot)))
+                coordinator._on_event(m.NodeEvent(node, 1, m.Missed(shard, cycle.snapshot)))
                 while late and shard == "dp0" and cycle.phase != CyclePhase.IDLE:
                     await asyncio.sleep(0.001)
         await coordinator.close()
@@ -198,13 +198,13 @@ def test_a_node_that_makes_an_arena_is_not_lost() -> None:
 def test_what_is_told_of_another_incarnation_moves_nothing(incarnation: int) -> None:
     """A trainer of the last incarnation has ended: this one goes on taking snapshots."""
 
-    async def story() -> list[m.Event]:
+    async def story() -> list[m.NodeEvent]:
         coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
         coordinator.incarnation = 2
-        heard: list[m.Event] = []
+        heard: list[m.NodeEvent] = []
         coordinator.listeners.append(heard.append)
         coordinator.cycle = SnapshotCycle(2, {"dp0": "n0"}, (), Schedule(1))
-        coordinator._on_event(m.Event("n0", incarnation, m.WriterGone("trainer", "dp0", 7)))
+        coordinator._on_event(m.NodeEvent("n0", incarnation, m.WriterGone("trainer", "dp0", 7)))
         assert bool(coordinator.cycle.propose(1, "")) == (incarnation != 2)
         await coordinator.close()
         return heard

@@ -34,13 +34,13 @@ class Coordinator:
     world = WORLD
 
     def __init__(self, *bodies: Any) -> None:
-        self.listeners: list[Callable[[m.Event], None]] = []
+        self.listeners: list[Callable[[m.NodeEvent], None]] = []
         self._bodies = bodies
 
     async def ask_all(self, requests: Mapping[str, m.Message]) -> dict[str, object]:
         for body in self._bodies:
             for listener in self.listeners:
-                listener(m.Event("n0", INCARNATION, body))
+                listener(m.NodeEvent("n0", INCARNATION, body))
         return {}
 
 

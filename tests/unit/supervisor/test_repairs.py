@@ -89,7 +89,7 @@ class Control:
         self.observers.add(self.told.append)
         self.asked: list[m.Message] = []
         self.ended: list[str] = []
-        self.on_event: Callable[[m.Event], None]
+        self.on_event: Callable[[m.NodeEvent], None]
         self._answers, self._refuses = answers, refuses
 
     async def ask_all(self, requests: Mapping[str, m.Message]) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Control:
         if self._refuses:
             raise ControlPlaneError("n1: it has no slot with that snapshot")
         for answer in self._answers:
-            self.on_event(m.Event("n0", INCARNATION, answer))  # type: ignore[arg-type]
+            self.on_event(m.NodeEvent("n0", INCARNATION, answer))  # type: ignore[arg-type]
         return {}
 
     def end_world(self, world: str, reason: str) -> None:
@@ -113,7 +113,7 @@ def work(control: Control, damage: m.BadBlocks = DAMAGE, times: int = 1) -> Repa
         repairs = Repairs(control)
         control.on_event = repairs.on_event
         for _ in range(times):
-            repairs.on_event(m.Event("n0", INCARNATION, damage))
+            repairs.on_event(m.NodeEvent("n0", INCARNATION, damage))
             while repairs.due:
                 await asyncio.wait_for(repairs.work(STRIPES, PLACES), 10)
         return repairs

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.rpc.heartbeat_page import (
     FILE_BYTES,
-    Phase,
     Pulse,
     PulseFile,
+    TrainerPhase,
     pulse_path,
     read_pulse,
     signs_path,
@@ -64,7 +64,7 @@ def test_a_silence_that_was_seen_is_no_hang(
     assert learned >= settings.factor * another
     # What was learned is never unlearned.
     assert learned >= learned_timeout(seen, settings)
-    for phase in (Phase.TRAINING, Phase.PAUSED, Phase.ENDED):
+    for phase in (TrainerPhase.TRAINING, TrainerPhase.PAUSED, TrainerPhase.ENDED):
         assert allowance(phase, 1000, learned, settings) >= another
 
 
@@ -72,12 +72,14 @@ def test_a_silence_that_was_seen_is_no_hang(
 def test_more_time_for_first_iterations_and_pauses(
     learned: float, settings: HangSettings, done: int
 ) -> None:
-    usual = allowance(Phase.TRAINING, FIRST_ITERATIONS, learned, settings)
+    usual = allowance(TrainerPhase.TRAINING, FIRST_ITERATIONS, learned, settings)
     assert usual == learned
-    assert allowance(Phase.TRAINING, FIRST_ITERATIONS - 1, learned, settings) >= settings.first
-    assert allowance(Phase.PAUSED, done, learned, settings) >= max(learned, settings.pause)
-    assert allowance(Phase.ENDED, done, learned, settings) == float("inf")
-    assert allowance(Phase.STARTING, done, learned, settings) <= settings.first
+    assert (
+        allowance(TrainerPhase.TRAINING, FIRST_ITERATIONS - 1, learned, settings) >= settings.first
+    )
+    assert allowance(TrainerPhase.PAUSED, done, learned, settings) >= max(learned, settings.pause)
+    assert allowance(TrainerPhase.ENDED, done, learned, settings) == float("inf")
+    assert allowance(TrainerPhase.STARTING, done, learned, settings) <= settings.first
 
 
 def run(lengths: Sequence[float], waits: Sequence[float] = (), first: int = 0) -> Iterations:
@@ -277,10 +279,10 @@ def test_a_trainer_beats_writes_its_stacks_and_ends(environment: ProcessEnvironm
     path = pulse_path(environment.node_dir, os.getpid())
     watch.training()
     with watch.pause():
-        assert read_pulse(path).phase == Phase.PAUSED  # type: ignore[union-attr]
+        assert read_pulse(path).phase == TrainerPhase.PAUSED  # type: ignore[union-attr]
     watch.iteration_ended(1)
     pulse = read_pulse(path)
-    assert pulse is not None and pulse.dumps and pulse.phase == Phase.TRAINING
+    assert pulse is not None and pulse.dumps and pulse.phase == TrainerPhase.TRAINING
     assert (pulse.rank, pulse.iteration, pulse.marks) == (2, 1, 3)
     assert 0 < pulse.started < pulse.marked <= time.monotonic()
     deadline = time.monotonic() + 10
@@ -291,7 +293,7 @@ def test_a_trainer_beats_writes_its_stacks_and_ends(environment: ProcessEnvironm
     text = (environment.node_dir / f"stacks-{os.getpid()}").read_text()
     assert any("writes_its_stacks" in frame.function for frame in main_thread(text))
     watch.close()
-    assert read_pulse(path).phase == Phase.ENDED  # type: ignore[union-attr]
+    assert read_pulse(path).phase == TrainerPhase.ENDED  # type: ignore[union-attr]
     os.kill(os.getpid(), signal.SIGRTMIN + 9)  # ends nobody
     watch.iteration_ended(2)
 
@@ -309,7 +311,9 @@ def test_training_goes_on_where_nothing_can_be_stored(environment: ProcessEnviro
 def gone(environment: ProcessEnvironment) -> WriterProcess:
     """A trainer's registration, outlived by the files that it has written."""
     pulse = PulseFile(pulse_path(environment.node_dir, 5))
-    pulse.store(Pulse(rank=3, phase=Phase.TRAINING, iteration=17, marks=40, done=7, marked=1.0))
+    pulse.store(
+        Pulse(rank=3, phase=TrainerPhase.TRAINING, iteration=17, marks=40, done=7, marked=1.0)
+    )
     pulse.beat(2.0)
     pulse.close()
     stacks = stacks_path(environment.node_dir, 5)
@@ -341,7 +345,7 @@ def test_of_a_trainer_that_ended_by_itself_nothing_is_kept(
     watch = NodeHeartbeats(environment.node_dir, Writers(environment.node_dir, lambda _: None))
     watch.ended(gone)
     pulse = PulseFile(pulse_path(environment.node_dir, 6))
-    pulse.store(Pulse(phase=Phase.ENDED))
+    pulse.store(Pulse(phase=TrainerPhase.ENDED))
     pulse.close()
     watch.ended(WriterProcess("trainer", "dp0", 6, 0, b""))
     assert not signs_path(environment.node_dir, "dp0").exists()

@@ -113,9 +113,9 @@ def test_a_cause_is_told_once_until_a_world_is_up_again(monkeypatch: pytest.Monk
         """The first five are refused, the sixth joins, and all end."""
         event = m.EncoderRefused("world", f"{full} {world}")
         if world < 5:
-            keeper._coordinator._on_event(m.Event("n0", 0, event))
+            keeper._coordinator._on_event(m.NodeEvent("n0", 0, event))
         elif world == 5:
-            keeper._coordinator._on_event(m.Event("n0", 0, m.EncoderHello(1, "world", 0, 1, 0)))
+            keeper._coordinator._on_event(m.NodeEvent("n0", 0, m.EncoderHello(1, "world", 0, 1, 0)))
 
     async def story() -> None:
         worlds: Any = Worlds([0.1] * 8)

@@ -30,8 +30,8 @@ from megatron_ft.erasure.transport import (
     TURNS_EARLY,
     TURNS_LATE,
     Ahead,
-    Kind,
     Link,
+    MessageKind,
     barrier,
     kind_of,
 )
@@ -50,7 +50,7 @@ from tests.support.stripe_runs import succeed
 SIZE = 40_000
 """Elements of a tensor: more than torch would copy in one thread, and no counter."""
 
-MOST_CALLS, MOST_C_CALLS = 10, 10
+MOST_CALLS, MOST_C_CALLS = 11, 12
 """Of a restore, for each tensor."""
 
 MOST_SAVE_CALLS, MOST_SAVE_C_CALLS = 5, 5
@@ -371,10 +371,10 @@ def test_rebuilding_copies_computes_nothing(
     assert np.array_equal(views[0].data, members[0].data)
 
 
-def messages_of_encode(size: int) -> tuple[StripeCode, Counter[Kind]]:
+def messages_of_encode(size: int) -> tuple[StripeCode, Counter[MessageKind]]:
     """What one member of rs:2+2 sends, by kind; all of them send alike."""
     code = make_code("rs", 2, 2, [size] * 4, 512)
-    members, sent = [make_member(code, n, size) for n in range(4)], Counter[Kind]()
+    members, sent = [make_member(code, n, size) for n in range(4)], Counter[MessageKind]()
 
     def work(number: int, transport: Any) -> object:
         send = transport.isend
@@ -391,8 +391,14 @@ def test_encoding_sends_whole_pieces_and_little_else(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(member_module, "PIECE_BYTES", 8 << 10)
     (_, few), (code, many) = messages_of_encode(32 << 10), messages_of_encode(128 << 10)
     pieces = -(-code.chunk_bytes // (8 << 10))
-    assert pieces > 4 and (many[Kind.SOURCE], many[Kind.RESULT]) == (2 * pieces, pieces)
-    assert all(few[kind] == many[kind] for kind in (Kind.LENGTH, Kind.BODY, Kind.DIGEST))
+    assert pieces > 4 and (many[MessageKind.SOURCE], many[MessageKind.RESULT]) == (
+        2 * pieces,
+        pieces,
+    )
+    assert all(
+        few[kind] == many[kind]
+        for kind in (MessageKind.LENGTH, MessageKind.BODY, MessageKind.DIGEST)
+    )
 
 
 def test_members_need_not_keep_step(monkeypatch: pytest.MonkeyPatch) -> None:

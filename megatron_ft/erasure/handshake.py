@@ -1,4 +1,4 @@
-"""What stripe members tell each other before any shard's byte moves."""
+"""Handshake of a stripe's members: records and digests, before any shard's byte moves."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import numpy as np
 
 from megatron_ft.core.errors import CorruptBlockError
 from megatron_ft.core.identity import SealedRecord
-from megatron_ft.erasure.checks import (
+from megatron_ft.erasure.member import (
     CorruptMemberError,
     DataCheck,
+    MemberView,
     ParityCheck,
+    StripeCode,
     digest_table_of,
 )
-from megatron_ft.erasure.member import MemberView, StripeCode
 from megatron_ft.erasure.transport import Link, exchange
 
 
