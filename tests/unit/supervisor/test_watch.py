@@ -28,15 +28,17 @@ from megatron_ft.rpc.heartbeat_page import (
 )
 from megatron_ft.smp.heartbeats import NodeHeartbeats
 from megatron_ft.smp.processes import WriterProcess, Writers
-from megatron_ft.supervisor.hang_attribution import (
+from megatron_ft.supervisor.heartbeats import LEAST_SECONDS, find_stragglers
+from megatron_ft.supervisor.watch import (
+    HangSettings,
     Witness,
+    allowance,
     blame,
+    learned_timeout,
     main_thread,
     of_training,
     waits_for_others,
 )
-from megatron_ft.supervisor.heartbeats import LEAST_SECONDS, find_stragglers
-from megatron_ft.supervisor.watch import HangSettings, allowance, learned_timeout
 from megatron_ft.trainer.heartbeats import (
     FIRST_ITERATIONS,
     LEAST_OF_WINDOW,
