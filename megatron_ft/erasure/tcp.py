@@ -27,6 +27,7 @@ import zmq
 from megatron_ft.core import private_files
 from megatron_ft.core.errors import TransportError
 from megatron_ft.core.isal import Bytes
+from megatron_ft.erasure.rank_bootstrap import Listening, RankBootstrap
 from megatron_ft.erasure.tcp_sockets import (
     IO_THREADS,
     Outlet,
@@ -36,7 +37,6 @@ from megatron_ft.erasure.tcp_sockets import (
     packed,
 )
 from megatron_ft.erasure.transport import Pending, wrong_length
-from megatron_ft.erasure.world import Listening, RankBootstrap
 from megatron_ft.rpc.sockets import MOST_BYTES
 
 CREDIT = 4

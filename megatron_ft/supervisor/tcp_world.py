@@ -22,9 +22,10 @@ import msgspec
 
 from megatron_ft.core import private_files
 from megatron_ft.core.errors import MegatronFTError
+from megatron_ft.erasure.rank_bootstrap import Listening, RankBootstrap
 from megatron_ft.erasure.tcp import EXIT_PEER_GONE
 from megatron_ft.erasure.tcp_sockets import send_table
-from megatron_ft.erasure.world import RANK_TRANSPORT, TCP, Listening, RankBootstrap
+from megatron_ft.erasure.world import RANK_TRANSPORT, TCP
 from megatron_ft.launchers.launcher import Launcher, Placement, ProcessHandle
 from megatron_ft.launchers.world import WORLD, WORLD_NODES
 from megatron_ft.rpc.sockets import SECRET_BYTES

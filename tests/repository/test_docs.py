@@ -1,4 +1,4 @@
-"""The documentation names only tests that exist."""
+"""The documentation names only tests and files that exist."""
 
 from __future__ import annotations
 
@@ -33,6 +33,34 @@ def absent(page: str, tests: dict[str, set[str]]) -> list[str]:
         if not any(words.replace(" ", "_") in name for name in tests.get(file, ()))
     ]
     return named + quoted
+
+
+_FILE = re.compile(r"`((?:[a-z_]+/)+[\w-]+\.(?:py|sh|sbatch))`")
+FRAMEWORKS = ("megatron/",)
+"""Folders of files in the sources of others."""
+
+
+def absent_files(page: str, files: set[str]) -> list[str]:
+    """Files in a page that are in no folder of the repository."""
+    named = [name for name in _FILE.findall(page) if not name.startswith(FRAMEWORKS)]
+    return [name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)]
+
+
+def test_files_that_the_documentation_names_exist() -> None:
+    skipped = {".git", ".venv"}
+    files = {
+        str(path.relative_to(ROOT))
+        for top in ROOT.iterdir()
+        if top.is_dir() and top.name not in skipped
+        for path in top.rglob("*.*")
+    }
+    found = {page.name: absent_files(page.read_text(), files) for page in PAGES}
+    assert {page: names for page, names in found.items() if names} == {}
+
+
+def test_a_file_that_is_gone_is_found() -> None:
+    page = "`core/a.py`, `core/b.py`, `a.py` and `megatron/training/arguments.py`"
+    assert absent_files(page, {"megatron_ft/core/a.py"}) == ["core/b.py"]
 
 
 def test_tests_that_the_documentation_names_exist() -> None:

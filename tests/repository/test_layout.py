@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
+MEGATRON_FT = REPOSITORY / "megatron_ft"
 ORDER = (
     *("core", "config", "arena", "rpc", "erasure", "smp", "trainer", "checkpoint"),
     *("launchers", "supervisor", "megatron", "deepspeed_ext", "cli"),
 )
 """Each may import those before it."""
 
-UPWARD: dict[tuple[str, str], str] = {}
-"""Imports that point the other way, each with its reason."""
-
-CIRCLES: dict[frozenset[str], str] = {}
-"""Modules that import each other, each circle with its reason."""
+MOST_LINES = 500
+MOST_FILES = 5
+"""Of megatron_ft, to answer one of the questions in CONTRIBUTING.md."""
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -103,15 +103,11 @@ def test_every_module_is_in_a_package_of_the_order() -> None:
 
 
 def test_packages_import_only_those_before_them() -> None:
-    found = upward(our_graph())
-    assert found - set(UPWARD) == set(), "upward imports"
-    assert set(UPWARD) - found == set(), "exceptions that are no longer needed"
+    assert upward(our_graph()) == set()
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    found = circles(our_graph())
-    assert found - set(CIRCLES) == set(), "circles"
-    assert set(CIRCLES) - found == set(), "exceptions that are no longer needed"
+    assert circles(our_graph()) == set()
 
 
 def test_what_is_installed_imports_no_tests() -> None:
@@ -142,3 +138,48 @@ def test_an_upward_import_and_a_circle_are_found_wherever_they_stand() -> None:
         frozenset({"megatron_ft.core.a", "megatron_ft.cli.b"}),
         frozenset({"megatron_ft.core.c", "megatron_ft.rpc.d"}),
     }
+
+
+def public_classes(sources: Mapping[str, str]) -> dict[str, list[str]]:
+    """Modules by the name of each public class that they define."""
+    found: dict[str, list[str]] = {}
+    for module, source in sources.items():
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(module)
+    return found
+
+
+def twice(sources: Mapping[str, str]) -> dict[str, list[str]]:
+    """Names of public classes that several modules define."""
+    return {name: where for name, where in public_classes(sources).items() if len(where) > 1}
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    assert twice({name: file.read_text() for name, file in modules(REPOSITORY).items()}) == {}
+
+
+def test_a_class_name_used_twice_is_found() -> None:
+    text = "class Plan: ...\nclass _Own: ...\n"
+    assert twice({"a": text, "b": text, "c": "class Own: ...\n"}) == {"Plan": ["a", "b"]}
+
+
+def test_no_module_is_too_long() -> None:
+    """A longer one answers two questions: split it by its importers or its reasons to change."""
+    lengths = {name: file.read_text().count("\n") for name, file in modules(REPOSITORY).items()}
+    assert {name: lines for name, lines in lengths.items() if lines > MOST_LINES} == {}
+
+
+def answers(page: str) -> dict[str, list[str]]:
+    """Files by question: the table "One question, few files" of CONTRIBUTING.md."""
+    section = page.split("## One question, few files\n")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"]
+    return {question: re.findall(r"`([\w/]+\.py)`", files) for question, files in rows[2:]}
+
+
+def test_every_question_is_answered_by_few_files_that_exist() -> None:
+    found = answers((REPOSITORY / "CONTRIBUTING.md").read_text())
+    assert len(found) >= 6
+    absent = [f for files in found.values() for f in files if not (MEGATRON_FT / f).is_file()]
+    assert absent == []
+    assert {q: files for q, files in found.items() if not 1 <= len(files) <= MOST_FILES} == {}

@@ -20,9 +20,9 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from megatron_ft.erasure.rank_bootstrap import Listening, RankBootstrap
 from megatron_ft.erasure.tcp import EXIT_PEER_GONE
 from megatron_ft.erasure.tcp_sockets import Word, packed
-from megatron_ft.erasure.world import Listening, RankBootstrap
 from megatron_ft.launchers.launcher import Launcher, Placement
 from megatron_ft.rpc.sockets import SECRET_BYTES, JobKeys
 from megatron_ft.supervisor import tcp_world
@@ -168,7 +168,7 @@ def test_a_rank_that_does_not_come_up_is_named_and_ends_the_world(
 ) -> None:
     monkeypatch.setattr(tcp_world, "START_SECONDS", 3.0)
     tmp_path.chmod(0o700)
-    up = [sys.executable, "-c", "from megatron_ft.erasure.world import join_world; join_world()"]
+    up = [sys.executable, "-c", "from megatron_ft.erasure.world import join_world; join_world"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     placements = [Placement("n0", up, env), Placement("n1", ["sleep", "60"], env)]
     launcher = cast(Launcher, cast(Any, Here(tmp_path)))
