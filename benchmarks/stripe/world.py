@@ -16,8 +16,8 @@ import msgspec
 from benchmarks.stripe.rank import Answer, Done, Memory, Plan
 from megatron_ft.cli.doctor.facts import answers, last_words
 from megatron_ft.launchers.launcher import Placement
-from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.supervisor.encoder_world import WorldStarter
+from tests.support.networked_cluster import NetworkedCluster
 from tests.support.node_network import NodeNetwork
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +71,8 @@ def measure(plan: Plan, transport: str, *, over_lo: bool = False, megabits: floa
         _network(job, names, megabits) as network,
         tempfile.TemporaryDirectory(prefix="mft-") as at,
     ):
-        log, cluster = Path(at) / "log", VirtualCluster(job, names, network=network)
+        log, cluster = Path(at) / "log", NetworkedCluster(job, names)
+        cluster.use_network(network)
         try:
             world = WorldStarter(cluster, transport).start(placements, log)
             status = asyncio.run(asyncio.wait_for(world.wait(), WORLD_SECONDS))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 from megatron_ft.core import private_files, procfs
@@ -20,7 +19,6 @@ from megatron_ft.launchers.base import BaseLauncher
 from megatron_ft.launchers.launcher import NodeUnreachable, Placement, ProcessGoneError
 from megatron_ft.launchers.mpirun import MpiLauncher
 from megatron_ft.launchers.process import LocalProcess
-from megatron_ft.launchers.virtual_network import HOST, Network, RemoteProcess, spread_over
 from megatron_ft.launchers.world import WORLD, WORLD_NODES, Spread, WorldProcess, probe_world
 
 _END_SECONDS = 10.0
@@ -45,20 +43,15 @@ class VirtualCluster(BaseLauncher):
         node_names: Sequence[str],
         root: Path | None = None,
         mpi: MpiLauncher | None = None,
-        network: Network | None = None,
-        place: str = HOST,
     ) -> None:
         """Describe the cluster; nothing is started.
 
-        ``mpi`` is what ``start_world`` uses, found when first needed if None.  With a
-        ``network`` each node has its own namespace, and the supervisor is at ``place``, which
-        decides what a cut parts it from; its process must have been started there.  Raises
-        ConfigError for names that cannot be folders or make socket paths too long, and
+        ``mpi`` is what ``start_world`` uses, found when first needed if None.  Raises ConfigError
+        for names that cannot be folders or make socket paths too long, and
         MissingEnvironmentError when ``root`` is not a private folder of this user.
         """
         super().__init__(job, root or default_root(), mpi)
         self._names = list(node_names)
-        self.network, self._place = network, place
         check_names(self.root, job, self._names)
         # Made by hand, perhaps, with the user's usual mode; all that is below it is closed.
         _make_private(self.root, private_files.OTHERS_WRITE)
@@ -76,17 +69,9 @@ class VirtualCluster(BaseLauncher):
         """Whether the node is lost: its processes were killed with it."""
         return not self.reachable(node)
 
-    def move_supervisor(self, place: str) -> None:
-        """The next supervisor is at another place of the network than the one before."""
-        self._place = place
-
     def address(self, node: str) -> str:
-        """The loopback address, or the node's own where there is a network."""
-        return "127.0.0.1" if self.network is None else self.network.address(node)
-
-    def interface(self, node: str) -> str:
-        """Empty, or the node's device where there is a network."""
-        return "" if self.network is None else self.network.interface(node)
+        """The loopback address."""
+        return "127.0.0.1"
 
     def ready_file(self, node: str) -> Path:
         """In the node's memory, which is this machine's."""
@@ -103,16 +88,14 @@ class VirtualCluster(BaseLauncher):
         """Start a process on a node; see Launcher."""
         self._require([node])
         _make_private(self.node_dir(node))
-        command = argv if self.network is None else self.network.entered(node, argv)
-        marked = self._marked(node, env)
-        process = self._placed(self._kind.spawn(node, command, marked, log_path, stdin))
+        process = self._spawn(node, argv, self._marked(node, env), log_path, stdin)
         self._end_if_lost([node], process)
         return process
 
     def attach(self, node: str, pid: int, start_time: int | None = None) -> LocalProcess:
         """Take over a running process of this job and node; see Launcher."""
         self._require([node])
-        process = self._placed(self._kind.attach(node, pid, start_time))
+        process = self._watch(node, pid, start_time)
         if not self._is_of(pid, node):
             raise ProcessGoneError(
                 f"process {pid} is not one of job {self.job}, node {node}: the one that was has "
@@ -192,32 +175,23 @@ class VirtualCluster(BaseLauncher):
 
         return procfs.kill_matching(misses_its_rank, f"worlds starting on {node}")
 
-    @property
-    def _kind(self) -> type[LocalProcess]:
-        return LocalProcess if self.network is None else RemoteProcess
+    def _spawn(
+        self,
+        node: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log_path: Path,
+        stdin: bytes | None,
+    ) -> LocalProcess:
+        return LocalProcess.spawn(node, argv, env, log_path, stdin)
 
-    def _placed(self, process: LocalProcess) -> LocalProcess:
-        if isinstance(process, RemoteProcess):
-            process.near = partial(self._near, process.node)
-        return process
-
-    def _near(self, node: str) -> bool:
-        """Whether the supervisor can reach the node's machine."""
-        return self.network is None or self.network.connected(self._place, node)
+    def _watch(self, node: str, pid: int, start_time: int | None) -> LocalProcess:
+        return LocalProcess.attach(node, pid, start_time)
 
     def _spread(self, nodes: Sequence[str], scratch: Path) -> Spread | None:
         for node in nodes:
             _make_private(self.node_dir(node))
-        if self.network is None:
-            return None
-        scratch.mkdir(parents=True, mode=0o700)
-        return spread_over(self.network, self._place, nodes, self.mpi(), scratch)
-
-    def _require(self, nodes: Sequence[str]) -> None:
-        away = sorted({n for n in nodes if not self._near(n)})
-        if away:
-            raise NodeUnreachable(f"node {', '.join(away)} of job {self.job} cannot be reached")
-        super()._require(nodes)
+        return None
 
     def _end_if_lost(self, nodes: Sequence[str], process: LocalProcess) -> None:
         try:

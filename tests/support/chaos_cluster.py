@@ -22,17 +22,19 @@ from megatron_ft.cli.chaos.job import (
     role_of_command,
 )
 from megatron_ft.launchers.process import LocalProcess
+from tests.support.networked_cluster import NetworkedCluster
 from tests.support.node_network import NodeNetwork, unavailable
 from tests.support.warm_python import CHAOS, WarmPython, start_at
 
 CLUSTER_CLASS = "tests.support.chaos_cluster:EquippedCluster"
 
 
-class EquippedCluster(ChaosCluster):
+class EquippedCluster(NetworkedCluster, ChaosCluster):
     """A cluster whose processes are forked from the server at ``job.warm``, if there is one."""
 
     def __init__(self, job: JobFile) -> None:
-        super().__init__(job, NodeNetwork(job.name, job.node_names) if job.network else None)
+        ChaosCluster.__init__(self, job)
+        self.use_network(NodeNetwork(job.name, job.node_names) if job.network else None)
         # What is forked would be in the server's network.
         self._warm = "" if job.network else job.warm
         self._trains_warm = job.command[1:3] == ("-m", TRAINING_MODULE)

@@ -16,8 +16,6 @@ from megatron_ft.config import SETTINGS, SnapshotConfig
 from megatron_ft.core.environment import TREE
 from megatron_ft.core.process_tools import free_port
 from megatron_ft.launchers.process import LocalProcess
-from megatron_ft.launchers.virtual import VirtualCluster
-from megatron_ft.launchers.virtual_network import HOST
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.failures import RestartBudget
 from megatron_ft.supervisor.job_state import JobState
@@ -25,6 +23,7 @@ from megatron_ft.supervisor.orders import Sizes, Timing
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.supervisor import Stop, Supervisor
 from tests.programs.gated_training import GATE
+from tests.support.networked_cluster import HOST, NetworkedCluster
 from tests.support.node_network import NodeNetwork
 from tests.support.warm_python import WarmChild, WarmPython
 
@@ -45,7 +44,7 @@ def _failed(task: asyncio.Task[None]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is not None
 
 
-class WarmCluster(VirtualCluster):
+class WarmCluster(NetworkedCluster):
     """A virtual cluster whose trainers, if they run an example, do not wait for its imports."""
 
     warm: ClassVar[WarmPython | None] = None
@@ -62,7 +61,8 @@ class WarmCluster(VirtualCluster):
         network: NodeNetwork | None = None,
         place: str = HOST,
     ) -> None:
-        super().__init__(job, nodes, root, network=network, place=place)
+        super().__init__(job, nodes, root)
+        self.use_network(network, place)
         self.waiting = []
 
     def start(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.launchers.virtual_network import HOST
+from tests.support.networked_cluster import HOST
 
 NOTES = Path("/run/megatron-ft-networks")
 """A folder for each network: what it is of, and what is cut; gone with the next start."""

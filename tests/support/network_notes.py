@@ -13,9 +13,9 @@ import msgspec
 
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import NODE
-from megatron_ft.launchers.virtual_network import HOST
 from tests.support import namespaces as ns
 from tests.support.network_names import NOTES, NetworkNames
+from tests.support.networked_cluster import HOST
 
 RELAY = "MEGATRON_FT_RELAY"
 """Marks a relay process with its network's prefix and its node, in its environment."""

@@ -18,10 +18,10 @@ from itertools import product
 from types import TracebackType
 
 from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
-from megatron_ft.launchers.virtual_network import HOST
 from tests.support import namespaces as ns
 from tests.support import network_notes as notes
 from tests.support.network_names import INTERFACE, NetworkNames, prefix_of
+from tests.support.networked_cluster import HOST
 from tests.support.slow_links import SlowLinks
 
 __all__ = ["HOST", "NodeNetwork", "remove_leftovers", "unavailable"]

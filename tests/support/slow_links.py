@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 from megatron_ft.core.errors import MissingEnvironmentError
-from megatron_ft.launchers.virtual_network import HOST
 from tests.support import namespaces as ns
 from tests.support import network_notes as notes
 from tests.support.network_names import INTERFACE, NetworkNames
+from tests.support.networked_cluster import HOST
 
 _BURST_BYTES = 128 * 1024
 _QUEUE_MILLISECONDS = 400

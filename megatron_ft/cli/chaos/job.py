@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -26,7 +27,6 @@ from megatron_ft.core.fault_plan import PLAN_NAME
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.virtual import VirtualCluster
-from megatron_ft.launchers.virtual_network import Network
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState
@@ -142,10 +142,11 @@ class JobFile(msgspec.Struct, frozen=True):
 class ChaosCluster(VirtualCluster):
     """A virtual cluster whose processes carry their role in their environment."""
 
-    def __init__(self, job: JobFile, network: Network | None = None) -> None:
-        super().__init__(
-            job.name, job.node_names, Path(job.root) if job.root else None, network=network
-        )
+    network: Any = None
+    """One that can be cut, for the subclass that has it."""
+
+    def __init__(self, job: JobFile) -> None:
+        super().__init__(job.name, job.node_names, Path(job.root) if job.root else None)
         self._bare = job.bare
 
     def start(

@@ -15,10 +15,10 @@ import pytest
 
 from megatron_ft.core.environment import JOB, NODE
 from megatron_ft.core.process_tools import free_port
-from megatron_ft.launchers.virtual_network import HOST
 from tests.programs.gated_training import GATE
 from tests.support.agent_jobs import AgentJob
 from tests.support.jobs import GATED, TORCHRUN, Result, difference, oracle
+from tests.support.networked_cluster import HOST
 from tests.support.networks import needs_network
 from tests.support.node_network import NodeNetwork
 

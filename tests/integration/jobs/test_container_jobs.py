@@ -17,10 +17,10 @@ import pytest
 
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import JOB, TREE
-from megatron_ft.launchers.virtual_network import HOST
 from tests.support import containers
 from tests.support.agent_jobs import AgentJob
 from tests.support.jobs import Uninterrupted, difference
+from tests.support.networked_cluster import HOST
 from tests.support.networks import needs_network
 from tests.support.node_network import NodeNetwork
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.launchers.virtual_network import HOST
 from tests.support import ssh_nodes
 from tests.support.agent_jobs import AgentJob
 from tests.support.jobs import ROOT, Uninterrupted, difference
+from tests.support.networked_cluster import HOST
 from tests.support.networks import needs_network
 from tests.support.node_network import NodeNetwork
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.launchers.virtual_network import HOST
 from megatron_ft.supervisor.orders import Timing
 from tests.support.fates import of_node
 from tests.support.jobs import Job, Result, difference, oracle
+from tests.support.networked_cluster import HOST
 from tests.support.networks import needs_network
 
 pytestmark = pytest.mark.usefixtures("warm_trainers")

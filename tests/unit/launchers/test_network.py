@@ -16,9 +16,9 @@ import pytest
 
 from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
 from megatron_ft.launchers.launcher import UNKNOWN_EXIT
-from megatron_ft.launchers.virtual_network import HOST, RemoteProcess
 from tests.support import namespaces, network_notes
 from tests.support.network_names import NetworkNames
+from tests.support.networked_cluster import HOST, RemoteProcess
 from tests.support.networks import arrives, can_connect, connection, needs_network, seconds_for
 from tests.support.node_network import NodeNetwork, remove_leftovers
 

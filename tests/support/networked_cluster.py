@@ -16,9 +16,10 @@ from typing import Protocol
 
 from megatron_ft.core.environment import NODE
 from megatron_ft.core.errors import NoMpiError
-from megatron_ft.launchers.launcher import UNKNOWN_EXIT
+from megatron_ft.launchers.launcher import UNKNOWN_EXIT, NodeUnreachable
 from megatron_ft.launchers.mpirun import MpiKind, MpiLauncher
 from megatron_ft.launchers.process import LocalProcess
+from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.launchers.world import Spread
 
 HOST = "host"
@@ -142,3 +143,69 @@ def _mpi_settings(network: Network, agent: Path) -> Mapping[str, str]:
         "OMPI_MCA_btl": "self,tcp",
         "OMPI_MCA_btl_tcp_if_include": subnet,
     }
+
+
+class NetworkedCluster(VirtualCluster):
+    """A VirtualCluster whose nodes may have a network each, to be cut.
+
+    With a ``network`` each node has its own namespace, and the supervisor is at ``place``, which
+    decides what a cut parts it from; its process must have been started there.
+    """
+
+    network: Network | None = None
+    _place = HOST
+
+    def use_network(self, network: Network | None, place: str = HOST) -> None:
+        """Have processes that start from now on be in this network; before any is started."""
+        self.network, self._place = network, place
+
+    def move_supervisor(self, place: str) -> None:
+        """The next supervisor is at another place of the network than the one before."""
+        self._place = place
+
+    def address(self, node: str) -> str:
+        """The node's own address where there is a network."""
+        return super().address(node) if self.network is None else self.network.address(node)
+
+    def interface(self, node: str) -> str:
+        """The node's device where there is a network."""
+        return super().interface(node) if self.network is None else self.network.interface(node)
+
+    def _spawn(
+        self,
+        node: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log_path: Path,
+        stdin: bytes | None,
+    ) -> LocalProcess:
+        command = argv if self.network is None else self.network.entered(node, argv)
+        return self._placed(self._kind.spawn(node, command, env, log_path, stdin))
+
+    def _watch(self, node: str, pid: int, start_time: int | None) -> LocalProcess:
+        return self._placed(self._kind.attach(node, pid, start_time))
+
+    @property
+    def _kind(self) -> type[LocalProcess]:
+        return LocalProcess if self.network is None else RemoteProcess
+
+    def _placed(self, process: LocalProcess) -> LocalProcess:
+        if isinstance(process, RemoteProcess):
+            process.near = partial(self._near, process.node)
+        return process
+
+    def _near(self, node: str) -> bool:
+        return self.network is None or self.network.connected(self._place, node)
+
+    def _spread(self, nodes: Sequence[str], scratch: Path) -> Spread | None:
+        spread = super()._spread(nodes, scratch)
+        if self.network is None:
+            return spread
+        scratch.mkdir(parents=True, mode=0o700)
+        return spread_over(self.network, self._place, nodes, self.mpi(), scratch)
+
+    def _require(self, nodes: Sequence[str]) -> None:
+        away = sorted({node for node in nodes if not self._near(node)})
+        if away:
+            raise NodeUnreachable(f"node {', '.join(away)} of job {self.job} cannot be reached")
+        super()._require(nodes)
