@@ -1,4 +1,4 @@
-"""Ways of saving a state while training goes on, behind one small interface."""
+"""Ways of saving a state while training continues, behind one small interface."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class ClientState:
         return {**told, "provided": self.provided}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what a snapshot holds."""
+        """Continue with what a snapshot holds."""
         self._record.entries = dict(state["entries"])
         self._record.given_at = state["given_at"]
 

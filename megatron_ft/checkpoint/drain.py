@@ -277,7 +277,7 @@ def write(plan: DrainPlan) -> None:
 
 def finish(plan: DrainPlan) -> None:
     """Write the manifest.  Nothing is removed: this process may outlive its supervisor, and the
-    job may go on from an older checkpoint."""
+    job may resume from an older checkpoint."""
     if not is_complete(plan.folder):
         publish(plan.folder, plan.info, plan.job, plan.lineage, plan.shard_count)
     reach("drain.published")

@@ -226,7 +226,7 @@ def format_of(shards: OpenSnapshot) -> str:
 
 
 def export(shards: OpenSnapshot, directory: Path, name: str | None = None) -> tuple[Path, str]:
-    """Write one checkpoint into ``directory``; its folder, and how to go on from it.
+    """Write one checkpoint into ``directory``; its folder, and how to resume from it.
 
     ``name`` is a format, that of the framework that trained if not given.  ConfigError if the
     folder is there already.

@@ -120,7 +120,7 @@ Written by megatron_ft.megatron.own_checkpoints.
 def wish_of(args: Any) -> tuple[int | None, ...]:
     """Request of the user for what Megatron loads; kept in each snapshot, so that a change shows.
 
-    The checkpoint's iteration, and the one that training is to go on with if that is given.
+    The checkpoint's iteration, and the one that training is to continue with if that is given.
     """
     step, going_on = getattr(args, "ckpt_step", None), _override(args)
     return (step,) if going_on is None else (step, going_on)

@@ -35,10 +35,10 @@ COMMANDS = (
     Command("resume", "megatron_ft.cli.pause", "take snapshots again"),
     Command("drain", "megatron_ft.cli.drain", "write a snapshot from memory to disk now"),
     Command("verify", "megatron_ft.cli.verify", "check every byte of what is on disk or in memory"),
-    Command("rewind", "megatron_ft.cli.rewind", "go on from before an iteration"),
+    Command("rewind", "megatron_ft.cli.rewind", "resume from before an iteration"),
     Command("export", "megatron_ft.cli.export", "make the framework's own checkpoint"),
     Command(
-        "demo", "megatron_ft.cli.demo.command", "lose a node on this machine and go on from memory"
+        "demo", "megatron_ft.cli.demo.command", "lose a node on this machine and resume from memory"
     ),
     Command(
         "chaos", "megatron_ft.cli.chaos.command", "inject faults at named points and judge the job"

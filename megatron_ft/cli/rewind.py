@@ -1,4 +1,4 @@
-"""Give up what a job has done since an iteration, and go on from the newest snapshot before it.
+"""Give up what a job has done since an iteration, and resume from the newest snapshot before it.
 
   megatron-ft rewind --job NAME --before-iteration N
 

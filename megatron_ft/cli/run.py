@@ -185,7 +185,7 @@ def _supervise(
         try:
             code = asyncio.run(_run(supervisor))
         except MegatronFTError:
-            # SMPs that were started, or taken over, go on keeping what they have.
+            # SMPs that were started, or taken over, continue keeping what they have.
             if state.record.smps:
                 say(place.hint)
             raise

@@ -148,7 +148,7 @@ def place_of(
     names = [f"node{i}" for i in range(nodes + arguments.spares)]
     cluster = VirtualCluster(arguments.job, names, root)
     hint = (
-        "snapshots stay in memory: run the same command again to go on, or free it with "
+        "snapshots stay in memory: run the same command again to continue, or free it with "
         f"`megatron-ft clean --job {arguments.job}`"
     )
     return RunPlace(cluster, nodes, 0.0, cluster.clean, cluster.destroy, hint)
@@ -260,7 +260,7 @@ def _gather(arguments: argparse.Namespace, root: Path, folder: Path) -> RunPlace
         leave(1)
         raise
     launcher = AgentLauncher(arguments.job, hub, root, file, hosts)
-    hint = "snapshots stay in the nodes' memory: run the same command again to go on"
+    hint = "snapshots stay in the nodes' memory: run the same command again to continue"
     return RunPlace(launcher, nodes, 0.0, launcher.clean, launcher.clean, hint, leave=leave)
 
 
@@ -331,4 +331,4 @@ def _check_seats(hub: AgentHub, hosts: list[str], size: int, wanted: int) -> Non
         )
     if said:
         # The output may be JSON, of the doctor.
-        say(f"megatron-ft: {said}; going on without", sys.stderr)
+        say(f"megatron-ft: {said}; continuing without", sys.stderr)

@@ -125,7 +125,7 @@ def _scrub_line(job: dict[str, Any]) -> str:
 def _headline(job: dict[str, Any]) -> str:
     summary = job["summary"]
     if not job["supervised"]:
-        return "no supervisor; run the same `megatron-ft run` command again to go on"
+        return "no supervisor; run the same `megatron-ft run` command again to continue"
     crash, node_loss = summary.get("crash"), summary.get("node_loss")
     if summary.get("committed") is None:
         exposed = "nothing committed yet: a failure starts over"

@@ -138,7 +138,7 @@ def check_torchrun(
 ) -> None:
     """ConfigError, with what to do, for flags of torchrun that would work against us.
 
-    ``fewer`` says that the job may go on with fewer nodes.
+    ``fewer`` says that the job may continue with fewer nodes.
     """
     if command and Path(command[0]).name in _DEEPSPEED:
         raise ConfigError(

@@ -211,8 +211,8 @@ class SnapshotConfig:
     on_no_spare: str = one_of(
         (STOP, HOLD, SHRINK),
         "When a node is lost and no spare is left, what memory can serve is drained; then stop, "
-        "hold memory until a Slurm job of its own has brought a host, or shrink: go on with fewer "
-        "data-parallel ranks from an export in drain_export_dir.",
+        "hold memory until a Slurm job of its own has brought a host, or shrink: continue with "
+        "fewer data-parallel ranks from an export in drain_export_dir.",
     )
     export_on_failure: Path | None = folder(
         "Folder in which a job that stops because its trainers cannot come back leaves the last "
@@ -260,7 +260,7 @@ class SnapshotConfig:
         """Settings of a drain without folder or interval: the user who gave them expects files."""
         if self.on_no_spare == SHRINK and None in (self.drain_dir, self.drain_export_dir):
             return [
-                "on_no_spare is shrink, which goes on from an export: give drain_dir, "
+                "on_no_spare is shrink, which resumes from an export: give drain_dir, "
                 "drain_interval and drain_export_dir, the folder that the training command loads"
             ]
         if self.drain_dir is not None:

@@ -52,7 +52,7 @@ class IsaL:
         self._mul = _typed(library.gf_mul, ctypes.c_ubyte, ctypes.c_ubyte, ctypes.c_ubyte)
 
     def crc64(self, buffer: Bytes, before: int = 0) -> int:
-        """CRC-64 with the ECMA-182 polynomial, reflected (CRC-64/XZ), going on from another's."""
+        """CRC-64 with the ECMA-182 polynomial, reflected (CRC-64/XZ), resuming from another's."""
         return int(self._crc64(before, _address(buffer), buffer.nbytes))
 
     def crc64_blocks(self, buffer: Bytes, block_bytes: int, out: npt.NDArray[np.uint64]) -> None:

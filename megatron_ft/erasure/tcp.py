@@ -130,7 +130,7 @@ class Mailbox:
             return
         if body.nbytes:
             np.copyto(receive.buffer, np.frombuffer(body, np.uint8))
-        # Said before anybody here goes on, who might leave the world.
+        # Said before anybody here continues, who might leave the world.
         self._on_taken(peer)
         with self._changed:
             receive.done = True

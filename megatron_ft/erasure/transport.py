@@ -190,7 +190,7 @@ class Ahead:
     """Sends that are started some turns early, and waited for some turns late.
 
     For bytes that are there from the beginning and stay as they are.  A receiver then finds a
-    message when it wants one, and a sender goes on while its receiver is busy.
+    message when it wants one, and a sender continues while its receiver is busy.
     """
 
     def __init__(self, sends: Iterable[Callable[[], Sequence[Pending]]]) -> None:

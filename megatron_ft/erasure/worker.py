@@ -55,7 +55,7 @@ def serve(
 ) -> None:
     """Introduce this rank to its SMP and carry out orders; returns only by an exception.
 
-    An order that fails is reported before the exception goes on.
+    An order that fails is reported before the exception continues.
     """
     with connect(environment, _leave) as smp:
         transport = open_transport()

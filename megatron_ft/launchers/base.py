@@ -44,7 +44,7 @@ class BaseLauncher(ABC):
         """The way of a world to these nodes, which are there; ``scratch`` is its folder."""
 
     def gone(self, node: str) -> bool:
-        """False: a node that cannot be heard may go on running."""
+        """False: a node that cannot be heard may continue running."""
         return False
 
     def interface(self, node: str) -> str:
@@ -93,6 +93,6 @@ class BaseLauncher(ABC):
         """NodeUnreachable if one of them is lost."""
         if lost := sorted({node for node in nodes if not self.reachable(node)}):
             raise NodeUnreachable(
-                f"node {', '.join(lost)} of job {self.job} is lost; go on without it or put a "
+                f"node {', '.join(lost)} of job {self.job} is lost; continue without it or put a "
                 "spare in its place"
             )

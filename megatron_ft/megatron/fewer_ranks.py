@@ -61,7 +61,7 @@ def _micro_batches(args: Any) -> int:
 
 
 def refusals(args: Any, export_dir: Path | None) -> list[str]:
-    """Every reason why a job with these arguments could not go on with fewer ranks, one a line.
+    """Every reason why a job with these arguments could not continue with fewer ranks, one a line.
 
     ``export_dir`` is where exports come to lie.
     """

@@ -1,7 +1,7 @@
 """Megatron's own checkpoints beside snapshots: one that broke off, one that is to be resumed from.
 
-A snapshot is taken before Megatron saves, so an incarnation may go on from the very iteration whose
-checkpoint its predecessor did not finish, and pass no end of that iteration any more.  That
+A snapshot is taken before Megatron saves, so an incarnation may resume from the very iteration
+whose checkpoint its predecessor did not finish, and pass no end of that iteration any more.  That
 checkpoint is saved once more.
 
 Under ``--rerun-mode validate_results`` Megatron computes an iteration with an unexpected result
@@ -30,7 +30,7 @@ def is_missed(args: Any) -> bool:
     """Whether the checkpoint of the iteration that was restored is due, not there, and to be saved.
 
     Collective: the first rank looks, and notes that it is tried.  That is done once, save for the
-    last iteration: a disk that takes no checkpoint must not keep training from going on.
+    last iteration: a disk that takes no checkpoint must not keep training from continuing.
     """
     from torch import distributed
 

@@ -83,7 +83,7 @@ class SnapshotRun:
     ) -> None:
         """``gated`` says that losses are wanted: reading them waits for the device.
 
-        ``shrinks`` that the job may have to go on from an export.
+        ``shrinks`` that the job may have to resume from an export.
         """
         self._args, self._gated = args, gated
         self._manager, self._shrinks = manager, shrinks

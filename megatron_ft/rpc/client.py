@@ -136,7 +136,7 @@ class TrainerClient:
         if not self._noted.wait(NOTED_TIMEOUT_SECONDS):
             log.warning(
                 "the SMP of node %s has not confirmed in %.0f s that %s was restored; training "
-                "goes on",
+                "continues",
                 self._environment.node,
                 NOTED_TIMEOUT_SECONDS,
                 self.shard_id,

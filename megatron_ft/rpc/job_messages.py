@@ -136,7 +136,7 @@ class Inventory(Message, frozen=True):
 
 
 class Adopt(Message, frozen=True):
-    """The decision of a recovery: go on from ``restore``, forget all that is off the lineage.
+    """The decision of a recovery: resume from ``restore``, forget all that is off the lineage.
 
     ``keep`` are the shards that live on the receiving node from now on; arenas of others
     (of a node that was replaced and has come back, say) are removed.
@@ -217,7 +217,7 @@ class Pause(Message, frozen=True):
 
 
 class Rewind(Message, frozen=True):
-    """Have the job go on from before this iteration; passed on with the next heartbeat."""
+    """Have the job resume from before this iteration; passed on with the next heartbeat."""
 
     before: Iteration
 

@@ -112,7 +112,7 @@ def _send_away(directory: Path, lock: BinaryIO, job: str, deadline: float) -> No
         raise ControlPlaneError(
             f"another SMP already owns {directory}: a job of this name is running, or was "
             "stopped and keeps its snapshots. Run its command again with the same --state-dir "
-            "to go on, free it with `megatron-ft clean`, or choose another --job name"
+            "to continue, free it with `megatron-ft clean`, or choose another --job name"
         )
     if owner is None or not _ended(owner):
         time.sleep(_POLL_SECONDS)

@@ -129,7 +129,7 @@ class SmpService:
     async def keep_only(self, shards: Collection[str]) -> None:
         """Free the arenas of all other shards; the memory is there when this returns.
 
-        Beside the event loop: small pages take some 0.2 s a GiB, and heartbeats go on.
+        Beside the event loop: small pages take some 0.2 s a GiB, and heartbeats continue.
         """
         damaged = self.store.forget_damaged()
         await asyncio.to_thread(free, self.store.keep_only(shards, self.machine), damaged)

@@ -179,7 +179,8 @@ class Coordinator(Connections):
         self._encoders_up.clear()
 
     def end_world(self, world: str, reason: str) -> None:
-        """Have an encoder world ended that cannot go on; nothing is lost, a new one is started."""
+        """Have an encoder world ended that cannot continue; nothing is lost, a new one is
+        started."""
         self.observers.emit("world_broken", f"parity stopped: {reason}")
         self.world_lost()
         self._kill_world(world)
@@ -256,7 +257,7 @@ class Coordinator(Connections):
             return []
         skipped = self.skips.end(fastest, interval)
         if skipped is not None:
-            text = f"captures go on, {skipped} were skipped"
+            text = f"captures continue, {skipped} were skipped"
             self.observers.emit("released", text, skipped=skipped)
         actions = cycle.propose(fastest, world, give_up_protected=give_up)
         if give_up and actions:
@@ -311,7 +312,7 @@ class Coordinator(Connections):
             self._kick.set()
 
     async def _send(self, cycle: SnapshotCycle, action: Send) -> None:
-        """Send until answered: without a Commit's or Abort's answer nothing would ever go on."""
+        """Send until answered: without a Commit's or Abort's answer nothing would ever continue."""
         while self.cycle is cycle and action.node in self.links:
             try:
                 answer = await self.links[action.node].ask(action.message, REQUEST_TIMEOUT_SECONDS)
@@ -358,7 +359,7 @@ class Coordinator(Connections):
     def _on_event(self, event: m.NodeEvent) -> None:
         try:
             self._take(event)
-        except Exception as error:  # the link must go on reading: its node is not silent
+        except Exception as error:  # the link must continue reading: its node is not silent
             self._fail(error)
 
     def _take(self, event: m.NodeEvent) -> None:

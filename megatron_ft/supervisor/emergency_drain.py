@@ -1,4 +1,5 @@
-"""Emergency drain: memory goes to disk when the job is about to stop, or to go on with fewer nodes.
+"""Emergency drain: memory goes to disk when the job is about to stop, or to continue with fewer
+nodes.
 
 A lost node that nobody replaces has its shards still in the parity of the others.  They are
 rebuilt on nodes that are left, beside their own, and everything is drained before the job
@@ -38,7 +39,7 @@ NOTHING = Decision(None, -1, False, (), {})
 
 
 class EmergencyDrain:
-    """Drains memory without trainers, and has the job go on with fewer nodes where it can.
+    """Drains memory without trainers, and has the job continue with fewer nodes where it can.
 
     No failure of a drain is raised, so that the job ends with the reason for which it stops.
     """
@@ -91,14 +92,14 @@ class EmergencyDrain:
             reasons = (problem,) if problem else ()
         if not chosen or reasons:
             text = "; ".join(reasons) or "no node is left"
-            self._emit("not_shrunk", f"the job cannot go on with fewer nodes: {text}")
+            self._emit("not_shrunk", f"the job cannot continue with fewer nodes: {text}")
             return False
         reach("shrink.exported")
         before = len(self._members.active)
         self._members.shrink_to(chosen)
         reach("shrink.noted")
         ranks = self._members.ranks
-        text = f"going on with {len(chosen)} nodes instead of {before}, {ranks} ranks"
+        text = f"continuing with {len(chosen)} nodes instead of {before}, {ranks} ranks"
         self._emit("shrunk", f"{text}: {', '.join(chosen)}", nodes=chosen, ranks=ranks)
         return True
 
@@ -149,7 +150,7 @@ class EmergencyDrain:
         return fewer_nodes(left, len(active), spec.ranks_per_node, rule, spec.domains, spec.scheme)
 
     async def _exported(self, admitted: Inventories) -> str:
-        """Export what the job would have gone on from; why that is not on disk, or "".
+        """Export what the job would have resumed from; why that is not on disk, or "".
 
         A newer checkpoint that the framework itself has saved is as good.
         """
@@ -203,7 +204,7 @@ def fewer_nodes(
     domains: Domains,
     scheme: Scheme,
 ) -> tuple[list[str], tuple[str, ...]]:
-    """As many of the nodes that are ``left`` as the job can go on with, fewer than ``before``.
+    """As many of the nodes that are ``left`` as the job can continue with, fewer than ``before``.
 
     Nodes that come first are preferred.  Each has ``ranks_per_node`` ranks; stripes of
     ``scheme`` over them keep the rule of failure domains.  Empty if no number will do; the
@@ -230,7 +231,7 @@ def _stripe_problem(nodes: Sequence[str], domains: Domains, scheme: Scheme) -> s
 
 
 def describe_fewer(spec: JobSpec, active: Sequence[str], rule: RankRule | None) -> str:
-    """The numbers of nodes that the job could go on with, in one line."""
+    """The numbers of nodes that the job could continue with, in one line."""
     counts, found = [], list(active)
     while rule and found:
         found, _ = fewer_nodes(
@@ -238,5 +239,5 @@ def describe_fewer(spec: JobSpec, active: Sequence[str], rule: RankRule | None) 
         )
         counts += [str(len(found))] if found else []
     if not counts:
-        return f"without a spare the job cannot go on with fewer than {len(active)} nodes"
-    return f"without a spare the job can go on with {' or '.join(counts)} nodes"
+        return f"without a spare the job cannot continue with fewer than {len(active)} nodes"
+    return f"without a spare the job can continue with {' or '.join(counts)} nodes"

@@ -119,7 +119,7 @@ class RestartBudget:
         )
 
     def answered(self, nodes: Collection[str]) -> RestartBudget:
-        """The budget of a job that has gone on without these nodes.
+        """The budget of a job that has continued without these nodes.
 
         What happened there counts no more as an equal failure.  The total stays.
         """

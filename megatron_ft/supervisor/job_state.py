@@ -58,7 +58,7 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     that trainers run on, in the order of their ranks.  ``shards`` gives the seat of each
     shard, ``incarnation`` the job's last incarnation, ``lineage`` what that one descends from,
     ``committed`` whether it ever committed a snapshot, ``quarantine`` which ones must not be
-    used, ``rank_rule`` with how many ranks the command could go on, ``disk`` where checkpoints
+    used, ``rank_rule`` with how many ranks the command could continue, ``disk`` where checkpoints
     are.  The secret never appears in text made from this object.
     """
 

@@ -81,7 +81,7 @@ async def _admit(coordinator: Coordinator, incarnation: int, node: str) -> m.Inv
 async def _ask_unless_silent(coordinator: Coordinator, node: str, request: m.Message) -> Any:
     """The answer, or None as soon as the node has been silent for too long.
 
-    An answer takes long where writers are hard to kill; heartbeats go on meanwhile.
+    An answer takes long where writers are hard to kill; heartbeats continue meanwhile.
     """
     question = asyncio.ensure_future(coordinator.links[node].ask(request, ADMIT_TIMEOUT_SECONDS))
     try:
@@ -142,7 +142,7 @@ class Membership:
 
     ``active`` lists the nodes that train, in the order of their ranks; a spare that takes
     over gets the lost node's position, so that no other shard moves.  ``left`` are nodes that the
-    job has gone on without.
+    job has continued without.
     """
 
     def __init__(
@@ -352,7 +352,7 @@ class Membership:
             return False
         for node in nodes:
             self._give_up(node)
-            self._emit("spare_lost", f"spare {node} is lost; training goes on", node)
+            self._emit("spare_lost", f"spare {node} is lost; training continues", node)
         return True
 
     async def while_all_answer(self, work: Coroutine[Any, Any, Result]) -> Result:

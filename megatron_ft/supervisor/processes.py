@@ -146,7 +146,7 @@ async def unless(
 ) -> Result:
     """The result of ``work``; as soon as ``trouble`` ends, its result is raised.
 
-    Neither goes on after this.
+    Neither continues after this.
     """
     task, reason = asyncio.create_task(work), asyncio.create_task(trouble)
     try:

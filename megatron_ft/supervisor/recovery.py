@@ -225,7 +225,7 @@ class Recovery:
         return memory, None, self.lineage(memory)
 
     def _accept_loss(self, reason: str) -> None:
-        """Go on without what was committed, if the framework or the user allows that.
+        """Continue without what was committed, if the framework or the user allows that.
 
         UnrecoverableError if not: neither memory nor what was drained can serve.
         """

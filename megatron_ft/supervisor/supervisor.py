@@ -165,7 +165,7 @@ class Supervisor:
                 raise
             return Failure(str(error), "a node has no room", error.node)
         except StaleIncarnationError:
-            # Somebody else leads the job now: going on would be a second coordinator.
+            # Somebody else leads the job now: continuing would be a second coordinator.
             raise
         except RegistrationError as error:
             self.observers.emit("interrupted", str(error))

@@ -246,7 +246,7 @@ class Capture:
         mismatch = self._engine.binding.mismatch(live)
         if mismatch:
             raise ValueError(layout_changed(mismatch))
-        # Encoded now, as training goes on with them; put beside the layout by the copy thread.
+        # Encoded now, as training continues with them; put beside the layout by the copy thread.
         objects = encode(state.objects())
         meta = partial(pack_encoded, self._engine.binding.layout_bytes, objects, self._form)
         self._tickets.add(ticket)
@@ -293,7 +293,7 @@ class Capture:
         reason = f"the fence waited {self._timeout_seconds:g} s for the copy"
         if run.stop(reason):
             logger.warning(
-                "snapshot %s of iteration %d is abandoned: %s; training goes on. Raise "
+                "snapshot %s of iteration %d is abandoned: %s; training continues. Raise "
                 "fence_timeout_seconds, or find what slows down copies to host memory",
                 run.permit.snapshot,
                 run.permit.iteration,

@@ -50,7 +50,7 @@ class CudaCopier:
         self._pinned: list[int] = []
 
     def attach(self, regions: Sequence[Bytes]) -> None:
-        """Page-lock the regions; where that fails copies go on unpinned, which is slower.
+        """Page-lock the regions; where that fails copies continue unpinned, which is slower.
 
         Regions begin on pages of their own, so no page is registered twice.
         """

@@ -145,7 +145,7 @@ class CaptureRun:
     def let_training_go(self) -> None:
         """Sleep until a thread that waited for the copy runs again.
 
-        It would wait for a processor, for milliseconds, if this thread went on at once where
+        It would wait for a processor, for milliseconds, if this thread continued at once where
         there is none to spare.
         """
         if self._fence_entered is not None:
@@ -154,7 +154,7 @@ class CaptureRun:
     def end_copy(self, started: float, complete: bool, reason: str) -> bool:
         """The copy that began at ``started`` has ended; True if its bytes are good.
 
-        A stop that came before this moment wins: whoever asked for it has gone on, and
+        A stop that came before this moment wins: whoever asked for it has continued, and
         the tensors may have changed under the last piece.
         """
         with self._lock:
@@ -206,7 +206,7 @@ class CopyThread:
         try:
             enter()
         except Exception:
-            logger.exception("the copy thread could not be set up; it goes on with defaults")
+            logger.exception("the copy thread could not be set up; it continues with defaults")
         self._ready.set()
         while (job := self._jobs.get()) is not None:
             try:

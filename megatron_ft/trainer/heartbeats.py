@@ -232,7 +232,7 @@ def _timed(original: Function) -> Function:
 
 
 class StartParts:
-    """Fills in a pulse as the start goes on; ``first_iteration`` is 0 until it has ended."""
+    """Fills in a pulse as the start continues; ``first_iteration`` is 0 until it has ended."""
 
     def __init__(self, pulse: Pulse, imported: float) -> None:
         """``imported`` is when the imports of the script had ended, on the monotonic clock."""
@@ -282,7 +282,7 @@ class TrainerWatch:
     def begin(
         cls, environment: ProcessEnvironment, rank: int, gradients: bool = True
     ) -> TrainerWatch:
-        """Watch this process; where that cannot be, training goes on without it."""
+        """Watch this process; where that cannot be, training continues without it."""
         try:
             file = PulseFile(pulse_path(environment.node_dir, os.getpid()))
             watch = cls(file, rank, gradients=gradients)

@@ -156,7 +156,7 @@ class SnapshotManager:
         of tensor names to the process group whose ranks hold the same bits: each rank
         captures a part of the large ones, and a restore gives every rank the same whole.
         Leave out what is only nearly equal, or restored ranks continue from a mixture.
-        ``rank_rule`` says with how many ranks the program could go on from a checkpoint.
+        ``rank_rule`` says with how many ranks the program could resume from a checkpoint.
         Raises NotUnderSupervisorError outside ``megatron-ft run`` unless ``client`` is given.
         """
         self.config = config or SnapshotConfig.from_env()
@@ -269,7 +269,7 @@ class SnapshotManager:
             )
         except Exception as error:
             # Snapshots are a service to training and must never end it.
-            self._warn("save", "save(%d) failed: %r; training goes on", iteration, error)
+            self._warn("save", "save(%d) failed: %r; training continues", iteration, error)
             return self._capture.skip(iteration)
 
     def report_loss(self, loss: float) -> None:

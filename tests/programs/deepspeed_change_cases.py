@@ -247,7 +247,7 @@ def frozen_goes(engine: Any) -> Callable[[], None]:
 
 
 def trained_is_replaced(engine: Any) -> Callable[[], None]:
-    """The optimizer goes on with the old one, so that nobody trains this one."""
+    """The optimizer continues with the old one, so that nobody trains this one."""
     kept = engine.module.up.bias
     engine.module.up.bias = nn.Parameter(torch.zeros(3 * WIDTH))
 

@@ -137,7 +137,7 @@ def with_unknown(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def train_stock() -> None:
-    """Go on from a checkpoint as plain DeepSpeed does, without anything of ours."""
+    """Continue from a checkpoint as plain DeepSpeed does, without anything of ours."""
     from megatron_ft.cli.chaos.trace import final_path
     from megatron_ft.cli.demo import final_state
     from tests.support.deepspeed_final import collect

@@ -115,7 +115,7 @@ def states_move_when_no_copy_reads_them() -> None:
 
 
 def open_when_waited_for(copier: GatedCopier, run: Any) -> None:
-    """Let the copy go on once the training thread waits for it."""
+    """Let the copy continue once the training thread waits for it."""
     entered = threading.Event()
     wait = run.wait_moved
     run.wait_moved = lambda seconds: (entered.set(), wait(seconds))[1]

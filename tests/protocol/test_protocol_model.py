@@ -153,8 +153,8 @@ def test_written_by_the_encoder_it_does(monkeypatch: pytest.MonkeyPatch) -> None
     assert "would be served as" in directed(SHAPES["replica, damage"], 1, LATE_REPAIR)
 
 
-# What is drained is local only and lost with a node, while the disk cannot be read; the job goes
-# on from the last protected one.  Then the disk is back, and there is another recovery.
+# What is drained is local only and lost with a node, while the disk cannot be read; the job
+# continues  from the last protected one.  Then the disk is back, and there is another recovery.
 ROLLED_BACK_ON_DISK: list[Part] = [
     Until(lambda world: world.judge.floor is not None),
     ("smp_crash", "n0", False),

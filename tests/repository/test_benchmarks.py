@@ -188,7 +188,7 @@ dist.destroy_process_group()
 
 
 def test_ranks_that_save_unevenly_go_on_together() -> None:
-    """Whoever went on alone would wait for the other for ever."""
+    """Whoever continued alone would wait for the other for ever."""
     port, command = str(free_port()), [sys.executable, "-c", UNEVEN]
     common = {
         **os.environ,

@@ -185,7 +185,7 @@ class FakeSmp:
 
 
 class GatedCopier(CpuCopier):
-    """A copier that waits, before each piece, until the test lets it go on."""
+    """A copier that waits, before each piece, until the test lets it continue."""
 
     def __init__(self, piece_bytes: int = 1 << 20) -> None:
         """Closed at first."""

@@ -18,7 +18,7 @@ def of_kind(job: Job, kind: str) -> list[JobEvent]:
 
 
 def wait_until(job: Job, condition: Callable[[], bool], what: str = "") -> None:
-    """Called from a fault's thread, while the job goes on."""
+    """Called from a fault's thread, while the job continues."""
     deadline = time.monotonic() + WAIT_SECONDS
     while not condition():
         ended = time.monotonic() > deadline or "finished" in job.kinds()

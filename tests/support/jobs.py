@@ -241,7 +241,7 @@ class Job:
         try:
             self.at_event.pop(event.kind, lambda job: None)(self)
         except Exception as error:
-            # A fault that could not strike: the job goes on, and its test must not.
+            # A fault that could not strike: the job continues, and its test must not.
             self.failed_fault = error
             self.interrupt()
 

@@ -139,7 +139,7 @@ def check_identical(program: Program, corpus: Path, folder: Path) -> Job:
 
 
 def check_fewer_ranks(program: Program, corpus: Path, folder: Path, last: int, *flags: str) -> None:
-    """A run of 4 ranks that went on with 2 after iteration ``last`` did what Megatron alone does.
+    """A run of 4 ranks that continued with 2 after iteration ``last`` did what Megatron alone does.
 
     That is: 2 ranks load a checkpoint of this iteration that 4 ranks of Megatron's have saved.
     Losses, samples and final states are equal bit by bit; our trace is in ``folder``/trace.

@@ -111,7 +111,7 @@ class Runs(ABC):
 
 
 def check_resume(runs: Runs, layout: Any, crash: bool, *flags: str) -> None:
-    """A run that goes on after a node loss, and one after a ``crash``, are the uninterrupted one.
+    """A run that continues after a node loss, and one after a ``crash``, are the uninterrupted one.
 
     After a node loss the other nodes load from their own memory, as all do after a crash.
     """

@@ -48,7 +48,7 @@ class SlurmJob:
         command = [sys.executable, EXAMPLE, "--iterations", iterations, "--losses", self.losses]
         command += ["--width", 64, "--iteration-seconds", iteration_seconds]
         variables = {
-            # Interfaces of other tests come and go on this machine.
+            # Interfaces of other tests come and continue this machine.
             "OMPI_MCA_btl_tcp_if_include": "lo",
             "MEGATRON_FT_HOME": str(ROOT),
             "VENV": str(Path(sys.executable).parent.parent),

@@ -70,7 +70,7 @@ def in_words(outcome: CaseOutcome) -> str:
     if outcome.story.end == "stopped":
         return "refused"
     sources = dict.fromkeys(restore.source for restore in outcome.verdict.restores)
-    return ", ".join(sources) or "went on"
+    return ", ".join(sources) or "continued"
 
 
 def unreached(results: Iterable[CaseResult]) -> list[str]:

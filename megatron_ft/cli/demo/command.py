@@ -8,7 +8,7 @@
 
 Four virtual nodes on this machine train, with one in reserve.  A trainer is killed in the
 middle of an iteration, later a whole node with its memory is lost, then the trainer and the
-encoder of a node die at once.  Training goes on from memory each time.  Then the same training
+encoder of a node die at once.  Training resumes from memory each time.  Then the same training
 runs again uninterrupted, and losses, weights, optimizer state, random states and the order of
 the data are compared bit by bit.  Needs no GPU.  With --framework megatron-lm a checkout's own
 pretrain_gpt.py trains, unedited; with --framework deepspeed a plain DeepSpeed script, for which

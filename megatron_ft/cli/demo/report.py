@@ -213,7 +213,7 @@ def _advice(report: DemoReport) -> str:
     return (
         f"\nThat is the right answer: {settings.protect} survives the loss of {parity} of "
         f"{settings.scheme.members} nodes at once, and {settings.lose} were lost. A scheme with "
-        f"{settings.lose} parity members goes on."
+        f"{settings.lose} parity members continues."
     )
 
 

@@ -235,7 +235,7 @@ class Demo:
 
 
 def faults_of(settings: DemoSettings) -> tuple[DemoFault, ...]:
-    """The faults of a demo: all three, or the loss alone where the job is to refuse to go on."""
+    """The faults of a demo: all three, or the loss alone where the job is to refuse to continue."""
     faults = plan_faults(
         settings.seed,
         settings.iterations,

@@ -1,4 +1,4 @@
-"""DeepSpeed's own files, made from snapshots: equal bit by bit, and good to go on from."""
+"""DeepSpeed's own files, made from snapshots: equal bit by bit, and good to resume from."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_zero_3_loses_a_node(tmp_path: Path) -> None:
 
 @pytest.mark.all_layouts
 def test_a_script_that_promises_nothing_begins_again(tmp_path: Path) -> None:
-    """It declines what memory offers; the job goes on from scratch and takes snapshots anew."""
+    """It declines what memory offers; the job resumes from scratch and takes snapshots anew."""
     program = Program({"zero_optimization": {"stage": 1}}, follows=False)
     job = check_identical(program, tmp_path, kill_held_rank, nodes=2)
     said = log_of(job, 0)

@@ -177,7 +177,7 @@ def test_a_folder_that_is_newly_named_is_taken(
 def test_a_script_that_loads_nothing_is_told_so_and_gets_no_snapshot(
     script: Script, first_incarnation: tuple[Script, Incarnation]
 ) -> None:
-    """Its first batch is read before its first forward, so it cannot go on bit by bit."""
+    """Its first batch is read before its first forward, so it cannot continue bit by bit."""
     incarnation = after(script, first_incarnation, loads=())
     assert "without calling engine.load_checkpoint: call it at every start" in incarnation.error
     assert not incarnation.losses[0]

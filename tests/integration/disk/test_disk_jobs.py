@@ -33,7 +33,7 @@ def command(job: Job, *words: str) -> int:
 def test_a_running_job_is_drained_and_a_lost_node_does_not_hurt(
     made: list[Job], tmp_path: Path
 ) -> None:
-    """Three slots: captures go on while a snapshot is written."""
+    """Three slots: captures continue while a snapshot is written."""
     disk, by_hand = tmp_path / "disk", tmp_path / "by-hand"
     job = Job(
         tmp_path, nodes=2, spares=1, protect="xor:2", slots=3, drain_dir=disk, drain_interval=6

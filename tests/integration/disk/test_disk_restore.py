@@ -1,4 +1,4 @@
-"""Jobs that go on from their own drained checkpoints when memory cannot serve."""
+"""Jobs that resume from their own drained checkpoints when memory cannot serve."""
 
 from __future__ import annotations
 

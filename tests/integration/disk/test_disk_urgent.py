@@ -183,7 +183,7 @@ def test_a_disk_that_is_full_read_only_or_gone_costs_drains_and_training_goes_on
 
 
 def until_next(job: Job, kind: str) -> None:
-    """Let training go on, a commit at a time, until one more drain has ended in this way.
+    """Let training continue, a commit at a time, until one more drain has ended in this way.
 
     Trainers are stopped afterwards, and no drain runs.
     """

@@ -102,7 +102,7 @@ def test_the_same_failure_thrice_leaves_deepspeeds_own_files(
 def test_the_same_failure_thrice_leaves_megatrons_own_checkpoint(
     made: list[Job], tmp_path: Path, megatron_corpus: Path
 ) -> None:
-    """Megatron goes on from it without us, to the losses of a run that nothing ended."""
+    """Megatron resumes from it without us, to the losses of a run that nothing ended."""
     program = packaged(Path(str(distribution("megatron-core").locate_file(""))))
     trace, exports = tmp_path / "trace", tmp_path / "exports"
     job, newest = fail_thrice(

@@ -60,7 +60,7 @@ def run(text: str, settings: ChaosSettings, oracle: dict[int, Lines]) -> CaseOut
         ("encode.half:encoder:kill:1", "parity"),
         ("restore.half:trainer:kill:1", "parity"),
         ("commit.between:supervisor:kill:0", "own memory"),
-        ("drain.manifest:drain:kill:0", "went on"),
+        ("drain.manifest:drain:kill:0", "continued"),
         ("commit.last:arena:missing:0", "parity"),
         ("commit.last:node:kill:1:nodisk", "refused"),
     ],

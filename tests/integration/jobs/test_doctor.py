@@ -194,7 +194,7 @@ def test_the_doctor_names_the_job_that_exports_to_a_folder(tmp_path: Path) -> No
 
     with hold(tmp_path, holder):
         assert found() == found(uuid.UUID(int=2)) == "job 'other' (process 22 on there)"
-        assert found(holder.job) == "", "that job goes on"
+        assert found(holder.job) == "", "that job continues"
     assert found() == "", "it has ended"
     with hold(tmp_path, Holder("later", uuid.UUID(int=3), "here", 33)) as problem:
         assert problem == "", "the doctor keeps nobody out"

@@ -1,4 +1,5 @@
-"""Jobs in which a rank stops making progress: it is named, its stacks are kept, the job goes on."""
+"""Jobs in which a rank stops making progress: it is named, its stacks are kept, the job
+continues."""
 
 from __future__ import annotations
 

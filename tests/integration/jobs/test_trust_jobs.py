@@ -1,4 +1,4 @@
-"""Memory that goes bad under a running job: found by the scrub, repaired, training goes on."""
+"""Memory that goes bad under a running job: found by the scrub, repaired, training continues."""
 
 from __future__ import annotations
 

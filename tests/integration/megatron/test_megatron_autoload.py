@@ -265,10 +265,10 @@ def test_an_unsupported_megatron_is_refused_by_name_before_anything_else(tmp_pat
     script = tmp_path / "pretrain_mine.py"
     script.write_text(
         "import sys\nsys.argv.append('--inmem-snapshot')\n"
-        "from megatron.training import pretrain\nprint('it went on')\n"
+        "from megatron.training import pretrain\nprint('it continued')\n"
     )
     done = start_under_supervision(script, tmp_path)
-    assert done.returncode != 0 and "it went on" not in done.stdout
+    assert done.returncode != 0 and "it continued" not in done.stdout
     name = "no function megatron.training.training.checkpoint_and_decide_exit"
     assert name in done.stderr and versions.WORKING in done.stderr
 

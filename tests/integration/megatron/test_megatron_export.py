@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron's own, made from snapshots: equal bit by bit, and good to go on from."""
+"""Checkpoints of Megatron's own, made from snapshots: equal bit by bit, and good to resume from."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_export_of_a_running_job_and_of_what_was_drained(runs: Runs) -> None:
         later = exported(
             megatron_ft("export", "--from", drained, "--to", str(runs.folder / "later"))
         )
-        assert job.poll() is None, "training did not go on meanwhile"
+        assert job.poll() is None, "training did not continue meanwhile"
     finally:
         job.terminate()
         job.communicate(timeout=60)

@@ -1,4 +1,4 @@
-"""Megatron goes on with fewer data-parallel ranks when a node is lost and no spare is left.
+"""Megatron continues with fewer data-parallel ranks when a node is lost and no spare is left.
 
 The oracle is Megatron alone: an unbroken run that saves a checkpoint of the same iteration
 itself, and a run of fewer ranks that loads it.

@@ -155,7 +155,7 @@ def check(command: Command, told: str, fewer: Oracle) -> None:
     starts = re.findall(r"starting from .*iter_(\d+)", told)
     assert kept and starts, told
     assert {int(start) for start in starts} == {int(kept[0])}, told
-    assert told.count("going on with 2 nodes instead of 4, 2 ranks") <= 1, told
+    assert told.count("continuing with 2 nodes instead of 4, 2 ranks") <= 1, told
     assert "training finished" in told, told
     last = int(starts[0])
     compare_fewer_ranks(program(), command.trace, fewer(last), last)

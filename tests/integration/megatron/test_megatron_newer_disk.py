@@ -1,4 +1,4 @@
-"""A job whose checkpoint on disk is newer than its snapshot in memory goes on from disk."""
+"""A job whose checkpoint on disk is newer than its snapshot in memory resumes from disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No spare is left on a real Slurm: Megatron's loop goes on with fewer nodes."""
+"""No spare is left on a real Slurm: Megatron's loop continues with fewer nodes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_megatrons_loop_goes_on_with_two_of_four_nodes(
     job.until(f"iteration {before}", lambda: has_reached(trace, before))
     job.end_without("n3")
     said = job.text()
-    assert "going on with 2 nodes instead of 4, 2 ranks: n0, n1" in said, job.story()
+    assert "continuing with 2 nodes instead of 4, 2 ranks: n0, n1" in said, job.story()
     loaded = re.search(r"another number of ranks; starting from \S*/iter_(\d+)", said)
     assert loaded is not None, job.story()
     check_fewer_ranks(program, megatron_corpus, tmp_path, int(loaded.group(1)))

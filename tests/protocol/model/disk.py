@@ -138,7 +138,8 @@ class DiskSteps:
             self._release(incarnation)
 
     def _do_orphan(self, index: int) -> None:
-        """A drain of a supervisor that is gone: the process that runs goes on, none is started."""
+        """A drain of a supervisor that is gone: the process that runs continues, none is
+        started."""
         drain = self.orphans[index]
         if drain.stage == "publishing":
             self._publish(drain)
@@ -178,7 +179,7 @@ class DiskSteps:
         assert self.incarnation is not None
         self.incarnation.drain = None
 
-    # Going on from disk: supervisor/disk_restore.py and checkpoint/load.py.
+    # Continuing from disk: supervisor/disk_restore.py and checkpoint/load.py.
 
     def choose_from_disk(self, memory: Decision) -> Checkpoint | None:
         if not self.shape.disk or self.disk_away or not self.judge.registered:

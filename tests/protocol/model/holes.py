@@ -89,7 +89,7 @@ def protected_is_enough(patch: pytest.MonkeyPatch) -> None:
 
 
 def per_rank_skip(patch: pytest.MonkeyPatch) -> None:
-    """A rank that missed the iteration is left out, the others go on."""
+    """A rank that missed the iteration is left out, the others continue."""
 
     def gave_up(self: SnapshotCycle, body: m.Missed | m.Abandoned) -> list[Action]:
         if body.snapshot != self.snapshot or self.phase != CyclePhase.CAPTURING:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class IncarnationFailed(Exception):
-    """This incarnation cannot go on; the supervisor starts another."""
+    """This incarnation cannot continue; the supervisor starts another."""
 
 
 class NoSpare(IncarnationFailed):
@@ -70,7 +70,7 @@ class Incarnation:
     decided: int = 0
 
     def resume(self, world: World) -> None:
-        """Go on as far as possible."""
+        """Continue as far as possible."""
         while not self.failed and self.stage and self._ready(world):
             stage, self.stage, self.awaits = self.stage, "", ""
             try:

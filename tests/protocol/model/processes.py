@@ -1,7 +1,7 @@
 """Processes that map arenas: trainers and loaders; encoders are in encoder.py.
 
 Each step is one that a signal, a crash or another process can come between.  A process
-that is suspended takes no step; whoever resumes it lets it go on where it was.
+that is suspended takes no step; whoever resumes it lets it continue where it was.
 """
 
 from __future__ import annotations

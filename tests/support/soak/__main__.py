@@ -2,7 +2,7 @@
 
     python -m tests.support.soak --snapshots 1000 --nodes 8 --ranks-per-node 2 --seed S
 
-Exit codes: 0 all well, 1 something grew, differed, or did not go on.
+Exit codes: 0 all well, 1 something grew, differed, or did not continue.
 """
 
 from __future__ import annotations

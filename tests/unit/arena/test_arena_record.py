@@ -155,7 +155,7 @@ print(iteration)
 
 
 def test_a_reader_beside_a_writer_sees_progress_only_grow(tmp_path: Path) -> None:
-    """The writer goes on until the reader has met it at work, on a busy machine too."""
+    """The writer continues until the reader has met it at work, on a busy machine too."""
     path, least, deadline = tmp_path / "a.arena", 3000, time.monotonic() + 60
     command = [sys.executable, "-c", WRITER, str(path), str(least)]
     with Arena.create(path, make_header()) as arena:

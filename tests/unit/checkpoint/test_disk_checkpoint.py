@@ -420,7 +420,7 @@ def test_a_kill_at_any_step_leaves_the_last_checkpoint(memory: Memory, tmp_path:
         assert killed(partial(drain, memory, disk, 20, Recorder(at, suicide), keep=1))
         seen.add(newest_of(memory, disk))
         if at % 4 == 0:
-            # The next incarnation goes on in the same folder.
+            # The next incarnation continues in the same folder.
             drain(memory, disk, 20, keep=1)
             assert newest_of(memory, disk) == 20
             assert len(list(disk.iterdir())) == 1

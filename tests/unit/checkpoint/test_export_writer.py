@@ -110,7 +110,7 @@ def test_no_other_job_begins_while_an_exporter_outlives_its_supervisor(plan: Dra
         with pytest.raises(ConfigError, match="job 'first' .process 11 on here. exports there"):
             hold(folder, SECOND).__enter__()
         with hold(folder, FIRST) as problem:
-            assert problem == "", "its own next supervisor goes on"
+            assert problem == "", "its own next supervisor continues"
             with pytest.raises(ConfigError, match="job 'first'"):
                 hold(folder, SECOND).__enter__()
         supervisor.communicate("\n", timeout=TIMEOUT)

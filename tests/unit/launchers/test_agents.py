@@ -316,5 +316,5 @@ def test_a_host_that_is_missed_does_not_spoil_the_doctors_json(tmp_path: Path) -
     done = subprocess.run(
         [*words, "--", sys.executable, "train.py"], capture_output=True, timeout=4 * TIMEOUT
     )
-    assert b"nothing is heard of gone; going on without" in done.stderr
+    assert b"nothing is heard of gone; continuing without" in done.stderr
     assert {"verdict", "findings"} == json.loads(done.stdout).keys(), done.stderr

@@ -25,7 +25,7 @@ from megatron_ft.launchers.slurm.launcher import StepProcess
 TIMEOUT = 20.0
 SLEEP = ["sleep", "60"]
 LET_SECONDS = 0.5
-"""How long another thread may go on: nothing tells that it waits for this one."""
+"""How long another thread may continue: nothing tells that it waits for this one."""
 
 
 @pytest.fixture

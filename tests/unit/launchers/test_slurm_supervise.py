@@ -1,4 +1,4 @@
-"""What the batch scripts do after each exit code, and on signals: requeue, go on, or end.
+"""What the batch scripts do after each exit code, and on signals: requeue, continue, or end.
 
 Slurm's commands only write down here that they were called; the real ones: test_slurm_ends.py.
 """

@@ -21,7 +21,7 @@ def world() -> Iterator[None]:
 
 
 def restored(folder: Path | str, iteration: int, interval: int | None = 10) -> SimpleNamespace:
-    """Megatron's arguments of an incarnation that goes on from ``iteration`` of 40."""
+    """Megatron's arguments of an incarnation that resumes from ``iteration`` of 40."""
     return SimpleNamespace(
         save=str(folder), save_interval=interval, iteration=iteration, train_iters=40
     )

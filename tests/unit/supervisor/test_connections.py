@@ -196,7 +196,7 @@ def test_a_node_that_makes_an_arena_is_not_lost() -> None:
 
 @pytest.mark.parametrize("incarnation", [1, 2, 3])
 def test_what_is_told_of_another_incarnation_moves_nothing(incarnation: int) -> None:
-    """A trainer of the last incarnation has ended: this one goes on taking snapshots."""
+    """A trainer of the last incarnation has ended: this one continues taking snapshots."""
 
     async def story() -> list[m.NodeEvent]:
         coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())

@@ -1,4 +1,4 @@
-"""Going on with fewer ranks: which numbers will do, what is refused, and what must be on disk."""
+"""Continuing with fewer ranks: which numbers will do, what is refused, and what must be on disk."""
 
 from __future__ import annotations
 
@@ -318,7 +318,8 @@ def test_what_the_framework_saved_since_a_rollback_is_as_good(tmp_path: Path) ->
     rewound = Quarantine().rewound(11).settled(naming(tmp_path / "exports"))
 
     def try_it() -> tuple[bool, bool]:
-        """Whether fewer nodes go on, and whether a recovery would rather have what was drained."""
+        """Whether fewer nodes continue, and whether a recovery would rather have what was
+        drained."""
         went_on, _, parts = try_to_shrink(tmp_path, exports=False, quarantine=rewound)
         choice = asyncio.run(parts.disk.look(NOTHING, parts.state.record))
         return went_on, choice.taken is not None

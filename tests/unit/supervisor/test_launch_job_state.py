@@ -50,7 +50,7 @@ def test_state_is_private_and_survives_being_reopened(tmp_path: Path) -> None:
 
 
 def test_what_a_full_disk_does_not_take_is_refused_and_not_believed(tmp_path: Path) -> None:
-    """A job goes on from memory and tries again: that is no end of it."""
+    """A job resumes from memory and tries again: that is no end of it."""
     with JobState(tmp_path / "llm", "llm") as state:
         before = state.record
         # A new record is first written beside the old one, where this lies now.

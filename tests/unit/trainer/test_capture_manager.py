@@ -351,7 +351,7 @@ def test_the_fence_prevents_torn_captures(smp: FakeSmp, use_fence: bool) -> None
 
 
 def _open_while_fenced(manager: SnapshotManager, copier: GatedCopier) -> None:
-    """Let the copy go on once the training thread has waited for it for 0.2 s."""
+    """Let the copy continue once the training thread has waited for it for 0.2 s."""
 
     def waits() -> bool:
         run = manager._capture._run

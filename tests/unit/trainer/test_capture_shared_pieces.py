@@ -200,7 +200,7 @@ def test_each_piece_is_copied_once(count: int, turns: int) -> None:
 
 
 class Waiting(CpuCopier):
-    """Copies one piece, and goes on when another thread has copied one."""
+    """Copies one piece, and continues when another thread has copied one."""
 
     def __init__(self) -> None:
         super().__init__(65536)
