@@ -52,9 +52,9 @@ class Quarantine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     named: str | None = None
 
     def after_failure(self, started_from: SnapshotId, gained: int, near: int) -> Quarantine:
-        """Training that had started from a snapshot has failed after ``gained`` iterations.
+        """Quarantine after training from a snapshot failed ``gained`` iterations later.
 
-        Further away than ``near`` iterations it clears the snapshot of earlier suspicions;
+        More than ``near`` iterations later, the failure clears the snapshot of suspicions;
         with ``near`` 0 nothing is ever suspected.  A rejected snapshot stays rejected, once.
         """
         others = tuple(s for s in self.suspects if s.snapshot != started_from)
@@ -76,16 +76,16 @@ class Quarantine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return next((s.failures for s in self.suspects if s.snapshot == snapshot), 0)
 
     def rewound(self, before: int) -> Quarantine:
-        """The user wants nothing of iteration ``before`` or later; an earlier wish still holds."""
+        """Quarantine of iteration ``before`` and all later ones; an earlier wish still holds."""
         least = before if self.before is None else min(before, self.before)
         return msgspec.structs.replace(self, before=least, over_disk=True, named=None)
 
     def giving_up(self, own: str) -> Quarantine:
-        """The framework's own checkpoint that is named so is given up; '' for none."""
+        """Quarantine that also gives up the framework's own checkpoint so named; '' for none."""
         return msgspec.structs.replace(self, own=own or self.own)
 
     def settled(self, named: str | None = None) -> Quarantine:
-        """A recovery has carried the rewind out: its lineage leaves out what is to be left out.
+        """Quarantine after a recovery carried out the rewind: its lineage omits what was given up.
 
         ``named`` is how the framework's newest checkpoint was named then, None if not known.
         """
@@ -93,9 +93,9 @@ class Quarantine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, before=None, named=known)
 
     def goes_before(self, named: str | None) -> bool:
-        """Whether memory goes before a newer checkpoint of the framework's own, so named.
+        """True if memory goes before a newer checkpoint of the framework's own, so named.
 
-        One that is named since the last rollback is of what has been done since.
+        A checkpoint named since the last rollback holds what was done since.
         """
         return self.over_disk and (named in (None, "", self.named) or self.named is None)
 
@@ -106,7 +106,7 @@ class Quarantine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.reason_against_iteration(iteration)
 
     def reason_against_iteration(self, iteration: int) -> str:
-        """The same where only the iteration is known: of the framework's own checkpoints."""
+        """Reason against a checkpoint of the framework's own, where only its iteration is known."""
         if self.before is not None and iteration >= self.before:
             return f"the job is to be rewound to before iteration {self.before}"
         return ""
@@ -275,7 +275,7 @@ def _lacking(
 
 
 def _vouched_for(record: SealedRecord, peers: Iterable[SlotReport | None]) -> bool:
-    """Whether no peer knows the shard's sealed bytes by another digest root."""
+    """True if no peer knows the shard's sealed bytes by another digest root."""
     known = (
         other.digest_root
         for slot in peers
@@ -330,7 +330,7 @@ def _serve(
 
 
 def usable(slot: SlotReport) -> bool:
-    """Whether a reported slot holds complete, digested data."""
+    """True if a reported slot holds complete, digested data."""
     if slot.state == SlotState.ENCODING and slot.local_only:
         return slot.record is not None  # committed without parity, and given some just now
     return slot.record is not None and SlotState(slot.state) in (

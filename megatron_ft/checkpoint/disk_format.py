@@ -31,7 +31,7 @@ from megatron_ft.core.shard import ALIGNMENT, LayoutEntry, ShardLayout, align
 
 TEMPORARY_SUFFIX = ".tmp"
 FILE_MODE, FOLDER_MODE = 0o644, 0o775
-"""Less the umask: who may read a checkpoint is the user's to say, but nobody else changes it."""
+"""Modes less the umask: the user decides who may read a checkpoint; others never write."""
 SYNC_BYTES = 64 << 20
 """Written data are flushed in portions of this size, so that they never fill the page cache."""
 
@@ -101,7 +101,7 @@ class DiskCalls:
         return os.write(descriptor, data)
 
     def sync(self, descriptor: int) -> None:
-        """All that was written to the file is on the disk."""
+        """Put all that was written to the file on the disk."""
         os.fsync(descriptor)
 
     def rename(self, old: Path, new: Path) -> None:
@@ -109,7 +109,7 @@ class DiskCalls:
         os.rename(old, new)
 
     def sync_folder(self, folder: Path) -> None:
-        """All names in the folder are on the disk."""
+        """Put all names in the folder on the disk."""
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -133,11 +133,11 @@ _FOLDER = re.compile(r"iter_(\d{7,})-(\d+)\.(\d+)-([0-9a-f]{8})")
 
 
 class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One shard's file: name in the folder, length, and what vouches for every byte of it.
+    """One shard's file: its name in the folder, its length, and digests of every byte.
 
     ``header_digest`` is of the header (header_digest), ``digest_root`` the sealed
     record's for all that follows, both as hex.  ``seat`` is where the shard belongs in the
-    job; without one (nobody knew it who drained) no job can start from the file.
+    job; without one (unknown to the drain) no job can start from the file.
     """
 
     file: str
@@ -202,7 +202,7 @@ def _version(raw: bytes) -> object:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a folder is a checkpoint, damaged or not: the manifest comes last and goes first."""
+    """True if a folder is a checkpoint, damaged or not: the manifest comes last and goes first."""
     return (folder / MANIFEST).exists()
 
 
@@ -212,7 +212,7 @@ def folder_name(job: uuid.UUID, iteration: int, snapshot: SnapshotId) -> str:
 
 
 def is_checkpoint_name(name: str, job: uuid.UUID | None = None) -> bool:
-    """Whether a folder's name is one that folder_name makes, for this job if one is given."""
+    """True if a folder's name is one that folder_name makes, for this job if one is given."""
     match = _FOLDER.fullmatch(name)
     return match is not None and (job is None or match[4] == job.hex[:8])
 

@@ -193,10 +193,10 @@ def superfluous(complete: Mapping[str, tuple[SnapshotId, int]], keep: Keep) -> l
 
 
 def _later(snapshot: SnapshotId, lineage: Sequence[Ancestor]) -> bool:
-    """Whether a snapshot is of an incarnation after the one whose lineage this is.
+    """True if a snapshot is of an incarnation after the one whose lineage this is.
 
-    A drain may outlive its supervisor and finish when another incarnation drains already: what it
-    cannot know of is not its own to remove.
+    A drain may outlive its supervisor and finish when another incarnation drains already: it
+    must not remove what it cannot know of.
     """
     return bool(lineage) and snapshot.incarnation > lineage[-1].incarnation
 

@@ -1,15 +1,14 @@
-"""Exports what was drained: ``python -m megatron_ft.checkpoint.export_drained export PLAN``.
+"""Exports drained checkpoints: ``python -m megatron_ft.checkpoint.export_drained export PLAN``.
 
 The supervisor starts this short-lived process on one node after a drain, when it was asked to.
-Exports that were made so are written down in their folder, because only they may be removed:
-the folder may hold checkpoints of the framework's own as well.  An export of what the job was
-rolled back from is withdrawn: it bears the number of an iteration that is to come once more.
+Its exports are listed in their folder, because only they may be removed: the folder may hold
+checkpoints of the framework's own as well.  An export of what the job was rolled back from is
+withdrawn, because training will come to its iteration once more.
 
-A folder of exports is one running job's.  A training framework finds its newest checkpoint by the
-one name that a folder has for it, which is that of whichever job has come further: of two jobs
-that export to one folder, one would be started from the state of the other.  The supervisor and
-each process that writes an export share a lock, so that it lasts as long as the last of them: a
-writer may outlive its supervisor.  Who begins needs it alone for a moment.
+Only one running job exports to a folder.  A folder names one newest checkpoint, which is that of
+the job that has come further.  Of two jobs that export to one folder, one would start from the
+state of the other.  The supervisor and each process that writes an export share a lock, because a
+writer may outlive its supervisor.  A supervisor that begins needs the lock alone for a moment.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from megatron_ft.core.identity import Ancestor, SnapshotId, on_lineage
 log = logging.getLogger(__name__)
 
 LEDGER = ".megatron-ft-exports.json"
-"""In a folder of exports: by job, those made after its drains, oldest first."""
+"""File in a folder of exports: by job, those made after its drains, oldest first."""
 
 
 class Exported(msgspec.Struct, frozen=True):
@@ -55,7 +54,7 @@ Ledger = dict[uuid.UUID, list[Exported]]
 def given_up(
     known: Sequence[Exported], iteration: int, lineage: Sequence[Ancestor]
 ) -> list[Exported]:
-    """Those of what the job was rolled back from, from ``iteration`` on, where it is now.  Pure.
+    """Exports that a rollback gave up: those from the job's present ``iteration`` on.  Pure.
 
     Those of earlier iterations stay even off the lineage: the job may have started from one of
     them, as from a checkpoint of the framework's own.  What is of a later incarnation is not known
@@ -113,9 +112,9 @@ def _export(plan: DrainPlan, directory: Path) -> None:
 
 
 def is_ours(folder: Path, job: uuid.UUID) -> bool:
-    """Whether this job exported what is there; ExportError if another one did.
+    """True if this job exported what is there; ExportError if another one did.
 
-    What nobody exported the framework itself has saved.
+    The framework itself saved what no job exported.
     """
     makers = [job for job, known in _read(folder.parent).items() if folder.name in _names(known)]
     if makers and job not in makers:
@@ -204,7 +203,7 @@ def _write(directory: Path, ledger: Ledger) -> None:
 
 
 LOCK = ".megatron-ft-exports.lock"
-"""In a folder of exports: locked by the job that exports there, and says who that is."""
+"""File in a folder of exports: names the job that exports there, which locks it."""
 _MOST_BYTES = 4096
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 

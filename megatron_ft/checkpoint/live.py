@@ -176,7 +176,7 @@ class _Held:
         )
 
     def check(self) -> None:
-        """Whether the slot still is what it was: its header changes before its bytes do."""
+        """True if the slot still is what it was: its header changes before its bytes do."""
         if self.arena.slot(self.slot).record != self.record:
             raise SnapshotUnavailableError(
                 f"snapshot {self.record.snapshot} was given up in {self.arena.path} while it was "

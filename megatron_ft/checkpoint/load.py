@@ -55,7 +55,7 @@ PIECE_BYTES = 4 << 20
 """Most that is read at once; memory for reading does not grow with the shard."""
 
 MOST_MANIFEST_BYTES = 256 << 20
-"""Some 600 bytes a shard: far above any job."""
+"""Limit of a manifest, far above that of any job; a shard takes some 600 bytes."""
 
 LEVEL = "durable"
 EXIT_FAILED = 1
@@ -390,7 +390,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def load(plan: LoadPlan, environment: ProcessEnvironment, disk: DiskCalls | None = None) -> None:
-    """Fill the slot that waits for each shard, and say so to the SMP of this node."""
+    """Fill the slot that waits for each shard, and report it to the SMP of this node."""
     # Before anything is mapped: who may write must be known to who fences writers.
     _tell(environment, m.EncoderHello(os.getpid(), plan.world, 0, 1, environment.incarnation))
     manifest = read_manifest(plan.folder)

@@ -111,7 +111,7 @@ def retract(directory: Path, checkpoint: Path) -> None:
 
 
 RESUME_NOTE = ".megatron-ft-resume"
-"""In the folder of ``--save``: the iteration of the checkpoint that is to be resumed from.
+"""File in the folder of ``--save`` with the iteration of the checkpoint to resume from.
 
 Written by megatron_ft.megatron.own_checkpoints.
 """

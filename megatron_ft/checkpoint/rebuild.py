@@ -33,7 +33,7 @@ from megatron_ft.erasure.member import (
 )
 
 Arenas = Mapping[tuple[str, str], Arena]
-"""By node and shard."""
+"""Arenas by node and shard."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Survivors:
     def find(
         cls, holdings: Mapping[str, Holding], shard_id: str, snapshot: SnapshotId
     ) -> Survivors:
-        """Those that can rebuild ``shard_id``; SnapshotUnavailableError if they are too few."""
+        """Survivors that can rebuild ``shard_id``; SnapshotUnavailableError if they are too few."""
         naming = [h.arena for h in holdings.values() if shard_id in h.arena.members]
         if not naming:
             raise SnapshotUnavailableError(f"no arena here is of a stripe with {shard_id}")

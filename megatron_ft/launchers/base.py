@@ -48,7 +48,7 @@ class BaseLauncher(ABC):
         return False
 
     def interface(self, node: str) -> str:
-        """Left to gloo, or to GLOO_SOCKET_IFNAME in the site's environment."""
+        """Empty: gloo chooses, or GLOO_SOCKET_IFNAME in the site's environment."""
         return ""
 
     @property

@@ -61,7 +61,7 @@ class ProcessHandle(Protocol):
         """SIGKILL to it and to all it started; returns at once, harmless when it has ended."""
 
     def alive(self) -> bool:
-        """Whether it still runs; a zombie does not."""
+        """True if it still runs; a zombie does not."""
 
 
 class HostSource(Protocol):
@@ -97,10 +97,10 @@ class Launcher(Protocol):
         """False if the node is known to be lost; True promises nothing."""
 
     def gone(self, node: str) -> bool:
-        """Whether no process of the node can run any more; False when in doubt.
+        """True if no process of the node can run any more; False when in doubt.
 
-        A lost node that may only have been cut off trains until its lease has run
-        out, so that is waited for.
+        A lost node that was only cut off may train until its lease has run out, which
+        the supervisor waits for.
         """
 
     def address(self, node: str) -> str:

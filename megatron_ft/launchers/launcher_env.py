@@ -31,7 +31,7 @@ KEPT = frozenset(
 )
 """Names of a scheduler's job; MPI launchers do not get even these."""
 
-# What a user sets to tune MPI, and an outer mpirun sets too.
+# Variables that a user sets to tune MPI, and an outer mpirun sets too.
 _TUNING = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")
 _INSIDE_ANOTHER = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")
 

@@ -98,7 +98,7 @@ class LocalProcess:
         return self._stat.start_time
 
     def alive(self) -> bool:
-        """Whether it still runs."""
+        """True if it still runs."""
         with self._lock:
             if self._exit is None and procfs.ended(self._pidfd):
                 self._reap()
@@ -113,7 +113,7 @@ class LocalProcess:
         return self._reap()
 
     def join(self, timeout_seconds: float) -> int:
-        """As ``wait``, for callers without an event loop; ControlPlaneError after the timeout."""
+        """Do as ``wait`` without an event loop; ControlPlaneError after the timeout."""
         if (own := self._watched()) is not None:
             try:
                 if not procfs.ended(own, timeout_seconds):
@@ -228,7 +228,7 @@ def _popen(
 
 
 async def _end_of(pidfd: int) -> None:
-    """Await its end and close it; a loop keeps one reader per descriptor: each has its own."""
+    """Await the end of a process, then close ``pidfd``; a loop has one reader per descriptor."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
     loop.add_reader(pidfd, _finish, done)

@@ -62,11 +62,11 @@ class VirtualCluster(BaseLauncher):
         return list(self._names)
 
     def reachable(self, node: str) -> bool:
-        """Whether the node is not lost."""
+        """True if the node is not lost."""
         return not self._tombstone(node).exists()
 
     def gone(self, node: str) -> bool:
-        """Whether the node is lost: its processes were killed with it."""
+        """True if the node is lost: its processes were killed with it."""
         return not self.reachable(node)
 
     def address(self, node: str) -> str:
@@ -74,7 +74,7 @@ class VirtualCluster(BaseLauncher):
         return "127.0.0.1"
 
     def ready_file(self, node: str) -> Path:
-        """In the node's memory, which is this machine's."""
+        """File in the node's memory, which is this machine's."""
         return self.node_dir(node) / READY_NAME
 
     def start(
@@ -154,7 +154,7 @@ class VirtualCluster(BaseLauncher):
         return self.node_dir(node).parent / ".dead" / node
 
     def _is_of(self, pid: int, node: str, worlds: set[str] | None = None) -> bool:
-        """Whether a process is of a node; collects the names of the worlds of those that are."""
+        """True if a process is of this job and node; adds its world's name to ``worlds``."""
         env = procfs.read_environment(pid)
         mine = env.get(JOB) == self.job and env.get(NODE) == node
         if mine and worlds is not None:

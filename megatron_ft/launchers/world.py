@@ -35,12 +35,12 @@ from megatron_ft.launchers.mpirun import (
 )
 from megatron_ft.launchers.process import LocalProcess, open_session
 
-# What ranks that were killed left of an earlier world would only take memory.
+# Files that killed ranks left of an earlier world would only take memory.
 IN_FOLDER = (
     'rm -rf "$0" && (umask 077 && mkdir -p "$0") && export TMPDIR="$0" HOME="${HOME:-$0}" && '
     'exec /bin/sh -c "$1"'
 )
-"""For ``sh -c``, with a folder and words: runs the words so that MPI keeps its files there.
+"""Script of ``sh -c`` that takes a folder and words: runs them with MPI's files there.
 
 Open MPI does not start without a HOME.
 """
@@ -48,7 +48,7 @@ Open MPI does not start without a HOME.
 
 @dataclass(frozen=True)
 class Spread:
-    """The way of a world to several machines, or to namespaces that stand for them.
+    """Settings of a world over several machines, or over namespaces that stand for them.
 
     ``hosts`` are the names or addresses by which MPI knows the nodes, in the order of the
     ranks; empty: this machine, which they reach at ``here`` (empty: by its host name).
@@ -213,7 +213,7 @@ class WorldProcess(LocalProcess):
         return status
 
     def join(self, timeout_seconds: float) -> int:
-        """As ``wait``, without an event loop."""
+        """Do as ``wait`` without an event loop."""
         status = super().join(timeout_seconds)
         self._clear()
         return status

@@ -31,7 +31,7 @@ from megatron_ft.supervisor.orders import Timing
 log = logging.getLogger(__name__)
 
 ARENA_TIMEOUT_SECONDS = 600.0
-"""For making an arena, whose pages are all touched."""
+"""Limit for making an arena, whose pages are all touched."""
 
 REQUEST_TIMEOUT_SECONDS = 30.0
 
@@ -187,17 +187,17 @@ class Connections(ABC):
 
     @property
     def paused(self) -> bool:
-        """Whether some node was told to stop snapshots; one is enough for the whole job."""
+        """True if a node was ordered to stop snapshots; one is enough for the whole job."""
         return bool(self._paused_on & self.links.keys())
 
     @property
     def pinned(self) -> bool:
-        """Whether some node has no slot for a snapshot but those that readers hold."""
+        """True if some node has no slot for a snapshot but those that readers hold."""
         return bool(self._pinned_on & self.links.keys())
 
     @property
     def crowded(self) -> bool:
-        """Whether some node has no slot for a snapshot but that of the last protected one."""
+        """True if some node has no slot for a snapshot but that of the last protected one."""
         return bool(self._crowded_on & self.links.keys())
 
     def connect(self, node: str, endpoint: str) -> None:
@@ -338,16 +338,16 @@ class Connections(ABC):
 
 
 _MISSED_BEATS = 8
-"""A busy machine misses a few; a gap that is shorter counts as time in which one listened."""
+"""Beats missed that make a gap a sleep; a busy machine misses a few while it listens."""
 
 _REMEMBERED = 256
 
 
 class SuspendClock:
-    """How long this process has been awake since some time, on the monotonic clock.
+    """Measures how long this process was awake since a given time, on the monotonic clock.
 
-    A process that was suspended (SIGSTOP, a paused machine, an event loop that was held) has
-    heard of nobody meanwhile, and that says nothing about the others.
+    A suspended process (SIGSTOP, a paused machine, a blocked event loop) hears from no node.
+    That silence says nothing about the nodes.
     """
 
     def __init__(self, beat_seconds: float) -> None:

@@ -35,7 +35,7 @@ from megatron_ft.supervisor.summary import Fallbacks, Skips, SummaryParts, fallb
 LOOK_SECONDS = 0.25
 """Interval of looks at what no event brings: the end of a pause, parity that takes too long."""
 MOST_PROTECT_TRIES = 3
-"""So often parity of a local snapshot is tried; then only a newer snapshot gets some."""
+"""Most tries of parity for a local snapshot; then only a newer snapshot gets some."""
 HOLDER = "drain"
 """The coordinator's name as a reader; it has one drain at a time."""
 
@@ -72,7 +72,7 @@ class Coordinator(Connections):
         self.world = ""
         self.world_nodes: tuple[str, ...] = ()
         self.world_joined, self.world_refused = False, ""
-        """True once the expected world was up; the reason for which an SMP refused its encoder."""
+        """True once the expected world was up; the reason why an SMP refused its encoder."""
         self.listeners: list[Callable[[m.NodeEvent], None]] = []
         self._kill_world = kill_world
         self._encoders_up: set[str] = set()
@@ -151,7 +151,7 @@ class Coordinator(Connections):
                 return
 
     def expect_world(self, world: str, nodes: tuple[str, ...]) -> None:
-        """A world with these nodes as ranks 0, 1, ... is being started."""
+        """Expect a world with these nodes as ranks 0, 1, ..., which is being started."""
         self.world, self.world_nodes = world, nodes
         self._encoders_up = set()
         self._world_up.clear()
@@ -174,7 +174,7 @@ class Coordinator(Connections):
         return self.world if self._world_up.is_set() else ""
 
     def world_lost(self) -> None:
-        """The world has ended, or is being ended."""
+        """Note that the world has ended, or is being ended."""
         self._world_up.clear()
         self._encoders_up.clear()
 
@@ -209,7 +209,7 @@ class Coordinator(Connections):
         self._kick.set()
 
     def smp_restarted(self, node: str) -> None:
-        """A new SMP has adopted the arenas of ``node`` and is connected."""
+        """Note that a new, connected SMP has adopted the arenas of ``node``."""
         if self.cycle is not None:
             self._perform(self.cycle, self.cycle.smp_restarted(node))
 
@@ -351,7 +351,7 @@ class Coordinator(Connections):
         )
 
     def record_commit(self, snapshot: SnapshotId, iteration: int, level: str) -> None:
-        """``snapshot`` is committed on every node: what a failure falls back to from now on."""
+        """Record ``snapshot`` as committed on every node: failures fall back to it from now on."""
         self.committed, self.given_up = (snapshot, iteration, level), (0, "")
         if level == "protected":
             self.protected = (snapshot, iteration)

@@ -66,7 +66,7 @@ MOMENTARY = (TransitionRefusedError.__name__, PinnedError.__name__)
 
 
 class CyclePhase(Enum):
-    """Where the snapshot under way is."""
+    """Phase of the snapshot under way."""
 
     IDLE = "idle"
     CAPTURING = "capturing"
@@ -159,7 +159,7 @@ class SnapshotCycle:
         return self._encode()
 
     def world_changed(self, world: str) -> None:
-        """A world came up while nothing was being encoded: use it for the snapshot under way."""
+        """Use a world that came up before encoding for the snapshot under way."""
         if self.phase == CyclePhase.CAPTURING:
             self._world = world
 
@@ -179,7 +179,7 @@ class SnapshotCycle:
         return []
 
     def _note_end(self, body: Any) -> None:
-        """A trainer writes to its slot no more, whatever has become of the snapshot meanwhile."""
+        """Note that a trainer writes to its slot no more, whatever became of the snapshot."""
         if isinstance(body, m.Sealed) and body.record.snapshot == self.snapshot:
             self._writing.discard(body.record.shard_id)
         ended = isinstance(body, m.Missed | m.Abandoned | m.SlotFreed)
@@ -203,9 +203,9 @@ class SnapshotCycle:
         return [] if self._waiting else self._over()
 
     def smp_restarted(self, node: str) -> list[Action]:
-        """The SMP of ``node`` was replaced by one that adopted its arenas.
+        """React to a new SMP of ``node``, which adopted the old one's arenas.
 
-        Words that the old one may have taken with it are repeated; what it was in the
+        Words that may be lost with the old one are repeated; what it was in the
         middle of is given up.  Its encoder has ended with it.
         """
         if self.phase == CyclePhase.CAPTURING:
@@ -318,14 +318,14 @@ class SnapshotCycle:
         return self.phase == CyclePhase.CAPTURING
 
     def _break(self, reason: str) -> list[Action]:
-        """Encoding cannot finish: have the whole world ended, then settle without parity."""
+        """End the whole world, as encoding cannot finish; then settle without parity."""
         if self._broken:
             return []
         self._broken = reason or "unknown reason"
         return [KillWorld(self._world, self._broken)]
 
     def _encoding_ended(self) -> list[Action]:
-        """No encoder is left that could write: local if the data are good, else abort."""
+        """Settle once no encoder can write: commit as local if the data are good, else abort."""
         if self._corrupt and not self._again:
             return self._abort(self._broken)
         return self._commit("local")

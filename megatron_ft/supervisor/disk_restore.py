@@ -205,7 +205,7 @@ def lineage_before(drained: Drained, record: JobRecord) -> tuple[Ancestor, ...]:
 
 
 def _holds(decision: Decision, shard_id: str, drained: Drained) -> bool:
-    """Whether an arena holds the very bytes that the checkpoint has of this shard."""
+    """True if an arena holds the very bytes that the checkpoint has of this shard."""
     holding = decision.holdings.get(shard_id)
     slot = None if holding is None else holding.slot(drained.manifest.snapshot)
     if slot is None or slot.record is None:

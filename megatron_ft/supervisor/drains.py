@@ -351,7 +351,7 @@ class Drains:
             self._emit("retention_failed", str(error), plan)
 
     def _count(self, reason: str) -> None:
-        """Where ``megatron-ft status`` looks."""
+        """Count a failed drain; ``megatron-ft status`` shows the number and the reason."""
         self.failures += 1
         self._coordinator.drain_failures = (self.failures, reason)
 
@@ -376,7 +376,7 @@ class Drains:
             then = "it is tried once more" if self._tries_at_end == 1 else "the job ends"
         text = f"iteration {plan.iteration} could not be written to disk; {then}, and what was"
         self._emit("drain_failed", f"{text} there stays: {reason}", plan)
-        # What it wrote would keep the space that the next one needs.
+        # Its files would keep the space that the next one needs.
         with suppress(MegatronFTError, OSError):
             await self._run("clear", {node: plan})
         if self._tries_at_end == 1:

@@ -1,5 +1,4 @@
-"""Emergency drain: memory goes to disk when the job is about to stop, or to continue with fewer
-nodes.
+"""Emergency drain: puts memory on disk before the job stops or continues with fewer nodes.
 
 A lost node that nobody replaces has its shards still in the parity of the others.  They are
 rebuilt on nodes that are left, beside their own, and everything is drained before the job
@@ -78,10 +77,10 @@ class EmergencyDrain:
             await self._drains.export_durable(node, self._spec.settings.export_on_failure)
 
     async def shrink(self, admitted: Inventories) -> bool:
-        """Whether the next incarnation has fewer nodes: all that it needs is on disk then.
+        """Have the job continue with fewer nodes if it can; True if it does.
 
-        To be called after ``run``.  False, with the reason emitted, where that cannot be; nothing
-        has changed then, and memory has what it had.
+        Call it after ``run``.  If True, all that the next incarnation needs is on disk.  If False,
+        nodes and memory are as before; if shrinking was asked for, the reason is emitted.
         """
         if self._spec.settings.on_no_spare != SHRINK:
             return False
@@ -113,7 +112,7 @@ class EmergencyDrain:
             self._state.update(incarnation=plan.incarnation, lineage=plan.lineage)
             await self._recovery.carry_out(plan, admitted)
             durable = self._coordinator.durable
-            # What a drain had begun that ended with the trainers counts as not drained.
+            # A snapshot whose drain ended with the trainers counts as not drained.
             first = min(plan.decision.iteration, -1 if durable is None else durable[1])
             self._drains.begin(plan.places, self._state.record.shards, plan.lineage, first)
             problem = "" if await self._drains.last(DRAIN_SECONDS) else "see above"

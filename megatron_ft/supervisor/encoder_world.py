@@ -44,7 +44,7 @@ class WorldStarter:
         return self._wish == TCP or bool(self.no_mpi)
 
     def describe(self) -> str:
-        """For the log, which transport is used and why."""
+        """Describe for the log which transport is used and why."""
         if not self.over_tcp:
             return "encoders use MPI"
         why = f"no MPI can be loaded: {self.no_mpi}" if self.no_mpi else "--transport asks for it"

@@ -18,7 +18,7 @@ _DOUBLINGS_LIMIT = 30
 OTHER_STARTS = 3
 
 RERUN_CODES = (16, 17)
-"""Of Megatron's rerun state machine: a result was doubtful, which is no fault of the snapshot."""
+"""Exit codes of Megatron's rerun machine for a doubtful result; the snapshot is not at fault."""
 
 NODE_LOST = "a node was lost"
 """The cause of failures that a node's loss has led to."""
@@ -168,7 +168,7 @@ class RestartBudget:
 
 
 _COUNTERS = ("memory.events", "memory.oom_control")
-"""Of version 2, where a group counts those below it too, and of version 1."""
+"""Files of cgroup version 2, where a group counts those below it too, and of version 1."""
 
 
 class OomKills:

@@ -40,7 +40,7 @@ class Heartbeats:
         self._heard: dict[str, RankReport] = {}
 
     def record(self, node: str, reports: Mapping[str, PulseReport]) -> None:
-        """A node has answered."""
+        """Record the reports in a node's answer."""
         now = time.monotonic()
         for shard, report in reports.items():
             self._heard[shard] = RankReport(shard, node, now, report)
@@ -68,8 +68,8 @@ LEAST_SECONDS = 0.001
 """A difference below this does not matter, however short iterations are."""
 
 SIGNIFICANT = 6.0
-"""By how many standard errors a difference must exceed chance: with thousands of ranks something
-that is as rare as four happens all the time."""
+"""Standard errors that a difference must exceed: with thousands of ranks, four are exceeded by
+chance all the time."""
 
 MEDIAN_ERROR = 1.2533 * 1.4826 / math.sqrt(WINDOW)
 """Standard error of the median of a window, in median absolute deviations.
@@ -223,21 +223,21 @@ class RecoveryClock:
         self._waiting = self._down = False
 
     def detected(self, seconds: float) -> None:
-        """The cause that ends this incarnation began so many seconds ago."""
+        """Note how many seconds ago the cause began that ends this incarnation."""
         self._detect = seconds
 
     def failed(self) -> None:
-        """An incarnation has ended; one that started no trainers belongs to the same recovery."""
+        """Note the end of an incarnation; one without trainers belongs to the same recovery."""
         if not self._down:
             self._failed, self._waiting = time.monotonic(), False
 
     def dead(self, cause: str) -> None:
-        """Its trainers are dead."""
+        """Note that the trainers of the ended incarnation are dead."""
         if not self._down:
             self._dead, self._cause, self._down = time.monotonic(), cause, True
 
     def starting(self) -> None:
-        """Trainers of a new incarnation are about to be started."""
+        """Note that trainers of a new incarnation are about to be started."""
         self._started, self._waiting = time.monotonic(), bool(self._cause)
         self._down = False
 
@@ -270,5 +270,5 @@ class RecoveryClock:
         return recovery
 
     def view(self) -> list[dict[str, Any]]:
-        """For ``megatron-ft status --json``: the last ones."""
+        """The last recoveries, for ``megatron-ft status --json``."""
         return [{"cause": r.cause, "total": round(r.total, 3), **r.parts()} for r in self.done[-5:]]

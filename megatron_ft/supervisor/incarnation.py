@@ -87,7 +87,7 @@ class Incarnation:
                 self.coordinator.listeners.remove(listener)
 
     async def _begin_snapshots(self) -> None:
-        """Once all ranks have registered: make arenas, let trainers begin, permit snapshots."""
+        """Await all ranks, make arenas, let trainers begin, and permit snapshots."""
         spec, plan, registration = self.spec, self.plan, self.registration
         await registration.wait(spec.settings.register_timeout_seconds)
         registration.check_shards(spec.name)
@@ -134,7 +134,7 @@ class Incarnation:
         await self.coordinator.ask_all({node: refusal for node in nodes})
 
     async def _watch(self, beginning: asyncio.Task[None]) -> Failure | None:
-        """Until this incarnation ends.  SMPs and encoders that die alone are replaced meanwhile."""
+        """Watch until this incarnation ends; meanwhile replace SMPs and encoders that die alone."""
         coordinator, smps = self.coordinator, self.members.smps
         trainers = asyncio.create_task(self.trainers.ended())
         silent = asyncio.create_task(coordinator.silent.wait())

@@ -33,7 +33,7 @@ _FILE, _TEMPORARY, _LOCK = "job.json", ".job.json.tmp", "lock"
 
 
 class SmpPlace(msgspec.Struct, frozen=True):
-    """Where a node's SMP is: its process, named by pid and start time, and its endpoint."""
+    """Place of a node's SMP: its process, named by pid and start time, and its endpoint."""
 
     pid: int
     start_time: int
@@ -234,7 +234,7 @@ class JobState:
 
 
 def state_folder(name: str, state_dir: Path | None = None) -> Path:
-    """Where a job's state is kept: <state_dir>/<name>, by default in ~/.cache/megatron-ft."""
+    """Folder of a job's state: <state_dir>/<name>, by default in ~/.cache/megatron-ft."""
     if not name or "/" in name or name.startswith("."):
         raise ConfigError(f"{name!r} cannot name a job: no slash, no dot in front, not empty")
     try:

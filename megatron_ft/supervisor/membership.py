@@ -37,8 +37,8 @@ from megatron_ft.supervisor.registration import other_shape
 from megatron_ft.supervisor.spec import JobSpec
 
 ADMIT_TIMEOUT_SECONDS = ARENA_TIMEOUT_SECONDS + 30.0
-"""For fencing a node that still answers heartbeats: what it was asked for before comes first,
-and that may be an arena whose pages are all touched."""
+"""Limit for fencing a node that still answers heartbeats.  Its earlier requests come first, which
+may include an arena whose pages are all touched."""
 
 
 Inventories = dict[str, m.Inventory]
@@ -97,7 +97,7 @@ async def _ask_unless_silent(coordinator: Coordinator, node: str, request: m.Mes
 
 
 class IncarnationHigherError(ControlPlaneError):
-    """Some SMP has already seen this incarnation; the next attempt must be higher."""
+    """An SMP has already seen this incarnation; the next attempt must be higher."""
 
 
 class OutstandingLeases:
@@ -113,7 +113,7 @@ class OutstandingLeases:
         self._heard: dict[str, float] = {}
 
     def record(self, node: str, heard: float) -> None:
-        """The node is given up; it was last heard of then, on the monotonic clock."""
+        """Record when a node that is given up was last heard of, on the monotonic clock."""
         self._heard[node] = heard
 
     def left(self, nodes: Sequence[str]) -> float:
@@ -279,8 +279,7 @@ class Membership:
         self._state.update(active=tuple(nodes), shards={})
 
     def set_aside(self, refusal: NoRoomError) -> bool:
-        """A node has no room for its shards: the next incarnation gives its position to another
-        spare.
+        """Have the next incarnation give the position of a node without room to another spare.
 
         False at the job's first start, when it is a mistake that the user can mend.
         """
@@ -291,7 +290,7 @@ class Membership:
         return True
 
     def suspect(self, node: str, reason: str) -> None:
-        """A failure comes again and again on this node: a spare takes its place."""
+        """Have a spare take the place of this node, on which a failure repeats."""
         self._aside[node] = "repeated failures"
         self._emit("suspected", f"a spare takes the place of node {node}: {reason}", node)
 
@@ -305,7 +304,7 @@ class Membership:
         return [node for node in self._coordinator.links if node not in used]
 
     def spares_gone(self) -> bool:
-        """Whether the job had spares and none is left to replace the next node that is lost."""
+        """True if the job had spares and none is left to replace the next node that is lost."""
         had = self._spec.spares or len(self.active) < self._spec.nodes
         return bool(had) and not self.free_spares()
 
@@ -321,7 +320,7 @@ class Membership:
         ]
 
     async def replace_smps(self, nodes: Sequence[str]) -> str:
-        """As ``replace_smp`` for each, all at once: one after the other the last would be silent.
+        """Replace SMPs all at once, so that no node is silent for too long; see ``replace_smp``.
 
         Returns why one of them cannot be replaced, or an empty string.
         """

@@ -63,11 +63,10 @@ for name in sys.argv[1:]:
 
 @dataclass(frozen=True)
 class TrainerPlace:
-    """Where trainers of one incarnation of the job stand: rank ``local_rank`` of an active node,
-    or all.
+    """Place of one trainer, or of all trainers of a node, in an incarnation of the job.
 
-    Nodes and the ranks of a node are numbered from 0, ranks node by node.  ValueError for a
-    node or a rank out of range.
+    Active nodes and the ranks of a node are numbered from 0, ranks node by node.  ValueError
+    for a node or a rank out of range.
     """
 
     node_index: int
@@ -168,7 +167,7 @@ class SmpFleet:
         self._handles: dict[str, ProcessHandle] = {}
 
     def alive(self, node: str) -> bool:
-        """Whether the node's SMP is known to run."""
+        """True if the node's SMP is known to run."""
         return node in self._handles and self._handles[node].alive()
 
     async def ensure(self, node: str) -> str:
@@ -336,7 +335,7 @@ class TrainerFleet:
         return f"rank {first}" if first == last else f"ranks {first}-{last}"
 
     def log_of(self, rank: int) -> Path:
-        """Where a rank's output goes."""
+        """File that a rank's output goes to."""
         return self._spec.log_dir / f"{self.name_of(rank).replace(' ', '')}.log"
 
     def pids(self) -> list[int]:

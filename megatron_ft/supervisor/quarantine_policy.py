@@ -54,7 +54,7 @@ class QuarantinePolicy:
 
     @property
     def quarantine(self) -> Quarantine:
-        """As it stands in the notes."""
+        """The quarantine as it stands in the job's notes."""
         return self._state.record.quarantine
 
     @property
@@ -63,7 +63,7 @@ class QuarantinePolicy:
         return self._corrupt | self._coordinator.repairs.lost
 
     def admitted(self) -> None:
-        """All nodes are in a new incarnation: the events of the last one are void."""
+        """Drop the events of the last incarnation: all nodes are in a new one."""
         self._coordinator.rewind_asked.clear()
         self._coordinator.progress.clear()
         self._restored.clear()
@@ -193,7 +193,7 @@ class QuarantinePolicy:
             self._coordinator.repairs.lost.discard((body.shard_id, body.snapshot))
 
     def _remember(self, quarantine: Quarantine) -> None:
-        """It holds from now on; an outage of the notes ends no job that runs from memory."""
+        """Put a quarantine in force; if its note fails, a job that runs from memory continues."""
         if reason := self._state.remember(quarantine=quarantine):
             self._coordinator.observers.emit("notes_unwritten", reason)
 
@@ -208,7 +208,7 @@ def reason_against_own(quarantine: Quarantine, checkpoint: Path | None) -> str:
 
 
 def memory_goes_first(quarantine: Quarantine, directory: Path) -> bool:
-    """Whether memory goes before a newer checkpoint of the framework's own in ``directory``."""
+    """True if memory goes before a newer checkpoint of the framework's own in ``directory``."""
     return quarantine.goes_before(naming(directory))
 
 

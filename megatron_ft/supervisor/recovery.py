@@ -395,6 +395,6 @@ async def rebuild(coordinator: Coordinator, plan: RestorePlan, snapshot: Snapsho
 
 
 def _fail(done: asyncio.Future[None], reason: str) -> None:
-    """An encoder's own account of what went wrong arrives before this and wins."""
+    """Fail the rebuild, unless an encoder's own account of the error came first."""
     if not done.done():
         done.set_exception(RebuildError(reason))

@@ -77,7 +77,7 @@ class Repairs:
 
     @property
     def due(self) -> bool:
-        """Whether there is something to repair and encoders to do it."""
+        """True if there is something to repair and encoders to do it."""
         return bool(self._open) and bool(self._control.usable_world)
 
     @property
@@ -153,7 +153,7 @@ class Repairs:
 
     @staticmethod
     def _ends(body: object, request: m.Repair) -> bool:
-        """Whether an event is the end of a repair, good or bad.
+        """True if an event is the end of a repair, good or bad.
 
         A late event of an earlier world is not.
         """

@@ -53,9 +53,9 @@ class Schedule:
         return -(-soonest // self.interval) * self.interval
 
     def reached(self, progress: int) -> None:
-        """Training has come to ``progress``, as for ``next_iteration``.
+        """Note that training has come to ``progress``, as for ``next_iteration``.
 
-        It may have gone back, when a script loads an older checkpoint in the middle of it: then
+        Progress falls when a script loads an older checkpoint in the middle of training: then
         snapshots of later iterations delay no other any more.
         """
         if 0 <= progress < self._reached:
@@ -63,11 +63,11 @@ class Schedule:
         self._reached = max(progress, 0)
 
     def permitted(self, iteration: int) -> None:
-        """A snapshot of ``iteration`` is permitted: the next one counts from there."""
+        """Note a permit for ``iteration``: the next snapshot counts from there."""
         self._before, self._spent = self._spent, iteration
 
     def refused(self) -> None:
-        """A node cannot take snapshots for now: wait until the iteration of this one is reached."""
+        """Wait for the iteration of a refused permit: a node cannot take snapshots for now."""
         self._refused = self._spent
 
     def waits(self, progress: int) -> bool:
@@ -75,16 +75,16 @@ class Schedule:
         return progress < self._refused
 
     def missed(self) -> None:
-        """The permit came too late for some rank.
+        """Note that the permit came too late for some rank.
 
-        Tried again soon: a snapshot that some rank has missed costs the others little.
+        The next try comes soon: a snapshot that some rank has missed costs the others little.
         """
         self.lead = min(self.lead + 1, self.MOST_LEAD)
         self._commits_in_a_row = 0
         self._spent = self._before
 
     def committed(self) -> None:
-        """The snapshot was in time for every rank."""
+        """Note a commit: the permit was in time for every rank."""
         self._commits_in_a_row += 1
         if self._commits_in_a_row % self.CALM == 0:
             self.lead = max(self._least_lead(), self.lead - 1)
@@ -191,7 +191,7 @@ class Pacing:
         return self._schedule
 
     def failed(self) -> None:
-        """The job has failed and starts again."""
+        """Count a failure of the job, which starts again."""
         self._failures += 1
 
     def on_event(self, event: m.NodeEvent) -> None:

@@ -95,7 +95,7 @@ class JobSpec:
 
     @property
     def checkpoint_dir(self) -> Path | None:
-        """Where the training command keeps its own checkpoints."""
+        """Folder of the training command's own checkpoints, None if it is not known."""
         given = self.settings.checkpoint_dir
         shrinks = self.settings.on_no_spare == SHRINK
         return self.settings.drain_export_dir if shrinks and given is None else given
@@ -117,7 +117,7 @@ class JobSpec:
 
 
 _ALWAYS, _A_NODE, _A_PROCESS = 48, 5, 3
-"""Some more than a supervisor was seen to open: 20, 4 for a node's SMP, 2 for a trainer."""
+"""Descriptors, some more than a supervisor opened: 20, 4 for a node's SMP, 2 for a trainer."""
 
 
 def open_files_needed(spec: JobSpec) -> int:

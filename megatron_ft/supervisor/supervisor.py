@@ -46,7 +46,7 @@ from megatron_ft.supervisor.watch import JobWatch
 
 HOST_POLL_SECONDS = 1.0
 NOTES_SECONDS = 2.0
-"""So often a supervisor checks whether its notes are still there."""
+"""Interval at which a supervisor checks that its notes are still there."""
 NOTES_TIMEOUT_SECONDS = 10.0
 """Longest wait for the file system that holds them."""
 
@@ -303,7 +303,7 @@ class Supervisor:
             last = text
 
     async def _retire(self) -> None:
-        """The job is done: free the memory.  A node that does not answer spoils nothing."""
+        """Free the memory of a finished job.  A node that does not answer spoils nothing."""
         request = m.Retire(self.coordinator.incarnation, remove_arenas=True)
         try:
             await self.coordinator.ask_all({node: request for node in self.coordinator.links})
@@ -314,7 +314,7 @@ class Supervisor:
         self.observers.emit("finished", "training finished; the memory is free again")
 
     def _note_first_commit(self, event: JobEvent) -> None:
-        """From here on a start from nothing would lose work, so it has to be asked for."""
+        """Note the first commit; a start from nothing loses work then, so it must be asked for."""
         if event.kind == "committed" and not self.state.record.committed:
             self.state.update(committed=True)
 

@@ -75,7 +75,7 @@ class TcpWorldProcess:
 
     @property
     def pid(self) -> int:
-        """Of rank 0."""
+        """Process number of rank 0."""
         return self._ranks[0].pid
 
     @property
@@ -85,7 +85,7 @@ class TcpWorldProcess:
 
     @property
     def start_time(self) -> int:
-        """Of rank 0."""
+        """Start time of rank 0."""
         return self._ranks[0].start_time
 
     def alive(self) -> bool:
@@ -148,7 +148,7 @@ class TcpWorldProcess:
         self._over.set()
         for ticket in self._tickets:
             Path(ticket.ready).unlink(missing_ok=True)
-            # What a full disk has no room for stays where it is: a log stops no recovery.
+            # A log that a full disk has no room for stays where it is: a log stops no recovery.
             with suppress(OSError):
                 said = self._log_of(ticket.rank).read_bytes()
                 with open(self._log, "ab", opener=_private) as log:

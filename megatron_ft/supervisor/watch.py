@@ -48,7 +48,7 @@ class JobWatch:
         self._failed = False
 
     def begin_incarnation(self, ranks: int) -> None:
-        """So many trainers are about to be started."""
+        """Begin to watch ``ranks`` trainers, which are about to be started."""
         self._ranks = ranks
         self._coordinator.pulses.begin_incarnation()
         self._stragglers.begin_incarnation()
@@ -65,7 +65,7 @@ class JobWatch:
                 return hang
 
     async def _try(self) -> Hang | None:
-        """A mistake of ours, or a full disk, must not end a job that trains."""
+        """Look once; a mistake of ours, or a full disk, does not end a job that trains."""
         try:
             self._poll()
             return await self._new_hang()
@@ -286,7 +286,7 @@ _COLLECTIVE_FILES = (
     "/megatron/core/pipeline_parallel/p2p_communication.py",
     "/deepspeed/comm/",
 )
-"""Where a rank waits for others; some wait in C++ called from there."""
+"""Files in which a rank waits for others; some wait in C++ called from there."""
 
 _BACKWARD = "_engine_run_backward"
 """The backward pass is C++: DDP exchanges gradients in it, and Python shows only this."""
@@ -300,7 +300,7 @@ class Frame(NamedTuple):
     function: str
 
     def __str__(self) -> str:
-        """For people."""
+        """The frame in a form for people."""
         return f"{self.function} ({self.file}:{self.line})"
 
 
@@ -359,7 +359,7 @@ class Witness:
 
     @classmethod
     def of(cls, rank: int, marks: int, state: str, stacks: str) -> Witness:
-        """With what its stacks tell."""
+        """The evidence of one rank, completed by what its stacks tell."""
         frames = main_thread(stacks)
         own = of_training(frames)
         calls = tuple(frame.function for frame in reversed(own))

@@ -73,7 +73,7 @@ class AgentFront:
         return None
 
     def leave(self) -> None:
-        """The agent's input ends, and so does the agent."""
+        """End the agent by closing its input."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -90,13 +90,13 @@ class Agent:
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
         self._started: dict[int, LocalProcess] = {}
-        """By process number: of these we are the parent and learn the exit status."""
+        """Children of this process by process number; only their exit status is known."""
         self._watched: dict[str, LocalProcess] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._left = False
 
     async def run(self) -> int:
-        """The exit code for who started us."""
+        """Serve supervisors until the end; the exit code for the process that started this one."""
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), self._leave_at_end_of_input)
         while not self._left:
             meeting = self._meeting()
@@ -233,7 +233,7 @@ def _make_folders(node_dir: Path) -> None:
 def main() -> int:
     """Read the orders, have the agent obey them elsewhere, wait for its end."""
     orders = msgspec.json.decode(_first_line(), type=AgentOrders)
-    # What a launcher sends to all of a job must not end the memory before it was drained.
+    # A signal that a launcher sends to all of a job must not end the memory before it was drained.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     end, agents_end = os.pipe()
@@ -250,7 +250,7 @@ def main() -> int:
 
 
 def _first_line() -> bytes:
-    """Not by sys.stdin, which would keep what follows in a buffer."""
+    """Read the first line without sys.stdin, which would buffer what follows."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)

@@ -61,7 +61,7 @@ class AgentProcess:
 
     async def wait(self) -> int:
         """Its exit status; UNKNOWN_EXIT if its agent was lost, and then it may still run."""
-        # Who gives up waiting does so for himself alone.
+        # A caller that stops waiting leaves the others waiting.
         return await asyncio.shield(asyncio.wrap_future(self.ended))
 
     def kill(self) -> None:
@@ -70,7 +70,7 @@ class AgentProcess:
             self.end(UNKNOWN_EXIT)
 
     def alive(self) -> bool:
-        """Whether it runs as far as is known here."""
+        """True if the process runs as far as is known here."""
         return not self.ended.done()
 
     def end(self, status: int) -> None:
@@ -91,7 +91,7 @@ class AgentSeat:
 
     @property
     def there(self) -> bool:
-        """Whether it was heard of lately."""
+        """True if the agent was heard of lately."""
         return time.monotonic() - self.heard < SILENT_SECONDS
 
 
@@ -101,9 +101,9 @@ class AgentHub:
     def __init__(self, address: str) -> None:
         """Listen on a free port of ``address``; ConfigError if it is not of this machine."""
         self.seats: dict[str, AgentSeat] = {}
-        """By node, in the order of their first messages."""
+        """Seats by node, in the order of their first messages."""
         self.problem = ""
-        """Why the agents cannot be of one job."""
+        """Reason why the agents cannot be of one job; empty if they can."""
         self._processes: dict[str, AgentProcess] = {}
         self._shells: dict[str, Peer] = {}
         self._news = threading.Condition()
@@ -127,7 +127,7 @@ class AgentHub:
         return done
 
     def there(self, node: str) -> bool:
-        """Whether a node's agent was heard of lately."""
+        """True if a node's agent was heard of lately."""
         return node in self.seats and self.seats[node].there
 
     def begin(self, node: str, order: Callable[[str], m.Message]) -> AgentProcess:

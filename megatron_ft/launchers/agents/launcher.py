@@ -57,7 +57,7 @@ class AgentLauncher(BaseLauncher):
         return list(self._names)
 
     def reachable(self, node: str) -> bool:
-        """Whether the node's agent was heard of lately."""
+        """True if the node's agent was heard of lately."""
         return self.hub.there(node)
 
     def ready_file(self, node: str) -> Path:
@@ -110,7 +110,7 @@ class AgentLauncher(BaseLauncher):
         shutil.rmtree(self.job_dir, ignore_errors=True)
 
     def _is_local(self, nodes: Sequence[str]) -> bool:
-        """Whether all are on the supervisor's own machine: a world there needs no network."""
+        """True if all are on the supervisor's own machine: a world there needs no network."""
         return {self.address(node) for node in nodes} == {self.hub.meeting.host}
 
     def _spread(self, nodes: Sequence[str], scratch: Path) -> Spread:

@@ -23,7 +23,7 @@ from megatron_ft.rpc.sockets import JobKeys
 FILE_NAME = "supervisor.json"
 
 SILENT_SECONDS = 15.0
-"""After so long without a message, supervisor and agent give each other up."""
+"""Longest silence after which supervisor and agent give each other up."""
 
 HELLO_SECONDS = 1.0
 
@@ -106,7 +106,7 @@ class NodeRank(NamedTuple):
 def node_rank(
     environment: Mapping[str, str], rank: int | None = None, size: int | None = None
 ) -> NodeRank:
-    """From flags, where given, else from the first launcher that is seen to be around us.  Pure.
+    """Read the node's number from flags, else from the first launcher seen around us.  Pure.
 
     ConfigError if no source has it, and where torchrun would start us again.
     """
@@ -147,7 +147,7 @@ def read_hostfile(file: Path) -> list[str]:
 
 
 def parse_hostfile(lines: list[str], where: str) -> list[str]:
-    """As ``read_hostfile``.  Pure."""
+    """Parse the text of a host file; see ``read_hostfile``.  Pure."""
     hosts: list[str] = []
     for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()

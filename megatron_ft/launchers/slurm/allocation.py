@@ -131,7 +131,7 @@ class Allocation:
         return self._left
 
     def seconds_left(self) -> float:
-        """Until Slurm ends the job; 0 if it has no time limit, or nobody knows."""
+        """Seconds until Slurm ends the job; 0 if it has no time limit, or none is known."""
         answer = ask("squeue", "--noheader", "--jobs", self.reference, "--format=%L")
         return parse_duration((answer or "").strip())
 

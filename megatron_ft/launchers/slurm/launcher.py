@@ -235,7 +235,7 @@ class SlurmLauncher(BaseLauncher):
         return list(self.allocation.names)
 
     def reachable(self, node: str) -> bool:
-        """Whether Slurm still counts the node to the job."""
+        """True if Slurm still counts the node to the job."""
         return node in self.allocation.left()
 
     def ready_file(self, node: str) -> Path:
