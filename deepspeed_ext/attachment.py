@@ -73,7 +73,7 @@ def attach(engine: Any, *, follows_engine: bool = False) -> EngineRun | None:
 
 
 def _checked(engine: Any, section: Section) -> SnapshotConfig:
-    """The settings, unless something stands in the way of them."""
+    """Resolve the settings; ConfigError if they cannot work with this engine."""
     problems = refusals(engine)
     problems += job_contradictions(section.source, "reads only a JSON file that the command names")
     config = resolve(section.source, environment_source())

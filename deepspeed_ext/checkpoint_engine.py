@@ -178,7 +178,7 @@ def _own_classes() -> list[Any]:
 
 
 def _members_by_getattr() -> bool:
-    """Whether this Python (3.11.0 to 3.11.3) pickles members of an enumeration by getattr."""
+    """True if this Python (3.11.0 to 3.11.3) pickles members of an enumeration by getattr."""
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
     return ZeroStageEnum.weights.__reduce_ex__(2)[0] is getattr
@@ -286,7 +286,7 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return bool(self.inner.preserves_storage_sharing())
 
     def is_decoupled(self) -> bool:
-        """Never: DeepSpeed would name a decoupled checkpoint later, or in pipelines not at all."""
+        """False: DeepSpeed would name a decoupled checkpoint later, or in pipelines not at all."""
         return False
 
     def cleanup(self) -> None:

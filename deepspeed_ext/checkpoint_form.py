@@ -48,7 +48,7 @@ def describe(engine: Any, view: OptimizerView, captured: Mapping[str, torch.Tens
 
 
 def _check(name: str, tree: Any) -> None:
-    """ExportError for what changes in training and is not set anew by export/values.py."""
+    """Raise ExportError for what changes in training and exporter.py does not set anew."""
     if tree.get("data_sampler") is not None:
         raise ExportError("the state of a curriculum's data sampler cannot be exported yet")
     whole = "global_steps" in tree

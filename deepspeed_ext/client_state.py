@@ -55,7 +55,7 @@ class _Record:
 
 
 _records: WeakKeyDictionary[Any, _Record] = WeakKeyDictionary()
-"""By engine, beside it, so that nothing of DeepSpeed's is changed."""
+"""Records by engine, beside it, so that nothing of DeepSpeed's is changed."""
 
 
 def _record(engine: Any) -> _Record:
@@ -121,7 +121,7 @@ class ClientState:
         self._record.given_at = state["given_at"]
 
     def problem(self, objects: Mapping[str, Any]) -> str:
-        """Why the snapshot with these objects cannot be used, '' if it can; what to do about it."""
+        """Reason why the snapshot with these objects cannot be used, and a remedy; '' if it can."""
         state = objects.get(NAME)
         if not state or state["given_at"] in (None, state["step"]):
             return ""
@@ -180,7 +180,7 @@ class Outside:
         self.found()
 
     def found(self) -> list[str]:
-        """Everything that has shown so far, now included."""
+        """Names of all that was found so far, now included."""
         self._found |= active_clients()
         if self._has_foreign_scheduler():
             self._found.add("a learning rate scheduler that deepspeed.initialize did not get")
@@ -227,7 +227,7 @@ _WITH_FUNCTION = (
 
 
 def objection(follows: bool, provided: bool, outside: Sequence[str]) -> str:
-    """Why no snapshot may serve a script, and what to do about it; '' if one may.
+    """Reason why no snapshot may serve a script, and what to do about it; '' if one may.
 
     ``follows``: its configuration says that it follows the engine's counters; ``provided``: a
     function of it gives its state to each snapshot; ``outside``: what keeps state that no snapshot

@@ -27,7 +27,7 @@ class CpuWarning(UserWarning):
 
 
 def on_cpu() -> bool:
-    """Whether DeepSpeed trains on the CPU here; imports DeepSpeed."""
+    """True if DeepSpeed trains on the CPU here; imports DeepSpeed."""
     from deepspeed.accelerator import get_accelerator
 
     return bool(get_accelerator().device_name() == "cpu")

@@ -126,7 +126,7 @@ Tree = dict[str, Any]
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _INNER = ("base_optimizer_state", "optimizer_state_dict")
-"""Under which names a wrapper keeps the state dict of its inner optimizer."""
+"""Names under which a wrapper keeps the state dict of its inner optimizer."""
 
 
 def fill(tree: Any, objects: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ class LoaderPosition:
     """
 
     own_state = False
-    """Whether the position is the loader's own, and counts between passes too."""
+    """True if the position is the loader's own, and counts between passes too."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader

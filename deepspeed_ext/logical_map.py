@@ -53,7 +53,7 @@ def _tensor_parallel_prefix(engine: Any) -> str:
 
 
 def _first_experts(module: Any) -> dict[str, int]:
-    """By the name of each of DeepSpeed's MoE layers the number of this rank's first expert."""
+    """Number of this rank's first expert, by the name of each of DeepSpeed's MoE layers."""
     from deepspeed.moe.layer import MoE
     from deepspeed.utils import groups
 
@@ -129,7 +129,7 @@ def _parts(view: OptimizerView) -> Iterator[tuple[torch.Tensor, int, torch.Tenso
             partition: Any = parameter
             size = partition.partition_numel()
             start = torch.distributed.get_rank(partition.ds_process_group) * size
-            # What is behind the parameter's end is padding.
+            # Memory behind the parameter's end is padding.
             held = partition.ds_tensor.view(-1)[: max(0, partition.ds_numel - start)]
         else:
             start, held = 0, parameter.detach()
@@ -169,7 +169,7 @@ def places(
 
 
 def _kinds(view: OptimizerView, captured: Mapping[str, torch.Tensor]) -> dict[str, dict[str, str]]:
-    """By master: the captured tensors that are laid out as it is, and of what kind they are."""
+    """Captured tensors that are laid out as a master is, with their kinds, by master."""
     found: dict[str, dict[str, str]] = {}
     for master in view.masters():
         alike = {

@@ -151,7 +151,7 @@ class DataPosition:
         watch(engine)
 
     def state_dict(self) -> dict[str, Any]:
-        """By name of the loader; see ResumableLoader."""
+        """Positions by name of the loader; see ResumableLoader."""
         return positions()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

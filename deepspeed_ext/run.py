@@ -53,7 +53,7 @@ class LossReport:
         self._losses: list[Any] = []
 
     def around_backward(self, original: Function, loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """``backward``, which is given the loss of one micro-batch."""
+        """Run ``backward``, and keep the loss of the micro-batch that it gets."""
         # Detached before it is scaled, which happens in place in some releases.
         self._losses.append(loss.detach().clone() if hasattr(loss, "detach") else loss)
         return original(loss, *args, **kwargs)
@@ -144,7 +144,7 @@ class EngineRun:
         self._log: MonitorLog
 
     def around_load(self, original: Function, load_dir: str, *args: Any, **kwargs: Any) -> Any:
-        """``load_checkpoint``: from memory if that is newer, else DeepSpeed's own.
+        """Run ``load_checkpoint``: from memory if that is newer, else DeepSpeed's own.
 
         A load of weights alone is no resumption and goes to DeepSpeed; so does every load
         after training has begun.  Until then an incarnation that was restored from memory stays
@@ -163,7 +163,7 @@ class EngineRun:
         return result
 
     def _serves(self, load_dir: str, tag: str | None) -> bool:
-        """Whether memory serves in the place of this load; restores at the first that it does."""
+        """True if memory serves in the place of this load; restores at the first such load."""
         with self._lasting_failure():
             if not self._decided:
                 if self._starts_from_memory(lambda *offer: self._named(load_dir, tag, *offer)):
@@ -188,13 +188,13 @@ class EngineRun:
         return disk, is_new
 
     def around_move(self, original: Function, *args: Any, **kwargs: Any) -> Any:
-        """``offload_states`` or ``reload_states``: states get other memory, and free theirs."""
+        """Run ``offload_states`` or ``reload_states``: states get other memory, and free theirs."""
         with self._at_rest():
             return original(*args, **kwargs)
 
     @contextmanager
     def _at_rest(self) -> Iterator[None]:
-        """Around what replaces all tensors: no hang is seen, no capture reads or keeps them."""
+        """Fence captures, pause the hang watch and forget tensors, which are replaced inside."""
         if self._manager is None:
             yield
             return
@@ -262,7 +262,7 @@ class EngineRun:
             self._print(f"warning: after a failure this job starts anew, because {_LOAD_FIRST}")
 
     def _objection(self, objects: Mapping[str, Any] | None = None) -> str:
-        """Why no snapshot may serve the script around the engine; '' if one may.
+        """Reason why no snapshot may serve the script around the engine; '' if one may.
 
         ``objects`` are those of the snapshot that would be restored; without them it is said
         for the snapshots to come.
@@ -275,7 +275,7 @@ class EngineRun:
         return objection(self._follows, bool(state.get("provided")), found)
 
     def around_step(self, original: Function, *args: Any, **kwargs: Any) -> Any:
-        """``step`` or ``train_batch``: a snapshot behind each one that ended an iteration."""
+        """Run ``step`` or ``train_batch``; take a snapshot if that ended an iteration."""
         self.begin()
         before = self._engine.global_steps
         result = original(*args, **kwargs)
@@ -288,7 +288,7 @@ class EngineRun:
         return result
 
     def _warn_of_objection(self) -> None:
-        """Say it as training begins, and again when more of the script has shown."""
+        """Warn as training begins, and again when more is known of the script."""
         if (found := self._outside.found()) == self._warned_of:
             return
         self._warned_of = found
@@ -296,12 +296,12 @@ class EngineRun:
             self._print(f"warning: a restart of this job will use no snapshot: {problem}")
 
     def around_save(self, original: Function, *args: Any, **kwargs: Any) -> Any:
-        """``save_checkpoint``: no iteration ends meanwhile, and no hang is seen in that."""
+        """Run ``save_checkpoint`` with the hang watch paused: no iteration ends meanwhile."""
         with nullcontext() if self._manager is None else self._manager.watch.pause():
             return saving.save_checkpoint(self._engine, original, *args, **kwargs)
 
     def around_destroy(self, original: Function, *args: Any, **kwargs: Any) -> Any:
-        """``destroy``: captures end before the engine's tensors do."""
+        """Run ``destroy`` after the end of captures, which read the engine's tensors."""
         self.close()
         saving.close(self._engine)
         return original(*args, **kwargs)

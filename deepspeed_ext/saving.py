@@ -196,7 +196,7 @@ def _content(latest: Path) -> str:
 
 
 def _is_whole(checkpoint: Path, latest: Path) -> bool:
-    """Whether nothing in it was written after ``latest``, which is written last."""
+    """True if nothing in it was written after ``latest``, which is written last."""
     try:
         written = max(path.stat().st_mtime_ns for path in checkpoint.iterdir())
         return written <= latest.stat().st_mtime_ns

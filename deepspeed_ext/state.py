@@ -191,7 +191,7 @@ class EngineState:
         return own | {name: part.state_dict() for name, part in self._parts.items()}
 
     def _numbers(self) -> dict[str, dict[str, Any]]:
-        """By every master's name, in order; {} where none has any, as torch's optimizers do."""
+        """Numbers by master, in order; {} if no master has any, as with torch's optimizers."""
         kept = self._kept.numbers()
         return {master.name: kept.get(master.name, {}) for master in self._masters} if kept else {}
 

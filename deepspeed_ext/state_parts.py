@@ -197,7 +197,7 @@ def _samples(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Some elements from all over it, as bytes, where it is."""
+    """Copy some elements from all over a tensor, as bytes, on its device."""
     return _elements(tensor).clone().view(torch.uint8)
 
 

@@ -199,7 +199,7 @@ REFUSALS = (
 
 
 def refusals(engine: Any) -> list[str]:
-    """Why snapshots of this engine would not be safe, one line a reason; empty if they are."""
+    """Reasons why snapshots of this engine are not safe, one line each; empty if they are."""
     found, inner = config_refusals(engine._config), engine.optimizer
     if not hasattr(getattr(inner, "optimizer", inner), "step"):
         found.append(

@@ -19,7 +19,7 @@ FAMILIES: Mapping[str, Callable[[Any], OptimizerView]] = {
     "FP16_Optimizer": FusedView,
     "FP16_UnfusedOptimizer": UnfusedView,
 }
-"""By the exact name of the wrapper's class: subclasses keep more than their parents."""
+"""Views by the exact name of the wrapper's class: subclasses keep more than parents."""
 
 
 def view_of(engine: Any) -> OptimizerView:

@@ -239,4 +239,4 @@ MAKERS: Mapping[str, StateMaker] = {
     "FusedAdam": _fused("exp_avg", "exp_avg_sq"),
     "FusedLion": _fused("exp_avg"),
 }
-"""By class name."""
+"""Functions that create the state of an optimizer, by its class name."""

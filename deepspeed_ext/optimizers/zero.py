@@ -114,7 +114,7 @@ class Zero3View(OptimizerView):
 
     def publish(self, kept: Mapping[str, torch.Tensor]) -> None:
         """Round this rank's masters, and gather what persists, frozen parameters included."""
-        # What was gathered before is given up, else it would stay as it was.
+        # Parameters gathered before are given up, else they would stay as they were.
         self._wrapper.checkpoint_event_prologue()
         # The epilogue does this for trainable parameters; frozen ones never change else.
         for parameter in self._wrapper.module.parameters():

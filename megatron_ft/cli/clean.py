@@ -151,7 +151,7 @@ def end_orphans(folder: JobFolder, state_dir: Path | None) -> int:
 
 
 def _is_orphan(pid: int, folder: JobFolder) -> bool:
-    """Whether this is an SMP of the job whose socket nobody serves."""
+    """True if this is an SMP of the job whose socket nobody serves."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         if b"megatron_ft.smp" not in command:
@@ -165,7 +165,7 @@ def _is_orphan(pid: int, folder: JobFolder) -> bool:
 
 
 def keeps_snapshots(folder: JobFolder) -> bool:
-    """Whether all that lives of the job are SMPs that no supervisor leads."""
+    """True if SMPs that no supervisor leads are all that runs of the job."""
     statuses: list[Status] = []
     for node in folder.nodes():
         with suppress(ControlPlaneError, UntrustedFileError, OSError):

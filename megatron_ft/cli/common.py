@@ -34,13 +34,13 @@ def say(text: str, to: TextIO | None = None) -> None:
 
 
 def flush_output() -> None:
-    """Write what was printed; OSError.  Who was started without an output has none."""
+    """Flush the standard output, if this process has one; OSError if that fails."""
     if sys.stdout is not None:
         sys.stdout.flush()
 
 
 def discard_output() -> None:
-    """Nothing is written any more, not by the interpreter's last flush either."""
+    """Discard all further output, also that of the interpreter's last flush."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

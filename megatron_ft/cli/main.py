@@ -52,7 +52,7 @@ EXIT_CODES: Mapping[int, str] = {
     130: "interrupted by Ctrl-C",
 }
 
-# What is never installed along with the package, and how a user gets it.
+# Packages that are never installed along with this one, and how a user gets them.
 _HOW_TO_GET = {
     "torch": "install the torch build for your hardware; megatron-ft never does, so as not to "
     "replace the one you have",

@@ -201,7 +201,7 @@ def _supervise(
 
 @contextmanager
 def _leaving_nothing(place: RunPlace) -> Iterator[None]:
-    """A job that is refused in this block leaves nothing; a folder in use is not empty."""
+    """Remove the folder of a job that is refused in this block, if it is empty: not in use."""
     try:
         yield
     except MegatronFTError:

@@ -308,7 +308,7 @@ def _over_remote_shells(
 
 
 def _await_agents(hub: AgentHub, fronts: list[AgentFront], size: int) -> None:
-    """Until all agents are there, or none is to be expected any more."""
+    """Wait until all agents are there, or no more can be expected."""
     deadline = time.monotonic() + GATHER_SECONDS
     while time.monotonic() < deadline:
         if hub.await_agents(lambda: len(hub.seats) >= size, _LOOK_SECONDS):

@@ -143,7 +143,7 @@ def check(args: Any, command: Sequence[str]) -> None:
 
 
 def _unread_flags(args: Any, command: Sequence[str]) -> list[str]:
-    """With a YAML file Megatron reads no flags at all, and would train without snapshots."""
+    """Problems of flags beside a YAML file: Megatron reads none and would train unprotected."""
     if getattr(args, "yaml_cfg", None) is None:
         return []
     told = read_command(command)

@@ -418,8 +418,10 @@ def _alone() -> Iterator[None]:
 
 @contextmanager
 def _on_host() -> Iterator[None]:
-    """Megatron asks for the current device while it writes, and waits for it: answer for host
-    memory, where everything is, so that no device is needed and none is touched."""
+    """Answer for host memory when Megatron asks for the current device, or waits for it.
+
+    All tensors are in host memory, so no device is needed and none is touched.
+    """
     import torch
 
     cuda: Any = torch.cuda

@@ -16,8 +16,8 @@ from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.identity import RankRule
 
 SAME_BUCKETS_RANKS = 40
-"""Up to so many data-parallel ranks the default size of a gradient bucket does not depend on
-their number: max(40000000, 1000000 * ranks) elements (distributed_data_parallel.py)."""
+"""Most data-parallel ranks for which the default size of a gradient bucket is the same:
+max(40000000, 1000000 * ranks) elements (distributed_data_parallel.py)."""
 
 _WITHOUT = (
     ("finetune", "--finetune", "it would begin at iteration 0 again"),
@@ -105,7 +105,7 @@ def require_export(form: bytes) -> None:
 
 
 def _batch_is_given(args: Any) -> bool:
-    """Whether the user chose the global batch size; releases before 0.19 do not remember it."""
+    """True if the user chose the global batch size; releases before 0.19 do not remember it."""
     default = bool(args.global_batch_size != args.micro_batch_size * args.data_parallel_size)
     return bool(getattr(args, "_is_global_batch_size_explicitly_specified", default))
 

@@ -155,7 +155,7 @@ def _refuse_to_train_unprotected() -> None:
 
 
 def _with_loss(original: Function) -> Function:
-    """Megatron logs every iteration, before it decides what follows: there its losses are."""
+    """Wrap Megatron's log of an iteration to report losses before it decides what follows."""
     signature = inspect.signature(original)
 
     def training_log(*args: Any, **kwargs: Any) -> Any:
@@ -184,7 +184,7 @@ def _with_capture(original: Function) -> Function:
 
 
 def _with_pause(original: Function) -> Function:
-    """An evaluation or a checkpoint, in which no iteration ends."""
+    """Wrap an evaluation or a checkpoint to pause the hang watch: no iteration ends in it."""
 
     def between_iterations(*args: Any, **kwargs: Any) -> Any:
         with nullcontext() if _current is None else _current.pause():
@@ -194,7 +194,7 @@ def _with_pause(original: Function) -> Function:
 
 
 def _with_note(original: Function) -> Function:
-    """A checkpoint; what it is saved for is noted beside it."""
+    """Wrap the save of a checkpoint to note whether to resume from it."""
     signature, paused = inspect.signature(original), _with_pause(original)
 
     def save(*args: Any, **kwargs: Any) -> Any:
@@ -207,7 +207,7 @@ def _with_note(original: Function) -> Function:
 
 
 def _at_rest(original: Function) -> Function:
-    """The optimizer's state gets other memory, and its old one is given back."""
+    """Wrap a move of the optimizer's state to other memory; its old memory is given back."""
 
     def move(*args: Any, **kwargs: Any) -> Any:
         with nullcontext() if _current is None else _current.at_rest():

@@ -1,4 +1,4 @@
-"""Megatron's own checkpoints beside snapshots: one that broke off, one that is to be resumed from.
+"""Megatron's own checkpoints beside snapshots: saves missed ones, notes one to resume from.
 
 A snapshot is taken before Megatron saves, so an incarnation may resume from the very iteration
 whose checkpoint its predecessor did not finish, and pass no end of that iteration any more.  That
@@ -23,11 +23,11 @@ from megatron_ft.checkpoint.native import RESUME_NOTE, TRACKER, noted, tracked_i
 log = logging.getLogger(__name__)
 
 SAVING_NOTE = ".megatron-ft-saving"
-"""In the folder of ``--save``: the iteration whose checkpoint is tried once more."""
+"""File in the folder of ``--save``: the iteration whose checkpoint is tried once more."""
 
 
 def is_missed(args: Any) -> bool:
-    """Whether the checkpoint of the iteration that was restored is due, not there, and to be saved.
+    """True if the restored iteration's checkpoint is due, missing, and to be saved now.
 
     Collective: the first rank looks, and notes that it is tried.  That is done once, save for the
     last iteration: a disk that takes no checkpoint must not keep training from continuing.
@@ -73,7 +73,7 @@ def _is_wanted(args: Any) -> bool:
 
 
 def _is_first(note: Path, iteration: int) -> bool:
-    """Whether nobody has tried it before; it is noted.  Not where the disk takes not even that."""
+    """True at the first try for ``iteration``, which is noted; False if the note fails."""
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
         tried = note.exists() and note.read_text() == str(iteration)
@@ -84,7 +84,7 @@ def _is_first(note: Path, iteration: int) -> bool:
 
 
 def note_save(args: Any, iteration: int) -> None:
-    """Megatron is about to save this iteration: the first rank notes whether it is such a one."""
+    """Note on the first rank, before Megatron saves, whether to resume from this checkpoint."""
     from torch import distributed
 
     if not getattr(args, "save", None) or distributed.get_rank() != 0:

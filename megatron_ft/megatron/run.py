@@ -29,7 +29,7 @@ _DISK_SOURCES = ("load", "pretrained_checkpoint")
 
 @contextmanager
 def without_disk_load(args: Any) -> Iterator[None]:
-    """Megatron's set-up loads no checkpoint inside this; its arguments are as before after it."""
+    """Keep Megatron's set-up from loading a checkpoint; its arguments are restored after."""
     given = {name: getattr(args, name, None) for name in _DISK_SOURCES}
     for name in _DISK_SOURCES:
         setattr(args, name, None)

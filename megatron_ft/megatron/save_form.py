@@ -81,7 +81,7 @@ def _forget_random_states(tree: dict[str, Any]) -> None:
 
 @contextmanager
 def _as_torch_dist(args: Any) -> Iterator[None]:
-    """Megatron describes its distributed format inside this, whatever --ckpt-format says."""
+    """Have Megatron describe its distributed format inside, whatever --ckpt-format says."""
     given = args.ckpt_format
     args.ckpt_format = FORMAT
     try:
@@ -92,7 +92,7 @@ def _as_torch_dist(args: Any) -> Iterator[None]:
 
 @contextmanager
 def _without_gathering(part: Any, gathered: dict[int, tuple[Any, str]]) -> Iterator[None]:
-    """A fully reshardable optimizer describes whole tensors without gathering them.
+    """Have a fully reshardable optimizer describe whole tensors without gathering them.
 
     It takes what ``get_parameter_state_dp_zero`` gives and cuts it up; tensors without
     memory (device "meta") serve for that as well.

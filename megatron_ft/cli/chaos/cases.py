@@ -123,7 +123,7 @@ class Case:
         return self.losses + provoked + (self.victim == "node")
 
     def possible(self, nodes: int) -> bool:
-        """Whether there are nodes enough to lose."""
+        """True if ``nodes`` are enough for the losses of this case."""
         return self.nodes_lost() <= nodes
 
 
@@ -146,7 +146,7 @@ def processes_at(point: Point) -> tuple[str, ...]:
 
 
 def losses_of(parity: int) -> list[int]:
-    """No more loss, one, as many as parity makes up for, and one too many."""
+    """Numbers of further losses: none, one, as many as parity makes up for, one too many."""
     return sorted({0, 1, parity, parity + 1})
 
 

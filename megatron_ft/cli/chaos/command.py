@@ -184,7 +184,7 @@ def _oracle(settings: ChaosSettings) -> dict[int, Lines]:
 def _kept(
     arguments: argparse.Namespace, cases: Sequence[Case], settings: ChaosSettings
 ) -> list[CaseResult]:
-    """What passed before the break."""
+    """Results of the wanted cases that passed before the break."""
     if not arguments.go_on:
         return []
     if arguments.json is None:
@@ -200,7 +200,7 @@ def _save(
     cases: Sequence[Case],
     results: Sequence[CaseResult],
 ) -> None:
-    """After every case, so that a run that is interrupted leaves what it has."""
+    """Write the results; called after every case, so that an interrupted run keeps them."""
     place = {str(case): number for number, case in enumerate(cases)}
     ordered = sorted(results, key=lambda result: place[result.case])
     if arguments.markdown:

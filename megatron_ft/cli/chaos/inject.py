@@ -89,7 +89,7 @@ class Injector:
         nodes: Sequence[str] = (),
         suspended: Mapping[str, int] | None = None,
     ) -> None:
-        """Record what is about to be done: whoever sees it may answer at once."""
+        """Record a strike before it is carried out: the job may react at once."""
         self.quiet = time.monotonic()
         self.strikes.append(Struck(self.quiet, text, tuple(lost), tuple(nodes), suspended or {}))
 
@@ -138,7 +138,7 @@ class Injector:
         return [cure.get_name() for cure in self._cures if not cure.done()]
 
     def missing(self) -> str:
-        """The things that a job that does not come to rest waits for, and its last events."""
+        """List what a job that does not come to rest waits for, and its last events."""
         done = self.follower.protected_commits(self.quiet)
         wanted = [f"2 protected snapshots after the fault ({done} so far)", *self.curing()]
         return f"{', '.join(wanted)}; the last events:\n{self.follower.tail()}"
@@ -248,7 +248,7 @@ class CaseInjector(Injector):
             self._signal(pids, f"{victim} of {node} at {where}", node)
 
     def _may_be_given_up(self, node: str) -> dict[str, int]:
-        """An SMP that is gone or silent may cost its node, with what it holds."""
+        """Nodes that the job may give up because their SMP is gone or silent, with positions."""
         active = self.follower.active()
         if self.case.victim != "smp":
             return {}
@@ -276,7 +276,7 @@ class CaseInjector(Injector):
             self.later(RETURN_SECONDS, lambda: self.revive(nodes), "the node is back")
 
     def _damage(self, node: str) -> None:
-        """Damage shows when the arena is read again: all trainers start anew."""
+        """Damage an arena, then kill the trainers: damage shows when the arena is read again."""
         chance = random.Random(f"{self.case} {self.chance}")
         position = self.follower.active().index(node)
         lost = () if self.case.fault == "flip-header" else (position,)

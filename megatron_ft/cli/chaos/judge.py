@@ -73,7 +73,7 @@ class Verdict:
 
     @property
     def good(self) -> bool:
-        """Whether the case passed."""
+        """True if the case passed."""
         return not self.problems
 
 
@@ -153,7 +153,7 @@ class Known:
         return max(self.protected if len(self.lost) <= self.parity else -1, self.drained)
 
     def back_to(self, iteration: int) -> None:
-        """Training was set back: nothing newer counts any more."""
+        """Forget what is newer than ``iteration``, to which training was set back."""
         self.committed = iteration
         self.protected = min(self.protected, iteration)
         self.drained = min(self.drained, iteration)

@@ -43,7 +43,7 @@ class CaseResult(msgspec.Struct, frozen=True):
 
     @property
     def good(self) -> bool:
-        """Whether the case passed."""
+        """True if the case passed."""
         return self.result != FAILED
 
     @classmethod
@@ -156,7 +156,7 @@ def _machine() -> str:
 
 
 def _is_plain(case: Case) -> bool:
-    """Whether it is the death of one process, of which there is a table of its own."""
+    """True if the case kills one process; such cases have a table of their own."""
     crowd = case.victim in ("trainers", "world", "node")
     return case.fault == "kill" == VICTIMS[case.victim][0] and case.disk and not crowd
 

@@ -242,14 +242,14 @@ class _CaseRun:
         return bool(self.ended)
 
     def _ready(self) -> bool:
-        """Whether there is something to lose."""
+        """True if there is something to lose."""
         drained = not self.job.drain_interval or self.follower.count("drained") > 0
         if (self.case.victim, self.case.fault) == ("disk", "full"):
             drained = self.follower.count("drain_failed") > 0
         return drained and self.follower.protected_commits() >= 2
 
     def _settled(self) -> bool:
-        """Whether the job has come to rest since the last thing that was done to it."""
+        """True if the job has come to rest since the last thing that was done to it."""
         quiet, follower = self.injector.quiet, self.follower
         if self.injector.curing():
             return False

@@ -208,11 +208,11 @@ def _with_times(
 def _seconds_until(
     strike: DemoStrike, events: Sequence[RecordedEvent], *kinds: str
 ) -> float | None:
-    """From the strike to the first event of these kinds, None if there is none."""
+    """Seconds from the strike to the first event of these kinds, None if there is none."""
     return next((e["at"] - strike.monotonic for e in events if e["kind"] in kinds), None)
 
 
 def _seconds_to_end(strike: DemoStrike, lines: Sequence[TraceLine], iteration: int) -> float | None:
-    """From the strike until the last rank finished an iteration, None if none did."""
+    """Seconds from the strike until the last rank finished an iteration, None if none did."""
     ends = [line.time for line in lines if line.iteration == iteration]
     return max(ends) - strike.wall if ends else None

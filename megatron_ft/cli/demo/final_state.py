@@ -86,7 +86,7 @@ class Comparison:
 
     @property
     def identical(self) -> bool:
-        """Whether there was something to compare and every bit of it is the same."""
+        """True if there was something to compare and every bit of it is the same."""
         return not self.differences and self.tensors > 0 and self.losses > 0
 
 

@@ -143,7 +143,7 @@ class DemoReport:
 
     @property
     def identical(self) -> bool:
-        """Whether both runs were compared and do not differ in a bit."""
+        """True if both runs were compared and do not differ in a bit."""
         return self.comparison is not None and self.comparison.identical
 
     def as_json(self) -> dict[str, Any]:

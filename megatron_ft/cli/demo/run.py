@@ -108,7 +108,7 @@ class ProtectedRun:
         return newest.incarnation == self._incarnation and newest.iteration >= fault.iteration
 
     def _seconds_until(self, fault: DemoFault) -> float:
-        """From now until ``fault.fraction`` of an iteration has passed since the last one's end."""
+        """Seconds until ``fault.fraction`` of an iteration has passed since the last one's end."""
         usual = median(line.seconds for line in self._lines[-5:])
         return max(0.0, self._lines[-1].time + fault.fraction * usual - time.time())
 

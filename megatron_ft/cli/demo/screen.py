@@ -62,7 +62,7 @@ class Screen:
         self.console.print(Text(stamp, "dim") + Text(text, style), soft_wrap=True)
 
     def begin(self, title: str, iterations: int) -> None:
-        """A run of ``iterations`` starts."""
+        """Begin to show a run of ``iterations``."""
         self.end()
         self._total, self._furthest, self._committed, self._incarnation = iterations, 0, -1, 0
         self.log(title, "bold")
@@ -80,13 +80,13 @@ class Screen:
             self._progress.start()
 
     def end(self) -> None:
-        """The run is over, however it went."""
+        """Remove the bar of the run, however it went."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
     def line(self, line: TraceLine) -> None:
-        """Rank 0 has finished an iteration."""
+        """Show an iteration that rank 0 has finished."""
         if self._strike is not None and line.incarnation > self._strike.incarnation:
             seconds = line.time - self._strike.wall
             self.log(
@@ -107,7 +107,7 @@ class Screen:
             self.log(f"iteration {iteration:3}/{self._total}  {detail}".rstrip())
 
     def event(self, event: RecordedEvent) -> None:
-        """An event of the supervisor."""
+        """Show an event of the supervisor."""
         kind = event["kind"]
         if kind == "committed":
             self._committed = event["iteration"]
@@ -117,6 +117,6 @@ class Screen:
             self.log(event["text"], _STYLES[kind])
 
     def strike(self, strike: DemoStrike) -> None:
-        """A fault was just carried out."""
+        """Show a fault that was just carried out."""
         self._strike = strike
         self.log(f"FAULT in iteration {strike.during}: {strike.text}", "bold red")

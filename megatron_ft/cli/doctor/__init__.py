@@ -1,4 +1,4 @@
-"""``megatron-ft doctor``: is this place fit for the job, asked of every node before training.
+"""``megatron-ft doctor``: examines before training whether every node is fit for the job.
 
 ``examine.py`` starts ``probe.py`` on each node, ``as_trainer.py`` as the training command would be
 started, and ``pair_world.py`` over all of them through ``pairs.py``.  Their answers are in

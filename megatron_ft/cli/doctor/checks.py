@@ -36,7 +36,7 @@ _SAME_MOUNT = "mount the same file system at that path on all nodes"
 
 
 def reachable(facts: Facts) -> list[Judged]:
-    """Every node must have answered."""
+    """Check that every node has answered."""
     advice = "repair the node or leave it out; if all fail alike, see whether this package is there"
     lost = {node: said for node, said in facts.nodes.items() if isinstance(said, str)}
     if lost:
@@ -48,7 +48,7 @@ def reachable(facts: Facts) -> list[Judged]:
 
 
 def spares(facts: Facts) -> list[Judged]:
-    """Without a spare a lost node ends the job, or its memory at least."""
+    """Check for spares: without one a lost node ends the job, or its memory at least."""
     if facts.wishes.spares:
         return [ok(f"in reserve: {', '.join(facts.wishes.spares)}")]
     return [warn("no spare: the job stops when a node is lost", "start with --spares 1 or more")]
@@ -73,7 +73,7 @@ def protection(facts: Facts) -> list[Judged]:
 
 
 def slurm(facts: Facts) -> list[Judged]:
-    """With Slurm's defaults the loss of a node kills the whole job."""
+    """Check for --no-kill: by Slurm's defaults the loss of a node kills the whole job."""
     advice = "put `#SBATCH --no-kill` into the batch script"
     if facts.no_kill is None:
         return []
@@ -90,7 +90,7 @@ def slurm(facts: Facts) -> list[Judged]:
 
 
 def steps(facts: Facts) -> list[Judged]:
-    """In Slurm, SMP and trainers must be steps of their own: a step dies as a whole."""
+    """Check that SMP and trainers are Slurm steps of their own: a step dies as a whole."""
     trainers = facts.as_trainers
     shared = [
         node

@@ -64,14 +64,14 @@ def no_kill(environment: Mapping[str, str] = os.environ) -> str | None:
 def judge_no_kill(
     script: str | None, submit_line: str | None, environment: Mapping[str, str]
 ) -> str:
-    """As ``no_kill``, from the batch script, the line that submitted it, and variables.  Pure.
+    """Do as ``no_kill``, from the batch script, the line that submitted it, and variables.  Pure.
 
     A command line beats variables, which beat the script, as sbatch(1) says.
     """
     lines = re.findall(r"^#SBATCH\s+(.*)$", script or "", re.MULTILINE)
     variables = [environment.get(name) for name in ("SBATCH_NO_KILL", "SALLOC_NO_KILL")]
     given = [
-        # What follows the script's name is the script's own.
+        # Words that follow the script's name are the script's own.
         _in_line(submit_line or ""),
         *(value != "off" for value in variables if value is not None),
         *(_in_line(line) for line in reversed(lines)),
@@ -189,7 +189,7 @@ class Examination:
 
 
 def clock_between(asked: float, began: float, ended: float, answered: float) -> Clock:
-    """By how much a clock is ahead that said ``began`` and ``ended`` between two of ours.  Pure.
+    """Lead of a clock that showed ``began`` and ``ended`` between two times of ours.  Pure.
 
     It began after it was asked and ended before the answer was here, so its error is at least
     ``ended - answered`` and at most ``began - asked``.
@@ -240,7 +240,7 @@ def export_folders(wishes: Wishes, token: str) -> Iterator[tuple[ExportFolder, .
 
 @contextmanager
 def _locked(path: Path, token: str) -> Iterator[str]:
-    """Why the file that lies there meanwhile could not be locked, or ""."""
+    """Keep a locked file there meanwhile; gives the reason why it could not be locked, or ""."""
     problem = ""
     with ExitStack() as held:
         held.callback(_clear, path.parent, token)

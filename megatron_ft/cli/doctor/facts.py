@@ -172,7 +172,7 @@ class WorldFacts(msgspec.Struct, frozen=True):
 
 
 class Clock(msgspec.Struct, frozen=True):
-    """By how much a node's clock is ahead, in seconds: between ``least`` and ``most``."""
+    """Lead of a node's clock in seconds: between ``least`` and ``most``."""
 
     least: float
     most: float
@@ -234,7 +234,7 @@ class Facts(msgspec.Struct, frozen=True):
 
     @property
     def one_machine(self) -> bool:
-        """Whether several nodes share one machine, and with it its cores and its memory."""
+        """True if several nodes share one machine, and with it its cores and its memory."""
         machines = [said.machine for said in self.answered.values()]
         return len(set(machines)) < len(machines)
 

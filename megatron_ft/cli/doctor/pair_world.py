@@ -135,7 +135,7 @@ class PairMeter:
                 # They may still be written to, so they are not used again.
                 self._outgoing, self._incoming = self._outgoing.copy(), self._incoming.copy()
                 return False
-            # Who waits for a partner leaves the core to those that are measured.
+            # A rank that waits for a partner leaves the core to those that are measured.
             time.sleep(POLL_SECONDS if patient else 0)
         return True
 

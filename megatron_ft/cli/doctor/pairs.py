@@ -36,7 +36,7 @@ REPEATS = 3
 """Measurements of a pair in the second round; the best counts."""
 
 PARTNERS = 16
-"""With how many trusted partners a suspect is measured again, at most."""
+"""Most trusted partners with which a suspect is measured again."""
 
 Pair = tuple[str, str]
 """Two nodes in alphabetical order."""

@@ -96,7 +96,7 @@ def _user_name() -> str:
 
 
 def machine_id() -> str:
-    """The same for all who share a kernel, another after a reboot."""
+    """Id of the kernel: equal for nodes that share one, another after a reboot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -128,7 +128,7 @@ def remove_ipc(folders: Iterable[str] = LOGIND_FOLDERS) -> bool | None:
 
 
 def lingers(user: str, folder: Path = LINGER) -> bool:
-    """Whether logind keeps a user's things when no session of the user is left."""
+    """True if logind keeps a user's things when no session of the user is left."""
     return (folder / user).exists()
 
 
@@ -219,7 +219,7 @@ def measure_drain(folder: Path, token: str, node: str, size: int) -> DrainPlace:
 
 
 def _distrust(folder: Path) -> str:
-    """Why the job would refuse what it has drained itself: some file systems give what is made to
+    """Reason why the job would refuse its own drain, or "": some file systems give new files to
     another user (NFS with root_squash), or to everybody (CIFS, vfat)."""
     disk, file = DiskCalls(), folder / "shard"
     disk.make_folder(folder)

@@ -14,7 +14,7 @@ _MARGIN = 23
 
 
 class Severity(str, Enum):
-    """Worse is later: a warning is for people to read, what is refused would fail the job."""
+    """Verdicts, the worst last: a warning is for people to read, a refusal would fail the job."""
 
     OK = "ok"
     WARNING = "warning"
@@ -46,17 +46,17 @@ class Finding(NamedTuple):
 
 
 def ok(text: str) -> Judged:
-    """All is well."""
+    """Judge that all is well."""
     return Judged(Severity.OK, text)
 
 
 def warn(text: str, advice: str, *nodes: str) -> Judged:
-    """People should know this."""
+    """Judge that people should know this."""
     return Judged(Severity.WARNING, text, advice, nodes)
 
 
 def refuse(text: str, advice: str, *nodes: str) -> Judged:
-    """This would fail the job, or lose its memory."""
+    """Judge that this would fail the job, or lose its memory."""
     return Judged(Severity.REFUSED, text, advice, nodes)
 
 

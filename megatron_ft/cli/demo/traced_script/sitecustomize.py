@@ -27,7 +27,7 @@ class BeforeImport:
 
 
 def stand_in() -> None:
-    """Megatron is about to be imported: pretend that there are devices, if there are none."""
+    """Pretend, before Megatron is imported, that there are devices if there are none."""
     from megatron_ft.cli.demo import cpu_device
 
     if cpu_device.needed():
@@ -37,21 +37,21 @@ def stand_in() -> None:
 
 
 def prepare_deepspeed() -> None:
-    """DeepSpeed was imported: nothing is to be compiled for it."""
+    """Keep DeepSpeed, which was imported, from compiling."""
     from deepspeed_ext import cpu
 
     cpu.prepare()
 
 
 def trace_megatron() -> None:
-    """Megatron's loop was imported: make it write its trace."""
+    """Make Megatron's loop, which was imported, write its trace."""
     from megatron_ft.cli.demo import megatron_trace
 
     megatron_trace.install(Path(os.environ[VARIABLE]))
 
 
 def trace_deepspeed() -> None:
-    """DeepSpeed was imported: make its engines write their trace."""
+    """Make the engines of DeepSpeed, which was imported, write their trace."""
     from megatron_ft.cli.demo import deepspeed_trace
 
     deepspeed_trace.install(Path(os.environ[VARIABLE]))
