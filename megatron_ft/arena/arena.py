@@ -1,9 +1,9 @@
 """An arena file, created or adopted, and views of its regions.
 
-Whoever creates an arena has its memory afterwards: allocated, populated, within all
-limits.  Whoever opens one has checked that it is whole and theirs.  Data, parity and
-records are mapped separately and writable only where asked for, so that a stray
-write by a process that only reads (an encoder) faults instead of corrupting.
+Creating an arena allocates and populates its memory, within all limits.  Opening one
+checks that it is whole and belongs to the caller.  Data, parity and records are mapped
+separately, and writable only where the caller asks for it.  A stray write by a process
+that only reads (an encoder) then faults instead of corrupting.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class Arena:
         self._writable_mapping(at, self._geometry.data_bytes).populate()
 
     def in_place(self) -> bool:
-        """Whether others who open ``path`` find this very file, and all of it."""
+        """True if ``path`` still leads to this very file, and the file has its full length."""
         try:
             found = os.stat(self.path, follow_symlinks=False)
         except OSError:

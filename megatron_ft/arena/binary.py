@@ -36,7 +36,7 @@ KIND_HEADER, KIND_SLOT, KIND_PERMIT, KIND_PROGRESS = 1, 2, 3, 4
 
 @dataclass(frozen=True)
 class RecordPlace:
-    """Where a record is: file offset, bytes per copy and per payload, and what it is.
+    """Place and kind of a record: file offset, bytes per copy and per payload, kind, index.
 
     ``kind`` and ``index`` are part of the hashed bytes, so that a record found in
     another one's place is not taken for it.

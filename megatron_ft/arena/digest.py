@@ -37,7 +37,7 @@ def joined_crcs(crcs: Table, block_bytes: int, run: int) -> Table:
 
 
 def _joined(runs: Table, block_bytes: int, blocks: int) -> Table:
-    """Of each row, whose CRCs are of ``blocks`` blocks each: by pairs, then by pairs of these."""
+    """Join the CRCs of each row, of ``blocks`` blocks each, pair by pair until one is left."""
     if runs.shape[1] == 1:
         alone: Table = runs[:, 0].copy()
         return alone
@@ -49,7 +49,7 @@ def _joined(runs: Table, block_bytes: int, blocks: int) -> Table:
 
 
 def _moved_on(crcs: Table, block_bytes: int, blocks: int) -> Table:
-    """What they become when so many blocks of zeros follow; ``blocks`` is a power of two."""
+    """The CRCs after ``blocks`` more blocks of zeros; ``blocks`` is a power of two."""
     # Lowest byte first, as in the table.
     bytes_of = np.ascontiguousarray(crcs, "<u8").view(np.uint8).reshape(*crcs.shape, 8)
     moved = np.zeros(crcs.shape, np.uint64)
@@ -60,7 +60,7 @@ def _moved_on(crcs: Table, block_bytes: int, blocks: int) -> Table:
 
 @lru_cache(maxsize=32)
 def _images(block_bytes: int, blocks: int) -> Table:
-    """For each of a CRC's bytes, lowest first, what each of its values becomes."""
+    """Table of the moved CRC for each value of each byte of a CRC, lowest byte first."""
     bits, images = _bits(block_bytes, blocks).reshape(8, 8), np.zeros((8, 1), np.uint64)
     for number in range(8):
         images = np.concatenate([images, images ^ bits[:, number : number + 1]], axis=1)
@@ -69,7 +69,7 @@ def _images(block_bytes: int, blocks: int) -> Table:
 
 @lru_cache(maxsize=32)
 def _bits(block_bytes: int, blocks: int) -> Table:
-    """What each single bit of a CRC becomes."""
+    """The moved CRC of each single bit, lowest bit first."""
     if blocks > 1:
         return _moved_on(_bits(block_bytes, blocks // 2), block_bytes, blocks // 2)
     zeros, library = np.zeros(block_bytes, np.uint8), isal.load()
@@ -207,8 +207,8 @@ def sealed_anew(
     """The record of a region, filled up to ``digest_offset``, with digests of other blocks.
 
     Writes the table and zeros after it.  ArenaCapacityError, with nothing written, if there is no
-    room for more digests.  Who calls verifies the bytes by the old digests afterwards: what
-    changes in between is then found by either.
+    room for more digests.  The caller verifies the bytes by the old digests afterwards: a
+    change in between is then found by either.
     """
     used = _end_of_table(record.digest_offset, block_bytes)
     if used > data.size:
@@ -263,7 +263,7 @@ def _write_meta(data: Bytes, record: SealedRecord, meta: bytes) -> None:
 
 
 def fits(data_bytes: int, record: SealedRecord) -> bool:
-    """Whether a record's lengths are in order and inside a region, whoever wrote them."""
+    """True if a record's lengths are in order and inside a region; it may be untrusted."""
     meta_end = record.meta_offset + record.meta_bytes
     ends = (0, record.tensor_bytes, record.meta_offset, meta_end, record.digest_offset)
     ordered = all(a <= b for a, b in zip(ends, (*ends[1:], record.used_bytes), strict=True))
@@ -290,7 +290,7 @@ def digest_table(data: Bytes, record: SealedRecord) -> Table:
 
 
 def verify_root(data: Bytes, record: SealedRecord) -> bool:
-    """Whether the table in the region and the record are those that were sealed together."""
+    """True if the table in the region and the record were sealed together."""
     return fits(data.size, record) and digest_root(_table_view(data, record), record) == (
         record.digest_root
     )
@@ -308,8 +308,8 @@ class BlockCheck:
     ) -> None:
         """Compares table and record with the root first; block_bytes is as it was sealed.
 
-        Who asks for runs of ``run`` blocks, from multiples of it on, gets them checked in one
-        call each where digests are CRCs: threads wait for the GIL between calls.
+        Runs of ``run`` blocks, from multiples of it on, are checked in one call each where digests
+        are CRCs: threads wait for the GIL between calls.
         """
         covered = min(max(record.digest_offset, 0), data.size)
         self.block_bytes, self.run = block_bytes, run
@@ -325,7 +325,7 @@ class BlockCheck:
             self._run_digest = block_digests(data[:covered], run * block_bytes, algorithm)
 
     def bad(self, first: int, stop: int) -> list[int]:
-        """Which blocks from ``first`` to before ``stop`` do not hold the sealed bytes.
+        """Numbers of the blocks from ``first`` to before ``stop`` without the sealed bytes.
 
         With a wrong root nothing is known of any block, so every block is named, at least one.
         """
@@ -370,7 +370,7 @@ def name_blocks(bad: list[int]) -> str:
 
 
 def tail_is_zero(data: Bytes, record: SealedRecord) -> bool:
-    """Whether all bytes from ``used_bytes`` to the region's end are zero, as coding assumes."""
+    """True if all bytes from ``used_bytes`` to the region's end are zero, as coding assumes."""
     _check_fits(data, record)
     start = min(round_up(record.used_bytes, ENTRY_BYTES), data.size)
     end = start + (data.size - start) // ENTRY_BYTES * ENTRY_BYTES

@@ -140,7 +140,7 @@ def check_length(fd: int, path: Path, length: int) -> None:
 
 
 def both_damaged(path: Path, what: str) -> str:
-    """What is lost with both copies of a record, and what to do."""
+    """Message: both copies of a record are damaged, the consequence, and the remedy."""
     return (
         f"both copies of the {what} of {path} are damaged: the shard counts as lost and is "
         "rebuilt from its stripe; remove the file"
@@ -169,7 +169,7 @@ def read_whole_header(fd: int, path: Path) -> ArenaHeader:
 
 
 ASIDE = ".aside"
-"""Ends the names of what was set aside."""
+"""Suffix of the names of files that were set aside."""
 
 _VERSION_AT = binary.PREAMBLE_BYTES - 4
 _NEWEST_VERSION = 63
@@ -177,7 +177,7 @@ _NEWEST_VERSION = 63
 
 
 def reason_in_the_way(path: Path) -> str:
-    """Why what lies at an arena's path cannot be an arena of ours; "" if it may be one."""
+    """The reason why the file at an arena's path cannot be ours; "" if it may be."""
     info = path.lstat()
     if stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid():
         # A wrong mode is put right: the folder lets nobody else in.
@@ -207,7 +207,7 @@ def remove(path: Path) -> None:
 
 
 def clear(path: Path) -> None:
-    """Have nothing at this path any more."""
+    """Remove the file at this path, or set it aside."""
     remove(path)
     if os.path.lexists(path):
         set_aside(path)

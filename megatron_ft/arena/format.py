@@ -36,8 +36,8 @@ ZERO_HASH = bytes(HASH_BYTES)
 MAX_REGION_BYTES = 1 << 56
 
 BLOCK_BYTES = 512 << 10
-"""Under one digest, in new arenas: each costs a call, and a trainer's copy thread waits for
-Python's lock after every call."""
+"""Bytes under one digest in new arenas.  Each digest costs a call, and a trainer's copy thread
+waits for Python's lock after every call."""
 
 CODECS = ("none", "xor", "rs", "replica")
 MATRIX_NONE, MATRIX_CAUCHY, MATRIX_ONES = 0, 1, 2
@@ -61,7 +61,7 @@ def check_shard_id(shard_id: str) -> None:
 
 
 class SlotState(IntEnum):
-    """Where a slot is on its way; section "Slot states" of docs/arena-format.md."""
+    """State of a slot; see section "Slot states" of docs/arena-format.md."""
 
     FREE = 0
     CAPTURING = 1
@@ -130,19 +130,19 @@ class Geometry:
         return self.control_bytes + self.slot_count * self.slot_span
 
     def slot_header_offset(self, slot: int) -> int:
-        """Where the two copies of a slot's header start."""
+        """Offset of the two copies of a slot's header."""
         return SLOT_HEADERS_OFFSET + self._checked(slot) * 2 * SLOT_COPY_BYTES
 
     def data_offset(self, slot: int) -> int:
-        """Where a slot's data region starts."""
+        """Offset of a slot's data region."""
         return self.control_bytes + self._checked(slot) * self.slot_span
 
     def parity_offset(self, slot: int) -> int:
-        """Where a slot's parity region starts."""
+        """Offset of a slot's parity region."""
         return self.data_offset(slot) + round_up(self.data_bytes, PAGE_BYTES)
 
     def parity_digest_offset(self, slot: int) -> int:
-        """Where the digests of a slot's parity blocks start."""
+        """Offset of the digests of a slot's parity blocks."""
         return self.data_offset(slot) + self._parity_digest_start
 
     @property
@@ -157,7 +157,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class ArenaHeader:
-    """Whose arena this is and how its bytes are protected.
+    """Owner of an arena (job, shard, stripe) and the protection of its bytes.
 
     ``lineage`` has the newest ancestor last, the last one being this incarnation with
     the snapshot it started from; only the newest 64 are stored.  ``members`` are the

@@ -112,7 +112,7 @@ def check_memory(
 def shortage_message(
     directory: Path, need_bytes: int, arithmetic: str, short: MemoryReading
 ) -> str:
-    """What is missing, which limit says so, and what can be done."""
+    """Message: the missing memory, the limit that refuses it, and the remedies."""
     return (
         f"no memory for an arena in {directory}: it needs {format_bytes(need_bytes)} "
         f"({need_bytes} bytes: {arithmetic}), but {short.limit} leaves "
@@ -255,7 +255,7 @@ def _set_policy(mode: int, node: int | None) -> bool:
     if node is not None:
         mask[node // 64] = 1 << node % 64
     libc = ctypes.CDLL(None, use_errno=True)
-    # The kernel takes one bit less than it is told.
+    # The kernel reads one bit less than the given count.
     failed = libc.syscall(call, mode, mask, ctypes.c_ulong(_MOST_NODES + 1))
     if failed:
         log.info("pages cannot be asked for on node %s: %s", node, os.strerror(ctypes.get_errno()))

@@ -53,7 +53,7 @@ def map_file(
 
 
 def address_of(array: MappedBytes) -> int:
-    """Where its first byte is."""
+    """Address of the array's first byte."""
     return ctypes.addressof(array)
 
 
@@ -65,7 +65,7 @@ def madvise(address: int, length: int, advice: int) -> None:
 
 
 def _room(offset: int, length: int, unit: int) -> int | None:
-    """An address for a mapping, of which the kernel holds just the room; None: any will do."""
+    """Reserve an aligned range for a mapping; returns its address, None if any will do."""
     if length < unit:
         return None
     pages = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -139,7 +139,7 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 def populate_read(view: NDArray[np.uint8]) -> bool:
-    """Map the pages under a view now, so that whoever reads it next takes no faults.
+    """Map the pages under a view now, so that the next reader takes no faults.
 
     The GIL is not held meanwhile.  False where the kernel cannot: nothing is lost by it.
     """

@@ -28,7 +28,7 @@ from megatron_ft.core.errors import ConfigError
 
 
 def attribute_of(name: str) -> str:
-    """Where a setting's parsed flag stands on the parsed arguments."""
+    """Name of a setting's attribute on the parsed arguments."""
     return "inmem_" + name
 
 

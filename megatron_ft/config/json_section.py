@@ -176,7 +176,7 @@ def _refusal(setting: Setting, value: Any, label: str) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """As it stands in the file; a configuration made in Python may hold other things."""
+    """A value as JSON text; a configuration made in Python may hold other objects."""
     return json.dumps(value, default=repr)
 
 

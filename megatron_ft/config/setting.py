@@ -20,7 +20,7 @@ ENVIRONMENT_PREFIX = "MEGATRON_FT_"
 FLAG_PREFIX = "--inmem-"
 
 AUTO = "auto"
-"""In place of a number: found out while the job runs."""
+"""Stands for a number that is found out while the job runs."""
 
 
 @dataclass(frozen=True)

@@ -316,7 +316,7 @@ class Source:
 
     @property
     def given(self) -> dict[str, Any]:
-        """Only what is given."""
+        """The values that are given, without the others."""
         return {n: v for n, v in self.values.items() if v is not None and v != ""}
 
 

@@ -122,7 +122,7 @@ class Pace:
         self._lock = threading.Lock()
 
     def after(self, length: int) -> None:
-        """``length`` more bytes were moved: wait until that many were allowed."""
+        """Count ``length`` more bytes moved, and wait until the cap allows them."""
         if not self._rate:
             return
         with self._lock:

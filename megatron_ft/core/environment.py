@@ -20,13 +20,13 @@ NODE_DIR = "MEGATRON_FT_NODE_DIR"
 INCARNATION = "MEGATRON_FT_INCARNATION"
 
 TREE = "MEGATRON_FT_TREE"
-"""Names all that one start has led to, also what made a session of its own or lost its parent.
+"""Names all processes of one start, also those with a session of their own or no parent.
 
-Whoever starts something that starts others sets it; the launcher ends all of them together.
+A process whose children start others sets it; the launcher ends all of them together.
 """
 
 RESTORE = "MEGATRON_FT_RESTORE"
-"""Where an incarnation's state comes from: "memory", or "disk" for the framework's own checkpoint.
+"""Source of an incarnation's state: "memory", or "disk" for the framework's own checkpoint.
 
 "rewound" is memory, too, even where the framework has a newer checkpoint: that one is of what
 was given up.
@@ -38,7 +38,7 @@ READY_NAME = "smp.json"
 
 @dataclass(frozen=True)
 class ProcessEnvironment:
-    """Where a supervised process is: its job, node, the node's folder, the job's incarnation.
+    """Place of a supervised process: its job, node, the node's folder, the job's incarnation.
 
     ``node_dir`` holds the SMP's socket and the arenas.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""One flipped bit in a text makes it no UTF-8, and nesting may be deeper than the stack."""
+"""Errors of decoding damaged bytes, which may be no UTF-8 or nested deeper than the stack."""
 
 
 class MegatronFTError(Exception):

@@ -87,7 +87,7 @@ class ArmedPlan:
         return fault.node in ("", self._node) and fault.rank in (-1, self._rank)
 
     def __call__(self, point: str) -> None:
-        """This process is at ``point``."""
+        """Note that this process is at ``point``."""
         for fault in self._faults:
             if fault.point == point and (self._folder / ARMED_NAME).exists():
                 self._counts[fault.name] += 1
@@ -100,7 +100,7 @@ class ArmedPlan:
         return count >= fault.nth if fault.repeat else count == fault.nth
 
     def _claim(self, fault: PointFault) -> bool:
-        """Whether this process is the first of the job, over all incarnations, to find it."""
+        """True if this process is the first of the job, in all incarnations, to reach the fault."""
         if fault.repeat:
             return True
         try:

@@ -48,7 +48,7 @@ def version_numbers(version: str) -> tuple[int, ...]:
 
 
 def missing_names(owner: Any, required: Required) -> list[str]:
-    """What of a required function ``owner`` lacks, in words; empty if nothing."""
+    """The parts of a required function that ``owner`` lacks, in words; empty if none."""
     function = getattr(owner, required.name, None)
     where = f"{required.owner}.{required.name}"
     if not callable(function):

@@ -51,7 +51,7 @@ class Ancestor(NamedTuple):
 
 
 class SealedRecord(msgspec.Struct, frozen=True, array_like=True):
-    """What proves and describes one sealed shard; every stripe member stores everyone's.
+    """Proof and description of one sealed shard; every stripe member stores all of them.
 
     Lengths are bytes, offsets are relative to the start of the slot's data region.
     ``digest_root`` covers the digest table and, through it, every byte up to
@@ -71,7 +71,7 @@ class SealedRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ShardPlacement(msgspec.Struct, frozen=True, array_like=True):
-    """Where a shard belongs in the job, whatever the nodes: all that stripes are planned from.
+    """Place of a shard in the job, independent of nodes; stripes are planned from these.
 
     ``coordinates`` are the model-parallel ones without the data-parallel one;
     ``required_bytes`` is what its trainer asked of a slot.
@@ -92,7 +92,7 @@ def shard_id(*, pp: int = 0, tp: int = 0, dp: int = 0, ep: int = 0) -> str:
 
 
 def on_lineage(snapshot: SnapshotId, lineage: Sequence[Ancestor]) -> bool:
-    """Whether ``snapshot`` is one that the newest incarnation of ``lineage`` descends from.
+    """True if the newest incarnation of ``lineage`` descends from ``snapshot``.
 
     An incarnation's own snapshots all are.  Those of an older incarnation are only up to
     the snapshot from which its successor started: what it captured after that was
@@ -125,11 +125,11 @@ def extend(
 Positive = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 
 STOP, HOLD, SHRINK = "stop", "hold", "shrink"
-"""What ``on_no_spare`` may be."""
+"""Values of ``on_no_spare``."""
 
 
 class RankRule(msgspec.Struct, frozen=True, array_like=True):
-    """What numbers of ranks a command works with.
+    """Numbers of ranks that a command works with.
 
     They are multiples of ``multiple``; ``replica`` ranks hold one copy of the model, and an
     iteration has ``micro_batches``, which the copies must be able to share evenly.
@@ -141,7 +141,7 @@ class RankRule(msgspec.Struct, frozen=True, array_like=True):
     micro_batches: Count
 
     def against(self, ranks: int) -> str:
-        """Why the command does not work with so many ranks, or nothing."""
+        """The reason why the command does not work with so many ranks; empty if it does."""
         if ranks < 1 or ranks % self.multiple or ranks < self.replica:
             return f"{ranks} ranks are no multiple of {self.multiple}, the model-parallel size"
         copies = ranks // self.replica

@@ -97,7 +97,7 @@ class IsaL:
         return int(self._mul(left, right))
 
     def tables(self, coefficients: Bytes) -> Bytes:
-        """What ``encode`` needs for coefficients of shape (outputs, sources)."""
+        """Tables that ``encode`` needs for coefficients of shape (outputs, sources)."""
         rows = np.ascontiguousarray(coefficients, np.uint8)
         outputs, sources = rows.shape
         tables = np.empty(_TABLE_BYTES * outputs * sources, np.uint8)
@@ -128,7 +128,7 @@ def load() -> IsaL:
 
 
 def available() -> bool:
-    """Whether ``load`` would succeed."""
+    """True if ``load`` would succeed."""
     try:
         load()
     except MissingEnvironmentError:
@@ -142,7 +142,7 @@ def crc64(buffer: Bytes) -> int:
 
 
 def candidates() -> list[str]:
-    """Where the library is looked for, best first.
+    """Places to look for the library, best first.
 
     The wheel's file name carries a suffix that differs between builds, hence the pattern.
     """

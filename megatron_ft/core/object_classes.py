@@ -51,7 +51,7 @@ _by_name: dict[str, tuple[type, KnownClass]] = {}
 
 
 def name_of(cls: type) -> str:
-    """``module:class``, by which a class is known if it was given no other name."""
+    """``module:class``: the name of a class that was registered under no other."""
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
@@ -90,7 +90,7 @@ def register_class(
 
 
 def known_class(cls: type) -> KnownClass | None:
-    """How instances of exactly this class are stored; None if they cannot be."""
+    """The storage of instances of exactly this class; None if they cannot be stored."""
     if (found := _by_class.get(cls)) is not None:
         return found
     if issubclass(cls, np.generic):
@@ -117,7 +117,7 @@ def known_name(name: str) -> KnownClass | None:
 
 
 def _usual_way(cls: type) -> tuple[ToPlain, FromPlain] | None:
-    """How enumerations, named tuples and dataclasses become plain values and back; else None."""
+    """Conversions of an enumeration, named tuple or dataclass to plain and back, or None."""
     if issubclass(cls, Flag):
         return (lambda member: member.value), cls
     if issubclass(cls, Enum):
@@ -135,7 +135,7 @@ def _usual_way(cls: type) -> tuple[ToPlain, FromPlain] | None:
 
 
 def _with_attributes(cls: type, names: list[str] | None, attributes: dict[str, Any]) -> Any:
-    """An instance with exactly these attributes, of which nothing is computed anew."""
+    """Make an instance with exactly these attributes, without running its constructor."""
     if names is not None and sorted(attributes) != names:
         raise ValueError(f"fields {sorted(attributes)} instead of {names}")
     made: Any = object.__new__(cls)

@@ -26,7 +26,7 @@ MOST_DEPTH = 64
 """Containers in containers, at most; deeper would come near the interpreter's own stack."""
 
 MOST_BYTES = 1 << 30
-"""Of one encoded value."""
+"""Most bytes of one encoded value."""
 
 PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 """Types whose values are written as they are."""
@@ -61,13 +61,13 @@ class Tag(IntEnum):
 
 
 class Part(NamedTuple):
-    """Written in the place of a part that is stored elsewhere: any encodable value."""
+    """Placeholder for a part that is stored elsewhere: any encodable value."""
 
     plain: Any
 
 
 class Lasting:
-    """Says of an object that all in it is as it was, and so what was written is written again.
+    """Marks an object as unchanged, so that its earlier encoding is written again.
 
     Its owner makes a new one as soon as anything in the object, or what stands in for its
     parts, may be another.  Where it lies and what was written before may change: that is seen.
@@ -88,9 +88,9 @@ def encode(value: Any, stand_in: StandIn | None = None) -> bytes:
     """The bytes of ``value``: containers, numbers, arrays, tensors, registered classes.
 
     Dicts keep their order, and what is in it twice stays one object.  ``stand_in`` is asked for
-    every object that is no plain number or text: a Part is written instead of it, and ``decode``
-    is told what to put there; for a Lasting the bytes are the same as for None, and cost nothing
-    the second time.  What ``stand_in`` raises comes through.
+    every object that is no plain number or text: a Part is written instead of it, and the caller
+    of ``decode`` says what replaces it; for a Lasting the bytes are the same as for None, and cost
+    nothing the second time.  What ``stand_in`` raises comes through.
 
     UnencodableError names the place of what cannot be written, its type, and what to do.
     """
@@ -144,8 +144,8 @@ class _Encoder:
         return self._tagged(value, kind)
 
     def _lasting(self, value: Any, kind: type, known: Lasting) -> Any:
-        """What was written, if all its numbers are the same again and nothing in it is a reference
-        to what came before."""
+        """Encode an object, or reuse its last encoding if all numbers are the same and nothing in
+        it refers to an object before it."""
         first = len(self._numbers)
         place = first, len(self._path)
         if known.place == place and known.numbers.keys().isdisjoint(self._numbers):

@@ -21,7 +21,7 @@ from megatron_ft.core.errors import UntrustedFileError
 OTHERS = 0o077
 """Permissions of everybody else: nothing of what is in memory or secret grants any."""
 OTHERS_WRITE = 0o022
-"""What a checkpoint on disk must not grant; who may read it is the user's own umask."""
+"""Permissions that a checkpoint on disk must not grant; the user's umask decides on reading."""
 
 SPARE_BYTES = 4096
 """A file of ``rewrite_file`` takes a multiple of this, and its spare as much."""
@@ -42,7 +42,7 @@ def reason_against(
     *,
     links: bool = False,
 ) -> str:
-    """Why this file may have been made or changed by somebody else, and what to do; "" if not.
+    """The reason why somebody else may have written this file, and the remedy; "" if none.
 
     ``kind`` is one of the functions S_ISREG, S_ISDIR, S_ISSOCK; ``forbidden`` the permission
     bits that it must not have.  A plain file with a second name is refused unless ``links``.
@@ -89,7 +89,7 @@ def open_file(path: Path, flags: int = os.O_RDONLY, *, forbidden: int = OTHERS) 
 
 
 def reason_against_parent(info: os.stat_result) -> str:
-    """Why somebody else could exchange files in this folder; "" if nobody can.
+    """The reason why others could exchange files in this folder; "" if nobody can.
 
     In a folder with the sticky bit (``/tmp``, ``/dev/shm``) everybody can make names, but
     nobody can take away ours.
@@ -121,7 +121,7 @@ def _open(path: Path, flags: int, parent: int | None) -> int:
 
 
 def refusal(error: OSError) -> str:
-    """What an error of open(2) says of the file, if it says that it is none of ours; else ""."""
+    """The reason in an open(2) error why the file cannot be ours; "" if it gives none."""
     return _REFUSALS.get(error.errno or 0, "")
 
 
@@ -160,14 +160,14 @@ def read_file(path: Path, limit: int = 64 << 20) -> bytes:
 
 
 def is_there(path: Path) -> bool:
-    """Whether a file has appeared that another machine may have made."""
+    """True if a file is there, even if another machine has just made it."""
     # Not exists(): a network file system may remember for long that a name is not there, but
     # asks its server when a folder is opened.
     return path.parent.is_dir() and path.name in os.listdir(path.parent)
 
 
 def replace_file(path: Path, content: bytes, *, durable: bool = False) -> None:
-    """Have a file of mode 0600 with this content, or the one from before: never a torn one.
+    """Replace a file by one of mode 0600 with this content; a failure leaves the old one whole.
 
     With ``durable`` it is on stable storage on return.
     """
@@ -186,7 +186,7 @@ def replace_file(path: Path, content: bytes, *, durable: bool = False) -> None:
 
 
 def rewrite_file(path: Path, content: bytes) -> None:
-    """As ``replace_file``, and once made it needs no new space: for files on a full tmpfs.
+    """Like ``replace_file``, but without new space after the first time, for a full tmpfs.
 
     Beside it lies a spare of the same length, which is written in place and then exchanged with
     it.  Line feeds fill the length up.
@@ -205,12 +205,12 @@ def rewrite_file(path: Path, content: bytes) -> None:
 
 
 def spare_of(path: Path) -> Path:
-    """Where ``rewrite_file`` keeps the spare of a file."""
+    """Path of the spare that ``rewrite_file`` keeps for a file."""
     return path.with_name(f".{path.name}.spare")
 
 
 def reserve(path: Path, length: int = SPARE_BYTES) -> None:
-    """Have a file of this user's with so many bytes allocated; its content says nothing."""
+    """Allocate a file of this user with ``length`` bytes; its content is undefined."""
     try:
         descriptor = open_file(path, os.O_WRONLY | os.O_CREAT)
     except UntrustedFileError:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 BELOW = range(15000, 30000)
-"""Above most registered services, below the node ports of Kubernetes."""
+"""Ports above most registered services and below the node ports of Kubernetes."""
 
 ENOUGH = 1000
 TRIES = 50
@@ -59,14 +59,14 @@ def _bound(address: str, port: int) -> int | None:
 
 
 _TAIL_BYTES = 1 << 16
-"""A trainer's log may have gigabytes, and leases are renewed by whoever reads it."""
+"""Most bytes read of a log: one may have gigabytes, and its reader also renews leases."""
 
 _NO_REASON = ("srun: error: ", "srun: launch/slurm: ")
-"""What srun adds to a step's log: that it ended, but not why."""
+"""Prefixes of lines that srun adds to a step's log: they say that it ended, but not why."""
 
 
 def last_lines(path: Path, count: int = 15) -> str:
-    """The last ``count`` lines, of at most 64 KiB; that there are none if it cannot be read."""
+    """The last ``count`` lines, of at most 64 KiB; a note if the log cannot be read."""
     try:
         return "\n".join(_tail(path)[-count:])
     except OSError as error:
@@ -74,7 +74,7 @@ def last_lines(path: Path, count: int = 15) -> str:
 
 
 def log_size(path: Path) -> int:
-    """Bytes in a log, 0 if there is none: where what is started now begins to write."""
+    """Bytes in a log, 0 if there is none: a process that starts now writes from there on."""
     try:
         return path.stat().st_size
     except OSError:

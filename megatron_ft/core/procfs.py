@@ -34,17 +34,17 @@ class ProcessStat(NamedTuple):
 
     @property
     def ended(self) -> bool:
-        """Whether only the exit status of the process is left."""
+        """True if only the exit status of the process is left."""
         return self.state in "ZX"
 
     @property
     def has_program(self) -> bool:
-        """Whether it runs a program: it is no kernel thread and not on its way out."""
+        """True if the process runs a program: no kernel thread, and not exiting."""
         return not self.ended and not self.flags & (_PF_EXITING | _PF_KTHREAD)
 
 
 def read_stat(pid: int | Literal["self"]) -> ProcessStat | None:
-    """What the kernel says of a process, None if there is none of this number."""
+    """Read /proc/PID/stat of a process; None if no process has this number."""
     try:
         text = (PROC / str(pid) / "stat").read_text()
     except OSError:
@@ -91,7 +91,7 @@ def own_processes() -> Iterator[int]:
 
 
 def ended(pidfd: int, timeout_seconds: float = 0.0) -> bool:
-    """Whether the process behind a pidfd has ended, or ends within the time given."""
+    """True if the process behind a pidfd has ended, or ends within the time given."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(max(0.0, timeout_seconds) * 1000))
@@ -155,7 +155,7 @@ def _open_matching(pid: int, matches: Callable[[int], bool]) -> int | None:
 
 
 def pid_namespace() -> int:
-    """The same for all processes of one PID namespace (namespaces(7)); 0 if it cannot be seen."""
+    """Id of this process's PID namespace (namespaces(7)); 0 if it cannot be read."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:

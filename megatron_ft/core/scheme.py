@@ -16,7 +16,7 @@ _PATTERN = re.compile(r"(?:(xor|replica):(\d+)|(rs):(\d+)\+(\d+)|(none))")
 
 @dataclass(frozen=True)
 class Scheme:
-    """How many members of a stripe may be lost, and how the parity is computed.
+    """Redundancy of a stripe: kind of parity, and numbers of data and parity members.
 
     ``kind`` is "xor", "rs", "replica" or "none"; any ``parity_members`` members of a
     stripe may be lost.  A shard of L bytes costs L x parity_members / data_members more.

@@ -47,7 +47,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class LogicalPlace(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where a local tensor lies in the unsharded model: what a reshape or an export needs.
+    """Place of a local tensor in the unsharded model, for a reshape or an export.
 
     The tensor's elements are ``start`` and following of a flattened local parameter of
     ``elements`` elements (a distributed optimizer owns a range of it), which consists
@@ -130,7 +130,7 @@ class ShardLayout(msgspec.Struct, frozen=True, array_like=True):
     def from_bytes(cls, data: bytes) -> ShardLayout:
         """The layout back; LayoutMismatchError if the bytes are none of this version.
 
-        Every entry lies inside ``tensor_bytes``, whoever wrote them.
+        Every entry of the result lies inside ``tensor_bytes``.
         """
         try:
             layout = msgspec.msgpack.decode(data, type=cls)
@@ -153,7 +153,7 @@ class ShardLayout(msgspec.Struct, frozen=True, array_like=True):
         return layout
 
     def _outside(self) -> list[str]:
-        """Names of entries that say of themselves what cannot be."""
+        """Names of entries with a range outside the layout's bytes."""
         size = self.tensor_bytes
         return [
             entry.name
@@ -287,7 +287,7 @@ def _end(spec: TensorSpec) -> int:
 
 
 def layout_differences(stored: ShardLayout, live: ShardLayout, limit: int = 8) -> tuple[str, ...]:
-    """What differs, one sentence per tensor, at most ``limit`` and then a count.
+    """Differences of two layouts, one sentence per tensor, at most ``limit`` and then a count.
 
     A place in the unsharded model counts only if both sides know it: it shows that another
     pipeline split gave the same names and shapes to other layers, and where a framework

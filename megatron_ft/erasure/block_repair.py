@@ -65,7 +65,7 @@ class SlotInspector:
     """
 
     def __init__(self, code: StripeCode, member: MemberView, *, parity: bool) -> None:
-        """The member has a record, else it has nothing to be compared with."""
+        """Take a member with a record, to which its data is compared."""
         assert member.record is not None, "a slot without a record cannot be inspected"
         self._code, self._member, self._record = code, member, member.record
         self.data_blocks = code.data_bytes // code.block_bytes
@@ -165,7 +165,7 @@ def mend_parity(code: StripeCode, member: MemberView, blocks: Blocks) -> bool:
 
 
 def _are_whole(code: StripeCode, blocks: Blocks, region_bytes: int) -> bool:
-    """Whether all are blocks inside the region, whoever sent them."""
+    """True if all are whole blocks inside the region; a peer may have sent them."""
     count = region_bytes // code.block_bytes
     return all(0 <= n < count and raw.nbytes == code.block_bytes for n, raw in blocks.items())
 
@@ -184,7 +184,7 @@ def _table_with(code: StripeCode, member: MemberView, blocks: Blocks) -> Bytes:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a block lies in its stripe: its row, its symbol there, its offset in the chunk."""
+    """Place of a block in its stripe: its row, its symbol there, its offset in the chunk."""
 
     row: int
     symbol: int
@@ -213,7 +213,7 @@ def places_of(code: StripeCode, member: int, damage: Damage) -> list[tuple[bool,
 
 
 def piece_of(code: StripeCode, view: MemberView, member: int, row: int, part: slice) -> Bytes:
-    """What a member keeps of a row, cut to ``part`` of the chunk."""
+    """A member's symbol of a row, cut to ``part`` of the chunk."""
     symbol = code.layout.symbol(row, member)
     region = view.parity if code.layout.is_parity(symbol) else view.data
     return chunk_of(code, region, code.layout.chunk(symbol))[part]
@@ -227,7 +227,7 @@ class RowSolver:
     """Solves rows of one stripe; keeps the kernels that it has used."""
 
     def __init__(self, code: StripeCode, codec: Codec | None = None) -> None:
-        """ISA-L's codec for the scheme if it can be loaded; see open_codec."""
+        """Use ``codec``, by default the stripe's own; see open_codec."""
         self._code, self._codec = code, codec or open_row_codec(code)
         self._kernels: dict[tuple[tuple[int, ...], tuple[int, ...]], Kernel] = {}
 

@@ -25,7 +25,7 @@ Kernel = Callable[[Sequence[Bytes], Sequence[Bytes]], None]
 
 
 class Codec(Protocol):
-    """What encode and rebuild need to know of a code.
+    """Interface of a code, as encode and rebuild use it.
 
     Symbols of a row are numbered 0 to k-1 for data and k to k+m-1 for parities.
     """

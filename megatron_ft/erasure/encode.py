@@ -52,7 +52,7 @@ from megatron_ft.erasure.transport import (
 
 @dataclass(frozen=True)
 class EncodeResult:
-    """What a member stores beside its parity: the root of its digests, and everyone's record."""
+    """Values that a member stores beside its parity: its digests' root, and all records."""
 
     parity_root: bytes
     stripe_table: tuple[SealedRecord, ...]

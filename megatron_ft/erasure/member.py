@@ -47,7 +47,7 @@ class Layout:
         return self.data_members + self.parity_members
 
     def symbol(self, row: int, member: int) -> int:
-        """What ``member`` keeps of ``row``."""
+        """The symbol of ``row`` that ``member`` keeps."""
         distance = (member - row) % self.members
         if distance < self.parity_members:
             return self.data_members + distance
@@ -68,7 +68,7 @@ class Layout:
         return (member - chunk) % self.members
 
     def is_parity(self, symbol: int) -> bool:
-        """Whether the symbol is a parity."""
+        """True if the symbol is a parity."""
         return symbol >= self.data_members
 
     def chunk(self, symbol: int) -> int:
@@ -137,7 +137,7 @@ class StripeCode:
 
     @cached_property
     def layout(self) -> Layout:
-        """Where the chunks lie."""
+        """Layout of the stripe's chunks."""
         return Layout(self.data_members, self.parity_members)
 
     @cached_property
@@ -216,7 +216,7 @@ def chunk_of(code: StripeCode, region: Bytes, chunk: int) -> Bytes:
 
 
 class RunCheck:
-    """Knows the CRC of every piece that has so many whole blocks as a power of two."""
+    """Checks a piece of 2, 4, 8, ... whole blocks by one CRC, joined from the blocks' own."""
 
     def __init__(self, code: StripeCode, table: Digests) -> None:
         """``table`` has the digests of the first blocks of a member's data, each of a whole one."""
@@ -224,7 +224,7 @@ class RunCheck:
         self._known: dict[tuple[int, int], Digests] = {}
 
     def is_right(self, offset: int, piece: Bytes) -> bool:
-        """Whether all blocks of the piece at ``offset`` are right; False as well where unknown.
+        """True if all blocks of the piece at ``offset`` are right; False also where unknown.
 
         Pieces are counted from their chunk's beginning.
         """
@@ -238,7 +238,7 @@ class RunCheck:
         return number < crcs.size and digest_block(piece, DIGEST_CRC64) == int(crcs[number])
 
     def _crcs(self, chunk: int, run: int) -> Digests:
-        """Of a chunk's pieces of ``run`` blocks, as far as the table goes."""
+        """CRCs of a chunk's pieces of ``run`` blocks, as far as the table goes."""
         if (chunk, run) not in self._known:
             blocks = self._code.chunk_blocks
             table = self._table[chunk * blocks : (chunk + 1) * blocks]
@@ -304,7 +304,7 @@ class DataCheck:
         self._refuse(self.bad_blocks(offset, piece))
 
     def required_digests(self, offset: int, piece: Bytes) -> Digests:
-        """As ``require``, and the digests of all of the piece's blocks, each whole.
+        """Like ``require``; returns the digests of the piece's blocks, which must be whole.
 
         Where all is right, one CRC says so for most pieces, and the digests are the table's.
         What the check itself has digested is not read again: only the block that the data shares

@@ -12,7 +12,7 @@ from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.transport import Pending, wrong_length
 
 _SPIN_SECONDS = 200e-6
-"""So long a wait only yields: on a fast network a piece is there by then."""
+"""A wait only yields for this long: on a fast network a piece is there by then."""
 
 _LONGEST_SLEEP = 200e-6
 
@@ -94,7 +94,7 @@ class MpiTransport:
             _check(transfer, status)
 
     def test(self, pending: Sequence[Pending]) -> bool:
-        """Whether all these transfers are finished."""
+        """True if all these transfers are finished."""
         return all([_finished(transfer) for transfer in pending])
 
 
@@ -120,7 +120,7 @@ class MpiWorld:
 
     @property
     def library(self) -> str:
-        """Whose MPI it is, and its version."""
+        """Name and version of the MPI library."""
         return MPI.Get_library_version().split(",")[0].split("\n")[0].strip(" \0")
 
     def transport(self) -> MpiTransport:
@@ -132,4 +132,4 @@ class MpiWorld:
         MPI.COMM_WORLD.Abort(code)
 
     def leave(self) -> None:
-        """Nothing: MPI ends by itself when the interpreter does, and waits for the others."""
+        """Do nothing: MPI ends with the interpreter, and waits for the other ranks."""

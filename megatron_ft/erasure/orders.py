@@ -89,10 +89,10 @@ class OrderRunner:
         self._rank = open_transport().rank
 
     def run(self, order: Order) -> Iterator[Message]:
-        """What to tell the SMP, as it becomes true; ends with OrderDone.
+        """Carry out an order; yields reports for the SMP as they become true, OrderDone last.
 
         For a VerifyOrder that finds wrong bytes it ends with OrderFailed instead, which
-        names the first such shard.  Whatever is raised leaves the world unusable, since
+        names the first such shard.  Any exception leaves the world unusable, since
         other members may be waiting for ours.
         """
         corrupt: dict[str, None] = {}
@@ -260,7 +260,7 @@ def _in_threads(work: Callable[[int], _Result], members: Sequence[int]) -> list[
     """Results in the order of ``members``; the first exception is raised at once.
 
     The other threads may then wait for ever for a peer that has given up, so they are
-    daemons, and nobody joins them: whoever sees the exception ends the process.
+    daemons, and nobody joins them: the caller that gets the exception ends the process.
     """
     finished: queue.SimpleQueue[tuple[int, _Result | BaseException]] = queue.SimpleQueue()
 

@@ -62,7 +62,7 @@ class RebuildCheck:
         self._parity: Digests = np.zeros(code.parity_blocks, np.uint64)
 
     def arrived(self, symbol: int, part: slice) -> None:
-        """This part of the chunk that the member keeps as ``symbol`` of a row is in its memory."""
+        """Take digests of a part that has arrived: of the chunk kept as ``symbol`` of a row."""
         code, member = self._code, self._member
         chunk, in_parity = code.layout.chunk(symbol), code.layout.is_parity(symbol)
         region, digests = (member.parity, self._parity) if in_parity else (member.data, self._data)
@@ -71,7 +71,7 @@ class RebuildCheck:
         digests[first + blocks.start : first + blocks.stop] = found
 
     def require(self, record: SealedRecord) -> None:
-        """All has arrived: CorruptMemberError if a byte is not what ``record`` or a solver says."""
+        """Check all that has arrived against ``record`` and the solvers; CorruptMemberError."""
         wrong = self._wrong_data(record)
         if wrong is not None:
             raise CorruptMemberError(
@@ -103,7 +103,7 @@ _Checks = tuple[DataCheck, ParityCheck]
 
 @dataclass(frozen=True)
 class RebuildResult:
-    """What a member stores afterwards; for a survivor all of it is as it was before."""
+    """Values that a member stores after a rebuild; a survivor's are unchanged."""
 
     record: SealedRecord
     parity_root: bytes
@@ -158,7 +158,7 @@ class _Unit:
 
 @dataclass(frozen=True)
 class _Task:
-    """Who solves what: the same on every member, without a word between them."""
+    """Schedule of solvers and units; every member computes the same one by itself."""
 
     code: StripeCode
     lost: tuple[int, ...]
@@ -183,7 +183,7 @@ class _Task:
 
     @property
     def rounds(self) -> int:
-        """In one round, each survivor solves one unit (in the last one, maybe none)."""
+        """Number of rounds; in each, every survivor solves one unit (in the last, maybe none)."""
         units = len(self.parts) * self.code.members if self.lost else 0
         return -(-units // len(self.survivors))
 
@@ -198,7 +198,7 @@ class _Task:
 
 
 def _place(code: StripeCode, member: MemberView, symbol: int, part: slice) -> Bytes:
-    """Where a member keeps a piece of a symbol."""
+    """The bytes of a symbol's piece in a member's regions."""
     region = member.parity if code.layout.is_parity(symbol) else member.data
     return chunk_of(code, region, code.layout.chunk(symbol))[part]
 
@@ -227,7 +227,7 @@ class _Survivor:
         self._kernels: dict[tuple[tuple[int, ...], tuple[int, ...]], Kernel] = {}
 
     def run(self) -> None:
-        """As in encoding, results go out after some of the next round's transfers were started."""
+        """Solve all rounds; results go out once some of the next round's transfers run."""
         first = min(EXCHANGES_IN_FLIGHT - 1, self._last_step)
         for number in range(self._task.rounds):
             self._gather(number, range(1, first + 1))
@@ -289,7 +289,7 @@ class _Survivor:
             self._kernel(wanted, tuple(symbols))(pieces, self._outputs(number, unit))
 
     def _outputs(self, number: int, unit: _Unit) -> list[Bytes]:
-        """What a unit is solved into, for each lost member; a copy is our own piece."""
+        """Buffers for a solved unit, one for each lost member; a whole copy is our own piece."""
         if copies_only(self._code):
             symbol = self._code.layout.symbol(unit.row, self._link.member)
             return [_place(self._code, self._member, symbol, unit.part)] * len(self._task.lost)

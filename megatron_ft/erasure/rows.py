@@ -53,12 +53,12 @@ class SparePieces:
     """
 
     def __init__(self, code: StripeCode, length: int = 0) -> None:
-        """Of ``length`` bytes, by default ``code.piece_bytes``; never longer than a chunk."""
+        """Make buffers of ``length`` bytes, by default ``code.piece_bytes``, at most a chunk."""
         self._size = min(length or code.piece_bytes, code.chunk_bytes)
         self._taken: list[mmap.mmap] = []
 
     def sets(self, sets: int, count: int) -> list[list[Bytes]]:
-        """So many sets of ``count`` buffers, which hold anything."""
+        """Take ``sets`` sets of ``count`` buffers; their content is undefined."""
         if not sets * count:
             return [[] for _ in range(sets)]
         self._taken.append(_kept.take(_room(sets * count, self._size)))
@@ -76,7 +76,7 @@ class SparePieces:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        """Give all back; whoever took a buffer must not use it any more."""
+        """Give all buffers back; nobody may use them any more."""
         if kind is None:
             _kept.give_back(self._taken)
         self._taken = []
@@ -113,7 +113,7 @@ class _Kept:
         self.held = 0
 
     def take(self, size: int) -> mmap.mmap:
-        """At least so many bytes that nobody else has."""
+        """Take a region of at least ``size`` bytes that nobody else uses."""
         with self._lock:
             found = min((f for f in self._free if len(f) >= size), key=len, default=None)
             if found is None:
@@ -128,7 +128,7 @@ class _Kept:
 
 
 def _in_huge_pages(size: int) -> mmap.mmap:
-    """New memory; what is no whole huge page at its end has small ones, as far as it is used."""
+    """New memory in huge pages; a rest at its end has small pages, as far as it is used."""
     region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = size // huge_page_bytes() * huge_page_bytes()
     if whole and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -147,7 +147,7 @@ OnRow = Callable[[int, slice, Sequence[Bytes]], None]
 """Called with (piece number, part of the chunk, all k columns) when a row's piece is whole."""
 
 Passes = Callable[[int, slice], Iterable[Exchange]]
-"""What else to exchange, once a piece of the row was handled."""
+"""Gives further exchanges, once a piece of the row was handled."""
 
 
 def gather_rows(
@@ -248,7 +248,7 @@ COPYING = ("xor", "replica")
 
 
 def copies_only(code: StripeCode) -> bool:
-    """Whether all parities of a row are its only column, which then arrives where parity 0 lies."""
+    """True if parities of a row equal its only column, which arrives in parity 0's place."""
     return code.kind in COPYING and code.data_members == 1
 
 
@@ -331,7 +331,7 @@ class RowEncoder:
         return chunk_of(self._code, self._parity, j)[part]
 
     def _others(self, number: int, part: slice) -> list[Bytes]:
-        """Where parities 1, 2, ... of our row are."""
+        """Buffers of parities 1, 2, ... of our row."""
         if self._copies:
             return [self._home(0, part)] * (self._code.parity_members - 1)
         return [piece[: part.stop - part.start] for piece in self._spare[number % 2]]

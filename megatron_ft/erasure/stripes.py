@@ -40,7 +40,7 @@ def members_of(nodes: Iterable[str], domains: Domains) -> dict[str, list[str]]:
 
 
 def stripe_sets(node_count: int, largest_domain: int, scheme: Scheme) -> int | None:
-    """Into how many sets nodes are divided so that no set holds more than m of a domain.
+    """Number of sets that nodes are divided into so that none holds more than m of a domain.
 
     The fewest, so that stripes are as long as they can be; every set has m+1 to k+m nodes
     then.  None if that is impossible.  A scheme without parity has one set a node.
@@ -99,7 +99,7 @@ def possible_scheme(node_count: int, largest_domain: int, wanted: Scheme) -> Sch
 
 
 def _indivisible(count: int, scheme: Scheme) -> str:
-    """What to do where stripes leave nodes over although each is a domain of its own."""
+    """Remedies where stripes leave nodes over although each is a domain of its own."""
     fewest, most = scheme.parity_members + 1, scheme.members
     sizes = f"{most}" if fewest == most else f"{fewest} to {most}"
     fitting = [n for n in range(most, 2 * count + most) if stripe_sets(n, 1, scheme) is not None]
@@ -135,7 +135,7 @@ def _refusal(nodes: Sequence[str], name: str, largest: Sequence[str], scheme: Sc
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where one trainer rank runs, and how many bytes its shard's slot must have.
+    """Place of one trainer rank, and the bytes that its shard's slot must have.
 
     ``coordinates`` are its model-parallel coordinates without the data-parallel one:
     ranks that agree in them have shards of one size.

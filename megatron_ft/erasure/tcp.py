@@ -40,7 +40,7 @@ from megatron_ft.erasure.transport import Pending, wrong_length
 from megatron_ft.rpc.sockets import MOST_BYTES
 
 CREDIT = 4
-"""How many messages to one peer may be under way beside the one that is waited for."""
+"""Most messages under way to one peer, beside the one that is waited for."""
 
 
 class Receive:
@@ -51,7 +51,7 @@ class Receive:
 
 
 class Mailbox:
-    """What one rank has to receive, by sender and tag; for any number of threads."""
+    """Messages that one rank receives, by sender and tag; for any number of threads."""
 
     def __init__(self, on_taken: Callable[[int], None]) -> None:
         """``on_taken`` is called with a peer each time a message of it went into its buffer."""
@@ -75,7 +75,7 @@ class Mailbox:
         return receive
 
     def arrived(self, peer: int, tag: int, body: memoryview) -> None:
-        """A message has come."""
+        """Take a message that has come."""
         with self._changed:
             posted = self._posted[peer, tag]
             if not posted:
@@ -85,24 +85,24 @@ class Mailbox:
         self._fill(receive, peer, tag, body)
 
     def peer_took(self, peer: int) -> None:
-        """The peer has put one more of our messages into its buffer."""
+        """Note that the peer has put one more of our messages into its buffer."""
         with self._changed:
             self._taken[peer] += 1
             self._changed.notify_all()
 
     def fail(self, error: TransportError) -> None:
-        """The world is broken: whoever waits, now or later, gets this error."""
+        """Break the world: every wait, now or later, raises this error."""
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
 
     def received(self, receive: Receive) -> bool:
-        """Whether the buffer is filled; raises what has broken the world."""
+        """True if the buffer is filled; raises the error that has broken the world."""
         with self._changed:
             return self._unless_broken(receive.done)
 
     def has_room(self, peer: int, number: int) -> bool:
-        """Whether the peer took enough for message ``number`` to it to count as sent."""
+        """True if the peer took enough for message ``number`` to it to count as sent."""
         with self._changed:
             return self._unless_broken(self._room(peer, number))
 
@@ -178,7 +178,7 @@ class TcpWorld:
 
     @property
     def library(self) -> str:
-        """What moves the bytes, for people."""
+        """Name of the library that moves the bytes, for people."""
         return f"TCP with CURVE (ZeroMQ {zmq.zmq_version()})"
 
     def transport(self) -> TcpTransport:
@@ -251,7 +251,7 @@ class TcpWorld:
         if self._leaving or peer in self._gone:
             self._is_gone(peer)
             return
-        # At once, as MPI does: whoever broke the world says why, and nobody else blames it.
+        # At once, as MPI does: the rank that broke the world says why, and no other is blamed.
         text = f"rank {peer} at {self._endpoints[peer]} {reason}: this encoder leaves"
         print(text, file=sys.stderr, flush=True)
         os._exit(EXIT_PEER_GONE)
@@ -302,7 +302,7 @@ class TcpTransport:
                 transfer.tracker.wait()
 
     def test(self, pending: Sequence[Pending]) -> bool:
-        """Whether all these transfers are finished."""
+        """True if all these transfers are finished."""
         return all(self._finished(transfer) for transfer in pending)
 
     def _finished(self, transfer: Pending) -> bool:

@@ -1,7 +1,7 @@
 """The sockets of one rank of a world over TCP: one that listens, and one to each peer.
 
 Both ends of every connection prove with CURVE (CurveZMQ, in libzmq) that they have the world's
-secret, and all that passes is encrypted.  Who has it not gets no further than the handshake.
+secret, and all that passes is encrypted.  A peer without it gets no further than the handshake.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _HEADER = struct.Struct("<BxxxII")
 
 
 class Word(IntEnum):
-    """What a message means: the first byte of its header, before the sender's rank and a tag."""
+    """Meaning of a message: the first byte of its header, before the sender's rank and a tag."""
 
     TABLE = 0
-    """Where all ranks listen, in JSON; from the supervisor."""
+    """Endpoints of all ranks, in JSON; from the supervisor."""
     DATA = 1
     TAKEN = 2
     """A message of the receiver's went into its buffer."""
@@ -86,7 +86,7 @@ def send_table(keys: JobKeys, endpoints: Sequence[str], linger_seconds: float) -
 
 
 class WorldInbox:
-    """Where all messages to this rank arrive, in a thread that ends with ``context``."""
+    """Receives all messages to this rank, in a thread that ends with ``context``."""
 
     def __init__(self, context: zmq.Context[Any], keys: JobKeys, address: str) -> None:
         """Listen on a free port of ``address``, and of no other."""
@@ -136,7 +136,7 @@ class Outlet:
         endpoint: str,
         on_lost: Callable[[str], None],
     ) -> None:
-        """Connect; that nobody answers is known only later."""
+        """Connect; a peer that does not answer is noticed only later."""
         self._lock, self._on_lost = threading.Lock(), on_lost
         self._socket = socket = context.socket(zmq.PUSH)
         socket.sndhwm = 0

@@ -5,6 +5,7 @@ at a time; all peers at once would collide at the receivers.  Bytes that exist f
 are offered some turns before their own, and waited for some turns after it, so members need not
 keep step.  Waits are always for the oldest exchange or for older sends, so the member that is
 waited for can always continue, and no cycle can form.
+
 Waiting has no deadline of its own: MPI cannot give up on one message, and a slow peer is no
 error over TCP either.  A world that hangs is ended from outside by the SMP, which loses nothing.
 """
@@ -32,7 +33,7 @@ EXCHANGES_IN_FLIGHT = 4
 """Messages that a member takes in at a time; with two, a slow link idles between them."""
 
 TURNS_EARLY = TURNS_LATE = 6
-"""So much sooner than its turn a send is started, and so much later it must be finished."""
+"""Turns by which a send starts before its own, and by which it may finish after it."""
 
 
 def wrong_length(peer: int, tag: int, arrived: int, awaited: int) -> TransportError:
@@ -57,7 +58,7 @@ class Transport(Protocol):
 
     @property
     def size(self) -> int:
-        """How many processes the world has."""
+        """Number of processes of the world."""
         ...
 
     @property
@@ -78,12 +79,12 @@ class Transport(Protocol):
         ...
 
     def test(self, pending: Sequence[Pending]) -> bool:
-        """Whether all these transfers are finished; does not wait."""
+        """True if all these transfers are finished; does not wait."""
         ...
 
 
 class MessageKind(IntEnum):
-    """What a message carries; part of its tag."""
+    """Kind of a message's content; part of its tag."""
 
     LENGTH = 0
     BODY = 1
@@ -182,7 +183,7 @@ class ExchangeWindow:
 
 
 def buffer_sets(exchanges: int) -> int:
-    """How many sets of buffers rows of so many exchanges need, so that none in flight is reused."""
+    """Sets of buffers for rows of ``exchanges`` exchanges, so that none in flight is reused."""
     return -(-(EXCHANGES_IN_FLIGHT + exchanges - 1) // exchanges)
 
 
@@ -200,14 +201,14 @@ class Ahead:
         self._turn = 0
 
     def due(self) -> Sequence[Pending]:
-        """What must have been sent by the end of this turn, the next one."""
+        """Begin the next turn; returns the sends that must be finished by its end."""
         self._turn += 1
         missing = min(self._turn, TURNS_LATE + 1) + TURNS_EARLY - len(self._started)
         self._started.extend(start() for start in islice(self._sends, missing))
         return self._started.popleft() if self._turn > TURNS_LATE else ()
 
     def rest(self) -> Sequence[Pending]:
-        """What was started and not due yet, after the last turn."""
+        """Sends that ``due`` has not returned by the last turn."""
         return [pending for started in self._started for pending in started]
 
 
@@ -257,10 +258,10 @@ def _shift(
 
 
 def kind_of(tag: int) -> MessageKind:
-    """What a message with this tag carries."""
+    """The kind of a message with this tag."""
     return MessageKind(tag // MAX_MEMBERS**2)
 
 
 def _tag(kind: MessageKind, source: int, target: int) -> int:
-    """Below 32768, the largest tag that every MPI must have."""
+    """Tag of a message: below 32768, so that every MPI has it."""
     return (int(kind) * MAX_MEMBERS + source) * MAX_MEMBERS + target

@@ -46,7 +46,7 @@ EXIT_SMP_GONE = 3
 
 
 def connect(environment: ProcessEnvironment, on_lost: Callable[[], None]) -> Connection:
-    """Connect to the node's SMP; that it is there is known only by an answer."""
+    """Connect to the node's SMP; only an answer shows that it is there."""
     return Connection(environment.socket, linger_ms=int(FLUSH_SECONDS * 1000), on_lost=on_lost)
 
 
@@ -121,7 +121,7 @@ def _encode_rate() -> float:
 
 
 def _leave() -> None:
-    """Without an SMP nobody watches us; the launcher ends the other ranks when one leaves."""
+    """End this encoder: nobody watches it without an SMP; the launcher ends the other ranks."""
     print("the SMP closed the connection: this encoder leaves", file=sys.stderr, flush=True)
     os._exit(EXIT_SMP_GONE)
 

@@ -21,7 +21,7 @@ class World(Protocol):
 
     @property
     def library(self) -> str:
-        """What moves the bytes, for people."""
+        """Name of the library that moves the bytes, for people."""
         ...
 
     def transport(self) -> Transport:

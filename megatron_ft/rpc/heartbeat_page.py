@@ -78,7 +78,7 @@ def pulse_path(folder: Path, pid: int) -> Path:
 
 
 def stacks_path(folder: Path, pid: int) -> Path:
-    """Where that trainer writes its stacks."""
+    """The file to which that trainer writes its stacks."""
     return folder / f"stacks-{pid}"
 
 

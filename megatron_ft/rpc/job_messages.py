@@ -294,7 +294,7 @@ class LeaseAnswer(Message, frozen=True):
     ``pinned`` says that a Grant would be refused now, only because readers hold snapshots,
     ``crowded`` that the last protected snapshot is in the way.  ``held`` is what all shards of the
     node have committed.
-    ``rewind`` is what the user has asked for and whoever leads now has not acted on yet.
+    ``rewind`` is the user's request on which the present coordinator has not acted yet.
     ``pulses`` maps shard ids to their trainers' heartbeats, ``summary`` the parts of the
     job's summary that the node has to their digests.
     """
@@ -348,7 +348,7 @@ class BadBlocks(Message, frozen=True):
 
 
 class Repaired(Message, frozen=True):
-    """So many blocks were recomputed, proved and written back; ``left`` could not be."""
+    """Blocks were recomputed, proved and written back; ``left`` could not be."""
 
     shard_id: str
     snapshot: SnapshotId

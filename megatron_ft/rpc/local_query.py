@@ -37,7 +37,7 @@ def sockets(root: Path, job: str | None) -> Iterator[Path]:
 
 
 def has_listener(path: Path) -> bool:
-    """Whether a process serves this socket; UntrustedFileError if it is not this user's alone."""
+    """True if a process serves this socket; UntrustedFileError if it is not this user's alone."""
     # ZeroMQ would try until the timeout: it cannot know that nothing will ever listen there.
     with unix.socket(unix.AF_UNIX, unix.SOCK_STREAM) as probe:
         try:

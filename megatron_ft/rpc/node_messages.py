@@ -46,7 +46,7 @@ class TransitionRefusedError(MegatronFTError):
 
 
 class PinnedError(TransitionRefusedError):
-    """There would be room for a snapshot if a reader did not hold what lies there."""
+    """Readers hold the slot that a new snapshot needs."""
 
 
 class WorldGoneError(TransitionRefusedError):

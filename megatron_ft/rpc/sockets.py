@@ -89,7 +89,7 @@ class JobKeys:
         socket.connect(endpoint)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a client that shows this public key is one of ours (pyzmq's interface)."""
+        """True if a client with this public key is one of ours (pyzmq's interface)."""
         return key == self.client_public
 
 

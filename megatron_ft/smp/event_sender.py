@@ -50,7 +50,7 @@ class EventBatch:
         return [] if self._waits(body, shards) else self.take()
 
     def on_heartbeat(self) -> list[Any]:
-        """A heartbeat: events that have waited too long."""
+        """Count a heartbeat; returns the events that have waited too long."""
         self._beats += 1 if self.waiting else 0
         return self.take() if self._beats >= MOST_WAITED else []
 
@@ -67,14 +67,14 @@ class EventBatch:
         return not self.sealed >= set(shards)
 
     def _waits_for_others(self, body: Any) -> bool:
-        """Whether the event waits for those of other ranks on the newest snapshot."""
+        """True if the event waits for those of other ranks on the newest snapshot."""
         if isinstance(body, m.Sealed) and self._begin(body.record.snapshot):
             self.sealed.add(body.record.shard_id)
             return True
         return False
 
     def _begin(self, snapshot: SnapshotId) -> bool:
-        """Whether the snapshot is the newest; there is one at a time, older ones do not wait."""
+        """Note a newer snapshot; True if it is the newest, as older ones do not wait."""
         if self.snapshot is None or snapshot > self.snapshot:
             self.snapshot = snapshot
             self.sealed = set()
@@ -82,7 +82,7 @@ class EventBatch:
 
 
 class Outbox:
-    """Events with their numbers, and those of which no heartbeat says that they arrived.  Pure.
+    """Numbers events, and keeps each until a heartbeat says that it has arrived.  Pure.
 
     A connection that is made anew loses the messages under way.  So every event is kept in
     ``unheard`` until a heartbeat names it, and sent again if none does in time.  Numbers count
@@ -109,13 +109,13 @@ class Outbox:
         return self._message(node, incarnation, self.unheard, first)
 
     def arrived(self, stream: int, number: int) -> None:
-        """The coordinator has all events up to this number of a stream."""
+        """Drop the events up to this number of a stream: the coordinator has them."""
         left = max(self._last - number, 0)
         if stream == self.stream and left < len(self.unheard):
             self.unheard, self._beats = self.unheard[len(self.unheard) - left :], 0
 
     def overdue(self) -> bool:
-        """A heartbeat: whether something has been under way for too long."""
+        """Count a heartbeat; True if something has been under way for too long."""
         self._beats += 1 if self.unheard else 0
         return self._beats >= MOST_UNHEARD
 

@@ -102,7 +102,7 @@ class NodeHeartbeats:
             return None
 
     def _dumps(self, writer: WriterProcess) -> bool:
-        """Whether it catches the signal, which would end it otherwise."""
+        """True if the trainer catches the signal, which would end it otherwise."""
         pulse = self._read(writer)
         return pulse is not None and pulse.dumps and _catches(writer.pid, DUMP_SIGNAL)
 
@@ -134,7 +134,7 @@ class NodeHeartbeats:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Whether the process has a handler for a signal (proc(5), SigCgt)."""
+    """True if the process has a handler for a signal (proc(5), SigCgt)."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -26,7 +26,7 @@ from megatron_ft.smp.state_machine import REPORTS
 log = logging.getLogger(__name__)
 
 RESTORE_TIMEOUT_SECONDS = 50.0
-"""For the coordinator to say what an incarnation restores; trainers wait longer for an answer."""
+"""Longest wait for the coordinator to say what is restored; trainers wait longer for an answer."""
 
 PASSED_ON = (m.Restored, m.Declined, m.CorruptShard, m.Unfit, m.CaptureCost)
 """Messages of trainers that the coordinator alone decides upon."""
@@ -42,7 +42,7 @@ class LocalServer:
         self._inode = self._path.lstat().st_ino
 
     def in_place(self) -> bool:
-        """Whether the socket's path leads to this server."""
+        """True if the socket's path leads to this server."""
         try:
             return self._path.lstat().st_ino == self._inode
         except OSError:
@@ -270,7 +270,7 @@ class LocalServer:
 
 
 def _check_namespace(message: m.Hello) -> None:
-    """Its number would be another process's here, which the next fence would kill."""
+    """Refuse a trainer of another PID namespace: the next fence would kill a wrong process."""
     if message.pid_namespace not in (0, pid_namespace()):
         raise ControlPlaneError(
             f"the trainer of {message.shard_id} has process numbers of its own (a PID namespace), "

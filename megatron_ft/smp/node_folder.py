@@ -90,7 +90,7 @@ def _take(lock: BinaryIO) -> bool:
 
 
 def is_at(lock: BinaryIO, directory: Path) -> bool:
-    """Whether the lock that is held is the one that others find in the folder."""
+    """True if the lock that is held is the file that others find in the folder."""
     path = directory / LOCK_NAME
     return path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())
 
@@ -127,7 +127,7 @@ def _signature(lock: BinaryIO) -> Owner | None:
 
 
 def _ended(owner: Owner) -> bool:
-    """Whether this SMP was there, was killed and is gone."""
+    """Kill this SMP; True if it was there and is gone."""
     try:
         pidfd = open_started(owner.pid, owner.start_time)
     except ProcessLookupError:
@@ -160,7 +160,7 @@ class NodeFolder:
         self._lock = lock_folder(directory, self._job, send_away=send_away)
 
     def in_place(self) -> bool:
-        """Whether folder and lock are where they were."""
+        """True if folder and lock are still in place."""
         return self._lock is not None and is_at(self._lock, self.directory)
 
     def close(self) -> None:

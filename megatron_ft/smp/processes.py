@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 
 WRITERS_NAME = "writers.json"
 MOST_WRITERS = 1024
-"""Each holds a descriptor; a node has a handful."""
+"""Most writers of a node, which has a handful; each holds a descriptor."""
 
 MOST_READERS = 256
-"""Each holds a descriptor."""
+"""Most readers of a node; each holds a descriptor."""
 
 STALL_SECONDS = 120.0
 """A reader that has not run for so long holds no slot any more.
@@ -237,7 +237,7 @@ class Readers:
         asyncio.get_running_loop().add_reader(pidfd, self._died, reader)
 
     def forget(self, reader: str) -> None:
-        """Watch it no more; one that is unknown is none of ours."""
+        """Stop watching a reader; an unknown one is ignored."""
         self._pids.pop(reader, None)
         pidfd = self._pidfds.pop(reader, None)
         if pidfd is not None:
@@ -245,7 +245,7 @@ class Readers:
             os.close(pidfd)
 
     def forget_all(self) -> None:
-        """A new incarnation was admitted: all pins are void."""
+        """Stop watching all readers: a new incarnation was admitted, so all pins are void."""
         for reader in list(self._pidfds):
             self.forget(reader)
 

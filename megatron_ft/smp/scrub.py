@@ -58,7 +58,7 @@ class Scrub:
         self._rested = 0.0
 
     async def run(self) -> None:
-        """Until cancelled.  What goes wrong here is logged; it never ends the SMP."""
+        """Scrub until cancelled.  An error is logged and never ends the SMP."""
         while True:
             before = self._service.scrub_counts.bytes_read
             try:
@@ -69,7 +69,7 @@ class Scrub:
                 await asyncio.sleep(IDLE_SECONDS)
 
     def close(self) -> None:
-        """Wait for nothing: the piece that is being read ends by itself."""
+        """Stop without waiting: the piece that is being read ends by itself."""
         self._closed.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -138,9 +138,9 @@ class Scrub:
     def _read(
         self, inspector: SlotInspector, pieces: Sequence[range], go_on: Callable[[], bool]
     ) -> tuple[Damage, int]:
-        """In the thread: piece by piece, with rests; what is wrong before which block.
+        """Read piece by piece in the thread, with rests; the damage, and the block to go on from.
 
-        That is the first one of the piece in which it was given up, or the one behind all.
+        That block is the first of the piece in which it was given up, or the one behind all.
         """
         damage = Damage()
         for piece in pieces:

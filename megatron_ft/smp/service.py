@@ -162,7 +162,7 @@ class SmpService:
     # Writers and readers.
 
     def enter(self, writer: WriterProcess) -> None:
-        """A writer is registered and watched."""
+        """Note that a writer is registered and watched."""
         self._identities[f"{writer.role} {writer.who}"] = writer.identity
         if writer.role == "trainer":
             self.machine.trainer_joined(writer.who)

@@ -24,7 +24,7 @@ EMPTY_SLOT = SlotHeader(
 
 
 MOST_SKIPPED = 4
-"""So many captures at least are skipped before the last protected snapshot is given up."""
+"""Captures that are skipped, at least, before the last protected snapshot is given up."""
 
 ENCODERS_BACK_SECONDS = 60.0
 """Encoders that have been away for longer are not expected back soon."""
@@ -98,7 +98,7 @@ def protected_gives_way(
 
 
 def capturing(slots: Sequence[SlotHeader]) -> bool:
-    """Whether the trainer has not stopped with the last snapshot: then nothing may be granted.
+    """True while the trainer has not stopped with the last snapshot; nothing may be granted then.
 
     There is one permit word: a new permit would hide from a trainer that has not begun
     yet that the one before was revoked, and the slot of that one would never be free.
@@ -107,22 +107,22 @@ def capturing(slots: Sequence[SlotHeader]) -> bool:
 
 
 def committed_local(slot: SlotHeader) -> bool:
-    """Whether the slot was committed without parity, also while it is given some."""
+    """True if the slot was committed without parity, also while parity is being made."""
     return slot.local_only and slot.record is not None
 
 
 def is_committed(slot: SlotHeader) -> bool:
-    """Whether a failure may fall back to the slot's snapshot, by what the coordinator has said."""
+    """True if the coordinator lets a failure fall back to the slot's snapshot."""
     return slot.state == SlotState.COMMITTED or committed_local(slot)
 
 
 def ending(slot: SlotHeader) -> bool:
-    """Whether the slot was aborted while a live writer might still touch it."""
+    """True if the slot was aborted while a live writer might still touch it."""
     return slot.state != SlotState.FREE and slot.iteration == EMPTY_SLOT.iteration
 
 
 def still_written(state: SlotState, trainer_alive: bool, encoder_alive: bool) -> bool:
-    """Whether some live process may yet write into a slot in ``state``."""
+    """True if a live process may still write into a slot in ``state``."""
     if state == SlotState.CAPTURING:
         return trainer_alive
     return state in (SlotState.ENCODING, SlotState.REBUILDING) and encoder_alive

@@ -100,11 +100,11 @@ class ShardSlots:
     # Permits and pins.
 
     def may_grant(self, *, give_up_protected: bool = False) -> bool:
-        """Whether there is room for a new snapshot and the trainer has stopped with the last."""
+        """True if there is room for a new snapshot and the trainer has stopped with the last."""
         return not capturing(self.slots) and self.victim(give_up_protected) is not None
 
     def held_back(self) -> bool:
-        """Whether readers are in the way of the next snapshot."""
+        """True if only readers are in the way of the next snapshot."""
         if capturing(self.slots) or self.victim() is not None:
             return False
         if self.crowded():
@@ -112,7 +112,7 @@ class ShardSlots:
         return oldest_reusable(self.slots) is not None
 
     def crowded(self) -> bool:
-        """Whether there is room only if the last protected snapshot is given up."""
+        """True if there is room only by giving up the last protected snapshot."""
         room = oldest_reusable(self.slots, give_up_protected=True) is not None
         return room and not capturing(self.slots) and oldest_reusable(self.slots) is None
 
@@ -151,7 +151,7 @@ class ShardSlots:
     def grant(
         self, snapshot: SnapshotId, iteration: int, *, give_up_protected: bool = False
     ) -> int:
-        """Promise a slot to the trainer, whose content stays.  Returns the slot's number."""
+        """Promise a slot to the trainer; its content stays.  Returns the slot's number."""
         index = self.victim(give_up_protected)
         if self.held_back():
             raise m.PinnedError(f"{self.shard_id} has no slot for {snapshot} but those being read")
@@ -180,7 +180,7 @@ class ShardSlots:
         self.put(promise.slot, replace(begun, iteration=promise.iteration))
 
     def promised(self, snapshot: SnapshotId) -> bool:
-        """Whether the trainer has a permit for it and has not begun."""
+        """True if the trainer has a permit for the snapshot and has not begun."""
         return self.promise is not None and self.promise.snapshot == snapshot
 
     def seal(self, record: SealedRecord) -> bool:
@@ -208,7 +208,7 @@ class ShardSlots:
         return ended
 
     def encoding_begun(self, snapshot: SnapshotId) -> bool:
-        """Whether parity of the snapshot is being made, or complete and not decided upon yet."""
+        """True if parity of the snapshot is being made, or complete and not decided upon yet."""
         index = self.find(snapshot)
         if index is None:
             return False

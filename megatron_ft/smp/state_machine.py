@@ -134,7 +134,7 @@ class NodeMachine:
         return self.shards[shard_id]
 
     def too_late(self, snapshot: SnapshotId) -> bool:
-        """Whether a permit was overtaken: it has been given, or decided upon, before."""
+        """True if a permit was overtaken: it has been given, or decided upon, before."""
         return self.newest is not None and snapshot <= self.newest
 
     def _record_newest(self, snapshot: SnapshotId) -> None:
@@ -436,13 +436,13 @@ class NodeMachine:
     # What the coordinator learns with each heartbeat.
 
     def held_back(self) -> bool:
-        """Whether readers are all that is in the way of a Grant."""
+        """True if only readers are in the way of a Grant."""
         shards = self.shards.values()
         free = all(s.may_grant() or s.held_back() or s.crowded() for s in shards)
         return free and any(s.held_back() for s in shards)
 
     def crowded(self) -> bool:
-        """Whether the last protected snapshot is all that is in the way of a Grant."""
+        """True if a shard has room for a Grant only by giving up the last protected snapshot."""
         return any(slots.crowded() for slots in self.shards.values())
 
     def held(self) -> tuple[m.HeldSnapshot, ...]:

@@ -114,7 +114,7 @@ class ArenaStore:
     def examine(self, machine: NodeMachine) -> None:
         """Mend what is wrong with the arenas; give up those that others could not open.
 
-        Whatever this SMP has written it knows, so headers cost nothing.  A shard whose file was
+        This SMP knows all that it has written, so headers cost nothing.  A shard whose file was
         removed, replaced or cut counts as lost, and is rebuilt into a new one.
         """
         for shard_id, arena in list(self.arenas.items()):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 DENSE = {torch.Tensor, torch.nn.Parameter}
-"""Of these torch.strided says that they have plain memory; their subclasses may do otherwise."""
+"""Types whose torch.strided layout means plain memory; their subclasses may do otherwise."""
 
 
 class TensorWindow(NamedTuple):
@@ -59,7 +59,7 @@ class AddressBook:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie anywhere: those of a storage that was resized to nothing do not.
+    """True if the elements have memory: those of a storage resized to nothing have none.
 
     Frameworks that shard tensors free the whole ones so.  torch reads them without looking.
     """
@@ -67,7 +67,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def has_lazy_sign(tensor: torch.Tensor) -> bool:
-    """Whether the bytes are not the values: torch conjugates or negates them when they are read.
+    """True if the bytes are not the values: torch conjugates or negates them on reading.
 
     Such a view and its base have one memory and different values.
     """

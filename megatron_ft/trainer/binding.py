@@ -83,11 +83,11 @@ class BoundState(NamedTuple):
 
     @classmethod
     def of(cls, names: list[str], tensors: list[torch.Tensor]) -> BoundState:
-        """As of now."""
+        """The state of these tensors as of now."""
         return cls(names, tensors, [list(map(fact, tensors)) for fact in _FACTS])
 
     def same(self, other: BoundState) -> bool:
-        """Whether the other has these very tensors, and they lay there in the same form."""
+        """True if the other has these very tensors, with the same memory and form."""
         return all(map(is_, self.tensors, other.tensors)) and self.facts == other.facts
 
     def moved(self) -> str:
@@ -131,7 +131,7 @@ class LayoutBinding:
         self._items: dict[int, CopyList] = {}
 
     def mismatch(self, live: Mapping[str, torch.Tensor]) -> str:
-        """Why the live tensors no longer fit the layout; empty if nothing is wrong so far.
+        """The reason why the live tensors no longer fit the layout; empty if they fit so far.
 
         Compares the names, and all of those that are read at the boundary.  The others are
         compared when they are bound: to look at thousands would hold training for a millisecond.

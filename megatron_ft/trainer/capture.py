@@ -104,7 +104,7 @@ class LossGate:
         self.problem = self._judge(loss) if self._factor > 0 else ""
 
     def _judge(self, loss: float) -> str:
-        """Why a loss does not pass, or nothing.  It counts for the median if it is finite."""
+        """The reason why a loss does not pass, or empty.  A finite loss counts for the median."""
         if not math.isfinite(loss):
             return f"the loss is {loss}"
         known = len(self._history) >= LEAST_HISTORY
@@ -142,17 +142,17 @@ class Capture:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is an arena to capture into."""
+        """True if there is an arena to capture into."""
         return self._engine is not None
 
     @property
     def running(self) -> bool:
-        """Whether the copy thread still works on a capture."""
+        """True while the copy thread works on a capture."""
         return self._run is not None and not self._run.finished.is_set()
 
     @property
     def under_way(self) -> bool:
-        """Whether the job has not heard the end of a snapshot that this rank has captured."""
+        """True while a capture runs, or the outcome of a captured snapshot is open."""
         return self.running or self._tickets.any_open
 
     def open(

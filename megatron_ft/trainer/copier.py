@@ -37,8 +37,8 @@ class CopyItem(NamedTuple):
 class CopyList(list[CopyItem]):
     """Copies that are made again and again: nobody changes the list.
 
-    In ``plan`` a copier keeps what it found out about its tensors.  Whoever keeps the list
-    drops it when one of them is given other memory, or another form.
+    In ``plan`` a copier keeps what it found out about its tensors.  The list's owner drops it
+    when one of them is given other memory, or another form.
     """
 
     plan: Any = None
@@ -69,8 +69,8 @@ class SharedPieces:
     def copy(self, pieces: Iterable[CopyPiece], should_stop: ShouldStop) -> bool:
         """Offer them, and copy what is left; True when all of them are copied.
 
-        ``should_stop`` is asked before each piece; False is returned when it said so.  On every way
-        out, exceptions included, nobody copies any more.  RuntimeError if help broke off.
+        ``should_stop`` is asked before each piece; True ends the copy and False is returned.  On
+        every way out, exceptions included, nobody copies any more.  RuntimeError if help broke off.
         """
         self._left.extend(pieces)
         self._offered.set()
@@ -79,7 +79,7 @@ class SharedPieces:
         finally:
             self._left.clear()
             with self._helping:
-                # Who comes now finds nothing left.
+                # A helper that comes now finds nothing left.
                 unfinished = self._unfinished
         if unfinished:
             raise RuntimeError("a piece was left unfinished by the training thread")
@@ -106,11 +106,11 @@ class SharedPieces:
             logger.warning("a piece could not be copied in the training thread", exc_info=True)
 
     def withdraw(self) -> None:
-        """Nothing is going to be offered: nobody needs to wait for it."""
+        """Release a waiting helper: nothing is going to be offered."""
         self._offered.set()
 
     def _move(self, should_stop: ShouldStop) -> bool:
-        """Whether there is no piece left that nobody has taken."""
+        """Copy pieces until none is left; False if ``should_stop`` ended it before."""
         while not should_stop():
             try:
                 piece = self._left.popleft()
@@ -147,7 +147,7 @@ class Copier(Protocol):
     ) -> bool:
         """Copy all items; True when every byte has arrived.
 
-        ``should_stop`` is asked before each piece; False is returned when it said so.
+        ``should_stop`` is asked before each piece; True ends the copy and False is returned.
         A training thread that waits for the copy takes pieces that are offered in ``shared``.
         On every way out, exceptions included, nothing writes to the targets any more.
         """
@@ -160,7 +160,7 @@ class Copier(Protocol):
 
 
 MOST_THREADS = 4
-"""More do not move bytes faster: memory is the limit."""
+"""Most threads: more do not move bytes faster, as memory is the limit."""
 
 
 def spare_threads(environment: dict[str, str] | None = None) -> int:

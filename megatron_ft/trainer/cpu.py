@@ -32,7 +32,7 @@ class PlainCopy(NamedTuple):
 
     @classmethod
     def of(cls, target: torch.Tensor, source: torch.Tensor) -> PlainCopy:
-        """Both are plain memory of as many bytes; the target must stay where it is."""
+        """Make one of two plain tensors of equal length; the target must stay where it is."""
         address, length = source.data_ptr(), source.nbytes
         target_bytes = bytes_at(target.data_ptr(), length)
         return cls(source, address, bytes_at(address, length), target_bytes)
@@ -88,7 +88,7 @@ class CpuCopier:
         self._piece_bytes = piece_bytes
 
     def attach(self, regions: Sequence[Bytes]) -> None:
-        """Nothing to do: any mapped memory is a target."""
+        """Do nothing: any mapped memory is a target."""
 
     def stage(self, items: Sequence[CopyItem]) -> list[CopyItem]:
         """Clone at once: the slot may hold an older snapshot until the copy begins."""
@@ -118,10 +118,10 @@ class CpuCopier:
         return plan
 
     def enter_thread(self) -> None:
-        """Nothing to set: see the class for what is not."""
+        """Do nothing; the class says which settings are avoided."""
 
     def detach(self) -> None:
-        """Nothing to undo."""
+        """Do nothing: there is nothing to undo."""
 
 
 class SerialBatch(NamedTuple):
@@ -163,5 +163,5 @@ def move_serially(batch: Iterable[CopyItem]) -> None:
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's bytes are its values, in order, in host memory."""
+    """True if the tensor's bytes are its values, in order, in host memory."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not has_lazy_sign(tensor)

@@ -96,8 +96,8 @@ class CudaCopier:
         should_stop: ShouldStop,
         shared: SharedPieces,
     ) -> bool:
-        """Copy piece by piece on the side stream; see Copier.  Nothing is shared: it is the device
-        that copies."""
+        """Copy piece by piece on the side stream; see Copier.  Nothing is shared, as the device
+        copies."""
         self._prepare(items, mark.synchronize)
         in_flight: deque[Any] = deque()
         try:

@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 60.0
 SLOT_SECONDS = 1.0
-"""So long at most the SMP may take to give the slot; then the capture is abandoned."""
+"""Longest time for the SMP to give the slot; then the capture is abandoned."""
 
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.0001, 0.005
-"""Between two looks at the slot's header."""
+"""First and longest time between two looks at the slot's header."""
 
 META_SPARE_BYTES = 65536
 """Room for small objects to grow beyond twice their first size."""
@@ -50,10 +50,10 @@ PLANNING_BLOCK_BYTES = 65536
 longer ones need less."""
 
 PERMIT_CHECK_SECONDS = 0.05
-"""How often a running copy looks whether its permit was revoked: a read costs microseconds."""
+"""Time between a running copy's looks at its permit: a read costs microseconds."""
 
 RETURN_SECONDS = 0.02
-"""So long digests wait at most until a training thread has left its fence."""
+"""Longest wait of digests for a training thread to leave its fence."""
 
 
 def required_bytes(layout: ShardLayout, objects: dict[str, Any], form: bytes) -> int:
@@ -154,8 +154,8 @@ class CaptureRun:
     def end_copy(self, started: float, complete: bool, reason: str) -> bool:
         """The copy that began at ``started`` has ended; True if its bytes are good.
 
-        A stop that came before this moment wins: whoever asked for it has continued, and
-        the tensors may have changed under the last piece.
+        A stop that came before this moment wins: its caller has continued, and the tensors may
+        have changed under the last piece.
         """
         with self._lock:
             now = time.monotonic()
@@ -352,7 +352,7 @@ class CaptureEngine:
         return False
 
     def _should_stop(self, run: CaptureRun) -> ShouldStop:
-        """Whether the run was asked to stop, or its permit revoked, which is looked up at times."""
+        """A function that is true once the run must stop; it looks at the permit at times."""
         next_look = 0.0
 
         def should_stop() -> bool:
@@ -386,7 +386,7 @@ class CaptureEngine:
     def _seal(self, run: CaptureRun) -> SealedRecord | None:
         permit, slot = run.permit, run.permit.slot
         reach("capture.copied")
-        # Whatever ends this seal, the next one does not rely on zeros that it may have overwritten.
+        # If this seal fails, the next one does not rely on zeros that it may have overwritten.
         dirty, self._dirty[slot] = self._dirty[slot], None
         record = digest.seal(
             self._regions[slot],
@@ -408,7 +408,7 @@ class CaptureEngine:
         return record
 
     def revoked(self, permit: Permit) -> bool:
-        """Whether the permit word no longer allows this capture."""
+        """True if the permit word no longer allows this capture."""
         current = self.arena.permit()
         return current is None or current.snapshot != permit.snapshot or current.revoked
 

@@ -49,7 +49,7 @@ class BlockRanges(NamedTuple):
     def of(
         cls, offsets: list[int], lengths: list[int], blocks: int, block_bytes: int
     ) -> BlockRanges:
-        """Computed for all at once: a loop over thousands of tensors takes milliseconds."""
+        """Cut all spans at once: a loop over thousands of tensors takes milliseconds."""
         step = chunk_blocks(block_bytes)
         width, at = step * block_bytes, np.array(offsets, np.int64)
         end, first = at + np.array(lengths, np.int64), at // width
@@ -93,7 +93,7 @@ class VerifiedCopy:
         self._kept = region
 
     def run(self, chunks: Iterable[int]) -> list[int]:
-        """The blocks that are not as they were sealed; nothing is copied out of their chunks.
+        """Copy chunks; returns the bad blocks, out of whose chunks nothing is copied.
 
         All chunks are looked at, with this rank's share of the cores.
         """

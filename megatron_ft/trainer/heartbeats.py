@@ -42,10 +42,10 @@ log = logging.getLogger(__name__)
 BEAT_SECONDS = 1.0
 
 _IMPORTED = time.monotonic()
-"""The snapshot manager needs this module, and a script imports that behind its framework."""
+"""Time at which this module was imported: a script imports it after its framework."""
 
 LEARNING_STEPS = 2
-"""Which parameter is last does not change; DDP orders its buckets anew after the first step."""
+"""Steps to learn the last parameter; DDP orders its buckets anew after the first step."""
 
 FIRST_ITERATIONS = 3
 """Iterations of an incarnation that say nothing of later ones: they compile, allocate, fill
@@ -75,7 +75,7 @@ class WindowSummary:
 
 
 class Iterations:
-    """Fed with the times at which one rank passes its marks, on any clock of seconds.
+    """Learns from the times at which one rank passes its marks, on any clock of seconds.
 
     ``done`` counts ended iterations, ``typical`` smooths their length, ``longest`` is the longest
     time between two marks, and ``window`` the newest whole window; what happened in the first
@@ -306,7 +306,7 @@ class TrainerWatch:
         self._passed(self._clock())
 
     def restored(self, seconds: float) -> None:
-        """The state was loaded, just now, in so many seconds."""
+        """Note that the state was loaded just now, in ``seconds``."""
         self._start.restored(seconds)
         self._passed(self._clock())
 
@@ -328,7 +328,7 @@ class TrainerWatch:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Around an evaluation or a checkpoint, in which no iteration ends."""
+        """Context for an evaluation or a checkpoint, in which no iteration ends."""
         before = self._pulse.phase
         self._enter(
             TrainerPhase.PAUSED if before == TrainerPhase.TRAINING else TrainerPhase(before)
@@ -348,7 +348,7 @@ class TrainerWatch:
         self._file = None
         if self._dumps >= 0:
             faulthandler.unregister(DUMP_SIGNAL)
-            # Whoever sends it late must not end this process.
+            # A signal that is sent late must not end this process.
             signal.signal(DUMP_SIGNAL, signal.SIG_IGN)
             os.close(self._dumps)
             self._dumps = -1
@@ -384,7 +384,7 @@ class TrainerWatch:
             self._ended.wait(BEAT_SECONDS)
 
     def _write_stacks_on_signal(self, environment: ProcessEnvironment) -> None:
-        """The handler is C code and takes no lock: it works while C code holds the interpreter."""
+        """Install the handler: C code without locks, which works while C code holds the GIL."""
         path = stacks_path(environment.node_dir, os.getpid())
         with suppress(OSError, UntrustedFileError, RuntimeError, ValueError):
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND

@@ -4,7 +4,7 @@ Before, names, dtypes and shapes must fit.  Afterwards the state is compared wit
 once more, as a load may have made other tensors, and tensors may share memory here that had memory
 of their own when they were saved.
 
-To plan a layout takes microseconds for each tensor, which delays a restart.  For states of plain
+Planning a layout takes microseconds for each tensor, which delays a restart.  For states of plain
 tensors ``PlainLayout`` answers in a tenth of that, by calls that loop in C.
 """
 
@@ -47,7 +47,7 @@ class PlainLayout(NamedTuple):
 
     @classmethod
     def of(cls, layout: ShardLayout) -> PlainLayout | None:
-        """None if it is of another kind, or not as this release would plan it."""
+        """The columns of a layout; None if it is of another kind, or planned another way."""
         entries = layout.entries
         if any(entry.alias_of or entry.start or entry.parts != 1 for entry in entries):
             return None
@@ -70,7 +70,7 @@ class PlainLayout(NamedTuple):
         return plain if whole and plain._is_packed(layout.tensor_bytes) else None
 
     def _is_packed(self, tensor_bytes: int) -> bool:
-        """Sorted by name, one behind the other, as plan_layout puts them."""
+        """True if tensors are sorted by name, one behind the other, as plan_layout puts them."""
         sizes = np.array(self.lengths, np.int64)
         ends = np.cumsum(-(-sizes // ALIGNMENT) * ALIGNMENT).tolist()
         return [*self.offsets, tensor_bytes] == [0, *ends] and all(
@@ -97,7 +97,7 @@ class PlainLayout(NamedTuple):
         return found if _lie_apart(found, self.lengths) else None
 
     def agrees(self, planned: Planned) -> bool:
-        """Whether ``planned.layout()`` would be interchangeable with the stored one."""
+        """True if ``planned.layout()`` would be interchangeable with the stored one."""
         places = map(planned.places.get, self.names)
         return (
             {*planned.boundary} == self.boundary
@@ -111,7 +111,7 @@ class PlainLayout(NamedTuple):
 
 
 def _are_plain(tensors: list[torch.Tensor]) -> bool:
-    """Whether each is dense host memory, in order, whose bytes are its values."""
+    """True if each is dense host memory, in order, whose bytes are its values."""
     every = torch.Tensor
     return (
         {*map(type, tensors)} <= DENSE
@@ -174,7 +174,7 @@ class Filled(NamedTuple):
     tensor: torch.Tensor
 
     def holds(self, region: torch.Tensor) -> bool:
-        """Whether it has them still."""
+        """True if the tensor still has the bytes of its entry."""
         now = live_part(self.tensor.detach().resolve_conj().resolve_neg(), self.entry)
         return torch.equal(_bytes(now.cpu()), _bytes(stored_view(region, self.entry)))
 

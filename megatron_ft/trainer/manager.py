@@ -85,13 +85,13 @@ _LIBRARIES = {
     "pytorch_lightning": "lightning.Trainer",
     "transformers": "transformers.Trainer",
 }
-"""By package, what a message calls it."""
+"""Names in messages, by package."""
 
 
 def active_clients() -> set[str]:
     """Libraries that called this, through whatever is between, or hold the process's state.
 
-    To have imported one means nothing: many models come with transformers, and that imports
+    An import alone means nothing: many models come with transformers, and that imports
     accelerate.  So the callers are looked at, and if there is an Accelerator.
     """
     found: set[str] = set()
@@ -283,7 +283,7 @@ class SnapshotManager:
 
     @contextmanager
     def fence(self) -> Iterator[None]:
-        """Around whatever changes captured tensors: waits for a running copy, and only then.
+        """Context for code that changes captured tensors; waits for a running copy first.
 
         The wait is at most ``fence_timeout_seconds``; then the capture is abandoned.
         """

@@ -106,7 +106,7 @@ def enumerate_entry(found: Enumeration, name: str, value: Any, force: bool | Non
 
 
 def _is_longer(tensor: torch.Tensor, length: int) -> bool:
-    """Whether it has more bytes; of what is not dense, which a plan refuses, nobody can say."""
+    """True if the tensor has more bytes, or is not dense, which a plan refuses."""
     return tensor.layout != torch.strided or tensor.is_nested or tensor.nbytes > length
 
 
@@ -188,7 +188,7 @@ class MappingState:
         self._adopted: dict[str, torch.Tensor] = {}
 
     def adapts(self, state: Any) -> bool:
-        """Whether this is the adapter of that very mapping."""
+        """True if this is the adapter of that very mapping."""
         return self._state is state
 
     def refresh(self) -> None:
@@ -276,7 +276,7 @@ class MappingState:
             raise LayoutMismatchError(f"cannot set {name!r}: the state mapping is read-only")
 
     def _lasting(self, found: Enumeration) -> dict[int, Lasting]:
-        """By ``id``, the moments of optimizers whose encoded form is that of last time."""
+        """Moments of optimizers, by ``id``, whose encoded form may be reused."""
         lasting = {}
         for name, structure in found.structures.items():
             if is_optimizer(self._state[name]) and isinstance(structure, Mapping):
@@ -310,7 +310,7 @@ class _WrittenMoments(NamedTuple):
     def of(
         cls, moments: Any, name_of: Mapping[int, str], before: _WrittenMoments | None
     ) -> _WrittenMoments | None:
-        """``before`` if nothing is another by now; None if it has to be encoded each time."""
+        """The moments, or ``before`` if nothing changed; None if they must be encoded each time."""
         if type(moments) is not dict or not {*map(type, moments)} <= {int}:
             return None
         holders = list(moments.values())
@@ -332,7 +332,7 @@ class _WrittenMoments(NamedTuple):
 
 
 def _taken_from(tensors: Mapping[str, torch.Tensor]) -> Callable[[str], torch.Tensor]:
-    """Puts tensors back where their names are."""
+    """A function that gives the tensor for a stored name."""
 
     def take(name: str) -> torch.Tensor:
         if name not in tensors:

@@ -151,7 +151,7 @@ def load_group_scalars(inner: Any, scalars: list[dict[str, Any]]) -> None:
 
 
 def _load_group(group: dict[str, Any], values: dict[str, Any]) -> None:
-    """Tensors that are not there yet are put where the parameters are.
+    """Fill one group; tensors that are not there yet are put where the parameters are.
 
     A capturable optimizer makes its ``step`` only in its first step.
     """

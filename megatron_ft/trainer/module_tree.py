@@ -31,7 +31,7 @@ def load_extra_states(modules: NamedModules, states: dict[str, Any]) -> None:
 
 
 def has_extra_state(module: torch.nn.Module) -> bool:
-    """Whether its class says what else to keep of it."""
+    """True if the module's class defines extra state."""
     return type(module).get_extra_state is not torch.nn.Module.get_extra_state
 
 

@@ -103,7 +103,7 @@ class PendingRestore:
                 # The call alone holds the shard, whose memory is unmapped beside what follows.
                 self.restored = restore_shard(self._awaited(arena, offer), into, split_bytes)
             except Exception as error:
-                # Whatever it was, of tensors and small objects some may be the snapshot's by now.
+                # After any error some tensors and small objects may be the snapshot's by now.
                 self.broken_off = error
                 raise
             finally:

@@ -108,7 +108,7 @@ class Planned(NamedTuple):
 
     @classmethod
     def of(cls, state: TrainingState, split_bytes: int) -> Planned:
-        """Replicated tensors of at least ``split_bytes`` bytes are split over their group."""
+        """Collect the facts; replicated tensors of ``split_bytes`` bytes or more are split."""
         live = live_tensors(state)
         boundary = state.boundary_tensors().keys()
         splits = _splits(live, boundary, state.replicas(), split_bytes)
@@ -232,7 +232,7 @@ def _check_kind(name: str, tensor: torch.Tensor) -> None:
 
 
 def _only_wraps(tensor: torch.Tensor) -> bool:
-    """Whether its storage has a size and is nowhere; one that was freed has no size either."""
+    """True if the storage has a size but no memory; a freed one has no size either."""
     return not has_memory(tensor) and tensor.untyped_storage().nbytes() > 0
 
 

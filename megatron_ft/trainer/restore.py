@@ -81,7 +81,7 @@ class SealedShard:
             self._contents = self._read_contents()
 
     def map_pages(self) -> None:
-        """Let who reads it next take no page faults."""
+        """Map the pages, so that the next reader takes no page faults."""
         populate_read(self.region[: self.record.used_bytes])
 
     def contents(self) -> ShardContents:

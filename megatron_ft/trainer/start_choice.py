@@ -29,7 +29,7 @@ class DiskStart(NamedTuple):
     to_resume: bool = False
 
     def goes_before(self, offered: int) -> bool:
-        """Whether it goes before a snapshot of iteration ``offered``; of equal ones memory serves,
+        """True if it goes before a snapshot of iteration ``offered``; of equal ones memory serves,
         unless the checkpoint holds more."""
         return self.iteration > offered or (self.to_resume and self.iteration == offered)
 

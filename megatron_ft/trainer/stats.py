@@ -91,7 +91,7 @@ class IterationTimes:
         self._began = (now, stall, busy)
 
     def end(self, now: float, stall: float) -> None:
-        """It has ended.  Stalls in it are none of its time: they are counted by themselves."""
+        """End the iteration.  Its time excludes stalls, which are counted by themselves."""
         if self._began is None:
             return
         then, stall_then, busy = self._began

@@ -70,7 +70,7 @@ class TicketBook:
 
     @property
     def any_open(self) -> bool:
-        """Whether some ticket still waits."""
+        """True if some ticket still waits."""
         with self._lock:
             return bool(self._open)
 

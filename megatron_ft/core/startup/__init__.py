@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent
 
 LOOP = "megatron.training.training"
 DEEPSPEED = "deepspeed"
-"""Not its engine's module: what that needs of the package is complete only behind all of it."""
+"""The whole package: what its engine's module needs is complete only after all of it."""
 COMMUNICATORS = "torch.distributed.distributed_c10d"
 
 AFTER_IMPORT = "MEGATRON_FT_AFTER_IMPORT"

@@ -34,7 +34,7 @@ class AfterImport:
         self._asking = False
 
     def install(self) -> None:
-        """Be asked first; what is installed later is asked earlier and calls later."""
+        """Become the first finder; one that is installed later is asked earlier and calls later."""
         sys.meta_path.insert(0, self)
 
     def find_spec(
