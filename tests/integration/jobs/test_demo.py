@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import warnings
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -636,7 +637,13 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megatron_ft.cli.main", "demo", *SMALL]
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # Shells start background commands with SIGINT ignored, and children inherit that.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     try:
         _wait_for(process, "iteration   5/20")

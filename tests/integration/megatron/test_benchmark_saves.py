@@ -29,10 +29,16 @@ def needs(program: Program) -> pytest.MarkDecorator:
     [
         pytest.param(PLAIN, "2,016", id="plain"),
         pytest.param(
-            DEEPSPEED, "2,016", marks=[pytest.mark.deepspeed, needs(DEEPSPEED)], id="deepspeed"
+            DEEPSPEED,
+            "2,016",
+            marks=[pytest.mark.deepspeed, pytest.mark.all_layouts, needs(DEEPSPEED)],
+            id="deepspeed",
         ),
         pytest.param(
-            MEGATRON, "1,936", marks=[pytest.mark.megatron, needs(MEGATRON)], id="megatron"
+            MEGATRON,
+            "1,936",
+            marks=[pytest.mark.megatron, pytest.mark.all_layouts, needs(MEGATRON)],
+            id="megatron",
         ),
     ],
 )
