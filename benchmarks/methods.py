@@ -104,8 +104,7 @@ class InMemory:
         self.committed()
 
     def load(self, state: State) -> None:
-        """What a trainer's incarnation begins with: the newest snapshot, in place, if there is
-        one."""
+        """Load the newest snapshot in place, if there is one, as an incarnation begins."""
         self._loaded = True
         self._manager.load(into=state)
 

@@ -155,7 +155,7 @@ class Training:
         return done
 
     def _any_rank(self, wants: bool) -> bool:
-        """Whether one wants to continue: ranks iterate together, and may have saved unevenly."""
+        """True if one wants to continue: ranks iterate together, and may have saved unevenly."""
         if dist.is_initialized():
             votes = torch.tensor([float(wants)])
             dist.all_reduce(votes)

@@ -87,7 +87,7 @@ def _short(mib: int, jobs: Jobs) -> Iterator[Row]:
 
 
 def _bookkeeping(jobs: Jobs) -> Iterator[Row]:
-    """What save() does besides copying, of 2,000 tensors."""
+    """Time of save() besides copying, of 2,000 tensors."""
     found = _run(1, jobs, method="inmem", tensors=2000, mib=32, work=10)
     calls = tuple(1000 * one["save"] for one in _saving(found["phases"][1::2]))
     name, limit = "save() with 2,000 tensors of 16 KiB", bookkeeping.LIMIT_MS

@@ -19,7 +19,7 @@ def stamp(tensors: Iterable[torch.Tensor], rank: int, incarnation: int) -> None:
 
 
 def stamped(tensors: Iterable[torch.Tensor], rank: int, incarnation: int) -> bool:
-    """Whether every value is what ``stamp`` has written in that incarnation."""
+    """True if every value is what ``stamp`` wrote in that incarnation."""
     return all(
         bool((tensor == _value(rank, number, incarnation)).all())
         for number, tensor in enumerate(tensors)

@@ -197,5 +197,5 @@ class NodeState(msgspec.Struct, frozen=True):
             ) from error
 
     def save(self, directory: Path) -> None:
-        """Rewrite the file at once; it lives on a tmpfs, so nothing is flushed."""
+        """Rewrite the file at once; it is on a tmpfs, so nothing is flushed."""
         private_files.rewrite_file(directory / STATE_NAME, msgspec.json.encode(self))

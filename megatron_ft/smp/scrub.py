@@ -138,7 +138,7 @@ class Scrub:
     def _read(
         self, inspector: SlotInspector, pieces: Sequence[range], go_on: Callable[[], bool]
     ) -> tuple[Damage, int]:
-        """Read piece by piece in the thread, with rests; the damage, and the block to go on from.
+        """Read in pieces in the thread, with rests; the damage, and the block to continue from.
 
         That block is the first of the piece in which it was given up, or the one behind all.
         """

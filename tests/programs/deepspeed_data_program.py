@@ -1,4 +1,4 @@
-"""What a rank of the tests of data positions runs: incarnations of one training, on real loaders.
+"""Ranks of the tests of data positions: incarnations of one training, on real loaders.
 
 Every incarnation makes its loader anew, behind other seeds; only what a snapshot holds is handed
 on.
@@ -68,7 +68,7 @@ def engine_of(options: dict[str, Any] | None = None, **config: Any) -> Any:
 
 
 def new_process() -> None:
-    """What a module remembers between incarnations is gone."""
+    """Clear what modules remember between incarnations."""
     from deepspeed_ext import resumable_loader
 
     gc.collect()

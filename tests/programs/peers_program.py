@@ -1,4 +1,4 @@
-"""What the ranks of test_peers_cycles have imported before they are forked."""
+"""Imports of the ranks of test_peers_cycles before they are forked."""
 
 from __future__ import annotations
 

@@ -295,7 +295,7 @@ def locked_memory(facts: Facts) -> list[Judged]:
     if facts.world and facts.world.tcp:
         return [ok("encoders use TCP, which locks none")]
     if joined and all("tcp" in rank.fabric for rank in joined):
-        return [ok("MPI is told to use TCP, which locks none")]
+        return [ok("MPI uses TCP by its settings, which locks none")]
     need = facts.wishes.shard_bytes or 1 << 30
 
     def judge(said: NodeFacts) -> Judged:

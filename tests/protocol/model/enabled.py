@@ -259,7 +259,7 @@ def _permits(world: World) -> int:
 
 
 def _trouble(world: World) -> bool:
-    """Whether the supervisor knows of a reason to end this incarnation."""
+    """True if the supervisor knows of a reason to end this incarnation."""
     incarnation = world.incarnation
     assert incarnation is not None
     used = [world.nodes[name] for name in set(incarnation.places.values())]

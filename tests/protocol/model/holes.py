@@ -101,8 +101,7 @@ def per_rank_skip(patch: pytest.MonkeyPatch) -> None:
 
 
 def iteration_is_identity(patch: pytest.MonkeyPatch) -> None:
-    """A slot is taken for a snapshot because its iteration is right, whoever's incarnation it is
-    of."""
+    """A slot with the right iteration is taken for the snapshot, of any incarnation."""
     patch.setattr(state_machine, "on_lineage", lambda snapshot, lineage: True)
     iterations: dict[SnapshotId, int] = {}
 

@@ -432,7 +432,7 @@ class SmpSteps:
         node.machine.paths[arena.shard] = ""
 
     def _adopt(self, node: Node, request: m.Adopt) -> None:
-        """What lives elsewhere is removed, the rest takes part in the new incarnation."""
+        """Remove shards that moved to other nodes; the rest joins the new incarnation."""
         for shard in node.arenas.keys() - set(request.keep):
             del node.arenas[shard], node.machine.shards[shard], node.machine.paths[shard]
         for arena in node.arenas.values():
