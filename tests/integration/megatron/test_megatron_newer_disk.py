@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.cli.chaos.trace import read_trace
+from megatron_ft.core.startup import before_script
 from megatron_ft.supervisor.orders import Timing
+from tests.programs.held_in_step import sitecustomize as held
 from tests.support.jobs import Job
 from tests.support.megatron_jobs import (
     RANKS,
@@ -75,18 +77,22 @@ def test_all_ranks_take_the_newer_checkpoint(
 def test_a_doubtful_result_is_resumed_from_the_checkpoint_that_knows_of_it(
     megatron_corpus: Path, tmp_path: Path
 ) -> None:
-    """Megatron declares a result doubtful, saves, and exits with 16; memory is as new."""
+    """Megatron declares a result doubtful, saves, and exits with 16; memory is as new.
+
+    Its seed injects the error in iteration 3.  Training begins with the permit for iteration 2,
+    or a slow machine may have nothing in memory by then.
+    """
     program = replace(packaged(_installed()), iterations=8)
     own, trace = str(tmp_path / "checkpoints"), tmp_path / "trace"
     flags = [*program.flags(megatron_corpus, trace), "--save", own, "--load", own]
-    flags += ["--save-interval", "100", "--inmem-snapshot", "--inmem-snapshot-interval", "1"]
+    flags += ["--save-interval", "100", "--inmem-snapshot", "--inmem-snapshot-interval", "2"]
     flags += ["--rerun-mode", "validate_results", "--error-injection-rate", "12"]
     job = Job(
         tmp_path,
         nodes=RANKS,
         protect="none",
         command=(sys.executable, *flags, "--error-injection-type", "correct_result"),
-        environment=program.environment(trace),
+        environment=before_script(program.environment(trace), Path(held.__file__).parent),
         timing=Timing(lease=30.0, node_timeout=45.0),
     )
     job.at_event["from_disk"] = Job.interrupt
