@@ -17,7 +17,6 @@ from typing import Any
 
 from megatron_ft.config.setting import (
     AUTO,
-    CPUS,
     INTERVAL,
     SCHEME,
     WHOLE,
@@ -125,12 +124,6 @@ class SnapshotConfig:
     )
     encode_bandwidth_mib: float = bandwidth(
         "Most that a node sends to others while parity is made."
-    )
-    background_cpus: str | None = setting(
-        CPUS,
-        None,
-        "The CPUs of each node on which SMP, encoder and drains run. None: any.",
-        allowed="CPUs that every node has, such as 0-3,8",
     )
     drain_export_dir: Path | None = folder(
         "Folder in which each drained snapshot becomes a checkpoint of the framework's own. "
