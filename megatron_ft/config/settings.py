@@ -224,22 +224,6 @@ class SnapshotConfig:
         "Longest wait at start-up for all ranks to register and for arenas to be made.",
     )
 
-    # Sizes from which, and into which, tensors are split.
-    replicated_split_bytes: int = whole(
-        65536,
-        "Replicated tensors of at least this size are split over data-parallel ranks.",
-        0,
-        "bytes",
-        job=False,
-    )
-    copy_piece_bytes: int = whole(
-        16 << 20,
-        "Device-to-host copies are cut in pieces of this size.",
-        1,
-        "bytes",
-        job=False,
-    )
-
     def __post_init__(self) -> None:
         problems = []
         for name, declared in SETTINGS.items():
