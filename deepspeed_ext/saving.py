@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from deepspeed_ext import client_state
 from deepspeed_ext.checkpoint_engine import SnapshotCheckpointEngine
 from megatron_ft.checkpoint.native import step_of_tag
 from megatron_ft.trainer.start_choice import WISH, DiskStart
@@ -58,7 +57,6 @@ def save_checkpoint(engine: Any, original: Callable[..., Any], *args: Any, **kwa
     """
     given = inspect.signature(original).bind(*args, **kwargs)
     given.apply_defaults()
-    client_state.given(engine, given.arguments["client_state"])
     ours = engine.checkpoint_engine
     if not isinstance(ours, SnapshotCheckpointEngine):
         return original(*args, **kwargs)
