@@ -9,12 +9,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_ext import client_state, resumable_loader, saving
+from deepspeed_ext import client_state, resumable_loader
 from deepspeed_ext.client_state import ClientState
 from deepspeed_ext.resumable_loader import DataPosition
-from deepspeed_ext.saving import LoadWish, disk_of, tag_on_disk
+from deepspeed_ext.saving import Checkpoints
 from deepspeed_ext.state import EngineState, Stateful
 from deepspeed_ext.state_parts import RandomStates
 from megatron_ft.config import SnapshotConfig
@@ -94,7 +95,7 @@ class EngineRun:
         self._state: EngineState | None = None
         self.losses = LossReport(config.loss_gate > 0)
         self._warned_of = ""
-        self._wish = LoadWish()
+        self._checkpoints = Checkpoints(engine)
         self._data = DataPosition(engine)
         self._client_state = ClientState(engine, section.client_state, section.follows_engine)
         self._decided = self._began = False
@@ -127,26 +128,11 @@ class EngineRun:
         """True if memory serves in the place of this load; restores at the first such load."""
         with self._lasting_failure():
             if not self._decided:
-                if self._starts_from_memory(lambda *offer: self._named(load_dir, tag, *offer)):
+                if self._starts_from_memory(partial(self._checkpoints.find, load_dir, tag)):
                     self._restored = self._restore()
             elif self._restored:
                 self._print(f"not loading {load_dir}: the {self._restored} was restored")
         return bool(self._restored)
-
-    def _named(
-        self, load_dir: str, tag: str | None, offered: int, objects: dict[str, Any]
-    ) -> tuple[DiskStart, bool]:
-        """The checkpoint that DeepSpeed would load, and whether the snapshot's was another.
-
-        Not collective: each rank compares with the objects of its own shard.
-        """
-        self._wish.name(load_dir, None if tag is None else str(tag))
-        disk = disk_of(self._engine, load_dir, tag, objects)
-        found = tag_on_disk(self._engine, load_dir, tag)
-        is_new = self._wish.is_new(found, disk.iteration, offered, objects)
-        if is_new and not disk.asked:
-            disk = disk._replace(asked=f"the checkpoint {found!r} in {load_dir}")
-        return disk, is_new
 
     def around_move(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Run ``offload_states`` or ``reload_states``: states get other memory, and free theirs."""
@@ -243,7 +229,7 @@ class EngineRun:
         with nullcontext() if self._manager is None else self._manager.watch.pause():
             given = inspect.signature(original).bind(*args, **kwargs).arguments
             self._client_state.given(given.get("client_state"))
-            return saving.save_checkpoint(self._engine, original, *args, **kwargs)
+            return self._checkpoints.save(original, *args, **kwargs)
 
     def around_destroy(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Run ``destroy`` after the end of captures, which read the engine's tensors."""
@@ -303,8 +289,7 @@ class EngineRun:
             parts: dict[str, Stateful] = {
                 resumable_loader.NAME: self._data,
                 client_state.NAME: self._client_state,
-                saving.NAME: saving.LastSave(self._engine),
-                WISH: self._wish,
+                WISH: self._checkpoints,
                 "random": RandomStates(),
             }
             self._state = EngineState(self._engine, parts)
