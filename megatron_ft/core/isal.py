@@ -56,20 +56,16 @@ class IsaL:
         return int(self._crc64(before, _address(buffer), buffer.nbytes))
 
     def crc64_blocks(self, buffer: Bytes, block_bytes: int, out: npt.NDArray[np.uint64]) -> None:
-        """``crc64`` of each block into ``out``; the last block may be short.
+        """``crc64`` of each block into ``out``; the last block may be short."""
+        of_block = self.numbered(buffer, block_bytes)
+        for number in range(out.size):
+            out[number] = of_block(number)
+
+    def numbered(self, buffer: Bytes, block_bytes: int) -> Callable[[int], int]:
+        """A function that gives ``crc64`` of a block by its number; it keeps ``buffer`` alive.
 
         The address is asked for once: for a block of 64 KiB that costs half as much as its CRC.
         """
-        start, length, crc64 = _address(buffer), buffer.nbytes, self._crc64
-        whole = length // block_bytes
-        for number in range(whole):
-            out[number] = crc64(0, start + number * block_bytes, block_bytes)
-        for number in range(whole, out.size):
-            at = number * block_bytes
-            out[number] = crc64(0, start + at, length - at)
-
-    def numbered(self, buffer: Bytes, block_bytes: int) -> Callable[[int], int]:
-        """A function that gives ``crc64`` of a block by its number; it keeps ``buffer`` alive."""
         start, size, crc64 = _address(buffer), buffer.nbytes, self._crc64
 
         def of_block(number: int, _kept: Bytes = buffer) -> int:
@@ -122,9 +118,19 @@ class IsaL:
         )
 
 
+@lru_cache(maxsize=1)
 def load() -> IsaL:
     """The library; MissingEnvironmentError, which says what to install, if there is none."""
-    return _load()
+    tried = candidates()
+    for path in tried:
+        try:
+            return IsaL(ctypes.CDLL(path), path)
+        except (OSError, AttributeError):  # absent, or a release without what we need
+            continue
+    raise MissingEnvironmentError(
+        f"ISA-L was not found (tried {', '.join(tried)}): install the pyeclib wheel, which "
+        "bundles it, or your system's libisal2"
+    )
 
 
 def available() -> bool:
@@ -154,20 +160,6 @@ def candidates() -> list[str]:
         for path in sorted(Path(place).parent.glob("pyeclib.libs/libisal*"))
     ]
     return [*bundled, _SYSTEM_NAME]
-
-
-@lru_cache(maxsize=1)
-def _load() -> IsaL:
-    tried = candidates()
-    for path in tried:
-        try:
-            return IsaL(ctypes.CDLL(path), path)
-        except (OSError, AttributeError):  # absent, or a release without what we need
-            continue
-    raise MissingEnvironmentError(
-        f"ISA-L was not found (tried {', '.join(tried)}): install the pyeclib wheel, which "
-        "bundles it, or your system's libisal2"
-    )
 
 
 def _typed(function: Any, result: Any, *arguments: Any) -> Any:
