@@ -46,7 +46,8 @@ class JobFile(msgspec.Struct, frozen=True):
 
     ``cluster_class`` names a subclass of ChaosCluster as ``module:name``; ``warm``, a server that
     forks processes, is for such a subclass.  With ``bare`` trainers get no variable of ours but
-    the trace's.  ``costs`` has times of every shard recorded as well.
+    the trace's.  ``costs`` has the stall of every
+    capture recorded as well.
     """
 
     name: str
@@ -249,15 +250,11 @@ class EventFile:
         self._write(event.kind, event.text, event.monotonic, event.fields)
 
     def on_message(self, event: m.NodeEvent) -> None:
-        """Record times that an SMP reports; everything else is an event anyway."""
+        """Record how long a capture held a trainer; everything else is an event anyway."""
         body = event.body
         if isinstance(body, m.CaptureCost):
             fields = {"snapshot": str(body.snapshot), "stall_seconds": body.stall_seconds}
             self._write("capture_cost", "", time.monotonic(), fields)
-        elif isinstance(body, m.Restored | m.Rebuilt):
-            kind = f"shard_{type(body).__name__.lower()}"
-            of = {"seconds": body.seconds, "incarnation": event.incarnation}
-            self._write(kind, "", time.monotonic(), of)
 
     def emit(self, kind: str, text: str, **fields: object) -> None:
         """Record an event of this process."""

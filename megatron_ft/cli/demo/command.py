@@ -67,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--keep",
         type=Path,
         metavar="DIR",
-        help="new folder for logs, traces and final states (default: a temporary one, without "
-        "the large files)",
+        help="new folder for logs, traces and final states (default: a temporary one, which is "
+        "removed if all went well)",
     )
 
 
@@ -99,9 +99,10 @@ def main(arguments: argparse.Namespace) -> int:
         from megatron_ft.cli.demo.plot import draw
 
         draw(arguments.plot, report, *map(demo.traces, (folders.protected, folders.oracle)))
-    say(f"logs and traces: {folders.root}   ({report.seconds:.0f} s in all)")
-    if arguments.keep is None:
-        _remove_large_files(folders)
+    if arguments.keep is None and report.exit_code == 0:
+        shutil.rmtree(folders.root, ignore_errors=True)
+    else:
+        say(f"logs and traces: {folders.root}")
     return report.exit_code
 
 
@@ -144,10 +145,3 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"{flag} {path}: there is no folder {path.resolve().parent}")
     if arguments.plot is not None and find_spec("matplotlib") is None:
         raise MissingEnvironmentError("--plot needs matplotlib: pip install 'megatron-ft[demo]'")
-
-
-def _remove_large_files(folders: DemoFolders) -> None:
-    shutil.rmtree(folders.corpus, ignore_errors=True)
-    for trace in (folders.protected, folders.oracle):
-        for path in trace.glob("final-rank*.pt"):
-            path.unlink()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
@@ -26,46 +25,29 @@ UNRECOVERABLE = 10
 class Overhead:
     """Cost of snapshots in seconds; a snapshot's stall is that of its slowest rank.
 
-    ``share`` is all stalls over the time of all iterations.  Median iteration times leave out
-    the first iteration of each incarnation; on few cores they also hold what SMPs and encoders
-    take.
+    ``share`` is all stalls over the time of all iterations.
     """
 
-    snapshots: int
     protected: int
     local: int
     stall_median: float
     stall_worst: float
     share: float
-    iteration_with: float
-    iteration_without: float
 
 
-def overhead(
-    events: Sequence[RecordedEvent], ours: Sequence[TraceLine], oracle: Sequence[TraceLine]
-) -> Overhead:
-    """The cost of snapshots, from one rank's lines of both runs; both must hold iterations."""
+def overhead(events: Sequence[RecordedEvent], lines: Sequence[TraceLine]) -> Overhead:
+    """The cost of snapshots, by the job's events and one rank's lines, of which there are some."""
     stalls: dict[str, float] = {}
     for cost in (e for e in events if e["kind"] == "capture_cost"):
         stalls[cost["snapshot"]] = max(cost["stall_seconds"], stalls.get(cost["snapshot"], 0.0))
     levels = [e["level"] for e in events if e["kind"] == "committed"]
     return Overhead(
-        snapshots=len(stalls),
         protected=levels.count("protected"),
         local=levels.count("local"),
         stall_median=median(stalls.values()) if stalls else 0.0,
         stall_worst=max(stalls.values(), default=0.0),
-        share=sum(stalls.values()) / sum(line.seconds for line in ours),
-        iteration_with=_median_seconds(ours),
-        iteration_without=_median_seconds(oracle),
+        share=sum(stalls.values()) / sum(line.seconds for line in lines),
     )
-
-
-def _median_seconds(lines: Sequence[TraceLine]) -> float:
-    """Median time of an iteration, each incarnation's first one left out where others are there."""
-    pairs = zip(lines, lines[1:], strict=False)
-    later = [after.seconds for before, after in pairs if before.incarnation == after.incarnation]
-    return median(later or [line.seconds for line in lines])
 
 
 @dataclass
@@ -186,9 +168,6 @@ def _overhead_lines(cost: Overhead | None) -> list[str]:
         f"snapshots  {cost.protected + cost.local} committed ({levels})",
         f"overhead   {cost.share:.2%} of all iteration time; a snapshot holds training for "
         f"{1000 * cost.stall_median:.1f} ms (worst {1000 * cost.stall_worst:.1f} ms)",
-        f"iteration  {1000 * cost.iteration_with:.0f} ms with snapshots, "
-        f"{1000 * cost.iteration_without:.0f} ms uninterrupted; here all nodes share "
-        f"{os.cpu_count()} cores",
     ]
 
 
