@@ -17,7 +17,7 @@ from megatron_ft.cli.chaos.trace import TraceLine, TraceTail, read_trace, trace_
 from megatron_ft.cli.common import say
 from megatron_ft.cli.demo import stdlib_corpus
 from megatron_ft.cli.demo.faults import DemoFault, DemoStrike, DemoVictim, plan_faults, recoveries
-from megatron_ft.cli.demo.report import DemoReport, overhead
+from megatron_ft.cli.demo.report import DemoReport
 from megatron_ft.cli.demo.settings import (
     CORPUS_BYTES,
     DemoFolders,
@@ -136,17 +136,14 @@ class ProtectedRun:
         nodes = [active[position] for position in fault.positions]
         rank = fault.positions[0] * self._job.ranks_per_node + fault.local_rank
         pids = processes(self._job.name, "trainer", nodes[0], rank)
-        victim = f"trainer {rank}, {nodes[0]}"
-        text = f"trainer of rank {rank} on {nodes[0]} killed"
+        victim, how = f"trainer {rank}, {nodes[0]}", "killed"
         if fault.kind is DemoVictim.NODE:
-            victim = " and ".join(nodes)
-            text = f"{victim} lost: every process killed, memory gone"
+            victim, how = " and ".join(nodes), "lost: every process killed, memory gone"
         elif fault.kind is DemoVictim.TRAINER_AND_ENCODER:
             encoders = processes(self._job.name, "encoder", nodes[0])
             pids += encoders
             if encoders:  # a world that is being started may have none yet
-                victim = f"trainer {rank} + encoder, {nodes[0]}"
-                text = f"trainer of rank {rank} and encoder of {nodes[0]} killed at once"
+                victim, how = f"trainer {rank} + encoder, {nodes[0]}", "killed at once"
         monotonic, wall = time.monotonic(), time.time()
         if fault.kind is DemoVictim.NODE:
             self._injector.lose(nodes)
@@ -154,7 +151,7 @@ class ProtectedRun:
             send(pids, signal.SIGKILL)
         during = self._lines[-1].iteration + 1
         self.strikes.append(DemoStrike(fault, victim, self._incarnation, during, monotonic, wall))
-        self._output.log(f"FAULT in iteration {during}: {text}")
+        self._output.log(f"FAULT in iteration {during}: {victim} {how}")
 
 
 class Demo:
@@ -223,7 +220,6 @@ class Demo:
         report.comparison = compare_runs(
             folders.protected, folders.oracle, settings.world_size, settings.iterations
         )
-        report.overhead = overhead(run.follower.events, read_trace(folders.protected, 0))
         missing = len(self.faults) - len(run.strikes)
         if not report.identical:
             report.reason = "the two runs differ"

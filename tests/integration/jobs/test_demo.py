@@ -33,7 +33,7 @@ from megatron_ft.cli.chaos.trace import (  # noqa: E402
     trace_path,
 )
 from megatron_ft.cli.demo import command as cli  # noqa: E402
-from megatron_ft.cli.demo import faults, plot, report  # noqa: E402
+from megatron_ft.cli.demo import faults, report  # noqa: E402
 from megatron_ft.cli.demo import final_state as compare  # noqa: E402
 from megatron_ft.cli.demo.faults import (  # noqa: E402
     DemoFault,
@@ -157,12 +157,6 @@ def test_spares_follow_what_is_lost_unless_given() -> None:
     assert cli.settings_from(parse("--lose", "3", "--spares", "1")).spares == 1
 
 
-def test_a_folder_with_something_in_it_is_not_used(tmp_path: Path) -> None:
-    (tmp_path / "old").touch()
-    with pytest.raises(ConfigError, match="not empty"):
-        cli.make_folders(tmp_path)
-
-
 def test_outputs_that_cannot_be_written_are_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no folder"):
         cli.main(parse("--json", str(tmp_path / "absent" / "report.json")))
@@ -265,7 +259,7 @@ def test_nothing_compared_is_not_identical() -> None:
     assert not compare.Comparison().identical
 
 
-# faults.py and the overhead
+# Recoveries
 
 
 def seen(kind: str, at: float, incarnation: int, **fields: Any) -> dict[str, Any]:
@@ -311,21 +305,7 @@ def test_a_fault_that_ended_the_job_was_noticed_but_not_restored() -> None:
     assert found.seconds_to_first_iteration is None
 
 
-def cost(snapshot: str, stall: float) -> dict[str, Any]:
-    return seen("capture_cost", 99.5, 1, snapshot=snapshot, stall_seconds=stall)
-
-
-def test_overhead_takes_the_slowest_rank_of_each_snapshot() -> None:
-    events = [*EVENTS, cost("1.1", 0.01), cost("1.1", 0.03), cost("1.2", 0.01)]
-    ours = [line(i) for i in range(1, 9)]
-    found = report.overhead(events, ours)
-    assert (found.protected, found.local) == (1, 0)
-    assert found.stall_worst == 0.03
-    assert found.share == pytest.approx(0.04 / 4.0)
-    assert found.stall_median == pytest.approx(0.02)
-
-
-# report.py, plot.py
+# report.py
 
 
 def a_report(**changes: Any) -> report.DemoReport:
@@ -382,14 +362,6 @@ def test_some_iterations_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "iteration   7/7" in text and text.count("\n") == 2
 
 
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    traces = {0: [line(i) for i in range(1, 7)] + [line(i, incarnation=2) for i in range(5, 9)]}
-    for name, ours in (("broken", traces), ("never trained", {0: []})):
-        plot.draw(tmp_path / name, a_report(), ours, {})
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-
-
 # Real runs.
 
 SMALL = ("--nodes", "2", "--protect", "xor:2", "--iterations", "20")
@@ -397,8 +369,7 @@ SMALL = ("--nodes", "2", "--protect", "xor:2", "--iterations", "20")
 
 def run_demo(folder: Path, *flags: str) -> tuple[int, dict[str, Any], Demo]:
     """Two ranks, a spare and one fault: the loss of a node."""
-    arguments = parse(*SMALL, "--keep", str(folder), *flags)
-    demo = Demo(cli.settings_from(arguments), cli.make_folders(arguments.keep))
+    demo = Demo(cli.settings_from(parse(*SMALL, *flags)), DemoFolders(folder))
     demo.faults = tuple(fault for fault in demo.faults if fault.kind is DemoVictim.NODE)
     made = demo.run()
     return made.exit_code, made.as_json(), demo
@@ -411,7 +382,6 @@ def test_a_node_is_lost_and_the_end_is_identical(tmp_path: Path) -> None:
     assert code == 0
     assert [event["source"] for event in made["events"]] == ["parity"]
     assert made["comparison"]["losses"] == 2 * 20
-    assert made["overhead"]["protected"] > 0
     assert not demo.folders.state.exists()
     # The comparison of these very files can fail.
     path = final_path(demo.folders.oracle, 1)
@@ -429,7 +399,7 @@ def test_losing_more_than_parity_covers_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "report.json"
-    flags = ("--lose", "2", "--keep", str(tmp_path / "demo"), "--json", str(target))
+    flags = ("--lose", "2", "--json", str(target))
     assert cli.main(parse(*SMALL, *flags)) == 10
     made = json.loads(target.read_text())
     assert made["identical"] is False
