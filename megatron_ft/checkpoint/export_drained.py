@@ -108,7 +108,7 @@ def _export(plan: DrainPlan, directory: Path) -> None:
         writer.announce(directory, plan.iteration)
         reach("export.announced")
     log.info("exported iteration %d to %s", plan.iteration, folder)
-    tidy(directory, plan.job, plan.keep.newest)
+    tidy(directory, plan.job, plan.keep)
 
 
 def is_ours(folder: Path, job: uuid.UUID) -> bool:

@@ -111,14 +111,6 @@ class SnapshotConfig:
         "snapshots",
         needs_drain_dir=True,
     )
-    drain_keep_every: int = whole(
-        0,
-        "Beside the newest, the first snapshot drained in every so many iterations stays for "
-        "good. 0: none does.",
-        0,
-        "iterations",
-        needs_drain_dir=True,
-    )
     drain_bandwidth_mib: float = bandwidth(
         "Most that a node writes to the drain folder.", needs_drain_dir=True
     )
