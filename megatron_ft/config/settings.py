@@ -199,11 +199,6 @@ class SnapshotConfig:
         "hold memory until a Slurm job of its own has brought a host, or shrink: continue with "
         "fewer data-parallel ranks from an export in drain_export_dir.",
     )
-    export_on_failure: Path | None = folder(
-        "Folder in which a job that stops because its trainers cannot come back leaves the last "
-        "snapshot as a checkpoint of the framework's own. Two running jobs cannot share it.",
-        needs_drain_dir=True,
-    )
     spare_imports: str = setting(
         WORD,
         "auto",

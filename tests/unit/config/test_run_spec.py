@@ -42,7 +42,6 @@ GIVEN = {
     "--hang-seconds": "44.0",
     "--hang-factor": "3.0",
     "--straggler-percent": "8.0",
-    "--export-on-failure": "/data/failed",
     "--on-no-spare": "shrink",
     "--spare-imports": "none",
 }
