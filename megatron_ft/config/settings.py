@@ -111,14 +111,6 @@ class SnapshotConfig:
         "snapshots",
         needs_drain_dir=True,
     )
-    drain_keep_every: int = whole(
-        0,
-        "Beside the newest, the first snapshot drained in every so many iterations stays for "
-        "good. 0: none does.",
-        0,
-        "iterations",
-        needs_drain_dir=True,
-    )
     drain_bandwidth_mib: float = bandwidth(
         "Most that a node writes to the drain folder.", needs_drain_dir=True
     )
@@ -206,11 +198,6 @@ class SnapshotConfig:
         "When a node is lost and no spare is left, what memory can serve is drained; then stop, "
         "hold memory until a Slurm job of its own has brought a host, or shrink: continue with "
         "fewer data-parallel ranks from an export in drain_export_dir.",
-    )
-    export_on_failure: Path | None = folder(
-        "Folder in which a job that stops because its trainers cannot come back leaves the last "
-        "snapshot as a checkpoint of the framework's own. Two running jobs cannot share it.",
-        needs_drain_dir=True,
     )
     spare_imports: str = setting(
         WORD,

@@ -23,7 +23,6 @@ GIVEN = {
     "--drain-dir": "/data/drains",
     "--drain-interval": "7",
     "--drain-keep": "5",
-    "--drain-keep-every": "70",
     "--drain-bandwidth-mib": "12.0",
     "--drain-export-dir": "/data/exports",
     "--drain-stop-seconds": "33.0",
@@ -43,7 +42,6 @@ GIVEN = {
     "--hang-seconds": "44.0",
     "--hang-factor": "3.0",
     "--straggler-percent": "8.0",
-    "--export-on-failure": "/data/failed",
     "--on-no-spare": "shrink",
     "--spare-imports": "none",
 }
