@@ -21,7 +21,6 @@ from megatron_ft.config.setting import (
     INTERVAL,
     SCHEME,
     WHOLE,
-    WORD,
     Setting,
     bandwidth,
     folder,
@@ -185,10 +184,6 @@ class SnapshotConfig:
         "Longest wait before optimizer.step() for a running capture; then it is abandoned.",
         job=False,
     )
-    on_hang: str = one_of(
-        ("restart", "report"),
-        "What follows when training makes no progress: a restart from memory, or only a report.",
-    )
     hang_seconds: float = seconds(
         600.0,
         "Training that makes no progress for at least so long, and for hang_factor times the "
@@ -218,13 +213,6 @@ class SnapshotConfig:
         "Folder in which a job that stops because its trainers cannot come back leaves the last "
         "snapshot as a checkpoint of the framework's own. Two running jobs cannot share it.",
         needs_drain_dir=True,
-    )
-    spare_imports: str = setting(
-        WORD,
-        "auto",
-        "What spare nodes import once, at low priority, so that trainers start there sooner: "
-        "auto for torch and the framework in the command, none, or modules with commas between.",
-        allowed="auto, none or modules",
     )
     register_timeout_seconds: float = seconds(
         600.0,

@@ -19,11 +19,11 @@ from megatron_ft.supervisor.cycle import SnapshotCycle
 from megatron_ft.supervisor.drains import Drains
 from megatron_ft.supervisor.emergency_drain import describe_fewer
 from megatron_ft.supervisor.encoder_world import WorldKeeper
-from megatron_ft.supervisor.failures import NODE_LOST, RERUN_CODES, Failure, OomKills
+from megatron_ft.supervisor.failures import NODE_LOST, RERUN_CODES, Failure
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.orders import create_requests, stripe_orders
-from megatron_ft.supervisor.processes import TrainerExit, TrainerFleet, WarmSpares
+from megatron_ft.supervisor.processes import TrainerExit, TrainerFleet
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy
 from megatron_ft.supervisor.recovery import RestorePlan, make_arenas
 from megatron_ft.supervisor.registration import Registration
@@ -58,9 +58,7 @@ class Incarnation:
     quarantine: QuarantinePolicy
     pacing: Pacing
     drains: Drains
-    warm_spares: WarmSpares
     watch: JobWatch
-    oom: OomKills
     registration: Registration = field(init=False)
     declined: bool = field(init=False, default=False)
 
@@ -112,8 +110,6 @@ class Incarnation:
         orders = stripe_orders(stripes, places, plan.active)
         self.coordinator.start_snapshots(SnapshotCycle(plan.incarnation, places, orders, schedule))
         self.drains.begin(places, registration.placements(), plan.lineage, first)
-        # Now, when the nodes that train have done with imports of their own.
-        self.warm_spares.begin(n for n in self.launcher.nodes() if n not in plan.active)
 
     async def _rank_rule(self) -> RankRule | None:
         """Numbers of ranks that the command could continue with; trainers get an error, too."""
@@ -209,8 +205,8 @@ class Incarnation:
         """The failure of the first trainer; its end and the end of its log are emitted."""
         rank, node, status = first.rank, first.node, first.status
         how = f"was killed by signal {-status}" if status < 0 else f"exited with {status}"
-        # Not in the failure itself: a count in its text would make each one another.
-        memory = self.oom.poll() if status == -signal.SIGKILL else ""
+        # The OOM killer of the kernel sends the same signal.
+        memory = " (if by the OOM killer, see dmesg there)" if status == -signal.SIGKILL else ""
         text = f"{self.trainers.name_of(rank)} {how}"
         where = f"{self.trainers.name_of(rank)} on {node} {how}{memory}"
         self._emit("trainer_died", where, rank=rank, node=node, status=status)

@@ -141,8 +141,7 @@ class Membership:
     """The nodes of one job over all its incarnations.
 
     ``active`` lists the nodes that train, in the order of their ranks; a spare that takes
-    over gets the lost node's position, so that no other shard moves.  ``left`` are nodes that the
-    job has continued without.
+    over gets the lost node's position, so that no other shard moves.
     """
 
     def __init__(
@@ -150,7 +149,6 @@ class Membership:
     ) -> None:
         _check_nodes(spec, state.record)
         self.smps = SmpFleet(launcher, state, spec)
-        self.left: set[str] = set()
         self.active: list[str] = list(state.record.active) or _first_active(spec, launcher)
         self._spec, self._launcher, self._state = spec, launcher, state
         self._coordinator = coordinator
@@ -231,7 +229,6 @@ class Membership:
         """Put a spare in the position of each lost node; NoSpareError if there are too few."""
         spares = [n for n in self.usable(admitted) if n not in self.active]
         lost = self.lost(admitted)
-        self.left |= set(lost)
         for node in [node for node in lost if node not in self._aside]:
             self._give_up(node)
             self._emit("node_lost", f"node {node} is lost", node)
@@ -289,10 +286,10 @@ class Membership:
         self._emit("no_room", f"{refusal}; another spare is tried", refusal.node)
         return True
 
-    def suspect(self, node: str, reason: str) -> None:
+    def suspect(self, node: str) -> None:
         """Have a spare take the place of this node, on which a failure repeats."""
         self._aside[node] = "repeated failures"
-        self._emit("suspected", f"a spare takes the place of node {node}: {reason}", node)
+        self._emit("suspected", f"failures repeat on node {node}: a spare takes its place", node)
 
     def _why_aside(self) -> str:
         reasons = [f"{why} on {node}" for node, why in sorted(self._aside.items())]

@@ -170,7 +170,7 @@ class Recovery:
         others = {name: one for name, one in admitted.items() if name != node}
         without = self.memory(others)
         if without.iteration >= self.memory(admitted).iteration:
-            members.suspect(node, budget.failures[-1].text)
+            members.suspect(node)
 
     async def _choose(self, admitted: Inventories, reached: int) -> RestorePlan:
         """Decide between memory, a drained checkpoint and the framework's own; note the decision.

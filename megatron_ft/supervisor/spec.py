@@ -31,7 +31,7 @@ class JobSpec:
     ``restore_from`` is a drained checkpoint, perhaps another job's, to start from then.
     ``environment`` is for trainers, beside the variables of the settings.
     ``domains`` is the failure domain of each node; a node that is not named is one of its own.
-    Spares import ``warm_modules`` while they wait.  ``budget`` is how often training may be
+    ``budget`` is how often training may be
     started again without progress, and how long is waited before.  ``place_seconds`` is when the
     place itself ends the job (0: never).  ``own_timing`` replaces, for tests, the waits that
     follow from the setting ``lease_seconds``.
@@ -52,7 +52,6 @@ class JobSpec:
     log_dir: Path = Path("megatron-ft-logs")
     environment: Mapping[str, str] = field(default_factory=dict)
     domains: Domains = field(default_factory=dict)
-    warm_modules: tuple[str, ...] = ()
     budget: RestartBudget = field(default_factory=RestartBudget)
     place_seconds: float = 0.0
     own_timing: Timing | None = None

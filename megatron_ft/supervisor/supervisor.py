@@ -33,11 +33,11 @@ from megatron_ft.supervisor.drains import Drains, noted_places
 from megatron_ft.supervisor.emergency_drain import EmergencyDrain
 from megatron_ft.supervisor.encoder_world import EncoderWorld, WorldKeeper
 from megatron_ft.supervisor.events import JobEvent, Observers
-from megatron_ft.supervisor.failures import NODE_LOST, Failure, OomKills
+from megatron_ft.supervisor.failures import NODE_LOST, Failure
 from megatron_ft.supervisor.incarnation import Incarnation
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership, NoSpareError
-from megatron_ft.supervisor.processes import TrainerFleet, WarmSpares
+from megatron_ft.supervisor.processes import TrainerFleet
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy, newest_saved
 from megatron_ft.supervisor.recovery import RebuildError, Recovery
 from megatron_ft.supervisor.schedule import Pacing
@@ -68,7 +68,6 @@ class Supervisor:
         self.spec, self.state, self.observers = spec, state, Observers()
         self._launcher, self._hosts = launcher, hosts
         self.trainers = TrainerFleet(launcher, spec)
-        self.warm_spares = WarmSpares(launcher, spec)
         encoders = EncoderWorld(launcher, spec)
         self.coordinator = Coordinator(
             JobKeys.derive(state.record.secret),
@@ -107,9 +106,7 @@ class Supervisor:
         )
         self.coordinator.listeners.append(self._pacing.on_event)
         self._watch = JobWatch(self.coordinator, spec.settings, spec.log_dir)
-        self._oom = OomKills()
         self.observers.add(self._note_first_commit)
-        self._oom.report_to(self.observers)
         self._reached, self._registered, self._budget = -1, False, spec.budget
 
     async def run(self) -> None:
@@ -141,7 +138,6 @@ class Supervisor:
             keeping.cancel()
             await self.drains.abandon()
             self.world.stop()
-            self.warm_spares.end()
             await self.trainers.kill_all()
             await self.coordinator.close()
 
@@ -205,9 +201,7 @@ class Supervisor:
             quarantine=self._quarantine,
             pacing=self._pacing,
             drains=self.drains,
-            warm_spares=self.warm_spares,
             watch=self._watch,
-            oom=self._oom,
         )
         try:
             return await incarnation.run()
@@ -256,7 +250,6 @@ class Supervisor:
         iteration = -1 if committed is None else committed[1]
         saved = await newest_saved(self.spec.checkpoint_dir, self.spec.command)
         spare = bool(self.members.free_spares())
-        self._budget = self._budget.answered(self.members.left)
         self._budget = self._budget.after(failure, iteration, saved=saved, spare=spare)
         if self._budget.delay_seconds:
             delay = self._budget.delay_seconds

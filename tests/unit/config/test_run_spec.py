@@ -40,13 +40,11 @@ GIVEN = {
     "--expected-mtbf-hours": "7.5",
     "--encode-bandwidth-mib": "640.0",
     "--background-cpus": "0-1,6",
-    "--on-hang": "report",
     "--hang-seconds": "44.0",
     "--hang-factor": "3.0",
     "--straggler-percent": "8.0",
     "--export-on-failure": "/data/failed",
     "--on-no-spare": "shrink",
-    "--spare-imports": "none",
 }
 
 
