@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ft.core.environment import RESTORE
@@ -17,7 +17,6 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import SnapshotCycle
 from megatron_ft.supervisor.drains import Drains
-from megatron_ft.supervisor.emergency_drain import describe_fewer
 from megatron_ft.supervisor.encoder_world import WorldKeeper
 from megatron_ft.supervisor.failures import NODE_LOST, RERUN_CODES, Failure
 from megatron_ft.supervisor.job_state import JobState
@@ -33,21 +32,16 @@ from megatron_ft.supervisor.watch import JobWatch
 
 log = logging.getLogger(__name__)
 
-ALL_FAIL_SECONDS = 5.0
-"""A command that cannot start at all fails on all ranks within this time."""
-
 
 @dataclass(kw_only=True)
 class Incarnation:
     """Runs trainers once from what a recovery has restored; the caller ends them afterwards.
 
     ``reached`` is the last iteration before the failure that led here, -1 if none is known.
-    ``seen`` says that a rank of the job has registered before.
     """
 
     plan: RestorePlan
     reached: int
-    seen: bool
     spec: JobSpec
     launcher: Launcher
     state: JobState
@@ -76,7 +70,7 @@ class Incarnation:
             if self.spec.scheme.parity_members and not self.world.wanted:
                 self.world.start(plan.active)
             self.watch.begin_incarnation(ranks)
-            source = "disk" if plan.framework_loads else self.quarantine.source(plan.decision)
+            source = self.quarantine.source(plan.decision)
             self.trainers.start(plan.active, plan.incarnation, {RESTORE: source})
             self._emit("trainers_started", f"{ranks} trainers started")
             return await self._watch(asyncio.create_task(self._begin_snapshots()))
@@ -113,15 +107,11 @@ class Incarnation:
 
     async def _rank_rule(self) -> RankRule | None:
         """Numbers of ranks that the command could continue with; trainers get an error, too."""
-        shrinks = self.spec.settings.on_no_spare == SHRINK
         try:
-            rule = self.registration.rank_rule(needed=shrinks)
+            return self.registration.rank_rule(self.spec.settings.on_no_spare == SHRINK)
         except ConfigError as error:
             await self._refuse_trainers(error)
             raise
-        if shrinks:
-            self._emit("shrinkable", describe_fewer(self.spec, self.members.active, rule))
-        return rule
 
     async def _refuse_trainers(self, error: MegatronFTError) -> None:
         """Have the trainers that wait for their arenas end with this error."""
@@ -192,14 +182,7 @@ class Incarnation:
             await self.coordinator.refresh()
         registration.check_shards(self.spec.name)
         registration.check_fit()
-        failure = self._trainer_failure(first)
-        seen = self.seen or registration.hellos or self.state.record.shards
-        if failure.training and not seen and await self.trainers.all_failed(ALL_FAIL_SECONDS):
-            text = (
-                f"{failure.text}, as all ranks did before one of them had registered: see its log"
-            )
-            return replace(failure, text=text, final=True)
-        return failure
+        return self._trainer_failure(first)
 
     def _trainer_failure(self, first: TrainerExit) -> Failure:
         """The failure of the first trainer; its end and the end of its log are emitted."""
@@ -227,8 +210,6 @@ class Incarnation:
         if not isinstance(body, m.Declined) or self.declined:
             return
         self.declined, self.coordinator.resumed_from = True, body.iteration
-        if self.plan.framework_loads:
-            return
         offered, found = self.plan.decision.iteration, body.iteration
         source = "scratch" if found < 0 else f"the framework's checkpoint of iteration {found}"
         text = f"trainers do not take the snapshot of iteration {offered}: {body.reason}; "

@@ -47,8 +47,7 @@ _DEFAULTS = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 class TrainerPlace:
     """Place of one trainer, or of all trainers of a node, in an incarnation of the job.
 
-    Active nodes and the ranks of a node are numbered from 0, ranks node by node.  ValueError
-    for a node or a rank out of range.
+    Active nodes and the ranks of a node are numbered from 0, ranks node by node.
     """
 
     node_index: int
@@ -59,15 +58,6 @@ class TrainerPlace:
     master_port: int
     run_id: str
     restart_count: int
-
-    def __post_init__(self) -> None:
-        """Check."""
-        nodes, ranks = range(self.node_count), range(self.ranks_per_node)
-        if self.node_index not in nodes or self.local_rank not in ranks:
-            raise ValueError(
-                f"rank {self.local_rank} of node {self.node_index} is not within "
-                f"{self.node_count} nodes of {self.ranks_per_node} ranks"
-            )
 
     def of_rank(self, base: Mapping[str, str]) -> dict[str, str]:
         """Complete environment of this rank, from ``base``.
@@ -342,14 +332,6 @@ class TrainerFleet:
     def _exit(self, index: int, status: int) -> TrainerExit:
         handle = self._handles[index]
         return TrainerExit(False, index * self._ranks_each, handle.node, status)
-
-    async def all_failed(self, seconds: float) -> bool:
-        """True if every rank ends by itself with an error within so many seconds."""
-        waits = [asyncio.ensure_future(handle.wait()) for handle in self._handles]
-        done, pending = await asyncio.wait(waits, timeout=seconds)
-        for wait in pending:
-            wait.cancel()
-        return not pending and all(wait.result() > 0 for wait in done)
 
     async def kill_all(self) -> None:
         """SIGKILL every rank and wait until they are dead."""

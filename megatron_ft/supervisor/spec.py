@@ -1,7 +1,4 @@
-"""The job that ``megatron-ft run`` is asked for, and what it needs of this machine.
-
-Both are checked before anything is started.
-"""
+"""The job that ``megatron-ft run`` is asked for, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from pathlib import Path
 
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.background import BACKGROUND_CPUS
-from megatron_ft.core.errors import ConfigError, MissingEnvironmentError, ProtectionError
+from megatron_ft.core.errors import ConfigError, ProtectionError
 from megatron_ft.core.identity import SHRINK
 from megatron_ft.core.scheme import Scheme, largest_scheme
 from megatron_ft.erasure.stripes import Domains
@@ -115,29 +112,7 @@ class JobSpec:
         return {BACKGROUND_CPUS: self.settings.background_cpus or ""}
 
 
-_ALWAYS, _A_NODE, _A_PROCESS = 48, 5, 3
-"""Descriptors, some more than a supervisor opened: 20, 4 for a node's SMP, 2 for a trainer."""
-
-
-def open_files_needed(spec: JobSpec) -> int:
-    """Descriptors that the supervisor of a job opens at most; no other process needs more."""
-    trainers = spec.nodes * (1 if spec.trainer_per_node else spec.ranks_per_node)
-    return _ALWAYS + _A_NODE * (spec.nodes + spec.spares) + _A_PROCESS * trainers
-
-
-def raise_open_files(count: int) -> None:
-    """Raise this process's limit, which its children inherit, to ``count`` if it is lower.
-
-    MissingEnvironmentError if it may not be raised that far.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= count:
-        return
-    if hard != resource.RLIM_INFINITY and hard < count:
-        raise MissingEnvironmentError(
-            f"this job needs {count} open files a process, and the limit is {hard} (`ulimit -n`): "
-            f"raise the hard limit (`ulimit -Hn {count}` as root, nofile in "
-            "/etc/security/limits.conf, LimitNOFILE of a service, --ulimit of a container), or "
-            "take fewer nodes or ranks"
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+def raise_open_files() -> None:
+    """Raise this process's limit of open files, which its children inherit, as far as it may be."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
