@@ -61,7 +61,6 @@ _ALL = (
     Point("drain.shard_written", "drain", "drain", "a shard has its name; no manifest"),
     Point("drain.manifest", "drain", "drain", "manifest written; it has not its name"),
     Point("drain.published", "drain", "drain", "checkpoint complete; older ones not removed"),
-    Point("export.noted", "drain", "export", "the ledger names an export; nothing written"),
     Point("export.written", "drain", "export", "all files written; they have not their name"),
     Point("export.renamed", "drain", "export", "the export has its name; not announced"),
     Point("export.announced", "drain", "export", "announced; older exports not removed"),

@@ -60,10 +60,10 @@ class Trials:
         stripe = self.stripe
         self._solver = RowSolver(stripe.code)
         self._regions = []
-        for slots in stripe.slots:
+        for arena, slots in zip(stripe.arenas, stripe.slots, strict=True):
             record = slots[SLOT].record
             assert record is not None
-            self._regions.append(list(r.regions(stripe.geometry, record, SLOT)))
+            self._regions.append(list(r.regions(arena, record, SLOT)))
         self._views = [stripe.view(member) for member in range(stripe.code.members)]
 
     def one(self) -> int:
