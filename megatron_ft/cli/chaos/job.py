@@ -20,7 +20,7 @@ import msgspec
 
 from megatron_ft.cli.chaos import trace
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.core import fault_points
+from megatron_ft.core import fault_points, isal
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.fault_plan import PLAN_NAME
 from megatron_ft.core.scheme import Scheme
@@ -55,8 +55,7 @@ class JobFile(msgspec.Struct, frozen=True):
     protect: str
     ranks_per_node: int = 1
     slots: int = 2
-    block_bytes: int = 16384
-    crc: bool = True
+    block_bytes: int = Sizes().block_bytes
     snapshot_interval: int = 2
     drain_interval: int = 0
     lease: float = 4.0
@@ -124,7 +123,7 @@ class JobFile(msgspec.Struct, frozen=True):
                 drain_interval=self.drain_interval,
                 transport=self.transport,
             ),
-            sizes=Sizes(self.block_bytes, self.crc),
+            sizes=Sizes(self.block_bytes, isal.available()),
             log_dir=self.place / self.logs,
             environment={**environment, **self.environment},
         )
@@ -166,6 +165,7 @@ class ChaosSettings:
             spares=spares,
             protect=self.protect,
             ranks_per_node=self.ranks_per_node,
+            block_bytes=16384,  # of a small model there would be one block else
             lease=self.lease,
             cluster_class=self.cluster_class,
             warm=self.warm,
