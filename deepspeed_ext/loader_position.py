@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from deepspeed_ext.curriculum import CurriculumSampler
 from megatron_ft.trainer.state import RngState
 
 
@@ -201,34 +200,11 @@ class OwnPosition(LoaderPosition):
         return iter(self.loader)
 
 
-class CurriculumPosition(OwnPosition):
-    """DeepSpeed's loader under a curriculum: the sampler carries its own position.
-
-    With workers the sampler runs ahead, so its state is kept for each batch on its way.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        loader.data_sampler = CurriculumSampler(loader.data_sampler)
-        super().__init__(loader)
-
-    def _holder(self) -> Any:
-        return self.loader.data_sampler
-
-    def handed_out(self) -> None:
-        """The sampler's state of that batch is the current one."""
-        self.loader.data_sampler.handed_out()
-
-    def length(self) -> float:
-        """Infinity: a curriculum has no passes."""
-        return float("inf")
-
-
 def position_of(loader: Any) -> LoaderPosition:
     """The position of a loader, by what the loader is."""
     deepspeed = sys.modules.get("deepspeed.runtime.dataloader")
     if deepspeed is not None and isinstance(loader, deepspeed.DeepSpeedDataLoader):
-        curriculum = loader.curriculum_learning_enabled
-        return CurriculumPosition(loader) if curriculum else DeepSpeedPosition(loader)
+        return DeepSpeedPosition(loader)
     # Accelerate's loaders always have the methods, but they work only if this says so.
     calls = [getattr(loader, name, None) for name in ("state_dict", "load_state_dict")]
     if all(map(callable, calls)) and getattr(loader, "use_stateful_dataloader", True):

@@ -1,8 +1,4 @@
-"""Runs the snapshots of one engine, from its set-up to its end.
-
-Beside the run itself, this module holds the losses of an iteration for the loss gate, and the
-figures for the monitors that DeepSpeed's JSON switches on (TensorBoard, W&B, CSV, Comet).
-"""
+"""Runs the snapshots of one engine, from its set-up to its end."""
 
 from __future__ import annotations
 
@@ -33,7 +29,6 @@ from megatron_ft.trainer.start_choice import (
     agree,
     supervisor_chose_disk,
 )
-from megatron_ft.trainer.stats import TAG, CaptureStats, figures
 
 if TYPE_CHECKING:
     from megatron_ft.trainer.manager import SnapshotManager
@@ -73,37 +68,6 @@ class LossReport:
             log.warning("losses are no longer judged: %r", error)
 
 
-class MonitorLog:
-    """Writes rank 0's counters to the engine's monitors whenever they have changed.
-
-    They reach this rank through the SMP: no collective, no request, no wait.  As DeepSpeed's own
-    figures, they are written over the number of samples.  The first error ends the logging of
-    snapshots with a warning, never training.
-    """
-
-    def __init__(self, engine: Any, stats: CaptureStats) -> None:
-        self._engine, self._stats = engine, stats
-        self._on = engine.global_rank == 0 and engine.monitor.enabled
-        self._written: dict[str, float] = {}
-
-    def end_step(self) -> None:
-        """Write what is new after a step."""
-        if not self._on:
-            return
-        try:
-            self._write({TAG + figure.name: figure.value for figure in figures(self._stats)})
-        except Exception:
-            self._on = False
-            log.warning("snapshots are no longer logged; training continues", exc_info=True)
-
-    def _write(self, values: dict[str, float]) -> None:
-        samples = self._engine.global_samples
-        new = [(n, v, samples) for n, v in values.items() if self._written.get(n) != v]
-        if new:
-            self._engine.monitor.write_events(new)
-            self._written = values
-
-
 _LOAD_FIRST = (
     "the script trains without calling engine.load_checkpoint: call it at every start, before the "
     "first batch is read, with the folder of its checkpoints, even if that is empty"
@@ -141,7 +105,6 @@ class EngineRun:
         self._hook: Any = None
         if not engine.pipeline_parallelism:
             self._hook = engine.register_forward_pre_hook(lambda *_: self.begin())
-        self._log: MonitorLog
 
     def around_load(self, original: Function, load_dir: str, *args: Any, **kwargs: Any) -> Any:
         """Run ``load_checkpoint``: from memory if that is newer, else DeepSpeed's own.
@@ -241,7 +204,6 @@ class EngineRun:
         if self._engine.zero_optimization_stage() < 3:
             # With 3 ranks wait for each other all along, so none has a part of its own.
             self._manager.watch.follow(self._engine.module.parameters())
-        self._log = MonitorLog(self._engine, self._manager.stats)
         self._manager.register_fence(state.inner_optimizer)
         self._outside.watch_optimizers(lambda: state.inner_optimizer)
         if warning := self._data.warning():
@@ -284,7 +246,6 @@ class EngineRun:
             self._warn_of_objection()
             self.losses.end_step(self._manager, result)
             self._manager.save(steps, self._state)
-            self._log.end_step()
         return result
 
     def _warn_of_objection(self) -> None:
@@ -303,7 +264,6 @@ class EngineRun:
     def around_destroy(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Run ``destroy`` after the end of captures, which read the engine's tensors."""
         self.close()
-        saving.close(self._engine)
         return original(*args, **kwargs)
 
     def close(self) -> None:

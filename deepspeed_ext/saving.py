@@ -74,13 +74,6 @@ def save_checkpoint(engine: Any, original: Callable[..., Any], *args: Any, **kwa
     return result
 
 
-def close(engine: Any) -> None:
-    """End the inner engine's helpers, as ``engine.destroy`` does where no wrapper is around it."""
-    ours = engine.checkpoint_engine
-    if isinstance(ours, SnapshotCheckpointEngine) and ours.inner.is_decoupled():
-        ours.cleanup()
-
-
 def _writes_latest(engine: Any) -> bool:
     # DeepSpeed's rank 0 alone writes it, also where each node has a folder of its own; then
     # no other node could load.

@@ -38,7 +38,7 @@ from megatron_ft.checkpoint.drained import Keep, clean_up, clear_unfinished
 from megatron_ft.checkpoint.live import hold, scan
 from megatron_ft.checkpoint.load import ProcessPlan, check_folder, open_trusted
 from megatron_ft.checkpoint.source import OpenSnapshot, ShardBytes, SnapshotInfo
-from megatron_ft.core.background import Pace, bind_to_background_cpus, lower_priority
+from megatron_ft.core.background import Pace, lower_priority
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import (
     CheckpointDamagedError,
@@ -229,7 +229,6 @@ def run_step(steps: Mapping[str, Callable[[DrainPlan], None]], program: str) -> 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     lower_priority()
     try:
-        bind_to_background_cpus()
         register_leased_process(options.step)
         _check_mounted(options.plan)
         steps[options.step](options.plan)

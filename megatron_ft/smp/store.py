@@ -89,17 +89,15 @@ class ArenaStore:
             machine.highest_incarnation = max(machine.highest_incarnation, arena.header.incarnation)
 
     def put_right(self) -> None:
-        """Before ``adopt``, by the folder's owner: mend or set aside what could not be opened."""
+        """Before ``adopt``: set aside what is no file of ours, and close the others to all."""
         for path in self._paths():
             reason = files.reason_in_the_way(path)
             if reason:
                 aside = files.set_aside(path)
                 self._lost(path.name.removesuffix(SUFFIX), f"{path} {reason} (now {aside.name})")
                 continue
-            try:
-                self._say_mended(path, files.put_right(path, self.job))
-            except (ArenaError, OSError) as error:
-                log.warning("%s is left as it is: %s", path, error)
+            # The folder lets nobody else in, so a wrong mode has cost nothing.
+            path.chmod(files.MODE)
 
     def distrust_all(self, reason: str) -> None:
         """Before ``adopt``: count all arenas as lost, since their writers are unknown.
@@ -136,14 +134,10 @@ class ArenaStore:
         if not arena.in_place():
             raise ArenaForeignError(f"{arena.path} was removed, replaced or cut")
         header = self._headers[shard_id]
-        mended = files.put_right(arena.path, self.job, header)
-        mended += arena.mend_records(header, self._stored[shard_id], stale=True)
-        self._say_mended(arena.path, mended)
-        Arena.open(arena.path, job=self.job).close()
-
-    def _say_mended(self, path: Path, mended: Sequence[str]) -> None:
+        mended = arena.mend_records(header, self._stored[shard_id], stale=True)
         if mended:
-            log.warning("%s was damaged and is mended: %s", path, ", ".join(mended))
+            log.warning("%s was damaged and is mended: %s", arena.path, ", ".join(mended))
+        Arena.open(arena.path, job=self.job).close()
 
     def _lost(self, shard_id: str, reason: str) -> None:
         self.damaged[shard_id] = f"{reason}; the shard counts as lost"

@@ -413,8 +413,7 @@ async def run_step(
     ``incarnation`` away.  DrainError as soon as one fails, NodeUnreachable as the launcher says.
     """
     module = MODULES.get(step, "megatron_ft.checkpoint.drain")
-    environment = {**base_environment(), **spec.background_variables}
-    environment[INCARNATION] = str(incarnation)
+    environment = base_environment() | {INCARNATION: str(incarnation)}
     if step == "export":  # It imports a framework, and must not take memory of GPUs that train.
         environment["CUDA_VISIBLE_DEVICES"] = ""
     handles: list[ProcessHandle] = []

@@ -132,7 +132,7 @@ class SealedShard:
         return ShardContents(layout, meta.objects, plain, cuts)
 
 
-def restore_shard(shard: SealedShard, state: TrainingState, split_bytes: int) -> ShardLayout:
+def restore_shard(shard: SealedShard, state: TrainingState) -> ShardLayout:
     """Load a shard into ``state``, each block verified just before it is copied; its layout.
 
     CorruptBlockError leaves tensors of other blocks loaded: nobody may train on that state.
@@ -144,7 +144,7 @@ def restore_shard(shard: SealedShard, state: TrainingState, split_bytes: int) ->
     reach("restore.verified")
     _fill(contents, shard, state)
     state.load(decode(contents.objects))
-    planned = Planned.of(state, split_bytes)
+    planned = Planned.of(state)
     if contents.plain is None or not contents.plain.agrees(planned):
         require_same_layout(contents.layout, planned.layout())
     reach("restore.done")

@@ -39,7 +39,6 @@ GIVEN = {
     "--overhead-percent": "2.5",
     "--expected-mtbf-hours": "7.5",
     "--encode-bandwidth-mib": "640.0",
-    "--background-cpus": "0-1,6",
     "--on-hang": "report",
     "--hang-seconds": "44.0",
     "--hang-factor": "3.0",
