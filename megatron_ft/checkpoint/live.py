@@ -3,7 +3,7 @@
 Where an SMP runs, the snapshot is pinned with it for as long as it is read; where none
 runs, arenas are read as they lie.  Either way a slot's header is read again after the last
 byte, since an SMP that was restarted has forgotten its readers.  A shard that is lost or
-damaged is rebuilt from its stripe into private memory (rebuild.py).
+damaged is rebuilt by the job's next start, and not here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotState
 from megatron_ft.checkpoint.decide import Holding, candidates, owners
-from megatron_ft.checkpoint.rebuild import RebuiltNode, Survivors, rebuild, rebuild_node
+from megatron_ft.checkpoint.rebuild import RebuiltNode, rebuild_node
 from megatron_ft.checkpoint.source import (
     MOST_TRIES,
     OpenSnapshot,
@@ -103,46 +103,17 @@ def _job_of(folders: Sequence[Path]) -> uuid.UUID:
 
 @contextmanager
 def hold(memory: Memory, info: SnapshotInfo, shards: Collection[str]) -> Iterator[OpenSnapshot]:
-    """Verify these shards of a snapshot and keep them from being overwritten meanwhile.
-
-    One that is lost or damaged is rebuilt where ``memory`` holds enough of its stripe.
-    """
-    held: list[_Held] = []
-    opened: dict[str, ShardBytes] = {}
-    for shard_id in sorted(shards):
-        try:
-            one = _Held.find(memory, shard_id, info.snapshot)
-            opened[shard_id] = one.verified()
-            held.append(one)
-        except SnapshotUnavailableError as error:
-            opened[shard_id] = _rebuilt(memory, shard_id, info.snapshot, error)
+    """Verify these shards of a snapshot, and notice if they are given up meanwhile."""
+    held = {shard_id: _Held.find(memory, shard_id, info.snapshot) for shard_id in sorted(shards)}
+    opened = {shard_id: one.verified() for shard_id, one in held.items()}
 
     def check() -> None:
-        for one in held:
+        for one in held.values():
             one.check()
 
     check()
     yield OpenSnapshot(info, memory.job, memory.lineage, opened, check)
     check()
-
-
-def _rebuilt(
-    memory: Memory, shard_id: str, snapshot: SnapshotId, cause: SnapshotUnavailableError
-) -> ShardBytes:
-    """The shard from the rest of its stripe, every byte verified; ``cause`` is why."""
-    log.warning("%s; it is rebuilt from parity", cause)
-    holding = memory.holdings.get(shard_id)
-    own = None if holding is None else memory.arenas[holding.node, shard_id]
-    try:
-        survivors = Survivors.find(memory.holdings, shard_id, snapshot)
-        data = rebuild(survivors, snapshot, memory.arenas, own)
-        stripe = next(iter(survivors.holdings.values())).arena
-        data.flags.writeable = False
-        where = "the parity of its stripe"
-        block_bytes, algorithm = stripe.block_bytes, stripe.digest_algorithm
-        return verified_shard(data, survivors.record, block_bytes, algorithm, where)
-    except (SnapshotUnavailableError, ArenaError) as error:
-        raise SnapshotUnavailableError(f"{cause}; parity does not replace it: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -288,9 +259,7 @@ def _members(holdings: Mapping[str, Holding]) -> set[str]:
 def complete_snapshots(
     memory: Memory, known: Collection[str] = ()
 ) -> tuple[list[SnapshotInfo], tuple[str, ...]]:
-    """Decided snapshots that every shard holds, or that parity gives back for those that do not,
-    newest first; and what is in the way of others.
-    """
+    """Decided snapshots that every shard holds, newest first; and what is in the way of others."""
     shards = _members(memory.holdings) | set(known)
     infos: list[SnapshotInfo] = []
     problems, undecided = list(memory.damaged), []
@@ -300,8 +269,7 @@ def complete_snapshots(
     for snapshot in candidates(memory.holdings):
         slots = {s: h.slot(snapshot) for s, h in memory.holdings.items()}
         held = [slot for slot in slots.values() if slot is not None]
-        absent = sorted(s for s in shards if slots.get(s) is None)
-        lacking = [s for s in absent if not _can_be_rebuilt(memory.holdings, s, snapshot)]
+        lacking = sorted(s for s in shards if slots.get(s) is None)
         if not _decided(held):
             undecided.append(f"snapshot {snapshot} is not committed")
         elif lacking:
@@ -311,14 +279,6 @@ def complete_snapshots(
             infos.append(SnapshotInfo(snapshot, held[0].iteration, level))
     # Beside a complete one, a snapshot that is still on its way is nothing to worry about.
     return infos, tuple(problems if infos else problems + undecided)
-
-
-def _can_be_rebuilt(holdings: Mapping[str, Holding], shard_id: str, snapshot: SnapshotId) -> bool:
-    try:
-        Survivors.find(holdings, shard_id, snapshot)
-    except SnapshotUnavailableError:
-        return False
-    return True
 
 
 def _decided(slots: Sequence[SlotReport]) -> bool:

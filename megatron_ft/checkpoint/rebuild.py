@@ -1,9 +1,7 @@
-"""Rebuilds shards from the parity of their stripes, for a reader.
+"""Rebuilds a node's shards from the parity of their stripes, as if it were lost, and compares.
 
-Nothing is written to arenas: what is rebuilt lies in private memory and is compared with the
-digests that were taken at capture.  ``rebuild`` replaces a shard that is lost or damaged.
-``rebuild_node`` rebuilds a whole node's shards as if it were lost, and compares them with the
-live ones.  Repairing the arenas is left to the job's scrub and its recoveries.
+Nothing is written to arenas: what is rebuilt is compared with the live bytes, and with the digests
+that were taken at capture.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import numpy as np
 from megatron_ft.arena.arena import Arena
 from megatron_ft.checkpoint.decide import Holding
 from megatron_ft.core.errors import ArenaError, SnapshotUnavailableError
-from megatron_ft.core.identity import SealedRecord, SnapshotId
+from megatron_ft.core.identity import SnapshotId
 from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.block_repair import Checks, RowSolver, block_of, piece_of, place_of
 from megatron_ft.erasure.member import (
@@ -38,13 +36,9 @@ Arenas = Mapping[tuple[str, str], Arena]
 
 @dataclass(frozen=True)
 class Survivors:
-    """Members of one stripe that hold a protected snapshot, by their number in the stripe.
-
-    ``table`` has the record of every member, as all survivors stored it.
-    """
+    """Members of one stripe that hold a protected snapshot, by their number in the stripe."""
 
     holdings: Mapping[int, Holding]
-    table: tuple[SealedRecord, ...]
     missing: int
 
     @classmethod
@@ -74,34 +68,7 @@ class Survivors:
             )
         if len(tables) > 1:
             raise SnapshotUnavailableError("the shards of its stripe disagree on what it held")
-        return cls(found, tables.pop(), newest.members.index(shard_id))
-
-    @property
-    def record(self) -> SealedRecord:
-        """Record of what the missing shard held."""
-        return self.table[self.missing]
-
-
-def rebuild(
-    survivors: Survivors,
-    snapshot: SnapshotId,
-    arenas: Arenas,
-    own: Arena | None,
-) -> Bytes:
-    """The sealed region of the missing shard in new memory; the caller verifies it.
-
-    Blocks of ``own``, the shard's arena if there is one, are used where their digests match.
-    SnapshotUnavailableError names the first block for which too few right ones are left.
-    """
-    stripe = _Stripe(survivors, snapshot, arenas)
-    code = stripe.code
-    own_data, check = _own_data(own, snapshot, survivors.record, code)
-    result: Bytes = np.zeros(code.data_bytes, np.uint8)
-    for block in range(-(-survivors.record.used_bytes // code.block_bytes)):
-        held = block_of(code, own_data, block)
-        right = check is not None and not check.bad_blocks(block * code.block_bytes, held)
-        block_of(code, result, block)[:] = held if right else stripe.solve(block, parity=False)
-    return result
+        return cls(found, newest.members.index(shard_id))
 
 
 class _Stripe:
@@ -146,22 +113,6 @@ def _checks(code: StripeCode, view: MemberView) -> Checks:
     with suppress(CorruptMemberError):
         parity = ParityCheck(code, view.record.shard_id, view.parity_digests, view.parity_root)
     return data, parity
-
-
-def _own_data(
-    own: Arena | None, snapshot: SnapshotId, record: SealedRecord, code: StripeCode
-) -> tuple[Bytes, DataCheck | None]:
-    """The slot of the shard's own arena that holds this record, if its digest table is right."""
-    slots = own.geometry.slot_count if own is not None and code_of(own.header) == code else 0
-    for slot in range(slots):
-        assert own is not None
-        with suppress(CorruptMemberError, ArenaError):
-            header = own.slot(slot)
-            if header.snapshot == snapshot and header.record == record:
-                view = member_of(own, slot, header)
-                # A copy, as the slot may be given up meanwhile.
-                return view.data, DataCheck(code, record, digest_table_of(view).copy())
-    return np.empty(0, np.uint8), None
 
 
 @dataclass(frozen=True)

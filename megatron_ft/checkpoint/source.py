@@ -64,7 +64,7 @@ class ShardBytes:
         return self.data[entry.offset : entry.offset + entry.nbytes]
 
 
-class OpenSnapshot(Mapping[str, ShardBytes]):
+class OpenSnapshot(dict[str, ShardBytes]):
     """All shards of one snapshot by shard id, readable until the source's context ends.
 
     ``job`` and ``lineage`` say whose it is and what it descends from.
@@ -78,21 +78,12 @@ class OpenSnapshot(Mapping[str, ShardBytes]):
         shards: Mapping[str, ShardBytes],
         check: Callable[[], None],
     ) -> None:
+        super().__init__(shards)
         self.info, self.job, self.lineage = info, job, lineage
         self.check = check
         """SnapshotUnavailableError if memory was reused since it was verified: what was read
         may then be anything.  Call it after the last read, before the result is published;
         the end of the context calls it too."""
-        self._shards = dict(shards)
-
-    def __getitem__(self, shard_id: str) -> ShardBytes:
-        return self._shards[shard_id]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shards)
-
-    def __len__(self) -> int:
-        return len(self._shards)
 
 
 class SnapshotSource(Protocol):

@@ -17,8 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_ft.checkpoint.drained import open_checkpoint
 from megatron_ft.checkpoint.live import LiveSource
-from megatron_ft.checkpoint.load import open_checkpoint
 from megatron_ft.checkpoint.source import SnapshotSource
 from megatron_ft.cli import common
 from megatron_ft.core.background import lower_priority

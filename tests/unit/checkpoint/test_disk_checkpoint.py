@@ -24,9 +24,15 @@ from hypothesis import strategies as st
 from megatron_ft.checkpoint import disk_format as mf
 from megatron_ft.checkpoint.disk_format import folder_name
 from megatron_ft.checkpoint.drain import DrainPlan, finish, publish, tidy, write_shards
-from megatron_ft.checkpoint.drained import Keep, clean_up, clear_unfinished, superfluous
+from megatron_ft.checkpoint.drained import (
+    Keep,
+    clean_up,
+    clear_unfinished,
+    open_checkpoint,
+    superfluous,
+)
 from megatron_ft.checkpoint.live import open_live
-from megatron_ft.checkpoint.load import open_checkpoint, read_manifest
+from megatron_ft.checkpoint.load import read_manifest
 from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.cli import drain as drain_command
 from megatron_ft.cli import main as cli

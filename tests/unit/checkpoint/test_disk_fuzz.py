@@ -18,9 +18,9 @@ from megatron_ft.arena import digest
 from megatron_ft.checkpoint import disk_format
 from megatron_ft.checkpoint.disk_format import MANIFEST, Manifest
 from megatron_ft.checkpoint.drain import publish, write_shards
-from megatron_ft.checkpoint.drained import find
+from megatron_ft.checkpoint.drained import find, open_checkpoint
 from megatron_ft.checkpoint.live import open_live
-from megatron_ft.checkpoint.load import fill, open_checkpoint, read_manifest
+from megatron_ft.checkpoint.load import fill, read_manifest
 from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.core.errors import (
     ArenaError,
