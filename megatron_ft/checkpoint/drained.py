@@ -94,7 +94,7 @@ def _inspected(folders: Iterable[Path]) -> tuple[list[Drained], list[str]]:
         except CheckpointDamagedError as error:
             problems.append(str(error))
         except OSError as error:
-            problems.append(f"{folder} cannot be read: {error.strerror}")
+            problems.append(f"{error.filename or folder} cannot be read: {error.strerror}")
     return found, problems
 
 
@@ -134,7 +134,7 @@ def _named(directory: Path, asking: uuid.UUID | None = None) -> tuple[list[Drain
             f"{', '.join(jobs.values())}"
         )
     if not found and not problems:
-        problems = ["no folder like iter_0000020-1.7-..."]
+        raise ConfigError(f"{directory} holds no whole checkpoint, no folder like iter_0000020-1.7")
     return found, problems
 
 

@@ -18,7 +18,7 @@ from megatron_ft.checkpoint.decide import Holding
 from megatron_ft.core.errors import ArenaError, SnapshotUnavailableError
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.core.isal import Bytes
-from megatron_ft.erasure.block_repair import Checks, RowSolver, block_of, piece_of, place_of
+from megatron_ft.erasure.block_repair import Checks, RowSolver, block_of, place_of
 from megatron_ft.erasure.member import (
     CorruptMemberError,
     DataCheck,
@@ -28,6 +28,7 @@ from megatron_ft.erasure.member import (
     code_of,
     digest_table_of,
     member_of,
+    piece_of,
 )
 
 Arenas = Mapping[tuple[str, str], Arena]

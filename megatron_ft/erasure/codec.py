@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -37,9 +38,7 @@ class Codec:
         """Compute the ``wanted`` symbols from the k ``given`` ones, in these orders."""
         if not isal.available() and self.kind != "rs":
             return _xor_kernel(wanted, given)
-        library = isal.load()
-        tables = library.tables(self.coefficients(wanted, given))
-        return lambda sources, outputs: library.encode(tables, sources, outputs)
+        return _isal_kernel(self, tuple(wanted), tuple(given))
 
     def encode_kernel(self) -> Kernel:
         """Compute all parities from all data columns."""
@@ -68,6 +67,13 @@ class Codec:
         matrix = np.eye(members, self.data_members, dtype=np.uint8)
         matrix[self.data_members :] = 1
         return matrix
+
+
+@lru_cache(maxsize=512)
+def _isal_kernel(codec: Codec, wanted: tuple[int, ...], given: tuple[int, ...]) -> Kernel:
+    library = isal.load()
+    tables = library.tables(codec.coefficients(wanted, given))
+    return lambda sources, outputs: library.encode(tables, sources, outputs)
 
 
 def _xor_kernel(wanted: Sequence[int], given: Sequence[int]) -> Kernel:

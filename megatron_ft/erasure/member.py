@@ -87,12 +87,17 @@ def code_of(header: ArenaHeader) -> StripeCode:
     )
 
 
-def member_of(arena: Arena, slot: int, header: SlotHeader, *, writable: bool = False) -> MemberView:
-    """A slot's regions with the record and roots of ``header``, which proves them."""
+def member_of(
+    arena: Arena, slot: int, header: SlotHeader, *, data: bool = False, parity: bool = False
+) -> MemberView:
+    """A slot's regions with the record and roots of ``header``, which proves them.
+
+    Data and parity are read-only unless asked for.
+    """
     return MemberView(
-        data=arena.data(slot, writable=writable),
-        parity=arena.parity(slot, writable=writable),
-        parity_digests=arena.parity_digests(slot, writable=writable),
+        data=arena.data(slot, writable=data),
+        parity=arena.parity(slot, writable=parity),
+        parity_digests=arena.parity_digests(slot, writable=parity),
         record=header.record,
         parity_root=header.parity_root,
         stripe_table=header.stripe_table,
@@ -221,6 +226,13 @@ class MemberView:
 def chunk_of(code: StripeCode, region: Bytes, chunk: int) -> Bytes:
     """One chunk of a member's data or parity."""
     return region[chunk * code.chunk_bytes : (chunk + 1) * code.chunk_bytes]
+
+
+def piece_of(code: StripeCode, view: MemberView, member: int, row: int, part: slice) -> Bytes:
+    """A member's symbol of a row, cut to ``part`` of the chunk."""
+    symbol = code.layout.symbol(row, member)
+    region = view.parity if code.layout.is_parity(symbol) else view.data
+    return chunk_of(code, region, code.layout.chunk(symbol))[part]
 
 
 class CorruptMemberError(CorruptBlockError):

@@ -24,7 +24,7 @@ from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.erasure.block_repair import Damage, RecomputedBlocks, recompute
 from megatron_ft.erasure.encode import EncodeResult, encode
-from megatron_ft.erasure.member import MemberView, StripeCode
+from megatron_ft.erasure.member import MemberView, StripeCode, member_of
 from megatron_ft.erasure.rebuild import RebuildResult, rebuild
 from megatron_ft.erasure.transport import Transport
 from megatron_ft.rpc.messages import (
@@ -214,24 +214,12 @@ class OrderRunner:
         arena, slot = self._shelf.take(stripe.arenas[shard]), stripe.slots[shard]
         header = arena.slot(slot)
         _require_sealed(snapshot, header, shard)
-        return MemberView(
-            data=arena.data(slot),
-            parity=arena.parity(slot, writable=parity),
-            parity_digests=arena.parity_digests(slot, writable=parity),
-            record=header.record,
-            parity_root=header.parity_root,
-            stripe_table=header.stripe_table,
-        )
+        return member_of(arena, slot, header, parity=parity)
 
     def _lost_view(self, stripe: StripeOrder, member: int) -> MemberView:
         shard = stripe.members[member]
         arena, slot = self._shelf.take(stripe.arenas[shard]), stripe.slots[shard]
-        return MemberView(
-            data=arena.data(slot, writable=True),
-            parity=arena.parity(slot, writable=True),
-            parity_digests=arena.parity_digests(slot, writable=True),
-            record=None,
-        )
+        return member_of(arena, slot, SlotHeader(), data=True, parity=True)
 
 
 def _in_threads(work: Callable[[int], _Result], members: Sequence[int]) -> list[_Result]:

@@ -232,7 +232,7 @@ class ArenaStore:
         """Write recomputed blocks that the slot's header proves; how many were written."""
         arena = self.arenas[effect.shard_id]
         code = code_of(self._headers[effect.shard_id])
-        member = member_of(arena, effect.slot, effect.header, writable=True)
+        member = member_of(arena, effect.slot, effect.header, data=True, parity=True)
         data, parity = _arrays(effect.blocks.data), _arrays(effect.blocks.parity)
         written = len(data) if mend_data(code, member, data) else 0
         return written + (len(parity) if mend_parity(code, member, parity) else 0)

@@ -117,7 +117,7 @@ class Memory:
     ) -> SealedRecord:
         index = snapshot.sequence % 2 if slot is None else slot
         with Arena.open(self.path(shard_id)) as arena:
-            data = arena.data(index, writable=True)
+            data = arena.data(index, data=True, parity=True)
             size = self.layout.tensor_bytes
             for entry in self.layout.entries:
                 if not entry.alias_of:
@@ -146,7 +146,7 @@ class Memory:
         with ExitStack() as opened:
             arenas = [opened.enter_context(Arena.open(self.path(s))) for s in self.shards]
             code = code_of(arenas[0].header)
-            views = [member_of(a, slot, a.slot(slot), writable=True) for a in arenas]
+            views = [member_of(a, slot, a.slot(slot), data=True, parity=True) for a in arenas]
             code_rows(code, views)
             for arena, view in zip(arenas, views, strict=True):
                 view.parity_digests[:] = parity_digests_of(code, view.parity)
@@ -160,7 +160,7 @@ class Memory:
     def flip(self, shard_id: str, sequence: int, at: int = 0) -> None:
         """Change one byte of a snapshot in place."""
         with Arena.open(self.path(shard_id)) as arena:
-            data = arena.data(sequence % 2, writable=True)
+            data = arena.data(sequence % 2, data=True, parity=True)
             data[at] ^= 1
             del data
 
@@ -170,7 +170,7 @@ def waiting(root: Path, sequence: int = 1, width: int = 100, **digests: int) -> 
     memory = Memory(root, width=width, **digests)
     for shard in SHARDS:
         with Arena.open(memory.path(shard)) as arena:
-            arena.data(1, writable=True)[:] = 0xFF
+            arena.data(1, data=True, parity=True)[:] = 0xFF
             snapshot = SnapshotId(1, sequence)
             arena.write_slot(1, SlotHeader(SlotState.REBUILDING, snapshot, 10 * sequence))
     return memory

@@ -22,7 +22,7 @@ from megatron_ft.arena.format import (
 )
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.erasure.block_repair import RowSolver, piece_of
+from megatron_ft.erasure.block_repair import RowSolver
 from megatron_ft.erasure.member import (
     MemberView,
     StripeCode,
@@ -30,6 +30,7 @@ from megatron_ft.erasure.member import (
     member_of,
     parity_digests_of,
     parity_root,
+    piece_of,
 )
 
 BLOCK_BYTES = 1024
@@ -70,7 +71,7 @@ class Stripe:
     def view(self, member: int) -> MemberView:
         """The member's slot, writable, as its header says it is."""
         header = self.slots[member][SLOT]
-        return member_of(self.arenas[member], SLOT, header, writable=True)
+        return member_of(self.arenas[member], SLOT, header, data=True, parity=True)
 
     def remember_control(self, member: int) -> None:
         """Headers were written anew, with higher versions: that is how they should be now."""
@@ -131,7 +132,7 @@ class Stripe:
         sealed = SlotHeader(SlotState.COMMITTED, SNAPSHOT, ITERATION, stripe_table=table)
         headers = [replace(sealed, record=record) for record in records]
         views = [
-            member_of(arena, SLOT, header, writable=True)
+            member_of(arena, SLOT, header, data=True, parity=True)
             for arena, header in zip(self.arenas, headers, strict=True)
         ]
         code_rows(self.code, views)

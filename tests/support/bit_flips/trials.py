@@ -18,7 +18,6 @@ from megatron_ft.erasure.block_repair import (
     SlotInspector,
     mend_data,
     mend_parity,
-    piece_of,
     place_of,
     places_of,
 )
@@ -28,6 +27,7 @@ from megatron_ft.erasure.member import (
     MemberView,
     ParityCheck,
     digest_table_of,
+    piece_of,
 )
 from tests.support.bit_flips.stripe import ITERATION, PERMIT, SLOT, Stripe
 

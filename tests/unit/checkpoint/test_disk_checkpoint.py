@@ -252,11 +252,7 @@ def test_no_manifest_without_all_shards(memory: Memory, tmp_path: Path) -> None:
 def test_folders_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no folder"):
         open_checkpoint(tmp_path / "absent")
-    with pytest.raises(ConfigError, match="holds no checkpoint"):
-        open_checkpoint(tmp_path)
-    for job in ("0" * 8, "1" * 8):
-        (tmp_path / f"iter_0000020-1.7-{job}").mkdir()
-    with pytest.raises(ConfigError, match="2 jobs"):
+    with pytest.raises(ConfigError, match="holds no whole checkpoint"):
         open_checkpoint(tmp_path)
 
 
