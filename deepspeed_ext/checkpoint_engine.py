@@ -28,12 +28,7 @@ from megatron_ft.checkpoint.disk_format import DiskCalls
 from megatron_ft.checkpoint.native import LATEST
 from megatron_ft.core.errors import CheckpointSaveError, ControlPlaneError
 
-_SLICE_SECONDS = 1.0
-"""The store's client is shared with the process groups, so it is never held for long."""
-
-_SHORTEST_SECONDS = 0.01
-"""A store takes less than a millisecond for no limit at all."""
-
+_POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
 """Extra wait of the other ranks, so that rank 0's decision reaches them before they time out."""
 
@@ -109,19 +104,11 @@ class Agreement:
         return f"{self._prefix}/{self._meeting if meeting is None else meeting}/{name}"
 
     def _appears(self, key: str, deadline: float) -> bool:
+        # Asked again and again: a wait would hold the client that process groups use as well.
         while not self._store.check([key]):
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
+            if time.monotonic() >= deadline:
                 return False
-            try:
-                slice_seconds = max(min(remaining, _SLICE_SECONDS), _SHORTEST_SECONDS)
-                self._store.wait([key], timedelta(seconds=slice_seconds))
-            except RuntimeError as error:  # DistStoreError where torch has it
-                if "timeout" not in str(error).lower():
-                    raise ControlPlaneError(
-                        f"rank {self._rank} lost the job's key-value store, which rank 0 or the "
-                        f"launcher serves: {error}"
-                    ) from error
+            time.sleep(_POLL_SECONDS)
         return True
 
 

@@ -24,7 +24,6 @@ _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 _BASE = "deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine"
 
 USED = (
-    Required(_ENGINE, "_configure_checkpointing"),
     Required(_ENGINE, "_take_model_step"),
     Required(_ENGINE, "step"),
     Required(

@@ -15,7 +15,6 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -34,7 +33,7 @@ from megatron_ft.checkpoint.disk_format import (
     folder_name,
     is_complete,
 )
-from megatron_ft.checkpoint.drained import Keep, clean_up, clear_unfinished
+from megatron_ft.checkpoint.drained import clean_up, clear_unfinished
 from megatron_ft.checkpoint.live import hold, scan
 from megatron_ft.checkpoint.load import ProcessPlan, check_folder, open_trusted
 from megatron_ft.checkpoint.source import OpenSnapshot, ShardBytes, SnapshotInfo
@@ -201,7 +200,7 @@ class DrainPlan(ProcessPlan, frozen=True):
     directory: Path
     shard_count: int
     shards: dict[str, ShardPlacement] = {}
-    keep: Keep = Keep(2)
+    keep: int = 2
     bandwidth_mib: float = 0.0
     export_dir: Path | None = None
     mount: Path | None = None
@@ -284,9 +283,8 @@ def finish(plan: DrainPlan) -> None:
 
 def tidy(plan: DrainPlan) -> None:
     """Remove what is superfluous now; to be begun by a supervisor that knows of the manifest."""
-    keep = replace(plan.keep, lineage=plan.lineage)
     try:
-        for folder in clean_up(plan.directory, plan.job, keep):
+        for folder in clean_up(plan.directory, plan.job, plan.keep, plan.lineage):
             log.info("removed %s", folder)
     except OSError as error:
         raise DrainError(f"older checkpoints could not be removed: {error}") from error

@@ -105,7 +105,7 @@ def export(plan: DrainPlan) -> None:
         framework.announce(directory, plan.iteration)
         reach("export.announced")
     log.info("exported iteration %d to %s", plan.iteration, folder)
-    tidy(directory, plan.job, plan.keep.newest)
+    tidy(directory, plan.job, plan.keep)
 
 
 def is_ours(folder: Path, job: uuid.UUID) -> bool:

@@ -112,9 +112,19 @@ class IsaL:
         )
 
 
+@lru_cache(maxsize=1)
 def load() -> IsaL:
     """The library; MissingEnvironmentError, which says what to install, if there is none."""
-    return _load()
+    tried = candidates()
+    for path in tried:
+        try:
+            return IsaL(ctypes.CDLL(path), path)
+        except (OSError, AttributeError):  # absent, or a release without what we need
+            continue
+    raise MissingEnvironmentError(
+        f"ISA-L was not found (tried {', '.join(tried)}): install the pyeclib wheel, which "
+        "bundles it, or your system's libisal2"
+    )
 
 
 def available() -> bool:
@@ -144,20 +154,6 @@ def candidates() -> list[str]:
         for path in sorted(Path(place).parent.glob("pyeclib.libs/libisal*"))
     ]
     return [*bundled, _SYSTEM_NAME]
-
-
-@lru_cache(maxsize=1)
-def _load() -> IsaL:
-    tried = candidates()
-    for path in tried:
-        try:
-            return IsaL(ctypes.CDLL(path), path)
-        except (OSError, AttributeError):  # absent, or a release without what we need
-            continue
-    raise MissingEnvironmentError(
-        f"ISA-L was not found (tried {', '.join(tried)}): install the pyeclib wheel, which "
-        "bundles it, or your system's libisal2"
-    )
 
 
 def _typed(function: Any, result: Any, *arguments: Any) -> Any:

@@ -47,14 +47,14 @@ def engine_of(**config: Any) -> Any:
     return engine
 
 
-def wrapped(engine: Any, seconds: float = WAIT) -> Callable[..., Any]:
+def wrapped(engine: Any, seconds: float = WAIT) -> functools.partial[Any]:
     """Put our engine around DeepSpeed's; the ``save_checkpoint`` that goes with it."""
-    from deepspeed_ext import saving
     from deepspeed_ext.checkpoint_engine import SnapshotCheckpointEngine, world_agreement
+    from deepspeed_ext.saving import Checkpoints
 
     agreement = world_agreement(timedelta(seconds=seconds))
     engine.checkpoint_engine = SnapshotCheckpointEngine(engine.checkpoint_engine, agreement)
-    return functools.partial(saving.save_checkpoint, engine, engine.save_checkpoint)
+    return functools.partial(Checkpoints(engine).save, engine.save_checkpoint)
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
@@ -133,11 +133,11 @@ def saving(folder: Path) -> dict[str, Any]:
         name: _failing(engine, inner, save, folder / "ours", name, fail)
         for name, fail in FAILURES.items()
     }
-    notes["last_save_before"] = _last_save(engine, folder / "ours")
+    notes["last_save_before"] = _last_save(engine, folder / "ours", save.func.__self__)
     save(folder / "ours", tag="after")
     _keep_masters(engine, folder / MASTERS)
     notes["after"] = latest(folder / "ours")
-    notes["last_save"] = _last_save(engine, folder / "ours")
+    notes["last_save"] = _last_save(engine, folder / "ours", save.func.__self__)
     path, _ = engine.load_checkpoint(folder / "ours")
     notes["loaded"] = Path(path).parent.name
     engine.destroy()
@@ -157,15 +157,18 @@ def _keep_masters(engine: Any, path: Path) -> None:
         torch.save(found, path)
 
 
-def _last_save(engine: Any, folder: Path) -> list[Any]:
+def _last_save(engine: Any, folder: Path, saved: Any) -> list[Any]:
     """The tag that a snapshot would note, and the steps of checkpoints that follow from that."""
-    from deepspeed_ext.saving import NAME, LastSave, step_on_disk
+    from deepspeed_ext.saving import Checkpoints, disk_of
 
-    state = LastSave(engine).state_dict()
-    LastSave(engine).load_state_dict(state)
-    objects = {NAME: LastSave(engine).state_dict()}
-    tags = ("after", "global_step7", "other")
-    return [state["tag"], *(step_on_disk(str(folder), tag, objects) for tag in tags)]
+    later = Checkpoints(engine)
+    later.load_state_dict(saved.state_dict())
+    assert later.saved is not None
+    tags = ("after", "global_step7")
+    return [
+        later.saved.tag,
+        *(disk_of(engine, str(folder), t, later.saved).iteration for t in tags),
+    ]
 
 
 def _slow(engine: Any, save: Callable[..., Any], folder: Path) -> dict[str, Any]:

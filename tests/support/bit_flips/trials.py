@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_ft.arena.arena import NO_PROGRESS, Arena
-from megatron_ft.cli.chaos import damage as r
 from megatron_ft.core.errors import ArenaError
 from megatron_ft.erasure.block_repair import (
     Checks,
@@ -29,6 +28,7 @@ from megatron_ft.erasure.member import (
     digest_table_of,
     piece_of,
 )
+from tests.support import damage as r
 from tests.support.bit_flips.stripe import ITERATION, PERMIT, SLOT, Stripe
 
 

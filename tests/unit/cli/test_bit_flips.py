@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.arena import binary
-from megatron_ft.cli.chaos import damage as regions
 from megatron_ft.core.errors import ArenaCorruptError
 from megatron_ft.erasure.block_repair import Blocks, Damage, RowSolver, SlotInspector, block_of
 from megatron_ft.erasure.member import MemberView, StripeCode
+from tests.support import damage as regions
 from tests.support.bit_flips import trials
 from tests.support.bit_flips.run import flip, merge, table
 

@@ -1,4 +1,4 @@
-"""Background work keeps away from training: priority."""
+"""Background work keeps away from training by its priority."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from megatron_ft.supervisor.drains import run_step
 from megatron_ft.supervisor.spec import JobSpec
 
 X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of system calls")
+
+
 THREADS = """
 import os, sys, threading
 from megatron_ft.core.background import lower_priority

@@ -63,6 +63,12 @@ def regions(arena: Arena, record: SealedRecord, slot: int) -> Iterator[Region]:
     yield Region(PARITY_DIGESTS, digests, digests + 8 * geometry.parity_blocks)
 
 
+FAULTS = (
+    *("flip-data", "flip-parity", "flip-digest", "flip-header", "arena-header"),
+    *("slot-header", "magic", "truncate", "extend", "mode", "folder", "link", "missing"),
+)
+"""Every damage that ``damage`` does."""
+
 _FLIPPED = {
     "flip-data": DATA,
     "flip-parity": PARITY,
@@ -72,6 +78,11 @@ _FLIPPED = {
 }
 _OVERWRITTEN = {"slot-header": SLOT_HEADER, "arena-header": ARENA_HEADER}
 _PAGE = 4096
+
+
+def arenas(folder: Path) -> list[Path]:
+    """The arenas of a node, in the order of their names."""
+    return sorted(folder.glob("*.arena"))
 
 
 def damage(path: Path, fault: str, chance: random.Random) -> str:
