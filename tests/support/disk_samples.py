@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +19,6 @@ from megatron_ft.arena.format import (
 )
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 from megatron_ft.core.shard import ShardLayout, TensorSpec, pack_meta, plan_layout
-from megatron_ft.erasure.member import code_of, member_of, parity_digests_of, parity_root
-from tests.support.bit_flips.stripe import code_rows
 
 JOB = uuid.UUID(int=7)
 BLOCK = 1024
@@ -117,7 +113,7 @@ class Memory:
     ) -> SealedRecord:
         index = snapshot.sequence % 2 if slot is None else slot
         with Arena.open(self.path(shard_id)) as arena:
-            data = arena.data(index, data=True, parity=True)
+            data = arena.data(index, writable=True)
             size = self.layout.tensor_bytes
             for entry in self.layout.entries:
                 if not entry.alias_of:
@@ -139,28 +135,10 @@ class Memory:
             arena.write_slot(index, header)
         return record
 
-    def protect(self, sequence: int, iteration: int) -> SnapshotId:
-        """A snapshot in all arenas with its parity, as encoders would have left it."""
-        snapshot, slot = SnapshotId(1, sequence), sequence % 2
-        records = [self.commit_one(s, snapshot, iteration) for s in self.shards]
-        with ExitStack() as opened:
-            arenas = [opened.enter_context(Arena.open(self.path(s))) for s in self.shards]
-            code = code_of(arenas[0].header)
-            views = [member_of(a, slot, a.slot(slot), data=True, parity=True) for a in arenas]
-            code_rows(code, views)
-            for arena, view in zip(arenas, views, strict=True):
-                view.parity_digests[:] = parity_digests_of(code, view.parity)
-                root = parity_root(view.parity_digests)
-                header = replace(arena.slot(slot), parity_valid=True, parity_root=root)
-                arena.write_slot(slot, replace(header, stripe_table=tuple(records)))
-            views.clear()
-            del view
-        return snapshot
-
     def flip(self, shard_id: str, sequence: int, at: int = 0) -> None:
         """Change one byte of a snapshot in place."""
         with Arena.open(self.path(shard_id)) as arena:
-            data = arena.data(sequence % 2, data=True, parity=True)
+            data = arena.data(sequence % 2, writable=True)
             data[at] ^= 1
             del data
 
@@ -170,7 +148,7 @@ def waiting(root: Path, sequence: int = 1, width: int = 100, **digests: int) -> 
     memory = Memory(root, width=width, **digests)
     for shard in SHARDS:
         with Arena.open(memory.path(shard)) as arena:
-            arena.data(1, data=True, parity=True)[:] = 0xFF
+            arena.data(1, writable=True)[:] = 0xFF
             snapshot = SnapshotId(1, sequence)
             arena.write_slot(1, SlotHeader(SlotState.REBUILDING, snapshot, 10 * sequence))
     return memory
