@@ -144,13 +144,6 @@ class Arena:
         """Replace one slot's header."""
         self._write(self._slot_place(slot), binary.pack_slot(header))
 
-    def damaged_records(self) -> list[str]:
-        """Names of the headers of which a copy is not whole.
-
-        For their writer, the SMP: to others a record that is being written looks the same.
-        """
-        return [name for name, place in self._headers() if self._is_damaged(place)]
-
     def mend_records(
         self, header: ArenaHeader, slots: Sequence[SlotHeader], *, stale: bool = False
     ) -> list[str]:

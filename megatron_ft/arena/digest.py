@@ -84,16 +84,12 @@ def _end_of_table(digest_offset: int, block_bytes: int) -> int:
     return digest_offset + ENTRY_BYTES * table_entries(digest_offset, block_bytes)
 
 
-def table_root(table: Table, context: bytes) -> bytes:
-    """BLAKE2b-32 of a digest table (as little-endian u64) followed by ``context``."""
-    digest = hashlib.blake2b(np.ascontiguousarray(table, dtype="<u8").data, digest_size=HASH_BYTES)
-    digest.update(context)
-    return digest.digest()
-
-
 def digest_root(table: Table, record: SealedRecord) -> bytes:
-    """The root that belongs into ``record``: over the table and the record without a root."""
-    return table_root(table, msgspec.msgpack.encode(_with_root(record, b"")))
+    """The root that belongs into ``record``: BLAKE2b-32 of the table (as little-endian u64) and of
+    the record without a root."""
+    digest = hashlib.blake2b(np.ascontiguousarray(table, dtype="<u8").data, digest_size=HASH_BYTES)
+    digest.update(msgspec.msgpack.encode(_with_root(record, b"")))
+    return digest.digest()
 
 
 def _with_root(record: SealedRecord, root: bytes) -> SealedRecord:
@@ -248,14 +244,8 @@ def verify_shard(data: Bytes, record: SealedRecord, block_bytes: int, algorithm:
     return check.bad(0, check.blocks)
 
 
-def verify_meta(data: Bytes, record: SealedRecord, block_bytes: int, algorithm: int) -> list[int]:
-    """As verify_shard, of the blocks that hold small objects only; tensors are not read."""
-    check = BlockCheck(data, record, block_bytes, algorithm)
-    return check.bad(first_meta_block(record, block_bytes), check.blocks)
-
-
 def first_meta_block(record: SealedRecord, block_bytes: int) -> int:
-    """The first of the blocks that ``verify_meta`` reads."""
+    """The first of the blocks that hold small objects."""
     return max(record.meta_offset, 0) // block_bytes
 
 

@@ -14,9 +14,6 @@ from megatron_ft.arena import files
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import fits
 from megatron_ft.arena.format import (
-    MATRIX_CAUCHY,
-    MATRIX_NONE,
-    MATRIX_ONES,
     ArenaHeader,
     Geometry,
     SlotHeader,
@@ -40,12 +37,6 @@ from megatron_ft.smp.state_machine import MendSlot, NodeMachine, StorePermit, St
 log = logging.getLogger(__name__)
 
 SUFFIX = ".arena"
-MATRIX_OF = {
-    "none": MATRIX_NONE,
-    "xor": MATRIX_ONES,
-    "replica": MATRIX_ONES,
-    "rs": MATRIX_CAUCHY,
-}
 _POINTS = {
     SlotState.CAPTURING: ("", "smp.capturing.stored"),
     SlotState.SEALED: ("smp.sealed", "smp.sealed.stored"),
@@ -280,7 +271,6 @@ class ArenaStore:
             incarnation=request.incarnation,
             lineage=request.lineage,
             codec=request.codec,
-            matrix=MATRIX_OF[request.codec],
             data_members=k,
             parity_members=parity,
             member_index=request.member_index,

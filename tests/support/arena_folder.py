@@ -26,7 +26,6 @@ from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.orders import OrderRunner
 from megatron_ft.erasure.stripes import RankPlace, StripePlan, plan_stripes
 from megatron_ft.rpc.messages import Encoded, EncodeOrder, RebuildOrder, Rebuilt, StripeOrder
-from megatron_ft.smp.store import MATRIX_OF
 from tests.support.erasure_samples import ThreadTransport, ThreadWorld
 
 BLOCK_BYTES = 4096
@@ -48,7 +47,6 @@ def header_of(shard_id: str, stripes: Sequence[StripePlan]) -> ArenaHeader:
         incarnation=1,
         lineage=(Ancestor(1, None),),
         codec=stripe.kind,
-        matrix=MATRIX_OF[stripe.kind],
         data_members=stripe.data_members,
         parity_members=stripe.parity_members,
         member_index=stripe.members.index(shard_id),

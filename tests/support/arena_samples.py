@@ -20,7 +20,6 @@ def make_header(**changes: Any) -> ArenaHeader:
         "incarnation": 7,
         "lineage": (Ancestor(5, None), Ancestor(7, SnapshotId(5, 90))),
         "codec": "rs",
-        "matrix": 1,
         "data_members": 2,
         "parity_members": 1,
         "member_index": 1,

@@ -93,7 +93,6 @@ class FakeSmp:
                 incarnation=1,
                 lineage=(Ancestor(1, None),),
                 codec="none",
-                matrix=0,
                 data_members=1,
                 parity_members=0,
                 member_index=0,

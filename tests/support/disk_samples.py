@@ -11,7 +11,6 @@ import numpy as np
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import required_bytes, seal
 from megatron_ft.arena.format import (
-    MATRIX_CAUCHY,
     ArenaHeader,
     Geometry,
     SlotHeader,
@@ -86,7 +85,6 @@ class Memory:
             incarnation=1,
             lineage=(Ancestor(1, None),),
             codec="rs" if self.parity else "none",
-            matrix=MATRIX_CAUCHY if self.parity else 0,
             data_members=len(self.shards) - self.parity,
             parity_members=self.parity,
             member_index=index,

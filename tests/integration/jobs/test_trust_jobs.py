@@ -21,6 +21,7 @@ from megatron_ft.rpc.local_query import ask
 from megatron_ft.smp import scrub as scrub_module
 from megatron_ft.supervisor.job_state import read_record
 from tests.programs.declining_training import REASON
+from tests.support.arena_damage import damaged_records
 from tests.support.disk_jobs import signal_trainers
 from tests.support.jobs import POISONED, ROOT, WAIT_SECONDS, Job, Result, difference, oracle
 
@@ -134,7 +135,7 @@ def test_damage_in_memory_is_repaired_from_parity_while_training_goes_on(
             wait_for(job, "repaired")
             assert np.array_equal(data, before[0]) and np.array_equal(parity, before[1])
             deadline = time.monotonic() + WAIT_SECONDS
-            while arena.damaged_records():
+            while damaged_records(arena):
                 assert time.monotonic() < deadline, "the header was not mended"
                 time.sleep(0.02)
             del data, parity

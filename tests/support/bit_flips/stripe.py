@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import default_algorithm, required_bytes, seal
 from megatron_ft.arena.format import (
-    MATRIX_CAUCHY,
-    MATRIX_ONES,
     ArenaHeader,
     Geometry,
     Permit,
@@ -99,7 +97,6 @@ class Stripe:
             incarnation=1,
             lineage=(Ancestor(1, None),),
             codec=self.scheme.kind,
-            matrix=MATRIX_CAUCHY if self.scheme.kind == "rs" else MATRIX_ONES,
             data_members=k,
             parity_members=m,
             member_index=number,

@@ -85,7 +85,8 @@ def test_objects_are_checked_without_reading_tensors(
     data, record = sealed(tensor_bytes, bytes(meta_bytes))
     at = position % record.used_bytes
     data[at] ^= 1 << bit
-    bad = digest.verify_meta(data, record, BLOCK, 2)
+    check = digest.BlockCheck(data, record, BLOCK, 2)
+    bad = check.bad(digest.first_meta_block(record, BLOCK), check.blocks)
     first = record.meta_offset // BLOCK * BLOCK
     assert bool(bad) == (at >= first)
     if first <= at < record.digest_offset:

@@ -67,7 +67,6 @@ def test_header_by_hand(arena_bytes: bytes) -> None:
         "incarnation": 7,
         "lineage": [[5, None], [7, [5, 90]]],
         "codec": "rs",
-        "matrix": 1,
         "data_members": 2,
         "parity_members": 1,
         "member_index": 1,
@@ -169,7 +168,6 @@ def test_a_slot_that_does_not_exist_is_refused(slot: int) -> None:
     ("change", "word"),
     [
         ({"codec": "raid"}, "codec"),
-        ({"matrix": 3}, "matrix"),
         ({"digest_algorithm": 0}, "digest_algorithm"),
         ({"data_members": 3}, "is not 3"),
         ({"data_members": 0, "parity_members": 3}, "k >= 1"),

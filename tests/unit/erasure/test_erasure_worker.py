@@ -51,7 +51,7 @@ class Stripe:
         geometry = Geometry(2, self.data_bytes, self.data_bytes // self.k * self.m, BLOCK)
         header = ArenaHeader(
             job=uuid.UUID(JOB), shard_id=self.shards[number], incarnation=3,
-            lineage=(Ancestor(3, None),), codec="rs", matrix=1, data_members=self.k,
+            lineage=(Ancestor(3, None),), codec="rs", data_members=self.k,
             parity_members=self.m, member_index=number, members=self.shards, digest_algorithm=1,
             geometry=geometry,
         )  # fmt: skip

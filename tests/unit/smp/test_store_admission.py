@@ -19,6 +19,7 @@ from tests.support.arena_damage import (
     arena_header,
     closed,
     cut,
+    damaged_records,
     extended,
     folder,
     link,
@@ -87,7 +88,7 @@ def restarted(store: ArenaStore) -> Node:
 def require_good(store: ArenaStore, machine: NodeMachine) -> None:
     assert not store.damaged and not store.foreign and list(machine.shards) == ["dp0"]
     with Arena.open(store.directory / "dp0.arena", job=JOB) as arena:
-        assert arena.slot(0) == NOW and not arena.damaged_records()
+        assert arena.slot(0) == NOW and not damaged_records(arena)
 
 
 def require_lost(store: ArenaStore, machine: NodeMachine) -> None:
