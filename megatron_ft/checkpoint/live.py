@@ -18,9 +18,7 @@ from pathlib import Path
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotState
 from megatron_ft.checkpoint.decide import Holding, candidates, owners
-from megatron_ft.checkpoint.rebuild import RebuiltNode, rebuild_node
 from megatron_ft.checkpoint.source import (
-    MOST_TRIES,
     OpenSnapshot,
     ShardBytes,
     SnapshotInfo,
@@ -211,38 +209,6 @@ class LiveSource:
                 hold(memory, info, shards) as opened,
             ):
                 yield opened
-
-    def rebuild_newest(self) -> tuple[SnapshotInfo, list[RebuiltNode]]:
-        """Rebuild every node's shards of the newest protected snapshot from the other nodes'.
-
-        SnapshotUnavailableError if none is protected, or each was superseded while it was read.
-        """
-        problem: SnapshotUnavailableError | None = None
-        for _ in range(MOST_TRIES):
-            with scan(self._folders) as memory:
-                infos, problems = complete_snapshots(memory, self._known)
-                protected = [info for info in infos if info.level == "protected"]
-                if not protected:
-                    raise SnapshotUnavailableError(
-                        "; ".join(["no snapshot is protected (yet)", *problems])
-                    )
-                try:
-                    return protected[0], _rebuild_each(memory, protected[0].snapshot)
-                except SnapshotUnavailableError as error:
-                    problem = error
-        raise SnapshotUnavailableError(f"{MOST_TRIES} snapshots were superseded: {problem}")
-
-
-def _rebuild_each(memory: Memory, snapshot: SnapshotId) -> list[RebuiltNode]:
-    """One outcome a node.  SnapshotUnavailableError if the snapshot was given up meanwhile."""
-    holdings = memory.holdings
-    with pinned(_folders_of(memory), snapshot):
-        held = [_Held.find(memory, s, snapshot) for s in holdings if holdings[s].slot(snapshot)]
-        nodes = sorted({holding.node for holding in holdings.values()})
-        rebuilt = [rebuild_node(holdings, memory.arenas, node, snapshot) for node in nodes]
-        for one in held:
-            one.check()
-    return rebuilt
 
 
 def _folders_of(memory: Memory) -> list[Path]:
