@@ -16,7 +16,6 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -252,19 +251,27 @@ class CorruptMemberError(CorruptBlockError):
         self.shard_id, self.block = shard_id, block
 
 
-class Check(Protocol):
+class Check:
     """Looks for wrong blocks in one region of one member."""
+
+    def __init__(self, code: StripeCode, shard_id: str, wrong: str) -> None:
+        """``wrong`` says what a wrong block is."""
+        self._code, self._shard_id, self._wrong = code, shard_id, wrong
 
     def bad_blocks(self, offset: int, piece: Bytes) -> list[int]:
         """Numbers of the wrong blocks of whole blocks of bytes that lie at ``offset``."""
-        ...
+        raise NotImplementedError
 
     def require(self, offset: int, piece: Bytes) -> None:
         """CorruptMemberError naming the first wrong block, if there is one."""
-        ...
+        self._refuse(self.bad_blocks(offset, piece))
+
+    def _refuse(self, bad: list[int]) -> None:
+        for block in bad:
+            raise CorruptMemberError(self._shard_id, self._wrong, block)
 
 
-class DataCheck:
+class DataCheck(Check):
     """A shard's data against its digest table, which is first checked against its root.
 
     Bytes of the table itself are compared with the table that was exchanged, bytes
@@ -273,7 +280,9 @@ class DataCheck:
 
     def __init__(self, code: StripeCode, record: SealedRecord, table: Bytes) -> None:
         """CorruptMemberError if table and record do not belong together."""
-        self._code, self._record, self._bytes = code, record, table
+        wrong = "its data does not match the digest taken at capture"
+        super().__init__(code, record.shard_id, wrong)
+        self._record, self._bytes = record, table
         blocks = -(-record.digest_offset // code.block_bytes)
         if not 0 <= record.digest_offset <= record.used_bytes <= code.data_bytes:
             raise CorruptMemberError(record.shard_id, f"its record has impossible lengths {record}")
@@ -286,10 +295,6 @@ class DataCheck:
     def bad_blocks(self, offset: int, piece: Bytes) -> list[int]:
         """See Check."""
         return self._bad(offset, piece, self._found(offset, piece))
-
-    def require(self, offset: int, piece: Bytes) -> None:
-        """See Check."""
-        self._refuse(self.bad_blocks(offset, piece))
 
     def required_digests(self, offset: int, piece: Bytes) -> Digests:
         """Like ``require``; returns the digests of the piece's blocks, which must be whole.
@@ -316,12 +321,6 @@ class DataCheck:
             return bad
         return sorted({*bad, (offset + covered) // self._code.block_bytes})
 
-    def _refuse(self, bad: list[int]) -> None:
-        for block in bad:
-            raise CorruptMemberError(
-                self._record.shard_id, "its data does not match the digest taken at capture", block
-            )
-
     def _tail_matches(self, offset: int, piece: Bytes, covered: int) -> bool:
         in_table = _clip(self._record.used_bytes - offset, piece)
         start = offset + covered - self._record.digest_offset
@@ -329,12 +328,13 @@ class DataCheck:
         return np.array_equal(piece[covered:in_table], part) and not piece[in_table:].any()
 
 
-class ParityCheck:
+class ParityCheck(Check):
     """A member's parity against the digests that were taken when it was computed."""
 
     def __init__(self, code: StripeCode, shard_id: str, digests: Digests, root: bytes) -> None:
         """CorruptMemberError if the digests do not match their root."""
-        self._code, self._shard_id, self._digests = code, shard_id, digests
+        super().__init__(code, shard_id, "its parity does not match its digest")
+        self._digests = digests
         if digests.size != code.parity_blocks or parity_root(digests) != root:
             raise CorruptMemberError(shard_id, "its parity digests do not match their root")
 
@@ -343,11 +343,6 @@ class ParityCheck:
         first = offset // self._code.block_bytes
         wanted = self._digests[first : first + _blocks(self._code, piece.nbytes)]
         return _differing(_digests(self._code, piece), wanted, first)
-
-    def require(self, offset: int, piece: Bytes) -> None:
-        """See Check."""
-        for block in self.bad_blocks(offset, piece):
-            raise CorruptMemberError(self._shard_id, "its parity does not match its digest", block)
 
 
 def parity_root(digests: Digests) -> bytes:
