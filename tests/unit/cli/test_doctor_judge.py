@@ -63,7 +63,7 @@ CASES: list[tuple[Facts, str, str, str, str]] = [
     (facts(wishes=wishes(spares=(), active=NODES[:4])), "spares", "warning", "no spare", ""),
     (facts(wishes=wishes(scheme=Scheme.parse("none")), world=None), "protection", "warning",
      "", ""),
-    (facts(wishes=wishes(domains=RACKS)), "protection", "refused", "r0 holds 3 of 4 nodes", ""),
+    (facts(wishes=wishes(domains=RACKS)), "protection", "refused", "r0 holds 3 (", ""),
     (facts(no_kill="missing"), "slurm", "refused", "kills the whole job", ""),
     (facts(no_kill="unknown"), "slurm", "warning", "does not tell", ""),
     (facts(no_kill="in the script"), "slurm", "warning", "unknown", ""),
