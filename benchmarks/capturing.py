@@ -120,7 +120,6 @@ def _header(required: int) -> ArenaHeader:
         parity_members=0,
         member_index=0,
         members=(SHARD,),
-        digest_algorithm=digest.default_algorithm(),
         geometry=Geometry.for_stripe(
             slot_count=2,
             required_bytes=required,

@@ -140,7 +140,6 @@ class _Held:
             self.arena.data(self.slot),
             self.record,
             header.geometry.block_bytes,
-            header.digest_algorithm,
             str(self.arena.path),
         )
 

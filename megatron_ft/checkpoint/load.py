@@ -165,7 +165,7 @@ class ShardReader:
             )
         self.header = disk_format.unpack_header(raw, str(path))
         self.record: SealedRecord = self.header.record
-        self._how = (self.header.block_bytes, self.header.digest_algorithm)
+        self._block_bytes = self.header.block_bytes
 
     def check_named(self, shard_id: str, line: ShardFile, manifest: Manifest) -> None:
         """CheckpointDamagedError unless this is the shard that the manifest names."""
@@ -185,7 +185,7 @@ class ShardReader:
         assert data.size == self.record.used_bytes
         for at in range(0, data.size, PIECE_BYTES):
             self._read(data[at : at + PIECE_BYTES].data, self.start + at)
-        if bad := digest.verify_shard(data, self.record, *self._how):
+        if bad := digest.verify_shard(data, self.record, self._block_bytes):
             raise self._damage(bad)
 
     def verify(self) -> None:
@@ -198,7 +198,7 @@ class ShardReader:
             piece = buffer[: min(blocks * block, end - first * block)]
             self._read(piece.data, self.start + first * block)
             known = expected[first : first + blocks]
-            bad += digest.wrong_blocks(piece, first, known, *self._how)
+            bad += digest.wrong_blocks(piece, first, known, self._block_bytes)
         if bad:
             raise self._damage(bad)
 
@@ -242,7 +242,7 @@ def open_bytes(folder: Path, shard_id: str, manifest: Manifest) -> ShardBytes:
         data = mapping.view(np.uint8, reader.start, reader.record.used_bytes)
         header, path = reader.header, str(reader.path)
     try:
-        return take_apart(data, header.record, header.block_bytes, header.digest_algorithm, path)
+        return take_apart(data, header.record, header.block_bytes, path)
     except SnapshotUnavailableError as error:
         raise CheckpointDamagedError(f"{error}; take another checkpoint") from error
 
@@ -314,13 +314,11 @@ def fill(
     """
     with Arena.open(path) as arena, open_shard(folder, shard_id, manifest, disk) as reader:
         data = arena.data(_waiting_slot(arena, manifest.snapshot), writable=True)
-        here = (arena.geometry.block_bytes, arena.header.digest_algorithm)
-        there = (reader.header.block_bytes, reader.header.digest_algorithm)
+        here, there = arena.geometry.block_bytes, reader.header.block_bytes
         if here != there:
             raise DrainError(
-                f"{reader.path} has digests by algorithm {there[1]} of blocks of {there[0]} bytes, "
-                f"{path} by {here[1]} of {here[0]}: export the checkpoint with the release that "
-                "wrote it, and start from the export"
+                f"{reader.path} has digests of blocks of {there} bytes, {path} of {here}: export "
+                "the checkpoint with the release that wrote it, and start from the export"
             )
         used = reader.record.used_bytes
         if used > data.size:

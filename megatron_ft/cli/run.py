@@ -49,7 +49,6 @@ from megatron_ft.core.identity import SHRINK
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState, state_folder
 from megatron_ft.supervisor.membership import NoSpareError
-from megatron_ft.supervisor.orders import Sizes
 from megatron_ft.supervisor.placement import describe_domains, read_domains
 from megatron_ft.supervisor.spec import JobSpec, raise_open_files
 from megatron_ft.supervisor.supervisor import (
@@ -218,6 +217,7 @@ def spec_from(
 ) -> JobSpec:
     """The job that flags and settings describe; ConfigError or ProtectionError if it makes no
     sense."""
+    isal.load()  # Digests and parity need it: where it is missing, say so before anything starts.
     settle_ranks(arguments, command)
     source, shrinks = arguments.failure_domains, settings.on_no_spare == SHRINK
     check_torchrun(command, place.nodes, arguments.ranks_per_node, fewer=shrinks)
@@ -229,7 +229,6 @@ def spec_from(
         ranks_per_node=arguments.ranks_per_node,
         trainer_per_node=arguments.trainer_per_node,
         settings=settings,
-        sizes=Sizes(crc=isal.available()),
         from_scratch=arguments.from_scratch,
         restore_from=arguments.restore_from,
         log_dir=arguments.log_dir or state_folder(arguments.job, arguments.state_dir) / "logs",

@@ -82,7 +82,6 @@ def code_of(header: ArenaHeader) -> StripeCode:
         parity_members=header.parity_members,
         data_bytes=header.geometry.data_bytes,
         block_bytes=header.geometry.block_bytes,
-        digest_algorithm=header.digest_algorithm,
     )
 
 
@@ -122,7 +121,6 @@ class StripeCode:
     parity_members: int
     data_bytes: int
     block_bytes: int
-    digest_algorithm: int
 
     def __post_init__(self) -> None:
         """Refuse lengths that do not divide."""
@@ -365,7 +363,7 @@ def parity_digests_of(code: StripeCode, parity: Bytes) -> Digests:
 def _digests(code: StripeCode, piece: Bytes) -> Digests:
     out = np.zeros(_blocks(code, piece.nbytes), np.uint64)
     if piece.nbytes:
-        digest_blocks(piece, code.block_bytes, code.digest_algorithm, out)
+        digest_blocks(piece, code.block_bytes, out)
     return out
 
 

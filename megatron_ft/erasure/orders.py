@@ -237,7 +237,6 @@ def _code(stripe: StripeOrder) -> StripeCode:
         parity_members=stripe.parity_members,
         data_bytes=stripe.data_bytes,
         block_bytes=stripe.block_bytes,
-        digest_algorithm=stripe.digest_algorithm,
     )
 
 

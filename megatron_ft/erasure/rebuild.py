@@ -91,7 +91,7 @@ class RebuildCheck:
         found = self._data[: -(-record.digest_offset // size)].copy()
         if record.digest_offset % size:  # the last block is shared with the table
             last = data[record.digest_offset // size * size : record.digest_offset]
-            found[-1] = digest_block(last, self._code.digest_algorithm)
+            found[-1] = digest_block(last)
         bad = np.flatnonzero(found != digest_table(data, record))
         if bad.size:
             return int(bad[0])

@@ -275,7 +275,6 @@ class ArenaStore:
             parity_members=parity,
             member_index=request.member_index,
             members=request.members,
-            digest_algorithm=request.digest_algorithm,
             geometry=Geometry(
                 slot_count=request.slot_count,
                 data_bytes=request.data_bytes,
@@ -327,6 +326,5 @@ def _report(header: ArenaHeader, slots: tuple[m.SlotReport, ...]) -> m.ArenaRepo
         data_bytes=header.geometry.data_bytes,
         file_bytes=header.geometry.file_bytes,
         block_bytes=header.geometry.block_bytes,
-        digest_algorithm=header.digest_algorithm,
         slots=slots,
     )

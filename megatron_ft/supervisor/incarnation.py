@@ -86,7 +86,7 @@ class Incarnation:
         rule = await self._rank_rule()
         stored = plan.decision.stripes if plan.decision.snapshot is not None else ()
         stripes, places = (
-            registration.stripes(stored, spec.scheme, spec.sizes),
+            registration.stripes(stored, spec.scheme, spec.block_bytes),
             registration.places(),
         )
         requests = create_requests(stripes, plan.incarnation, plan.lineage, spec.settings.slots)

@@ -24,7 +24,6 @@ def make_header(**changes: Any) -> ArenaHeader:
         "parity_members": 1,
         "member_index": 1,
         "members": MEMBERS,
-        "digest_algorithm": 2,
         "geometry": Geometry(2, 12288, 6144, 1024),
     }
     return ArenaHeader(**(values | changes))

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from megatron_ft.arena.arena import Arena
-from megatron_ft.arena.digest import default_algorithm
 from megatron_ft.arena.format import ArenaHeader, Geometry, Permit, SlotState
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.identity import Ancestor, RankRule, SealedRecord, SnapshotId
@@ -97,7 +96,6 @@ class FakeSmp:
                 parity_members=0,
                 member_index=0,
                 members=(self.shard_id,),
-                digest_algorithm=default_algorithm(),
                 geometry=geometry,
             )
             self.arena = Arena.create(self.path, header)

@@ -21,7 +21,6 @@ from megatron_ft.core.shard import ShardLayout, TensorSpec, pack_meta, plan_layo
 
 JOB = uuid.UUID(int=7)
 BLOCK = 1024
-ALGORITHM = 2
 SHARDS = ("dp0", "dp1")
 
 
@@ -56,11 +55,10 @@ class Memory:
         slots: int = 2,
         width: int = 100,
         block_bytes: int = BLOCK,
-        algorithm: int = ALGORITHM,
         parity: int = 0,
     ) -> None:
         self.root, self.job, self.shards = root, job, tuple(shards)
-        self.layout, self.algorithm, self.parity = layout(width), algorithm, parity
+        self.layout, self.parity = layout(width), parity
         room = required_bytes(self.layout.tensor_bytes, 4096, BLOCK)
         self.geometry = Geometry.for_stripe(
             slot_count=slots,
@@ -89,7 +87,6 @@ class Memory:
             parity_members=self.parity,
             member_index=index,
             members=self.shards,
-            digest_algorithm=self.algorithm,
             geometry=self.geometry,
         )
 
@@ -126,7 +123,6 @@ class Memory:
                 meta=pack_meta(self.layout.to_bytes(), {"iteration": iteration}),
                 layout_hash=self.layout.hash(),
                 block_bytes=BLOCK,
-                algorithm=ALGORITHM,
             )
             del data
             header = SlotHeader(state, snapshot, iteration, True, record)

@@ -30,7 +30,6 @@ from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.orders import Sizes
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.supervisor import Supervisor
 
@@ -58,7 +57,6 @@ class JobFile(msgspec.Struct, frozen=True):
     ranks_per_node: int = 1
     slots: int = 2
     block_bytes: int = 16384
-    crc: bool = True
     snapshot_interval: int = 2
     drain_interval: int = 0
     lease: float = 4.0
@@ -127,7 +125,7 @@ class JobFile(msgspec.Struct, frozen=True):
                 drain_interval=self.drain_interval,
                 transport=self.transport,
             ),
-            sizes=Sizes(self.block_bytes, self.crc),
+            block_bytes=self.block_bytes,
             log_dir=self.place / self.logs,
             environment={**environment, **self.environment},
         )

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ft.arena.arena import Arena
-from megatron_ft.arena.digest import default_algorithm, required_bytes, seal
+from megatron_ft.arena.digest import required_bytes, seal
 from megatron_ft.arena.format import (
     ArenaHeader,
     Geometry,
@@ -101,7 +101,6 @@ class Stripe:
             parity_members=m,
             member_index=number,
             members=self.shards,
-            digest_algorithm=default_algorithm(),
             geometry=geometry,
         )
 
@@ -120,7 +119,6 @@ class Stripe:
             meta=b"small objects",
             layout_hash=bytes(32),
             block_bytes=BLOCK_BYTES,
-            algorithm=self.headers[number].digest_algorithm,
         )
 
     def _protect(self, records: list[SealedRecord]) -> None:

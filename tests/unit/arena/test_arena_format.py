@@ -71,7 +71,6 @@ def test_header_by_hand(arena_bytes: bytes) -> None:
         "parity_members": 1,
         "member_index": 1,
         "members": ["pp0-tp1-dp2-ep0", "pp0-tp1-dp3-ep0", "pp0-tp1-dp4-ep0"],
-        "digest_algorithm": 2,
         "geometry": {
             "slot_count": 2, "data_bytes": 12288, "parity_bytes": 6144, "block_bytes": 1024,
         },
@@ -168,7 +167,6 @@ def test_a_slot_that_does_not_exist_is_refused(slot: int) -> None:
     ("change", "word"),
     [
         ({"codec": "raid"}, "codec"),
-        ({"digest_algorithm": 0}, "digest_algorithm"),
         ({"data_members": 3}, "is not 3"),
         ({"data_members": 0, "parity_members": 3}, "k >= 1"),
         ({"member_index": 0}, "member 0"),

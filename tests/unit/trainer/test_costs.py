@@ -234,7 +234,6 @@ def _stripe(first: int, tensor_rank: int) -> Any:
         parity_members=1,
         data_bytes=1,
         block_bytes=1,
-        digest_algorithm=1,
         members=tuple(f"pp0-tp{tensor_rank}-dp{first + n}-ep0" for n in range(2)),
         world_ranks=(first, first + 1),
         arenas={},
