@@ -8,7 +8,6 @@ damaged is rebuilt by the job's next start, and not here.
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,8 +29,6 @@ from megatron_ft.rpc.local_query import pinned
 from megatron_ft.rpc.messages import Inventory, SlotReport
 from megatron_ft.smp.state_machine import NodeMachine
 from megatron_ft.smp.store import SUFFIX, ArenaStore
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from megatron_ft.arena import digest
-from megatron_ft.core import isal
 from megatron_ft.core.identity import SealedRecord
 from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure import encode as encoding
@@ -245,7 +244,6 @@ def _record(shard: str, cycle: SnapshotCycle) -> SealedRecord:
     return SealedRecord(shard, cycle.snapshot, cycle.iteration, 0, 0, 0, 0, 0, b"", b"")
 
 
-@pytest.mark.skipif(not isal.available(), reason="ISA-L cannot be loaded")
 @pytest.mark.parametrize("verb", ["encode", "decode"])
 def test_parity_is_computed_in_place_by_one_call_of_the_library(verb: str) -> None:
     """Whatever the length of the piece; beside the columns nothing is allocated."""
