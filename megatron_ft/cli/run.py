@@ -24,7 +24,6 @@ from pathlib import Path
 
 from megatron_ft.cli import run_place
 from megatron_ft.cli.common import say
-from megatron_ft.cli.doctor.examine import no_kill, warning
 from megatron_ft.cli.run_folders import RunSummary, folders_ready, make_folder
 from megatron_ft.cli.run_place import RunPlace
 from megatron_ft.cli.training_command import (
@@ -46,6 +45,7 @@ from megatron_ft.core.errors import (
     UnrecoverableError,
 )
 from megatron_ft.core.identity import SHRINK
+from megatron_ft.launchers.slurm.allocation import NO_KILL_ADVICE, no_kill
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState, state_folder
 from megatron_ft.supervisor.membership import NoSpareError
@@ -150,8 +150,11 @@ def main(arguments: argparse.Namespace) -> int:
     notes = state_folder(arguments.job, arguments.state_dir)
     meeting = run_place.meeting_folder(arguments)
     place = run_place.place_of(arguments, settings.arena_dir, notes, meeting, settings.on_no_spare)
-    if arguments.launcher == run_place.SLURM and (said := warning(no_kill())):
-        say(said)
+    if arguments.launcher == run_place.SLURM and not no_kill():
+        say(
+            "megatron-ft: warning: --no-kill is not seen: without it Slurm kills the whole job, "
+            f"and its memory, when a node is lost; {NO_KILL_ADVICE}"
+        )
     code = 1
     try:
         code = _supervise(arguments, command, settings, place)

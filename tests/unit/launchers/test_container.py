@@ -94,7 +94,7 @@ def test_trainers_that_their_smp_cannot_end_are_refused(
 ) -> None:
     bad, good = containers(facts(**changes))
     assert (bad.verdict, bad.nodes, bad.advice) == (Severity.REFUSED, ("n1",), words)
-    assert good.verdict is Severity.OK and "podman" in good.text
+    assert good.verdict is Severity.OK
     (all_good,) = containers(facts(pid_namespace=7, user=1000))
     assert all_good.verdict is Severity.OK
 
@@ -105,7 +105,7 @@ def test_doctor_looks_into_a_container(tmp_path: Path) -> None:
     mount = 'mount -t tmpfs none /dev/shm && exec "$@"'
     hidden = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "sh", "-c", mount, "sh"]
     words = [sys.executable, "-m", "megatron_ft.cli.main", "doctor", "--json", "--nodes", "1"]
-    words += ["--protect", "none", "--rate-mib", "1", "--state-dir", str(tmp_path)]
+    words += ["--protect", "none", "--state-dir", str(tmp_path)]
     done = subprocess.run(
         [*words, "--", *hidden, sys.executable, "train.py"],
         stdout=subprocess.PIPE,
