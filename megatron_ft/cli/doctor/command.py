@@ -26,12 +26,12 @@ from megatron_ft.cli.doctor.facts import Facts, ProbeRequest, Wishes
 from megatron_ft.cli.doctor.report import Severity, as_json, render, worst
 from megatron_ft.cli.run_folders import make_folder
 from megatron_ft.cli.run_place import RunPlace
-from megatron_ft.cli.training_command import check_torchrun, command_of, settle, settle_ranks
+from megatron_ft.cli.training_command import command_of, settle, settle_ranks
 from megatron_ft.config import SnapshotConfig, json_section
 from megatron_ft.config.flags import read_command
 from megatron_ft.core.errors import ControlPlaneError, ProtectionError
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.launchers.container import python_of, runtime_of
+from megatron_ft.launchers.container import python_of
 from megatron_ft.launchers.virtual import default_root
 from megatron_ft.supervisor.job_state import read_record, state_folder
 from megatron_ft.supervisor.placement import choose_active, read_domains
@@ -138,7 +138,6 @@ def wishes_of(
     place: RunPlace,
 ) -> Wishes:
     """The job's wishes; ConfigError for failure domains that cannot be read."""
-    check_torchrun(command, place.nodes, arguments.ranks_per_node)
     source, scheme = arguments.failure_domains, Scheme.parse(settings.protect)
     nodes = place.launcher.nodes()
     domains = read_domains(source, nodes) if source else {}
@@ -164,7 +163,6 @@ def wishes_of(
         megatron=read_command(command).enabled,
         deepspeed=section is not None and section.enabled,
         command_python=not command or python_of(command) is not None,
-        container=runtime_of(command, arguments.srun_flags),
     )
 
 

@@ -112,8 +112,7 @@ class WorldFacts(msgspec.Struct, frozen=True):
 class Wishes(msgspec.Struct, frozen=True):
     """The user's wishes.  ``shard_bytes`` is 0 if nobody said how large a shard is.
 
-    ``domains_from`` is the source of failure domains, empty for nodes.  ``container`` is what puts
-    trainers into one, empty if nothing is seen to.
+    ``domains_from`` is the source of failure domains, empty for nodes.
     ``job`` is the one of which there are notes already.
     """
 
@@ -132,7 +131,6 @@ class Wishes(msgspec.Struct, frozen=True):
     megatron: bool = False
     deepspeed: bool = False
     command_python: bool = True
-    container: str = ""
     job: uuid.UUID | None = None
 
     @property

@@ -15,7 +15,6 @@ from megatron_ft.cli.doctor.report import Finding, Severity, by_node, ok, refuse
 from megatron_ft.core.frameworks import DEEPSPEED, MEGATRON, Releases, version_numbers
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import Domains, members_of, stripe_sets
-from megatron_ft.launchers.container import mount_advice, processes_advice
 
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 OLDEST_PYTHON = (3, 10)
@@ -165,28 +164,33 @@ def same_arena(facts: Facts) -> list[Finding]:
         trainer = trainers.get(node)
         if trainer is not None and (trainer.device, trainer.inode) != smp:
             reason = trainer.error or "it has another file there"
-            advice = mount_advice(facts.wishes.container, _mounted(folder))
+            advice = _mount(folder)
             if trainer.user not in (-1, said.user):
                 advice = "it is another user's: see the next line"
             text = f"a trainer does not see the SMP's arena folder: {reason}"
             findings.append(refuse(text, advice, node))
         if node in ranks and (ranks[node].device, ranks[node].inode) != smp:
             text = "an encoder does not see the SMP's arena folder: it has another file there, or "
-            findings.append(refuse(f"{text}none", mount_advice("", _mounted(folder)), node))
+            findings.append(refuse(f"{text}none", _mount(folder), node))
     if findings or not facts.answered:
         return findings
     who = "SMP, trainer and encoder" if ranks else "SMP and trainer"
     return [ok(f"{who} of each node see one inode")]
 
 
-def _mounted(node_dir: Path) -> Path:
-    """The folder to mount: that of all users' jobs where it is the usual one."""
-    return Path(*node_dir.parts[:3]) if node_dir.is_relative_to("/dev/shm") else node_dir.parents[1]
+def _mount(node_dir: Path) -> str:
+    """Advice to mount the folder of all users' jobs, which is the usual one, or of this user's."""
+    shared = node_dir.is_relative_to("/dev/shm")
+    folder = Path(*node_dir.parts[:3]) if shared else node_dir.parents[1]
+    return (
+        f"show the container the host's {folder} at the same path: `--volume` of docker, "
+        "`--bind` of apptainer, `--container-mounts` of pyxis; for /dev/shm also `--ipc host`"
+    )
 
 
 def containers(facts: Facts) -> list[Finding]:
     """An SMP watches and ends trainers by their numbers, as the user that it is itself."""
-    runtime, trainers = facts.wishes.container, facts.as_trainers
+    trainers = facts.as_trainers
 
     def judge(pair: tuple[NodeFacts, TrainerFacts]) -> Finding:
         smp, trainer = pair
@@ -195,7 +199,7 @@ def containers(facts: Facts) -> list[Finding]:
             return refuse(text, f"start the container with `--user {smp.user}`")
         if 0 not in (pids := (smp.pid_namespace, trainer.pid_namespace)) and len(set(pids)) > 1:
             text = "trainers have process numbers of their own, by which no SMP can watch them"
-            return refuse(text, processes_advice(runtime))
+            return refuse(text, "give the container `--pid host`")
         return ok("SMP and trainers know each other by number and user")
 
     both = {n: (said, trainers[n]) for n, said in facts.answered.items() if n in trainers}

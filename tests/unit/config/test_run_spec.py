@@ -40,7 +40,6 @@ GIVEN = {
     "--encode-bandwidth-mib": "640.0",
     "--on-hang": "report",
     "--hang-seconds": "44.0",
-    "--hang-factor": "3.0",
     "--straggler-percent": "8.0",
     "--on-no-spare": "shrink",
     "--spare-imports": "none",
