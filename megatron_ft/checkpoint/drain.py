@@ -35,7 +35,7 @@ from megatron_ft.checkpoint.disk_format import (
 )
 from megatron_ft.checkpoint.drained import clean_up, clear_unfinished
 from megatron_ft.checkpoint.live import hold, scan
-from megatron_ft.checkpoint.load import ProcessPlan, check_folder, open_trusted, wrong_blocks
+from megatron_ft.checkpoint.load import ProcessPlan, check_folder, open_trusted
 from megatron_ft.checkpoint.source import OpenSnapshot, ShardBytes, SnapshotInfo
 from megatron_ft.core.background import Pace, lower_priority
 from megatron_ft.core.environment import ProcessEnvironment
@@ -108,7 +108,7 @@ def _checked_copy(shard: ShardBytes, first: int, expected: NDArray[np.uint64]) -
     start = first * shard.block_bytes
     stop = min(start + expected.size * shard.block_bytes, shard.record.digest_offset)
     copy: NDArray[np.uint8] = shard.data[start:stop].copy()
-    if bad := wrong_blocks(copy, first, expected, shard.block_bytes, shard.digest_algorithm):
+    if bad := digest.wrong_blocks(copy, first, expected, shard.block_bytes, shard.digest_algorithm):
         raise SnapshotUnavailableError(
             f"shard {shard.record.shard_id} in {shard.origin} changed while it was drained: "
             f"blocks {digest.name_blocks(bad)} no longer match their digests"

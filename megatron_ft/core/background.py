@@ -13,23 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-MOST_CPUS = 1 << 16
-
-
-def parse_cpus(text: str) -> frozenset[int]:
-    """CPU numbers from a list such as ``0-3,8``, as in cpuset(7).  ValueError if it is none."""
-    found: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if not (first.isdecimal() and (last or first).isdecimal()):
-            raise ValueError(f"{part!r} is no CPU and no range of CPUs")
-        low, high = int(first), int(last or first)
-        if not low <= high < MOST_CPUS:
-            raise ValueError(f"{part!r} is no range of CPUs")
-        found.update(range(low, high + 1))
-    return frozenset(found)
-
-
 NICENESS = 10
 
 IDLE_CLASS = 3

@@ -30,7 +30,6 @@ from megatron_ft.rpc.messages import (
     OrderFailed,
     RebuildOrder,
     RepairOrder,
-    VerifyOrder,
 )
 from megatron_ft.rpc.sockets import Connection
 
@@ -67,7 +66,7 @@ def serve(
             message = smp.receive()
             if isinstance(message, Ok):
                 continue
-            if not isinstance(message, EncodeOrder | RebuildOrder | VerifyOrder | RepairOrder):
+            if not isinstance(message, EncodeOrder | RebuildOrder | RepairOrder):
                 raise ControlPlaneError(f"the SMP sent what is no order: {message}")
             _carry_out(runner, message, smp)
 

@@ -221,16 +221,3 @@ def _stripe_problem(nodes: Sequence[str], domains: Domains, scheme: Scheme) -> s
     except ProtectionError as error:
         return str(error)
     return ""
-
-
-def describe_fewer(spec: JobSpec, active: Sequence[str], rule: RankRule | None) -> str:
-    """The numbers of nodes that the job could continue with, in one line."""
-    counts, found = [], list(active)
-    while rule and found:
-        found, _ = fewer_nodes(
-            found, len(found), spec.ranks_per_node, rule, spec.domains, spec.scheme
-        )
-        counts += [str(len(found))] if found else []
-    if not counts:
-        return f"without a spare the job cannot continue with fewer than {len(active)} nodes"
-    return f"without a spare the job can continue with {' or '.join(counts)} nodes"

@@ -35,7 +35,6 @@ from megatron_ft.launchers.container import python_of
 from megatron_ft.launchers.virtual import default_root
 from megatron_ft.supervisor.job_state import read_record, state_folder
 from megatron_ft.supervisor.placement import choose_active, read_domains
-from megatron_ft.supervisor.spec import open_files_needed, raise_open_files
 
 EXIT_CODES: Mapping[int, str] = {
     0: "nothing is refused (there may be warnings)",
@@ -126,8 +125,7 @@ def _refuse_what_run_refuses(
     # Stripes that cannot be made are a finding of their own, and so is the drain folder, which
     # each node tries.
     with suppress(ProtectionError):
-        spec = run.spec_from(arguments, command or ("python",), settings, place)
-        raise_open_files(open_files_needed(spec))
+        run.spec_from(arguments, command or ("python",), settings, place)
         make_folder("--drain-export-dir", settings.drain_export_dir)
 
 

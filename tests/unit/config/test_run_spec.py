@@ -38,11 +38,9 @@ GIVEN = {
     "--overhead-percent": "2.5",
     "--expected-mtbf-hours": "7.5",
     "--encode-bandwidth-mib": "640.0",
-    "--on-hang": "report",
     "--hang-seconds": "44.0",
     "--straggler-percent": "8.0",
     "--on-no-spare": "shrink",
-    "--spare-imports": "none",
 }
 
 

@@ -71,7 +71,7 @@ def check_mixed(rank: int, directory: str) -> None:
     join(rank, directory)
     if rank == 1:
         isal.candidates = lambda: ["/nowhere/libisal.so"]
-        isal._load.cache_clear()
+        isal.load.cache_clear()
     assert isal.available() == (rank == 0), "the other has ISA-L"
     weight = torch.ones(4000)
     adapted = MappingState({"weight": weight}, replicated={"weight": dist.group.WORLD})
