@@ -57,9 +57,7 @@ class Incarnation:
     declined: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        restored = self.plan.decision.snapshot is not None
-        known = frozenset(self.state.record.shards) if restored else frozenset[str]()
-        self.registration = Registration(self.members.ranks, self.spec.domains, known=known)
+        self.registration = Registration(self.members.ranks, self.spec.domains)
 
     async def run(self) -> Failure | None:
         """None when training has finished; errors of nodes and of memory are raised."""
@@ -82,7 +80,6 @@ class Incarnation:
         """Await all ranks, make arenas, let trainers begin, and permit snapshots."""
         spec, plan, registration = self.spec, self.plan, self.registration
         await registration.wait(spec.settings.register_timeout_seconds)
-        registration.check_shards(spec.name)
         rule = await self._rank_rule()
         stored = plan.decision.stripes if plan.decision.snapshot is not None else ()
         stripes, places = (
@@ -180,7 +177,6 @@ class Incarnation:
         if first.status > 0 and not registration.complete.is_set():
             # Nodes answer after their earlier events, perhaps why this rank could not begin.
             await self.coordinator.refresh()
-        registration.check_shards(self.spec.name)
         registration.check_fit()
         return self._trainer_failure(first)
 

@@ -33,7 +33,7 @@ from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.job_state import JobRecord, JobState
 from megatron_ft.supervisor.placement import choose_active, choose_spares, stripes_by_position
 from megatron_ft.supervisor.processes import Result, SmpFleet, unless
-from megatron_ft.supervisor.registration import other_shape
+from megatron_ft.supervisor.registration import OTHER_SHAPE
 from megatron_ft.supervisor.spec import JobSpec
 
 ADMIT_TIMEOUT_SECONDS = ARENA_TIMEOUT_SECONDS + 30.0
@@ -405,5 +405,5 @@ def _check_nodes(spec: JobSpec, record: JobRecord) -> None:
     if record.committed and record.shards and len(record.shards) != ranks:
         raise LayoutMismatchError(
             f"job {spec.name!r} keeps snapshots of {len(record.shards)} ranks in memory; you asked "
-            f"for {ranks}. {other_shape(spec.name)}"
+            f"for {ranks}. {OTHER_SHAPE}"
         )

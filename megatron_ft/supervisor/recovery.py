@@ -25,7 +25,7 @@ from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.disk_restore import DiskRestores, DiskSource, lineage_before
 from megatron_ft.supervisor.encoder_world import WorldKeeper
 from megatron_ft.supervisor.failures import RestartBudget
-from megatron_ft.supervisor.job_state import JobState, command_digest
+from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Inventories, Membership
 from megatron_ft.supervisor.orders import (
     create_requests,
@@ -83,15 +83,15 @@ class RestorePlan:
     def describe(self) -> tuple[str, str]:
         """The restore as a sentence, and in a word where the bytes come from."""
         start = f"restoring iteration {self.decision.iteration}"
-        if self.disk is not None:
-            shards, folder = self.disk.shards, self.disk.folder
-            names = ", ".join(shards) if len(shards) <= 4 else f"{len(shards)} shards"
-            rest = "" if self.disk.fresh else ", the rest from own memory"
-            return f"{start}: {names} from disk ({folder}){rest}", "disk"
-        if self.lost():
-            names = ", ".join(self.lost())
-            return f"{start}: {names} from parity, the rest from own memory", "parity"
-        return f"{start} from own memory", "own memory"
+        if self.disk is None and not self.lost():
+            return f"{start} from own memory", "own memory"
+        shards, source = (
+            (self.lost(), "parity") if self.disk is None else (self.disk.shards, "disk")
+        )
+        names = ", ".join(shards) if len(shards) <= 4 else f"{len(shards)} shards"
+        folder = "" if self.disk is None else f" ({self.disk.folder})"
+        rest = "" if self.disk is not None and self.disk.fresh else ", the rest from own memory"
+        return f"{start}: {names} from {source}{folder}{rest}", source
 
 
 class Recovery:
@@ -179,7 +179,6 @@ class Recovery:
         self._state.update(
             incarnation=coordinator.incarnation,
             active=tuple(members.active),
-            command_digest=command_digest(spec.command),
         )
         choice = await self._disk.look(memory, self._state.record)
         decision, source, lineage = self._settle(memory, choice)
@@ -352,6 +351,10 @@ async def rebuild(coordinator: Coordinator, plan: RestorePlan, snapshot: Snapsho
     missing = set(plan.lost())
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
+    def fail(error: RebuildError) -> None:
+        if not done.done():
+            done.set_exception(error)
+
     def on_event(event: m.NodeEvent) -> None:
         body = event.body
         # Late events of the encoders before these say nothing of them.
@@ -360,11 +363,12 @@ async def rebuild(coordinator: Coordinator, plan: RestorePlan, snapshot: Snapsho
             missing.discard(body.shard_id)
             if not missing and not done.done():
                 done.set_result(None)
-        elif isinstance(body, m.OrderFailed) and body.world == world and not done.done():
-            done.set_exception(RebuildError(body.reason, body.corrupt))
+        elif isinstance(body, m.OrderFailed) and body.world == world:
+            fail(RebuildError(body.reason, body.corrupt))
         elif isinstance(body, m.WriterGone) and (body.role, body.who) == ("encoder", world):
             reason = f"the encoder on {event.node} died while rebuilding"
-            asyncio.get_running_loop().call_later(1.0, _fail, done, reason)
+            # Unless an encoder's own account of the error comes first.
+            asyncio.get_running_loop().call_later(1.0, fail, RebuildError(reason))
 
     orders = stripe_orders(plan.decision.stripes, plan.places, plan.active, plan.decision.lost)
     parts = orders_by_node(orders, plan.places)
@@ -383,9 +387,3 @@ async def rebuild(coordinator: Coordinator, plan: RestorePlan, snapshot: Snapsho
         raise RebuildError(f"no end of the rebuild of {', '.join(sorted(missing))}") from error
     finally:
         coordinator.listeners.remove(on_event)
-
-
-def _fail(done: asyncio.Future[None], reason: str) -> None:
-    """Fail the rebuild, unless an encoder's own account of the error came first."""
-    if not done.done():
-        done.set_exception(RebuildError(reason))
