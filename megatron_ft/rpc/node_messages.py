@@ -257,10 +257,6 @@ class RebuildOrder(EncoderOrder, frozen=True):
     """Recompute data and parity of the ``lost`` members of these stripes."""
 
 
-class VerifyOrder(EncoderOrder, frozen=True):
-    """Recompute parity and compare, change nothing."""
-
-
 class RepairOrder(EncoderOrder, frozen=True):
     """Recompute these blocks of one member from the rest of its stripe."""
 

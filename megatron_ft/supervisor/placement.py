@@ -64,7 +64,8 @@ def choose_spares(
         return excess, sum(name != domain_of(node, domains) for node, name in moved.items())
 
     choices = itertools.islice(itertools.permutations(spares, len(lost)), MOST_TRIED)
-    return dict(zip(lost, min(choices, key=cost), strict=True))
+    best = min(choices, key=cost)
+    return dict(zip(lost, best, strict=True))
 
 
 def stripes_by_position(

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.core.background import BACKGROUND_CPUS
 from megatron_ft.core.errors import ConfigError, ProtectionError
 from megatron_ft.core.identity import SHRINK
 from megatron_ft.core.scheme import Scheme, largest_scheme
@@ -106,13 +105,17 @@ class JobSpec:
         """The variables that trainers find beside those of this process."""
         return {**self.settings.job_variables(), **self.environment}
 
-    @property
-    def background_variables(self) -> dict[str, str]:
-        """The variables of processes beside training."""
-        return {BACKGROUND_CPUS: self.settings.background_cpus or ""}
+
+MOST_OPEN_FILES = 1 << 16
+"""A supervisor of 2,048 nodes with 8 ranks each opens fewer: 5 for a node, 3 for a trainer."""
 
 
 def raise_open_files() -> None:
-    """Raise this process's limit of open files, which its children inherit, as far as it may be."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    """Raise this process's limit of open files, which its children inherit, as far as it may be.
+
+    Not beyond MOST_OPEN_FILES: some programs close every number up to the limit at their start.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

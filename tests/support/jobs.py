@@ -118,7 +118,6 @@ class Job:
     domains: Mapping[str, str] = field(default_factory=dict)
     hang_seconds: float = 600.0
     register_timeout_seconds: float = 600.0
-    export_on_failure: Path | None = None
     on_no_spare: str = "stop"
     root: Path | None = None
     networked: bool = False
