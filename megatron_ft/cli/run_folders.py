@@ -91,17 +91,7 @@ def make_folder(flag: str, folder: Path | None) -> None:
         )
 
 
-_HEADS = {
-    "detect": "detect",
-    "kill": "kill",
-    "decide": "decide",
-    "launch": "launch",
-    "imports": "import",
-    "communicators": "connect",
-    "set_up": "set up",
-    "restore": "restore",
-    "first_iteration": "iterate",
-}
+_HEADS = ("detect", "kill", "decide", "start")
 _MOST_ROWS = 20
 
 
@@ -132,10 +122,10 @@ class RunSummary:
         if not self._recoveries:
             return []
         shown = self._recoveries[-_MOST_ROWS:]
-        head = f"{'total':>8}" + "".join(f"{name:>9}" for name in _HEADS.values())
+        head = f"{'total':>8}" + "".join(f"{name:>9}" for name in _HEADS)
         rows = [
             f"{event.fields['total']:8.2f}"
             + "".join(f"{event.fields[name]:9.2f}" for name in _HEADS)
             for event in shown
         ]
-        return [f"recoveries: {len(self._recoveries)}; seconds, of the slowest rank:", head, *rows]
+        return [f"recoveries: {len(self._recoveries)}; seconds:", head, *rows]

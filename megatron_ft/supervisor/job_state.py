@@ -141,20 +141,6 @@ class JobState:
         self._record = record
         return record
 
-    def remember(self, **changes: Any) -> str:
-        """Like ``update``, but what the disk does not take stays in memory for the next update.
-
-        Returns why it was not written, or nothing.
-        """
-        try:
-            self.update(**changes)
-        except StaleIncarnationError:
-            raise
-        except ControlPlaneError as error:
-            self._record = msgspec.structs.replace(self._record, **changes)
-            return str(error)
-        return ""
-
     def _require_folder(self) -> None:
         """Have the folder and our lock in it; notes of another job there stay as they are."""
         assert self._lock is not None, "the state was closed"

@@ -262,11 +262,6 @@ class Membership:
         self._emit("no_room", f"{refusal}; another spare is tried", refusal.node)
         return True
 
-    def suspect(self, node: str) -> None:
-        """Have a spare take the place of this node, on which a failure repeats."""
-        self._aside.add(node)
-        self._emit("suspected", f"failures repeat on node {node}: a spare takes its place", node)
-
     def free_spares(self) -> list[str]:
         """Nodes that answer and could take the place of another one."""
         used = {*self.active, *self._aside}

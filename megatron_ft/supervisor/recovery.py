@@ -24,7 +24,6 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.disk_restore import DiskRestores, DiskSource, lineage_before
 from megatron_ft.supervisor.encoder_world import WorldKeeper
-from megatron_ft.supervisor.failures import RestartBudget
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Inventories, Membership
 from megatron_ft.supervisor.orders import (
@@ -111,7 +110,7 @@ class Recovery:
         self._coordinator, self._members, self._world = coordinator, members, world
         self._disk, self._quarantine = disk, quarantine
 
-    async def run(self, budget: RestartBudget, reached: int) -> RestorePlan:
+    async def run(self, reached: int) -> RestorePlan:
         """Recover the job into a new incarnation; the plan that was carried out.
 
         ``reached`` is the last iteration before the failure, -1 if none is known.  NoSpareError
@@ -122,7 +121,6 @@ class Recovery:
         """
         admitted = await self._members.admit_all()
         self._quarantine.admitted()
-        self._set_suspect_aside(budget, admitted)
         self._members.replace_lost(admitted)
         plan = await self._choose(admitted, reached)
         await self.carry_out(plan, admitted)
@@ -153,20 +151,6 @@ class Recovery:
         NoRoomError when a node has no room for one, ControlPlaneError when a node fails.
         """
         await self._members.while_all_answer(self._carry_out(plan, tuple(admitted)))
-
-    def _set_suspect_aside(self, budget: RestartBudget, admitted: Inventories) -> None:
-        """Have a spare take the place of the node that a repeated failure implicates.
-
-        Not where memory could serve less without that node.
-        """
-        node, members = budget.suspect, self._members
-        spares, lost = members.free_spares(), members.lost(admitted)
-        if node not in members.active or len(spares) <= len(lost):
-            return
-        others = {name: one for name, one in admitted.items() if name != node}
-        without = self.memory(others)
-        if without.iteration >= self.memory(admitted).iteration:
-            members.suspect(node)
 
     async def _choose(self, admitted: Inventories, reached: int) -> RestorePlan:
         """Decide between memory, a drained checkpoint and the framework's own; note the decision.

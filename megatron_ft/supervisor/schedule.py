@@ -103,14 +103,6 @@ SAMPLES = 5
 """Costs that are remembered: three cheap ones of them make the interval shorter again."""
 
 
-def mean_time_between_failures(expected: float, running: float, failures: int) -> float:
-    """Seconds between failures of a job that has run for some time and failed so often.
-
-    What was ``expected`` before counts like one failure seen.
-    """
-    return (expected + running) / (failures + 1)
-
-
 def best_seconds(cost: float, budget: float, mtbf: float) -> float:
     """Seconds between snapshots of ``cost`` seconds: Young's, unless ``budget`` needs more.
 
@@ -200,8 +192,9 @@ class Pacing:
         if schedule is None or schedule.fixed or not isinstance(body, m.CaptureCost):
             return
         cost = body.stall_seconds + body.shadow_seconds
+        # What was expected before counts like one failure seen.
         running = self._clock() - self._since
-        mtbf = mean_time_between_failures(self._expected_mtbf, running, self._failures)
+        mtbf = (self._expected_mtbf + running) / (self._failures + 1)
         self._governor.record(body.snapshot, cost, body.iteration_seconds, mtbf)
         schedule.interval = self._governor.iterations
         self._emit(mtbf)

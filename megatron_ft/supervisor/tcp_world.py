@@ -95,7 +95,7 @@ class TcpWorldProcess:
     async def wait(self) -> int:
         """0 once all ranks have ended well; else, as soon as one has not, all are ended."""
         waits = [asyncio.ensure_future(rank.wait()) for rank in self._ranks]
-        pending = set(waits)
+        pending = {*waits}
         try:
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -119,27 +119,20 @@ class TcpWorldProcess:
 
     def _introduce(self) -> None:
         """Tell all ranks where all of them listen, once they do; end the world if one does not."""
-        endpoints: dict[int, str] = {}
+        endpoints = [""] * len(self._tickets)
         deadline = time.monotonic() + START_SECONDS
-        while len(endpoints) < len(self._tickets):
-            for ticket in self._tickets:
-                endpoint = "" if ticket.rank in endpoints else _endpoint(ticket)
-                if endpoint:
-                    endpoints[ticket.rank] = endpoint
+        while not all(endpoints):
+            endpoints = [e or _endpoint(t) for e, t in zip(endpoints, self._tickets, strict=True)]
             if self._over.wait(LOOK_SECONDS):
                 return
             if time.monotonic() > deadline:
-                missing = [t.rank for t in self._tickets if t.rank not in endpoints]
-                self._note(f"ranks {missing} do not listen after {START_SECONDS:.0f} s: it ends")
+                missing = [rank for rank, endpoint in enumerate(endpoints) if not endpoint]
+                # A disk without room for it stops no world.
+                with suppress(OSError), self._log_of(0).open("a") as log:
+                    log.write(f"ranks {missing} do not listen after {START_SECONDS:.0f} s\n")
                 self._end()
                 return
-        ordered = [endpoints[rank] for rank in range(len(endpoints))]
-        send_table(self._tickets[0].keys(), ordered, LINGER_SECONDS)
-
-    def _note(self, text: str) -> None:
-        # A disk without room for it stops no world.
-        with suppress(OSError), self._log_of(0).open("a") as log:
-            log.write(f"world {self._tickets[0].world}: {text}\n")
+        send_table(self._tickets[0].keys(), endpoints, LINGER_SECONDS)
 
     def _log_of(self, rank: int) -> Path:
         return self._log.with_name(f"{self._log.name}.{self._tickets[0].world}.{rank}")
@@ -151,7 +144,7 @@ class TcpWorldProcess:
             # A log that a full disk has no room for stays where it is: a log stops no recovery.
             with suppress(OSError):
                 said = self._log_of(ticket.rank).read_bytes()
-                with open(self._log, "ab", opener=_private) as log:
+                with open(self._log, "ab", opener=lambda p, flags: os.open(p, flags, 0o600)) as log:
                     log.write(said)
                 self._log_of(ticket.rank).unlink()
 
@@ -165,16 +158,10 @@ def world_status(statuses: Sequence[int]) -> int:
     return min(statuses, key=lambda status: consequences.get(status, 0), default=0)
 
 
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
 def _endpoint(ticket: RankBootstrap) -> str:
     """The endpoint of a rank, empty while it has not written it."""
     ready = Path(ticket.ready)
-    try:
-        if not private_files.is_there(ready):
-            return ""
-        return msgspec.json.decode(private_files.read_file(ready), type=Listening).endpoint
-    except FileNotFoundError:
-        return ""
+    with suppress(FileNotFoundError):
+        if private_files.is_there(ready):
+            return msgspec.json.decode(private_files.read_file(ready), type=Listening).endpoint
+    return ""

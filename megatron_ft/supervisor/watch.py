@@ -78,7 +78,7 @@ class JobWatch:
         coordinator, slow = self._coordinator, self._stragglers
         heard = coordinator.pulses.fresh(self._ranks, 4 * coordinator.timing.heartbeat)
         if (done := self.clock.poll(heard)) is not None:
-            fields = {"total": done.total, **done.parts}
+            fields = {"total": done.total, **done.parts()}
             coordinator.observers.emit("recovered", done.describe(), **fields)
         for text in slow.poll(heard):
             coordinator.observers.emit("straggler", text, ranks=sorted(slow.present))
@@ -86,7 +86,7 @@ class JobWatch:
             "hang_timeout": round(self._hangs.timeout, 3),
             "iteration_seconds": max((one.report.typical for one in heard), default=0.0),
             "stragglers": [
-                {"rank": one.rank, "excess": round(one.excess, 4)} for one in slow.present.values()
+                {"rank": rank, "excess": round(excess, 4)} for rank, excess in slow.present.items()
             ],
             "recoveries": self.clock.view(),
         }
@@ -247,7 +247,6 @@ def _write(folder: Path, heard: Sequence[RankReport], stacks: dict[str, str]) ->
 
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
-_THREAD = re.compile(r"^(Current thread|Thread) ", re.MULTILINE)
 
 _LIBRARY = re.compile(r"/torch/|/megatron_ft/|<frozen |/lib/python3[^/]*/(?!(site|dist)-packages/)")
 """PyTorch, Python's own library, and us: a place in them shows less than its caller."""
@@ -281,13 +280,10 @@ def main_thread(text: str) -> list[Frame]:
     """Frames of the main thread, innermost first; none if it is not there.
 
     faulthandler lists the newest thread first, so the main thread comes last (Python's
-    documentation, ``faulthandler``).  The kernel gives a signal to the main thread if that
-    can take it, so that one is called the current thread as a rule.
+    documentation of it says no more than that the current one is called so).
     """
-    starts = [match.start() for match in _THREAD.finditer(text)]
-    if not starts:
-        return []
-    matches = (_FRAME.match(line) for line in text[starts[-1] :].splitlines())
+    last = re.split(r"^(?:Current thread|Thread) ", text, flags=re.MULTILINE)[1:][-1:]
+    matches = (_FRAME.match(line) for part in last for line in part.splitlines())
     return [Frame(m["file"], int(m["line"]), m["function"]) for m in matches if m]
 
 
@@ -296,11 +292,9 @@ def waits_for_others(frames: Sequence[Frame]) -> bool | None:
 
     It can be in one, or compute, in the midst of a backward pass.
     """
-    if not frames:
-        return None
-    if any(part in frames[0].file for part in _COLLECTIVE_FILES):
+    if frames and any(part in frames[0].file for part in _COLLECTIVE_FILES):
         return True
-    return None if frames[0].function == _BACKWARD else False
+    return None if not frames or frames[0].function == _BACKWARD else False
 
 
 def of_training(frames: Sequence[Frame]) -> list[Frame]:

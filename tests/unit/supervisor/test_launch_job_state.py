@@ -64,20 +64,6 @@ def test_what_a_full_disk_does_not_take_is_refused_and_not_believed(tmp_path: Pa
     assert read_record(tmp_path / "llm", "llm") == state.record
 
 
-def test_remember_keeps_what_the_disk_does_not_take_for_the_next_update(tmp_path: Path) -> None:
-    """A quarantine holds at once, and is written when the disk is back."""
-    with JobState(tmp_path / "llm", "llm") as state:
-        in_the_way = tmp_path / "llm" / ".job.json.tmp"
-        in_the_way.mkdir()
-        rewound = state.record.quarantine.rewound(7)
-        assert "cannot be written to" in state.remember(quarantine=rewound)
-        assert state.record.quarantine == rewound
-        in_the_way.rmdir()
-        state.update(committed=True)
-    with JobState(tmp_path / "llm", "llm") as again:
-        assert again.record.quarantine == rewound and again.record.committed
-
-
 def test_notes_that_are_removed_are_written_again_with_the_secret_and_the_lock(
     tmp_path: Path,
 ) -> None:
