@@ -293,21 +293,16 @@ def check_memory(spec: JobSpec, scheme: str, memory: Decision) -> None:
     """
     if memory.snapshot is None:
         return
-    slots = {len(holding.arena.slots) for holding in memory.holdings.values()}
-    wanted = spec.settings.slots
-    if scheme and scheme != str(spec.scheme):
-        flag, kept, asked = "protect", scheme, str(spec.scheme)
-    elif slots != {wanted}:
-        flag, kept, asked = "slots", str(max(slots - {wanted})), str(wanted)
-    else:
-        return
-    job = spec.name
-    raise ConfigError(
-        f"job {job!r} keeps its snapshots in memory with --{flag} {kept}; you asked for {asked}. "
-        f"Run it again with --{flag} {kept}. To change it, write the snapshot to disk, "
-        f"`megatron-ft drain --job {job} --to DIR`, and start a job of another name from there: "
-        f"`megatron-ft run --job NAME --{flag} {asked} --restore-from DIR ...`"
-    )
+    slots = max(len(holding.arena.slots) for holding in memory.holdings.values())
+    protect, wanted = str(spec.scheme), spec.settings.slots
+    for flag, kept, asked in (("protect", scheme or protect, protect), ("slots", slots, wanted)):
+        if kept != asked:
+            raise ConfigError(
+                f"job {spec.name!r} keeps its snapshots in memory with --{flag} {kept}; you asked "
+                f"for {asked}. Run it again with --{flag} {kept}; or write the snapshot to disk, "
+                f"`megatron-ft drain --job {spec.name} --to DIR`, and start a job of another name "
+                "from there, with --restore-from DIR"
+            )
 
 
 async def make_arenas(
