@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
 
 from megatron_ft.rpc.node_messages import PulseReport
 from megatron_ft.trainer.heartbeats import WINDOW, WindowSummary
@@ -177,7 +176,6 @@ class RecoveryClock:
     """Notes when an incarnation ended, its trainers were dead and new ones were started."""
 
     def __init__(self) -> None:
-        self.done: list[RecoveryTime] = []
         self._cause = ""
         self._detect = self._failed = self._dead = self._started = 0.0
         self._waiting = self._down = False
@@ -212,10 +210,5 @@ class RecoveryClock:
             self._started - self._dead,
             time.monotonic() - self._started,
         )
-        self.done.append(recovery)
         self._waiting, self._cause, self._detect = False, "", 0.0
         return recovery
-
-    def view(self) -> list[dict[str, Any]]:
-        """The last recoveries, for ``megatron-ft status --json``."""
-        return [{"cause": r.cause, "total": round(r.total, 3), **r.parts()} for r in self.done[-5:]]

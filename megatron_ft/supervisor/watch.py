@@ -88,7 +88,6 @@ class JobWatch:
             "stragglers": [
                 {"rank": rank, "excess": round(excess, 4)} for rank, excess in slow.present.items()
             ],
-            "recoveries": self.clock.view(),
         }
 
 
