@@ -8,7 +8,6 @@ import secrets
 import uuid
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -180,12 +179,7 @@ class JobState:
         """The state itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close it."""
         self.close()
 
