@@ -165,5 +165,4 @@ def _report(pulse: Pulse, pid: int, now: float) -> PulseReport:
         idle=max(0.0, now - pulse.marked) if pulse.marked else 0.0,
         quiet=max(0.0, now - pulse.beat) if pulse.beat else 0.0,
         state=stat.state if stat else "X",
-        age=max(0.0, now - pulse.started),
     )
