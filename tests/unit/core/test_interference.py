@@ -218,7 +218,7 @@ def test_an_arena_is_made_on_the_node_of_its_rank(
     async def make() -> None:
         context = zmq.asyncio.Context()
         socket = Server(context, numbered=True)
-        server = ControlServer(host, socket, lambda: None)
+        server = ControlServer(host, socket)
         host.writers.add("trainer", "dp0", rank.pid, b"")
         for shard in ("dp0", "dp1"):
             assert await server.decide(b"", create(shard)) == m.Ok()
