@@ -11,7 +11,7 @@ Facts from ISA-L's headers ``erasure_code.h`` and ``crc64.h``.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,28 +51,22 @@ class IsaL:
         self._invert = _typed(library.gf_invert_matrix, number, pointer, pointer, number)
         self._mul = _typed(library.gf_mul, ctypes.c_ubyte, ctypes.c_ubyte, ctypes.c_ubyte)
 
-    def crc64(self, buffer: Bytes, before: int = 0) -> int:
-        """CRC-64 with the ECMA-182 polynomial, reflected (CRC-64/XZ), resuming from another's."""
-        return int(self._crc64(before, _address(buffer), buffer.nbytes))
+    def crc64(self, buffer: Bytes) -> int:
+        """CRC-64 with the ECMA-182 polynomial, reflected (CRC-64/XZ)."""
+        return int(self._crc64(0, _address(buffer), buffer.nbytes))
 
     def crc64_blocks(self, buffer: Bytes, block_bytes: int, out: npt.NDArray[np.uint64]) -> None:
-        """``crc64`` of each block into ``out``; the last block may be short."""
-        of_block = self.numbered(buffer, block_bytes)
-        for number in range(out.size):
-            out[number] = of_block(number)
-
-    def numbered(self, buffer: Bytes, block_bytes: int) -> Callable[[int], int]:
-        """A function that gives ``crc64`` of a block by its number; it keeps ``buffer`` alive.
+        """``crc64`` of each block into ``out``; the last block may be short.
 
         The address is asked for once: for a block of 64 KiB that costs half as much as its CRC.
         """
-        start, size, crc64 = _address(buffer), buffer.nbytes, self._crc64
-
-        def of_block(number: int, _kept: Bytes = buffer) -> int:
+        start, length, crc64 = _address(buffer), buffer.nbytes, self._crc64
+        whole = length // block_bytes
+        for number in range(whole):
+            out[number] = crc64(0, start + number * block_bytes, block_bytes)
+        for number in range(whole, out.size):
             at = number * block_bytes
-            return crc64(0, start + at, min(block_bytes, size - at))  # type: ignore[no-any-return]
-
-        return of_block
+            out[number] = crc64(0, start + at, length - at)
 
     def cauchy_matrix(self, rows: int, columns: int) -> Bytes:
         """Generator of shape (rows, columns): identity on top, Cauchy parity rows below."""

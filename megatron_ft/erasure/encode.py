@@ -14,7 +14,6 @@ import numpy as np
 
 from megatron_ft.core.background import Pace
 from megatron_ft.core.identity import SealedRecord
-from megatron_ft.erasure.codec import Codec
 from megatron_ft.erasure.handshake import agreed_records, introduce
 from megatron_ft.erasure.member import (
     CorruptMemberError,
@@ -27,9 +26,7 @@ from megatron_ft.erasure.member import (
 from megatron_ft.erasure.rows import (
     RowEncoder,
     SparePieces,
-    copies_only,
     gather_rows,
-    open_row_codec,
 )
 from megatron_ft.erasure.transport import (
     ExchangeWindow,
@@ -56,7 +53,6 @@ def encode(
     peers: Sequence[int],
     *,
     index: int | None = None,
-    codec: Codec | None = None,
     pace: Pace | None = None,
 ) -> EncodeResult:
     """Fill ``member.parity`` and ``member.parity_digests``; all members call this together.
@@ -73,9 +69,9 @@ def encode(
     introductions = introduce(link, member)
     records = agreed_records(introductions)
     checks = [introductions[number].data_check(code) for number in range(code.members)]
-    into = chunk_of(code, member.parity, 0) if copies_only(code) else None
+    into = chunk_of(code, member.parity, 0) if code.copies_only else None
     with SparePieces(code) as spare:
-        row = RowEncoder(link, code, member, checks, codec or open_row_codec(code), spare)
+        row = RowEncoder(link, code, member, checks, spare)
         gather_rows(link, code, member.data, row.check, row.code_piece, row.passes, spare, into)
     member.parity_digests[:] = swap_digests(link, code, row.digests)
     _require_arrived(code, member, row.arrived)

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from uuid import UUID
 
-from megatron_ft.core.background import bind_to_background_cpus, lower_priority
+from megatron_ft.core.background import lower_priority
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.erasure.member import CorruptMemberError
@@ -102,7 +102,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--world", required=True, help="name of this encoder world")
     options = parser.parse_args(arguments)
     environment = ProcessEnvironment.from_env()
-    bind_to_background_cpus()
     lower_priority()
     world = join_world()
     try:

@@ -19,7 +19,6 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from megatron_ft.core import private_files
-from megatron_ft.core.background import bind_to_background_cpus
 from megatron_ft.core.environment import NODE_DIR, READY_NAME, ProcessEnvironment
 from megatron_ft.core.errors import UNREADABLE, ControlPlaneError, MegatronFTError
 from megatron_ft.rpc.sockets import JobKeys, Server
@@ -60,7 +59,6 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        bind_to_background_cpus()
         credentials = msgspec.json.decode(sys.stdin.buffer.read(), type=Credentials)
         environment = ProcessEnvironment.from_env()
         ready = arguments.ready or environment.node_dir / READY_NAME

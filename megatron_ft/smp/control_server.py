@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ft.arena.limits import node_of_process
 from megatron_ft.core.errors import ControlPlaneError, StaleIncarnationError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.rpc import messages as m
@@ -64,9 +63,7 @@ class ControlServer:
 
     async def _create_arena(self, request: m.CreateArena) -> None:
         service = self._service
-        trainer = service.writers.find("trainer", request.shard_id)
-        node = node_of_process(trainer.pid) if trainer else None
-        arena = await asyncio.to_thread(service.store.allocate, request, node)
+        arena = await asyncio.to_thread(service.store.allocate, request)
         if arena is not None:
             service.store.enter(arena, service.machine)
 

@@ -21,7 +21,6 @@ import msgspec
 
 from megatron_ft.checkpoint.disk_format import mount_point
 from megatron_ft.checkpoint.drain import DrainPlan
-from megatron_ft.checkpoint.drained import Keep
 from megatron_ft.checkpoint.load import LoadPlan
 from megatron_ft.core.background import started_low
 from megatron_ft.core.environment import INCARNATION
@@ -296,7 +295,7 @@ class Drains:
             lineage=self._lineage,
             directory=directory.absolute(),
             shard_count=len(self._places),
-            keep=Keep(self._spec.settings.drain_keep, self._spec.settings.drain_keep_every),
+            keep=self._spec.settings.drain_keep,
             bandwidth_mib=self._cap,
             mount=self._mount,
             export_dir=export_dir,
@@ -413,8 +412,7 @@ async def run_step(
     ``incarnation`` away.  DrainError as soon as one fails, NodeUnreachable as the launcher says.
     """
     module = MODULES.get(step, "megatron_ft.checkpoint.drain")
-    environment = {**base_environment(), **spec.background_variables}
-    environment[INCARNATION] = str(incarnation)
+    environment = base_environment() | {INCARNATION: str(incarnation)}
     if step == "export":  # It imports a framework, and must not take memory of GPUs that train.
         environment["CUDA_VISIBLE_DEVICES"] = ""
     handles: list[ProcessHandle] = []

@@ -93,7 +93,6 @@ class EncoderWorld:
         self.name = f"w{incarnation}-{uuid.uuid4().hex[:6]}"
         argv = [sys.executable, "-m", "megatron_ft.erasure.worker", "--world", self.name]
         environment = {**base_environment(), INCARNATION: str(incarnation), "OMP_NUM_THREADS": "1"}
-        environment |= self._spec.background_variables
         environment[ENCODE_RATE] = str(self._spec.settings.encode_bandwidth_mib * (1 << 20))
         placements = [Placement(node, argv, environment) for node in nodes]
         self._log_begin = log_size(self._log)

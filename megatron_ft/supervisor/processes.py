@@ -223,7 +223,7 @@ class SmpFleet:
         handle = self._launcher.start(
             node,
             smp_command(self._launcher.address(node), ready),
-            {**base_environment(), **self._spec.background_variables},
+            base_environment(),
             self._spec.log_dir / f"smp-{node}.log",
             stdin=msgspec.json.encode(credentials),
         )

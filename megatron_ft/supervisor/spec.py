@@ -12,7 +12,6 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.core.background import BACKGROUND_CPUS
 from megatron_ft.core.errors import ConfigError, MissingEnvironmentError, ProtectionError
 from megatron_ft.core.identity import SHRINK
 from megatron_ft.core.scheme import Scheme, largest_scheme
@@ -109,11 +108,6 @@ class JobSpec:
     def trainer_environment(self) -> dict[str, str]:
         """The variables that trainers find beside those of this process."""
         return {**self.settings.job_variables(), **self.environment}
-
-    @property
-    def background_variables(self) -> dict[str, str]:
-        """The variables of processes beside training."""
-        return {BACKGROUND_CPUS: self.settings.background_cpus or ""}
 
 
 _ALWAYS, _A_NODE, _A_PROCESS = 48, 5, 3

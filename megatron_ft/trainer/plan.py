@@ -6,6 +6,7 @@ restore each peer sends the part that it captured.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -25,6 +26,12 @@ from megatron_ft.core.shard import (
 )
 from megatron_ft.trainer.addresses import has_lazy_sign, has_memory
 from megatron_ft.trainer.state import HasLogicalMap, TrainingState, live_tensors
+
+SPLIT_BYTES = int(os.environ.get("MEGATRON_FT_SPLIT_BYTES", 1 << 16))
+"""Replicated tensors of at least this size are split: each part is a broadcast of the restore.
+
+Tests, whose models are small, lower it.
+"""
 
 
 class SplitTensor(NamedTuple):
@@ -107,7 +114,7 @@ class Planned(NamedTuple):
     places: Mapping[str, LogicalPlace]
 
     @classmethod
-    def of(cls, state: TrainingState, split_bytes: int) -> Planned:
+    def of(cls, state: TrainingState, split_bytes: int = SPLIT_BYTES) -> Planned:
         """Collect the facts; replicated tensors of ``split_bytes`` bytes or more are split."""
         live = live_tensors(state)
         boundary = state.boundary_tensors().keys()
@@ -124,7 +131,7 @@ class Planned(NamedTuple):
         )
 
 
-def plan_state(state: TrainingState, split_bytes: int) -> ShardLayout:
+def plan_state(state: TrainingState, split_bytes: int = SPLIT_BYTES) -> ShardLayout:
     """The layout of a complete state; see Planned."""
     return Planned.of(state, split_bytes).layout()
 

@@ -119,7 +119,6 @@ class Job:
     on_hang: str = "restart"
     hang_seconds: float = 600.0
     register_timeout_seconds: float = 600.0
-    export_on_failure: Path | None = None
     on_no_spare: str = "stop"
     root: Path | None = None
     networked: bool = False

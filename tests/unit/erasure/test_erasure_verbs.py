@@ -15,7 +15,6 @@ from megatron_ft.core.errors import CorruptBlockError, UnrecoverableError
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure import member as member_module
-from megatron_ft.erasure.codec import PyEClibCodec
 from megatron_ft.erasure.encode import EncodeResult, encode
 from megatron_ft.erasure.member import (
     CorruptMemberError,
@@ -371,14 +370,6 @@ def test_memory_does_not_grow_with_the_data(monkeypatch: pytest.MonkeyPatch) -> 
     # What grows are digest tables: 8 bytes for each 16384, held by everyone of everyone.
     assert peak(1_600_000) - peak(200_000) < 0.1 * 1_400_000
     assert held_bytes() == buffers
-
-
-def test_the_portable_codec_gives_the_same_parity() -> None:
-    code = make_code("rs", 2, 2, [5000] * 4)
-    fast = encoded(code, [5000] * 4)
-    slow = [make_member(code, n, 5000) for n in range(4)]
-    succeed(4, lambda n, t: encode(code, slow[n], t, range(4), codec=PyEClibCodec(2, 2)))
-    assert all(np.array_equal(a.parity, b.parity) for a, b in zip(fast, slow, strict=True))
 
 
 def test_two_members_in_one_process_are_refused_unless_told_apart() -> None:

@@ -27,7 +27,7 @@ WORLD = 2
 def build(seed: int) -> dict[str, Any]:
     """The same model on all ranks; rank-local noise beside it."""
     torch.manual_seed(seed)
-    model = torch.nn.Linear(127, 301)
+    model = torch.nn.Linear(127, 255)
     optimizer = torch.optim.Adam(model.parameters())
     torch.manual_seed(seed + 1 + dist.get_rank())
     local = torch.randn(40_000)
