@@ -183,6 +183,7 @@ _FRAMEWORK_CLASSES = frozenset(
 """Parts of checkpoint forms, loss scalers, and results that a rerun compares."""
 
 
+@functools.cache
 def _framework_class(cls: type) -> KnownClass | None:
     name = name_of(cls)
     listed = cls.__module__ in _FRAMEWORK_ENUMERATIONS and issubclass(cls, Enum)
