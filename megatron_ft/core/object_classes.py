@@ -98,7 +98,9 @@ def known_class(cls: type) -> KnownClass | None:
     if cls.__module__.partition(".")[0] == "torch":
         _register_torch()
         return _by_class.get(cls)
-    return _framework_class(cls)
+    if (found := _framework_class(cls)) is not None:
+        _by_class[cls] = found
+    return found
 
 
 def known_name(name: str) -> KnownClass | None:
@@ -183,7 +185,6 @@ _FRAMEWORK_CLASSES = frozenset(
 """Parts of checkpoint forms, loss scalers, and results that a rerun compares."""
 
 
-@functools.cache
 def _framework_class(cls: type) -> KnownClass | None:
     name = name_of(cls)
     listed = cls.__module__ in _FRAMEWORK_ENUMERATIONS and issubclass(cls, Enum)

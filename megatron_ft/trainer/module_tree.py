@@ -117,9 +117,7 @@ class Members(NamedTuple):
         """True if the other has these very members under the same keys."""
         return self.keys == other.keys and _all_are(self.values, other.values)
 
-    def are_all(
-        self, modules: Iterable[torch.nn.Module], roots: Iterable[torch.nn.Module]
-    ) -> bool:
+    def are_all(self, modules: Iterable[torch.nn.Module], roots: Iterable[torch.nn.Module]) -> bool:
         """True if ``modules`` are the roots and all children, so that none of them hides itself."""
         children = {id(value) for value in self.values if isinstance(value, torch.nn.Module)}
         return children | {*map(id, roots)} == {*map(id, modules)}
