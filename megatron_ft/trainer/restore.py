@@ -235,11 +235,7 @@ def _fill_one_by_one(
 
 def _copy(cuts: BlockRanges, targets: list[int], shard: SealedShard) -> None:
     """Verify all blocks of tensors; what of the spans is in one is copied when it is."""
-    copying = VerifiedCopy(shard.region, shard.check, cuts, targets)
-    half = len(cuts.chunks) // 2
-    bad = copying.run(cuts.chunks[:half])
-    reach("restore.half")
-    shard.require_none(bad + copying.run(cuts.chunks[half:]))
+    shard.require_none(VerifiedCopy(shard.region, shard.check, cuts, targets).run())
 
 
 def _new_tensor(entry: LayoutEntry, group: Any) -> torch.Tensor:
