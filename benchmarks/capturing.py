@@ -28,7 +28,6 @@ from megatron_ft.trainer.ticket import Ticket
 
 SHARD = "pp0-tp0-dp0-ep0"
 MEBI = 1 << 20
-SPLIT_NEVER = 1 << 62
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -83,7 +82,7 @@ class Capturing:
 def capturing(state: dict[str, Any], arenas: Path = SHARED_MEMORY) -> Iterator[Capturing]:
     """An engine for ``state`` with an arena below ``arenas``, removed at the end."""
     adapted = MappingState(state)
-    layout = plan_state(adapted, SPLIT_NEVER)
+    layout = plan_state(adapted)
     meta = pack_meta(layout.to_bytes(), adapted.objects(), b"")
     room = digest.required_bytes(layout.tensor_bytes, len(meta), BLOCK_BYTES)
     with tempfile.TemporaryDirectory(dir=arenas, prefix="megatron-ft-benchmark-") as folder:
@@ -94,7 +93,7 @@ def capturing(state: dict[str, Any], arenas: Path = SHARED_MEMORY) -> Iterator[C
             path,
             SHARD,
             layout,
-            choose_copier(adapted, 16 * MEBI),
+            choose_copier(adapted),
             lambda *promise: holder[0].give(*promise),
             lambda run, record: holder[0].on_sealed(run, record),
             lambda run, reason: _fail(reason),

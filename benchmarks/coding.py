@@ -37,7 +37,7 @@ def rows(mib: int, rounds: int) -> Iterator[Row]:
 def _rows(kind: str, k: int, m: int, mib: int, rounds: int) -> Iterator[Row]:
     data, parity, out = _columns(k, m, mib)
     codec = open_codec(kind, k, m)
-    encode = codec.kernel(range(k, k + m), range(k))
+    encode = codec.encode_kernel()
     samples = ratios(
         rounds, _memcpy(data), lambda: seconds(lambda: _by_pieces(encode, data, parity))
     )
@@ -90,7 +90,7 @@ def _against_pyeclib(rounds: int) -> Row:
     _keep_freed_memory()
     blob = np.random.default_rng(2).integers(0, 256, size, dtype=np.uint8).tobytes()
     data, parity, _ = _columns(k, m, 8)
-    kernel = open_codec("rs", k, m).kernel(range(k, k + m), range(k))
+    kernel = open_codec("rs", k, m).encode_kernel()
     found = []
     for _ in range(TURNS * rounds):
         theirs = _processor_seconds(lambda: driver.encode(blob))

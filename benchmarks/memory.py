@@ -56,7 +56,7 @@ def _registration(mib: int, rounds: int) -> Iterator[Row]:
     for _ in range(rounds):
         # Not zeros: their pages would be made in the time that is measured.
         region = torch.ones(mib * MEBI, dtype=torch.uint8).numpy()
-        copier = CudaCopier(MEBI, torch.cuda.current_device())
+        copier = CudaCopier(torch.cuda.current_device(), piece_bytes=MEBI)
         samples.append(mib / 1024 / seconds(lambda c=copier, r=region: c.attach([r])))  # type: ignore[misc]
         locked = region_tensor(region).is_pinned()
         copier.detach()

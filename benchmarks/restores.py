@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import torch
 
-from benchmarks.capturing import MEBI, SPLIT_NEVER, Capturing
+from benchmarks.capturing import MEBI, Capturing
 from benchmarks.rounds import ratios
 from benchmarks.table import Row
 from megatron_ft.arena.arena import Arena
@@ -104,7 +104,7 @@ def _restored(captures: Capturing, state: dict[str, torch.Tensor], expected: boo
         shard.prepare()
         shard.map_pages()
         started = time.perf_counter()
-    restore_shard(shard, adapted, SPLIT_NEVER)
+    restore_shard(shard, adapted)
     del shard
     closing = arena.close_beside()
     if next(iter(state.values())).is_cuda:

@@ -13,17 +13,17 @@ from functools import partial, wraps
 from typing import Any
 
 from deepspeed_ext import saving
+from deepspeed_ext.hooks import RUN, run_of, section_of
 from deepspeed_ext.run import EngineRun
 from deepspeed_ext.unsupported import refusals
 from megatron_ft.config import SnapshotConfig, Source, environment_source, resolve
 from megatron_ft.config.flags import job_contradictions
-from megatron_ft.config.json_section import SECTION, Section, read_section
+from megatron_ft.config.json_section import SECTION, Section
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.frameworks import Function
 from megatron_ft.core.identity import SHRINK, shard_id
 from megatron_ft.trainer.manager import SnapshotManager
 
-_RUN = "_inmem_snapshot_run"
 _CANNOT_SHRINK = (
     "on_no_spare shrink: DeepSpeed's files load into another number of ranks only after "
     "ds_to_universal, which is not done here; take stop, or hold under Slurm, and spares. By hand: "
@@ -31,21 +31,6 @@ _CANNOT_SHRINK = (
     "load_universal"
 )
 _WITHOUT_SECTION = Section(True, Source({}, str), {})
-
-
-def section_of(engine: Any) -> Section | None:
-    """Our section in the engine's configuration, None if there is none.
-
-    ConfigError if something in it is wrong.
-    """
-    config = getattr(engine, "_config", None)
-    return read_section(getattr(config, "_param_dict", {}))
-
-
-def run_of(engine: Any) -> EngineRun | None:
-    """The run of an engine that was attached, else None."""
-    run: EngineRun | None = engine.__dict__.get(_RUN)
-    return run
 
 
 def attach(engine: Any, *, follows_engine: bool = False) -> EngineRun | None:
@@ -65,7 +50,7 @@ def attach(engine: Any, *, follows_engine: bool = False) -> EngineRun | None:
         section = dataclasses.replace(section, follows_engine=True)
     config = _checked(engine, section)
     run = EngineRun(engine, section, config, lambda: make_manager(config, engine))
-    engine.__dict__[_RUN] = run
+    vars(engine)[RUN] = run
     saving.wrap_checkpoint_engine(engine)
     _replace_methods(engine, run)
     atexit.register(run.close)

@@ -14,12 +14,11 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
     CheckpointCommitInfo,
     CheckpointEngine,
@@ -29,12 +28,7 @@ from megatron_ft.checkpoint.disk_format import DiskCalls
 from megatron_ft.checkpoint.native import LATEST
 from megatron_ft.core.errors import CheckpointSaveError, ControlPlaneError
 
-_SLICE_SECONDS = 1.0
-"""The store's client is shared with the process groups, so it is never held for long."""
-
-_SHORTEST_SECONDS = 0.01
-"""A store takes less than a millisecond for no limit at all."""
-
+_POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
 """Extra wait of the other ranks, so that rank 0's decision reaches them before they time out."""
 
@@ -110,19 +104,11 @@ class Agreement:
         return f"{self._prefix}/{self._meeting if meeting is None else meeting}/{name}"
 
     def _appears(self, key: str, deadline: float) -> bool:
+        # Asked again and again: a wait would hold the client that process groups use as well.
         while not self._store.check([key]):
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
+            if time.monotonic() >= deadline:
                 return False
-            try:
-                slice_seconds = max(min(remaining, _SLICE_SECONDS), _SHORTEST_SECONDS)
-                self._store.wait([key], timedelta(seconds=slice_seconds))
-            except RuntimeError as error:  # DistStoreError where torch has it
-                if "timeout" not in str(error).lower():
-                    raise ControlPlaneError(
-                        f"rank {self._rank} lost the job's key-value store, which rank 0 or the "
-                        f"launcher serves: {error}"
-                    ) from error
+            time.sleep(_POLL_SECONDS)
         return True
 
 
@@ -143,63 +129,12 @@ def world_agreement(timeout: timedelta | None = None) -> Agreement:
     return Agreement(_get_default_store(), *place, limit, str(next(_agreements)))
 
 
-def detached(tree: Any) -> Any:
-    """The same nested dicts, lists and tuples with tensors that belong to no graph.
-
-    ZeRO-1 and 2 hand over slices of tensors that require grad, which cannot be sent to
-    another process.  Storage is shared with what was given.
-    """
-    if isinstance(tree, torch.Tensor):
-        return tree.detach()
-    if isinstance(tree, dict):
-        return type(tree)((key, detached(value)) for key, value in tree.items())
-    if isinstance(tree, list | tuple) and type(tree) in (list, tuple):
-        return type(tree)(detached(value) for value in tree)
-    return tree
-
-
-def safe_to_load() -> AbstractContextManager[Any]:
-    """Let ``torch.load(weights_only=True)`` read the classes that DeepSpeed itself puts into files.
-
-    The fast and decoupled engines load this way and reject what they wrote.  Before torch 2.5
-    there is no way to allow classes, nor is there a need: the default was to read everything.
-    """
-    allow = getattr(torch.serialization, "safe_globals", None)
-    return nullcontext() if allow is None else allow(_own_classes())
-
-
-def _own_classes() -> list[Any]:
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    classes = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, set]
-    return [*classes, (_stage, "builtins.getattr")] if _members_by_getattr() else classes
-
-
-def _members_by_getattr() -> bool:
-    """True if this Python (3.11.0 to 3.11.3) pickles members of an enumeration by getattr."""
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-
-    return ZeroStageEnum.weights.__reduce_ex__(2)[0] is getattr
-
-
-def _stage(kind: type[Any], name: str) -> Any:
-    """Stands in for getattr in those files: the real one would let them run any code."""
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-
-    if kind is not ZeroStageEnum:
-        raise TypeError(f"this file asks for {name} of {kind}; only a ZeRO stage can be asked for")
-    return ZeroStageEnum[name]
-
-
 class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """Delegates to ``inner``; ``commit`` returns only if every rank has saved and committed.
 
     A call that fails on one rank is kept until ``commit``, so that all ranks go through the
     same barriers of DeepSpeed; then that rank raises what it met, and the others
-    CheckpointSaveError, which names it.  Commits are synchronous for every inner engine: a
-    decoupled one still has live tensors in hand when ``save_checkpoint`` would return.
+    CheckpointSaveError, which names it.
     """
 
     def __init__(self, inner: CheckpointEngine, agreement: Agreement | None = None) -> None:
@@ -239,15 +174,12 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def save(self, state_dict: Any, path: str) -> None:
         """Have the inner engine write one file; nothing more once something has failed."""
-        if self.inner.is_decoupled():
-            state_dict = detached(state_dict)
         self._attempt(self.inner.save, state_dict, path)
         self._written.append(Path(path))
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Read a file with the inner engine, with DeepSpeed's own classes allowed in it."""
-        with safe_to_load():
-            return self.inner.load(path, map_location=map_location)
+        """Read a file with the inner engine."""
+        return self.inner.load(path, map_location=map_location)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
         """Collective: the checkpoint is complete and on the disk, and ``latest`` names it.
@@ -284,14 +216,6 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def preserves_storage_sharing(self) -> bool:
         """As the inner engine."""
         return bool(self.inner.preserves_storage_sharing())
-
-    def is_decoupled(self) -> bool:
-        """False: DeepSpeed would name a decoupled checkpoint later, or in pipelines not at all."""
-        return False
-
-    def cleanup(self) -> None:
-        """End what the inner engine has started; DeepSpeed calls it for decoupled engines only."""
-        self.inner.cleanup()
 
     def __getattr__(self, name: str) -> Any:
         # Whatever else an engine offers to those who know it.

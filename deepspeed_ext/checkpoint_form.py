@@ -49,8 +49,6 @@ def describe(engine: Any, view: OptimizerView, captured: Mapping[str, torch.Tens
 
 def _check(name: str, tree: Any) -> None:
     """Raise ExportError for what changes in training and exporter.py does not set anew."""
-    if tree.get("data_sampler") is not None:
-        raise ExportError("the state of a curriculum's data sampler cannot be exported yet")
     whole = "global_steps" in tree
     extra = [key for key in tree if str(key).endswith(EXTRA_STATE) and not whole]
     if extra:

@@ -6,7 +6,6 @@ of one or several shards, and the small values that training changes are set to 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -235,9 +234,6 @@ def _fill_inner(inner: Any, objects: Mapping[str, Any]) -> None:
         state.update(values)
 
 
-_RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
-
-
 def folder_of(directory: Path, iteration: int) -> Path:
     """The folder in which DeepSpeed keeps the checkpoint of a step, without a tag of the script."""
     return directory / f"global_step{iteration}"
@@ -263,12 +259,7 @@ def export(shards: OpenSnapshot, folder: Path) -> None:
 
 
 def announce(directory: Path, iteration: int) -> None:
-    """Have DeepSpeed load this step, unless ``latest`` names a newer one.
-
-    Its scripts that make one file of ZeRO's partitions are put beside, as DeepSpeed does.
-    """
-    if any(folder_of(directory, iteration).glob("*zero_pp_rank_*_optim_states.pt")):
-        _copy_recovery_scripts(directory)
+    """Have DeepSpeed load this step, unless ``latest`` names a newer one."""
     known = step_of_tag(latest_tag(directory))
     if known is None or known <= iteration:
         DiskCalls().write_file(directory / LATEST, [folder_of(directory, iteration).name.encode()])
@@ -301,11 +292,3 @@ def _plain(name: str) -> str:
     if Path(name).name != name:
         raise ExportError(f"DeepSpeed would save {name!r}, which is no file's name")
     return name
-
-
-def _copy_recovery_scripts(directory: Path) -> None:
-    import deepspeed
-
-    for name in _RECOVERY_SCRIPTS:
-        shutil.copy(Path(deepspeed.__file__).parent / "utils" / name, directory / name)
-        (directory / name).chmod(0o755)

@@ -1,19 +1,24 @@
-"""The method of DeepSpeed's engine that is wrapped, and when that happens.
+"""The methods of DeepSpeed's engine class that are wrapped, and when that happens.
 
-``_configure_checkpointing`` is called once by every engine class, when optimizer and schedule
-exist.  Everything else is done on the one engine that asked for it; see attachment.py.
+Its constructor is called by every engine class.  Everything else is done on the one engine that
+asked for it; see attachment.py.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_ft.config.json_section import SECTION
-from megatron_ft.core.errors import ConfigError, UnsupportedVersionError
+from megatron_ft.config.json_section import SECTION, Section, read_section
+from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.frameworks import Function, wrap
 
+if TYPE_CHECKING:
+    from deepspeed_ext.run import EngineRun
+
 ENGINE_MODULE = "deepspeed"
+RUN = "_inmem_snapshot_run"
+"""Attribute of an engine that was attached."""
 
 
 def install_after_import() -> None:
@@ -35,46 +40,46 @@ def install() -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     from deepspeed_ext import cpu
-    from deepspeed_ext.unsupported import check_deepspeed
 
-    try:
-        check_deepspeed()
-    except UnsupportedVersionError as error:
-        refusal = str(error)
-        wrap(DeepSpeedEngine, "__init__", lambda original: _refusing(original, refusal))
-        return
     cpu.prepare()
-    wrap(DeepSpeedEngine, "_configure_checkpointing", _attaching)
-    wrap(DeepSpeedEngine, "_take_model_step", _guarded)
+    wrap(DeepSpeedEngine, "__init__", _attaching)
+    if hasattr(DeepSpeedEngine, "_take_model_step"):
+        wrap(DeepSpeedEngine, "_take_model_step", _guarded)
 
 
-def _refusing(original: Function, refusal: str) -> Function:
-    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if _asks(self):
-            raise UnsupportedVersionError(refusal)
+def section_of(engine: Any) -> Section | None:
+    """Our section in the engine's configuration, None if there is none.
 
-    return initialise
+    ConfigError if something in it is wrong.
+    """
+    config = getattr(engine, "_config", None)
+    return read_section(getattr(config, "_param_dict", {}))
+
+
+def run_of(engine: Any) -> EngineRun | None:
+    """The run of an engine that was attached, else None."""
+    run: EngineRun | None = vars(engine).get(RUN)
+    return run
 
 
 def _attaching(original: Function) -> Function:
-    def configure_checkpointing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
+    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
         if _asks(self):
+            from deepspeed_ext.unsupported import check_deepspeed
+
+            check_deepspeed()
             from deepspeed_ext.attachment import attach
 
             attach(self)
-        return result
 
-    return configure_checkpointing
+    return initialise
 
 
 def _guarded(original: Function) -> Function:
     """An engine that was made before the hook was there would train without protection."""
 
     def take_model_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from deepspeed_ext.attachment import run_of
-
         if run_of(self) is None and _asks(self):
             raise ConfigError(
                 f'"{SECTION}" is enabled, but this engine was made before deepspeed_ext was '
@@ -88,7 +93,5 @@ def _guarded(original: Function) -> Function:
 
 def _asks(engine: Any) -> bool:
     """True if the engine's configuration switches snapshots on; ConfigError if it is wrong."""
-    from deepspeed_ext.attachment import section_of
-
     section = section_of(engine)
     return section is not None and section.enabled

@@ -3,17 +3,11 @@
 A position is the state of all generators when the pass over the data began, and the number of
 batches since.  From these the same order is drawn again, and the batches that were used are
 skipped without being read where the loader's sampler can skip.
-
-When an iterator is made, torch draws a base seed for its workers (``_BaseDataLoaderIter``), and
-at its first index a shuffling sampler draws the permutation.  Both come from the generator of the
-process unless they are given another, so both are drawn again here, in this order.
 """
 
 from __future__ import annotations
 
-import copy
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -21,15 +15,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from deepspeed_ext.curriculum import CurriculumSampler
 from megatron_ft.trainer.state import RngState
 
 
 class LoaderPosition:
     """The position of any iterable that gives the same batches again: they are read and dropped.
 
-    Generators that the loader or its samplers own are set to where the pass began.  Subclasses
-    know loaders that need not be read.
+    Generators that the loader or its samplers own are set to where the pass began.
     """
 
     own_state = False
@@ -40,37 +32,48 @@ class LoaderPosition:
         samplers = _distinct([getattr(loader, "data_sampler", None), *_torch_samplers(loader)])
         self._generator_owners = [loader, *samplers]
         self._epochs = EpochNumbers(samplers)
-        # Held by the training loop; one that was dropped will not be continued.
-        self._pass: Callable[[], Pass | None] = lambda: None
         self._passes = 0
+        self._begun: dict[str, Any] = {}
+        # Batches that the newest pass has handed out; None if it is over or was given up.
+        self._consumed: int | None = None
         self._pending: dict[str, Any] | None = None
 
-    def begin(self) -> Pass:
+    def begin(self) -> Iterator[Any]:
         """A new pass over the data, or the rest of the one that a restore brought back."""
         if self._pending is not None and self._next_was_asked_for(self._pending):
             self.set_now(self._pending["now"])
             self._pending = None
-        begun = Pass(self)
-        self._pass = weakref.ref(begun)
-        begun.start()
-        return begun
-
-    def is_pending(self, one: Pass) -> bool:
-        """True if this pass has to jump to a restored position first."""
-        return self._pending is not None and one is self._pass()
-
-    def open(self, one: Pass) -> Iterator[Any]:
-        """The batches of a pass, from the restored position if there is one."""
         self._passes += 1
+        return self._batches(self._passes, self._open())
+
+    def _batches(self, number: int, batches: Iterator[Any]) -> Iterator[Any]:
+        """Count what a pass hands out; it jumps to a position that is restored meanwhile."""
+        end = object()
+        try:
+            while True:
+                if self._pending is not None and number == self._passes:
+                    batches = self._open()
+                batch = next(batches, end)
+                if batch is end:
+                    return
+                if number == self._passes and self._consumed is not None:
+                    self._consumed += 1
+                yield batch
+        finally:
+            # Also when the training loop has dropped it: nobody will continue it.
+            if number == self._passes:
+                self._consumed = None
+
+    def _open(self) -> Iterator[Any]:
         if self._pending is None:
-            one.begun = self._moment()
+            self._begun, self._consumed = self._moment(), 0
             return iter(self.loader)
         pending, self._pending = self._pending, None
-        one.begun, one.consumed = pending["begun"], pending["consumed"]
-        self._epochs.resume(one.begun["epochs"])
+        self._begun, self._consumed = pending["begun"], pending["consumed"]
+        self._epochs.resume(self._begun["epochs"])
         now = RngState().state_dict()
         try:
-            RngState().load_state_dict(one.begun["generators"])
+            RngState().load_state_dict(self._begun["generators"])
             return self._rest(pending)
         finally:
             RngState().load_state_dict(now)
@@ -79,12 +82,8 @@ class LoaderPosition:
         """See ResumableLoader."""
         if self._pending is not None:
             return self._pending
-        one = self._pass()
-        if one is None or one.ended:
-            begun, consumed = self._moment(), None
-        else:
-            begun, consumed = one.begun, one.consumed
-        return {"begun": begun, "consumed": consumed, "now": self.now()}
+        begun = self._moment() if self._consumed is None else self._begun
+        return {"begun": begun, "consumed": self._consumed, "now": self.now()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See ResumableLoader."""
@@ -105,7 +104,10 @@ class LoaderPosition:
 
     def _next_was_asked_for(self, pending: Mapping[str, Any]) -> bool:
         # A script that knows its epoch begins the next one if it had finished this.
-        ended = pending["consumed"] >= self.length()
+        try:
+            ended = pending["consumed"] >= len(self.loader)
+        except TypeError:  # nobody knows how many there are
+            ended = False
         return ended and self._epochs.asks_for_next(pending["begun"]["epochs"])
 
     def now(self) -> Any:
@@ -127,57 +129,34 @@ class LoaderPosition:
         return self._skip(place["consumed"], place["begun"]["first"])
 
     def _skip(self, consumed: int, first_pass: bool) -> Iterator[Any]:
-        batches: Iterator[Any] = iter(self.loader)
-        next(islice(batches, consumed, consumed), None)
-        return batches
-
-    def handed_out(self) -> None:
-        """A batch went to training."""
-
-    def length(self) -> float:
-        """Batches in a pass; infinity if nobody knows."""
-        try:
-            return len(self.loader)
-        except TypeError:
-            return float("inf")
+        return _dropped(iter(self.loader), consumed)
 
 
-class TorchPosition(LoaderPosition):
-    """A torch DataLoader over a data set with indices: the sampler skips, nothing is read."""
+class SamplerPosition(LoaderPosition):
+    """A loader whose sampler, its attribute ``name``, gives ``items`` for each batch: it skips."""
+
+    def __init__(self, loader: Any, name: str, items: int) -> None:
+        super().__init__(loader)
+        self._name, self._items = name, items
 
     def _skip(self, consumed: int, first_pass: bool) -> Iterator[Any]:
-        loader, own = self.loader, self.loader.generator
-        persistent = loader.persistent_workers and loader.num_workers > 0
-        seeds = torch.Generator()
-        seeds.set_state(torch.get_rng_state() if own is None else own.get_state())
-        # A pass that reused persistent workers drew no seed for them.
-        if first_pass or not persistent:
-            _draw_seed(own)
-        which = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        sampler = AdvancedSampler(getattr(loader, which), consumed)
-        resumed = copy.copy(loader)
-        # Past DataLoader's guard against changes, which is there for iterators under way.
-        vars(resumed).update({which: sampler, "generator": seeds, "_iterator": None})
-        batches: Iterator[Any] = iter(resumed)
-        if persistent:  # its workers belong to the loader that started them
-            self.loader = resumed
-        return batches
-
-
-class DeepSpeedPosition(LoaderPosition):
-    """DeepSpeed's loader, which makes a torch DataLoader for each pass: its sampler skips."""
-
-    def _skip(self, consumed: int, first_pass: bool) -> Iterator[Any]:
-        begun, sampler = torch.get_rng_state(), self.loader.data_sampler
-        _draw_seed(None)
-        advanced = AdvancedSampler(sampler, consumed * self.loader.batch_size)
-        torch.set_rng_state(begun)
-        self.loader.data_sampler = advanced
+        # Not setattr: DataLoader guards against changes while an iterator is under way.
+        attributes = vars(self.loader)
+        sampler = SkippingSampler(attributes[self._name], consumed * self._items)
+        changed: dict[str, Any] = {self._name: sampler}
+        if attributes.get("persistent_workers"):
+            attributes["_iterator"] = None
+            if not first_pass:  # it reused workers, and drew no seed for them
+                changed["generator"] = torch.Generator()
+        before = {name: attributes[name] for name in changed}
+        attributes.update(changed)
         try:
+            # As before: torch draws a seed for workers, and then the sampler its order.
             batches: Iterator[Any] = iter(self.loader)
+            sampler.advance()
             return batches
         finally:
-            self.loader.data_sampler = sampler
+            attributes.update(before)
 
 
 class OwnPosition(LoaderPosition):
@@ -185,50 +164,24 @@ class OwnPosition(LoaderPosition):
 
     own_state = True
 
-    def _holder(self) -> Any:
-        return self.loader
-
     def now(self) -> Any:
         """The loader's own state."""
-        return self._holder().state_dict()
+        return self.loader.state_dict()
 
     def set_now(self, now: Any) -> None:
         """Hand it back; the next pass continues there."""
-        self._holder().load_state_dict(now)
+        self.loader.load_state_dict(now)
 
     def _rest(self, place: Mapping[str, Any]) -> Iterator[Any]:
         self.set_now(place["now"])
         return iter(self.loader)
 
 
-class CurriculumPosition(OwnPosition):
-    """DeepSpeed's loader under a curriculum: the sampler carries its own position.
-
-    With workers the sampler runs ahead, so its state is kept for each batch on its way.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        loader.data_sampler = CurriculumSampler(loader.data_sampler)
-        super().__init__(loader)
-
-    def _holder(self) -> Any:
-        return self.loader.data_sampler
-
-    def handed_out(self) -> None:
-        """The sampler's state of that batch is the current one."""
-        self.loader.data_sampler.handed_out()
-
-    def length(self) -> float:
-        """Infinity: a curriculum has no passes."""
-        return float("inf")
-
-
 def position_of(loader: Any) -> LoaderPosition:
     """The position of a loader, by what the loader is."""
     deepspeed = sys.modules.get("deepspeed.runtime.dataloader")
     if deepspeed is not None and isinstance(loader, deepspeed.DeepSpeedDataLoader):
-        curriculum = loader.curriculum_learning_enabled
-        return CurriculumPosition(loader) if curriculum else DeepSpeedPosition(loader)
+        return SamplerPosition(loader, "data_sampler", loader.batch_size)
     # Accelerate's loaders always have the methods, but they work only if this says so.
     calls = [getattr(loader, name, None) for name in ("state_dict", "load_state_dict")]
     if all(map(callable, calls)) and getattr(loader, "use_stateful_dataloader", True):
@@ -236,38 +189,9 @@ def position_of(loader: Any) -> LoaderPosition:
     own_iteration = type(loader).__iter__ is not DataLoader.__iter__
     if isinstance(loader, DataLoader) and not own_iteration:
         if not isinstance(loader.dataset, IterableDataset):
-            return TorchPosition(loader)
+            name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+            return SamplerPosition(loader, name, 1)
     return LoaderPosition(loader)
-
-
-class Pass:
-    """One iteration over the data; counts what it hands out."""
-
-    def __init__(self, position: LoaderPosition) -> None:
-        self._position = position
-        self._batches: Iterator[Any] = iter(())
-        self.begun: dict[str, Any] = {}
-        self.consumed = 0
-        self.ended = False
-
-    def start(self) -> None:
-        """Open the loader now, as ``iter`` does."""
-        self._batches = self._position.open(self)
-
-    def __iter__(self) -> Pass:
-        return self
-
-    def __next__(self) -> Any:
-        if self._position.is_pending(self):
-            self.start()
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            self.ended = True
-            raise
-        self.consumed += 1
-        self._position.handed_out()
-        return batch
 
 
 class EpochNumbers:
@@ -310,34 +234,35 @@ class EpochNumbers:
         return bool(epochs) and self._said == [epoch + 1 for epoch in epochs]
 
 
-class AdvancedSampler:
-    """A sampler whose first pass has begun: ``skipped`` items are drawn and dropped right away."""
+class SkippingSampler:
+    """A sampler whose first pass drops ``skipped`` items; ``advance`` does so before it is read."""
 
     def __init__(self, sampler: Any, skipped: int) -> None:
-        self._sampler = sampler
-        self._rest = iter(sampler)
-        self._started = False
-        next(islice(self._rest, skipped, skipped), None)
+        self._sampler, self._skipped = sampler, skipped
+        self._rest: Iterator[Any] | None = None
+        self._is_read = False
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._sampler) if self._started else self._remaining()
+        return iter(self._sampler) if self._is_read else self._remaining()
+
+    def advance(self) -> None:
+        """Begin the pass, unless workers have asked for its first items already."""
+        if self._rest is None:
+            self._rest = _dropped(iter(self._sampler), self._skipped)
 
     def _remaining(self) -> Iterator[Any]:
         # Not this object: torch's BatchSampler asks an iterator for itself at every batch.
-        self._started = True
-        yield from self._rest
+        self.advance()
+        self._is_read = True
+        yield from self._rest or ()
 
     def __len__(self) -> int:
         return len(self._sampler)
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_sampler":
-            raise AttributeError(name)
-        return getattr(self._sampler, name)
 
-
-def _draw_seed(generator: torch.Generator | None) -> None:
-    torch.empty((), dtype=torch.int64).random_(generator=generator)
+def _dropped(items: Iterator[Any], count: int) -> Iterator[Any]:
+    next(islice(items, count, count), None)
+    return items
 
 
 def _torch_samplers(loader: Any) -> list[Any]:

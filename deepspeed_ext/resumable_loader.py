@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
-from deepspeed_ext.loader_position import LoaderPosition, Pass, position_of
+from deepspeed_ext.loader_position import LoaderPosition, position_of
 from megatron_ft.core.errors import ConfigError
 
 
@@ -31,7 +31,7 @@ class ResumableLoader:
     """
 
     _position: LoaderPosition
-    _held: Pass | None
+    _held: Iterator[Any] | None
 
     def __init__(self, loader: Any, name: str = "") -> None:
         position = loader._position if isinstance(loader, ResumableLoader) else position_of(loader)

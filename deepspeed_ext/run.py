@@ -1,8 +1,4 @@
-"""Runs the snapshots of one engine, from its set-up to its end.
-
-Beside the run itself, this module holds the losses of an iteration for the loss gate, and the
-figures for the monitors that DeepSpeed's JSON switches on (TensorBoard, W&B, CSV, Comet).
-"""
+"""Runs the snapshots of one engine, from its set-up to its end."""
 
 from __future__ import annotations
 
@@ -11,14 +7,15 @@ import inspect
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_ext import client_state, resumable_loader, saving
-from deepspeed_ext.client_state import ClientState, Outside, objection
+from deepspeed_ext import client_state, resumable_loader
+from deepspeed_ext.client_state import ClientState
 from deepspeed_ext.resumable_loader import DataPosition
-from deepspeed_ext.saving import LoadWish, disk_of, tag_on_disk
+from deepspeed_ext.saving import Checkpoints
 from deepspeed_ext.state import EngineState, Stateful
 from deepspeed_ext.state_parts import RandomStates
 from megatron_ft.config import SnapshotConfig
@@ -33,7 +30,6 @@ from megatron_ft.trainer.start_choice import (
     agree,
     supervisor_chose_disk,
 )
-from megatron_ft.trainer.stats import TAG, CaptureStats, figures
 
 if TYPE_CHECKING:
     from megatron_ft.trainer.manager import SnapshotManager
@@ -73,37 +69,6 @@ class LossReport:
             log.warning("losses are no longer judged: %r", error)
 
 
-class MonitorLog:
-    """Writes rank 0's counters to the engine's monitors whenever they have changed.
-
-    They reach this rank through the SMP: no collective, no request, no wait.  As DeepSpeed's own
-    figures, they are written over the number of samples.  The first error ends the logging of
-    snapshots with a warning, never training.
-    """
-
-    def __init__(self, engine: Any, stats: CaptureStats) -> None:
-        self._engine, self._stats = engine, stats
-        self._on = engine.global_rank == 0 and engine.monitor.enabled
-        self._written: dict[str, float] = {}
-
-    def end_step(self) -> None:
-        """Write what is new after a step."""
-        if not self._on:
-            return
-        try:
-            self._write({TAG + figure.name: figure.value for figure in figures(self._stats)})
-        except Exception:
-            self._on = False
-            log.warning("snapshots are no longer logged; training continues", exc_info=True)
-
-    def _write(self, values: dict[str, float]) -> None:
-        samples = self._engine.global_samples
-        new = [(n, v, samples) for n, v in values.items() if self._written.get(n) != v]
-        if new:
-            self._engine.monitor.write_events(new)
-            self._written = values
-
-
 _LOAD_FIRST = (
     "the script trains without calling engine.load_checkpoint: call it at every start, before the "
     "first batch is read, with the folder of its checkpoints, even if that is empty"
@@ -129,19 +94,16 @@ class EngineRun:
         self._manager: SnapshotManager | None = None
         self._state: EngineState | None = None
         self.losses = LossReport(config.loss_gate > 0)
-        self._follows = section.follows_engine or bool(section.client_state)
-        self._outside = Outside(engine)
-        self._warned_of: list[str] | None = None
-        self._wish = LoadWish()
+        self._warned_of = ""
+        self._checkpoints = Checkpoints(engine)
         self._data = DataPosition(engine)
-        self._client_state = ClientState(engine, section.client_state)
+        self._client_state = ClientState(engine, section.client_state, section.follows_engine)
         self._decided = self._began = False
         self._restored = ""
         self._failure: Exception | None = None
         self._hook: Any = None
         if not engine.pipeline_parallelism:
             self._hook = engine.register_forward_pre_hook(lambda *_: self.begin())
-        self._log: MonitorLog
 
     def around_load(self, original: Function, load_dir: str, *args: Any, **kwargs: Any) -> Any:
         """Run ``load_checkpoint``: from memory if that is newer, else DeepSpeed's own.
@@ -157,7 +119,7 @@ class EngineRun:
         with self._at_rest():
             result = original(load_dir, *args, **kwargs)
         if result[0] is not None:
-            client_state.loaded(self._engine, result[1])
+            self._client_state.loaded(result[1])
         if self._state is not None:
             self._state.rescan()
         return result
@@ -166,26 +128,11 @@ class EngineRun:
         """True if memory serves in the place of this load; restores at the first such load."""
         with self._lasting_failure():
             if not self._decided:
-                if self._starts_from_memory(lambda *offer: self._named(load_dir, tag, *offer)):
+                if self._starts_from_memory(partial(self._checkpoints.find, load_dir, tag)):
                     self._restored = self._restore()
             elif self._restored:
                 self._print(f"not loading {load_dir}: the {self._restored} was restored")
         return bool(self._restored)
-
-    def _named(
-        self, load_dir: str, tag: str | None, offered: int, objects: dict[str, Any]
-    ) -> tuple[DiskStart, bool]:
-        """The checkpoint that DeepSpeed would load, and whether the snapshot's was another.
-
-        Not collective: each rank compares with the objects of its own shard.
-        """
-        self._wish.name(load_dir, None if tag is None else str(tag))
-        disk = disk_of(self._engine, load_dir, tag, objects)
-        found = tag_on_disk(self._engine, load_dir, tag)
-        is_new = self._wish.is_new(found, disk.iteration, offered, objects)
-        if is_new and not disk.asked:
-            disk = disk._replace(asked=f"the checkpoint {found!r} in {load_dir}")
-        return disk, is_new
 
     def around_move(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Run ``offload_states`` or ``reload_states``: states get other memory, and free theirs."""
@@ -241,9 +188,7 @@ class EngineRun:
         if self._engine.zero_optimization_stage() < 3:
             # With 3 ranks wait for each other all along, so none has a part of its own.
             self._manager.watch.follow(self._engine.module.parameters())
-        self._log = MonitorLog(self._engine, self._manager.stats)
         self._manager.register_fence(state.inner_optimizer)
-        self._outside.watch_optimizers(lambda: state.inner_optimizer)
         if warning := self._data.warning():
             self._print(f"warning: {warning}")
         self._warn_of_objection()
@@ -258,21 +203,8 @@ class EngineRun:
         disk = DiskStart(self._engine.global_steps or -1)
         if self._starts_from_memory(lambda *_: (disk, False)):
             raise ConfigError(f"a snapshot is in memory, but {_LOAD_FIRST}. It stays in memory")
-        if not self._objection():
+        if not self._client_state.objection():
             self._print(f"warning: after a failure this job starts anew, because {_LOAD_FIRST}")
-
-    def _objection(self, objects: Mapping[str, Any] | None = None) -> str:
-        """Reason why no snapshot may serve the script around the engine; '' if one may.
-
-        ``objects`` are those of the snapshot that would be restored; without them it is said
-        for the snapshots to come.
-        """
-        found = self._outside.found()
-        if objects is None:
-            return objection(self._follows, self._client_state.provided, found)
-        found = sorted({*found, *objects.get(client_state.OUTSIDE, {}).get("found", ())})
-        state = objects.get(client_state.NAME) or {}
-        return objection(self._follows, bool(state.get("provided")), found)
 
     def around_step(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Run ``step`` or ``train_batch``; take a snapshot if that ended an iteration."""
@@ -284,33 +216,30 @@ class EngineRun:
             self._warn_of_objection()
             self.losses.end_step(self._manager, result)
             self._manager.save(steps, self._state)
-            self._log.end_step()
         return result
 
     def _warn_of_objection(self) -> None:
         """Warn as training begins, and again when more is known of the script."""
-        if (found := self._outside.found()) == self._warned_of:
-            return
-        self._warned_of = found
-        if problem := self._objection():
-            self._print(f"warning: a restart of this job will use no snapshot: {problem}")
+        before, self._warned_of = self._warned_of, self._client_state.objection()
+        if self._warned_of not in ("", before):
+            self._print(f"warning: a restart of this job will use no snapshot: {self._warned_of}")
 
     def around_save(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Run ``save_checkpoint`` with the hang watch paused: no iteration ends meanwhile."""
         with nullcontext() if self._manager is None else self._manager.watch.pause():
-            return saving.save_checkpoint(self._engine, original, *args, **kwargs)
+            given = inspect.signature(original).bind(*args, **kwargs).arguments
+            self._client_state.given(given.get("client_state"))
+            return self._checkpoints.save(original, *args, **kwargs)
 
     def around_destroy(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Run ``destroy`` after the end of captures, which read the engine's tensors."""
         self.close()
-        saving.close(self._engine)
         return original(*args, **kwargs)
 
     def close(self) -> None:
         """End captures and leave; a second call does nothing."""
         # Else the engine would live as long as the process.
         atexit.unregister(self.close)
-        self._outside.close()
         manager, self._manager, self._state = self._manager, None, None
         if manager is not None:
             manager.close()
@@ -328,9 +257,7 @@ class EngineRun:
         self._manager = manager = self._make_manager()
         offered, objects = manager.offered_iteration, manager.offered_objects()
         disk, is_new = named(offered, objects)
-        problem = self._client_state.problem(objects)
-        if offered >= 0:
-            problem = problem or self._objection(objects)
+        problem = self._client_state.objection(objects) if offered >= 0 else ""
         start = agree(RankView(offered, disk, supervisor_chose_disk(), is_new, problem), manager)
         if start is not None:
             self._announce(start, offered, disk)
@@ -362,9 +289,7 @@ class EngineRun:
             parts: dict[str, Stateful] = {
                 resumable_loader.NAME: self._data,
                 client_state.NAME: self._client_state,
-                saving.NAME: saving.LastSave(self._engine),
-                WISH: self._wish,
-                client_state.OUTSIDE: self._outside,
+                WISH: self._checkpoints,
                 "random": RandomStates(),
             }
             self._state = EngineState(self._engine, parts)

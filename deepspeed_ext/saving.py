@@ -13,72 +13,101 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
-from deepspeed_ext import client_state
 from deepspeed_ext.checkpoint_engine import SnapshotCheckpointEngine
 from megatron_ft.checkpoint.native import step_of_tag
 from megatron_ft.trainer.start_choice import WISH, DiskStart
 
 logger = logging.getLogger(__name__)
 
-NAME = "last_save"
-"""Name of :class:`LastSave` among the parts of a snapshot."""
 
+class Named(NamedTuple):
+    """A checkpoint by its resolved folder and its tag, None for the newest, and its global step.
 
-class Saved(NamedTuple):
-    """A checkpoint that ``latest`` was made to name, and the global step it holds.
-
-    ``folder`` is resolved: a tag says nothing without the folder that it is in.
+    A tag without its folder names nothing: some clients save every checkpoint with one tag, each
+    in a folder of its own.  And one name may be saved again, with a later step.
     """
 
     folder: str
-    tag: str
+    tag: str | None
     step: int
 
 
-_last: WeakKeyDictionary[Any, Saved] = WeakKeyDictionary()
-
-
 def wrap_checkpoint_engine(engine: Any) -> None:
-    """Put ours around the checkpoint engine that DeepSpeed chose; a second call changes nothing.
-
-    DeepSpeed has none for ZeRO-3 without an optimizer.
-    """
+    """Put ours around the checkpoint engine that DeepSpeed chose; a second call changes nothing."""
     inner = engine.checkpoint_engine
-    if inner is not None and not isinstance(inner, SnapshotCheckpointEngine):
+    if not isinstance(inner, SnapshotCheckpointEngine):
         engine.checkpoint_engine = SnapshotCheckpointEngine(inner)
 
 
-def save_checkpoint(engine: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``engine.save_checkpoint`` with ``latest`` written after every rank has committed.
+class Checkpoints:
+    """The part of a snapshot that says what the script saved last, and what it asked to load.
 
-    Collective, as the original.  If a rank fails, every rank raises: that one its own error,
-    the others CheckpointSaveError; ``latest`` then stays as it was.
+    A tag is a free text, so without the last save only ``global_step<N>`` could be compared with
+    the step of a snapshot.
     """
-    given = inspect.signature(original).bind(*args, **kwargs)
-    given.apply_defaults()
-    client_state.given(engine, given.arguments["client_state"])
-    ours = engine.checkpoint_engine
-    if not isinstance(ours, SnapshotCheckpointEngine):
-        return original(*args, **kwargs)
-    publishes = bool(given.arguments["save_latest"])
-    given.arguments["save_latest"] = False
-    with ours.publishing(publishes, _writes_latest(engine)):
-        result = original(*given.args, **given.kwargs)
-    if publishes:
-        tag = given.arguments["tag"]
-        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-        folder = os.path.realpath(given.arguments["save_dir"])
-        _last[engine] = Saved(folder, tag, engine.global_steps)
-    return result
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.saved: Named | None = None
+        self.asked: Named | None = None
+
+    def save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``engine.save_checkpoint`` with ``latest`` written after every rank has committed.
+
+        Collective, as the original.  If a rank fails, every rank raises: that one its own error,
+        the others CheckpointSaveError; ``latest`` then stays as it was.
+        """
+        engine = self._engine
+        given = inspect.signature(original).bind(*args, **kwargs)
+        given.apply_defaults()
+        publishes, tag = bool(given.arguments["save_latest"]), given.arguments["tag"]
+        given.arguments["save_latest"] = False
+        with engine.checkpoint_engine.publishing(publishes, _writes_latest(engine)):
+            result = original(*given.args, **given.kwargs)
+        if publishes:
+            tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+            folder = os.path.realpath(given.arguments["save_dir"])
+            self.saved = Named(folder, tag, engine.global_steps)
+        return result
+
+    def find(
+        self, load_dir: str, tag: str | None, offered: int, objects: Mapping[str, Any]
+    ) -> tuple[DiskStart, bool]:
+        """The checkpoint that DeepSpeed would load, and whether the script asks for it anew.
+
+        ``offered`` and ``objects`` are of the snapshot that memory offers.  It is anew if the
+        script did not ask for it in the incarnation of the snapshot, nor saved it itself since.
+        """
+        tag = None if tag is None else str(tag)
+        before = objects.get(WISH) or {}
+        saved, asked = (_named(before.get(name)) for name in ("saved", "asked"))
+        disk = disk_of(self._engine, load_dir, tag, saved)
+        folder = os.path.realpath(load_dir)
+        found = _tag_on_disk(self._engine, load_dir, tag)
+        # Of the newest it does not matter how new it was.
+        self.asked = Named(folder, tag, -1 if tag is None else disk.iteration)
+        same_name = asked is not None and asked[:2] == self.asked[:2]
+        if disk.iteration < 0 or asked == self.asked:
+            return disk, False
+        own = saved == Named(folder, found, disk.iteration) and disk.iteration <= offered
+        is_new = not (own and (same_name or tag is None))
+        if is_new and not disk.asked:
+            disk = disk._replace(asked=f"the checkpoint {found!r} in {load_dir}")
+        return disk, is_new
+
+    def state_dict(self) -> dict[str, Any]:
+        """Both as plain values; those that are None are left out."""
+        named = {"saved": self.saved, "asked": self.asked}
+        return {name: one._asdict() for name, one in named.items() if one is not None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what an earlier incarnation saved; each asks for itself."""
+        self.saved = _named(state.get("saved")) or self.saved
 
 
-def close(engine: Any) -> None:
-    """End the inner engine's helpers, as ``engine.destroy`` does where no wrapper is around it."""
-    ours = engine.checkpoint_engine
-    if isinstance(ours, SnapshotCheckpointEngine) and ours.inner.is_decoupled():
-        ours.cleanup()
+def _named(state: Mapping[str, Any] | None) -> Named | None:
+    return Named(**state) if state else None
 
 
 def _writes_latest(engine: Any) -> bool:
@@ -87,101 +116,29 @@ def _writes_latest(engine: Any) -> bool:
     return bool((engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0)
 
 
-class LastSave:
-    """Remembers with each snapshot which checkpoint ``latest`` named, and its step.
-
-    A tag is a free text, so without this only ``global_step<N>`` could be compared with the
-    step of a snapshot.
-    """
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def state_dict(self) -> dict[str, Any]:
-        """The last save of this incarnation or of those it descends from; {} if there was none."""
-        saved = _last.get(self._engine)
-        return saved._asdict() if saved else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what an earlier incarnation saved."""
-        if state:
-            _last[self._engine] = Saved(**state)
-
-
-def step_on_disk(folder: str, tag: str, objects: dict[str, Any]) -> int | None:
-    """The global step of the checkpoint with this tag there, or None if that cannot be told.
-
-    ``objects`` are those of the snapshot that it is compared with: a checkpoint that was
-    saved before the snapshot is in them.
-    """
-    known = objects.get(NAME) or {}
-    if (known.get("folder"), known.get("tag")) == (os.path.realpath(folder), tag):
-        return int(known["step"])
-    return step_of_tag(tag)
-
-
-class LoadWish:
-    """The folder, tag and step of what the script named, kept in each snapshot.
-
-    A tag without its folder names nothing: some clients save every checkpoint with one tag, each
-    in a folder of its own.  And one name may have been saved again, with a later step.
-    """
-
-    def __init__(self) -> None:
-        self._folder = ""
-        self._tag: str | None = None
-        self._step = -1
-
-    def name(self, folder: str, tag: str | None) -> None:
-        """The script asks for this, the newest of the folder if ``tag`` is None."""
-        self._folder, self._tag = os.path.realpath(folder), tag
-
-    def is_new(self, found: str, step: int, offered: int, objects: Mapping[str, Any]) -> bool:
-        """True if the script wants another checkpoint than in the incarnation of the snapshot.
-
-        ``found`` and ``step`` (-1: nothing is there) are of what DeepSpeed would load,
-        ``offered`` and ``objects`` of the snapshot.  A checkpoint that its own lineage has
-        saved since, under the name that was given before or as the newest, is no other.
-        """
-        self._step = -1 if self._tag is None else step
-        before = objects.get(WISH) or {}
-        same_name = (before.get("folder"), before.get("tag")) == (self._folder, self._tag)
-        if step < 0 or (same_name and self._step == before.get("step")):
-            return False
-        saved = Saved(self._folder, found, step)._asdict()
-        own = objects.get(NAME) == saved and step <= offered
-        return not (own and (same_name or self._tag is None))
-
-    def state_dict(self) -> dict[str, Any]:
-        """The names and the step; -1 without a tag, as the newest one changes."""
-        return {"folder": self._folder, "tag": self._tag, "step": self._step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing: each incarnation asks for itself."""
-
-
-def tag_on_disk(engine: Any, load_dir: str, tag: str | None) -> str:
-    """The tag of the checkpoint that DeepSpeed would load, '' if it would load none."""
-    folder = Path(load_dir)
-    found = _content(_latest_of(engine, folder)) if tag is None else str(tag)
-    return found if found and (folder / found).is_dir() else ""
-
-
-def disk_of(engine: Any, load_dir: str, tag: str | None, objects: Mapping[str, Any]) -> DiskStart:
+def disk_of(engine: Any, load_dir: str, tag: str | None, saved: Named | None) -> DiskStart:
     """The step of the checkpoint that DeepSpeed would load, and whether the script named it.
 
     A tag that is none of DeepSpeed's own says nothing of its step, which is read from the
-    checkpoint.  What the snapshot's ``objects`` know of an earlier save counts where the script
-    has begun to overwrite that, and did not end.
+    checkpoint.  What was ``saved`` before counts where the script has begun to overwrite that, and
+    did not end.
     """
-    folder, found = Path(load_dir), tag_on_disk(engine, load_dir, tag)
+    folder, found = Path(load_dir), _tag_on_disk(engine, load_dir, tag)
     if not found:
         return DiskStart(-1)
-    step = step_on_disk(load_dir, found, dict(objects))
+    known = saved is not None and saved[:2] == (os.path.realpath(load_dir), found)
+    step = saved.step if saved is not None and known else step_of_tag(found)
     whole = _is_whole(folder / found, _latest_of(engine, folder))
     if step is None or (step_of_tag(found) is None and whole):
         step = _step_inside(folder / found, step or 0)
     return DiskStart(step, "" if tag is None else f"the checkpoint {found!r}")
+
+
+def _tag_on_disk(engine: Any, load_dir: str, tag: str | None) -> str:
+    """The tag of the checkpoint that DeepSpeed would load, '' if it would load none."""
+    folder = Path(load_dir)
+    found = _content(_latest_of(engine, folder)) if tag is None else str(tag)
+    return found if found and (folder / found).is_dir() else ""
 
 
 def _latest_of(engine: Any, folder: Path) -> Path:

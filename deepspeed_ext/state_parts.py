@@ -7,7 +7,7 @@ updates some of them itself, as a momentum teacher, is refused: its snapshots wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from deepspeed_ext.optimizers.view import plain_fields, set_fields
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.trainer.master_tensors import as_captured
 from megatron_ft.trainer.module_tree import ModuleTree
-from megatron_ft.trainer.state import RngState, host_copy, same_bits
+from megatron_ft.trainer.state import RngState, host_copy
 
 COUNTERS = (
     "global_steps",
@@ -133,8 +133,8 @@ class FrozenParameters:
     def __init__(self) -> None:
         self._known: dict[str, torch.Tensor] | None = None
         self._checks = 0
-        # Names, and whether one of them differs: true once their device has found that.
-        self._comparisons: list[tuple[Sequence[str], torch.Tensor]] = []
+        # Whether each differs: true once its device has found that.
+        self._found: list[tuple[str, torch.Tensor]] = []
         self._problem = ""
 
     def forget(self) -> None:
@@ -155,11 +155,10 @@ class FrozenParameters:
         if self._known is None:
             self._know(_samples(tensors))
             return
-        if not self._problem:
-            self._settle(tensors)
-            self._begin([name for name in self._known if name in tensors], tensors)
-            if not any(differs.is_cuda for _, differs in self._comparisons):
-                self._settle(tensors)
+        self._settle()
+        self._look(tensors)
+        if not any(differs.is_cuda for _, differs in self._found):
+            self._settle()
         if self._problem:
             raise ConfigError(
                 f"{self._problem}, a parameter without an optimizer, was changed by the script, "
@@ -168,28 +167,21 @@ class FrozenParameters:
             )
 
     def _know(self, samples: dict[str, torch.Tensor] | None) -> None:
-        self._known, self._comparisons, self._problem = samples, [], ""
+        self._known, self._found, self._problem = samples, [], ""
 
-    def _begin(self, names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> None:
-        assert self._known is not None
-        step = -(-len(names) // LOOKED_AT) or 1
-        chosen = names[self._checks % step :: step]
-        self._checks += 1
-        kinds = {name: (tensors[name].device, tensors[name].dtype) for name in chosen}
-        for device, dtype in dict.fromkeys(kinds.values()):
-            here = [name for name in chosen if kinds[name] == (device, dtype)]
-            now = torch.cat([_elements(tensors[name]) for name in here]).view(torch.uint8)
-            before = torch.cat([self._known[name].to(device) for name in here])
+    def _settle(self) -> None:
+        found, self._found = self._found, []
+        self._problem = self._problem or next((name for name, differs in found if differs), "")
+
+    def _look(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        known = {name: one for name, one in (self._known or {}).items() if name in tensors}
+        step = -(-len(known) // LOOKED_AT) or 1
+        for name in list(known)[self._checks % step :: step]:
+            now = _sample(tensors[name])
+            before = known[name].to(now.device)
             alike = now.shape == before.shape
-            differs = (now != before).any() if alike else torch.tensor(True)
-            self._comparisons.append((here, differs))
-
-    def _settle(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        assert self._known is not None
-        comparisons, self._comparisons = self._comparisons, []
-        for name in (name for names, differs in comparisons if differs for name in names):
-            if not same_bits(_sample(tensors[name]), self._known[name]):
-                self._problem = name
+            self._found.append((name, (now != before).any() if alike else torch.tensor(True)))
+        self._checks += 1
 
 
 def _samples(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -198,12 +190,8 @@ def _samples(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """Copy some elements from all over a tensor, as bytes, on its device."""
-    return _elements(tensor).clone().view(torch.uint8)
-
-
-def _elements(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // _SAMPLES)]
+    return flat[:: max(1, flat.numel() // _SAMPLES)].clone().view(torch.uint8)
 
 
 class RandomStates:

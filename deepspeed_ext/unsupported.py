@@ -1,14 +1,12 @@
 """Refuses DeepSpeed releases that lack what is used, and modes that cannot be captured safely.
 
-Each refused mode keeps a state where it cannot be read between two steps (files, another process,
-graphs that DeepSpeed compiles), or that a restore could not put back.  All are refused by name
-before training starts.
+Each refused mode keeps a state that cannot be read between two steps, or that a restore could not
+put back.  All are refused by name before training starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_ft.core.errors import UnsupportedVersionError
@@ -26,7 +24,6 @@ _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 _BASE = "deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine"
 
 USED = (
-    Required(_ENGINE, "_configure_checkpointing"),
     Required(_ENGINE, "_take_model_step"),
     Required(_ENGINE, "step"),
     Required(
@@ -43,7 +40,6 @@ USED = (
     Required(_BASE, "save", ("state_dict", "path")),
     Required(_BASE, "load", ("path", "map_location")),
     Required(_BASE, "commit", ("info",)),
-    Required(_BASE, "is_decoupled"),
 )
 
 
@@ -65,135 +61,92 @@ def check_deepspeed(required: Sequence[Required] = USED) -> None:
         )
 
 
-_ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
-
-
 class Refusal(NamedTuple):
-    """A JSON key, whether a configuration uses it, why that is refused, and what to do instead.
+    """A key of DeepSpeed's JSON, with the reason for its refusal and what to do instead.
 
-    ``used`` gets the DeepSpeedConfig of the engine.
+    ``used`` judges the value that the user gave it.
     """
 
     key: str
-    used: Callable[[Any], bool]
-    why: str
-    remedy: str
+    reason: str
+    used: Callable[[Any], bool] = bool
 
 
-def _raw(config: Any, key: str) -> Any:
-    """A top-level value as the user wrote it."""
-    return config._param_dict.get(key)
+_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam", "muon")
 
 
-def _enabled(config: Any, key: str) -> bool:
-    section = _raw(config, key)
-    return bool(section.get("enabled")) if isinstance(section, dict) else bool(section)
-
-
-_NO_OFFLOAD = SimpleNamespace(device="none", super_offload=False, ratio=1.0)
-
-
-def _offload(config: Any, name: str) -> Any:
-    """An offload section that is in use, else one that offloads nothing."""
-    section = getattr(config.zero_config, name)
-    return _NO_OFFLOAD if section is None or section.device == "none" else section
-
-
-def _optimizer(config: Any) -> str:
-    return str(config.optimizer_name or "").lower()
+def _on_nvme(device: Any) -> bool:
+    return bool(device == "nvme")
 
 
 REFUSALS = (
     Refusal(
         "zero_optimization.offload_optimizer.device",
-        lambda c: _offload(c, "offload_optimizer").device == "nvme",
-        'with "nvme" the optimizer\'s state is in swap files between steps, not in memory',
-        'use "cpu"',
+        'with "nvme" the optimizer\'s state is in swap files between steps; use "cpu"',
+        _on_nvme,
     ),
     Refusal(
         "zero_optimization.offload_param.device",
-        lambda c: _offload(c, "offload_param").device == "nvme",
-        'with "nvme" the parameters are in swap files between steps, not in memory',
-        'use "cpu"',
+        'with "nvme" the parameters are in swap files between steps; use "cpu"',
+        _on_nvme,
     ),
     Refusal(
         "zero_optimization.offload_optimizer.super_offload",
-        lambda c: bool(_offload(c, "offload_optimizer").super_offload),
-        "a process of its own updates the optimizer's state while the next step runs",
-        "remove it, offload_optimizer itself is supported",
+        "a process of its own updates the state while the next step runs; remove it",
     ),
     Refusal(
         "zero_optimization.offload_optimizer.ratio",
-        lambda c: _offload(c, "offload_optimizer").ratio < 1.0,
-        "below 1.0 a second optimizer, with learning rates of its own, keeps part of the state",
-        "set it to 1.0",
+        "below 1.0 a second optimizer keeps part of the state; set it to 1.0",
+        lambda ratio: ratio < 1.0,
     ),
     Refusal(
         "zero_optimization.zenflow",
-        lambda c: getattr(c.zero_config, "zenflow", None) is not None,
-        "ZenFlow updates on the CPU while later steps run, and gathers gradients over several",
-        "remove it, offload_optimizer without it is supported",
+        "it updates on the CPU while later steps run; use offload_optimizer without it",
+        lambda section: True,
     ),
     Refusal(
         "zero_optimization.zero_quantized_nontrainable_weights",
-        lambda c: bool(c.zero_config.zero_quantized_nontrainable_weights),
-        "frozen weights are kept quantized, with scales that a restore cannot put back",
-        "set it to false",
+        "frozen weights get scales that a restore cannot put back; set it to false",
     ),
     Refusal(
         "zero_optimization.zeropp_loco_param",
-        lambda c: getattr(c.zero_config, "zeropp_loco_param", None) is not None,
-        "the error feedback of its quantized gradients is kept outside the optimizer",
-        "remove it, zero_quantized_gradients without it is supported",
+        "errors of quantized gradients are kept outside the optimizer; remove it",
+        lambda section: True,
     ),
     Refusal(
         "zero_optimization.mics_shard_size",
-        lambda c: getattr(c.zero_config, "mics_shard_size", -1) > 0,
-        "MiCS partitions parameters over smaller groups than the stripes are made of",
-        "remove it, later releases of DeepSpeed have removed MiCS too",
+        "parameters are partitioned over smaller groups than stripes are made of; remove it",
+        lambda size: size > 0,
     ),
     Refusal(
         "compile.deepcompile",
-        lambda c: bool(c.compile_config.deepcompile),
-        "compiled graphs keep gathered weights and offloaded optimizer states of their own",
-        "set it to false, engine.compile() without it is supported",
+        "compiled graphs keep weights and optimizer states of their own; set it to false",
     ),
     Refusal(
         "hybrid_engine.enabled",
-        lambda c: bool(c.hybrid_engine.enabled),
-        "the hybrid engine rewrites weights between training and generation",
-        "set it to false",
+        "weights are rewritten between training and generation; set it to false",
+    ),
+    Refusal(
+        "data_efficiency.data_sampling.curriculum_learning.enabled",
+        "DeepSpeed cannot restore this sampler exactly; set it to false, or sort the data before",
+    ),
+    Refusal(
+        "checkpoint.writer.decoupled",
+        "a checkpoint is named before all of it is written; set it to false",
+    ),
+    Refusal(
+        "datastates_ckpt",
+        "its checkpoints never reach `latest`; remove it",
+        lambda section: True,
     ),
     Refusal(
         "optimizer.type",
-        lambda c: _optimizer(c) in _ONE_BIT,
-        "1-bit optimizers keep the errors of compressed communication per rank and buffer",
-        'use "Adam" or "AdamW"',
+        'the errors or momentum of this optimizer are kept outside its state; use "AdamW"',
+        lambda name: str(name).lower() in _OPTIMIZERS,
     ),
-    Refusal(
-        "optimizer.type",
-        lambda c: _optimizer(c) == "muon",
-        "Muon stages its momentum outside the optimizer's state",
-        'use "Adam" or "AdamW"',
-    ),
-    Refusal(
-        "amp.enabled",
-        lambda c: _enabled(c, "amp"),
-        "the loss scale of Apex AMP is in Apex, where a restore cannot set it",
-        'use "bf16", "fp16" or "torch_autocast"',
-    ),
-    Refusal(
-        "compression_training",
-        lambda c: bool(_raw(c, "compression_training")),
-        "its schedule and masks are spread over replaced layers",
-        "train without it, later releases of DeepSpeed have removed it too",
-    ),
-    Refusal(
-        "quantize_training.enabled",
-        lambda c: _enabled(c, "quantize_training"),
-        "its bit widths and periods change outside the optimizer's state",
-        "train without it, later releases of DeepSpeed have removed it too",
-    ),
+    Refusal("amp.enabled", 'a restore cannot set the loss scale of Apex; use "bf16" or "fp16"'),
+    Refusal("compression_training", "its schedule and masks cannot be restored; remove it"),
+    Refusal("quantize_training.enabled", "its bit widths cannot be restored; set it to false"),
 )
 """Everything that is refused; later releases reject some of the keys themselves."""
 
@@ -211,4 +164,14 @@ def refusals(engine: Any) -> list[str]:
 
 def config_refusals(config: Any) -> list[str]:
     """The reasons that a DeepSpeedConfig gives."""
-    return [f"{r.key}: {r.why}; {r.remedy}" for r in REFUSALS if r.used(config)]
+    given = ((refusal, _given(config._param_dict, refusal.key)) for refusal in REFUSALS)
+    return [f"{r.key}: {r.reason}" for r, value in given if value is not None and r.used(value)]
+
+
+def _given(section: Any, key: str) -> Any:
+    """The value that the user gave a key, None for none, or in a section that is off."""
+    for name in key.split("."):
+        if not isinstance(section, Mapping) or section.get("device") == "none":
+            return None
+        section = section.get(name)
+    return section

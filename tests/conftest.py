@@ -100,6 +100,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 def pytest_configure() -> None:
     os.environ[SESSION_VARIABLE] = SESSION
+    # Small enough for the tensors of the small models here.
+    os.environ["MEGATRON_FT_SPLIT_BYTES"] = "1024"
     # Programs that tests start import tests.support by its full name.
     paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

@@ -11,7 +11,7 @@ from itertools import product
 
 from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.member import MemberView, StripeCode, chunk_of
-from megatron_ft.erasure.rows import SparePieces, copies_only
+from megatron_ft.erasure.rows import SparePieces
 from megatron_ft.erasure.transport import (
     EXCHANGES_IN_FLIGHT,
     Ahead,
@@ -58,7 +58,7 @@ class EncodeMessages:
         if j > 0:
             home = chunk_of(code, self._member.parity, j)[part]
             return [self._link.receive(home, self._link.member - j, MessageKind.RESULT)]
-        place = self._member.parity[part] if copies_only(code) else self._piece(turn)
+        place = self._member.parity[part] if code.copies_only else self._piece(turn)
         source = code.layout.holder(self._link.member, step)
         return [self._link.receive(place, source, MessageKind.SOURCE)]
 

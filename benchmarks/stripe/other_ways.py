@@ -15,10 +15,7 @@ from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.member import MemberView, StripeCode, chunk_of
 from megatron_ft.erasure.rows import (
     SparePieces,
-    copies_only,
-    encode_kernel,
     gather_rows,
-    open_row_codec,
 )
 from megatron_ft.erasure.transport import (
     Exchange,
@@ -32,8 +29,8 @@ from megatron_ft.erasure.transport import (
 
 def gathered(link: Link, code: StripeCode, member: MemberView, spare: SparePieces) -> None:
     """Each row comes together at one member, which codes all m parities and passes m-1 on."""
-    kernel = encode_kernel(open_row_codec(code))
-    into = chunk_of(code, member.parity, 0) if copies_only(code) else None
+    kernel = code.codec().encode_kernel()
+    into = chunk_of(code, member.parity, 0) if code.copies_only else None
     results = spare.sets(2, code.parity_members - 1)
 
     def outputs(number: int, part: slice) -> list[Bytes]:
@@ -62,7 +59,7 @@ def gathered(link: Link, code: StripeCode, member: MemberView, spare: SparePiece
 def direct(link: Link, code: StripeCode, member: MemberView, spare: SparePieces) -> None:
     """Every chunk goes to all m holders of its row's parity, each of which codes its own."""
     k, layout = code.data_members, code.layout
-    codec = open_row_codec(code)
+    codec = code.codec()
     kernels = [codec.kernel([k + j], range(k)) for j in range(code.parity_members)]
     pieces = spare.sets(buffer_sets(k), k)
     window, number = ExchangeWindow(link), 0

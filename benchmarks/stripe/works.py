@@ -20,7 +20,7 @@ from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.encode import EncodeResult, encode
 from megatron_ft.erasure.member import MemberView, StripeCode, chunk_of
 from megatron_ft.erasure.rebuild import rebuild
-from megatron_ft.erasure.rows import SparePieces, encode_kernel, held_bytes, open_row_codec
+from megatron_ft.erasure.rows import SparePieces, held_bytes
 from megatron_ft.erasure.stripes import padded_bytes
 from megatron_ft.erasure.transport import (
     ExchangeWindow,
@@ -144,7 +144,7 @@ class Works:
 
     def _kernel(self, transport: CountingTransport) -> None:
         """Arithmetic alone: as many bytes as a member's, from memory into memory."""
-        code, kernel = self.code, encode_kernel(open_row_codec(self.code))
+        code, kernel = self.code, self.code.codec().encode_kernel()
         for part in code.pieces():
             data = [chunk_of(code, self.member.data, n)[part] for n in range(code.data_members)]
             out = [chunk_of(code, self._lost.parity, n)[part] for n in range(code.parity_members)]

@@ -30,12 +30,8 @@ NO_PROGRESS = -1
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
-_PERMIT_PLACE = RecordPlace(
-    fmt.PERMIT_OFFSET, fmt.WORD_COPY_BYTES, binary.PERMIT_BYTES, binary.KIND_PERMIT
-)
-_PROGRESS_PLACE = RecordPlace(
-    fmt.PROGRESS_OFFSET, fmt.WORD_COPY_BYTES, binary.PROGRESS_BYTES, binary.KIND_PROGRESS
-)
+_PERMIT_PLACE = RecordPlace(fmt.PERMIT_OFFSET, fmt.WORD_COPY_BYTES, binary.KIND_PERMIT)
+_PROGRESS_PLACE = RecordPlace(fmt.PROGRESS_OFFSET, fmt.WORD_COPY_BYTES, binary.KIND_PROGRESS)
 
 
 class Arena:
@@ -260,7 +256,7 @@ class Arena:
 
     def _slot_place(self, slot: int) -> RecordPlace:
         at = self._geometry.slot_header_offset(slot)
-        return RecordPlace(at, fmt.SLOT_COPY_BYTES, binary.SLOT_BYTES, binary.KIND_SLOT, slot)
+        return RecordPlace(at, fmt.SLOT_COPY_BYTES, binary.KIND_SLOT, slot)
 
     def _view(self, dtype: type[_Scalar], at: int, count: int, writable: bool) -> NDArray[_Scalar]:
         everything = self._everything()
@@ -288,8 +284,8 @@ class Arena:
 
     def _copies(self, place: RecordPlace) -> binary.Copies:
         mapping = self._everything()
-        first = mapping.read(place.offset, place.stored_bytes)
-        return first, mapping.read(place.offset + place.copy_bytes, place.stored_bytes)
+        first = mapping.read(place.offset, place.copy_bytes)
+        return first, mapping.read(place.offset + place.copy_bytes, place.copy_bytes)
 
     def _read(self, place: RecordPlace) -> bytes | None:
         return binary.read_settled(lambda: self._copies(place), place)

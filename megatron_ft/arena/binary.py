@@ -1,6 +1,6 @@
-"""Arena records as bytes, by the tables of docs/arena-format.md, and how they are stored.
+"""Arena records as bytes (docs/arena-format.md), and how they are stored.
 
-All numbers are little-endian.  Packing raises ValueError for a value that does not fit its field;
+A record's payload is MessagePack.  Packing raises ValueError for a number of more than 64 bits;
 unpacking raises ArenaCorruptError for bytes that no writer of ours makes, whatever the bytes are.
 
 Records survive a writer killed at any byte, and readers never wait.  A record is stored twice.
@@ -15,17 +15,22 @@ from __future__ import annotations
 import hashlib
 import struct
 import sys
-import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
 
 from megatron_ft.arena import format as fmt
-from megatron_ft.arena.format import ArenaHeader, Geometry, Permit, SlotHeader, SlotState
-from megatron_ft.core.errors import ArenaCorruptError, ArenaTruncatedError, ArenaVersionError
-from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
+from megatron_ft.arena.format import ArenaHeader, Permit, SlotHeader
+from megatron_ft.core.errors import (
+    UNREADABLE,
+    ArenaCorruptError,
+    ArenaTruncatedError,
+    ArenaVersionError,
+)
 
-_TAG = struct.Struct("<QII")
+_TAG = struct.Struct("<QIII")
 COMMIT_WORD_BYTES = 16
 ENVELOPE_BYTES = _TAG.size + COMMIT_WORD_BYTES
 MAX_VERSION = (1 << 63) - 1
@@ -36,7 +41,7 @@ KIND_HEADER, KIND_SLOT, KIND_PERMIT, KIND_PROGRESS = 1, 2, 3, 4
 
 @dataclass(frozen=True)
 class RecordPlace:
-    """Place and kind of a record: file offset, bytes per copy and per payload, kind, index.
+    """Place and kind of a record: file offset, bytes of room for each copy, kind, index.
 
     ``kind`` and ``index`` are part of the hashed bytes, so that a record found in
     another one's place is not taken for it.
@@ -44,14 +49,8 @@ class RecordPlace:
 
     offset: int
     copy_bytes: int
-    payload_bytes: int
     kind: int
     index: int = 0
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of one copy that carry something: envelope and payload."""
-        return ENVELOPE_BYTES + self.payload_bytes
 
 
 Copies = tuple[bytes, bytes]
@@ -62,11 +61,12 @@ def _commit_word(tag: bytes, payload: bytes) -> bytes:
 
 
 def parse_copy(raw: bytes, place: RecordPlace) -> tuple[int, bytes] | None:
-    """Version and payload of one copy, or None if it is not whole."""
-    if len(raw) != place.stored_bytes:
+    """Version and payload of one copy, or None if it is not whole; bytes may follow it."""
+    if len(raw) < ENVELOPE_BYTES:
         return None
-    tag, word, payload = raw[: _TAG.size], raw[_TAG.size : ENVELOPE_BYTES], raw[ENVELOPE_BYTES:]
-    version, kind, index = _TAG.unpack(tag)
+    tag, word = raw[: _TAG.size], raw[_TAG.size : ENVELOPE_BYTES]
+    version, kind, index, length = _TAG.unpack(tag)
+    payload = raw[ENVELOPE_BYTES : ENVELOPE_BYTES + length]
     if version > MAX_VERSION or (kind, index) != (place.kind, place.index):
         return None
     return (version, payload) if _commit_word(tag, payload) == word else None
@@ -79,7 +79,7 @@ def newest(copies: Copies, place: RecordPlace) -> tuple[int, bytes] | None:
 
 
 def _copy_stores(place: RecordPlace, copy: int, version: int, payload: bytes) -> list[Store]:
-    tag = _TAG.pack(version, place.kind, place.index)
+    tag = _TAG.pack(version, place.kind, place.index, len(payload))
     at = place.offset + copy * place.copy_bytes
     return [
         Store(at + ENVELOPE_BYTES, payload),
@@ -102,7 +102,7 @@ def plan_write(copies: Copies, place: RecordPlace, payload: bytes) -> list[Store
     Cut off after any number of bytes they leave the old payload or the new one.
     Both copies end up holding the new one, so one damaged byte loses nothing later.
     """
-    assert len(payload) == place.payload_bytes, "a record's payload has a fixed length"
+    assert ENVELOPE_BYTES + len(payload) <= place.copy_bytes, "a record is larger than its place"
     versions = [parsed[0] if (parsed := parse_copy(raw, place)) else 0 for raw in copies]
     version = max(versions)
     if version > MAX_VERSION - 2:
@@ -133,42 +133,7 @@ def read_settled(read: Callable[[], Copies], place: RecordPlace) -> bytes | None
 
 
 _PREAMBLE = struct.Struct("<8sII")
-_HEADER = struct.Struct("<16s64sQ8I4Q")
-_ANCESTOR = struct.Struct("<4Q")
-_SEALED = struct.Struct("<64s2Qq5Q32s32s")
-_SLOT = struct.Struct("<2I2Qq32s2I")
-_PERMIT = struct.Struct("<2Qq2I")
-_PROGRESS = struct.Struct("<q")
-
 PREAMBLE_BYTES = _PREAMBLE.size
-_MEMBERS_AT = _HEADER.size
-_LINEAGE_AT = _MEMBERS_AT + fmt.MAX_MEMBERS * fmt.SHARD_ID_BYTES
-HEADER_BYTES = _LINEAGE_AT + fmt.MAX_LINEAGE * _ANCESTOR.size
-_TABLE_AT = _SLOT.size + _SEALED.size
-SLOT_BYTES = _TABLE_AT + fmt.MAX_MEMBERS * _SEALED.size
-PERMIT_BYTES = _PERMIT.size
-PROGRESS_BYTES = _PROGRESS.size
-
-_HAS_SNAPSHOT, _LOCAL_ONLY, _HAS_RECORD, _PARITY_VALID = 1, 2, 4, 8
-_PRESENT, _REVOKED = 1, 2
-
-_T = TypeVar("_T")
-
-
-def _packing(what: str, pack: Callable[[], bytes]) -> bytes:
-    try:
-        return pack()
-    except struct.error as error:
-        raise ValueError(f"{what} holds a number that does not fit its field: {error}") from error
-
-
-def _unpacking(what: str, parse: Callable[[], _T]) -> _T:
-    # A hash is no signature: bytes that pass it may still be nonsense made on purpose.  A count
-    # that is too high runs into the payload's end, which is one of these errors.
-    try:
-        return parse()
-    except (ValueError, struct.error, IndexError) as error:
-        raise ArenaCorruptError(f"{what} passes its hash but is not valid: {error}") from error
 
 
 def pack_preamble() -> bytes:
@@ -197,178 +162,60 @@ def check_preamble(raw: bytes, where: str) -> None:
         )
 
 
-def _shard_id_bytes(shard_id: str) -> bytes:
-    fmt.check_shard_id(shard_id)
-    return shard_id.encode("ascii")
-
-
-def _shard_id_from(raw: bytes) -> str:
-    shard_id = raw.rstrip(b"\0").decode("ascii")
-    fmt.check_shard_id(shard_id)
-    return shard_id
-
-
-def pack_sealed(record: SealedRecord) -> bytes:
-    """192 bytes of one sealed record."""
-    for name in ("layout_hash", "digest_root"):
-        if len(getattr(record, name)) != fmt.HASH_BYTES:
-            raise ValueError(f"{name} of {record.shard_id} has not {fmt.HASH_BYTES} bytes")
-    values = (
-        *record.snapshot,
-        record.iteration,
-        record.tensor_bytes,
-        record.meta_offset,
-        record.meta_bytes,
-        record.digest_offset,
-        record.used_bytes,
-        record.layout_hash,
-        record.digest_root,
-    )
-    place = _shard_id_bytes(record.shard_id)
-    return _packing("a sealed record", lambda: _SEALED.pack(place, *values))
-
-
-def _sealed_from(raw: bytes, offset: int) -> SealedRecord:
-    name, incarnation, sequence, *values = _SEALED.unpack_from(raw, offset)
-    return SealedRecord(_shard_id_from(name), SnapshotId(incarnation, sequence), *values)
-
-
 def pack_header(header: ArenaHeader) -> bytes:
-    """HEADER_BYTES bytes; of a longer lineage the newest 64 ancestors are kept."""
-    lineage = header.lineage[-fmt.MAX_LINEAGE :]
-    sizes = header.geometry
-    fixed = _packing(
-        "the arena header",
-        lambda: _HEADER.pack(
-            header.job.bytes,
-            _shard_id_bytes(header.shard_id),
-            header.incarnation,
-            fmt.CODECS.index(header.codec),
-            header.matrix,
-            header.data_members,
-            header.parity_members,
-            header.member_index,
-            len(header.members),
-            header.digest_algorithm,
-            len(lineage),
-            sizes.slot_count,
-            sizes.data_bytes,
-            sizes.parity_bytes,
-            sizes.block_bytes,
-        ),
-    )
-    members = b"".join(_shard_id_bytes(m).ljust(fmt.SHARD_ID_BYTES, b"\0") for m in header.members)
-    ancestors = _packing("the lineage", lambda: b"".join(_ancestor_bytes(a) for a in lineage))
-    return (fixed + members).ljust(_LINEAGE_AT, b"\0") + ancestors.ljust(
-        HEADER_BYTES - _LINEAGE_AT, b"\0"
-    )
-
-
-def _ancestor_bytes(ancestor: Ancestor) -> bytes:
-    parent = ancestor.parent
-    return _ANCESTOR.pack(ancestor.incarnation, parent is not None, *(parent or (0, 0)))
-
-
-def _ancestor_from(raw: bytes, index: int) -> Ancestor:
-    at = _LINEAGE_AT + index * _ANCESTOR.size
-    incarnation, has_parent, *parent = _ANCESTOR.unpack_from(raw, at)
-    return Ancestor(incarnation, SnapshotId(*parent) if has_parent else None)
+    """The arena header; of a longer lineage the newest 64 ancestors are kept."""
+    return _pack(replace(header, lineage=header.lineage[-fmt.MAX_LINEAGE :]))
 
 
 def unpack_header(raw: bytes) -> ArenaHeader:
-    """The arena header in HEADER_BYTES bytes; ArenaCorruptError if they are nonsense."""
-    return _unpacking("the arena header", lambda: _header_from(raw))
-
-
-def _header_from(raw: bytes) -> ArenaHeader:
-    (job, name, incarnation, codec, matrix, k, m, index, count, algorithm, ancestors, *sizes) = (
-        _HEADER.unpack_from(raw)
-    )
-    size = fmt.SHARD_ID_BYTES
-    starts = range(_MEMBERS_AT, _MEMBERS_AT + count * size, size)
-    return ArenaHeader(
-        job=uuid.UUID(bytes=job),
-        shard_id=_shard_id_from(name),
-        incarnation=incarnation,
-        lineage=tuple(_ancestor_from(raw, i) for i in range(ancestors)),
-        codec=fmt.CODECS[codec],
-        matrix=matrix,
-        data_members=k,
-        parity_members=m,
-        member_index=index,
-        members=tuple(_shard_id_from(raw[at : at + size]) for at in starts),
-        digest_algorithm=algorithm,
-        geometry=Geometry(*sizes),
-    )
+    """The arena header back; ArenaCorruptError if the bytes are nonsense."""
+    header: ArenaHeader = _unpack("the arena header", raw, ArenaHeader)
+    return header
 
 
 def pack_slot(header: SlotHeader) -> bytes:
-    """SLOT_BYTES bytes of one slot header."""
-    flags = (
-        _HAS_SNAPSHOT * (header.snapshot is not None)
-        | _LOCAL_ONLY * header.local_only
-        | _HAS_RECORD * (header.record is not None)
-        | _PARITY_VALID * header.parity_valid
-    )
-    fixed = _packing(
-        "a slot header",
-        lambda: _SLOT.pack(
-            header.state,
-            flags,
-            *(header.snapshot or (0, 0)),
-            header.iteration,
-            header.parity_root,
-            len(header.stripe_table),
-            0,
-        ),
-    )
-    record = b"" if header.record is None else pack_sealed(header.record)
-    table = b"".join(pack_sealed(r) for r in header.stripe_table)
-    return ((fixed + record).ljust(_TABLE_AT, b"\0") + table).ljust(SLOT_BYTES, b"\0")
+    """One slot header."""
+    return _pack(header)
 
 
 def unpack_slot(raw: bytes) -> SlotHeader:
-    """The slot header in SLOT_BYTES bytes; ArenaCorruptError if they are nonsense."""
-    return _unpacking("a slot header", lambda: _slot_from(raw))
-
-
-def _slot_from(raw: bytes) -> SlotHeader:
-    state, flags, incarnation, sequence, iteration, root, count, _ = _SLOT.unpack_from(raw)
-    table = (_sealed_from(raw, _TABLE_AT + i * _SEALED.size) for i in range(count))
-    return SlotHeader(
-        state=SlotState(state),
-        snapshot=SnapshotId(incarnation, sequence) if flags & _HAS_SNAPSHOT else None,
-        iteration=iteration,
-        local_only=bool(flags & _LOCAL_ONLY),
-        record=_sealed_from(raw, _SLOT.size) if flags & _HAS_RECORD else None,
-        parity_valid=bool(flags & _PARITY_VALID),
-        parity_root=root,
-        stripe_table=tuple(table),
-    )
+    """The slot header back; ArenaCorruptError if the bytes are nonsense."""
+    header: SlotHeader = _unpack("a slot header", raw, SlotHeader)
+    return header
 
 
 def pack_permit(permit: Permit | None) -> bytes:
-    """PERMIT_BYTES bytes; None is the withdrawn permit."""
-    if permit is None:
-        return bytes(PERMIT_BYTES)
-    flags = _PRESENT | _REVOKED * permit.revoked
-    values = (*permit.snapshot, permit.iteration, permit.slot, flags)
-    return _packing("the permit", lambda: _PERMIT.pack(*values))
+    """The permit; None is the withdrawn one."""
+    return _pack(permit)
 
 
 def unpack_permit(raw: bytes) -> Permit | None:
-    """The permit in PERMIT_BYTES bytes, None if there is none."""
-    incarnation, sequence, iteration, slot, flags = _PERMIT.unpack(raw)
-    if not flags & _PRESENT:
-        return None
-    return Permit(SnapshotId(incarnation, sequence), iteration, slot, bool(flags & _REVOKED))
+    """The permit back, None if there is none; ArenaCorruptError if the bytes are nonsense."""
+    permit: Permit | None = _unpack("the permit", raw, Permit | None)
+    return permit
 
 
 def pack_progress(iteration: int) -> bytes:
-    """PROGRESS_BYTES bytes of the last finished iteration."""
-    return _packing("progress", lambda: _PROGRESS.pack(iteration))
+    """The last finished iteration."""
+    return _pack(iteration)
 
 
 def unpack_progress(raw: bytes) -> int:
-    """The last finished iteration in PROGRESS_BYTES bytes."""
-    return int(_PROGRESS.unpack(raw)[0])
+    """The last finished iteration back; ArenaCorruptError if the bytes are nonsense."""
+    iteration: int = _unpack("progress", raw, int)
+    return iteration
+
+
+def _pack(value: object) -> bytes:
+    try:
+        return msgspec.msgpack.encode(value)
+    except OverflowError as error:
+        raise ValueError(f"a number in {value} has more than 64 bits") from error
+
+
+def _unpack(what: str, raw: bytes, kind: Any) -> Any:
+    # A hash is no signature: bytes that pass it may still be nonsense made on purpose.
+    try:
+        return msgspec.msgpack.decode(raw, type=kind)
+    except UNREADABLE as error:
+        raise ArenaCorruptError(f"{what} passes its hash but is not valid: {error}") from error

@@ -5,18 +5,11 @@ A data region holds tensors, then the small objects ("meta"), then a table with 
 digest root covers the table and the sealed record, so 32 bytes vouch for everything.
 Digests find accidents (memory errors, stray writes, wrong blocks), not forgery: who
 can write an arena can write its digests.
-
-The CRC of a run of blocks is computed from the blocks' own, without reading them.  A CRC of A and B
-together is the CRC of A, moved on by as many zeros as B has bytes, plus (xor) the CRC of B, where
-both begin with and are inverted at the end by ones, as CRC-64/XZ is.  Moving on is linear over
-GF(2), so 64 single bits tell all of it; they are moved on by the CRC's own code.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -29,53 +22,6 @@ from megatron_ft.core.errors import ArenaCorruptError, ArenaError
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 
 Table = NDArray[np.uint64]
-
-
-def joined_crcs(crcs: Table, block_bytes: int, run: int) -> Table:
-    """CRC-64/XZ of each whole run of ``run`` neighbours, all of whose blocks have one length."""
-    return _joined(crcs[: crcs.size // run * run].reshape(-1, run), block_bytes, 1)
-
-
-def _joined(runs: Table, block_bytes: int, blocks: int) -> Table:
-    """Join the CRCs of each row, of ``blocks`` blocks each, pair by pair until one is left."""
-    if runs.shape[1] == 1:
-        alone: Table = runs[:, 0].copy()
-        return alone
-    if runs.shape[1] % 2:
-        before = _joined(runs[:, :-1], block_bytes, blocks)
-        return _moved_on(before, block_bytes, blocks) ^ runs[:, -1]
-    pairs = _moved_on(runs[:, ::2], block_bytes, blocks) ^ runs[:, 1::2]
-    return _joined(pairs, block_bytes, 2 * blocks)
-
-
-def _moved_on(crcs: Table, block_bytes: int, blocks: int) -> Table:
-    """The CRCs after ``blocks`` more blocks of zeros; ``blocks`` is a power of two."""
-    # Lowest byte first, as in the table.
-    bytes_of = np.ascontiguousarray(crcs, "<u8").view(np.uint8).reshape(*crcs.shape, 8)
-    moved = np.zeros(crcs.shape, np.uint64)
-    for at, images in enumerate(_images(block_bytes, blocks)):
-        moved ^= images.take(bytes_of[..., at])
-    return moved
-
-
-@lru_cache(maxsize=32)
-def _images(block_bytes: int, blocks: int) -> Table:
-    """Table of the moved CRC for each value of each byte of a CRC, lowest byte first."""
-    bits, images = _bits(block_bytes, blocks).reshape(8, 8), np.zeros((8, 1), np.uint64)
-    for number in range(8):
-        images = np.concatenate([images, images ^ bits[:, number : number + 1]], axis=1)
-    return images
-
-
-@lru_cache(maxsize=32)
-def _bits(block_bytes: int, blocks: int) -> Table:
-    """The moved CRC of each single bit, lowest bit first."""
-    if blocks > 1:
-        return _moved_on(_bits(block_bytes, blocks // 2), block_bytes, blocks // 2)
-    zeros, library = np.zeros(block_bytes, np.uint8), isal.load()
-    nothing = library.crc64(zeros)
-    return np.array([library.crc64(zeros, 1 << bit) ^ nothing for bit in range(64)], np.uint64)
-
 
 ALIGNMENT = 64
 ENTRY_BYTES = 8
@@ -118,20 +64,6 @@ def digest_blocks(buffer: Bytes, block_bytes: int, algorithm: int, out: Table) -
     for number in range(entries):
         at = number * block_bytes
         out[number] = digest_block(buffer[at : at + block_bytes], algorithm)
-
-
-def block_digests(buffer: Bytes, block_bytes: int, algorithm: int) -> Callable[[int], int]:
-    """A function that gives the digest of a block by its number; it keeps ``buffer`` alive.
-
-    Where ISA-L makes them it costs little more than the digest itself.
-    """
-
-    def digest_numbered(number: int) -> int:
-        return digest_block(buffer[number * block_bytes :][:block_bytes], algorithm)
-
-    return (
-        isal.load().numbered(buffer, block_bytes) if algorithm == DIGEST_CRC64 else digest_numbered
-    )
 
 
 def table_entries(covered_bytes: int, block_bytes: int) -> int:
@@ -196,37 +128,9 @@ def seal(
             "objects or tensors have grown since the layout was planned; plan it again"
         )
     _write_meta(data, record, meta)
-    return _close(
-        data, record, block_bytes, algorithm, data.size if dirty_bytes is None else dirty_bytes
-    )
-
-
-def sealed_anew(
-    data: Bytes, record: SealedRecord, block_bytes: int, algorithm: int
-) -> SealedRecord:
-    """The record of a region, filled up to ``digest_offset``, with digests of other blocks.
-
-    Writes the table and zeros after it.  ArenaCapacityError, with nothing written, if there is no
-    room for more digests.  The caller verifies the bytes by the old digests afterwards: a
-    change in between is then found by either.
-    """
-    used = _end_of_table(record.digest_offset, block_bytes)
-    if used > data.size:
-        raise ArenaCapacityError(
-            f"shard {record.shard_id} needs {used} bytes with a digest for every {block_bytes} "
-            f"bytes, and its arena holds {data.size}"
-        )
-    anew = msgspec.structs.replace(record, used_bytes=used)
-    return _close(data, anew, block_bytes, algorithm, data.size)
-
-
-def _close(
-    data: Bytes, record: SealedRecord, block_bytes: int, algorithm: int, dirty_bytes: int
-) -> SealedRecord:
-    """Write the digest table and zeros up to ``dirty_bytes``; the record with its root."""
     table = _table_view(data, record)
     digest_blocks(data[: record.digest_offset], block_bytes, algorithm, table)
-    data[record.used_bytes : dirty_bytes] = 0
+    data[record.used_bytes : data.size if dirty_bytes is None else dirty_bytes] = 0
     return _with_root(record, digest_root(table, record))
 
 
@@ -303,44 +207,35 @@ class BlockCheck:
     GIL.  ``blocks`` is how many precede ``digest_offset``.
     """
 
-    def __init__(
-        self, data: Bytes, record: SealedRecord, block_bytes: int, algorithm: int, run: int = 1
-    ) -> None:
-        """Compares table and record with the root first; block_bytes is as it was sealed.
-
-        Runs of ``run`` blocks, from multiples of it on, are checked in one call each where digests
-        are CRCs: threads wait for the GIL between calls.
-        """
+    def __init__(self, data: Bytes, record: SealedRecord, block_bytes: int, algorithm: int) -> None:
+        """Compares table and record with the root first; block_bytes is as it was sealed."""
         covered = min(max(record.digest_offset, 0), data.size)
-        self.block_bytes, self.run = block_bytes, run
         self.blocks = table_entries(covered, block_bytes)
+        self._data, self._how = data[:covered], (block_bytes, algorithm)
+        # A copy, so that nobody changes it after the root has proved it.
         table = digest_table(data, record) if fits(data.size, record) else None
         sealed = table is not None and digest_root(table, record) == record.digest_root
-        whole = table if sealed and table is not None and table.size == self.blocks else None
-        self._table: list[int] | None = None if whole is None else whole.tolist()
-        self._digest = block_digests(data[:covered], block_bytes, algorithm)
-        self._runs: list[int] = []
-        if run > 1 and algorithm == DIGEST_CRC64 and whole is not None:
-            self._runs = joined_crcs(whole[: covered // block_bytes], block_bytes, run).tolist()
-            self._run_digest = block_digests(data[:covered], run * block_bytes, algorithm)
+        self._table = table if sealed and table is not None and table.size == self.blocks else None
 
     def bad(self, first: int, stop: int) -> list[int]:
         """Numbers of the blocks from ``first`` to before ``stop`` without the sealed bytes.
 
         With a wrong root nothing is known of any block, so every block is named, at least one.
         """
-        table, digest_of = self._table, self._digest
-        if table is None:
+        if self._table is None:
             return list(range(first, max(stop, first + 1)))
-        if self._is_right_run(first, stop):
-            return []
-        return [number for number in range(first, stop) if digest_of(number) != table[number]]
+        block_bytes, algorithm = self._how
+        piece = self._data[first * block_bytes : stop * block_bytes]
+        return wrong_blocks(piece, first, self._table[first:stop], block_bytes, algorithm)
 
-    def _is_right_run(self, first: int, stop: int) -> bool:
-        number, rest = divmod(first, self.run)
-        if rest or stop - first != self.run or number >= len(self._runs):
-            return False
-        return self._run_digest(number) == self._runs[number]
+
+def wrong_blocks(
+    piece: Bytes, first: int, expected: Table, block_bytes: int, algorithm: int
+) -> list[int]:
+    """Numbers of the blocks of ``piece``, whose first one is number ``first``, that are wrong."""
+    found = np.empty_like(expected)
+    digest_blocks(piece, block_bytes, algorithm, found)
+    return [first + int(number) for number in np.flatnonzero(found != expected)]
 
 
 def verify_shard(data: Bytes, record: SealedRecord, block_bytes: int, algorithm: int) -> list[int]:

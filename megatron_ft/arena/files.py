@@ -30,9 +30,7 @@ from megatron_ft.core.errors import (
     UntrustedFileError,
 )
 
-HEADER_PLACE = RecordPlace(
-    fmt.HEADER_OFFSET, fmt.HEADER_COPY_BYTES, binary.HEADER_BYTES, binary.KIND_HEADER
-)
+HEADER_PLACE = RecordPlace(fmt.HEADER_OFFSET, fmt.HEADER_COPY_BYTES, binary.KIND_HEADER)
 
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_SPACE = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
@@ -158,8 +156,8 @@ def read_whole_header(fd: int, path: Path) -> ArenaHeader:
     place = HEADER_PLACE
 
     def copies() -> binary.Copies:
-        first = os.pread(fd, place.stored_bytes, place.offset)
-        return first, os.pread(fd, place.stored_bytes, place.offset + place.copy_bytes)
+        first = os.pread(fd, place.copy_bytes, place.offset)
+        return first, os.pread(fd, place.copy_bytes, place.offset + place.copy_bytes)
 
     raw = binary.read_settled(copies, place)
     if raw is None:

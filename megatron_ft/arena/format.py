@@ -1,7 +1,7 @@
 """Contents of an arena file and their places: constants, geometry, values of its records.
 
-The byte tables are in docs/arena-format.md and are packed by ``binary.py``; this
-module only knows values and offsets.  Every ``ValueError`` here names the field.
+Values are packed by ``binary.py``; docs/arena-format.md has the format.  Every ``ValueError`` here
+names the field.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import IntEnum
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 
 MAGIC = b"MFTARENA"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 BYTE_ORDER_MARK = 0x0A0B0C0D
 PAGE_BYTES = 4096
 

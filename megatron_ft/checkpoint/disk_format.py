@@ -245,21 +245,6 @@ DTYPES = {
 """Our dtype names to theirs; a tensor of any other dtype is stored as its bytes."""
 
 
-class Whole(msgspec.Struct, frozen=True):
-    """Description of a tensor in the shard, where the file's own entry does not say it all.
-
-    ``start`` and ``stop`` are the stored elements of the flattened tensor; ``alias_of`` and
-    ``offset`` say where the bytes of a tensor are that has no entry of its own.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    alias_of: str
-    offset: int
-
-
 class ShardHeader(msgspec.Struct, frozen=True):
     """Our part of a header; kept as JSON texts in ``__metadata__``."""
 
@@ -272,7 +257,7 @@ class ShardHeader(msgspec.Struct, frozen=True):
 
 def pack_header(header: ShardHeader, layout: ShardLayout) -> bytes:
     """Length and JSON, padded so that the region starts at a multiple of 64 bytes."""
-    entries: dict[str, Any] = {"__metadata__": _metadata(header, layout)}
+    entries: dict[str, Any] = {"__metadata__": _metadata(header)}
     for name, dtype, shape, start, stop in _table(layout, header.record):
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, stop)}
     text = msgspec.json.encode(entries)
@@ -314,23 +299,13 @@ def unpack_header(raw: bytes, where: str) -> ShardHeader:
     )
 
 
-def _metadata(header: ShardHeader, layout: ShardLayout) -> dict[str, str]:
+def _metadata(header: ShardHeader) -> dict[str, str]:
     """All values are texts, as the format wants."""
-    described = {e.name: _whole(e) for e in layout.entries if not _says_all(e)}
     return {
         "format": SHARD_FORMAT,
         "version": str(SHARD_VERSION),
         "shard": msgspec.json.encode(header).decode(),
-        "tensors": msgspec.json.encode(described).decode(),
     }
-
-
-def _says_all(entry: LayoutEntry) -> bool:
-    return not entry.alias_of and not entry.is_split and entry.dtype in DTYPES
-
-
-def _whole(entry: LayoutEntry) -> Whole:
-    return Whole(entry.dtype, entry.shape, entry.start, entry.stop, entry.alias_of, entry.offset)
 
 
 _Row = tuple[str, str, tuple[int, ...], int, int]

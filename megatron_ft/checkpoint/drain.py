@@ -15,7 +15,6 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -34,11 +33,11 @@ from megatron_ft.checkpoint.disk_format import (
     folder_name,
     is_complete,
 )
-from megatron_ft.checkpoint.drained import Keep, clean_up, clear_unfinished
+from megatron_ft.checkpoint.drained import clean_up, clear_unfinished
 from megatron_ft.checkpoint.live import hold, scan
-from megatron_ft.checkpoint.load import ProcessPlan, check_folder, open_trusted, wrong_blocks
+from megatron_ft.checkpoint.load import ProcessPlan, check_folder, open_trusted
 from megatron_ft.checkpoint.source import OpenSnapshot, ShardBytes, SnapshotInfo
-from megatron_ft.core.background import Pace, bind_to_background_cpus, lower_priority
+from megatron_ft.core.background import Pace, lower_priority
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import (
     CheckpointDamagedError,
@@ -109,7 +108,7 @@ def _checked_copy(shard: ShardBytes, first: int, expected: NDArray[np.uint64]) -
     start = first * shard.block_bytes
     stop = min(start + expected.size * shard.block_bytes, shard.record.digest_offset)
     copy: NDArray[np.uint8] = shard.data[start:stop].copy()
-    if bad := wrong_blocks(copy, first, expected, shard.block_bytes, shard.digest_algorithm):
+    if bad := digest.wrong_blocks(copy, first, expected, shard.block_bytes, shard.digest_algorithm):
         raise SnapshotUnavailableError(
             f"shard {shard.record.shard_id} in {shard.origin} changed while it was drained: "
             f"blocks {digest.name_blocks(bad)} no longer match their digests"
@@ -201,7 +200,7 @@ class DrainPlan(ProcessPlan, frozen=True):
     directory: Path
     shard_count: int
     shards: dict[str, ShardPlacement] = {}
-    keep: Keep = Keep(2)
+    keep: int = 2
     bandwidth_mib: float = 0.0
     export_dir: Path | None = None
     mount: Path | None = None
@@ -229,7 +228,6 @@ def run_step(steps: Mapping[str, Callable[[DrainPlan], None]], program: str) -> 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     lower_priority()
     try:
-        bind_to_background_cpus()
         register_leased_process(options.step)
         _check_mounted(options.plan)
         steps[options.step](options.plan)
@@ -285,9 +283,8 @@ def finish(plan: DrainPlan) -> None:
 
 def tidy(plan: DrainPlan) -> None:
     """Remove what is superfluous now; to be begun by a supervisor that knows of the manifest."""
-    keep = replace(plan.keep, lineage=plan.lineage)
     try:
-        for folder in clean_up(plan.directory, plan.job, keep):
+        for folder in clean_up(plan.directory, plan.job, plan.keep, plan.lineage):
             log.info("removed %s", folder)
     except OSError as error:
         raise DrainError(f"older checkpoints could not be removed: {error}") from error

@@ -163,32 +163,17 @@ def _newest_lineage(found: Iterable[Drained]) -> tuple[Ancestor, ...]:
     return max(lineages, key=lambda lineage: lineage[-1].incarnation, default=())
 
 
-@dataclass(frozen=True)
-class Keep:
-    """Retention of a job's checkpoints: the ``newest``, and the first one of every ``every``
-    iterations (0: no others).  What is off ``lineage`` was given up by the job and does not
-    count; () is an unknown lineage, off which nothing is.  What is of a later incarnation stays.
+def superfluous(
+    complete: Mapping[str, SnapshotId], keep: int, lineage: tuple[Ancestor, ...] = ()
+) -> list[str]:
+    """Names of the checkpoints beyond the newest ``keep``, oldest first.  Pure.
+
+    What is off ``lineage`` was given up by the job and does not count; () is an unknown
+    lineage, off which nothing is.  What is of a later incarnation stays.
     """
-
-    newest: int
-    every: int = 0
-    lineage: tuple[Ancestor, ...] = ()
-
-
-def superfluous(complete: Mapping[str, tuple[SnapshotId, int]], keep: Keep) -> list[str]:
-    """Names of the checkpoints that go, oldest first.  Pure.
-
-    ``complete`` maps names to snapshots and their iterations.
-    """
-    ordered = sorted(complete, key=lambda name: complete[name][0])
-    ours = [n for n in ordered if not keep.lineage or on_lineage(complete[n][0], keep.lineage)]
-    staying = set(ours[-keep.newest :])
-    staying |= {name for name in ordered if _later(complete[name][0], keep.lineage)}
-    periods: set[int] = set()
-    for name in ours if keep.every else ():
-        period = complete[name][1] // keep.every
-        staying |= set() if period in periods else {name}
-        periods.add(period)
+    ordered = sorted(complete, key=lambda name: complete[name])
+    ours = [n for n in ordered if not lineage or on_lineage(complete[n], lineage)]
+    staying = {*ours[-keep:], *(n for n in ordered if _later(complete[n], lineage))}
     return [name for name in ordered if name not in staying]
 
 
@@ -202,7 +187,11 @@ def _later(snapshot: SnapshotId, lineage: Sequence[Ancestor]) -> bool:
 
 
 def clean_up(
-    directory: Path, job: uuid.UUID, keep: Keep, disk: DiskCalls | None = None
+    directory: Path,
+    job: uuid.UUID,
+    keep: int,
+    lineage: tuple[Ancestor, ...] = (),
+    disk: DiskCalls | None = None,
 ) -> list[Path]:
     """Remove the job's superfluous checkpoints; what was removed.
 
@@ -210,15 +199,15 @@ def clean_up(
     if one cannot be removed, after the others were.
     """
     disk = disk or DiskCalls()
-    complete: dict[str, tuple[SnapshotId, int]] = {}
+    complete: dict[str, SnapshotId] = {}
     for folder in _folders_of(directory, job):
         try:
             found = read_manifest(folder)
         except CheckpointDamagedError:
             continue
         if found.job == job:
-            complete[folder.name] = (found.snapshot, found.iteration)
-    removed = [directory / name for name in superfluous(complete, keep)]
+            complete[folder.name] = found.snapshot
+    removed = [directory / name for name in superfluous(complete, keep, lineage)]
     _each(removed, lambda folder: remove_checkpoint(folder, disk))
     return removed
 

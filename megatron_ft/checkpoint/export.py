@@ -24,7 +24,26 @@ from megatron_ft.checkpoint.disk_format import DiskCalls
 from megatron_ft.checkpoint.source import OpenSnapshot
 from megatron_ft.core.errors import UNREADABLE, ConfigError, ExportError
 from megatron_ft.core.fault_points import reach
+from megatron_ft.core.identity import SnapshotId
 from megatron_ft.core.objects import MOST_BYTES, Part, decode, encode
+
+MARK = ".megatron-ft-export.json"
+"""File in an export that tells it from the framework's own checkpoints."""
+
+
+class ExportMark(msgspec.Struct, frozen=True):
+    """Job and snapshot that an export was made of."""
+
+    job: uuid.UUID
+    snapshot: SnapshotId
+
+    @classmethod
+    def of(cls, folder: Path) -> ExportMark | None:
+        """The mark of a folder; None if it is no export."""
+        try:
+            return msgspec.json.decode((folder / MARK).read_bytes(), type=cls)
+        except (OSError, *UNREADABLE):
+            return None
 
 
 @contextmanager
@@ -33,8 +52,8 @@ def whole_folder(
 ) -> Iterator[Path]:
     """A folder to write to, which gets the name ``folder`` when the block has ended well.
 
-    Before that ``shards`` are checked, which may still refuse, and what was written is made
-    durable.  After an error nothing is left of it.
+    Before that ``shards`` are checked, which may still refuse, the folder gets its mark, and what
+    was written is made durable.  After an error nothing is left of it.
     """
     disk, partial = disk or DiskCalls(), partial_of(folder, shards.job)
     shutil.rmtree(partial, ignore_errors=True)
@@ -43,6 +62,8 @@ def whole_folder(
         yield partial
         reach("export.written")
         shards.check()
+        mark = ExportMark(shards.job, shards.info.snapshot)
+        (partial / MARK).write_bytes(msgspec.json.encode(mark))
         _sync(partial, disk)
         disk.rename(partial, folder)
         disk.sync_folder(folder.parent)

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from megatron_ft.arena import digest
 from megatron_ft.arena.arena import Arena
-from megatron_ft.arena.digest import ArenaCapacityError
 from megatron_ft.arena.format import SlotState
 from megatron_ft.arena.mapping import Mapping
 from megatron_ft.checkpoint import disk_format
@@ -187,24 +186,10 @@ class ShardReader:
     def read_into(self, data: NDArray[np.uint8]) -> None:
         """Fill ``data``, which is as long as the region, and check all of it."""
         assert data.size == self.record.used_bytes
-        self._read_region(data)
+        for at in range(0, data.size, PIECE_BYTES):
+            self._read(data[at : at + PIECE_BYTES].data, self.start + at)
         if bad := digest.verify_shard(data, self.record, *self._how):
             raise self._damage(bad)
-
-    def read_sealed_anew(
-        self, data: NDArray[np.uint8], block_bytes: int, algorithm: int
-    ) -> SealedRecord:
-        """Fill a whole data region whose digests are of other blocks; the record of what is there.
-
-        Every byte is checked by the digests in the file.  ArenaCapacityError if there is no room.
-        """
-        record, expected = self.record, self._table()
-        region = data[: record.digest_offset]
-        self._read_region(region)
-        sealed = digest.sealed_anew(data, record, block_bytes, algorithm)
-        if bad := wrong_blocks(region, 0, expected, *self._how):
-            raise self._damage(bad)
-        return sealed
 
     def verify(self) -> None:
         """Check every byte of the region; memory is one piece and the digest table."""
@@ -216,7 +201,7 @@ class ShardReader:
             piece = buffer[: min(blocks * block, end - first * block)]
             self._read(piece.data, self.start + first * block)
             known = expected[first : first + blocks]
-            bad += wrong_blocks(piece, first, known, *self._how)
+            bad += digest.wrong_blocks(piece, first, known, *self._how)
         if bad:
             raise self._damage(bad)
 
@@ -244,29 +229,12 @@ class ShardReader:
         self._read(memoryview(head), 0)
         return bytes(head)
 
-    def _read_region(self, data: NDArray[np.uint8]) -> None:
-        for at in range(0, data.size, PIECE_BYTES):
-            self._read(data[at : at + PIECE_BYTES].data, self.start + at)
-
     def _read(self, rest: memoryview, at: int) -> None:
         while rest:
             count = self._disk.read(self.descriptor, rest, at)
             if not count:
                 raise CheckpointDamagedError(f"{self.path} became shorter while it was read")
             rest, at = rest[count:], at + count
-
-
-def wrong_blocks(
-    piece: NDArray[np.uint8],
-    first: int,
-    expected: NDArray[np.uint64],
-    block_bytes: int,
-    algorithm: int,
-) -> list[int]:
-    """Numbers of the blocks of ``piece``, whose first one is number ``first``, that are wrong."""
-    found = np.empty_like(expected)
-    digest.digest_blocks(piece, block_bytes, algorithm, found)
-    return [first + int(number) for number in np.flatnonzero(found != expected)]
 
 
 def open_checkpoint(directory: Path) -> CheckpointSource:
@@ -409,28 +377,25 @@ def fill(
     """Copy one shard into the slot of its arena that waits for it; the record of what is there.
 
     Every byte is checked after it was copied.  CheckpointDamagedError names what is wrong
-    with the file; DrainError if the arena is not one that can take it.  Where the arena has
-    digests of other blocks, or by another algorithm, they are made anew.
+    with the file; DrainError if the arena is not one that can take it.
     """
     with Arena.open(path) as arena, open_shard(folder, shard_id, manifest, disk) as reader:
         data = arena.data(_waiting_slot(arena, manifest.snapshot), writable=True)
         here = (arena.geometry.block_bytes, arena.header.digest_algorithm)
-        if here == (reader.header.block_bytes, reader.header.digest_algorithm):
-            return _as_it_is(reader, data, path)
-        try:
-            return reader.read_sealed_anew(data, *here)
-        except ArenaCapacityError as error:
-            raise DrainError(f"{reader.path} does not fit into {path}: {error}") from error
-
-
-def _as_it_is(reader: ShardReader, data: NDArray[np.uint8], path: Path) -> SealedRecord:
-    used = reader.record.used_bytes
-    if used > data.size:
-        raise DrainError(f"{path} has room for {data.size} bytes, {reader.path} holds {used}")
-    reader.read_into(data[:used])
-    # Parity is computed over the whole slot, and there may be an older snapshot behind it.
-    data[used:] = 0
-    return reader.record
+        there = (reader.header.block_bytes, reader.header.digest_algorithm)
+        if here != there:
+            raise DrainError(
+                f"{reader.path} has digests by algorithm {there[1]} of blocks of {there[0]} bytes, "
+                f"{path} by {here[1]} of {here[0]}: export the checkpoint with the release that "
+                "wrote it, and start from the export"
+            )
+        used = reader.record.used_bytes
+        if used > data.size:
+            raise DrainError(f"{path} has room for {data.size} bytes, {reader.path} holds {used}")
+        reader.read_into(data[:used])
+        # Parity is computed over the whole slot, and there may be an older snapshot behind it.
+        data[used:] = 0
+        return reader.record
 
 
 def _waiting_slot(arena: Arena, snapshot: SnapshotId) -> int:

@@ -93,39 +93,42 @@ def rebuild(
     Blocks of ``own``, the shard's arena if there is one, are used where their digests match.
     SnapshotUnavailableError names the first block for which too few right ones are left.
     """
-    code, views = _views(survivors, snapshot, arenas)
-    checks = {number: _checks(code, view) for number, view in views.items()}
-    mine, my_check = _own_view(own, snapshot, survivors.record, code)
-    solver, size = RowSolver(code), code.block_bytes
+    stripe = _Stripe(survivors, snapshot, arenas)
+    code = stripe.code
+    own_data, check = _own_data(own, snapshot, survivors.record, code)
     result: Bytes = np.zeros(code.data_bytes, np.uint8)
-    for block in range(-(-survivors.record.used_bytes // size)):
-        into = block_of(code, result, block)
-        if mine is not None and my_check is not None:
-            held = block_of(code, mine.data, block)
-            if not my_check.bad_blocks(block * size, held):
-                into[:] = held
-                continue
-        place = place_of(code, survivors.missing, block, parity=False)
-        part = slice(place.offset, place.offset + size)
-        pieces = {n: piece_of(code, view, n, place.row, part) for n, view in views.items()}
-        solved = solver.solve_block(place, survivors.missing, pieces, checks)
-        if solved is None:
-            raise SnapshotUnavailableError(
-                f"at block {block} fewer than {code.data_members} shards of its stripe are right"
-            )
-        into[:] = solved
+    for block in range(-(-survivors.record.used_bytes // code.block_bytes)):
+        held = block_of(code, own_data, block)
+        right = check is not None and not check.bad_blocks(block * code.block_bytes, held)
+        block_of(code, result, block)[:] = held if right else stripe.solve(block, parity=False)
     return result
 
 
-def _views(
-    survivors: Survivors, snapshot: SnapshotId, arenas: Arenas
-) -> tuple[StripeCode, dict[int, MemberView]]:
-    """The stripe's numbers, and the bytes of each survivor."""
-    views = {}
-    for number, holding in survivors.holdings.items():
-        arena = arenas[holding.node, holding.arena.shard_id]
-        code, views[number] = code_of(arena.header), _view(arena, holding, snapshot)
-    return code, views
+class _Stripe:
+    """The survivors' bytes, from which blocks of the missing member are solved."""
+
+    def __init__(self, survivors: Survivors, snapshot: SnapshotId, arenas: Arenas) -> None:
+        self._missing = survivors.missing
+        self._views: dict[int, MemberView] = {}
+        for number, holding in survivors.holdings.items():
+            arena = arenas[holding.node, holding.arena.shard_id]
+            self.code, self._views[number] = code_of(arena.header), _view(arena, holding, snapshot)
+        self._checks = {number: _checks(self.code, view) for number, view in self._views.items()}
+        self._solver = RowSolver(self.code)
+
+    def solve(self, block: int, *, parity: bool) -> Bytes:
+        """A block of the missing member's data or parity; SnapshotUnavailableError."""
+        code = self.code
+        place = place_of(code, self._missing, block, parity=parity)
+        part = slice(place.offset, place.offset + code.block_bytes)
+        pieces = {n: piece_of(code, view, n, place.row, part) for n, view in self._views.items()}
+        solved = self._solver.solve_block(place, self._missing, pieces, self._checks)
+        if solved is None:
+            region = "parity block" if parity else "block"
+            raise SnapshotUnavailableError(
+                f"at {region} {block} fewer than {code.data_members} shards of its stripe are right"
+            )
+        return solved
 
 
 def _view(arena: Arena, holding: Holding, snapshot: SnapshotId) -> MemberView:
@@ -135,7 +138,8 @@ def _view(arena: Arena, holding: Holding, snapshot: SnapshotId) -> MemberView:
 
 
 def _checks(code: StripeCode, view: MemberView) -> Checks:
-    assert view.record is not None, "survivors have sealed their slot"
+    if view.record is None:
+        raise SnapshotUnavailableError("a slot of its stripe was given up while it was read")
     data = parity = None
     with suppress(CorruptMemberError):
         data = DataCheck(code, view.record, digest_table_of(view))
@@ -144,20 +148,20 @@ def _checks(code: StripeCode, view: MemberView) -> Checks:
     return data, parity
 
 
-def _own_view(
+def _own_data(
     own: Arena | None, snapshot: SnapshotId, record: SealedRecord, code: StripeCode
-) -> tuple[MemberView | None, DataCheck | None]:
+) -> tuple[Bytes, DataCheck | None]:
     """The slot of the shard's own arena that holds this record, if its digest table is right."""
-    if own is None or code_of(own.header) != code:
-        return None, None
-    for slot in range(own.geometry.slot_count):
+    slots = own.geometry.slot_count if own is not None and code_of(own.header) == code else 0
+    for slot in range(slots):
+        assert own is not None
         with suppress(CorruptMemberError, ArenaError):
             header = own.slot(slot)
             if header.snapshot == snapshot and header.record == record:
                 view = member_of(own, slot, header)
                 # A copy, as the slot may be given up meanwhile.
-                return view, DataCheck(code, record, digest_table_of(view).copy())
-    return None, None
+                return view.data, DataCheck(code, record, digest_table_of(view).copy())
+    return np.empty(0, np.uint8), None
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,7 @@ def rebuild_node(
 ) -> RebuiltNode:
     """Rebuild a node's shards of a protected snapshot from those of all other nodes.
 
-    Scratch memory is a few pieces of a chunk, whatever the shards' size.
+    Scratch memory is a few blocks, whatever the shards' size.
     """
     others = {shard: holding for shard, holding in holdings.items() if holding.node != node}
     lost = [s for s, h in holdings.items() if h.node == node and h.slot(snapshot) is not None]
@@ -188,56 +192,32 @@ def rebuild_node(
     for shard in sorted(lost):
         try:
             live = _view(arenas[node, shard], holdings[shard], snapshot)
-            survivors = Survivors.find(others, shard, snapshot)
-            size += _compare_rebuilt(survivors, live, *_views(survivors, snapshot, arenas))
+            stripe = _Stripe(Survivors.find(others, shard, snapshot), snapshot, arenas)
+            size += _compare_rebuilt(stripe, live)
         except (SnapshotUnavailableError, CorruptMemberError, ArenaError) as error:
             problem = f"{shard} cannot be rebuilt as it is: {error}"
             break
     return RebuiltNode(node, len(lost), size, time.monotonic() - started, problem)
 
 
-def _compare_rebuilt(
-    survivors: Survivors, live: MemberView, code: StripeCode, views: dict[int, MemberView]
-) -> int:
+def _compare_rebuilt(stripe: _Stripe, live: MemberView) -> int:
     """Rebuild the missing member's data and parity and compare; bytes rebuilt.
 
-    Every survivor's bytes are checked.  Each row is solved from the next k of them in turn.
-    SnapshotUnavailableError if a live byte differs, CorruptMemberError for a damaged survivor.
+    SnapshotUnavailableError if a live byte differs, CorruptMemberError if a digest does.
     """
-    missing, others = survivors.missing, sorted(views)
-    checks = {n: _strict_checks(code, view) for n, view in (*views.items(), (missing, live))}
-    solver, total = RowSolver(code), 0
-    for row in range(code.members):
-        chosen = [others[(row + n) % len(others)] for n in range(code.data_members)]
-        for part in code.pieces():
-            pieces = {n: piece_of(code, views[n], n, row, part) for n in others}
-            for number, piece in pieces.items():
-                _require(code, checks[number], number, row, part, piece)
-            (rebuilt,) = solver.solve(row, {n: pieces[n] for n in chosen}, [missing])
-            if not np.array_equal(rebuilt, piece_of(code, live, missing, row, part)):
+    code, record = stripe.code, live.record
+    if record is None:
+        raise SnapshotUnavailableError("its slot was given up while it was read")
+    data = DataCheck(code, record, digest_table_of(live))
+    parity = ParityCheck(code, record.shard_id, live.parity_digests, live.parity_root)
+    regions = (False, live.data, data), (True, live.parity, parity)
+    for in_parity, region, check in regions:
+        for block in range(region.nbytes // code.block_bytes):
+            rebuilt = stripe.solve(block, parity=in_parity)
+            if not np.array_equal(rebuilt, block_of(code, region, block)):
                 raise SnapshotUnavailableError(
-                    f"rebuilt bytes differ from the live ones in row {row} at byte {part.start}"
+                    f"rebuilt bytes differ from the live ones in block {block} of its "
+                    f"{'parity' if in_parity else 'data'}"
                 )
-            _require(code, checks[missing], missing, row, part, rebuilt)
-            total += rebuilt.nbytes
-    return total
-
-
-def _strict_checks(code: StripeCode, view: MemberView) -> tuple[DataCheck, ParityCheck]:
-    if view.record is None:
-        raise SnapshotUnavailableError("a slot of its stripe was given up while it was read")
-    data = DataCheck(code, view.record, digest_table_of(view))
-    return data, ParityCheck(code, view.record.shard_id, view.parity_digests, view.parity_root)
-
-
-def _require(
-    code: StripeCode,
-    checks: tuple[DataCheck, ParityCheck],
-    member: int,
-    row: int,
-    part: slice,
-    piece: Bytes,
-) -> None:
-    symbol = code.layout.symbol(row, member)
-    check = checks[code.layout.is_parity(symbol)]
-    check.require(code.layout.chunk(symbol) * code.chunk_bytes + part.start, piece)
+            check.require(block * code.block_bytes, rebuilt)
+    return code.data_bytes + code.parity_bytes

@@ -60,7 +60,6 @@ _HOW_TO_GET = {
     "deepspeed": "pip install 'megatron-ft[deepspeed]'",
     "mpi4py": "build mpi4py against your cluster's MPI, or: pip install 'megatron-ft[mpi]'",
     "matplotlib": "pip install 'megatron-ft[demo]'",
-    "rich": "pip install 'megatron-ft[demo]'",
 }
 
 

@@ -51,8 +51,7 @@ from megatron_ft.supervisor.job_state import JobState, state_folder
 from megatron_ft.supervisor.membership import NoSpareError
 from megatron_ft.supervisor.orders import Sizes
 from megatron_ft.supervisor.placement import describe_domains, read_domains
-from megatron_ft.supervisor.processes import modules_of
-from megatron_ft.supervisor.spec import JobSpec, open_files_needed, raise_open_files
+from megatron_ft.supervisor.spec import JobSpec, raise_open_files
 from megatron_ft.supervisor.supervisor import (
     EXIT_DRAINED,
     EXIT_INTERRUPTED,
@@ -171,7 +170,7 @@ def _supervise(
         spec = spec_from(arguments, command, settings, place)
         if arguments.launcher == run_place.VIRTUAL:
             check_command(command)
-        raise_open_files(open_files_needed(spec))
+        raise_open_files()
         make_folder("--log-dir", arguments.log_dir)
     with JobState(notes, spec.name) as state, ExitStack() as held:
         with _leaving_nothing(place):
@@ -236,10 +235,6 @@ def spec_from(
         log_dir=arguments.log_dir or state_folder(arguments.job, arguments.state_dir) / "logs",
         domains=read_domains(source, place.launcher.nodes()) if source else {},
         place_seconds=place.seconds_left,
-        # Virtual nodes share this machine's memory for files.
-        warm_modules=()
-        if arguments.launcher == run_place.VIRTUAL
-        else modules_of(settings.spare_imports, command),
     )
 
 

@@ -20,7 +20,7 @@ from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.spec import JobSpec
 
-EXPORTS = ("drain_export_dir", "export_on_failure")
+EXPORTS = ("drain_export_dir",)
 """Settings that name folders of exports."""
 DISK_TIMEOUT_SECONDS = 30.0
 """Longest wait for a folder on a disk, which may hang."""

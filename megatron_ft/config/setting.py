@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.core.background import parse_cpus, shown
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.scheme import Scheme
 
@@ -74,7 +73,6 @@ INTERVAL = ValueType(
 NUMBER = ValueType("a finite number", _number, ("number",))
 FOLDER = ValueType("a folder", _folder, ("string",))
 WORD = ValueType("a word", str, ("string",))
-CPUS = ValueType("a list of CPUs", lambda value: shown(parse_cpus(str(value))), ("string",))
 SCHEME = ValueType("a redundancy scheme", lambda value: str(Scheme.parse(str(value))), ("string",))
 
 

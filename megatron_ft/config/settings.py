@@ -17,11 +17,9 @@ from typing import Any
 
 from megatron_ft.config.setting import (
     AUTO,
-    CPUS,
     INTERVAL,
     SCHEME,
     WHOLE,
-    WORD,
     Setting,
     bandwidth,
     folder,
@@ -112,25 +110,11 @@ class SnapshotConfig:
         "snapshots",
         needs_drain_dir=True,
     )
-    drain_keep_every: int = whole(
-        0,
-        "Beside the newest, the first snapshot drained in every so many iterations stays for "
-        "good. 0: none does.",
-        0,
-        "iterations",
-        needs_drain_dir=True,
-    )
     drain_bandwidth_mib: float = bandwidth(
         "Most that a node writes to the drain folder.", needs_drain_dir=True
     )
     encode_bandwidth_mib: float = bandwidth(
         "Most that a node sends to others while parity is made."
-    )
-    background_cpus: str | None = setting(
-        CPUS,
-        None,
-        "The CPUs of each node on which SMP, encoder and drains run. None: any.",
-        allowed="CPUs that every node has, such as 0-3,8",
     )
     drain_export_dir: Path | None = folder(
         "Folder in which each drained snapshot becomes a checkpoint of the framework's own. "
@@ -185,10 +169,6 @@ class SnapshotConfig:
         "Longest wait before optimizer.step() for a running capture; then it is abandoned.",
         job=False,
     )
-    on_hang: str = one_of(
-        ("restart", "report"),
-        "What follows when training makes no progress: a restart from memory, or only a report.",
-    )
     hang_seconds: float = seconds(
         600.0,
         "Training that makes no progress for at least so long, and for hang_factor times the "
@@ -214,37 +194,9 @@ class SnapshotConfig:
         "hold memory until a Slurm job of its own has brought a host, or shrink: continue with "
         "fewer data-parallel ranks from an export in drain_export_dir.",
     )
-    export_on_failure: Path | None = folder(
-        "Folder in which a job that stops because its trainers cannot come back leaves the last "
-        "snapshot as a checkpoint of the framework's own. Two running jobs cannot share it.",
-        needs_drain_dir=True,
-    )
-    spare_imports: str = setting(
-        WORD,
-        "auto",
-        "What spare nodes import once, at low priority, so that trainers start there sooner: "
-        "auto for torch and the framework in the command, none, or modules with commas between.",
-        allowed="auto, none or modules",
-    )
     register_timeout_seconds: float = seconds(
         600.0,
         "Longest wait at start-up for all ranks to register and for arenas to be made.",
-    )
-
-    # Sizes from which, and into which, tensors are split.
-    replicated_split_bytes: int = whole(
-        65536,
-        "Replicated tensors of at least this size are split over data-parallel ranks.",
-        0,
-        "bytes",
-        job=False,
-    )
-    copy_piece_bytes: int = whole(
-        16 << 20,
-        "Device-to-host copies are cut in pieces of this size.",
-        1,
-        "bytes",
-        job=False,
     )
 
     def __post_init__(self) -> None:

@@ -32,10 +32,9 @@ class PointFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One fault at a point.
 
     It strikes when a process on ``node`` (empty: on any) with this ``rank`` (-1: any) reaches
-    ``point`` for the ``nth`` time since the plan was armed: once a job, or each time from then
-    on if it is to ``repeat``.  ``action`` is what the process then does to itself, after the
-    runner has done its part: "kill", "stop", "exception", "delay" (for ``seconds``), "clock"
-    (which then is ``seconds`` off), or nothing.
+    ``point`` for the ``nth`` time since the plan was armed, once a job.  ``action`` is what the
+    process then does to itself, after the runner has done its part: "kill", "stop",
+    "exception", "delay" (for ``seconds``), or nothing.
     """
 
     name: str
@@ -45,7 +44,6 @@ class PointFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: int = -1
     action: str = ""
     seconds: float = 0.0
-    repeat: bool = False
 
 
 class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,18 +89,12 @@ class ArmedPlan:
         for fault in self._faults:
             if fault.point == point and (self._folder / ARMED_NAME).exists():
                 self._counts[fault.name] += 1
-                if self._is_due(fault) and self._claim(fault):
+                if self._counts[fault.name] == fault.nth and self._claim(fault):
                     self._report(fault)
                     _inflict(fault)
 
-    def _is_due(self, fault: PointFault) -> bool:
-        count = self._counts[fault.name]
-        return count >= fault.nth if fault.repeat else count == fault.nth
-
     def _claim(self, fault: PointFault) -> bool:
         """True if this process is the first of the job, in all incarnations, to reach the fault."""
-        if fault.repeat:
-            return True
         try:
             os.close(os.open(self._folder / f"fired-{fault.name}", os.O_CREAT | os.O_EXCL, 0o600))
         except FileExistsError:
@@ -134,14 +126,5 @@ def _inflict(fault: PointFault) -> None:
         raise InjectedError(f"injected at {fault.point}")
     elif fault.action == "delay":
         time.sleep(fault.seconds)
-    elif fault.action == "clock":
-        _step_clock(fault.seconds)
     elif fault.action:
         raise ValueError(f"no action {fault.action!r} at {fault.point}")
-
-
-def _step_clock(seconds: float) -> None:
-    """Change the time of day that this process sees; the machine's clock stays."""
-    seen, seen_ns = time.time, time.time_ns
-    time.time = lambda: seen() + seconds
-    time.time_ns = lambda: seen_ns() + int(seconds * 1e9)

@@ -14,8 +14,8 @@ from importlib import import_module
 
 VARIABLE = "MEGATRON_FT_CHAOS"
 """Names the folder of a chaos job; no process outside of one has it."""
-NO_SPARE = "no spare"
-"""The occasion that a job of no framework never meets: it stops instead."""
+FRAMEWORK_OCCASIONS = ("export", "no spare")
+"""Occasions that only jobs of a framework meet: they export, and can shrink to fewer nodes."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Point:
 
     ``occasion`` is "training" for what every snapshot passes, else what must happen before
     the place is reached: "drain", "export", "capture given up", "trainer lost", "node lost",
-    "smp lost", "supervisor lost" or "no spare" (only a job that can shrink meets it).
+    "smp lost", "supervisor lost" or "no spare".
     """
 
     name: str
@@ -61,7 +61,6 @@ _ALL = (
     Point("drain.shard_written", "drain", "drain", "a shard has its name; no manifest"),
     Point("drain.manifest", "drain", "drain", "manifest written; it has not its name"),
     Point("drain.published", "drain", "drain", "checkpoint complete; older ones not removed"),
-    Point("export.noted", "drain", "export", "the ledger names an export; nothing written"),
     Point("export.written", "drain", "export", "all files written; they have not their name"),
     Point("export.renamed", "drain", "export", "the export has its name; not announced"),
     Point("export.announced", "drain", "export", "announced; older exports not removed"),
@@ -79,9 +78,9 @@ _ALL = (
     Point("recovery.committing", "supervisor", "trainer lost", "all complete; not committed again"),
     Point("recovery.ready", "supervisor", "trainer lost", "restored; no trainer started"),
     Point("recovery.trainer_started", "supervisor", "trainer lost", "one trainer started"),
-    Point("shrink.chosen", "supervisor", NO_SPARE, "fewer nodes chosen; their export not sure"),
-    Point("shrink.exported", "supervisor", NO_SPARE, "export complete; membership not changed"),
-    Point("shrink.noted", "supervisor", NO_SPARE, "fewer nodes noted; not told, no trainer"),
+    Point("shrink.chosen", "supervisor", "no spare", "fewer nodes chosen; their export not sure"),
+    Point("shrink.exported", "supervisor", "no spare", "export complete; membership not changed"),
+    Point("shrink.noted", "supervisor", "no spare", "fewer nodes noted; not told, no trainer"),
     Point("rebuild.target", "smp", "node lost", "arena made for a lost shard; it is empty"),
     Point("rebuild.ordered", "encoder", "node lost", "order taken; nothing rebuilt"),
     Point("rebuild.half", "encoder", "node lost", "half of a lost shard solved"),

@@ -11,7 +11,7 @@ Facts from ISA-L's headers ``erasure_code.h`` and ``crc64.h``.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,9 +51,9 @@ class IsaL:
         self._invert = _typed(library.gf_invert_matrix, number, pointer, pointer, number)
         self._mul = _typed(library.gf_mul, ctypes.c_ubyte, ctypes.c_ubyte, ctypes.c_ubyte)
 
-    def crc64(self, buffer: Bytes, before: int = 0) -> int:
-        """CRC-64 with the ECMA-182 polynomial, reflected (CRC-64/XZ), resuming from another's."""
-        return int(self._crc64(before, _address(buffer), buffer.nbytes))
+    def crc64(self, buffer: Bytes) -> int:
+        """CRC-64 with the ECMA-182 polynomial, reflected (CRC-64/XZ)."""
+        return int(self._crc64(0, _address(buffer), buffer.nbytes))
 
     def crc64_blocks(self, buffer: Bytes, block_bytes: int, out: npt.NDArray[np.uint64]) -> None:
         """``crc64`` of each block into ``out``; the last block may be short.
@@ -67,16 +67,6 @@ class IsaL:
         for number in range(whole, out.size):
             at = number * block_bytes
             out[number] = crc64(0, start + at, length - at)
-
-    def numbered(self, buffer: Bytes, block_bytes: int) -> Callable[[int], int]:
-        """A function that gives ``crc64`` of a block by its number; it keeps ``buffer`` alive."""
-        start, size, crc64 = _address(buffer), buffer.nbytes, self._crc64
-
-        def of_block(number: int, _kept: Bytes = buffer) -> int:
-            at = number * block_bytes
-            return crc64(0, start + at, min(block_bytes, size - at))  # type: ignore[no-any-return]
-
-        return of_block
 
     def cauchy_matrix(self, rows: int, columns: int) -> Bytes:
         """Generator of shape (rows, columns): identity on top, Cauchy parity rows below."""
@@ -122,9 +112,19 @@ class IsaL:
         )
 
 
+@lru_cache(maxsize=1)
 def load() -> IsaL:
     """The library; MissingEnvironmentError, which says what to install, if there is none."""
-    return _load()
+    tried = candidates()
+    for path in tried:
+        try:
+            return IsaL(ctypes.CDLL(path), path)
+        except (OSError, AttributeError):  # absent, or a release without what we need
+            continue
+    raise MissingEnvironmentError(
+        f"ISA-L was not found (tried {', '.join(tried)}): install the pyeclib wheel, which "
+        "bundles it, or your system's libisal2"
+    )
 
 
 def available() -> bool:
@@ -154,20 +154,6 @@ def candidates() -> list[str]:
         for path in sorted(Path(place).parent.glob("pyeclib.libs/libisal*"))
     ]
     return [*bundled, _SYSTEM_NAME]
-
-
-@lru_cache(maxsize=1)
-def _load() -> IsaL:
-    tried = candidates()
-    for path in tried:
-        try:
-            return IsaL(ctypes.CDLL(path), path)
-        except (OSError, AttributeError):  # absent, or a release without what we need
-            continue
-    raise MissingEnvironmentError(
-        f"ISA-L was not found (tried {', '.join(tried)}): install the pyeclib wheel, which "
-        "bundles it, or your system's libisal2"
-    )
 
 
 def _typed(function: Any, result: Any, *arguments: Any) -> Any:

@@ -9,26 +9,20 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import datetime
-import decimal
-import fractions
 import functools
 import importlib
 import io
 import math
 import pathlib
-import random
 import signal
 import sys
 import types
-import uuid
 from argparse import Namespace
 from collections.abc import Callable
 from enum import Enum, Flag
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.lib.format import descr_to_dtype, dtype_to_descr
 
 from megatron_ft.core.errors import ConfigError
 
@@ -279,24 +273,26 @@ def _check_length(shape: Any, item_bytes: int, data: Any) -> None:
 # --- numpy's --------------------------------------------------------------------------------------
 
 
-def _array_to_plain(array: Any) -> tuple[Any, tuple[int, ...], bytes]:
-    """Data type as in a .npy file, shape, bytes in C order.
+def _array_to_plain(array: Any) -> tuple[str, tuple[int, ...], bytes]:
+    """Data type, shape, bytes in C order; ValueError for types that are more than a name."""
+    name = array.dtype.str
+    _numpy_dtype(name)
+    if array.dtype != np.dtype(name):
+        raise ValueError(f"numpy's type {array.dtype} cannot be stored")
+    return name, array.shape, array.tobytes()
 
-    ValueError for types that hold Python objects, and for those that a .npy file would change.
-    """
-    if not array.dtype.hasobject and array.dtype.itemsize:
-        descr = dtype_to_descr(array.dtype)
-        if descr_to_dtype(descr) == array.dtype:
-            return descr, array.shape, array.tobytes()
-    raise ValueError(f"numpy's type {array.dtype} cannot be stored")
+
+def _numpy_dtype(name: Any) -> np.dtype[Any]:
+    dtype = np.dtype(_as(str, name))
+    if dtype.hasobject or not dtype.itemsize or dtype.str != name:
+        raise ValueError(f"numpy's type {name!r} cannot be stored")
+    return dtype
 
 
 def _array(plain: Any) -> Any:
     """An array of its own memory."""
-    descr, shape, data = plain
-    dtype = descr_to_dtype(descr)
-    if dtype.hasobject or dtype_to_descr(dtype) != descr:
-        raise ValueError(f"{descr!r} is no type of numpy")
+    name, shape, data = plain
+    dtype = _numpy_dtype(name)
     _check_length(shape, dtype.itemsize, data)
     return np.frombuffer(bytearray(data), dtype).reshape(shape)
 
@@ -306,39 +302,6 @@ def _scalar(plain: Any) -> Any:
     if array.shape != ():
         raise ValueError(f"a scalar of shape {array.shape}")
     return array[()]
-
-
-_BIT_GENERATORS = {
-    kind.__name__: kind
-    for kind in (
-        np.random.MT19937,
-        np.random.PCG64,
-        np.random.PCG64DXSM,
-        np.random.Philox,
-        np.random.SFC64,
-    )
-}
-
-
-def _bit_generator(state: Any) -> Any:
-    made = _BIT_GENERATORS[state["bit_generator"]]()
-    # numpy does not look at the position, and would read behind its table.
-    if state["bit_generator"] == "MT19937":
-        position, words = state["state"]["pos"], 624
-    else:
-        position, words = state.get("buffer_pos", 0), 4
-    if not 0 <= position <= words:
-        raise ValueError(
-            f"position {position} of {state['bit_generator']}, which has {words} words"
-        )
-    made.state = state
-    return made
-
-
-def _random_state(state: Any) -> np.random.RandomState:
-    generator = np.random.RandomState(_bit_generator(state))
-    generator.set_state(state)
-    return generator
 
 
 # --- Python's -------------------------------------------------------------------------------------
@@ -362,18 +325,10 @@ def _with_vars(cls: Callable[[], Any], attributes: Any) -> Any:
     return made
 
 
-def _python_generator(state: Any) -> random.Random:
-    generator = random.Random()
-    generator.setstate(state)
-    return generator
-
-
 def _ends(span: Any) -> tuple[Any, Any, Any]:
     return span.start, span.stop, span.step
 
 
-_times = (datetime.datetime, datetime.date, datetime.time)
-_paths = (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath)
 _STANDARD: dict[type, tuple[ToPlain, FromPlain]] = {
     bytearray: (bytes, lambda plain: bytearray(_as(bytes, plain))),
     complex: (lambda c: (c.real, c.imag), lambda plain: complex(*plain)),
@@ -389,36 +344,12 @@ _STANDARD: dict[type, tuple[ToPlain, FromPlain]] = {
     collections.deque: (lambda d: (list(d), d.maxlen), lambda plain: collections.deque(*plain)),
     Namespace: (vars, functools.partial(_with_vars, Namespace)),
     types.SimpleNamespace: (vars, functools.partial(_with_vars, types.SimpleNamespace)),
-    **{time: (time.isoformat, time.fromisoformat) for time in _times},
-    datetime.timedelta: (
-        lambda t: (t.days, t.seconds, t.microseconds),
-        lambda plain: datetime.timedelta(*plain),
-    ),
-    decimal.Decimal: (str, decimal.Decimal),
-    fractions.Fraction: (
-        fractions.Fraction.as_integer_ratio,
-        lambda plain: fractions.Fraction(*(_as(int, number) for number in plain)),
-    ),
-    uuid.UUID: (str, uuid.UUID),
-    random.Random: (random.Random.getstate, _python_generator),
     np.ndarray: (_array_to_plain, _array),
     np.generic: (lambda scalar: _array_to_plain(np.array(scalar)), _scalar),
 }
 for _cls, (_to_plain, _from_plain) in _STANDARD.items():
     register_class(_cls, to_plain=_to_plain, from_plain=_from_plain)
-for _path in _paths:
+for _path in (pathlib.PurePosixPath, pathlib.PosixPath):
     # Releases of Python disagree on the module.
     register_class(_path, name=f"pathlib:{_path.__name__}", to_plain=str, from_plain=_path)
 register_class(signal.Signals)
-register_class(
-    np.random.Generator,
-    name="numpy.random:Generator",
-    to_plain=lambda generator: generator.bit_generator.state,
-    from_plain=lambda state: np.random.Generator(_bit_generator(state)),
-)
-register_class(
-    np.random.RandomState,
-    name="numpy.random:RandomState",
-    to_plain=lambda generator: generator.get_state(legacy=False),
-    from_plain=_random_state,
-)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Sized
 from enum import IntEnum
-from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -35,29 +34,25 @@ PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 class Tag(IntEnum):
     """First element of an array, and what follows it.
 
-    Lists, dicts, sets and objects are numbered from 0 in the order in which they begin.
+    After DICT come the keys and the values, after the other containers the items, after INT
+    bytes in two's complement, little-endian (for what 64 bits do not hold).  After OBJECT come
+    the name of a known class and the plain value that an instance is made from, after PART a value
+    that stands for what is stored elsewhere.
+
+    Lists, dicts, sets and objects are numbered from 0 in the order in which they begin; after
+    REFERENCE comes such a number: the same object again.  Within a SCOPE numbers begin anew.
     """
 
     LIST = 0
-    """Array of items."""
     TUPLE = 1
-    """Array of items."""
     DICT = 2
-    """Array of keys, array of values, in order."""
     SET = 3
-    """Array of items."""
     FROZENSET = 4
-    """Array of items."""
     INT = 5
-    """Two's complement, little-endian; for what 64 bits do not hold."""
-    TEXT = 6
-    """UTF-8 in which surrogates are encoded as well, for texts that are none otherwise."""
+    SCOPE = 6
     OBJECT = 7
-    """Name of a known class, and the plain value that an instance is made from."""
     REFERENCE = 8
-    """Number of something that began before: the same object again."""
     PART = 9
-    """A value that stands for a part that is stored elsewhere."""
 
 
 class Part(NamedTuple):
@@ -70,14 +65,12 @@ class Lasting:
     """Marks an object as unchanged, so that its earlier encoding is written again.
 
     Its owner makes a new one as soon as anything in the object, or what stands in for its
-    parts, may be another.  Where it lies and what was written before may change: that is seen.
+    parts, may be another.  What the object has in common with others comes back as copies.
     """
 
     def __init__(self) -> None:
         """Nothing was written yet."""
-        self.written = msgspec.Raw()
-        self.place: tuple[int, int] | None = None
-        self.numbers: dict[int, tuple[int, Any]] = {}
+        self.written: msgspec.Raw | None = None
 
 
 SizedT = TypeVar("SizedT", bound=Sized)
@@ -89,76 +82,70 @@ def encode(value: Any, stand_in: StandIn | None = None) -> bytes:
 
     Dicts keep their order, and what is in it twice stays one object.  ``stand_in`` is asked for
     every object that is no plain number or text: a Part is written instead of it, and the caller
-    of ``decode`` says what replaces it; for a Lasting the bytes are the same as for None, and cost
-    nothing the second time.  What ``stand_in`` raises comes through.
+    of ``decode`` says what replaces it; a Lasting costs nothing the second time.  What ``stand_in``
+    raises comes through.
 
     UnencodableError names the place of what cannot be written, its type, and what to do.
     """
     try:
-        data = _encoded(value, stand_in, careful=False)
+        data = _packed(_Encoder(stand_in, careful=False).value(value))
     except (OverflowError, UnicodeEncodeError):
-        # Integers beyond 64 bits, surrogates: rare enough to look at each value only then.
-        data = _encoded(value, stand_in, careful=True)
+        # Integers beyond 64 bits: rare enough to look at each value only then.
+        data = _packed(_Encoder(stand_in, careful=True).value(value))
     if len(data) > MOST_BYTES:
         raise UnencodableError(
             f"the small objects of the state take {len(data)} bytes, more than {MOST_BYTES}: keep "
             "large arrays as tensors of the state"
         )
-    return data
+    return MAGIC + data
 
 
-def _encoded(value: Any, stand_in: StandIn | None, careful: bool) -> bytes:
-    return MAGIC + msgspec.msgpack.encode(_Encoder(stand_in, careful).value(value))
+_packed = msgspec.msgpack.Encoder().encode
 
 
 class _Encoder:
-    """One pass over a value.
+    """One pass over a value; a ``careful`` one looks at each integer and text."""
 
-    ``careful`` writes integers and texts so that MessagePack can hold all of them.
-    """
-
-    def __init__(self, stand_in: StandIn | None, careful: bool) -> None:
+    def __init__(
+        self, stand_in: StandIn | None, careful: bool, path: Iterable[object] = ()
+    ) -> None:
         self._stand_in, self._careful = stand_in, careful
-        self._path: list[object] = []
+        self._path = list(path)
         self._open: set[int] = set()
         # Number and the object itself: while it is alive no other one has its id.
         self._numbers: dict[int, tuple[int, Any]] = {}
-        self._referred: list[int] = []
 
     def value(self, value: Any) -> Any:
         kind = type(value)
         if kind in PLAIN:
-            return _careful(value) if self._careful else value
+            return self._checked(value) if self._careful else value
         known = None if self._stand_in is None else self._stand_in(value)
         if isinstance(known, Part):
             return [Tag.PART, self.value(known.plain)]
+        if id(value) in self._open:
+            raise self._error(value, "refers to itself")
         if (seen := self._numbers.get(id(value))) is not None:
-            if id(value) in self._open:
-                raise self._error(value, "refers to itself")
-            self._referred.append(seen[0])
             return [Tag.REFERENCE, seen[0]]
         if len(self._path) > MOST_DEPTH:
             raise self._error(value, f"lies more than {MOST_DEPTH} containers deep")
-        if known is not None and not self._careful:
-            return self._lasting(value, kind, known)
-        return self._tagged(value, kind)
-
-    def _lasting(self, value: Any, kind: type, known: Lasting) -> Any:
-        """Encode an object, or reuse its last encoding if all numbers are the same and nothing in
-        it refers to an object before it."""
-        first = len(self._numbers)
-        place = first, len(self._path)
-        if known.place == place and known.numbers.keys().isdisjoint(self._numbers):
-            self._numbers.update(known.numbers)
-            return known.written
-        already = len(self._referred)
-        encoded = self._tagged(value, kind)
-        if min(self._referred[already:], default=first) < first:
-            return encoded
-        known.written = msgspec.Raw(msgspec.msgpack.encode(encoded))
-        known.numbers = dict(islice(self._numbers.items(), first, None))
-        known.place = place
+        if known is None:
+            return self._tagged(value, kind)
+        self._numbers[id(value)] = len(self._numbers), value
+        if known.written is None:
+            scope = _Encoder(self._stand_in, self._careful, self._path)
+            known.written = msgspec.Raw(_packed([Tag.SCOPE, scope._tagged(value, kind)]))
         return known.written
+
+    def _checked(self, value: Any) -> Any:
+        if type(value) is int and not -(1 << 63) <= value < 1 << 64:
+            size = value.bit_length() // 8 + 1
+            return [Tag.INT, value.to_bytes(size, "little", signed=True)]
+        if type(value) is str and not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                raise self._error(value, "is no Unicode text: keep it as bytes") from error
+        return value
 
     def _tagged(self, value: Any, kind: type) -> list[Any]:
         tag = _CONTAINERS.get(kind, Tag.OBJECT)
@@ -208,18 +195,6 @@ class _Encoder:
         )
 
 
-def _careful(value: Any) -> Any:
-    if type(value) is int and not -(1 << 63) <= value < 1 << 64:
-        size = value.bit_length() // 8 + 1
-        return [Tag.INT, value.to_bytes(size, "little", signed=True)]
-    if type(value) is str:
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return [Tag.TEXT, value.encode("utf-8", "surrogatepass")]
-    return value
-
-
 _NAMELESS = object()
 """On the path where something is inside an object under no name."""
 
@@ -238,7 +213,7 @@ def decode(data: bytes, make: Callable[[Any], Any] | None = None) -> Any:
     Makes instances of known classes only.  UndecodableError for anything that ``encode``
     does not write; errors of this package that ``make`` raises come through.
     """
-    if not data.startswith(MAGIC) or len(data) > MOST_BYTES:
+    if not data.startswith(MAGIC) or len(data) > MOST_BYTES + len(MAGIC):
         raise UndecodableError(
             f"the small objects ({len(data)} bytes, beginning with {data[: len(MAGIC)].hex()}) are "
             "not in this release's encoding; restore with the release that took the snapshot"
@@ -301,9 +276,6 @@ class _Decoder:
         made |= set(read := self._items(items))
         return _all_of(made, read)
 
-    def _tuple(self, items: Any) -> tuple[Any, ...]:
-        return tuple(self._items(items))
-
     def _frozenset(self, items: Any) -> frozenset[Any]:
         return _all_of(frozenset(read := self._items(items)), read)
 
@@ -315,9 +287,16 @@ class _Decoder:
                 "that calls megatron_ft.register_class for it first (megatron-ft export --import "
                 "MODULE)"
             )
+        return self._numbered_once(lambda: known.from_plain(self.value(plain)))
+
+    def _scope(self, raw: Any) -> Any:
+        return self._numbered_once(lambda: _Decoder(self._make).value(raw))
+
+    def _numbered_once(self, make: Callable[[], Any]) -> Any:
+        """Number what nothing inside of it can refer to."""
         number = len(self._numbered)
         self._numbered.append(_UNFINISHED)
-        made = self._numbered[number] = known.from_plain(self.value(plain))
+        self._numbered[number] = made = make()
         return made
 
     def _reference(self, number: int) -> Any:
@@ -330,12 +309,6 @@ class _Decoder:
         if self._make is None:
             raise ValueError("a part that is stored elsewhere, where there is none")
         return self._make(self.value(plain))
-
-    def _int(self, data: bytes) -> int:
-        return int.from_bytes(memoryview(data), "little", signed=True)
-
-    def _text(self, data: bytes) -> str:
-        return str(memoryview(data), "utf-8", "surrogatepass")
 
 
 def _all_of(made: SizedT, read: list[Any]) -> SizedT:
@@ -351,13 +324,13 @@ _MOST_NESTING = 2 * (MOST_DEPTH + 2)
 
 _READERS: dict[int, Callable[..., Any]] = {
     Tag.LIST: _Decoder._list,
-    Tag.TUPLE: _Decoder._tuple,
+    Tag.TUPLE: lambda decoder, items: tuple(decoder._items(items)),
     Tag.DICT: _Decoder._dict,
     Tag.SET: _Decoder._set,
     Tag.FROZENSET: _Decoder._frozenset,
-    Tag.INT: _Decoder._int,
-    Tag.TEXT: _Decoder._text,
+    Tag.INT: lambda _, data: int.from_bytes(memoryview(data), "little", signed=True),
     Tag.OBJECT: _Decoder._object,
     Tag.REFERENCE: _Decoder._reference,
     Tag.PART: _Decoder._part,
+    Tag.SCOPE: _Decoder._scope,
 }

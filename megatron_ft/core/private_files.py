@@ -8,7 +8,6 @@ the package but its errors.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import stat
@@ -25,8 +24,6 @@ OTHERS_WRITE = 0o022
 
 SPARE_BYTES = 4096
 """A file of ``rewrite_file`` takes a multiple of this, and its spare as much."""
-_HERE, _RENAME_EXCHANGE = -100, 2
-"""AT_FDCWD and the flag of renameat2(2), which Python does not name."""
 
 _KINDS: dict[Callable[[int], bool], str] = {
     stat.S_ISREG: "plain file",
@@ -126,13 +123,11 @@ def refusal(error: OSError) -> str:
 
 
 _REFUSALS = {
-    errno.EACCES: "may not be opened by this user, so it is foreign: remove it",
-    errno.EPERM: "may not be opened by this user, so it is foreign: remove it",
-    errno.ELOOP: "is a symbolic link, which somebody else may have put there: remove it",
-    errno.ENOTDIR: "is a symbolic link or no folder: remove it",
-    errno.ENXIO: "is no plain file: remove it",
-    errno.ENODEV: "is no plain file: remove it",
-    errno.EISDIR: "is no plain file: remove it",
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM), "may not be opened by this user, so it is foreign: remove it"
+    ),
+    **dict.fromkeys((errno.ELOOP, errno.ENOTDIR), "is a symbolic link or no folder: remove it"),
+    **dict.fromkeys((errno.ENXIO, errno.ENODEV, errno.EISDIR), "is no plain file: remove it"),
 }
 
 
@@ -188,20 +183,19 @@ def replace_file(path: Path, content: bytes, *, durable: bool = False) -> None:
 def rewrite_file(path: Path, content: bytes) -> None:
     """Like ``replace_file``, but without new space after the first time, for a full tmpfs.
 
-    Beside it lies a spare of the same length, which is written in place and then exchanged with
-    it.  Line feeds fill the length up.
+    Beside it lies a spare of the same length, which is written in place and takes its name.  The
+    space that becomes free then is that of the next spare.  Line feeds fill the length up.
     """
     spare = spare_of(path)
     length = -(-max(len(content), 1) // SPARE_BYTES) * SPARE_BYTES
-    reserve(spare, length)
+    _reserve(spare, length)
     descriptor = open_file(spare, os.O_WRONLY)
     with open(descriptor, "wb") as file:
         file.write(content.ljust(max(length, os.fstat(descriptor).st_size), b"\n"))
-    if not _exchange(spare, path):
-        spare.rename(path)
+    spare.rename(path)
     # Without room for the next spare this content stays, and the next rewrite says so.
     with suppress(OSError):
-        reserve(spare, length)
+        _reserve(spare, length)
 
 
 def spare_of(path: Path) -> Path:
@@ -209,26 +203,12 @@ def spare_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.spare")
 
 
-def reserve(path: Path, length: int = SPARE_BYTES) -> None:
-    """Allocate a file of this user with ``length`` bytes; its content is undefined."""
-    try:
-        descriptor = open_file(path, os.O_WRONLY | os.O_CREAT)
-    except UntrustedFileError:
-        path.unlink()
-        descriptor = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+def _reserve(path: Path, length: int) -> None:
+    descriptor = open_file(path, os.O_WRONLY | os.O_CREAT)
     try:
         os.posix_fallocate(descriptor, 0, length)
     finally:
         os.close(descriptor)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names at once; False where the second is not there or the system cannot."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    status: int = rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE)
-    return status == 0
 
 
 def _sync_folder(folder: Path) -> None:

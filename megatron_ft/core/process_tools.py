@@ -16,30 +16,18 @@ EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 BELOW = range(15000, 30000)
 """Ports above most registered services and below the node ports of Kubernetes."""
 
-ENOUGH = 1000
 TRIES = 50
-
-
-def unclaimed(ephemeral: str) -> range:
-    """Ports that the kernel gives to nobody who does not name them; empty where these are few.
-
-    ``ephemeral``: the two numbers of ip_local_port_range (ip(7)).  Any connection that is opened
-    takes one of that range, so a port from there may be gone a moment after it was free.
-    """
-    low, high = (int(word) for word in ephemeral.split())
-    below = range(BELOW.start, min(BELOW.stop, low))
-    above = range(max(BELOW.start, high + 1), 65536)
-    return next((ports for ports in (below, above) if len(ports) >= ENOUGH), range(0))
 
 
 def free_port(address: str = "127.0.0.1") -> int:
     """A TCP port that was free on ``address`` just now; somebody else may take it meanwhile.
 
-    Ask for a new one at every start: the old one may linger in TIME_WAIT.
+    It is below the range of ip_local_port_range (ip(7)), of which any connection takes one.  Ask
+    for a new one at every start: the old one may linger in TIME_WAIT.
     """
     ports = range(0)
     with suppress(OSError, ValueError):
-        ports = unclaimed(EPHEMERAL.read_text())
+        ports = range(BELOW.start, min(BELOW.stop, int(EPHEMERAL.read_text().split()[0])))
     # Not the generator of module random: its state may be somebody's training.
     named = [secrets.choice(ports) for _ in range(TRIES)] if ports else []
     return next(filter(None, (_bound(address, port) for port in [*named, 0])))

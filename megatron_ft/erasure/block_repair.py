@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 
 from megatron_ft.core.isal import Bytes
-from megatron_ft.erasure.codec import Codec, Kernel
+from megatron_ft.erasure.codec import Kernel
 from megatron_ft.erasure.handshake import Introduction, agreed_records, introduce
 from megatron_ft.erasure.member import (
     Check,
@@ -30,7 +30,6 @@ from megatron_ft.erasure.member import (
     parity_digests_of,
     parity_root,
 )
-from megatron_ft.erasure.rows import open_row_codec
 from megatron_ft.erasure.transport import ExchangeWindow, Link, MessageKind, Transport, barrier
 
 
@@ -226,9 +225,8 @@ Checks = tuple[Check | None, Check | None]
 class RowSolver:
     """Solves rows of one stripe; keeps the kernels that it has used."""
 
-    def __init__(self, code: StripeCode, codec: Codec | None = None) -> None:
-        """Use ``codec``, by default the stripe's own; see open_codec."""
-        self._code, self._codec = code, codec or open_row_codec(code)
+    def __init__(self, code: StripeCode) -> None:
+        self._code, self._codec = code, code.codec()
         self._kernels: dict[tuple[tuple[int, ...], tuple[int, ...]], Kernel] = {}
 
     def solve(self, row: int, pieces: Mapping[int, Bytes], wanted: Sequence[int]) -> list[Bytes]:
@@ -283,7 +281,6 @@ def recompute(
     damage: Damage,
     *,
     index: int | None = None,
-    codec: Codec | None = None,
 ) -> RecomputedBlocks:
     """The damaged blocks of member ``target``, on that member; empty on the others.
 
@@ -298,7 +295,7 @@ def recompute(
     places = places_of(code, target, damage)
     result = RecomputedBlocks()
     if link.member == target:
-        _Solver(link, code, introductions, member, codec).run(places, result)
+        _Solver(link, code, introductions, member).run(places, result)
     else:
         _give(link, code, member, target, places)
     barrier(link)
@@ -340,10 +337,9 @@ class _Solver:
         code: StripeCode,
         introductions: Mapping[int, Introduction],
         member: MemberView,
-        codec: Codec | None,
     ) -> None:
         self._link = link
-        self._solver = RowSolver(code, codec)
+        self._solver = RowSolver(code)
         self._others = [n for n in range(code.members) if n != link.member]
         self._checks = {
             n: checks_of(code, introductions[n])

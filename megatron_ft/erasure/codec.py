@@ -11,53 +11,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Protocol, cast
 
 import numpy as np
 
 from megatron_ft.core import isal
-from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
+from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.isal import Bytes
 
 Kernel = Callable[[Sequence[Bytes], Sequence[Bytes]], None]
 """``kernel(sources, outputs)``: all buffers have one length, any below 2 GiB."""
 
 
-class Codec(Protocol):
-    """Interface of a code, as encode and rebuild use it.
+@dataclass(frozen=True)
+class Codec:
+    """One scheme's code, in place through ISA-L with the GIL released; see ``open_codec``.
 
     Symbols of a row are numbered 0 to k-1 for data and k to k+m-1 for parities.
     """
-
-    @property
-    def data_members(self) -> int:
-        """k."""
-        ...
-
-    @property
-    def parity_members(self) -> int:
-        """m."""
-        ...
-
-    def kernel(self, wanted: Sequence[int], given: Sequence[int]) -> Kernel:
-        """Compute the ``wanted`` symbols from the k ``given`` ones, in these orders."""
-        ...
-
-
-@dataclass(frozen=True)
-class IsalCodec:
-    """Any scheme in place through ISA-L, with the GIL released."""
 
     kind: str
     data_members: int
     parity_members: int
 
     def kernel(self, wanted: Sequence[int], given: Sequence[int]) -> Kernel:
-        """See Codec."""
+        """Compute the ``wanted`` symbols from the k ``given`` ones, in these orders."""
+        if not isal.available() and self.kind != "rs":
+            return _xor_kernel(wanted, given)
         library = isal.load()
         tables = library.tables(self.coefficients(wanted, given))
         return lambda sources, outputs: library.encode(tables, sources, outputs)
+
+    def encode_kernel(self) -> Kernel:
+        """Compute all parities from all data columns."""
+        data = self.data_members
+        return self.kernel(range(data, data + self.parity_members), range(data))
 
     def coefficients(self, wanted: Sequence[int], given: Sequence[int]) -> Bytes:
         """The matrix of shape (wanted, given) that a kernel multiplies by."""
@@ -83,105 +70,32 @@ class IsalCodec:
         return matrix
 
 
-@dataclass(frozen=True)
-class NumpyXorCodec:
-    """XOR and whole copies without ISA-L: in both, a wanted symbol is a XOR of given ones."""
+def _xor_kernel(wanted: Sequence[int], given: Sequence[int]) -> Kernel:
+    """XOR and whole copies without ISA-L.
 
-    data_members: int
-    parity_members: int
-
-    def kernel(self, wanted: Sequence[int], given: Sequence[int]) -> Kernel:
-        """See Codec.
-
-        With one parity every missing symbol is the XOR of all k others; with one data
-        symbol all symbols are equal, which is the XOR of the one given.
-        """
-        same = [given.index(symbol) if symbol in given else None for symbol in wanted]
-
-        def compute(sources: Sequence[Bytes], outputs: Sequence[Bytes]) -> None:
-            for place, output in zip(same, outputs, strict=True):
-                chosen = sources if place is None else sources[place : place + 1]
-                np.copyto(output, chosen[0])
-                for source in chosen[1:]:
-                    np.bitwise_xor(output, source, out=output)
-
-        return compute
-
-
-class PyEClibDriver(Protocol):
-    """The two calls of ``pyeclib.ec_iface.ECDriver`` that we use; fragments carry a header."""
-
-    def encode(self, data: bytes) -> list[bytes]:
-        """All k + m fragments of the data."""
-        ...
-
-    def reconstruct(self, fragments: list[bytes], missing: list[int]) -> list[bytes]:
-        """The missing fragments."""
-        ...
-
-
-class PyEClibCodec:
-    """Reed-Solomon through PyECLib's public calls: portable, bit-identical, slow.
-
-    It copies everything and holds the GIL, so it serves only where ISA-L itself cannot
-    be called.  A PyECLib fragment is our symbol behind a header that states its number
-    and length; headers are taken from an encoding of zeros of the same length.
+    With one parity every missing symbol is the XOR of all k others; with one data
+    symbol all symbols are equal, which is the XOR of the one given.
     """
+    same = [given.index(symbol) if symbol in given else None for symbol in wanted]
 
-    ALIGNMENT = 32
+    def compute(sources: Sequence[Bytes], outputs: Sequence[Bytes]) -> None:
+        for place, output in zip(same, outputs, strict=True):
+            chosen = sources if place is None else sources[place : place + 1]
+            np.copyto(output, chosen[0])
+            for source in chosen[1:]:
+                np.bitwise_xor(output, source, out=output)
 
-    def __init__(self, data_members: int, parity_members: int) -> None:
-        """MissingEnvironmentError if PyECLib or its ISA-L backend is not installed."""
-        self.data_members, self.parity_members = data_members, parity_members
-        try:
-            make = import_module("pyeclib.ec_iface").ECDriver
-            driver = make(k=data_members, m=parity_members, ec_type="isa_l_rs_cauchy")
-        except Exception as error:  # its own errors share no importable root
-            raise MissingEnvironmentError(
-                "Reed-Solomon needs ISA-L, through the pyeclib wheel or your system's libisal2: "
-                f"{error}"
-            ) from error
-        self._driver = cast(PyEClibDriver, driver)
-
-    def kernel(self, wanted: Sequence[int], given: Sequence[int]) -> Kernel:
-        """See Codec."""
-
-        def compute(sources: Sequence[Bytes], outputs: Sequence[Bytes]) -> None:
-            length = sources[0].nbytes
-            padded = -(-length // self.ALIGNMENT) * self.ALIGNMENT
-            if not length:
-                return
-            symbols = {n: _padded(s, padded) for n, s in zip(given, sources, strict=True)}
-            solved = self._solve(symbols, padded)
-            for symbol, output in zip(wanted, outputs, strict=True):
-                output[:] = np.frombuffer(solved[symbol], np.uint8)[:length]
-
-        return compute
-
-    def _solve(self, symbols: dict[int, bytes], length: int) -> dict[int, bytes]:
-        members = self.data_members + self.parity_members
-        blank = self._driver.encode(bytes(length * self.data_members))
-        header = len(blank[0]) - length
-        missing = [n for n in range(members) if n not in symbols]
-        given = [blank[n][:header] + symbol for n, symbol in symbols.items()]
-        found = self._driver.reconstruct(given, missing) if missing else []
-        return symbols | {n: f[header:] for n, f in zip(missing, found, strict=True)}
+    return compute
 
 
 def open_codec(kind: str, data_members: int, parity_members: int) -> Codec:
-    """The fastest codec for the scheme that can run here; all give identical parity.
+    """The codec of a scheme.
 
     ConfigError for a kind without parity or unknown, MissingEnvironmentError if
-    Reed-Solomon is wanted and neither ISA-L nor PyECLib is there.
+    Reed-Solomon is wanted and ISA-L is not there.
     """
     if kind not in ("xor", "rs", "replica") or data_members < 1 or parity_members < 1:
         raise ConfigError(f"there is no codec {kind!r} with {data_members}+{parity_members}")
-    if isal.available():
-        return IsalCodec(kind, data_members, parity_members)
     if kind == "rs":
-        return PyEClibCodec(data_members, parity_members)
-    return NumpyXorCodec(data_members, parity_members)
-
-
-def _padded(symbol: Bytes, length: int) -> bytes:
-    return symbol.tobytes().ljust(length, b"\0")
+        isal.load()
+    return Codec(kind, data_members, parity_members)

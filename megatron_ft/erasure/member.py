@@ -7,9 +7,7 @@ column i of the one generator matrix, and every member holds data in k rows and
 parity in m rows: memory, work and traffic are even.  The layout is our own.
 
 Every block is checked against the digest taken when its shard was sealed before it is coded or
-used.  A whole piece is checked by one CRC where it is right: a call for each block takes a third
-of the time of digesting a piece that has just arrived.  Computing the CRCs of pieces costs numpy
-some steps first, which only a chunk of many pieces pays for.
+used.
 """
 
 from __future__ import annotations
@@ -24,11 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ft.arena.arena import Arena
-from megatron_ft.arena.digest import digest_block, digest_blocks, digest_root, joined_crcs
-from megatron_ft.arena.format import DIGEST_CRC64, ArenaHeader, SlotHeader
+from megatron_ft.arena.digest import digest_blocks, digest_root
+from megatron_ft.arena.format import ArenaHeader, SlotHeader
 from megatron_ft.core.errors import CorruptBlockError
 from megatron_ft.core.identity import SealedRecord
 from megatron_ft.core.isal import Bytes
+from megatron_ft.erasure.codec import Codec, open_codec
 
 
 @dataclass(frozen=True)
@@ -140,6 +139,15 @@ class StripeCode:
         """Layout of the stripe's chunks."""
         return Layout(self.data_members, self.parity_members)
 
+    @property
+    def copies_only(self) -> bool:
+        """True if parities of a row equal its only column, which arrives in parity 0's place."""
+        return self.kind in ("xor", "replica") and self.data_members == 1
+
+    def codec(self) -> Codec:
+        """The codec of the stripe's rows."""
+        return open_codec(self.kind, self.data_members, self.parity_members)
+
     @cached_property
     def chunk_bytes(self) -> int:
         """Length of one chunk of data or parity."""
@@ -215,37 +223,6 @@ def chunk_of(code: StripeCode, region: Bytes, chunk: int) -> Bytes:
     return region[chunk * code.chunk_bytes : (chunk + 1) * code.chunk_bytes]
 
 
-class RunCheck:
-    """Checks a piece of 2, 4, 8, ... whole blocks by one CRC, joined from the blocks' own."""
-
-    def __init__(self, code: StripeCode, table: Digests) -> None:
-        """``table`` has the digests of the first blocks of a member's data, each of a whole one."""
-        self._code, self._table = code, table
-        self._known: dict[tuple[int, int], Digests] = {}
-
-    def is_right(self, offset: int, piece: Bytes) -> bool:
-        """True if all blocks of the piece at ``offset`` are right; False also where unknown.
-
-        Pieces are counted from their chunk's beginning.
-        """
-        run, part = divmod(piece.nbytes, self._code.block_bytes)
-        chunk, within = divmod(offset, self._code.chunk_bytes)
-        if part or run < 2 or run & (run - 1) or within % piece.nbytes:
-            return False
-        if self._code.digest_algorithm != DIGEST_CRC64:
-            return False
-        crcs, number = self._crcs(chunk, run), within // piece.nbytes
-        return number < crcs.size and digest_block(piece, DIGEST_CRC64) == int(crcs[number])
-
-    def _crcs(self, chunk: int, run: int) -> Digests:
-        """CRCs of a chunk's pieces of ``run`` blocks, as far as the table goes."""
-        if (chunk, run) not in self._known:
-            blocks = self._code.chunk_blocks
-            table = self._table[chunk * blocks : (chunk + 1) * blocks]
-            self._known[chunk, run] = joined_crcs(table, self._code.block_bytes, run)
-        return self._known[chunk, run]
-
-
 class CorruptMemberError(CorruptBlockError):
     """A member's bytes, digest table or record are wrong; that member counts as lost.
 
@@ -293,7 +270,6 @@ class DataCheck:
         self._table = table.view("<u8")
         if digest_root(self._table, record) != record.digest_root:
             raise CorruptMemberError(record.shard_id, "its digest table does not match its root")
-        self._runs = RunCheck(code, self._table[: record.digest_offset // code.block_bytes])
 
     def bad_blocks(self, offset: int, piece: Bytes) -> list[int]:
         """See Check."""
@@ -306,13 +282,9 @@ class DataCheck:
     def required_digests(self, offset: int, piece: Bytes) -> Digests:
         """Like ``require``; returns the digests of the piece's blocks, which must be whole.
 
-        Where all is right, one CRC says so for most pieces, and the digests are the table's.
         What the check itself has digested is not read again: only the block that the data shares
         with the table, and those behind it.
         """
-        if self._runs.is_right(offset, piece):
-            first = offset // self._code.block_bytes
-            return self._table[first : first + _blocks(self._code, piece.nbytes)]
         found = self._found(offset, piece)
         self._refuse(self._bad(offset, piece, found))
         whole = self._covered(offset, piece) // self._code.block_bytes

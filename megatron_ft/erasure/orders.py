@@ -23,7 +23,7 @@ from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.erasure.block_repair import Damage, RecomputedBlocks, recompute
-from megatron_ft.erasure.encode import EncodeResult, VerifyResult, encode, verify
+from megatron_ft.erasure.encode import EncodeResult, encode
 from megatron_ft.erasure.member import MemberView, StripeCode
 from megatron_ft.erasure.rebuild import RebuildResult, rebuild
 from megatron_ft.erasure.transport import Transport
@@ -32,16 +32,14 @@ from megatron_ft.rpc.messages import (
     EncodeOrder,
     Message,
     OrderDone,
-    OrderFailed,
     RebuildOrder,
     Rebuilt,
     Recomputed,
     RepairOrder,
     StripeOrder,
-    VerifyOrder,
 )
 
-Order = EncodeOrder | RebuildOrder | VerifyOrder | RepairOrder
+Order = EncodeOrder | RebuildOrder | RepairOrder
 
 _Result = TypeVar("_Result")
 
@@ -91,26 +89,17 @@ class OrderRunner:
     def run(self, order: Order) -> Iterator[Message]:
         """Carry out an order; yields reports for the SMP as they become true, OrderDone last.
 
-        For a VerifyOrder that finds wrong bytes it ends with OrderFailed instead, which
-        names the first such shard.  Any exception leaves the world unusable, since
-        other members may be waiting for ours.
+        Any exception leaves the world unusable, since other members may be waiting for ours.
         """
-        corrupt: dict[str, None] = {}
         for stripe in order.stripes:
             local = self._local_members(stripe)
             if isinstance(order, EncodeOrder):
                 yield from self._encode(order, stripe, local)
             elif isinstance(order, RebuildOrder):
                 yield from self._rebuild(order, stripe, local)
-            elif isinstance(order, RepairOrder):
-                yield from self._repair(order, stripe, local)
             else:
-                corrupt |= dict.fromkeys(self._verify(order, stripe, local))
-        if corrupt:
-            reason = f"wrong bytes in memory of {', '.join(corrupt)}"
-            yield OrderFailed(order.snapshot, order.world, reason, next(iter(corrupt)))
-        else:
-            yield OrderDone(order.snapshot, order.world)
+                yield from self._repair(order, stripe, local)
+        yield OrderDone(order.snapshot, order.world)
 
     def _encode(
         self, order: EncodeOrder, stripe: StripeOrder, local: Sequence[int]
@@ -188,17 +177,6 @@ class OrderRunner:
                     parity={number: raw.tobytes() for number, raw in result.parity.items()},
                     left=result.left,
                 )
-
-    def _verify(
-        self, order: VerifyOrder, stripe: StripeOrder, local: Sequence[int]
-    ) -> Iterator[str]:
-        def work(member: int, transport: Transport) -> VerifyResult:
-            view = self._view(order.snapshot, stripe, member)
-            peers = stripe.world_ranks
-            return verify(_code(stripe), view, transport, peers, index=member)
-
-        for _, result, _, _ in self._together(local, work):
-            yield from result.corrupt
 
     def _together(
         self, local: Sequence[int], work: Callable[[int, Transport], _Result]

@@ -21,7 +21,7 @@ from megatron_ft.core.errors import UnrecoverableError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SealedRecord
 from megatron_ft.core.isal import Bytes
-from megatron_ft.erasure.codec import Codec, Kernel
+from megatron_ft.erasure.codec import Kernel
 from megatron_ft.erasure.handshake import agreed_table, introduce
 from megatron_ft.erasure.member import (
     Check,
@@ -35,7 +35,7 @@ from megatron_ft.erasure.member import (
     parity_digests_of,
     parity_root,
 )
-from megatron_ft.erasure.rows import SparePieces, copies_only, open_row_codec
+from megatron_ft.erasure.rows import SparePieces
 from megatron_ft.erasure.transport import (
     EXCHANGES_IN_FLIGHT,
     Ahead,
@@ -118,7 +118,6 @@ def rebuild(
     lost: Collection[int],
     *,
     index: int | None = None,
-    codec: Codec | None = None,
 ) -> RebuildResult:
     """Recompute data, parity and parity digests of the ``lost`` members, by member number.
 
@@ -142,7 +141,7 @@ def rebuild(
         arriving.require(table[link.member])
     else:
         with SparePieces(code, code.small_piece_bytes) as spare:
-            _Survivor(link, task, member, checks, codec or open_row_codec(code), spare).run()
+            _Survivor(link, task, member, checks, spare).run()
     barrier(link)
     return RebuildResult(table[link.member], parity_root(member.parity_digests), table)
 
@@ -212,18 +211,18 @@ class _Survivor:
         task: _Task,
         member: MemberView,
         checks: Mapping[int, _Checks],
-        codec: Codec,
         spare: SparePieces,
     ) -> None:
-        self._link, self._task, self._member, self._codec = link, task, member, codec
+        self._link, self._task, self._member = link, task, member
         self._code, self._window = task.code, ExchangeWindow(link)
+        self._codec = task.code.codec()
         self._own_place = task.survivors.index(link.member)
         self._last_step = max(1, self._code.data_members - 1)
         self._checks = checks
-        self._gathered = spare.sets(buffer_sets(self._last_step), codec.data_members)
+        self._gathered = spare.sets(buffer_sets(self._last_step), self._code.data_members)
         turns = product(range(task.rounds), range(1, self._last_step + 1))
         self._given = Ahead(partial(self._give, *turn) for turn in turns)
-        self._solved = spare.sets(2, 0 if copies_only(self._code) else len(task.lost))
+        self._solved = spare.sets(2, 0 if self._code.copies_only else len(task.lost))
         self._kernels: dict[tuple[tuple[int, ...], tuple[int, ...]], Kernel] = {}
 
     def run(self) -> None:
@@ -284,13 +283,13 @@ class _Survivor:
         pieces = [own, *(_cut(buffer, unit.part) for buffer in others)]
         for source, symbol, piece in zip(unit.sources, symbols, pieces, strict=True):
             self._check(source, symbol, unit.part, piece)
-        if not copies_only(self._code):
+        if not self._code.copies_only:
             wanted = tuple(self._code.layout.symbol(unit.row, n) for n in self._task.lost)
             self._kernel(wanted, tuple(symbols))(pieces, self._outputs(number, unit))
 
     def _outputs(self, number: int, unit: _Unit) -> list[Bytes]:
         """Buffers for a solved unit, one for each lost member; a whole copy is our own piece."""
-        if copies_only(self._code):
+        if self._code.copies_only:
             symbol = self._code.layout.symbol(unit.row, self._link.member)
             return [_place(self._code, self._member, symbol, unit.part)] * len(self._task.lost)
         return [_cut(buffer, unit.part) for buffer in self._solved[number % 2]]

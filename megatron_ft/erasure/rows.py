@@ -22,7 +22,6 @@ import numpy as np
 from megatron_ft.arena.mapping import huge_page_bytes
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.isal import Bytes
-from megatron_ft.erasure.codec import Codec, open_codec
 from megatron_ft.erasure.member import (
     DataCheck,
     MemberView,
@@ -243,26 +242,6 @@ class _Gathering:
         return self._spare[number % len(self._spare)][column][: part.stop - part.start]
 
 
-COPYING = ("xor", "replica")
-"""Kinds whose parity of one data column is that column."""
-
-
-def copies_only(code: StripeCode) -> bool:
-    """True if parities of a row equal its only column, which arrives in parity 0's place."""
-    return code.kind in COPYING and code.data_members == 1
-
-
-def open_row_codec(code: StripeCode) -> Codec:
-    """The codec of a stripe."""
-    return open_codec(code.kind, code.data_members, code.parity_members)
-
-
-def encode_kernel(codec: Codec) -> Callable[[Sequence[Bytes], Sequence[Bytes]], None]:
-    """All parities from all data columns."""
-    data, members = codec.data_members, codec.data_members + codec.parity_members
-    return codec.kernel(range(data, members), range(data))
-
-
 class RowEncoder:
     """Codes the row that was gathered here: parity 0 stays, the others go to their holders.
 
@@ -276,12 +255,11 @@ class RowEncoder:
         code: StripeCode,
         member: MemberView,
         checks: Sequence[DataCheck],
-        codec: Codec,
         spare: SparePieces,
     ) -> None:
         self._link, self._code, self._parity = link, code, member.parity
-        self._checks, self._kernel = checks, encode_kernel(codec)
-        self._copies = copies_only(code)
+        self._checks, self._kernel = checks, code.codec().encode_kernel()
+        self._copies = code.copies_only
         self._spare = spare.sets(2, 0 if self._copies else code.parity_members - 1)
         self.digests = np.zeros((code.parity_members, code.chunk_blocks), np.uint64)
         self.arrived = np.zeros_like(self.digests)

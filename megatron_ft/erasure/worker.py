@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from uuid import UUID
 
-from megatron_ft.core.background import bind_to_background_cpus, lower_priority
+from megatron_ft.core.background import lower_priority
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.erasure.member import CorruptMemberError
@@ -30,7 +30,6 @@ from megatron_ft.rpc.messages import (
     OrderFailed,
     RebuildOrder,
     RepairOrder,
-    VerifyOrder,
 )
 from megatron_ft.rpc.sockets import Connection
 
@@ -67,7 +66,7 @@ def serve(
             message = smp.receive()
             if isinstance(message, Ok):
                 continue
-            if not isinstance(message, EncodeOrder | RebuildOrder | VerifyOrder | RepairOrder):
+            if not isinstance(message, EncodeOrder | RebuildOrder | RepairOrder):
                 raise ControlPlaneError(f"the SMP sent what is no order: {message}")
             _carry_out(runner, message, smp)
 
@@ -103,7 +102,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--world", required=True, help="name of this encoder world")
     options = parser.parse_args(arguments)
     environment = ProcessEnvironment.from_env()
-    bind_to_background_cpus()
     lower_priority()
     world = join_world()
     try:

@@ -257,10 +257,6 @@ class RebuildOrder(EncoderOrder, frozen=True):
     """Recompute data and parity of the ``lost`` members of these stripes."""
 
 
-class VerifyOrder(EncoderOrder, frozen=True):
-    """Recompute parity and compare, change nothing."""
-
-
 class RepairOrder(EncoderOrder, frozen=True):
     """Recompute these blocks of one member from the rest of its stripe."""
 
@@ -402,14 +398,12 @@ class PulseReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StacksRequest(Message, frozen=True):
-    """Have all trainers of the node write their stacks.
+    """Have all trainers of the node write their stacks; those that are suspended are woken for it.
 
-    ``resume`` also wakes those that are suspended, which write theirs only then: for an incarnation
-    that is about to be ended.
+    It is for an incarnation that is about to be ended.
     """
 
     incarnation: Count
-    resume: bool = False
 
 
 class Stacks(Message, frozen=True):

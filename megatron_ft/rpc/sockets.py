@@ -30,16 +30,12 @@ from megatron_ft.core.errors import (
     ConfigError,
     ControlPlaneError,
     MegatronFTError,
-    MissingEnvironmentError,
 )
 from megatron_ft.rpc.messages import Message, Refused, decode, encode
 
 log = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
-LONGEST_PATH = 107
-"""Characters of a Unix socket's path (unix(7))."""
-
 MOST_BYTES = 64 << 20
 """Longest frame that is taken: a peer that claims more is cut off before memory is allocated.
 
@@ -102,14 +98,8 @@ def listen_local(socket: zmq.Socket[Any], path: Path) -> None:
     """Bind ``socket`` to a Unix socket that only the owner can open (mode 0600).
 
     A socket file that an earlier SMP left is replaced; the caller holds the folder's
-    lock, so no live one is.  MissingEnvironmentError if the path is too long for the kernel,
-    UntrustedFileError if the folder is not only this user's.
+    lock, so no live one is.  UntrustedFileError if the folder is not only this user's.
     """
-    if len(str(path)) > LONGEST_PATH:
-        raise MissingEnvironmentError(
-            f"socket path {path} has {len(str(path))} characters, the kernel takes {LONGEST_PATH}: "
-            "choose a shorter --arena-dir or job name"
-        )
     private_files.check_folder(path.parent)
     path.unlink(missing_ok=True)
     old = os.umask(0o177)

@@ -21,7 +21,6 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from megatron_ft.arena.limits import format_bytes
 from megatron_ft.core import private_files
-from megatron_ft.core.background import bind_to_background_cpus
 from megatron_ft.core.environment import NODE_DIR, READY_NAME, ProcessEnvironment
 from megatron_ft.core.errors import UNREADABLE, MegatronFTError
 from megatron_ft.rpc.sockets import JobKeys, Server
@@ -68,7 +67,6 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        bind_to_background_cpus()
         credentials = msgspec.json.decode(sys.stdin.buffer.read(), type=Credentials)
         environment = ProcessEnvironment.from_env()
         ready = arguments.ready or environment.node_dir / READY_NAME

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ft.arena.limits import node_of_process
 from megatron_ft.core.errors import ControlPlaneError, StaleIncarnationError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.rpc import messages as m
@@ -69,9 +68,7 @@ class ControlServer:
 
     async def _create_arena(self, request: m.CreateArena) -> None:
         service = self._service
-        trainer = service.writers.find("trainer", request.shard_id)
-        node = node_of_process(trainer.pid) if trainer else None
-        arena = await asyncio.to_thread(service.store.allocate, request, node)
+        arena = await asyncio.to_thread(service.store.allocate, request)
         if arena is not None:
             service.store.enter(arena, service.machine)
 
@@ -91,7 +88,7 @@ class ControlServer:
         self._service.set_restore(request)
 
     async def _stacks(self, request: m.StacksRequest) -> m.Message:
-        stacks = await self._service.heartbeats.stacks(request.resume)
+        stacks = await self._service.heartbeats.stacks()
         return m.Stacks(self._service.machine.node, stacks)
 
     async def _retire(self, request: m.Retire) -> None:

@@ -22,7 +22,6 @@ from megatron_ft.arena.format import (
     SlotHeader,
     SlotState,
 )
-from megatron_ft.arena.limits import preferring
 from megatron_ft.core.errors import (
     ArenaError,
     ArenaForeignError,
@@ -153,10 +152,8 @@ class ArenaStore:
     def _paths(self) -> list[Path]:
         return sorted(self.directory.glob(f"*{SUFFIX}"))
 
-    def allocate(self, request: m.CreateArena, numa_node: int | None = None) -> Arena | None:
+    def allocate(self, request: m.CreateArena) -> Arena | None:
         """Make the arena of one shard; slow, safe to call from another thread.
-
-        Its pages are asked for on ``numa_node``, if one is given.
 
         None if the present one is the same.  Raises LayoutMismatchError when it differs,
         ArenaMemoryError when there is no room.
@@ -169,8 +166,7 @@ class ArenaStore:
         # What lies there now is damaged; foreign files have stopped the job before this.  Its
         # memory may be what the new arena needs.
         files.clear(path)
-        with preferring(numa_node):
-            arena = Arena.create(path, self._header(request), replace=True)
+        arena = Arena.create(path, self._header(request), replace=True)
         if request.incarnation > 1:
             reach("rebuild.target")
         return arena

@@ -55,7 +55,7 @@ class Coordinator(Connections):
         timing: Timing,
         scrub_percent: float = 0.0,
     ) -> None:
-        super().__init__(keys, observers, timing, scrub_percent)
+        super().__init__(keys, observers, kill_world, timing, scrub_percent)
         self._summary = SummaryParts(self.view, timing.heartbeat / 2)
         self.cycle: SnapshotCycle | None = None
         self.committed: tuple[SnapshotId, int, str] | None = None
@@ -69,14 +69,7 @@ class Coordinator(Connections):
         self.repairs = Repairs(self)
         self.given_up = (0, "")
         """Snapshots aborted since the last commit, and the reason of the last one."""
-        self.world = ""
-        self.world_nodes: tuple[str, ...] = ()
-        self.world_joined, self.world_refused = False, ""
-        """True once the expected world was up; the reason why an SMP refused its encoder."""
         self.listeners: list[Callable[[m.NodeEvent], None]] = []
-        self._kill_world = kill_world
-        self._encoders_up: set[str] = set()
-        self._world_up = asyncio.Event()
         self._kick = asyncio.Event()
         self._encoding_since = self._world_seen = self._first_try = 0.0
         self._protect_tries: dict[SnapshotId, int] = {}
@@ -149,41 +142,6 @@ class Coordinator(Connections):
                 request = m.Unhold(incarnation, HOLDER)
                 await self.links[node].ask(request, REQUEST_TIMEOUT_SECONDS)
                 return
-
-    def expect_world(self, world: str, nodes: tuple[str, ...]) -> None:
-        """Expect a world with these nodes as ranks 0, 1, ..., which is being started."""
-        self.world, self.world_nodes = world, nodes
-        self._encoders_up = set()
-        self._world_up.clear()
-        self.world_joined, self.world_refused = False, ""
-
-    async def world_ready(self, timeout: float) -> None:
-        """Wait until an encoder of the expected world has joined on every node of it."""
-        try:
-            await asyncio.wait_for(self._world_up.wait(), timeout)
-        except asyncio.TimeoutError as error:
-            missing = sorted(set(self.world_nodes) - self._encoders_up)
-            raise ControlPlaneError(
-                f"encoder world {self.world}: none from {', '.join(missing)} in {timeout:.0f} s",
-                missing[0] if missing else "",
-            ) from error
-
-    @property
-    def usable_world(self) -> str:
-        """The encoder world if it is up on all its nodes, else empty."""
-        return self.world if self._world_up.is_set() else ""
-
-    def world_lost(self) -> None:
-        """Note that the world has ended, or is being ended."""
-        self._world_up.clear()
-        self._encoders_up.clear()
-
-    def end_world(self, world: str, reason: str) -> None:
-        """Have an encoder world ended that cannot continue; nothing is lost, a new one is
-        started."""
-        self.observers.emit("world_broken", f"parity stopped: {reason}")
-        self.world_lost()
-        self._kill_world(world)
 
     def start_snapshots(self, cycle: SnapshotCycle) -> None:
         """Permit one snapshot after the other until ``stop_snapshots``."""
@@ -367,12 +325,8 @@ class Coordinator(Connections):
             return
         body = event.body
         if isinstance(body, m.EncoderHello) and body.world == self.world:
-            self._encoders_up.add(event.node)
-            if self._encoders_up >= set(self.world_nodes):
-                self._world_up.set()
-                self.world_joined = True
-                if self.cycle is not None:
-                    self.cycle.world_changed(self.world)
+            if self._joined(event.node) and self.cycle is not None:
+                self.cycle.world_changed(self.world)
         if isinstance(body, m.EncoderRefused) and body.world == self.world:
             # Told with the end of the world, which follows at once.
             self.world_refused = f"the SMP of {event.node} refused its encoder: {body.reason}"

@@ -13,7 +13,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +20,6 @@ import msgspec
 
 from megatron_ft.checkpoint.disk_format import mount_point
 from megatron_ft.checkpoint.drain import DrainPlan
-from megatron_ft.checkpoint.drained import Keep
 from megatron_ft.checkpoint.load import LoadPlan
 from megatron_ft.core.background import started_low
 from megatron_ft.core.environment import INCARNATION
@@ -37,9 +35,6 @@ from megatron_ft.supervisor.job_state import DiskPlaces
 from megatron_ft.supervisor.processes import unless
 from megatron_ft.supervisor.spec import JobSpec
 
-ENCODERS_PATIENCE_SECONDS = 30.0
-"""An encoder world that broke is started again at once; this long without one is degraded."""
-
 SAFETY_FACTOR = 1.5
 """The last drain before the time limit may take so many times as long as the slowest so far."""
 
@@ -49,47 +44,27 @@ class Urgency:
     """Reasons to drain at once, each given once, again only after it was gone.
 
     Times are in seconds of one clock.  ``ends_at`` is when the job will be killed, None if
-    nobody knows; ``margin`` is what must be left then.  ``parity`` is whether snapshots
-    should have any.
+    nobody knows; ``margin`` is what must be left then.
     """
 
-    parity: bool
     ends_at: float | None = None
     margin: float = 0.0
-    patience: float = ENCODERS_PATIENCE_SECONDS
-    _world_seen: float | None = None
-    _said: set[str] = field(default_factory=set)
+    _given: set[str] = field(default_factory=set)
 
-    def poll(self, now: float, *, world_up: bool, spares_gone: bool, slowest: float) -> str:
+    def poll(self, now: float, *, spares_gone: bool, slowest: float) -> str:
         """A new reason, or empty.
 
         ``spares_gone`` is whether a node was lost and nobody is left to replace another one;
         ``slowest`` how long drains took, 0 if none has ended yet.
         """
-        if world_up or not self.parity or self._world_seen is None:
-            self._world_seen = now
-        unprotected = now - self._world_seen
-        present = {
-            "encoders": unprotected > self.patience,
-            "spares": spares_gone,
-            "measure": self.ends_at is not None and not slowest,
-            "time": self.ends_at is not None
-            and now >= self.ends_at - self.margin - SAFETY_FACTOR * slowest,
-        }
-        self._said &= {name for name, there in present.items() if there}
-        fresh = [name for name, there in present.items() if there and name not in self._said]
-        self._said |= set(fresh[-1:])
-        return self._text(fresh[-1], now) if fresh else ""
-
-    def _text(self, name: str, now: float) -> str:
-        texts = {
-            "encoders": f"no encoder world for {self.patience:.0f} s: a node loss would cost all "
-            "that was committed since",
-            "spares": "a node is lost and no spare is left: the next loss stops the job",
-            "measure": "the job's time is limited: the first drain shows how long one takes",
-        }
-        left = 0.0 if self.ends_at is None else max(0.0, self.ends_at - now)
-        return texts.get(name, f"the job's time ends in {left:.0f} s")
+        present = set()
+        if spares_gone:
+            present.add("a node is lost and no spare is left: the next loss stops the job")
+        late = self.margin + SAFETY_FACTOR * slowest
+        if self.ends_at is not None and now >= self.ends_at - late:
+            present.add("the job's time ends")
+        fresh, self._given = present - self._given, present
+        return "; ".join(sorted(fresh))
 
 
 def is_due(last: int, committed: int, interval: int, urgent: bool = False) -> bool:
@@ -119,8 +94,8 @@ def noted_places(before: DiskPlaces, spec: JobSpec) -> DiskPlaces:
 class Drains:
     """The drains of one job over all its incarnations, and the exports of what was drained.
 
-    ``failures`` and ``export_failures`` count those that came to nothing.  Nothing is written
-    unless a file system is mounted at ``mount`` ("": not looked at).
+    ``failures`` counts those that came to nothing.  Nothing is written unless a file system is
+    mounted at ``mount`` ("": not looked at).
     """
 
     def __init__(
@@ -132,7 +107,7 @@ class Drains:
         spares_gone: Callable[[], bool],
         mount: str = "",
     ) -> None:
-        self.failures = self.export_failures = 0
+        self.failures = 0
         self._spec, self._launcher, self._job = spec, launcher, job
         self._coordinator = coordinator
         self._task: asyncio.Task[None] | None = None
@@ -147,7 +122,6 @@ class Drains:
         self._mount = Path(mount) if mount else None
         limit = spec.time_limit_seconds
         self._urgency = Urgency(
-            parity=bool(spec.scheme.parity_members),
             ends_at=time.monotonic() + limit if limit else None,
             margin=spec.settings.drain_stop_seconds,
         )
@@ -170,7 +144,6 @@ class Drains:
             self._start()
 
     def _start(self) -> None:
-        self._tries_at_end = 0
         self._task = asyncio.create_task(self._keep())
         self._watch = asyncio.create_task(self._watch_urgency())
 
@@ -185,7 +158,7 @@ class Drains:
         """This incarnation takes no more snapshots: drain the newest committed one without a cap.
 
         Whether it, or a newer one, is on disk after at most ``seconds``.  A drain that runs
-        under a cap is given up for it, and one that failed is tried once more.
+        under a cap is given up for it.
         """
         committed = self._coordinator.committed
         if self._task is None or committed is None:
@@ -247,7 +220,6 @@ class Drains:
         while True:
             reason = self._urgency.poll(
                 time.monotonic(),
-                world_up=bool(self._coordinator.usable_world),
                 spares_gone=self._spares_gone(),
                 slowest=self._slowest,
             )
@@ -296,7 +268,7 @@ class Drains:
             lineage=self._lineage,
             directory=directory.absolute(),
             shard_count=len(self._places),
-            keep=Keep(self._spec.settings.drain_keep, self._spec.settings.drain_keep_every),
+            keep=self._spec.settings.drain_keep,
             bandwidth_mib=self._cap,
             mount=self._mount,
             export_dir=export_dir,
@@ -316,7 +288,7 @@ class Drains:
         # Not when cancelled: the next incarnation voids it, and must not wait for us.
         await self._coordinator.release(nodes)
         if reason:
-            await self._failed(plan, nodes[0], reason)
+            self._failed(plan, reason)
         else:
             seconds = time.monotonic() - started
             self._slowest = max(self._slowest, seconds)
@@ -347,7 +319,6 @@ class Drains:
         try:
             await self._run("tidy", {node: plan})
         except (MegatronFTError, OSError) as error:
-            self._count(str(error))
             self._emit("retention_failed", str(error), plan)
 
     def _count(self, reason: str) -> None:
@@ -360,7 +331,6 @@ class Drains:
         try:
             await self._run("export", {node: plan})
         except (MegatronFTError, OSError) as error:
-            self.export_failures += 1
             text = f"iteration {plan.iteration} is on disk but could not be exported, which "
             self._emit("export_failed", f"{text}stops nothing: {error}", plan)
         else:
@@ -368,19 +338,10 @@ class Drains:
             text = f"iteration {plan.iteration} is exported to {plan.export_dir} after"
             self._emit("exported", f"{text} {seconds:.1f} s", plan)
 
-    async def _failed(self, plan: DrainPlan, node: str, reason: str) -> None:
+    def _failed(self, plan: DrainPlan, reason: str) -> None:
         self._count(reason)
-        then = "training continues"
-        if self._ending:
-            self._tries_at_end += 1
-            then = "it is tried once more" if self._tries_at_end == 1 else "the job ends"
-        text = f"iteration {plan.iteration} could not be written to disk; {then}, and what was"
-        self._emit("drain_failed", f"{text} there stays: {reason}", plan)
-        # Its files would keep the space that the next one needs.
-        with suppress(MegatronFTError, OSError):
-            await self._run("clear", {node: plan})
-        if self._tries_at_end == 1:
-            self._last, self._urgent = -1, True
+        text = f"iteration {plan.iteration} could not be written to disk; training continues, and "
+        self._emit("drain_failed", f"{text}what was there stays: {reason}", plan)
 
     def _emit(self, kind: str, text: str, plan: DrainPlan) -> None:
         fields = {"iteration": plan.iteration, "folder": str(plan.folder)}
@@ -413,8 +374,7 @@ async def run_step(
     ``incarnation`` away.  DrainError as soon as one fails, NodeUnreachable as the launcher says.
     """
     module = MODULES.get(step, "megatron_ft.checkpoint.drain")
-    environment = {**base_environment(), **spec.background_variables}
-    environment[INCARNATION] = str(incarnation)
+    environment = base_environment() | {INCARNATION: str(incarnation)}
     if step == "export":  # It imports a framework, and must not take memory of GPUs that train.
         environment["CUDA_VISIBLE_DEVICES"] = ""
     handles: list[ProcessHandle] = []

@@ -2,7 +2,7 @@
 
 A lost node that nobody replaces has its shards still in the parity of the others.  They are
 rebuilt on nodes that are left, beside their own, and everything is drained before the job
-stops; then it is exported, for frameworks that know nothing of us.
+stops, and exported where the job has a --drain-export-dir.
 
 With ``--on-no-spare shrink`` the job continues with fewer nodes.  No state is resharded here: the
 training framework loads the export into fewer data-parallel ranks.  Arenas of the old shape
@@ -70,11 +70,24 @@ class EmergencyDrain:
             await self.run(admitted, "trainers cannot come back")
 
     async def run(self, admitted: Inventories, reason: str = "no spare is left") -> None:
-        """The job is about to stop: drain what memory can serve, and export what is on disk."""
-        await self._drain(admitted, reason)
-        if self._spec.settings.export_on_failure is not None and admitted:
-            node = next(iter(admitted))
-            await self._drains.export_durable(node, self._spec.settings.export_on_failure)
+        """The job is about to stop: drain what memory can serve."""
+        plan = self._plan(admitted)
+        if plan is None:
+            return
+        text = f"{reason}: draining before anything else; {plan.describe()[0]}"
+        self._emit("salvaging", text)
+        try:
+            self._state.update(incarnation=plan.incarnation, lineage=plan.lineage)
+            await self._recovery.carry_out(plan, admitted)
+            durable = self._coordinator.durable
+            # A snapshot whose drain ended with the trainers counts as not drained.
+            first = min(plan.decision.iteration, -1 if durable is None else durable[1])
+            self._drains.begin(plan.places, self._state.record.shards, plan.lineage, first)
+            problem = "" if await self._drains.last(DRAIN_SECONDS) else "see above"
+        except MegatronFTError as error:
+            problem = str(error)
+        if problem:
+            self._emit("salvage_failed", f"memory could not be drained: {problem}")
 
     async def shrink(self, admitted: Inventories) -> bool:
         """Have the job continue with fewer nodes if it can; True if it does.
@@ -101,25 +114,6 @@ class EmergencyDrain:
         text = f"continuing with {len(chosen)} nodes instead of {before}, {ranks} ranks"
         self._emit("shrunk", f"{text}: {', '.join(chosen)}", nodes=chosen, ranks=ranks)
         return True
-
-    async def _drain(self, admitted: Inventories, reason: str) -> None:
-        plan = self._plan(admitted)
-        if plan is None:
-            return
-        text = f"{reason}: draining before anything else; {plan.describe()[0]}"
-        self._emit("salvaging", text)
-        try:
-            self._state.update(incarnation=plan.incarnation, lineage=plan.lineage)
-            await self._recovery.carry_out(plan, admitted)
-            durable = self._coordinator.durable
-            # A snapshot whose drain ended with the trainers counts as not drained.
-            first = min(plan.decision.iteration, -1 if durable is None else durable[1])
-            self._drains.begin(plan.places, self._state.record.shards, plan.lineage, first)
-            problem = "" if await self._drains.last(DRAIN_SECONDS) else "see above"
-        except MegatronFTError as error:
-            problem = str(error)
-        if problem:
-            self._emit("salvage_failed", f"memory could not be drained: {problem}")
 
     def _plan(self, admitted: Inventories) -> RestorePlan | None:
         """The restore on nodes that are left; None if nothing can be drained."""
@@ -227,16 +221,3 @@ def _stripe_problem(nodes: Sequence[str], domains: Domains, scheme: Scheme) -> s
     except ProtectionError as error:
         return str(error)
     return ""
-
-
-def describe_fewer(spec: JobSpec, active: Sequence[str], rule: RankRule | None) -> str:
-    """The numbers of nodes that the job could continue with, in one line."""
-    counts, found = [], list(active)
-    while rule and found:
-        found, _ = fewer_nodes(
-            found, len(found), spec.ranks_per_node, rule, spec.domains, spec.scheme
-        )
-        counts += [str(len(found))] if found else []
-    if not counts:
-        return f"without a spare the job cannot continue with fewer than {len(active)} nodes"
-    return f"without a spare the job can continue with {' or '.join(counts)} nodes"

@@ -17,7 +17,6 @@ from megatron_ft.erasure.worker import ENCODE_RATE
 from megatron_ft.erasure.world import MPI, RANK_TRANSPORT, TCP
 from megatron_ft.launchers.launcher import Launcher, Placement, ProcessHandle
 from megatron_ft.launchers.launcher_env import base_environment
-from megatron_ft.launchers.world import WorldProcess
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.tcp_world import TcpWorldProcess
@@ -93,7 +92,6 @@ class EncoderWorld:
         self.name = f"w{incarnation}-{uuid.uuid4().hex[:6]}"
         argv = [sys.executable, "-m", "megatron_ft.erasure.worker", "--world", self.name]
         environment = {**base_environment(), INCARNATION: str(incarnation), "OMP_NUM_THREADS": "1"}
-        environment |= self._spec.background_variables
         environment[ENCODE_RATE] = str(self._spec.settings.encode_bandwidth_mib * (1 << 20))
         placements = [Placement(node, argv, environment) for node in nodes]
         self._log_begin = log_size(self._log)
@@ -107,9 +105,7 @@ class EncoderWorld:
 
     def why_ended(self, status: int) -> str:
         """The cause of its end, as far as its log shows; ``status`` is what ``ended`` gave."""
-        handle = self._handle
-        folder = str(handle.scratch.parent) if isinstance(handle, WorldProcess) else ""
-        return why_ended(text_since(self._log, self._log_begin), status, folder)
+        return f"{why_ended(text_since(self._log, self._log_begin), status)} (see {self._log})"
 
     def end(self, name: str) -> None:
         """End the world if that is its name; ``ended`` returns once its processes are gone."""
@@ -205,40 +201,21 @@ class WorldKeeper:
             self._coordinator.observers.emit(kind, text)
 
 
-_NO_BACKING = re.compile(
-    r"not enough space for (\S+)/[^/\s]+ \(the shared-memory backing file\)"
-    r".*?Space Requested: (\d+) B"
+_CAUSES = (
+    re.compile(r"^(.*(?:No space left on device|not enough space for).*)$", re.MULTILINE),
+    re.compile(r"\b(Signal: Bus error)\b"),
+    re.compile(r"^(?:\[\S+\] )?(?:[a-z_]\w*\.)*([A-Z]\w*(?:Error|Exception): .*)$", re.MULTILINE),
+    re.compile(r"^(.*): this encoder leaves$", re.MULTILINE),
+    re.compile(r"exited on\s+(signal \d+ \([\w ]+\))"),
 )
-_NO_SPACE = re.compile(r"^.*No space left on device.*$", re.MULTILINE)
-_BUS_ERROR = re.compile(r"\bbus error\b", re.IGNORECASE)
-_ERROR = re.compile(
-    r"^(?:\[\S+\] )?(?:[a-z_]\w*\.)*([A-Z]\w*(?:Error|Exception): .*)$", re.MULTILINE
-)
-_LEFT = re.compile(r"^(.*): this encoder leaves$", re.MULTILINE)
-_SIGNAL = re.compile(r"exited on signal (\d+ \([\w ]+\))")
 
 
-def why_ended(said: str, status: int, folder: str = "") -> str:
+def why_ended(said: str, status: int) -> str:
     """The cause in words; the same for worlds that ended alike.  Pure.
 
-    ``said`` is what the world wrote to its log, ``status`` its exit status, ``folder`` where MPI
-    keeps shared memory, empty if it keeps none.  MPI breaks its lines anywhere.
+    ``said`` is what the world wrote to its log, ``status`` its exit status.
     """
-    joined = " ".join(said.split())
-    less = "free memory there, or start the job with --transport tcp"
-    if found := _NO_BACKING.search(joined):
-        needed = int(found[2]) / (1 << 20)
-        where = folder or found[1]
-        return f"less than {needed:.0f} MiB is free for MPI's shared memory in {where}: {less}"
-    if found := _NO_SPACE.search(said):
-        return f"an encoder had no room: {found[0].strip()[:300]}"
-    if _BUS_ERROR.search(joined):
-        where = f"the tmpfs of {folder}" if folder else "the tmpfs of the arenas"
-        return f"an encoder died of a bus error, as where {where} is full: {less}"
-    if found := _ERROR.search(said):
-        return found[1][:300]
-    if found := _LEFT.search(said):
-        return found[1]
-    if found := _SIGNAL.search(joined):
-        return f"an encoder ended by signal {found[1]}"
-    return f"ended by signal {-status}" if status < 0 else f"exit status {status}"
+    for pattern in _CAUSES:
+        if found := pattern.search(said):
+            return found[1].strip()[:300]
+    return f"signal {-status}" if status < 0 else f"exit status {status}"

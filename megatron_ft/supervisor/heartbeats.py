@@ -11,7 +11,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -87,7 +87,6 @@ class Straggler:
     """A rank whose own part of an iteration is ``excess`` (0.05: 5 %) above its peers'."""
 
     rank: int
-    window: int
     excess: float
     own: float
     peers: float
@@ -100,113 +99,90 @@ def find_stragglers(windows: Mapping[int, WindowSummary], percent: float) -> lis
     ``percent`` (less the error of sampling), by more than chance explains, and by a
     millisecond.  0 percent names nobody, and so does a rank without peers.
     """
-    if percent <= 0 or len(windows) < 2:
-        return []
-    found = (_judge(rank, windows, percent / 100) for rank in sorted(windows))
-    return [straggler for straggler in found if straggler is not None]
-
-
-def _judge(rank: int, windows: Mapping[int, WindowSummary], limit: float) -> Straggler | None:
-    mine = windows[rank]
-    others = [w for r, w in windows.items() if r != rank]
-    peers = median(w.own for w in others)
-    excess = mine.own - peers
-    error = MEDIAN_ERROR * math.hypot(mine.spread, median(w.spread for w in others))
-    least = max(SAMPLING * limit * peers, SIGNIFICANT * error, LEAST_SECONDS)
-    if peers <= 0 or excess < least:
-        return None
-    return Straggler(rank, mine.index, excess / peers, mine.own, peers)
+    found = []
+    for rank, mine in sorted(windows.items()) if percent > 0 else ():
+        others = [w for r, w in windows.items() if r != rank]
+        peers = median(w.own for w in others) if others else 0.0
+        if peers <= 0:
+            continue
+        error = MEDIAN_ERROR * math.hypot(mine.spread, median(w.spread for w in others))
+        least = max(SAMPLING * percent / 100 * peers, SIGNIFICANT * error, LEAST_SECONDS)
+        if mine.own - peers >= least:
+            found.append(Straggler(rank, mine.own / peers - 1, mine.own, peers))
+    return found
 
 
 _DATA_PARALLEL = re.compile(r"dp\d+")
 
 
 class StragglerFinder:
-    """Compares ranks that hold the same part of the model, on data of their own."""
+    """Compares ranks that hold the same part of the model, on data of their own.
+
+    ``present`` are the stragglers of the newest windows, by rank.
+    """
 
     def __init__(self, percent: float) -> None:
+        self.present: dict[int, Straggler] = {}
         self._percent = percent
         self._judged: dict[str, int] = {}
-        self._slow: dict[str, dict[int, Straggler]] = {}
-
-    @property
-    def present(self) -> list[Straggler]:
-        """The stragglers of the newest windows."""
-        return [one for group in self._slow.values() for one in group.values()]
 
     def begin_incarnation(self) -> None:
         """Ranks may be on other nodes now, and start at another iteration."""
         self._judged.clear()
-        self._slow.clear()
+        self.present.clear()
 
     def poll(self, heard: Sequence[RankReport]) -> list[str]:
-        """New and former stragglers since the last call, in words."""
+        """New stragglers since the last call, in words."""
         groups: dict[str, list[RankReport]] = defaultdict(list)
         for one in heard:
             groups[_DATA_PARALLEL.sub("dp", one.shard)].append(one)
         return [text for name, members in groups.items() for text in self._judge(name, members)]
 
     def _judge(self, name: str, members: Sequence[RankReport]) -> list[str]:
+        """Judge one group if all of it has ended a new window."""
         indices = {one.report.window for one in members}
         if len(indices) != 1 or (index := indices.pop()) <= self._judged.get(name, -1):
             return []
         self._judged[name] = index
+        nodes = {one.report.rank: one.node for one in members}
         windows = {
             one.report.rank: WindowSummary(index, one.report.own, one.report.spread)
             for one in members
         }
-        before = self._slow.get(name, {})
-        now = {s.rank: s for s in find_stragglers(windows, self._percent)}
-        self._slow[name] = now
-        nodes = {one.report.rank: one.node for one in members}
-        fresh = [_describe(now[rank], nodes[rank]) for rank in sorted(now.keys() - before.keys())]
-        gone = sorted(before.keys() - now.keys())
-        return fresh + [f"rank {rank} on {nodes[rank]} is no straggler any more" for rank in gone]
-
-
-def _describe(slow: Straggler, node: str) -> str:
-    first = slow.window * WINDOW
-    return (
-        f"rank {slow.rank} on {node} is a straggler: in iterations {first} to {first + WINDOW - 1} "
-        f"its own part took {1e3 * slow.own:.1f} ms, {100 * slow.excess:.0f} % more than its "
-        f"peers' {1e3 * slow.peers:.1f} ms"
-    )
+        before = {rank for rank in windows if self.present.pop(rank, None)}
+        slow = find_stragglers(windows, self._percent)
+        self.present |= {one.rank: one for one in slow}
+        return [
+            f"rank {one.rank} on {nodes[one.rank]} is a straggler since iteration "
+            f"{index * WINDOW}: {1e3 * one.own:.1f} ms of its own in an iteration, "
+            f"{100 * one.excess:.0f} % more than its peers"
+            for one in slow
+            if one.rank not in before
+        ]
 
 
 @dataclass(frozen=True)
 class RecoveryTime:
-    """Seconds of one recovery; of what ranks do, those of the slowest rank for each part.
+    """Seconds of one recovery, in parts; of what ranks do, those of the slowest rank for each.
 
     ``detect``: from the last sign of progress (hang) or of the node (silence); the kernel reports
     the end of a process at once.  ``kill``: until all trainers are dead.  ``decide``: until
     new ones are started: fencing, the decision, rebuilding or loading, waiting after repeated
-    failures.  ``launch``: until a process is there.  ``imports``: until this package is
-    imported, beside the framework.  ``communicators``: ``init_process_group``.  ``set_up``: the
-    rest up to the restore: building the model, mostly.  ``restore``: copying the shard in.
-    ``first_iteration``: up to its end, waiting for all ranks and arenas included.  ``total``:
-    from the fault to the end of the first iteration of the last rank.
+    failures.  ``launch``: until a process is there.  The others are those of PulseReport.
+    ``total``: from the fault to the end of the first iteration of the last rank.
     """
 
     cause: str
-    detect: float
-    kill: float
-    decide: float
-    launch: float
-    imports: float
-    communicators: float
-    set_up: float
-    restore: float
-    first_iteration: float
     total: float
-
-    def parts(self) -> dict[str, float]:
-        """The parts by name, in their order in time."""
-        return {n: round(v, 3) for n, v in asdict(self).items() if n not in ("cause", "total")}
+    parts: dict[str, float]
 
     def describe(self) -> str:
         """One line for people."""
-        parts = ", ".join(f"{name} {value:.2f}" for name, value in self.parts().items())
+        parts = ", ".join(f"{name} {value:.2f}" for name, value in self.parts.items())
         return f"training again {self.total:.2f} s after {self.cause}: {parts}"
+
+
+_OF_RANKS = ("imports", "communicators", "set_up", "restore", "first_iteration")
 
 
 class RecoveryClock:
@@ -218,8 +194,7 @@ class RecoveryClock:
     def __init__(self) -> None:
         self.done: list[RecoveryTime] = []
         self._cause = ""
-        self._detect = 0.0
-        self._failed = self._dead = self._started = 0.0
+        self._detect = self._failed = self._dead = self._started = 0.0
         self._waiting = self._down = False
 
     def detected(self, seconds: float) -> None:
@@ -243,32 +218,25 @@ class RecoveryClock:
 
     def poll(self, heard: Sequence[RankReport]) -> RecoveryTime | None:
         """The recovery that has just ended, returned once."""
-        reports = [one.report for one in heard]
-        if not self._waiting or not reports or not all(r.first_iteration for r in reports):
+        if not self._waiting or not heard or not all(h.report.first_iteration for h in heard):
             return None
         self._waiting = False
-        began = [one.at - one.report.age for one in heard]
-        ends = [
-            start + r.imports + r.communicators + r.set_up + r.restore + r.first_iteration
-            for start, r in zip(began, reports, strict=True)
-        ]
-        recovery = RecoveryTime(
-            cause=self._cause,
-            detect=self._detect,
-            kill=self._dead - self._failed,
-            decide=self._started - self._dead,
-            launch=max(0.0, max(began) - self._started),
-            imports=max(r.imports for r in reports),
-            communicators=max(r.communicators for r in reports),
-            set_up=max(r.set_up for r in reports),
-            restore=max(r.restore for r in reports),
-            first_iteration=max(r.first_iteration for r in reports),
-            total=max(ends) - self._failed + self._detect,
-        )
+        ranks = [{name: getattr(h.report, name) for name in _OF_RANKS} for h in heard]
+        began = [h.at - h.report.age for h in heard]
+        ended = max(start + sum(rank.values()) for start, rank in zip(began, ranks, strict=True))
+        parts = {
+            "detect": self._detect,
+            "kill": self._dead - self._failed,
+            "decide": self._started - self._dead,
+            "launch": max(0.0, max(began) - self._started),
+            **{name: max(rank[name] for rank in ranks) for name in _OF_RANKS},
+        }
+        rounded = {name: round(seconds, 3) for name, seconds in parts.items()}
+        recovery = RecoveryTime(self._cause, ended - self._failed + self._detect, rounded)
         self.done.append(recovery)
         self._cause, self._detect = "", 0.0
         return recovery
 
     def view(self) -> list[dict[str, Any]]:
         """The last recoveries, for ``megatron-ft status --json``."""
-        return [{"cause": r.cause, "total": round(r.total, 3), **r.parts()} for r in self.done[-5:]]
+        return [{"cause": r.cause, "total": round(r.total, 3), **r.parts} for r in self.done[-5:]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ft.core.environment import RESTORE
@@ -17,13 +17,12 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import SnapshotCycle
 from megatron_ft.supervisor.drains import Drains
-from megatron_ft.supervisor.emergency_drain import describe_fewer
 from megatron_ft.supervisor.encoder_world import WorldKeeper
-from megatron_ft.supervisor.failures import NODE_LOST, RERUN_CODES, Failure, OomKills
+from megatron_ft.supervisor.failures import NODE_LOST, RERUN_CODES, Failure
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.orders import create_requests, stripe_orders
-from megatron_ft.supervisor.processes import TrainerExit, TrainerFleet, WarmSpares
+from megatron_ft.supervisor.processes import TrainerExit, TrainerFleet
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy
 from megatron_ft.supervisor.recovery import RestorePlan, make_arenas
 from megatron_ft.supervisor.registration import Registration
@@ -33,21 +32,16 @@ from megatron_ft.supervisor.watch import JobWatch
 
 log = logging.getLogger(__name__)
 
-ALL_FAIL_SECONDS = 5.0
-"""A command that cannot start at all fails on all ranks within this time."""
-
 
 @dataclass(kw_only=True)
 class Incarnation:
     """Runs trainers once from what a recovery has restored; the caller ends them afterwards.
 
     ``reached`` is the last iteration before the failure that led here, -1 if none is known.
-    ``seen`` says that a rank of the job has registered before.
     """
 
     plan: RestorePlan
     reached: int
-    seen: bool
     spec: JobSpec
     launcher: Launcher
     state: JobState
@@ -58,9 +52,7 @@ class Incarnation:
     quarantine: QuarantinePolicy
     pacing: Pacing
     drains: Drains
-    warm_spares: WarmSpares
     watch: JobWatch
-    oom: OomKills
     registration: Registration = field(init=False)
     declined: bool = field(init=False, default=False)
 
@@ -78,7 +70,7 @@ class Incarnation:
             if self.spec.scheme.parity_members and not self.world.wanted:
                 self.world.start(plan.active)
             self.watch.begin_incarnation(ranks)
-            source = "disk" if plan.framework_loads else self.quarantine.source(plan.decision)
+            source = self.quarantine.source(plan.decision)
             self.trainers.start(plan.active, plan.incarnation, {RESTORE: source})
             self._emit("trainers_started", f"{ranks} trainers started")
             return await self._watch(asyncio.create_task(self._begin_snapshots()))
@@ -112,20 +104,14 @@ class Incarnation:
         orders = stripe_orders(stripes, places, plan.active)
         self.coordinator.start_snapshots(SnapshotCycle(plan.incarnation, places, orders, schedule))
         self.drains.begin(places, registration.placements(), plan.lineage, first)
-        # Now, when the nodes that train have done with imports of their own.
-        self.warm_spares.begin(n for n in self.launcher.nodes() if n not in plan.active)
 
     async def _rank_rule(self) -> RankRule | None:
         """Numbers of ranks that the command could continue with; trainers get an error, too."""
-        shrinks = self.spec.settings.on_no_spare == SHRINK
         try:
-            rule = self.registration.rank_rule(needed=shrinks)
+            return self.registration.rank_rule(self.spec.settings.on_no_spare == SHRINK)
         except ConfigError as error:
             await self._refuse_trainers(error)
             raise
-        if shrinks:
-            self._emit("shrinkable", describe_fewer(self.spec, self.members.active, rule))
-        return rule
 
     async def _refuse_trainers(self, error: MegatronFTError) -> None:
         """Have the trainers that wait for their arenas end with this error."""
@@ -196,21 +182,14 @@ class Incarnation:
             await self.coordinator.refresh()
         registration.check_shards(self.spec.name)
         registration.check_fit()
-        failure = self._trainer_failure(first)
-        seen = self.seen or registration.hellos or self.state.record.shards
-        if failure.training and not seen and await self.trainers.all_failed(ALL_FAIL_SECONDS):
-            text = (
-                f"{failure.text}, as all ranks did before one of them had registered: see its log"
-            )
-            return replace(failure, text=text, final=True)
-        return failure
+        return self._trainer_failure(first)
 
     def _trainer_failure(self, first: TrainerExit) -> Failure:
         """The failure of the first trainer; its end and the end of its log are emitted."""
         rank, node, status = first.rank, first.node, first.status
         how = f"was killed by signal {-status}" if status < 0 else f"exited with {status}"
-        # Not in the failure itself: a count in its text would make each one another.
-        memory = self.oom.poll() if status == -signal.SIGKILL else ""
+        # The OOM killer of the kernel sends the same signal.
+        memory = " (if by the OOM killer, see dmesg there)" if status == -signal.SIGKILL else ""
         text = f"{self.trainers.name_of(rank)} {how}"
         where = f"{self.trainers.name_of(rank)} on {node} {how}{memory}"
         self._emit("trainer_died", where, rank=rank, node=node, status=status)
@@ -231,8 +210,6 @@ class Incarnation:
         if not isinstance(body, m.Declined) or self.declined:
             return
         self.declined, self.coordinator.resumed_from = True, body.iteration
-        if self.plan.framework_loads:
-            return
         offered, found = self.plan.decision.iteration, body.iteration
         source = "scratch" if found < 0 else f"the framework's checkpoint of iteration {found}"
         text = f"trainers do not take the snapshot of iteration {offered}: {body.reason}; "

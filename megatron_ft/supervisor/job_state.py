@@ -159,24 +159,6 @@ class JobState:
             return str(error)
         return ""
 
-    def restore(self) -> bool:
-        """Write the notes again if somebody has removed them; True if that was so.
-
-        ControlPlaneError if they cannot be written, StaleIncarnationError if they are another
-        job's by now.
-        """
-        if not self.is_missing():
-            return False
-        self.update()
-        return True
-
-    def is_missing(self) -> bool:
-        """True if notes or lock are not where they were; OSError of a disk that fails."""
-        assert self._lock is not None, "the state was closed"
-        return not (
-            (self.folder / _FILE).exists() and _is_same_file(self._lock, self.folder / _LOCK)
-        )
-
     def _require_folder(self) -> None:
         """Have the folder and our lock in it; notes of another job there stay as they are."""
         assert self._lock is not None, "the state was closed"
@@ -335,11 +317,11 @@ def _take_lock(folder: Path, name: str) -> int:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        holder = _describe_holder(lock)
+        holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
         os.close(lock)
         raise JobHeldError(
-            f"job {name!r} already has a supervisor, {holder}; wait for it, end it, or give this "
-            "job another name"
+            f"job {name!r} already has a supervisor, process {holder} here or elsewhere; wait for "
+            "it, end it, or give this job another name"
         ) from error
     except OSError as error:
         os.close(lock)
@@ -356,25 +338,6 @@ def _take_lock(folder: Path, name: str) -> int:
         os.close(lock)
         raise
     return lock
-
-
-def _describe_holder(lock: int) -> str:
-    """The holder of a lock file as the kernel has it: the file may name a dead process."""
-    status = os.fstat(lock)
-    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    written = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
-    try:
-        table = Path("/proc/locks").read_text()
-    except OSError:
-        table = ""
-    # proc_locks(5): number, FLOCK, ADVISORY, WRITE, process, device and inode, ...
-    fields = [line.split() for line in table.splitlines()]
-    pids = [f[4] for f in fields if len(f) > 5 and f[1] == "FLOCK" and f[5] == device]
-    if not pids or not pids[0].isdecimal() or pids[0] == "0":
-        return f"process {written} of another machine or container"
-    if pids[0] != written:
-        return f"or another program holds its lock: process {pids[0]}"
-    return f"process {written}"
 
 
 def is_supervised(job: str, state_dir: Path | None) -> bool:

@@ -85,11 +85,9 @@ async def _ask_unless_silent(coordinator: Coordinator, node: str, request: m.Mes
     """
     question = asyncio.ensure_future(coordinator.links[node].ask(request, ADMIT_TIMEOUT_SECONDS))
     try:
-        while not question.done():
+        while not question.done() and not coordinator.silent_nodes([node]):
             await asyncio.wait({question}, timeout=coordinator.timing.heartbeat)
-            if coordinator.silent_nodes([node]):
-                return None
-        return None if question.cancelled() else question.result()
+        return question.result() if question.done() and not question.cancelled() else None
     except ControlPlaneError:
         return None
     finally:
@@ -98,28 +96,6 @@ async def _ask_unless_silent(coordinator: Coordinator, node: str, request: m.Mes
 
 class IncarnationHigherError(ControlPlaneError):
     """An SMP has already seen this incarnation; the next attempt must be higher."""
-
-
-class OutstandingLeases:
-    """Leases of nodes that were given up, and the time by which all have run out.
-
-    A node's lease counts from when it was last heard of; before this supervisor heard of it,
-    from when this supervisor began, since the one before may have renewed it until then.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        """``seconds`` is longer than any lease."""
-        self._seconds, self._began = seconds, time.monotonic()
-        self._heard: dict[str, float] = {}
-
-    def record(self, node: str, heard: float) -> None:
-        """Record when a node that is given up was last heard of, on the monotonic clock."""
-        self._heard[node] = heard
-
-    def left(self, nodes: Sequence[str]) -> float:
-        """Seconds until all of them have run out; below zero if they have."""
-        last = max((self._heard.get(node, self._began) for node in nodes), default=0.0)
-        return last + self._seconds - time.monotonic()
 
 
 class NoSpareError(MegatronFTError):
@@ -141,8 +117,7 @@ class Membership:
     """The nodes of one job over all its incarnations.
 
     ``active`` lists the nodes that train, in the order of their ranks; a spare that takes
-    over gets the lost node's position, so that no other shard moves.  ``left`` are nodes that the
-    job has continued without.
+    over gets the lost node's position, so that no other shard moves.
     """
 
     def __init__(
@@ -150,13 +125,14 @@ class Membership:
     ) -> None:
         _check_nodes(spec, state.record)
         self.smps = SmpFleet(launcher, state, spec)
-        self.left: set[str] = set()
         self.active: list[str] = list(state.record.active) or _first_active(spec, launcher)
         self._spec, self._launcher, self._state = spec, launcher, state
         self._coordinator = coordinator
-        self._leases = OutstandingLeases(coordinator.timing.node_timeout)
+        # When a node that was given up was last heard of.  The supervisor before this one may have
+        # renewed the lease of others until this one began.
+        self._began, self._heard = time.monotonic(), dict[str, float]()
         self._led = False
-        self._aside: dict[str, str] = {}
+        self._aside: set[str] = set()
 
     def places(self, active: Sequence[str] = ()) -> dict[str, str]:
         """Shard to node, as far as shards are known from earlier incarnations.
@@ -181,8 +157,7 @@ class Membership:
             try:
                 work = admit(self._coordinator, incarnation, nodes)
                 admitted = await self.smps.while_all_run(work)
-                self._refuse_foreign(admitted)
-                self._emit_damaged(admitted)
+                self._check(admitted)
                 await self._await_leases(admitted)
                 self._coordinator.require_lead()
                 self._led = True
@@ -197,18 +172,19 @@ class Membership:
     async def _await_leases(self, admitted: Inventories) -> None:
         """Return once no trainer of an earlier incarnation can run on a node that was not
         admitted."""
-        away = [
-            node for node in self.active if node not in admitted and not self._launcher.gone(node)
-        ]
+        away = [n for n in self.active if n not in admitted and not self._launcher.gone(n)]
         for node in away:
             self._give_up(node)
-        if self._state.record.incarnation and (seconds := self._leases.left(away)) > 0:
+        last = max((self._heard.get(node, self._began) for node in away), default=0.0)
+        # Longer than any lease.
+        seconds = last + self._coordinator.timing.node_timeout - time.monotonic()
+        if self._state.record.incarnation and seconds > 0:
             names = ", ".join(away)
             self._emit("waiting", f"node {names}: up to {seconds:.1f} s of lease left", names)
             await asyncio.sleep(seconds)
 
-    def _refuse_foreign(self, admitted: Inventories) -> None:
-        """Never write over another job's snapshots, whatever the reason that they are here."""
+    def _check(self, admitted: Inventories) -> None:
+        """Never write over another job's snapshots; emit what is damaged."""
         foreign = [text for i in admitted.values() for text in i.foreign]
         if foreign:
             raise ArenaForeignError(
@@ -216,29 +192,26 @@ class Membership:
                 "they are of an earlier run of this job, run it with the same --state-dir; else "
                 "choose another --job name, or remove them with `megatron-ft clean`"
             )
+        for node, inventory in admitted.items():
+            for text in inventory.damaged:
+                self._emit("damaged", f"node {node}: {text}", node)
 
     def lost(self, admitted: Inventories) -> list[str]:
         """Nodes that train and must be replaced."""
         there = self.usable(admitted)
         return [n for n in self.active if n not in there]
 
-    def _emit_damaged(self, admitted: Inventories) -> None:
-        for node, inventory in admitted.items():
-            for text in inventory.damaged:
-                self._emit("damaged", f"node {node}: {text}", node)
-
     def replace_lost(self, admitted: Inventories) -> None:
         """Put a spare in the position of each lost node; NoSpareError if there are too few."""
         spares = [n for n in self.usable(admitted) if n not in self.active]
         lost = self.lost(admitted)
-        self.left |= set(lost)
         for node in [node for node in lost if node not in self._aside]:
             self._give_up(node)
             self._emit("node_lost", f"node {node} is lost", node)
         if len(spares) < len(lost):
             raise NoSpareError(
-                f"node {', '.join(lost)} lost{self._why_aside()} and no spare is left; its "
-                "memory may still be rebuilt: start the same command again with more --spares",
+                f"node {', '.join(lost)} lost, or set aside, and no spare is left; its memory may "
+                "still be rebuilt: start the same command again with more --spares",
                 admitted,
                 len(lost) - len(spares),
             )
@@ -285,18 +258,14 @@ class Membership:
         """
         if not self._state.record.shards:
             return False
-        self._aside[refusal.node] = "no room"
+        self._aside.add(refusal.node)
         self._emit("no_room", f"{refusal}; another spare is tried", refusal.node)
         return True
 
-    def suspect(self, node: str, reason: str) -> None:
+    def suspect(self, node: str) -> None:
         """Have a spare take the place of this node, on which a failure repeats."""
-        self._aside[node] = "repeated failures"
-        self._emit("suspected", f"a spare takes the place of node {node}: {reason}", node)
-
-    def _why_aside(self) -> str:
-        reasons = [f"{why} on {node}" for node, why in sorted(self._aside.items())]
-        return f" ({', '.join(reasons)})" if reasons else ""
+        self._aside.add(node)
+        self._emit("suspected", f"failures repeat on node {node}: a spare takes its place", node)
 
     def free_spares(self) -> list[str]:
         """Nodes that answer and could take the place of another one."""
@@ -320,18 +289,14 @@ class Membership:
         ]
 
     async def replace_smps(self, nodes: Sequence[str]) -> str:
-        """Replace SMPs all at once, so that no node is silent for too long; see ``replace_smp``.
+        """Have new SMPs adopt the arenas of those that died by themselves, all at once.
 
         Returns why one of them cannot be replaced, or an empty string.
         """
-        reasons = await asyncio.gather(*(self.replace_smp(node) for node in nodes))
+        reasons = await asyncio.gather(*(self._replace_smp(node) for node in nodes))
         return next((reason for reason in reasons if reason), "")
 
-    async def replace_smp(self, node: str) -> str:
-        """Have a new SMP adopt the arenas of one that died by itself.
-
-        Returns why that cannot be, or an empty string.
-        """
+    async def _replace_smp(self, node: str) -> str:
         self._coordinator.disconnect(node)
         try:
             endpoint = await self.smps.ensure(node)
@@ -408,7 +373,7 @@ class Membership:
     def _give_up(self, node: str) -> None:
         link = self._coordinator.links.get(node)
         if link is not None:
-            self._leases.record(node, link.last_heard)
+            self._heard[node] = link.last_heard
         self._coordinator.disconnect(node)
         self.smps.forget(node)
 

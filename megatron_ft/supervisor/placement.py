@@ -19,8 +19,6 @@ from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import Domains, domain_of, members_of, stripe_sets
 
-MOST_TRIED = 10_000
-
 
 def choose_active(nodes: Sequence[str], count: int, domains: Domains, scheme: Scheme) -> list[str]:
     """The ``count`` nodes that train, in the given order; the others are spares.
@@ -38,6 +36,10 @@ def choose_active(nodes: Sequence[str], count: int, domains: Domains, scheme: Sc
     return active
 
 
+MOST_TRIED = 10_000
+"""Choices of spares that are compared at most."""
+
+
 def choose_spares(
     active: Sequence[str],
     lost: Sequence[str],
@@ -53,13 +55,17 @@ def choose_spares(
     replaced from their own domain; then the order of ``spares`` counts.  There must be
     enough spares.
     """
-    assert len(spares) >= len(lost), "the caller has counted the spares"
-    # Spares of one domain are as good as each other, so only domains are tried.
-    waiting = members_of(spares, domains)
-    words = itertools.islice(_words(waiting, len(lost)), MOST_TRIED)
-    best = min(words, key=lambda word: _cost(word, active, lost, stripes, domains, most))
-    queues = {name: iter(nodes) for name, nodes in waiting.items()}
-    return {node: next(queues[name]) for node, name in zip(lost, best, strict=True)}
+
+    def cost(chosen: Sequence[str]) -> tuple[int, int]:
+        moved = {node: domain_of(n, domains) for node, n in zip(lost, chosen, strict=True)}
+        names = [moved.get(node, domain_of(node, domains)) for node in active]
+        counts = [Counter(names[i] for i in stripe) for stripe in stripes]
+        excess = sum(max(0, n - most) for count in counts for n in count.values())
+        return excess, sum(name != domain_of(node, domains) for node, name in moved.items())
+
+    choices = itertools.islice(itertools.permutations(spares, len(lost)), MOST_TRIED)
+    best = min(choices, key=cost)
+    return dict(zip(lost, best, strict=True))
 
 
 def stripes_by_position(
@@ -95,33 +101,6 @@ def describe_domains(
 def _fits(active: Sequence[str], domains: Domains, scheme: Scheme) -> bool:
     largest = max(map(len, members_of(active, domains).values()))
     return stripe_sets(len(active), largest, scheme) is not None
-
-
-def _words(waiting: Mapping[str, Sequence[str]], length: int) -> Iterator[tuple[str, ...]]:
-    """Every sequence of domains that the waiting spares can serve."""
-    for word in itertools.product(waiting, repeat=length):
-        if all(count <= len(waiting[name]) for name, count in Counter(word).items()):
-            yield word
-
-
-def _cost(
-    word: Sequence[str],
-    active: Sequence[str],
-    lost: Sequence[str],
-    stripes: Sequence[Collection[int]],
-    domains: Domains,
-    most: int,
-) -> tuple[int, int]:
-    """Nodes too many of one domain over all stripes, and lost nodes replaced from elsewhere."""
-    moved = dict(zip(lost, word, strict=True))
-    names = [moved.get(node, domain_of(node, domains)) for node in active]
-    excess = sum(
-        count - most
-        for stripe in stripes
-        for count in Counter(names[i] for i in stripe).values()
-        if count > most
-    )
-    return excess, sum(name != domain_of(node, domains) for node, name in moved.items())
 
 
 SLURM = "slurm"

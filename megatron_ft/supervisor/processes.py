@@ -1,4 +1,4 @@
-"""The SMPs of a job, one on every node, the trainers of its incarnation, and imports of spares.
+"""The SMPs of a job, one on every node, and the trainers of its incarnation.
 
 A trainer's environment is what torchrun would set; that of torchrun is for a command which starts
 the ranks of a node itself.
@@ -9,15 +9,13 @@ from __future__ import annotations
 import asyncio
 import sys
 import uuid
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from megatron_ft.config import json_section
-from megatron_ft.config.flags import read_command
 from megatron_ft.core import private_files
 from megatron_ft.core.environment import INCARNATION, TREE
 from megatron_ft.core.errors import ControlPlaneError, MegatronFTError
@@ -44,29 +42,12 @@ _FIXED = {
 }
 _DEFAULTS = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 
-AUTO, NONE = "auto", "none"
-_WARM = ("torch", "torch.distributed", "torch.nn.parallel", "megatron_ft.trainer.manager")
-_MEGATRON = ("megatron.training.training", "megatron_ft.megatron.hooks")
-_DEEPSPEED = ("deepspeed", "deepspeed_ext.hooks")
-
-# One that is missing, or needs a device, leaves the others; its log is looked at by nobody else.
-_IMPORTS = """
-import importlib, os, sys
-os.nice(19)
-for name in sys.argv[1:]:
-    try:
-        importlib.import_module(name)
-    except Exception as error:
-        print(f"{name}: {error!r}", file=sys.stderr)
-"""
-
 
 @dataclass(frozen=True)
 class TrainerPlace:
     """Place of one trainer, or of all trainers of a node, in an incarnation of the job.
 
-    Active nodes and the ranks of a node are numbered from 0, ranks node by node.  ValueError
-    for a node or a rank out of range.
+    Active nodes and the ranks of a node are numbered from 0, ranks node by node.
     """
 
     node_index: int
@@ -77,15 +58,6 @@ class TrainerPlace:
     master_port: int
     run_id: str
     restart_count: int
-
-    def __post_init__(self) -> None:
-        """Check."""
-        nodes, ranks = range(self.node_count), range(self.ranks_per_node)
-        if self.node_index not in nodes or self.local_rank not in ranks:
-            raise ValueError(
-                f"rank {self.local_rank} of node {self.node_index} is not within "
-                f"{self.node_count} nodes of {self.ranks_per_node} ranks"
-            )
 
     def of_rank(self, base: Mapping[str, str]) -> dict[str, str]:
         """Complete environment of this rank, from ``base``.
@@ -223,7 +195,7 @@ class SmpFleet:
         handle = self._launcher.start(
             node,
             smp_command(self._launcher.address(node), ready),
-            {**base_environment(), **self._spec.background_variables},
+            base_environment(),
             self._spec.log_dir / f"smp-{node}.log",
             stdin=msgspec.json.encode(credentials),
         )
@@ -361,72 +333,8 @@ class TrainerFleet:
         handle = self._handles[index]
         return TrainerExit(False, index * self._ranks_each, handle.node, status)
 
-    async def all_failed(self, seconds: float) -> bool:
-        """True if every rank ends by itself with an error within so many seconds."""
-        waits = [asyncio.ensure_future(handle.wait()) for handle in self._handles]
-        done, pending = await asyncio.wait(waits, timeout=seconds)
-        for wait in pending:
-            wait.cancel()
-        return not pending and all(wait.result() > 0 for wait in done)
-
     async def kill_all(self) -> None:
         """SIGKILL every rank and wait until they are dead."""
         for handle in self._handles:
             handle.kill()
         await asyncio.gather(*(handle.wait() for handle in self._handles))
-
-
-def modules_of(wanted: str, command: Sequence[str]) -> tuple[str, ...]:
-    """The modules that the setting ``spare_imports`` stands for with this training command."""
-    if wanted == NONE:
-        return ()
-    if wanted != AUTO:
-        return tuple(name.strip() for name in wanted.split(",") if name.strip())
-    section = json_section.read_command(command)
-    megatron = _MEGATRON if read_command(command).enabled else ()
-    deepspeed = _DEEPSPEED if section is not None and section.enabled else ()
-    return (*_WARM, *megatron, *deepspeed)
-
-
-class WarmSpares:
-    """Has each spare of a job import the spec's ``warm_modules`` once.
-
-    The files are in memory then when trainers start there.  Measured on a local disk: with an
-    empty page cache torch took 2.2 and 2.5 s to import, with its files read before 1.6 and 1.5 s.
-    """
-
-    def __init__(self, launcher: Launcher, spec: JobSpec) -> None:
-        self._launcher, self._spec = launcher, spec
-        self._begun: dict[str, ProcessHandle | None] = {}
-
-    def begin(self, nodes: Iterable[str]) -> None:
-        """Start with those that have not begun; one that cannot be reached stays cold."""
-        for node in nodes if self._spec.warm_modules else ():
-            if node not in self._begun:
-                self._begun[node] = self._start(node)
-
-    def end(self) -> None:
-        """End what still imports."""
-        for handle in self.handles():
-            handle.kill()
-
-    def handles(self) -> list[ProcessHandle]:
-        """Processes that were started, also those that have ended."""
-        return [handle for handle in self._begun.values() if handle is not None]
-
-    def _start(self, node: str) -> ProcessHandle | None:
-        python = container.python_of(self._spec.command) or [sys.executable]
-        environment = {
-            **base_environment(),
-            **self._spec.trainer_environment,
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        argv = [*python, "-c", _IMPORTS, *self._spec.warm_modules]
-        command, mark = container.pass_environment(argv, environment)
-        if mark:
-            environment[TREE] = mark
-        try:
-            log = self._spec.log_dir / f"spare-{node}.log"
-            return self._launcher.start(node, command, environment, log)
-        except MegatronFTError:
-            return None

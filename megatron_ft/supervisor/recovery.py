@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_ft.checkpoint.decide import Decision, decide
 from megatron_ft.checkpoint.drained import Choice
@@ -52,8 +52,7 @@ class RebuildError(MegatronFTError):
 class RestorePlan:
     """A decision, where shards live now, and the new lineage.
 
-    ``disk`` is set where the snapshot comes from a drained checkpoint.  ``framework_loads`` says
-    that trainers load a checkpoint of the framework's own instead; memory keeps what it has.
+    ``disk`` is set where the snapshot comes from a drained checkpoint.
     """
 
     decision: Decision
@@ -63,7 +62,6 @@ class RestorePlan:
     lineage: tuple[Ancestor, ...]
     slot_count: int
     disk: DiskSource | None = None
-    framework_loads: bool = False
 
     def adoption(self, node: str) -> m.Adopt:
         """Request by which ``node`` keeps its shards, or nothing if nothing is restored."""
@@ -128,8 +126,6 @@ class Recovery:
         self._members.replace_lost(admitted)
         plan = await self._choose(admitted, reached)
         await self.carry_out(plan, admitted)
-        if plan.framework_loads:
-            self._coordinator.resumed_from = -1
         await self._quarantine.begin(plan.decision, plan.lineage, self._members.ranks)
         return plan
 
@@ -170,7 +166,7 @@ class Recovery:
         others = {name: one for name, one in admitted.items() if name != node}
         without = self.memory(others)
         if without.iteration >= self.memory(admitted).iteration:
-            members.suspect(node, budget.failures[-1].text)
+            members.suspect(node)
 
     async def _choose(self, admitted: Inventories, reached: int) -> RestorePlan:
         """Decide between memory, a drained checkpoint and the framework's own; note the decision.
@@ -197,13 +193,8 @@ class Recovery:
             slot_count=spec.settings.slots,
             disk=source,
         )
-        start = await self._quarantine.foresee(spec.command, decision)
-        if start is None or start.from_memory:
-            self._emit_restoring(plan, memory, choice, reached)
-            return plan
-        text = f"starting from disk: {start.reason}; iteration {decision.iteration} is kept"
-        coordinator.observers.emit("from_disk", text)
-        return replace(plan, framework_loads=True)
+        self._emit_restoring(plan, memory, choice, reached)
+        return plan
 
     def _settle(
         self, memory: Decision, choice: Choice

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
 
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.events import Observers
+from megatron_ft.supervisor.connections import Connections
 
 REPAIR_TIMEOUT_SECONDS = 60.0
 MOST_ATTEMPTS = 3
@@ -22,27 +21,10 @@ MOST_ATTEMPTS = 3
 Key = tuple[str, SnapshotId]
 
 
-class Control(Protocol):
-    """Part of the coordinator that a repair uses."""
-
-    incarnation: int
-    observers: Observers
-
-    @property
-    def usable_world(self) -> str:
-        """The encoder world that is up, or empty."""
-
-    async def ask_all(self, requests: Mapping[str, m.Message]) -> dict[str, object]:
-        """Each node's answer; a refusal is raised."""
-
-    def end_world(self, world: str, reason: str) -> None:
-        """Give an encoder world up; another follows."""
-
-
 class Repairs:
     """Damage by shard and snapshot.  ``found`` and ``repaired`` count blocks over the whole job."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: Connections) -> None:
         self.found = self.repaired = 0
         self.lost: set[Key] = set()
         """Shards that count as lost for a snapshot: damaged, and not repaired (yet)."""
@@ -79,11 +61,6 @@ class Repairs:
     def due(self) -> bool:
         """True if there is something to repair and encoders to do it."""
         return bool(self._open) and bool(self._control.usable_world)
-
-    @property
-    def open(self) -> int:
-        """Shards with damage that may still be repaired."""
-        return len(self._open)
 
     async def work(self, stripes: Sequence[m.StripeOrder], places: Mapping[str, str]) -> None:
         """Repair one damaged shard; ``stripes`` are the orders of all stripes with parity."""

@@ -2,7 +2,7 @@
 
 A rank hangs when it makes no progress for longer than it ever did before; how long that is
 is learned from silences that ended by themselves.  The rank that a stuck job waits for is decided
-from marks, states and stacks; stacks are what faulthandler wrote.
+from marks, states and stacks, which faulthandler writes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.heartbeat_page import TrainerPhase
 from megatron_ft.smp.heartbeats import STACK_SECONDS
@@ -33,18 +32,17 @@ log = logging.getLogger(__name__)
 class JobWatch:
     """Watches one job over all its incarnations; what it finds is an event for the observers.
 
-    ``clock`` measures recoveries.  With ``on_hang`` "report" a hang ends no incarnation.
+    ``clock`` measures recoveries.
     """
 
     def __init__(self, coordinator: Coordinator, settings: SnapshotConfig, log_dir: Path) -> None:
         self.clock = RecoveryClock()
-        self._coordinator, self._ranks, self._on_hang = coordinator, 0, settings.on_hang
+        self._coordinator, self._ranks = coordinator, 0
         hang = HangSettings(
             settings.hang_seconds, settings.hang_factor, first=settings.register_timeout_seconds
         )
         self._hangs = HangFinder(coordinator, hang, log_dir)
         self._stragglers = StragglerFinder(settings.straggler_percent)
-        self._reported: list[int] = []
         self._failed = False
 
     def begin_incarnation(self, ranks: int) -> None:
@@ -52,64 +50,46 @@ class JobWatch:
         self._ranks = ranks
         self._coordinator.pulses.begin_incarnation()
         self._stragglers.begin_incarnation()
-        self._reported = []
         self.clock.starting()
 
     async def until_hang(self) -> Hang:
         """Look at each heartbeat; returns when training hangs and must be restarted."""
         while True:
             await asyncio.sleep(self._coordinator.timing.heartbeat)
-            hang = await self._try()
-            if hang is not None and self._on_hang == "restart":
-                self.clock.detected(hang.idle)
-                return hang
+            try:
+                self._poll()
+                if (hang := await self._hangs.poll(self._ranks)) is not None:
+                    ranks, folder = list(hang.blame.ranks), str(hang.folder)
+                    self._coordinator.observers.emit("hang", hang.text, ranks=ranks, folder=folder)
+                    self.clock.detected(hang.idle)
+                    return hang
+            except Exception as error:
+                # A mistake of ours, or a full disk, does not end a job that trains.
+                self._on_error(error)
 
-    async def _try(self) -> Hang | None:
-        """Look once; a mistake of ours, or a full disk, does not end a job that trains."""
-        try:
-            self._poll()
-            return await self._new_hang()
-        except Exception as error:
-            if not self._failed:
-                self._failed = True
-                log.exception("the watch failed")
-                self._coordinator.observers.emit("watch_failed", f"hangs may be missed: {error!r}")
-            return None
+    def _on_error(self, error: Exception) -> None:
+        if not self._failed:
+            self._failed = True
+            log.exception("the watch failed")
+            self._coordinator.observers.emit("watch_failed", f"hangs may be missed: {error!r}")
 
     def _poll(self) -> None:
-        heard = self._coordinator.pulses.fresh(self._ranks, 4 * self._coordinator.timing.heartbeat)
-        recovery = self.clock.poll(heard)
-        if recovery is not None:
-            self._coordinator.observers.emit(
-                "recovered", recovery.describe(), total=recovery.total, **recovery.parts()
-            )
-        for text in self._stragglers.poll(heard):
-            self._coordinator.observers.emit(
-                "straggler", text, ranks=[one.rank for one in self._stragglers.present]
-            )
-        self._coordinator.watched = {
+        """Emit recoveries that have ended and new stragglers, and renew what status shows."""
+        coordinator, slow = self._coordinator, self._stragglers
+        heard = coordinator.pulses.fresh(self._ranks, 4 * coordinator.timing.heartbeat)
+        if (done := self.clock.poll(heard)) is not None:
+            fields = {"total": done.total, **done.parts}
+            coordinator.observers.emit("recovered", done.describe(), **fields)
+        for text in slow.poll(heard):
+            coordinator.observers.emit("straggler", text, ranks=sorted(slow.present))
+        coordinator.watched = {
             "hang_timeout": round(self._hangs.timeout, 3),
             "iteration_seconds": max((one.report.typical for one in heard), default=0.0),
             "stragglers": [
-                {"rank": one.rank, "excess": round(one.excess, 4)}
-                for one in self._stragglers.present
+                {"rank": one.rank, "excess": round(one.excess, 4)} for one in slow.present.values()
             ],
             "recoveries": self.clock.view(),
         }
-
-    async def _new_hang(self) -> Hang | None:
-        """A hang that was not emitted yet; one that is only reported is emitted once."""
-        marks = [one.report.marks for one in self._coordinator.pulses.all()]
-        if self._reported and marks == self._reported:
-            return None
-        self._reported = []
-        hang = await self._hangs.poll(self._ranks, resume=self._on_hang == "restart")
-        if hang is not None:
-            self._reported = [one.report.marks for one in self._coordinator.pulses.all()]
-            self._coordinator.observers.emit(
-                "hang", hang.text, ranks=list(hang.blame.ranks), folder=str(hang.folder)
-            )
-        return hang
 
 
 START = 0.8
@@ -151,7 +131,6 @@ def allowance(phase: int, done: int, learned: float, settings: HangSettings) -> 
 
 
 _LINE = re.compile(r":\d+\)")
-"""A loop is met in another line each time."""
 
 MOST_FOLDERS = 10
 """Hangs whose stacks are kept."""
@@ -186,18 +165,20 @@ class HangFinder:
         """The learned timeout in seconds."""
         return learned_timeout([self._longest], self._settings)
 
-    async def poll(self, ranks: int, *, resume: bool) -> Hang | None:
-        """The hang of this moment of a job of so many ranks, its stacks written to disk.
-
-        See StacksRequest for ``resume``.
-        """
+    async def poll(self, ranks: int) -> Hang | None:
+        """The hang of this moment of a job of so many ranks, its stacks written to disk."""
         if not self._settings.floor or not self._stuck(self._fresh(ranks)):
             return None
         # Asked once more: this process may have been suspended behind the last answers.
         await self._coordinator.refresh()
         heard = self._fresh(ranks)
         stuck = self._stuck(heard)
-        return await self._examine(heard, stuck, resume) if stuck else None
+        if not stuck:
+            return None
+        stacks = await self._stacks(sorted({one.node for one in heard}))
+        folder = self._log_dir / f"hang-{self._coordinator.incarnation:06d}"
+        await asyncio.to_thread(_write, folder, heard, stacks)
+        return self._describe(heard, max(stuck), stacks, folder)
 
     def _fresh(self, ranks: int) -> list[RankReport]:
         age = 4 * self._coordinator.timing.heartbeat
@@ -205,55 +186,47 @@ class HangFinder:
         self._longest = max([self._longest, *(one.report.longest for one in heard)])
         return heard
 
-    def _stuck(self, heard: Sequence[RankReport]) -> list[RankReport]:
+    def _stuck(self, heard: Sequence[RankReport]) -> list[float]:
+        """The silences that are longer than they may be, in seconds."""
         now, learned = time.monotonic(), self.timeout
-        return [
-            one
-            for one in heard
-            if one.idle(now) > allowance(one.report.phase, one.report.done, learned, self._settings)
-        ]
+        allowed = [allowance(h.report.phase, h.report.done, learned, self._settings) for h in heard]
+        return [h.idle(now) for h, most in zip(heard, allowed, strict=True) if h.idle(now) > most]
 
-    async def _examine(
-        self, heard: list[RankReport], stuck: list[RankReport], resume: bool
+    def _describe(
+        self, heard: list[RankReport], idle: float, stacks: dict[str, str], folder: Path
     ) -> Hang:
-        stacks = await self._stacks(sorted({one.node for one in heard}), resume)
         witnesses = [
             Witness.of(h.report.rank, h.report.marks, h.report.state, stacks.get(h.shard, ""))
             for h in heard
         ]
         found = blame(witnesses)
-        folder = self._folder()
-        await asyncio.to_thread(_write, folder, heard, stacks)
-        idle = max(one.idle(time.monotonic()) for one in stuck)
-        where = {w.place for w in witnesses if w.rank in found.ranks and w.place}
+        where = {str(w.place) for w in witnesses if w.rank in found.ranks and w.place}
         place = ", ".join(sorted(where)) or "an unknown place"
         nodes = {h.report.rank: h.node for h in heard}
         names = ", ".join(f"rank {rank} on {nodes[rank]}" for rank in found.ranks)
-        text = (
-            f"hang: no progress for {idle:.1f} s (allowed: {self.timeout:.1f} s); the job waits "
-            f"for {names}: {found.reason}; at {place}; stacks of all ranks: {folder}"
-        )
         ranks = ", ".join(map(str, found.ranks))
-        signature = f"hang of rank {ranks} at {_LINE.sub(')', place)}"
-        node = nodes[found.ranks[0]] if len(found.ranks) == 1 else ""
-        return Hang(found, idle, signature, text, folder, node)
+        return Hang(
+            found,
+            idle,
+            # A loop is met in another line each time.
+            f"hang of rank {ranks} at {_LINE.sub(')', place)}",
+            f"hang: no progress for {idle:.1f} s (allowed: {self.timeout:.1f} s); the job waits "
+            f"for {names}: {found.reason}; at {place}; stacks of all ranks: {folder}",
+            folder,
+            nodes[found.ranks[0]] if len(found.ranks) == 1 else "",
+        )
 
-    async def _stacks(self, nodes: Sequence[str], resume: bool) -> dict[str, str]:
+    async def _stacks(self, nodes: Sequence[str]) -> dict[str, str]:
+        """The stacks of each shard's rank, without those of nodes that do not answer."""
         links = [link for n in nodes if (link := self._coordinator.links.get(n)) is not None]
-        request = m.StacksRequest(self._coordinator.incarnation, resume)
+        request = m.StacksRequest(self._coordinator.incarnation)
         answers = await asyncio.gather(
             *(link.ask(request, 2 * STACK_SECONDS) for link in links), return_exceptions=True
         )
         stacks: dict[str, str] = {}
         for answer in answers:
-            if isinstance(answer, m.Stacks):
-                stacks |= answer.stacks
-            elif isinstance(answer, BaseException) and not isinstance(answer, ControlPlaneError):
-                raise answer
+            stacks |= answer.stacks if isinstance(answer, m.Stacks) else {}
         return stacks
-
-    def _folder(self) -> Path:
-        return self._log_dir / f"hang-{self._coordinator.incarnation:06d}"
 
 
 def _write(folder: Path, heard: Sequence[RankReport], stacks: dict[str, str]) -> None:
@@ -338,33 +311,33 @@ def of_training(frames: Sequence[Frame]) -> list[Frame]:
 SUSPENDED = frozenset("Tt")
 """The kernel's letters for a process that was stopped by a signal or a debugger (proc(5))."""
 
-DISK_SLEEP = "D"
-
 
 @dataclass(frozen=True)
 class Witness:
     """The evidence of one rank of a stuck job.
 
-    ``marks`` are those since its incarnation began; ``place`` is where its main thread is, empty if
-    not known, and ``calls`` the functions that lead there, outermost first; ``waits`` is whether
-    that is in a collective, None if the stack cannot tell.
+    ``marks`` are those since its incarnation began, ``state`` is the kernel's of its process;
+    ``place`` is where its main thread is, None if not known, and ``waits`` is whether that is in a
+    collective, None if the stack cannot tell.
     """
 
     rank: int
     marks: int
     state: str
-    place: str = ""
-    calls: tuple[str, ...] = ()
+    place: Frame | None = None
     waits: bool | None = None
 
     @classmethod
     def of(cls, rank: int, marks: int, state: str, stacks: str) -> Witness:
         """The evidence of one rank, completed by what its stacks tell."""
         frames = main_thread(stacks)
-        own = of_training(frames)
-        calls = tuple(frame.function for frame in reversed(own))
-        waits = waits_for_others(frames)
-        return cls(rank, marks, state, str(own[0]) if own else "", calls, waits)
+        place = of_training(frames)[0] if frames else None
+        return cls(rank, marks, state, place, waits_for_others(frames))
+
+    @property
+    def function(self) -> str:
+        """The function that its main thread is in, empty if not known."""
+        return "" if self.place is None else self.place.function
 
 
 class Blame(NamedTuple):
@@ -378,8 +351,8 @@ def blame(witnesses: Sequence[Witness]) -> Blame:
     """The stuck ranks among all; all of them if nothing tells them apart.
 
     In order of certainty: a process that is suspended; ranks that passed the fewest marks;
-    among those, ranks whose main thread is not in a collective; ranks that have left the way of
-    the others.
+    among those, ranks whose main thread is not in a collective; ranks that are elsewhere than
+    most.
     """
     assert witnesses
     suspended = [w for w in witnesses if w.state in SUSPENDED]
@@ -388,32 +361,16 @@ def blame(witnesses: Sequence[Witness]) -> Blame:
     fewest = min(w.marks for w in witnesses)
     behind = [w for w in witnesses if w.marks == fewest]
     if len(behind) == 1:
-        return _blame(behind, "it is behind all others" + _detail(behind[0]))
+        return _blame(behind, "it is behind all others")
     working = [w for w in behind if w.waits is False]
     if working and len(working) < len(behind):
-        return _blame(working, "it is in no collective" + _detail(working[0]))
-    apart = [w for w in _apart(witnesses) if w in behind]
-    if apart:
-        return _blame(apart, "it has left the way of the others")
-    if len(behind) < len(witnesses):
-        return _blame(behind, "they are behind the others")
-    return _blame(behind, "nothing tells the ranks apart")
+        return _blame(working, "it is in no collective")
+    usual, count = Counter(w.function for w in witnesses).most_common(1)[0]
+    apart = [w for w in behind if w.function != usual]
+    if apart and 2 * count > len(witnesses):
+        return _blame(apart, "it is elsewhere than the others")
+    return _blame(behind, "nothing else tells the ranks apart")
 
 
 def _blame(ranks: Sequence[Witness], reason: str) -> Blame:
     return Blame(tuple(sorted(w.rank for w in ranks)), reason)
-
-
-def _detail(witness: Witness) -> str:
-    return ", in the kernel, perhaps on a disk" if witness.state == DISK_SLEEP else ""
-
-
-def _apart(witnesses: Sequence[Witness]) -> list[Witness]:
-    """The ranks that are not with most others where the calls leading to all of them part."""
-    for depth in range(max(len(w.calls) for w in witnesses)):
-        here = Counter(w.calls[: depth + 1] for w in witnesses)
-        common, count = here.most_common(1)[0]
-        if len(here) > 1:
-            others = [w for w in witnesses if w.calls[: depth + 1] != common]
-            return others if 2 * count > len(witnesses) else []
-    return []

@@ -22,6 +22,9 @@ from megatron_ft.core.fault_points import reach
 
 logger = logging.getLogger(__name__)
 
+PIECE_BYTES = 16 << 20
+"""Copies are cut in pieces of this size: a stop is noticed between them."""
+
 ShouldStop = Callable[[], bool]
 
 Bytes = npt.NDArray[np.uint8]

@@ -12,6 +12,7 @@ import torch
 
 from megatron_ft.trainer.addresses import has_lazy_sign
 from megatron_ft.trainer.copier import (
+    PIECE_BYTES,
     Bytes,
     CopyItem,
     CopyList,
@@ -83,7 +84,7 @@ class CpuCopier:
     training's sums.  Large contiguous tensors are copied as bytes instead.
     """
 
-    def __init__(self, piece_bytes: int) -> None:
+    def __init__(self, piece_bytes: int = PIECE_BYTES) -> None:
         """Copies are cut in pieces of ``piece_bytes`` bytes."""
         self._piece_bytes = piece_bytes
 

@@ -13,6 +13,7 @@ import torch
 
 from megatron_ft.core.fault_points import reach
 from megatron_ft.trainer.copier import (
+    PIECE_BYTES,
     Bytes,
     CopyItem,
     SharedPieces,
@@ -41,7 +42,7 @@ class CudaCopier:
     Never fork a process that has pinned memory; start children with exec.
     """
 
-    def __init__(self, piece_bytes: int, device: int, cuda: Any = None) -> None:
+    def __init__(self, device: int, cuda: Any = None, piece_bytes: int = PIECE_BYTES) -> None:
         """Copies are cut in pieces of ``piece_bytes`` bytes; ``device`` is its number."""
         self._cuda = torch.cuda if cuda is None else cuda
         self._piece_bytes = piece_bytes

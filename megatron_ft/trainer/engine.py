@@ -66,7 +66,7 @@ def required_bytes(layout: ShardLayout, objects: dict[str, Any], form: bytes) ->
     return digest.required_bytes(layout.tensor_bytes, capacity, PLANNING_BLOCK_BYTES)
 
 
-def choose_copier(state: TrainingState, piece_bytes: int) -> Copier:
+def choose_copier(state: TrainingState) -> Copier:
     """The copier for where the tensors are; a CUDA one also takes host tensors.
 
     ConfigError if they are on several devices: copies wait for one of them alone.
@@ -74,7 +74,7 @@ def choose_copier(state: TrainingState, piece_bytes: int) -> Copier:
     live = live_tensors(state)
     devices = {tensor.get_device(): name for name, tensor in live.items() if tensor.is_cuda}
     if not devices:
-        return CpuCopier(piece_bytes)
+        return CpuCopier()
     if len(devices) > 1:
         places = ", ".join(f"{name} on cuda:{device}" for device, name in sorted(devices.items()))
         raise ConfigError(
@@ -83,7 +83,7 @@ def choose_copier(state: TrainingState, piece_bytes: int) -> Copier:
         )
     from megatron_ft.trainer.cuda import CudaCopier
 
-    return CudaCopier(piece_bytes, *devices)
+    return CudaCopier(*devices)
 
 
 @dataclass

@@ -217,7 +217,7 @@ class SnapshotManager:
             logger.info("rank %d (%s): no snapshot to load", self.rank, self.shard_id)
             return 0
         started = time.monotonic()
-        self._pending.load(offer, self._adapt(into), self.config.replicated_split_bytes)
+        self._pending.load(offer, self._adapt(into))
         self.stats.committed(offer.record.iteration, protected=False)
         seconds = time.monotonic() - started
         self.watch.restored(seconds)
@@ -240,7 +240,7 @@ class SnapshotManager:
         if isinstance(state, Mapping):
             self._warn_of_clients()
         adapted = self._adapt(state)
-        layout = plan_state(adapted, self.config.replicated_split_bytes)
+        layout = plan_state(adapted)
         check_replicas(adapted, layout)
         self._pending.check(layout)
         form = adapted.checkpoint_form() if isinstance(adapted, HasCheckpointForm) else b""
@@ -251,7 +251,7 @@ class SnapshotManager:
             timeout=self.config.register_timeout_seconds,
             rank_rule=self._rank_rule,
         )
-        copier = self._copier or choose_copier(adapted, self.config.copy_piece_bytes)
+        copier = self._copier or choose_copier(adapted)
         self._capture.open(path, self.shard_id, layout, copier, form)
         self.watch.training()
 

@@ -95,13 +95,13 @@ class PendingRestore:
         expected.set_result(shard)
         shard.map_pages()
 
-    def load(self, offer: RestoreOffer, into: TrainingState, split_bytes: int) -> None:
+    def load(self, offer: RestoreOffer, into: TrainingState) -> None:
         """Restore in place, every block verified before it; errors as of SnapshotManager.load."""
         with self._reporting():
             arena, self._arena = self._arena or Arena.open(offer.arena_path), None
             try:
                 # The call alone holds the shard, whose memory is unmapped beside what follows.
-                self.restored = restore_shard(self._awaited(arena, offer), into, split_bytes)
+                self.restored = restore_shard(self._awaited(arena, offer), into)
             except Exception as error:
                 # After any error some tensors and small objects may be the snapshot's by now.
                 self.broken_off = error

@@ -6,6 +6,7 @@ restore each peer sends the part that it captured.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -25,6 +26,12 @@ from megatron_ft.core.shard import (
 )
 from megatron_ft.trainer.addresses import has_lazy_sign, has_memory
 from megatron_ft.trainer.state import HasLogicalMap, TrainingState, live_tensors
+
+SPLIT_BYTES = int(os.environ.get("MEGATRON_FT_SPLIT_BYTES", 1 << 16))
+"""Replicated tensors of at least this size are split: each part is a broadcast of the restore.
+
+Tests, whose models are small, lower it.
+"""
 
 
 class SplitTensor(NamedTuple):
@@ -94,7 +101,7 @@ def dtype_from_name(name: str) -> torch.dtype:
     return dtype
 
 
-def plan_state(state: TrainingState, split_bytes: int) -> ShardLayout:
+def plan_state(state: TrainingState, split_bytes: int = SPLIT_BYTES) -> ShardLayout:
     """The layout of a complete state; replicated tensors of ``split_bytes`` or more are split.
 
     The state must hold on to its tensors meanwhile: memory is compared by address.  ConfigError for

@@ -19,7 +19,7 @@ from megatron_ft.core.shard import LayoutEntry, Meta, ShardLayout, unpack_meta
 from megatron_ft.trainer.binding import live_part, region_tensor, stored_view
 from megatron_ft.trainer.copier import CopyItem
 from megatron_ft.trainer.cpu import is_plain_memory
-from megatron_ft.trainer.fill import BlockRanges, VerifiedCopy, chunk_blocks, copy_in_threads
+from megatron_ft.trainer.fill import BlockRanges, VerifiedCopy, copy_in_threads
 from megatron_ft.trainer.identity_check import (
     Filled,
     PlainLayout,
@@ -63,13 +63,7 @@ class SealedShard:
         header = arena.header
         self.region, self.record = arena.data(slot), record
         self.block_bytes = header.geometry.block_bytes
-        self.check = BlockCheck(
-            self.region,
-            record,
-            self.block_bytes,
-            header.digest_algorithm,
-            run=chunk_blocks(self.block_bytes),
-        )
+        self.check = BlockCheck(self.region, record, self.block_bytes, header.digest_algorithm)
         self._contents: ShardContents | None = None
         self._report = report
         self._name = f"shard {record.shard_id}, snapshot {record.snapshot}, slot {slot} of"
@@ -138,7 +132,7 @@ class SealedShard:
         return ShardContents(layout, meta.objects, plain, cuts)
 
 
-def restore_shard(shard: SealedShard, state: TrainingState, split_bytes: int) -> ShardLayout:
+def restore_shard(shard: SealedShard, state: TrainingState) -> ShardLayout:
     """Load a shard into ``state``, each block verified just before it is copied; its layout.
 
     CorruptBlockError leaves tensors of other blocks loaded: nobody may train on that state.
@@ -153,7 +147,7 @@ def restore_shard(shard: SealedShard, state: TrainingState, split_bytes: int) ->
     state.load(decode(contents.objects))
     plain, now = contents.plain, live_tensors(state)
     if plain is None or not plain.lie_there(addresses, live, now):
-        require_same_layout(contents.layout, plan_state(state, split_bytes))
+        require_same_layout(contents.layout, plan_state(state))
     reach("restore.done")
     return contents.layout
 

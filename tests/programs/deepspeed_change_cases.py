@@ -36,7 +36,7 @@ class Snapshots:
     def __init__(self, engine: Any) -> None:
         self.smp = FakeSmp(Path(sys.argv[1], str(distributed.get_rank())))
         self.smp.directory.mkdir(parents=True)
-        self.manager = make_manager(self.smp, settings={"replicated_split_bytes": 1024})
+        self.manager = make_manager(self.smp)
         self.state, self.taken, self._of = EngineState(engine), 0, engine
         for inner in [self.state.inner_optimizer]:
             self.manager.register_fence(inner)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import os
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -197,83 +196,6 @@ def _draws_behind_a_restore() -> list[list[float]]:
     again = draw()
     RandomStates().load_state_dict(state)
     return [first, again, draw(), second]
-
-
-def curriculum(folder: Path) -> dict[str, Any]:
-    """Data efficiency: the samples of a curriculum, with and without workers."""
-    return {
-        f"{workers} workers at {at}": _curriculum(folder / f"{workers}-{at}", workers, at)
-        for workers, at in ((0, 2), (0, 5), (2, 5), (0, 8))
-    }
-
-
-def _curriculum(folder: Path, workers: int, at: int) -> dict[str, Any]:
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-    folder.mkdir(exist_ok=True)
-    engine = engine_of(data_efficiency=_data_efficiency(folder, workers))
-    data = Numbers()
-    found = incarnations(engine, lambda io: io(data, pin_memory=False), in_epochs, at, at + 5)
-    if not workers:
-        found["deepspeed"] = _plain_curriculum(engine, at)
-    engine.destroy()
-    return found
-
-
-def _plain_curriculum(engine: Any, at: int) -> dict[str, Any]:
-    """What DeepSpeed restores of its sampler by itself."""
-    make = type(engine).deepspeed_io.__get__(engine)
-    first = make(Numbers(), pin_memory=False)
-    whole = in_epochs(first)
-    list(islice(whole, at))
-    state = decode(encode(first.data_sampler.state_dict()))
-    rest = [samples for samples, _ in islice(whole, 5)]
-    np.random.seed(5)
-    again = make(Numbers(), pin_memory=False)
-    again.data_sampler.load_state_dict(state)
-    return {"whole": rest, "resumed": [samples for samples, _ in islice(in_epochs(again), 5)]}
-
-
-def _data_efficiency(folder: Path, workers: int) -> dict[str, Any]:
-    if os.environ["RANK"] == "0":
-        _write_metric(folder)
-    metric = {
-        "index_to_sample_path": str(folder / "samples"),
-        "index_to_metric_path": str(folder / "metrics"),
-        "difficulty_type": "value",
-        "clustering_type": "schedule_based",
-        "min_difficulty": 1,
-        "max_difficulty": 3,
-        "schedule_type": "fixed_linear",
-        "schedule_config": {"total_curriculum_step": 3, "difficulty_step": 1},
-    }
-    curriculum = {
-        "enabled": True,
-        "data_cluster_path": str(folder / "clusters"),
-        "curriculum_metrics": {"length": metric},
-    }
-    sampling = {
-        "enabled": True,
-        "num_epochs": 50,
-        "num_workers": workers,
-        "curriculum_learning": curriculum,
-    }
-    return {"enabled": True, "seed": 7, "data_sampling": sampling}
-
-
-def _write_metric(folder: Path) -> None:
-    """Samples 0 to 3 are easy, 4 to 7 harder, 8 to 11 hardest."""
-    from deepspeed.runtime.data_pipeline.data_sampling.utils import (
-        close_mmap_dataset_builder,
-        create_mmap_dataset_builder,
-    )
-
-    rows = {"samples": [range(0, 4), range(4, 8), range(8, 12)], "metrics": [[1], [2], [3]]}
-    for name, values in rows.items():
-        builder = create_mmap_dataset_builder(str(folder / name), np.uint8)
-        for row in values:
-            builder.add_item_numpy(np.array(row, dtype=np.uint8))
-        close_mmap_dataset_builder(builder, str(folder / name))
 
 
 def pipeline(folder: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 from torch import distributed, nn
 
 from megatron_ft.config import SnapshotConfig
+from megatron_ft.trainer.copier import PIECE_BYTES
 from megatron_ft.trainer.cpu import CpuCopier
 from megatron_ft.trainer.manager import SnapshotManager
 from megatron_ft.trainer.state import RngState, live_tensors
@@ -54,14 +55,14 @@ def measure() -> None:
     folder.mkdir()
     smp = FakeSmp(folder, block_bytes=1 << 20)
     config = SnapshotConfig()
-    copier = TimedCopier(config.copy_piece_bytes)
+    copier = TimedCopier(PIECE_BYTES)
     manager = SnapshotManager(config, shard_id=smp.shard_id, client=smp, copier=copier)
     state = EngineState(engine, {"random": RngState()})
     manager.prepare(state)
     for inner in [state.inner_optimizer]:
         manager.register_fence(inner)
     size = sum(t.nbytes for t in live_tensors(state).values())
-    plain = PlainCopy(folder / "plain", size, config.copy_piece_bytes)
+    plain = PlainCopy(folder / "plain", size, PIECE_BYTES)
     found: dict[str, Any] = {"capture": [], "memcpy": [], "calls": []}
     train_step(engine)
     for turn in range(distributed.get_world_size()):

@@ -38,7 +38,6 @@ SECTION = {
     "enabled": True,
     "follows_engine": True,
     "protect": "none",
-    "replicated_split_bytes": 1024,
 }
 """What switches snapshots on; which are taken, and of which stripes, the test says."""
 

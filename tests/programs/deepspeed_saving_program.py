@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +47,14 @@ def engine_of(**config: Any) -> Any:
     return engine
 
 
-def wrapped(engine: Any, seconds: float = WAIT) -> Callable[..., Any]:
+def wrapped(engine: Any, seconds: float = WAIT) -> functools.partial[Any]:
     """Put our engine around DeepSpeed's; the ``save_checkpoint`` that goes with it."""
-    from deepspeed_ext import saving
     from deepspeed_ext.checkpoint_engine import SnapshotCheckpointEngine, world_agreement
+    from deepspeed_ext.saving import Checkpoints
 
     agreement = world_agreement(timedelta(seconds=seconds))
     engine.checkpoint_engine = SnapshotCheckpointEngine(engine.checkpoint_engine, agreement)
-    return functools.partial(saving.save_checkpoint, engine, engine.save_checkpoint)
+    return functools.partial(Checkpoints(engine).save, engine.save_checkpoint)
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
@@ -134,11 +133,11 @@ def saving(folder: Path) -> dict[str, Any]:
         name: _failing(engine, inner, save, folder / "ours", name, fail)
         for name, fail in FAILURES.items()
     }
-    notes["last_save_before"] = _last_save(engine, folder / "ours")
+    notes["last_save_before"] = _last_save(engine, folder / "ours", save.func.__self__)
     save(folder / "ours", tag="after")
     _keep_masters(engine, folder / MASTERS)
     notes["after"] = latest(folder / "ours")
-    notes["last_save"] = _last_save(engine, folder / "ours")
+    notes["last_save"] = _last_save(engine, folder / "ours", save.func.__self__)
     path, _ = engine.load_checkpoint(folder / "ours")
     notes["loaded"] = Path(path).parent.name
     engine.destroy()
@@ -158,15 +157,18 @@ def _keep_masters(engine: Any, path: Path) -> None:
         torch.save(found, path)
 
 
-def _last_save(engine: Any, folder: Path) -> list[Any]:
+def _last_save(engine: Any, folder: Path, saved: Any) -> list[Any]:
     """The tag that a snapshot would note, and the steps of checkpoints that follow from that."""
-    from deepspeed_ext.saving import NAME, LastSave, step_on_disk
+    from deepspeed_ext.saving import Checkpoints, disk_of
 
-    state = LastSave(engine).state_dict()
-    LastSave(engine).load_state_dict(state)
-    objects = {NAME: LastSave(engine).state_dict()}
-    tags = ("after", "global_step7", "other")
-    return [state["tag"], *(step_on_disk(str(folder), tag, objects) for tag in tags)]
+    later = Checkpoints(engine)
+    later.load_state_dict(saved.state_dict())
+    assert later.saved is not None
+    tags = ("after", "global_step7")
+    return [
+        later.saved.tag,
+        *(disk_of(engine, str(folder), t, later.saved).iteration for t in tags),
+    ]
 
 
 def _slow(engine: Any, save: Callable[..., Any], folder: Path) -> dict[str, Any]:
@@ -265,63 +267,6 @@ def node_local(folder: Path) -> dict[str, Any]:
     path, _ = engine.load_checkpoint(node / "ours")
     engine.destroy()
     return {**notes, "ours": latest(node / "ours"), "loaded": bool(path)}
-
-
-WRITER = {"type": "PYTHON", "decoupled": False, "data_parallel": "REPLICA"}
-FAST = {"checkpoint_serialization": False, "writer": WRITER}
-
-
-def fast(folder: Path) -> dict[str, Any]:
-    """DeepSpeed's fast engine with its writer in Python, on one rank."""
-    os.environ.update(CROSS_SIZE="1", CROSS_RANK="0")
-    engine = engine_of(checkpoint=FAST)
-    engine.save_checkpoint(folder, tag="one")
-    notes = {"plain": tried(engine.load_checkpoint, folder)}
-    wrapped(engine)
-    notes["ours"] = tried(engine.load_checkpoint, folder)
-    engine.destroy()
-    return notes
-
-
-def fast_under_torchrun(folder: Path) -> dict[str, Any]:
-    """The same where the variables of DeepSpeed's launcher are missing."""
-    return {"plain": tried(engine_of, checkpoint=FAST)}
-
-
-def decoupled(folder: Path) -> dict[str, Any]:
-    """DeepSpeed's engine with a process that writes, on one rank of ZeRO-2 and of ZeRO-3."""
-    os.environ.update(CROSS_SIZE="1", CROSS_RANK="0")
-    checkpoint = {**FAST, "writer": {**WRITER, "decoupled": True}}
-    engine = engine_of(checkpoint=checkpoint)
-    notes: dict[str, Any] = {"plain_zero2": tried(engine.save_checkpoint, folder / "plain2")}
-    inner = engine.checkpoint_engine
-    save = wrapped(engine)
-    notes["ours_zero2"] = tried(save, folder / "ours2", tag="one")
-    notes["latest_zero2"] = latest(folder / "ours2")
-    notes["ours_zero2_loaded"] = tried(engine.load_checkpoint, folder / "ours2")
-    (file,) = (folder / "ours2" / "one").glob("*optim_states.pt")
-    notes["plain_zero2_loaded"] = tried(inner.load, str(file))
-    _close(engine)
-    notes["writer_ended"] = inner.ckpt_process is None
-
-    engine = engine_of(checkpoint=checkpoint, zero_optimization={"stage": 3})
-    engine.save_checkpoint(folder / "plain3", tag="one")
-    notes["plain_zero3_at_save"] = latest(folder / "plain3")
-    train_step(engine)
-    notes["plain_zero3_a_step_later"] = latest(folder / "plain3")
-    engine.save_checkpoint(folder / "plain3", tag="two")
-    engine.destroy()
-    notes["plain_zero3_at_end"] = latest(folder / "plain3")
-    # Ranks end without clean-up, and its semaphores would stay in shared memory.
-    resource_tracker._resource_tracker._stop()
-    return notes
-
-
-def _close(engine: Any) -> None:
-    from deepspeed_ext import saving
-
-    saving.close(engine)
-    engine.destroy()
 
 
 def notes_of(

@@ -91,7 +91,7 @@ def _unwrap() -> type:
     """DeepSpeed's engine as it is without the hook."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    for name in ("_configure_checkpointing", "_take_model_step"):
+    for name in ("__init__", "_take_model_step"):
         setattr(DeepSpeedEngine, name, vars(DeepSpeedEngine)[name].__wrapped__)
     return DeepSpeedEngine
 

@@ -15,7 +15,7 @@ def preload() -> None:
     import torch
     from deepspeed.pipe import PipelineModule  # noqa: F401
 
-    import megatron_ft.cli.demo.deepspeed_trace  # noqa: F401
+    import tests.support.deepspeed_trace  # noqa: F401
 
     torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())
     # What deepspeed_ext.cpu does, without a module of it.
@@ -24,7 +24,7 @@ def preload() -> None:
 
 def train() -> None:
     """Run the script with the flags behind the first, which is the folder of the trace."""
-    from megatron_ft.cli.demo import deepspeed_trace
+    from tests.support import deepspeed_trace
 
     trace, *flags = sys.argv[1:]
     deepspeed_trace.install(Path(trace))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron_ft.trainer.cpu import CpuCopier
 from megatron_ft.trainer.manager import SnapshotManager
 from tests.support.captures import WAIT, FakeSmp, make_manager
 
@@ -39,7 +40,7 @@ def saved(manager: SnapshotManager, smp: FakeSmp, state: dict[str, torch.Tensor]
 
 def ready(smp: FakeSmp, state: dict[str, torch.Tensor]) -> SnapshotManager:
     """A manager that has captured the state twice, behind a fence: what can be cached is."""
-    manager = make_manager(smp, settings={"copy_piece_bytes": PIECE})
+    manager = make_manager(smp, copier=CpuCopier(PIECE))
     manager.prepare(state)
     with manager.fence():
         pass

@@ -202,8 +202,9 @@ class GatedCopier(CpuCopier):
 
 def make_manager(smp: FakeSmp, **options: object) -> SnapshotManager:
     """A manager that talks to the in-test SMP."""
-    settings = {"fence_timeout_seconds": WAIT, "copy_piece_bytes": 65536}
+    settings = {"fence_timeout_seconds": WAIT}
     settings.update(options.pop("settings", {}))  # type: ignore[call-overload]
+    options.setdefault("copier", CpuCopier(65536))
     return SnapshotManager(
         SnapshotConfig(**settings),
         client=smp,

@@ -1,7 +1,6 @@
-"""Equipment of chaos jobs in a checkout: forked processes, and a network that can be cut.
+"""Equipment of chaos jobs in a checkout: processes that are forked from one with all imports.
 
-``python -m tests.support.chaos_cluster ARGS`` is `megatron-ft chaos ARGS` with both: cases do not
-wait for imports, and those that cut or slow the network are run as well.
+``python -m tests.support.chaos_cluster ARGS`` is `megatron-ft chaos ARGS` with it.
 """
 
 from __future__ import annotations
@@ -17,26 +16,21 @@ from megatron_ft.cli.chaos.job import (
     TRAINING_MODULE,
     ChaosCluster,
     JobFile,
-    own_module,
     python_words,
     role_of_command,
 )
 from megatron_ft.launchers.process import LocalProcess
-from tests.support.networked_cluster import NetworkedCluster
-from tests.support.node_network import NodeNetwork, unavailable
 from tests.support.warm_python import CHAOS, WarmPython, start_at
 
 CLUSTER_CLASS = "tests.support.chaos_cluster:EquippedCluster"
 
 
-class EquippedCluster(NetworkedCluster, ChaosCluster):
+class EquippedCluster(ChaosCluster):
     """A cluster whose processes are forked from the server at ``job.warm``, if there is one."""
 
     def __init__(self, job: JobFile) -> None:
-        ChaosCluster.__init__(self, job)
-        self.use_network(NodeNetwork(job.name, job.node_names) if job.network else None)
-        # What is forked would be in the server's network.
-        self._warm = "" if job.network else job.warm
+        super().__init__(job)
+        self._warm = job.warm
         self._trains_warm = job.command[1:3] == ("-m", TRAINING_MODULE)
         self._supervisor_warm = job.warm
 
@@ -61,7 +55,7 @@ class EquippedCluster(NetworkedCluster, ChaosCluster):
             return super().start(node, argv, env, log_path, stdin)
         self._require([node])
         self.node_dir(node).mkdir(mode=0o700, exist_ok=True)
-        words, marked = python_words(own_module(argv)), self._marked(node, {**env, ROLE: role})
+        words, marked = python_words(argv), self._marked(node, {**env, ROLE: role})
         child = start_at(self._warm, words, marked, log_path, stdin or b"")
         process = LocalProcess(node, child.pid, child)  # type: ignore[arg-type]
         self._end_if_lost([node], process)
@@ -87,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     server = WarmPython(CHAOS)
     try:
-        return command.main(options, CLUSTER_CLASS, server.path, unavailable())
+        return command.main(options, CLUSTER_CLASS, server.path)
     finally:
         server.close()
 

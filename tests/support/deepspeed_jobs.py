@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.cli.chaos.trace import read_trace
-from megatron_ft.cli.demo import traced_script
 from megatron_ft.cli.demo.final_state import compare_runs
 from megatron_ft.core.startup import before_script
 from megatron_ft.supervisor.orders import Timing
 from tests.programs.held_in_step import sitecustomize as held
+from tests.support import traced_script
 from tests.support.jobs import DEEPSPEED_EXAMPLE, ROOT, Job, run_alone
 
 ITERATIONS = 16

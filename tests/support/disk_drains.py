@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_ft.checkpoint.disk_format import DiskCalls, folder_name
 from megatron_ft.checkpoint.drain import publish, write_shards
-from megatron_ft.checkpoint.drained import Keep, clean_up, clear_unfinished
+from megatron_ft.checkpoint.drained import clean_up, clear_unfinished
 from megatron_ft.checkpoint.live import open_live
 from megatron_ft.checkpoint.load import open_checkpoint
 from megatron_ft.checkpoint.source import OpenSnapshot, open_newest
@@ -24,7 +24,7 @@ def drain(
         folder = into / folder_name(JOB, iteration, shards.info.snapshot)
         write_shards(shards, folder, disk)
         publish(folder, shards.info, JOB, shards.lineage, len(shards), disk)
-    clean_up(into, JOB, Keep(keep), disk)
+    clean_up(into, JOB, keep, disk=disk)
     clear_unfinished(into, JOB, disk)
     return folder
 

@@ -116,10 +116,8 @@ class Job:
     expected_mtbf_hours: float = 3.0
     transport: str = "auto"
     domains: Mapping[str, str] = field(default_factory=dict)
-    on_hang: str = "restart"
     hang_seconds: float = 600.0
     register_timeout_seconds: float = 600.0
-    export_on_failure: Path | None = None
     on_no_spare: str = "stop"
     root: Path | None = None
     networked: bool = False

@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.cli.chaos.trace import final_lines, read_trace
-from megatron_ft.cli.demo import demo_model, traced_script
+from megatron_ft.cli.demo import demo_model
 from megatron_ft.cli.demo.final_state import Comparison, compare_runs, compare_states
 from megatron_ft.core.startup import before_script
 from megatron_ft.supervisor.orders import Timing
 from tests.programs.held_in_step import sitecustomize as held
+from tests.support import traced_script
 from tests.support.jobs import ROOT, Job
 
 RANKS, ITERATIONS = 2, 16

@@ -78,8 +78,6 @@ def cell(parallel: str, precision: str, overlap: str, optimizer: str) -> Layout:
     flags = [*base.flags, *PRECISION[precision], *_overlap_flags(OVERLAP[overlap], distributed)]
     if distributed:
         flags.append("--use-distributed-optimizer")
-    else:  # small enough to split the small tensors of these models too
-        flags += words("--inmem-replicated-split-bytes 1024")
     return Layout(
         "-".join((parallel, precision, overlap, optimizer)),
         base.ranks,
@@ -123,12 +121,12 @@ BESIDE = [
     Layout("ep2-tp2", 4, (*EP2, *TP2, *DISTRIBUTED, "--disable-bias-linear"), ranks_per_node=2),
     Layout("ep2-etp1-tp2", 4, (*EP2, *TP2, "--expert-tensor-parallel-size", "1", *DISTRIBUTED)),
     Layout("ep2-pp2", 4, (*EP2, *PP2, *DISTRIBUTED), nodes_lost=(0,)),
-    Layout("ep2-replicated", 4, (*EP2, "--bf16", "--inmem-replicated-split-bytes", "1024")),
+    Layout("ep2-replicated", 4, (*EP2, "--bf16")),
     Layout("growing-batch", 2, (*DISTRIBUTED, *words("--rampup-batch-size 4 2 24"))),
     Layout(
         "sgd",
         2,
-        words("--bf16 --optimizer sgd --inmem-replicated-split-bytes 1024"),
+        words("--bf16 --optimizer sgd"),
     ),
 ]
 

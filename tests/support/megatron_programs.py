@@ -41,7 +41,7 @@ MORE_PROGRAMS = [
     program("precision-aware-fp32-params", PRECISION_AWARE, "transformer_engine_adam"),
     program(
         "perturb-weights-replicated",
-        (*NO_STEP, *words("--inmem-replicated-split-bytes 1024")),
+        NO_STEP,
         "perturb_weights",
     ),
 ]

@@ -3,7 +3,6 @@
   megatron-ft chaos --list
   megatron-ft chaos --case encode.half:encoder:kill:1 --protect rs:2+2
   megatron-ft chaos --seed 7 --cases 5
-  megatron-ft chaos --table --markdown table.md
   megatron-ft chaos --seed 7 --cases 5 -- python train.py ...
 
 Each case is a job of its own.  It passes if it resumed from the newest snapshot that what it
@@ -16,26 +15,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import shlex
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from megatron_ft.cli.chaos import report
-from megatron_ft.cli.chaos.cases import FAULTS, VICTIMS, Case, draw, table
-from megatron_ft.cli.chaos.oracle import OracleError
-from megatron_ft.cli.chaos.report import CaseResult
-from megatron_ft.cli.chaos.runner import ChaosSettings, oracle_traces, run_case
+from megatron_ft.cli.chaos.cases import FAULTS, VICTIMS, Case, all_cases, draw
+from megatron_ft.cli.chaos.job import ChaosSettings
+from megatron_ft.cli.chaos.oracle import OracleError, oracle_traces
+from megatron_ft.cli.chaos.runner import CaseOutcome, run_case
 from megatron_ft.cli.chaos.trace import Lines
 from megatron_ft.cli.training_command import command_of
-from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.fault_points import POINTS
 from megatron_ft.core.scheme import Scheme
 
-_NONE = "an installed megatron-ft has no network that can be cut; see docs/chaos.md"
-EXIT_CODES: Mapping[int, str] = {1: "a case failed, or a point of the table was never reached"}
+EXIT_CODES: Mapping[int, str] = {1: "a case failed"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,16 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="POINT:VICTIM:FAULT:LOSSES",
         help="run this case; may be given again",
     )
-    what.add_argument("--table", action="store_true", help="every point and every fault")
-    parser.add_argument(
-        "--all", action="store_true", help="with --table: kill every process at every point"
-    )
-    parser.add_argument(
-        "--pairs",
-        action="store_true",
-        help="with --table: every process and every number of losses at every point, not all "
-        "of both together",
-    )
+    what.add_argument("--all", action="store_true", help="run every case: this takes hours")
     parser.add_argument("--seed", type=int, default=0, help="draws cases, victims and moments")
     parser.add_argument("--cases", type=int, default=1, help="how many to draw (%(default)s)")
     parser.add_argument("--protect", default="xor:2", help="protection (%(default)s)")
@@ -67,34 +56,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limit-seconds", type=float, default=60.0, help="longest wait in a case (%(default)s)"
     )
-    parser.add_argument("--markdown", type=Path, help="write the table to this file")
     parser.add_argument("--json", type=Path, help="write every result to this file")
-    parser.add_argument(
-        "--continue",
-        dest="go_on",
-        action="store_true",
-        help="leave out the cases that have passed according to the file of --json",
-    )
     parser.add_argument("training_command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
 
 
-def main(
-    arguments: argparse.Namespace, cluster_class: str = "", warm: str = "", network: str = _NONE
-) -> int:
-    """Run the cases; see EXIT_CODES.
-
-    ``cluster_class`` and ``warm`` are those of JobFile; ``network`` says why that cluster has no
-    network that can be cut, and is empty if it has one.
-    """
+def main(arguments: argparse.Namespace, cluster_class: str = "", warm: str = "") -> int:
+    """Run the cases; see EXIT_CODES.  ``cluster_class`` and ``warm`` are those of JobFile."""
     if arguments.list:
         print(listing())
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it leaves nothing either
     folder = Path(tempfile.mkdtemp(prefix="mft-chaos-"))
     try:
+        scheme = Scheme.parse(arguments.protect)
         settings = ChaosSettings(
             folder=folder,
-            nodes=arguments.nodes or Scheme.parse(arguments.protect).members,
+            nodes=arguments.nodes or scheme.members,
             protect=arguments.protect,
             ranks_per_node=arguments.ranks_per_node,
             seed=arguments.seed,
@@ -104,67 +81,38 @@ def main(
             cluster_class=cluster_class,
             warm=warm,
         )
-        cases = _possible(_cases(arguments, settings), network)
-        kept = _kept(arguments, cases, settings)
-        save = partial(_save, arguments, settings, cases)
-        left = {str(case) for case in cases} - {result.case for result in kept}
-        results = run_all(cases, settings, _oracle(settings) if left else {}, save, kept)
+        cases = _cases(arguments, settings.nodes, scheme.parity_members)
+        failed = _run_all(cases, settings, arguments.json)
     finally:
         with contextlib.suppress(OSError):
             folder.rmdir()  # empty, as of a call that was refused
-    return _finish(arguments, settings, results)
+    print(f"{len(cases)} cases, {failed} failed")
+    if not failed:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 1 if failed else 0
 
 
-def listing() -> str:
-    """Points with what is done by then, victims with their faults."""
-    lines = ["points (reached by, once):"]
-    for point in POINTS.values():
-        lines.append(f"  {point.name:<26}{point.role:<12}{point.occasion:<18}{point.text}")
-    lines += ["", "victims:"]
-    lines += [f"  {victim:<12}{', '.join(faults)}" for victim, faults in VICTIMS.items()]
-    lines += ["", "faults:"]
-    return "\n".join(lines + [f"  {fault:<12}{text}" for fault, text in FAULTS.items()])
-
-
-def run_all(
-    cases: Sequence[Case],
-    settings: ChaosSettings,
-    oracle: Mapping[int, Lines],
-    save: Callable[[Sequence[CaseResult]], None],
-    kept: Sequence[CaseResult] = (),
-) -> list[CaseResult]:
-    """Run one case after the other, and print a line of each; ``save`` gets those so far.
-
-    Cases of which results are ``kept`` from before are left out.
-    """
-    passed, results = {result.case for result in kept}, list(kept)
-    for number, case in enumerate(cases, 1):
-        if str(case) in passed:
-            continue
-        outcome = run_case(case, settings, oracle)
-        results.append(CaseResult.of(outcome))
-        save(results)
-        end = report.shown(results[-1])
-        print(f"[{number}/{len(cases)}] {case}: {end} ({outcome.seconds:.1f} s)", flush=True)
-        if not outcome.verdict.good:
-            print(report.failure(outcome, settings), flush=True)
-    return results
-
-
-def _cases(arguments: argparse.Namespace, settings: ChaosSettings) -> list[Case]:
-    parity = Scheme.parse(settings.protect).parity_members
+def _cases(arguments: argparse.Namespace, nodes: int, parity: int) -> list[Case]:
     if arguments.case:
         return [Case.parse(text) for text in arguments.case]
-    if arguments.table:
-        return table(settings.nodes, parity, every_process=arguments.all, pairs=arguments.pairs)
-    return draw(settings.seed, arguments.cases, settings.nodes, parity)
+    if arguments.all:
+        return all_cases(nodes, parity)
+    return draw(arguments.seed, arguments.cases, nodes, parity)
 
 
-def _possible(cases: Sequence[Case], no_network: str) -> list[Case]:
-    """Those that can be run here."""
-    if no_network and any(case.victim == "network" for case in cases):
-        print(f"not run: cases of the network: {no_network}", flush=True)
-    return [case for case in cases if case.victim != "network" or not no_network]
+def _run_all(cases: Sequence[Case], settings: ChaosSettings, json_path: Path | None) -> int:
+    """Run one case after the other, print a line of each, and keep them; how many failed."""
+    oracle, results = _oracle(settings), []
+    for number, case in enumerate(cases, 1):
+        outcome = run_case(case, settings, oracle)
+        words = f"{in_words(outcome)} ({outcome.seconds:.1f} s)"
+        print(f"[{number}/{len(cases)}] {case}: {words}", flush=True)
+        if not outcome.verdict.good:
+            print(failure(outcome, settings), flush=True)
+        results.append(as_json(outcome))
+        if json_path is not None:  # after every case, so that an interrupted run keeps them
+            json_path.write_text(json.dumps(results, indent=1) + "\n")
+    return sum(bool(result["problems"]) for result in results)
 
 
 def _oracle(settings: ChaosSettings) -> dict[int, Lines]:
@@ -181,42 +129,57 @@ def _oracle(settings: ChaosSettings) -> dict[int, Lines]:
     return traces
 
 
-def _kept(
-    arguments: argparse.Namespace, cases: Sequence[Case], settings: ChaosSettings
-) -> list[CaseResult]:
-    """Results of the wanted cases that passed before the break."""
-    if not arguments.go_on:
-        return []
-    if arguments.json is None:
-        raise ConfigError("--continue asks what has passed already: give --json FILE, too")
-    wanted = {str(case) for case in cases}
-    known = report.read(arguments.json, settings)
-    return [result for result in known if result.good and result.case in wanted]
+def listing() -> str:
+    """Points with what is done by then, victims with their faults."""
+    lines = ["points (reached by, once):"]
+    for point in POINTS.values():
+        lines.append(f"  {point.name:<26}{point.role:<12}{point.occasion:<18}{point.text}")
+    lines += ["", "victims:"]
+    lines += [f"  {victim:<12}{', '.join(faults)}" for victim, faults in VICTIMS.items()]
+    lines += ["", "faults:"]
+    return "\n".join(lines + [f"  {fault:<12}{text}" for fault, text in FAULTS.items()])
 
 
-def _save(
-    arguments: argparse.Namespace,
-    settings: ChaosSettings,
-    cases: Sequence[Case],
-    results: Sequence[CaseResult],
-) -> None:
-    """Write the results; called after every case, so that an interrupted run keeps them."""
-    place = {str(case): number for number, case in enumerate(cases)}
-    ordered = sorted(results, key=lambda result: place[result.case])
-    if arguments.markdown:
-        arguments.markdown.write_text(report.markdown(ordered, settings))
-    if arguments.json:
-        report.write(arguments.json, ordered, settings)
+def in_words(outcome: CaseOutcome) -> str:
+    """The end of a case in a few words: the sources of its restores, "refused", "FAILED"."""
+    if not outcome.verdict.good:
+        return "FAILED"
+    if outcome.story.end == "stopped":
+        return "refused"
+    sources = dict.fromkeys(restore.source for restore in outcome.verdict.restores)
+    return ", ".join(sources) or "continued"
 
 
-def _finish(
-    arguments: argparse.Namespace, settings: ChaosSettings, results: Sequence[CaseResult]
-) -> int:
-    failed = [result for result in results if not result.good]
-    missing = report.unreached(results) if arguments.table else []
-    print(f"{len(results)} cases, {len(failed)} failed")
-    if missing:
-        print(f"never reached: {', '.join(missing)}")
-    if not failed:
-        shutil.rmtree(settings.folder, ignore_errors=True)
-    return 1 if failed or missing else 0
+def as_json(outcome: CaseOutcome) -> dict[str, Any]:
+    """What --json keeps of a case."""
+    verdict = outcome.verdict
+    return {
+        "case": str(outcome.case),
+        "result": in_words(outcome),
+        "problems": list(verdict.problems),
+        "done": [strike.text for strike in outcome.story.strikes],
+        "restored": [
+            {"iteration": r.iteration, "least": r.least, "source": r.source}
+            for r in verdict.restores
+        ],
+        "compared": verdict.compared,
+        "seconds": round(outcome.seconds, 1),
+    }
+
+
+def failure(outcome: CaseOutcome, settings: ChaosSettings) -> str:
+    """A case that failed, as text: why, what was done, the last events, how to repeat it."""
+    done = "; ".join(strike.text for strike in outcome.story.strikes) or "nothing"
+    again = ["megatron-ft", "chaos", "--case", str(outcome.case), "--seed", str(settings.seed)]
+    again += ["--nodes", str(settings.nodes), "--protect", settings.protect]
+    again += ["--ranks-per-node", str(settings.ranks_per_node)]
+    again += ["--", *settings.command] if settings.command else []
+    return "\n".join(
+        [
+            *(f"  {problem}" for problem in outcome.verdict.problems),
+            f"  done to it: {done}",
+            outcome.tail,
+            f"  logs: {outcome.folder}",
+            f"  again: {shlex.join(again)}",
+        ]
+    )

@@ -1,24 +1,19 @@
-"""Injecting faults into a job that runs, from outside: signals, lost nodes, damaged arenas.
+"""Injecting faults into a job that runs, from outside: signals, and lost nodes.
 
-Injector has what the demo, chaos cases, the random campaign and the soak do to a job, and
-keeps a record of it for the judge.  CaseInjector carries out one chaos case.
+Injector has what the demo, chaos cases and random campaigns do to a job, and keeps a record of
+it for the judge.  CaseInjector carries out one chaos case.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from megatron_ft.cli.chaos import damage
 from megatron_ft.cli.chaos.cases import ITSELF, Case, Chance
 from megatron_ft.cli.chaos.follow import Follower
 from megatron_ft.cli.chaos.job import ROLE
@@ -28,14 +23,8 @@ from megatron_ft.core.environment import JOB, NODE
 from megatron_ft.core.fault_plan import PointReached
 from megatron_ft.launchers.world import WORLD
 
-LATENCY_MILLISECONDS = 150.0
-"""One way: a hundred times that of a cluster's network, far below any lease."""
-
 RETURN_SECONDS = 1.0
 """A lost node that is to return is away for so long."""
-
-_SMALL = {"memory": "192k", "disk": "64k"}
-"""Room for an SMP's own files and no arena; for no shard of a checkpoint."""
 
 
 def processes(job: str, role: str, node: str = "", rank: int | None = None) -> list[int]:
@@ -118,10 +107,6 @@ class Injector:
         for node in nodes:
             self.cluster.revive(node)
 
-    def arenas(self, node: str) -> list[Path]:
-        """The arenas of a node, in the order of their names."""
-        return sorted(self.cluster.node_dir(node).glob("*.arena"))
-
     def later(self, seconds: float, cure: Callable[[], object], text: str) -> None:
         """Undo something after a while, in the background."""
 
@@ -151,51 +136,12 @@ class Injector:
 
 
 class CaseInjector(Injector):
-    """Carries out the faults of one case, and what it needs of its surroundings.
-
-    A network that can be cut is the cluster's; a small file system is mounted before the job
-    starts, which needs root.
-    """
+    """Carries out the faults of one case."""
 
     def __init__(self, case: Case, chance: Chance, follower: Follower) -> None:
         super().__init__(follower)
         self.case, self.chance = case, chance
         self.lost: dict[str, int] = {}
-        self._small: Path | None = None
-        if case.fault == "full":
-            spare = self.cluster.node_dir(self.job.node_names[self.job.nodes])
-            self._small = self.job.drain_dir if case.victim == "disk" else spare
-
-    @property
-    def network(self) -> Any:
-        """The cluster's network, with its verbs to cut, delay and heal."""
-        assert self.cluster.network is not None, "cases of the network are left out without one"
-        return self.cluster.network
-
-    def prepare(self) -> None:
-        """Make the network, or mount what is to be small."""
-        if self.cluster.network is not None:
-            self.network.open()
-        if self._small is not None:
-            self._small.mkdir(mode=0o700, parents=True, exist_ok=True)
-            options = f"size={_SMALL[self.case.victim]},mode=700"
-            subprocess.run(
-                ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(self._small)], check=True
-            )
-
-    def make_room(self) -> None:
-        """Make the small file system large enough."""
-        subprocess.run(["mount", "-o", "remount,size=256m", str(self._small)], check=True)
-
-    def tidy(self) -> None:
-        """Leave no mount, no process, no folder in shared memory, no network."""
-        if self._small is not None:
-            subprocess.run(
-                ["umount", "-l", str(self._small)], check=False, stderr=subprocess.DEVNULL
-            )
-        super().tidy()
-        if self.cluster.network is not None:
-            self.network.close()
 
     def provoke(self) -> None:
         """Cause the occasion on which the point is reached."""
@@ -216,32 +162,24 @@ class CaseInjector(Injector):
 
     def strike(self, reached: PointReached) -> None:
         """Carry out the case; the process at the point continues when this returns."""
-        where = f"{reached.point} on {reached.node or 'the supervisor'} (process {reached.pid})"
         active = self.follower.active()
         node = reached.node or active[self.chance.position % len(active)]
-        self._strike_victim(reached, node, where)
+        self._strike_victim(reached, node)
         others = [active[p] for p in self.chance.order if p < len(active)]
         left = [n for n in others if n not in self.lost]
         left.sort(key=lambda name: name == node)
         if self.case.losses:
             self.lose(left[: self.case.losses])
 
-    def _strike_victim(self, reached: PointReached, node: str, where: str) -> None:
+    def _strike_victim(self, reached: PointReached, node: str) -> None:
+        where = f"{reached.point} on {reached.node or 'the supervisor'} (process {reached.pid})"
         victim, fault = self.case.victim, self.case.fault
         if fault in ITSELF:
             self.record(f"{fault} in {where}", suspended=self._may_be_given_up(node))
         elif victim == "node":
             self.lose([node], keep=fault == "return")
-        elif victim == "arena":
-            self._damage(node)
-        elif victim in ("memory", "disk"):
-            self._fill(node)
-        elif victim == "network":
-            self._disturb_network(node)
         elif victim == self.case.at.role:
             self._signal([reached.pid], where, node)
-        elif victim == "supervisor":
-            self._signal(self.pids(victim), f"the supervisor at {where}", node)
         else:
             role = "trainer" if victim == "trainers" else victim
             pids = self.pids(role, "" if victim in ("trainers", "world") else node)
@@ -274,37 +212,3 @@ class CaseInjector(Injector):
         super().lose(nodes, keep=keep)
         if keep:
             self.later(RETURN_SECONDS, lambda: self.revive(nodes), "the node is back")
-
-    def _damage(self, node: str) -> None:
-        """Damage an arena, then kill the trainers: damage shows when the arena is read again."""
-        chance = random.Random(f"{self.case} {self.chance}")
-        position = self.follower.active().index(node)
-        lost = () if self.case.fault == "flip-header" else (position,)
-        done = damage.damage(self.arenas(node)[0], self.case.fault, chance)
-        self.record(f"{done}; trainers killed", lost, suspended={node: position})
-        self.kill("trainer")
-
-    def _fill(self, node: str) -> None:
-        """Memory or a disk without room; a slow disk is a fault at a point that repeats."""
-        if self.case.victim == "memory":
-            self.lose([node])
-            self.later(2.0, self.make_room, "the spare has room again")
-        elif self.case.fault == "full":
-            self.record("the drain folder was full until now")
-            self.make_room()
-        else:
-            self.record("every write of a drain takes long")
-
-    def _disturb_network(self, node: str) -> None:
-        """Cut a node off until it must have been replaced, or delay its packets for a while."""
-        lease = self.job.lease
-        if self.case.fault == "cut":
-            self.record(f"{node} cut off", suspended={node: self.follower.active().index(node)})
-            self.network.cut(node)
-            self.later(2.5 * lease, self.network.heal, f"{node} is on the network again")
-        else:
-            delay = LATENCY_MILLISECONDS
-            self.record(f"packets to and from {node} take {delay:g} ms longer")
-            self.network.delay(node, delay)
-            undo = partial(self.network.delay, node, 0)
-            self.later(2 * lease, undo, f"packets of {node} are as fast as before")

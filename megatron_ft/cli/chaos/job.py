@@ -1,8 +1,8 @@
 """The job of a fault run as its supervisor's process: ``python -m ...chaos.job JOB.json``.
 
 It does what `megatron-ft run` does on a virtual cluster, and appends every event to a file.
-The demo, chaos cases, the random campaign and the soak all run their jobs this way, so that a
-supervisor can be killed like any other process.
+The demo and chaos cases run their jobs this way, so that a supervisor can be killed like any
+other process.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -40,16 +40,13 @@ EVENTS = "events.jsonl"
 ROLE = "MEGATRON_FT_CHAOS_ROLE"
 """Role of a process of the job: smp, drain or trainer; encoders have the name of their world."""
 
-_EXPORT_MODULE = "megatron_ft.checkpoint.export_drained"
-
 
 class JobFile(msgspec.Struct, frozen=True):
     """All that a supervisor of the job needs.
 
-    ``cluster_class`` names a subclass of ChaosCluster as ``module:name``; ``warm`` (a server that
-    forks processes) and ``network`` (one that can be cut) are for such a subclass.  With ``bare``
-    trainers get no variable of ours but the trace's.  ``costs`` has times and sizes of every
-    shard recorded as well: many lines, which Follower reads over and over.
+    ``cluster_class`` names a subclass of ChaosCluster as ``module:name``; ``warm``, a server that
+    forks processes, is for such a subclass.  With ``bare`` trainers get no variable of ours but
+    the trace's.  ``costs`` has times of every shard recorded as well.
     """
 
     name: str
@@ -64,7 +61,6 @@ class JobFile(msgspec.Struct, frozen=True):
     crc: bool = True
     snapshot_interval: int = 2
     drain_interval: int = 0
-    exports: bool = False
     lease: float = 4.0
     root: str = ""
     node_prefix: str = "n"
@@ -76,7 +72,6 @@ class JobFile(msgspec.Struct, frozen=True):
     costs: bool = False
     cluster_class: str = ""
     warm: str = ""
-    network: bool = False
 
     @property
     def place(self) -> Path:
@@ -130,7 +125,6 @@ class JobFile(msgspec.Struct, frozen=True):
                 lease_seconds=self.lease,
                 drain_dir=self.drain_dir if self.drain_interval else None,
                 drain_interval=self.drain_interval,
-                drain_export_dir=self.place / "exports" if self.exports else None,
                 transport=self.transport,
             ),
             sizes=Sizes(self.block_bytes, self.crc),
@@ -139,11 +133,57 @@ class JobFile(msgspec.Struct, frozen=True):
         )
 
 
+@dataclass(frozen=True)
+class ChaosSettings:
+    """Settings that all cases of one command share.
+
+    ``command`` is the user's own, or empty; ``limit`` how long a case may wait for any one
+    thing, in seconds; ``cluster_class`` and ``warm`` are those of JobFile.
+    """
+
+    folder: Path
+    nodes: int = 2
+    protect: str = "xor:2"
+    ranks_per_node: int = 1
+    seed: int = 0
+    lease: float = 4.0
+    limit: float = 60.0
+    iterations: int = 1000
+    iteration_seconds: float = 0.03
+    command: tuple[str, ...] = ()
+    cluster_class: str = ""
+    warm: str = ""
+
+    @property
+    def ranks(self) -> int:
+        """Number of trainers."""
+        return self.nodes * self.ranks_per_node
+
+    def job(self, name: str, folder: Path, spares: int = 1) -> JobFile:
+        """A job that trains without drains."""
+        return JobFile(
+            name=name,
+            folder=str(folder),
+            command=self.command or self.training(folder / "stop"),
+            nodes=self.nodes,
+            spares=spares,
+            protect=self.protect,
+            ranks_per_node=self.ranks_per_node,
+            lease=self.lease,
+            cluster_class=self.cluster_class,
+            warm=self.warm,
+            trace=str(folder / "trace"),
+        )
+
+    def training(self, stop: Path | None) -> tuple[str, ...]:
+        """Our own training command."""
+        command = [sys.executable, "-m", TRAINING_MODULE, "--iterations", str(self.iterations)]
+        pace = ["--seconds", str(self.iteration_seconds), "--stop", str(stop)]
+        return (*command, *(pace if stop else []))
+
+
 class ChaosCluster(VirtualCluster):
     """A virtual cluster whose processes carry their role in their environment."""
-
-    network: Any = None
-    """One that can be cut, for the subclass that has it."""
 
     def __init__(self, job: JobFile) -> None:
         super().__init__(job.name, job.node_names, Path(job.root) if job.root else None)
@@ -159,7 +199,7 @@ class ChaosCluster(VirtualCluster):
     ) -> LocalProcess:
         """Start a process on a node; see Launcher."""
         marked = {**env, ROLE: role_of_command(argv)}
-        return super().start(node, own_module(argv), marked, log_path, stdin)
+        return super().start(node, argv, marked, log_path, stdin)
 
     def start_supervisor(
         self, argv: Sequence[str], env: Mapping[str, str], log_path: Path
@@ -182,11 +222,6 @@ def role_of_command(argv: Sequence[str]) -> str:
     if module == "megatron_ft.smp":
         return "smp"
     return "drain" if module.startswith("megatron_ft.checkpoint.") else "trainer"
-
-
-def own_module(argv: Sequence[str]) -> list[str]:
-    """The command with our export's module, which knows our own training, for the usual one."""
-    return [TRAINING_MODULE if word == _EXPORT_MODULE else word for word in argv]
 
 
 def python_words(argv: Sequence[str]) -> list[str]:
@@ -214,7 +249,7 @@ class EventFile:
         self._write(event.kind, event.text, event.monotonic, event.fields)
 
     def on_message(self, event: m.NodeEvent) -> None:
-        """Record times and sizes that an SMP reports; everything else is an event anyway."""
+        """Record times that an SMP reports; everything else is an event anyway."""
         body = event.body
         if isinstance(body, m.CaptureCost):
             fields = {"snapshot": str(body.snapshot), "stall_seconds": body.stall_seconds}
@@ -223,9 +258,6 @@ class EventFile:
             kind = f"shard_{type(body).__name__.lower()}"
             of = {"seconds": body.seconds, "incarnation": event.incarnation}
             self._write(kind, "", time.monotonic(), of)
-        elif isinstance(body, m.Sealed):
-            sealed = {"shard": body.record.shard_id, "tensor_bytes": body.record.tensor_bytes}
-            self._write("sealed", "", time.monotonic(), sealed)
 
     def emit(self, kind: str, text: str, **fields: object) -> None:
         """Record an event of this process."""

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import time
 from collections.abc import Callable
 
-from megatron_ft.cli.chaos.job import JobFile
+import msgspec
+
+from megatron_ft.cli.chaos.job import ChaosSettings, JobFile
+from megatron_ft.cli.chaos.trace import Lines, read_traces
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.process_tools import last_lines
 from megatron_ft.supervisor.processes import TrainerFleet
@@ -15,6 +20,19 @@ POLL_SECONDS = 0.02
 
 class OracleError(MegatronFTError):
     """The uninterrupted run failed, so there is nothing to compare with."""
+
+
+def oracle_traces(settings: ChaosSettings) -> dict[int, Lines]:
+    """The traces of an uninterrupted run; {} if the command writes none.  See run_oracle."""
+    folder = settings.folder / "oracle"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700, parents=True)
+    # Not beside the arenas of jobs: nothing that lives would tell whose the folder is.
+    (root := folder / "memory").mkdir(mode=0o700)
+    job = settings.job(f"oracle-{time.monotonic_ns()}", folder)
+    command = settings.command or settings.training(None)
+    run_oracle(msgspec.structs.replace(job, command=command, root=str(root), bare=True))
+    return read_traces(folder / "trace", settings.ranks)
 
 
 def run_oracle(job: JobFile, poll: Callable[[], None] | None = None) -> None:

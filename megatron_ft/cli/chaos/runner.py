@@ -1,10 +1,9 @@
-"""Running chaos cases: what they share, the job of each, and one case up to its verdict."""
+"""Running a chaos case: its plan, the job, the strike, and the verdict."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,9 +14,8 @@ import msgspec
 from megatron_ft.cli.chaos.cases import Case, Chance
 from megatron_ft.cli.chaos.follow import Follower, until
 from megatron_ft.cli.chaos.inject import CaseInjector
-from megatron_ft.cli.chaos.job import TRAINING_MODULE, JobFile
+from megatron_ft.cli.chaos.job import ChaosSettings, JobFile
 from megatron_ft.cli.chaos.judge import Story, Verdict, judge
-from megatron_ft.cli.chaos.oracle import run_oracle
 from megatron_ft.cli.chaos.trace import Lines, read_traces
 from megatron_ft.core.fault_plan import (
     ARMED_NAME,
@@ -27,90 +25,10 @@ from megatron_ft.core.fault_plan import (
     PointReached,
 )
 
-STRIKE, PROVOKE, REPEATED = "strike", "provoke", "repeated"
-CLOCK_STEP_SECONDS = 3600.0
+STRIKE, PROVOKE = "strike", "provoke"
 DELAY_SECONDS = 1.0
 USERS_PATIENCE_SECONDS = 3600.0
 """A user's training does not read the file at which ours stops."""
-
-
-@dataclass(frozen=True)
-class ChaosSettings:
-    """Settings that all cases of one command share.
-
-    ``command`` is the user's own, or empty; ``limit`` how long a case may wait for any one
-    thing, in seconds; ``cluster_class`` and ``warm`` are those of JobFile.
-    """
-
-    folder: Path
-    nodes: int = 2
-    protect: str = "xor:2"
-    ranks_per_node: int = 1
-    seed: int = 0
-    lease: float = 4.0
-    limit: float = 60.0
-    iterations: int = 1000
-    iteration_seconds: float = 0.03
-    command: tuple[str, ...] = ()
-    cluster_class: str = ""
-    warm: str = ""
-
-    @property
-    def ranks(self) -> int:
-        """Number of trainers."""
-        return self.nodes * self.ranks_per_node
-
-    def job(self, name: str, folder: Path, spares: int = 1) -> JobFile:
-        """A job that trains without drains."""
-        return JobFile(
-            name=name,
-            folder=str(folder),
-            command=self.command or self.training(folder / "stop"),
-            nodes=self.nodes,
-            spares=spares,
-            protect=self.protect,
-            ranks_per_node=self.ranks_per_node,
-            lease=self.lease,
-            cluster_class=self.cluster_class,
-            warm=self.warm,
-            trace=str(folder / "trace"),
-        )
-
-    def case_job(self, case: Case, name: str, folder: Path) -> JobFile:
-        """The job of a case."""
-        spares = case.nodes_lost() + (case.victim in ("smp", "memory", "network", "arena"))
-        spares += case.at.role == "smp" or case.at.occasion == "smp lost"
-        job = self.job(name, folder, max(1, spares))
-        drains = case.disk and (
-            case.nodes_lost() > job.parity
-            or case.at.occasion in ("drain", "export")
-            or case.victim in ("drain", "disk")
-        )
-        return msgspec.structs.replace(
-            job,
-            drain_interval=10 if drains else 0,
-            exports=drains and case.at.occasion == "export",
-            network=case.victim == "network",
-        )
-
-    def training(self, stop: Path | None) -> tuple[str, ...]:
-        """Our own training command."""
-        command = [sys.executable, "-m", TRAINING_MODULE, "--iterations", str(self.iterations)]
-        pace = ["--seconds", str(self.iteration_seconds), "--stop", str(stop)]
-        return (*command, *(pace if stop else []))
-
-
-def oracle_traces(settings: ChaosSettings) -> dict[int, Lines]:
-    """The traces of an uninterrupted run; {} if the command writes none.  See run_oracle."""
-    folder = settings.folder / "oracle"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(mode=0o700, parents=True)
-    # Not beside the arenas of jobs: nothing that lives would tell whose the folder is.
-    (root := folder / "memory").mkdir(mode=0o700)
-    job = settings.job(f"oracle-{time.monotonic_ns()}", folder)
-    command = settings.command or settings.training(None)
-    run_oracle(msgspec.structs.replace(job, command=command, root=str(root), bare=True))
-    return read_traces(folder / "trace", settings.ranks)
 
 
 @dataclass(frozen=True)
@@ -137,12 +55,21 @@ def run_case(case: Case, settings: ChaosSettings, oracle: Mapping[int, Lines]) -
     return replace(outcome, seconds=time.monotonic() - started)
 
 
+def job_of(case: Case, settings: ChaosSettings, name: str, folder: Path) -> JobFile:
+    """The job of a case: with spares for what it loses, with drains where they play a part."""
+    spares = case.nodes_lost() + (case.victim == "smp")
+    spares += case.at.role == "smp" or case.at.occasion == "smp lost"
+    job = settings.job(name, folder, max(1, spares))
+    drains = case.nodes_lost() > job.parity or "drain" in (case.at.role, case.victim)
+    return msgspec.structs.replace(job, drain_interval=10 if drains and case.disk else 0)
+
+
 class _CaseRun:
     """The state of a case that runs."""
 
     def __init__(self, case: Case, settings: ChaosSettings, name: str, folder: Path) -> None:
         self.case, self.settings, self.folder = case, settings, folder
-        self.job = settings.case_job(case, name, folder)
+        self.job = job_of(case, settings, name, folder)
         self.chance = Chance.of(case, settings.seed, settings.nodes)
         self.arrived = asyncio.Event()
         self.ended = ""
@@ -152,7 +79,6 @@ class _CaseRun:
         server = await asyncio.start_unix_server(self._meet, self.folder / SOCKET_NAME)
         self.follower = Follower(self.job)
         self.injector = CaseInjector(self.case, self.chance, self.follower)
-        self.injector.prepare()
         self.follower.start()
         try:
             end, reason = await self._drive()
@@ -190,14 +116,11 @@ class _CaseRun:
                 nth=chance.nth,
                 node=node if steady else "",
                 action=case.fault if own else "",
-                seconds=CLOCK_STEP_SECONDS if case.fault == "clock" else DELAY_SECONDS,
+                seconds=DELAY_SECONDS,
             )
         ]
         if case.at.occasion == "capture given up":
             faults.append(PointFault(PROVOKE, "capture.copied", node=node, action="exception"))
-        if (case.victim, case.fault) == ("disk", "slow"):
-            slow = PointFault(REPEATED, "drain.writing", action="delay", seconds=0.5, repeat=True)
-            faults.append(slow)
         return faults
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -214,24 +137,15 @@ class _CaseRun:
 
     async def _drive(self) -> tuple[str, str]:
         """The case from start to end: how it ended, and why."""
-        follower = self.follower
         await self._until(self._ready, lambda: "a protected snapshot")
         (self.folder / ARMED_NAME).touch()
         self.injector.provoke()
         await self._until(self.arrived.is_set, lambda: f"{self.case.point} to be reached")
         await self._until(self._settled, self.injector.missing)
-        refused = self.case.victim == "memory" and follower.last_error()[0] == "NoSpareError"
-        if self.ended == "stopped" and refused:
-            # What was missing is there again, and the user runs the same command again.
-            cured = lambda: not self.injector.curing()  # noqa: E731
-            await until(cured, self.settings.limit, self.injector.missing)
-            self.ended = ""
-            follower.start()
-            await self._until(self._settled, self.injector.missing)
         (self.folder / "stop").touch()
         patience = USERS_PATIENCE_SECONDS if self.settings.command else self.settings.limit
         await until(self._over, patience, lambda: "the job to end")
-        return self.ended, follower.last_error()[1]
+        return self.ended, self.follower.last_error()[1]
 
     async def _until(self, condition: Callable[[], bool], whom: Callable[[], str]) -> None:
         await until(lambda: condition() or self._over(), self.settings.limit, whom)
@@ -244,8 +158,6 @@ class _CaseRun:
     def _ready(self) -> bool:
         """True if there is something to lose."""
         drained = not self.job.drain_interval or self.follower.count("drained") > 0
-        if (self.case.victim, self.case.fault) == ("disk", "full"):
-            drained = self.follower.count("drain_failed") > 0
         return drained and self.follower.protected_commits() >= 2
 
     def _settled(self) -> bool:
@@ -253,8 +165,5 @@ class _CaseRun:
         quiet, follower = self.injector.quiet, self.follower
         if self.injector.curing():
             return False
-        drains = self.case.at.occasion == "drain" or self.case.victim == "disk"
-        drained = not drains or follower.count("drained", quiet) > 0
-        if self.case.at.occasion == "export":
-            drained = follower.count("exported", quiet) > 0
+        drained = self.case.at.occasion != "drain" or follower.count("drained", quiet) > 0
         return drained and follower.protected_commits(quiet) >= 2

@@ -1,13 +1,10 @@
 """A small data-parallel training that writes down, for every rank and iteration, what it had.
 
     python -m megatron_ft.cli.chaos.training --iterations N --seconds S [--stop FILE]
-    python -m megatron_ft.cli.chaos.training export PLAN
 
-`megatron-ft chaos` trains this unless it is given a command.  The model belongs to no framework,
-so the module has a checkpoint format of its own, and exports as checkpoint.export_drained does:
-the sealed bytes of each shard, in a file of its own.  Everything that can go
-wrong in a restore shows in the digests: weights and moments that all ranks share, a buffer and
-random numbers that each rank has for itself, and the gradient in which they meet.
+`megatron-ft chaos` trains this unless it is given a command.  Everything that can go wrong in a
+restore shows in the digests: weights and moments that all ranks share, a buffer and random
+numbers that each rank has for itself, and the gradient in which they meet.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,17 +20,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_ft import SnapshotConfig, SnapshotManager
-from megatron_ft.checkpoint import export_drained, native
-from megatron_ft.checkpoint.drain import run_step
-from megatron_ft.checkpoint.export import CheckpointForm, add_format, whole_folder
-from megatron_ft.checkpoint.source import OpenSnapshot
 from megatron_ft.cli.chaos.trace import Trace
 from megatron_ft.trainer.mapping import MappingState
 from megatron_ft.trainer.state import RngState
 
 WIDTH = 96
-FRAMEWORK = "megatron-ft-chaos"
-MODULE = "megatron_ft.cli.chaos.training"
 
 
 def build(rank: int) -> dict[str, Any]:
@@ -78,36 +68,6 @@ def digest(state: dict[str, Any]) -> str:
     return taken.hexdigest()
 
 
-class ExportableState(MappingState):
-    """The state, with what an export has to know of it."""
-
-    def checkpoint_form(self) -> bytes:
-        """See HasCheckpointForm."""
-        return CheckpointForm(framework=FRAMEWORK, release="1", rank=dist.get_rank()).to_bytes()
-
-
-def folder_of(directory: Path, iteration: int) -> Path:
-    """See export.FormatWriter."""
-    return native.checkpoint_folder(directory, iteration)
-
-
-def export(shards: OpenSnapshot, folder: Path) -> None:
-    """See export.FormatWriter."""
-    with whole_folder(folder, shards) as partial:
-        for shard_id, shard in shards.items():
-            (partial / f"{shard_id}.bin").write_bytes(shard.data.tobytes())
-
-
-def announce(directory: Path, iteration: int) -> None:
-    """See export.FormatWriter."""
-    native.point_tracker(directory, iteration)
-
-
-def advice(directory: Path) -> str:
-    """See export.FormatWriter."""
-    return f"the shards are in {directory}"
-
-
 def main() -> None:
     """Train to the last iteration, or until the file to stop is there."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -123,7 +83,7 @@ def main() -> None:
     if "MEGATRON_FT_JOB" in os.environ and "MEGATRON_FT_NODE_DIR" in os.environ:
         replicated = {"model": dist.group.WORLD, "optimizer": dist.group.WORLD}
         snapshots = SnapshotManager(SnapshotConfig.from_env())
-        followed = ExportableState(state, replicated=replicated)
+        followed = MappingState(state, replicated=replicated)
         iteration = snapshots.load(into=followed)
         trace.started(iteration)
         snapshots.register_fence(state["optimizer"])
@@ -142,7 +102,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["export"]:
-        add_format(FRAMEWORK, "chaos", MODULE)
-        sys.exit(run_step({"export": export_drained.export}, f"python -m {MODULE}"))
     main()

@@ -13,6 +13,8 @@ ENVIRONMENT = {
 }
 """Variables that every rank needs; without OMP_NUM_THREADS, ranks fight for the cores."""
 
+HEADS = 4
+
 _HOST_ONLY = (
     "--transformer-impl local --distributed-backend gloo --use-cpu-initialization "
     "--attention-backend unfused --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
@@ -50,7 +52,7 @@ def demo_arguments(
         "pipeline-model-parallel-size": pp,
         "num-layers": layers,
         "hidden-size": hidden,
-        "num-attention-heads": 4,
+        "num-attention-heads": HEADS,
         "seq-length": sequence,
         "max-position-embeddings": sequence,
         "micro-batch-size": micro_batch,

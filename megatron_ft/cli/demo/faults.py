@@ -10,6 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from megatron_ft.cli.chaos.follow import RecordedEvent
 from megatron_ft.cli.chaos.trace import TraceLine
@@ -77,14 +78,10 @@ def plan_faults(
 
 @dataclass(frozen=True)
 class DemoStrike:
-    """One fault as it was carried out.  ``during`` is the iteration under way.
-
-    ``victim`` names who was hit in few words, ``text`` is the sentence about it.
-    """
+    """One fault as it was carried out on ``victim``; ``during`` is the iteration under way."""
 
     fault: DemoFault
     victim: str
-    text: str
     incarnation: int
     during: int
     monotonic: float
@@ -99,11 +96,9 @@ class DemoRecovery:
     after the restore; ``detect``, ``decide`` (fence the old processes, decide), ``rebuild``
     (encoder world and parity), ``start`` (processes, imports, ``copy_in_seconds``) and
     ``iterate`` add up to it.  ``coding_seconds`` is the work on parity alone.
-    ``seconds_to_catch_up`` runs until the iteration that the fault interrupted is finished.
     """
 
     victim: str
-    text: str
     kind: str
     during: int
     fraction: float
@@ -119,7 +114,6 @@ class DemoRecovery:
     coding_seconds: float | None = None
     copy_in_seconds: float | None = None
     seconds_to_first_iteration: float | None = None
-    seconds_to_catch_up: float | None = None
 
 
 # Events by which the supervisor shows that it has noticed a death.
@@ -139,40 +133,38 @@ def recoveries(
 
 def _recovery(strike: DemoStrike, events: Sequence[RecordedEvent], traces: Traces) -> DemoRecovery:
     """The recovery from one strike, by the events from it to the next one."""
-    detect = _seconds_until(strike, events, *_DETECTIONS)
     noticed = DemoRecovery(
         victim=strike.victim,
-        text=strike.text,
         kind=strike.fault.kind.value,
         during=strike.during,
         fraction=strike.fault.fraction,
-        detect=detect,
+        detect=_seconds_until(strike, events, *_DETECTIONS),
     )
     # Several starts in a row when something failed in between: the last one counts.
     incarnations = [e["incarnation"] for e in events if e["kind"] == "training"]
-    if detect is None or not incarnations or incarnations[-1] <= strike.incarnation:
+    if noticed.detect is None or not incarnations or incarnations[-1] <= strike.incarnation:
         return noticed
     newest = [e for e in events if e["incarnation"] == incarnations[-1]]
-    restored = _with_source(noticed, newest)
+    restored = dataclasses.replace(noticed, **_source(newest))
     return _with_times(restored, strike, newest, incarnations[-1], traces)
 
 
-def _with_source(recovery: DemoRecovery, events: Sequence[RecordedEvent]) -> DemoRecovery:
+def _source(events: Sequence[RecordedEvent]) -> dict[str, Any]:
+    """What was restored and from where, as fields of DemoRecovery; {} if nothing was."""
     decided = next((e for e in events if e["kind"] == "restoring"), None)
     if decided is None:
-        return recovery
+        return {}
 
     def longest(kind: str) -> float | None:
         return max((e["seconds"] for e in events if e["kind"] == kind), default=None)
 
-    return dataclasses.replace(
-        recovery,
-        source=decided["source"],
-        lost_shards=tuple(decided["lost"]),
-        restored_iteration=decided["iteration"],
-        coding_seconds=longest("shard_rebuilt"),
-        copy_in_seconds=longest("shard_restored"),
-    )
+    return {
+        "source": decided["source"],
+        "lost_shards": tuple(decided["lost"]),
+        "restored_iteration": decided["iteration"],
+        "coding_seconds": longest("shard_rebuilt"),
+        "copy_in_seconds": longest("shard_restored"),
+    }
 
 
 def _with_times(
@@ -190,7 +182,9 @@ def _with_times(
     lines = [line for rank in traces.values() for line in rank]
     reached = max(line.iteration for line in lines if line.incarnation < incarnation)
     again = [line for line in lines if line.incarnation == incarnation]
-    first = _seconds_to_end(strike, again, min((line.iteration for line in again), default=-1))
+    first = min((line.iteration for line in again), default=-1)
+    ends = [line.time - strike.wall for line in again if line.iteration == first]
+    done = max(ends) if ends else None
     if decided is None or not recovery.lost_shards:  # then nothing was rebuilt
         decided = started
     return dataclasses.replace(
@@ -199,9 +193,8 @@ def _with_times(
         decide=decided - (recovery.detect or 0.0),
         rebuild=started - decided if recovery.lost_shards else None,
         start=training - started,
-        iterate=None if first is None else first - training,
-        seconds_to_first_iteration=first,
-        seconds_to_catch_up=_seconds_to_end(strike, again, reached + 1),
+        iterate=None if done is None else done - training,
+        seconds_to_first_iteration=done,
     )
 
 
@@ -210,9 +203,3 @@ def _seconds_until(
 ) -> float | None:
     """Seconds from the strike to the first event of these kinds, None if there is none."""
     return next((e["at"] - strike.monotonic for e in events if e["kind"] in kinds), None)
-
-
-def _seconds_to_end(strike: DemoStrike, lines: Sequence[TraceLine], iteration: int) -> float | None:
-    """Seconds from the strike until the last rank finished an iteration, None if none did."""
-    ends = [line.time for line in lines if line.iteration == iteration]
-    return max(ends) - strike.wall if ends else None

@@ -2,120 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-from megatron_ft.cli.chaos.trace import final_lines
-from megatron_ft.cli.demo.faults import DemoRecovery, Traces
+from megatron_ft.cli.chaos.trace import TraceLine, final_lines
+from megatron_ft.cli.demo.faults import Traces
 from megatron_ft.cli.demo.report import DemoReport
 
-_INCARNATION_COLOURS = ("#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#d55e00")
-
+_COLOURS = ("#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#d55e00")
 _FAULT_COLOUR = "#b2182b"
 
-Losses = dict[int, float]
 
-
-def mean_losses(traces: Traces, incarnation: int | None) -> Losses:
-    """Iteration to loss, averaged over the ranks that have one, of one incarnation or what
-    counts."""
-    values: dict[int, list[float]] = {}
-    for lines in traces.values():
-        chosen = [line for line in lines if incarnation in (None, line.incarnation)]
-        for iteration, line in final_lines(chosen).items():
-            if line.loss_value is not None:
-                values.setdefault(iteration, []).append(line.loss_value)
-    return {iteration: fmean(values[iteration]) for iteration in sorted(values)}
-
-
-def draw(
-    path: Path, title: str, ours: Traces, oracle: Traces, events: Sequence[DemoRecovery], last: int
-) -> None:
-    """Write the picture as a PNG.
-
-    ``last`` is the last iteration on the axis.  An oracle without lines is left out.
-    """
+def draw(path: Path, report: DemoReport, ours: Traces, oracle: Traces) -> None:
+    """Write the picture as a PNG; an oracle without lines is left out."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.5, 5.6), dpi=130, layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_xlim(0, last + 1)
-    whole = mean_losses(oracle, None)
-    if whole:
-        axes.plot(
-            list(whole), list(whole.values()), color="#999999", linewidth=2.5, zorder=1,
-            label="uninterrupted run",
-        )  # fmt: skip
-    _draw_lives(axes, ours)
-    _draw_events(axes, events, last)
-    axes.set_xlabel("iteration")
-    axes.set_ylabel("loss")
-    axes.set_title(title, loc="left")
+    axes = figure.add_subplot(xlabel="iteration", ylabel="loss")
+    word = "bit-identical to" if report.identical else "not compared with, or different from,"
+    axes.set_title(f"The interrupted run is {word} the uninterrupted one", loc="left")
+    whole = _mean_losses(list(map(final_lines, oracle.values())))
+    axes.plot(*_points(whole), color="#999999", linewidth=2.5, zorder=1, label="uninterrupted run")
+    for number, incarnation in enumerate(
+        sorted({line.incarnation for lines in ours.values() for line in lines})
+    ):
+        lines = [
+            {line.iteration: line for line in rank if line.incarnation == incarnation}
+            for rank in ours.values()
+        ]
+        colour, name = _COLOURS[number % len(_COLOURS)], f"our run, start {number + 1}"
+        axes.scatter(*_points(_mean_losses(lines)), s=34, color=colour, zorder=3, label=name)
+    for event in report.recoveries:
+        struck = event.during - 1 + event.fraction
+        back = event.restored_iteration
+        text = f"{event.kind} lost: " + (
+            "not restored" if back is None else f"back to {back} from {event.source}"
+        )
+        axes.axvline(struck, color=_FAULT_COLOUR, linestyle=":", zorder=0)
+        axes.text(struck, axes.get_ylim()[1], text, color=_FAULT_COLOUR, fontsize=9, rotation=90,
+                  va="top", ha="right")  # fmt: skip
     axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    if whole or any(ours.values()):  # else matplotlib warns that there is nothing to explain
-        place = (1.0, 0.97 - 0.06 * len(events))
-        axes.legend(loc="upper right", bbox_to_anchor=place, frameon=False)
+    axes.legend(frameon=False)
     figure.savefig(path, format="png")
 
 
-def _draw_lives(axes: Any, traces: Traces) -> None:
-    """A dot for each iteration that counts, a ring around it for each that had to be repeated."""
-    incarnations = sorted({line.incarnation for lines in traces.values() for line in lines})
-    newest = {
-        i: incarnation for incarnation in incarnations for i in mean_losses(traces, incarnation)
-    }
-    rings: list[tuple[int, float]] = []
-    for number, incarnation in enumerate(incarnations):
-        losses = mean_losses(traces, incarnation)
-        kept = {i: loss for i, loss in losses.items() if newest[i] == incarnation}
-        rings += [(i, loss) for i, loss in losses.items() if newest[i] != incarnation]
-        name = "our run" if not number else f"our run, start {number + 1}"
-        colour = _INCARNATION_COLOURS[number % len(_INCARNATION_COLOURS)]
-        axes.scatter(list(kept), list(kept.values()), s=34, color=colour, zorder=3, label=name)
-    if rings:
-        axes.scatter(
-            *zip(*rings, strict=True), s=130, facecolors="none", edgecolors=_FAULT_COLOUR,
-            linewidths=1.2, zorder=2, label="lost and trained again",
-        )  # fmt: skip
+def _mean_losses(ranks: list[dict[int, TraceLine]]) -> dict[int, float]:
+    """Iteration to loss, averaged over the ranks that have one."""
+    losses: dict[int, list[float]] = {}
+    for line in (line for lines in ranks for line in lines.values()):
+        if line.loss_value is not None:
+            losses.setdefault(line.iteration, []).append(line.loss_value)
+    return {iteration: fmean(losses[iteration]) for iteration in sorted(losses)}
 
 
-def _draw_events(axes: Any, events: Sequence[DemoRecovery], last: int) -> None:
-    """A line where each fault struck, what it was, and an arrow back to what was restored."""
-    low, high = axes.get_ylim()
-    axes.set_ylim(low, high + (0.05 + 0.07 * len(events)) * (high - low))
-    for number, event in enumerate(events):
-        level = high + (0.07 * (len(events) - number) - 0.01) * (high - low)
-        struck = event.during - 1 + event.fraction
-        axes.axvline(struck, color=_FAULT_COLOUR, linestyle=":", linewidth=1.2, zorder=0)
-        if event.restored_iteration is not None:
-            axes.annotate(
-                "", (event.restored_iteration, level), (struck, level),
-                arrowprops={"arrowstyle": "-|>", "color": _FAULT_COLOUR, "linewidth": 1.4},
-            )  # fmt: skip
-        # Late faults have their words on the left, where there is room.
-        early = struck < 0.6 * last
-        axes.text(
-            struck + 0.4 if early else (event.restored_iteration or struck) - 0.6, level,
-            caption(event), color=_FAULT_COLOUR, va="center", ha="left" if early else "right",
-            fontsize=9, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
-        )  # fmt: skip
-
-
-def headline(report: DemoReport) -> str:
-    """The picture's title."""
-    shape = report.settings
-    run = f"{shape.world_size} ranks on {shape.nodes} nodes, {shape.protect}, seed {shape.seed}"
-    if report.comparison is None:
-        return f"Stopped with exit code {report.exit_code} ({run})"
-    word = "Bit-identical to" if report.identical else "DIFFERENT from"
-    return f"{word} the uninterrupted run ({run})"
-
-
-def caption(event: DemoRecovery) -> str:
-    """A fault and its recovery in few words."""
-    if event.restored_iteration is None:
-        return f"{event.kind} lost, not restored"
-    return f"{event.kind} lost: back to {event.restored_iteration} from {event.source}"
+def _points(losses: dict[int, float]) -> tuple[list[int], list[float]]:
+    return list(losses), list(losses.values())

@@ -6,47 +6,75 @@ import shutil
 import signal
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
-from megatron_ft.cli.chaos.follow import Follower
+from megatron_ft.cli.chaos.follow import Follower, RecordedEvent
 from megatron_ft.cli.chaos.inject import Injector, processes, send
 from megatron_ft.cli.chaos.job import JobFile
 from megatron_ft.cli.chaos.oracle import POLL_SECONDS, run_oracle
 from megatron_ft.cli.chaos.trace import TraceLine, TraceTail, read_trace, trace_path
-from megatron_ft.cli.demo.faults import (
-    DemoFault,
-    DemoStrike,
-    DemoVictim,
-    plan_faults,
-    recoveries,
+from megatron_ft.cli.common import say
+from megatron_ft.cli.demo import stdlib_corpus
+from megatron_ft.cli.demo.faults import DemoFault, DemoStrike, DemoVictim, plan_faults, recoveries
+from megatron_ft.cli.demo.report import DemoReport, overhead
+from megatron_ft.cli.demo.settings import (
+    CORPUS_BYTES,
+    DemoFolders,
+    DemoSettings,
+    job_name,
+    job_of,
 )
-from megatron_ft.cli.demo.report import DemoReport, NodeMemory, node_memory, overhead, versions
-from megatron_ft.cli.demo.screen import Screen
-from megatron_ft.cli.demo.settings import DemoFolders, DemoSettings, job_name, job_of
 from megatron_ft.core.errors import ControlPlaneError
 
 STALL_SECONDS = 600.0
+SHOWN_EVERY = 5
 
 # The exit codes of ``megatron-ft run``, for the same ends.
 STOPPED = {"UnrecoverableError": 10, "NoSpareError": 11, "RestartBudgetError": 12}
+
+# Commits are counted instead: one line each would bury the rest.
+_TOLD = (
+    *("trainer_died", "silent", "node_lost", "corrupt", "log", "smp_restarted", "world_broken"),
+    *("rebuild_failed", "backoff", "waiting", "spare", "restoring", "from_disk", "from_scratch"),
+    "finished",
+)
+
+
+class DemoOutput:
+    """Prints lines with the seconds since the demo's start."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+
+    def log(self, text: str) -> None:
+        """Print one line; of a text with more lines, the first has the time."""
+        say(f"[{time.monotonic() - self._start:6.1f} s] {text}")
+
+    def iteration(self, line: TraceLine, total: int, committed: int = -1) -> None:
+        """Print some of the iterations that rank 0 has finished."""
+        if line.iteration % SHOWN_EVERY == 0 or line.iteration == total:
+            loss = "" if line.loss_value is None else f"  loss {line.loss_value:.3f}"
+            safe = "" if committed < 0 else f"  snapshot {committed}"
+            self.log(f"iteration {line.iteration:3}/{total}{loss}{safe}")
 
 
 class ProtectedRun:
     """The job under faults: follows its events and rank 0's trace, and strikes when due."""
 
-    def __init__(self, job: JobFile, faults: Sequence[DemoFault], screen: Screen) -> None:
+    def __init__(
+        self, job: JobFile, faults: Sequence[DemoFault], output: DemoOutput, iterations: int
+    ) -> None:
         self.follower = Follower(job, most_restarts=0)
         self.strikes: list[DemoStrike] = []
-        self._job, self._waiting, self._screen = job, list(faults), screen
+        self._job, self._waiting, self._output = job, list(faults), output
+        self._iterations = iterations
         self._injector = Injector(self.follower)
         self._tail = TraceTail(trace_path(Path(job.trace), 0))
         self._lines: list[TraceLine] = []
-        self._shown = self._incarnation = self._protected_incarnation = 0
+        self._incarnation = self._protected_incarnation = 0
+        self._committed = -1
         self._progress = time.monotonic()
-        self._sampler = ThreadPoolExecutor(1)
-        self._samples: list[Future[list[NodeMemory]]] = []
 
     def run(self) -> str:
         """Run the job to its end: "finished" or "stopped".  Nothing of it is left then.
@@ -66,39 +94,39 @@ class ProtectedRun:
             return end
         finally:
             self._injector.tidy()
-            self._sampler.shutdown()
-
-    def memory(self) -> list[NodeMemory]:
-        """The memory of every node in the last incarnation that took a snapshot."""
-        found = [sample.result() for sample in self._samples]
-        return next((nodes for nodes in reversed(found) if nodes), [])
 
     def _read(self) -> None:
-        self.follower.read()
-        for event in self.follower.events[self._shown :]:
-            self._screen.event(event)
+        for event in self.follower.read():
             self._progress = time.monotonic()
             self._incarnation = max(self._incarnation, event["incarnation"])
-            if event["kind"] == "committed":
-                self._committed(event["level"])
-        self._shown = len(self.follower.events)
+            self._take(event)
         for line in self._tail.read():
             self._progress = time.monotonic()
+            if self.strikes and self._is_first_after(self.strikes[-1], line):
+                seconds = line.time - self.strikes[-1].wall
+                self._output.log(
+                    f"training again: iteration {line.iteration} done {seconds:.1f} s after the "
+                    "fault"
+                )
             self._lines.append(line)
-            self._screen.line(line)
+            self._output.iteration(line, self._iterations, self._committed)
         if time.monotonic() - self._progress > STALL_SECONDS:
             raise ControlPlaneError(
                 f"job {self._job.name}: rank 0 finished no iteration for {STALL_SECONDS:.0f} s; "
                 f"see its log in {self._job.place / self._job.logs}"
             )
 
-    def _committed(self, level: str) -> None:
-        """Sample the memory once an incarnation; a job without parity has local commits only."""
-        if len(self._samples) < self._incarnation:
-            cluster = self.follower.cluster
-            self._samples.append(self._sampler.submit(node_memory, cluster))
-        if level == ("protected" if self._job.parity else "local"):
-            self._protected_incarnation = self._incarnation
+    def _take(self, event: RecordedEvent) -> None:
+        if event["kind"] in _TOLD:
+            self._output.log(event["text"])
+        if event["kind"] == "committed":
+            self._committed = event["iteration"]
+            # A job without parity has local commits only.
+            if event["level"] == ("protected" if self._job.parity else "local"):
+                self._protected_incarnation = self._incarnation
+
+    def _is_first_after(self, strike: DemoStrike, line: TraceLine) -> bool:
+        return self._lines[-1].incarnation <= strike.incarnation < line.incarnation
 
     def _is_due(self, fault: DemoFault) -> bool:
         last = self.strikes[-1].incarnation if self.strikes else 0
@@ -136,16 +164,15 @@ class ProtectedRun:
         else:
             send(pids, signal.SIGKILL)
         during = self._lines[-1].iteration + 1
-        strike = DemoStrike(fault, victim, text, self._incarnation, during, monotonic, wall)
-        self.strikes.append(strike)
-        self._screen.strike(strike)
+        self.strikes.append(DemoStrike(fault, victim, self._incarnation, during, monotonic, wall))
+        self._output.log(f"FAULT in iteration {during}: {text}")
 
 
 class Demo:
     """One demo; ``run`` it once.  ``faults`` may be changed before."""
 
-    def __init__(self, settings: DemoSettings, folders: DemoFolders, screen: Screen) -> None:
-        self.settings, self.folders, self.screen = settings, folders, screen
+    def __init__(self, settings: DemoSettings, folders: DemoFolders) -> None:
+        self.settings, self.folders, self.output = settings, folders, DemoOutput()
         self.report = DemoReport(settings)
         self.faults = faults_of(settings)
 
@@ -159,7 +186,6 @@ class Demo:
         try:
             self._run()
         finally:
-            self.screen.end()
             self.report.seconds = time.monotonic() - started
             shutil.rmtree(self.folders.state, ignore_errors=True)
         return self.report
@@ -169,40 +195,35 @@ class Demo:
         return {rank: read_trace(folder, rank) for rank in range(self.settings.world_size)}
 
     def _run(self) -> None:
-        settings, folders, screen = self.settings, self.folders, self.screen
-        screen.log("preparing the training text (the Python library's own sources)")
-        text, name = settings.framework.prepare(settings, folders), job_name()
+        settings, folders, output = self.settings, self.folders, self.output
+        output.log("preparing the training text (the Python library's own sources)")
+        text, name = stdlib_corpus.prepare(folders.corpus, CORPUS_BYTES), job_name()
         folders.logs.mkdir(parents=True, exist_ok=True)
-        screen.begin(_title(settings), settings.iterations)
-        protected = ProtectedRun(job_of(settings, folders, text, name), self.faults, screen)
+        output.log(_title(settings))
+        job, last = job_of(settings, folders, text, name), settings.iterations
+        protected = ProtectedRun(job, self.faults, output, last)
         if not self._train(protected):
             return
-        screen.begin("the same training, never interrupted, as the oracle", settings.iterations)
+        output.log("the same training, never interrupted, as the oracle")
         oracle = job_of(settings, folders, text, f"{name}-o", snapshots=False)
         tail = TraceTail(trace_path(folders.oracle, 0))
 
         def show_lines() -> None:
             for line in tail.read():
-                screen.line(line)
+                output.iteration(line, last)
 
         run_oracle(oracle, show_lines)
-        screen.end()
         self._judge(protected)
 
     def _train(self, run: ProtectedRun) -> bool:
         """Train under faults; whether training ended, as it does unless the job has to stop."""
         report, follower = self.report, run.follower
         try:
-            report.versions = versions(follower.cluster, self.settings.framework)
             end = run.run()
         finally:
             follower.cluster.destroy()
-            self.screen.end()
             traces = self.traces(self.folders.protected)
             report.recoveries = recoveries(run.strikes, follower.events, traces)
-            sizes = (e["tensor_bytes"] for e in follower.events if e["kind"] == "sealed")
-            report.state_bytes = max(sizes, default=0)
-        report.memory = run.memory()
         if end == "finished":
             return True
         error, text = follower.last_error()
@@ -216,7 +237,7 @@ class Demo:
         from megatron_ft.cli.demo.final_state import compare_runs  # imports torch
 
         settings, folders, report = self.settings, self.folders, self.report
-        self.screen.log("comparing both runs bit by bit")
+        self.output.log("comparing both runs bit by bit")
         report.comparison = compare_runs(
             folders.protected, folders.oracle, settings.world_size, settings.iterations
         )
@@ -249,10 +270,9 @@ def faults_of(settings: DemoSettings) -> tuple[DemoFault, ...]:
 
 
 def _title(settings: DemoSettings) -> str:
-    framework = settings.framework
     spares = f"{settings.spares} spare{'s' * (settings.spares != 1)}"
     return (
-        f"training with {framework.title}: {settings.world_size} ranks "
-        f"({framework.shape}, dp {settings.data_parallel}) on "
-        f"{settings.nodes} virtual nodes and {spares}, {settings.protect}, seed {settings.seed}"
+        f"training with Megatron-LM's loop: {settings.world_size} ranks (tp {settings.tp}, pp "
+        f"{settings.pp}, dp {settings.data_parallel}) on {settings.nodes} virtual nodes and "
+        f"{spares}, {settings.protect}, seed {settings.seed}"
     )

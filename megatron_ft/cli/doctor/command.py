@@ -118,7 +118,7 @@ async def examine(
 @contextmanager
 def _unmade(settings: SnapshotConfig) -> Iterator[None]:
     """Remove the folders that are made meanwhile, if nobody has put anything into them."""
-    folders = (settings.drain_dir, settings.drain_export_dir, settings.export_on_failure)
+    folders = (settings.drain_dir, settings.drain_export_dir)
     ways = [one for folder in folders if folder for one in (folder, *folder.parents)]
     missing = {one for one in ways if not os.path.exists(one)}
     try:

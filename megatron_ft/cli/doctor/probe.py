@@ -252,9 +252,7 @@ def _encode_rate(scheme: Scheme, source: Bytes) -> float:
     data, parity = scheme.data_members, scheme.parity_members
     if not parity:
         return 0.0
-    kernel = open_codec(scheme.kind, data, parity).kernel(
-        range(data, data + parity), range(data)
-    )  # fmt: skip
+    kernel = open_codec(scheme.kind, data, parity).encode_kernel()
     length = source.nbytes // data
     sources = [source[i * length : (i + 1) * length] for i in range(data)]
     outputs = [np.empty(length, np.uint8) for _ in range(parity)]

@@ -50,13 +50,3 @@ def test_a_pipelines_loader_goes_on_where_it_was(
     for notes in notes_of(deepspeed_server, tmp_path, "pipeline", 2, PROGRAM):
         assert notes["loaders"] == ["loader1"], "the first one was not used"
         require_same(notes)
-
-
-@pytest.mark.all_layouts
-def test_a_curriculum_goes_on_where_it_was(deepspeed_server: ForkServer, tmp_path: Path) -> None:
-    for notes in notes_of(deepspeed_server, tmp_path, "curriculum", 2, PROGRAM):
-        different = [name for name, n in notes.items() if n["interrupted"] != n["whole"]]
-        assert not different, different
-        # DeepSpeed saves numpy's generator instead of the sampler's own.
-        alone = [n["deepspeed"] for n in notes.values() if "deepspeed" in n]
-        assert any(incarnation["resumed"] != incarnation["whole"] for incarnation in alone)

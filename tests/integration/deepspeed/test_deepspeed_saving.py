@@ -91,10 +91,8 @@ def test_a_save_after_failures_succeeds_and_loads(saving: Ran) -> None:
 
 
 def test_a_snapshot_knows_the_step_of_what_latest_names(saving: Ran) -> None:
-    assert saving.notes()["last_save_before"] == ["slow", None, 7, None], (
-        "failed saves do not count"
-    )
-    assert saving.notes()["last_save"] == ["after", 1, 7, None]
+    assert saving.notes()["last_save_before"] == ["slow", -1, -1], "failed saves do not count"
+    assert saving.notes()["last_save"] == ["after", 1, -1]
 
 
 def test_the_weights_can_be_taken_out_by_deepspeeds_tool(saving: Ran) -> None:

@@ -144,7 +144,6 @@ def test_what_cannot_be_exported_costs_the_export_and_training_goes_on(
     job.run((6, lambda job: wait_for(job, "export_failed")))
     failed = of_kind(job, "export_failed")
     assert "says nothing of checkpoints" in failed[0].text, job.story()
-    assert job.supervisor.drains.export_failures == len(failed)
     assert of_kind(job, "drained") and job.supervisor.drains.failures == 0
     assert "finished" in job.kinds() and not of_kind(job, "trainer_died"), job.story()
     assert not list(exports.iterdir())

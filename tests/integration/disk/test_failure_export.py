@@ -82,7 +82,7 @@ def test_the_same_failure_thrice_leaves_deepspeeds_own_files(
         nodes=2,
         command=(sys.executable, str(DEEPSPEED_EXAMPLE), *program.flags(tmp_path, snapshots=True)),
         environment=program.environment(tmp_path / "trace"),
-        export_on_failure=exports,
+        drain_export_dir=exports,
     )
     (salvaging,) = (e.text for e in job.events if e.kind == "salvaging")
     assert salvaging.startswith("trainers cannot come back"), job.story()
@@ -111,7 +111,7 @@ def test_the_same_failure_thrice_leaves_megatrons_own_checkpoint(
         nodes=RANKS,
         command=(sys.executable, *program.flags(megatron_corpus, trace), *SNAPSHOTS),
         environment=program.environment(trace),
-        export_on_failure=exports,
+        drain_export_dir=exports,
     )
     last = int((exports / "latest_checkpointed_iteration.txt").read_text())
     assert last == newest, job.story()

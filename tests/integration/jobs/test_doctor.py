@@ -164,14 +164,6 @@ def test_a_probe_sees_the_lock_that_is_taken_here_in_the_same_folder(
     assert not list((tmp_path / "here").iterdir()), "nothing is left"
 
 
-def test_one_folder_may_be_named_by_two_flags(tmp_path: Path) -> None:
-    flags = {"--drain-export-dir": str(tmp_path), "--export-on-failure": f"{tmp_path}/../x/."}
-    (tmp_path.parent / "x").symlink_to(tmp_path)
-    with export_folders(wishes(exports=flags), ".token") as found:
-        assert found == tuple(ExportFolder(flag, folder) for flag, folder in flags.items())
-        assert try_folder(tmp_path, ".token", "n0") == ExportPlace(same=True, locked=True)
-
-
 def test_where_nothing_can_be_locked_the_doctor_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,8 +276,7 @@ def test_doctor_takes_runs_flags_and_names_each_cause(small_tmpfs: Path, tmp_pat
         "--failure-domains", str(tmp_path / "racks"), "--state-dir", str(tmp_path / "state"),
         "--", sys.executable, "train.py", "--inmem-snapshot", "--inmem-protect", "xor:2",
         "--inmem-drain-dir", str(drain), "--inmem-drain-interval", "5",
-        "--inmem-drain-export-dir", str(tmp_path / "made" / "exports"),
-        "--inmem-export-on-failure", str(tmp_path / "held"),
+        "--inmem-drain-export-dir", str(tmp_path / "held"),
     ]  # fmt: skip
     with hold(tmp_path / "held", Holder("other", uuid.UUID(int=1), "there", 22)):
         done = subprocess.run(
@@ -298,9 +289,7 @@ def test_doctor_takes_runs_flags_and_names_each_cause(small_tmpfs: Path, tmp_pat
     assert refused - {"versions"} == {
         "memory", "descriptors", "drain folder", "export folder"
     }, report  # fmt: skip
-    ways = {f["text"].split()[0]: f for f in report["findings"] if f["check"] == "export folder"}
-    assert ways["--drain-export-dir"]["verdict"] == "ok", "it is made for the while"
-    assert "job 'other' (process 22 on there) exports" in ways["--export-on-failure"]["text"]
+    assert "job 'other' (process 22 on there) exports" in found["export folder"]["text"]
     assert "free space of" in found["memory"]["text"]
     assert "Not a directory" in found["drain folder"]["text"]
     # The first two nodes are of one rack: the third trains, the second is the spare.

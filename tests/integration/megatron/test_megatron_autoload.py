@@ -16,12 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.cli.demo import demo_model, traced_script
+from megatron_ft.cli.demo import demo_model
 from megatron_ft.core import environment
 from megatron_ft.core.errors import UnsupportedVersionError
 from megatron_ft.core.startup import AFTER_IMPORT, FOLDER, HOOKS, LOOP, before_script, sitecustomize
 from megatron_ft.core.startup.sitecustomize import AfterImport, call_hook
 from megatron_ft.megatron import hooks, versions
+from tests.support import traced_script
 
 ROOT = Path(__file__).parents[3]
 

@@ -34,16 +34,15 @@ RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 GATED = "--swiglu"
 # Sizes that leave gaps between parameters, as buckets are padded to multiples of 64.
 UNEVEN = words("--hidden-size 36 --ffn-hidden-size 44 --untie-embeddings-and-output-weights")
-SPLIT = words("--inmem-replicated-split-bytes 1024")
 LAYOUTS = [
     Layout("alone", 1, DISTRIBUTED, "none"),
     Layout("uneven", 2, (*DISTRIBUTED, *UNEVEN, GATED, "--data-parallel-random-init")),
     Layout("tp2-pp2", 4, (*TP2, *PP2, *DISTRIBUTED, GATED)),
     Layout("vpp2-fp32", 2, (*VPP, "--use-distributed-optimizer")),
     Layout("ep2", 2, (*EP2, *DISTRIBUTED, GATED, "--disable-bias-linear")),
-    Layout("replicated", 2, ("--bf16", *SPLIT)),
-    Layout("replicated-fp16-tp2", 4, (*TP2, *words("--fp16 --initial-loss-scale 1024"), *SPLIT)),
-    Layout("replicated-fp32", 2, SPLIT),
+    Layout("replicated", 2, ("--bf16",)),
+    Layout("replicated-fp16-tp2", 4, (*TP2, *words("--fp16 --initial-loss-scale 1024"))),
+    Layout("replicated-fp32", 2),
     Layout("reshardable-tp2", 4, (*TP2, *DISTRIBUTED, RESHARDABLE, GATED)),
     Layout("reshardable-ep2-pp2", 4, (*EP2, *PP2, *DISTRIBUTED, RESHARDABLE)),
     Layout("optimizer-not-saved", 2, (*DISTRIBUTED, "--no-save-optim", "--no-save-rng")),
@@ -105,7 +104,7 @@ def test_the_logical_map_gives_every_global_tensor(runs: Runs) -> None:
 
 
 def test_the_logical_map_of_experts_and_replicas(runs: Runs) -> None:
-    layout = Layout("ep2", 4, (*EP2, "--bf16", *SPLIT))
+    layout = Layout("ep2", 4, (*EP2, "--bf16"))
     assert "compared" in call(runs, "compare_logical_map", save_both(runs, layout))
 
 

@@ -172,7 +172,6 @@ def check(command: Command, told: str, fewer: Oracle) -> None:
         ("recovery.ready", 1),
         ("recovery.trainer_started", 1),
         ("drain.manifest", 1),
-        ("export.noted", 1),
         ("export.written", 1),
         ("export.renamed", 1),
     ],
@@ -192,7 +191,7 @@ def test_a_supervisor_killed_while_the_job_shrinks_is_followed_by_one_that_goes_
     check(command, told, fewer)
 
 
-@pytest.mark.parametrize("point", ["drain.manifest", "export.noted", "export.renamed"])
+@pytest.mark.parametrize("point", ["drain.manifest", "export.renamed"])
 def test_a_drain_killed_while_the_job_shrinks_is_repeated(
     command: Command, fewer: Oracle, point: str
 ) -> None:

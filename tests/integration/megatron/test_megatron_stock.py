@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.cli.demo import traced_script
 from megatron_ft.core import startup
+from tests.support import traced_script
 from tests.support.jobs import ROOT
 from tests.support.megatron_jobs import (
     SNAPSHOTS,

@@ -27,7 +27,7 @@ def test_the_shipped_script_survives_a_trainer_a_node_and_a_requeue(
     slurm: SlurmCluster, submit: Submit, uninterrupted: Uninterrupted, slurm_job_name: str
 ) -> None:
     """Before the job runs again the site's epilog frees its memory, so it resumes from the disk."""
-    flags = "--lease-seconds 4 --spare-imports none"
+    flags = "--lease-seconds 4"
     job = submit(nodes=3, spares=1, iterations=ITERATIONS, run_flags=flags)
     job.until_printed("committed (protected)")
     job.kill_rank(1)

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.cli.demo import traced_script
 from megatron_ft.cli.demo.final_state import compare_runs
 from megatron_ft.core.startup import before_script
 from tests.programs.held_in_step import sitecustomize as held
-from tests.support import slurm_cluster
+from tests.support import slurm_cluster, traced_script
 from tests.support.megatron_jobs import (
     ITERATIONS,
     RANKS,

@@ -39,7 +39,7 @@ def hold_deepspeed() -> None:
     step = DeepSpeedEngine.step
 
     def held(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        from deepspeed_ext.attachment import run_of
+        from deepspeed_ext.hooks import run_of
 
         hold(engine.global_steps, run_of(engine))
         return step(engine, *args, **kwargs)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ft.checkpoint.decide import Decision, StripeState
 from megatron_ft.checkpoint.disk_format import Manifest, ShardFile
-from megatron_ft.checkpoint.drained import DiskCriteria, Drained, Keep, choose, superfluous
+from megatron_ft.checkpoint.drained import DiskCriteria, Drained, choose, superfluous
 from megatron_ft.core.identity import Ancestor, ShardPlacement, SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.disk_restore import DiskRestores
@@ -73,8 +73,8 @@ class Drain:
 
 def tidied(disk: Sequence[Checkpoint], lineage: tuple[Ancestor, ...]) -> list[Checkpoint]:
     """What stays when a drain of this lineage has been published."""
-    named = {str(one.snapshot): (one.snapshot, one.iteration) for one in disk}
-    gone = superfluous(named, Keep(KEEP, lineage=lineage))
+    named = {str(one.snapshot): one.snapshot for one in disk}
+    gone = superfluous(named, KEEP, lineage)
     return [one for one in disk if str(one.snapshot) not in gone]
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_ft.arena.arena import NO_PROGRESS, Arena
-from megatron_ft.cli.chaos import damage as r
 from megatron_ft.core.errors import ArenaError
 from megatron_ft.erasure.block_repair import (
     Checks,
@@ -29,6 +28,7 @@ from megatron_ft.erasure.member import (
     ParityCheck,
     digest_table_of,
 )
+from tests.support import damage as r
 from tests.support.bit_flips.stripe import ITERATION, PERMIT, SLOT, Stripe
 
 
@@ -60,10 +60,10 @@ class Trials:
         stripe = self.stripe
         self._solver = RowSolver(stripe.code)
         self._regions = []
-        for slots in stripe.slots:
+        for arena, slots in zip(stripe.arenas, stripe.slots, strict=True):
             record = slots[SLOT].record
             assert record is not None
-            self._regions.append(list(r.regions(stripe.geometry, record, SLOT)))
+            self._regions.append(list(r.regions(arena, record, SLOT)))
         self._views = [stripe.view(member) for member in range(stripe.code.members)]
 
     def one(self) -> int:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_ft.cli.chaos.runner import ChaosSettings
+from megatron_ft.cli.chaos.job import ChaosSettings
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.scheme import Scheme
 from tests.support.campaign.plan import SCHEMES, JobPlan, jobs

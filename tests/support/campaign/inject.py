@@ -9,13 +9,13 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-from megatron_ft.cli.chaos import damage
 from megatron_ft.cli.chaos.follow import Follower
 from megatron_ft.cli.chaos.inject import RETURN_SECONDS, Injector, send
 from megatron_ft.core.environment import SOCKET_NAME
 from megatron_ft.core.errors import ArenaError
 from megatron_ft.smp.node_folder import STATE_NAME
 from megatron_ft.smp.processes import WRITERS_NAME
+from tests.support import damage
 from tests.support.campaign.plan import ENCODERS_AWAY, DrawnFault
 
 START_SECONDS = 10.0
@@ -124,7 +124,7 @@ class CampaignInjector(Injector):
 
     async def _damage(self, what: str, node: str, fault: DrawnFault) -> None:
         """One arena of a node is damaged, then something happens that makes it show."""
-        paths = self.arenas(node)
+        paths = damage.arenas(self.cluster.node_dir(node))
         if not paths:
             self._record(f"no arena on {node} to damage", away=False)
             return

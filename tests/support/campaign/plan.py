@@ -7,8 +7,8 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_ft.cli.chaos.cases import VICTIMS
 from megatron_ft.core.scheme import Scheme
+from tests.support import damage
 
 SCHEMES = ("xor:2", "xor:4", "rs:3+1", "rs:2+2", "replica:2")
 TRANSPORTS = ("mpi", "tcp")
@@ -43,7 +43,7 @@ FILES = {
     "damage-node-file": "node.json of a node is damaged, and its SMP killed",
 }
 ENCODERS_AWAY = "encoders-away"
-DAMAGE = tuple(f"arena-{fault}" for fault in (*VICTIMS["arena"], "stale"))
+DAMAGE = tuple(f"arena-{fault}" for fault in (*damage.FAULTS, "stale"))
 
 WEIGHTS: Mapping[str, float] = {
     **dict.fromkeys(KILLS, 3.0),

@@ -7,7 +7,6 @@ import random
 import signal
 from collections.abc import Awaitable, Callable
 
-from megatron_ft.cli.chaos.damage import damage
 from megatron_ft.cli.chaos.follow import Follower
 from megatron_ft.cli.chaos.inject import RETURN_SECONDS, Injector, role_of, send
 from megatron_ft.cli.chaos.job import JobFile
@@ -17,6 +16,7 @@ from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask, sockets
 from tests.support.chaos_cluster import EquippedCluster
+from tests.support.damage import arenas, damage
 from tests.support.soak import plan as p
 from tests.support.soak.plan import SoakFault
 
@@ -89,8 +89,8 @@ class SoakInjector(Injector):
                 continue  # a spare that is being started; one node's word is enough
 
     async def _flip(self, node: str, fault: SoakFault) -> str:
-        arenas = self.arenas(node)
-        path = arenas[fault.local % len(arenas)]
+        found = arenas(self.cluster.node_dir(node))
+        path = found[fault.local % len(found)]
         try:
             done = damage(path, "flip-data", self._chance)
         except (AssertionError, ValueError):

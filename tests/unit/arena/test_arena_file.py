@@ -203,8 +203,8 @@ def test_a_link_a_pipe_and_a_folder_are_no_arenas(path: Path) -> None:
 
 
 def test_another_version_is_named(path: Path) -> None:
-    patch(path, 12, bytes([3, 0, 0, 0]))
-    with pytest.raises(ArenaVersionError, match="format version 3"):
+    patch(path, 12, bytes([4, 0, 0, 0]))
+    with pytest.raises(ArenaVersionError, match="format version 4"):
         Arena.open(path)
 
 

@@ -8,12 +8,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.arena import binary, digest
-from megatron_ft.arena import binary as record
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import Geometry, Permit, SlotHeader
 from megatron_ft.core.errors import ArenaError, ArenaForeignError
@@ -122,6 +122,13 @@ def test_one_damaged_byte_of_the_records_costs_nothing(
         assert all(isinstance(found, ArenaError) for found in outcomes(target))
 
 
+def forged(valid: bytes, payload: bytes) -> bytes:
+    """The arena with a newer header, whose commit word is right."""
+    tag = struct.pack("<QIII", 1000, binary.KIND_HEADER, 0, len(payload))
+    copy = tag + binary._commit_word(tag, payload) + payload
+    return valid[:4096] + copy + valid[4096 + len(copy) :]
+
+
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
     edits=st.lists(st.tuples(st.integers(0, 160), st.binary(min_size=1, max_size=8)), min_size=1),
@@ -133,12 +140,11 @@ def test_headers_forged_with_a_right_hash(valid: bytes, target: Path, edits, siz
     for at, new in edits:
         payload[at : at + len(new)] = new
     if sizes is not None:
-        payload[120:152] = struct.pack("<4Q", *(size % (1 << 64) for size in sizes))
-    tag = struct.pack("<QII", 1000, record.KIND_HEADER, 0)
-    raw = bytearray(valid)
-    copy = tag + record._commit_word(tag, bytes(payload)) + payload
-    raw[4096 : 4096 + len(copy)] = copy
-    target.write_bytes(raw)
+        fields = ("slot_count", "data_bytes", "parity_bytes", "block_bytes")
+        geometry = dict(zip(fields, (size % (1 << 64) for size in sizes), strict=True))
+        plain = msgspec.to_builtins(make_header()) | {"geometry": geometry}
+        payload = bytearray(msgspec.msgpack.encode(plain))
+    target.write_bytes(forged(valid, bytes(payload)))
     for found in outcomes(target):
         assert not isinstance(found, ArenaForeignError)
 
@@ -147,11 +153,7 @@ def test_a_forged_length_that_the_machine_cannot_hold(valid: bytes, target: Path
     """A sparse file as long as its header says: an error, not an attempt to fill it."""
     sizes = Geometry(2, 1 << 43, 1 << 42, 1 << 20)
     payload = binary.pack_header(make_header(geometry=sizes))
-    tag = struct.pack("<QII", 1000, record.KIND_HEADER, 0)
-    raw = bytearray(valid)
-    copy = tag + record._commit_word(tag, payload) + payload
-    raw[4096 : 4096 + len(copy)] = copy
-    target.write_bytes(raw)
+    target.write_bytes(forged(valid, payload))
     os.truncate(target, sizes.file_bytes)
     with pytest.raises(ArenaError, match="holes") as caught:
         Arena.open(target)

@@ -18,14 +18,16 @@ from megatron_ft.arena.binary import RecordPlace, Store
 from megatron_ft.core.errors import ArenaCorruptError
 from tests.support.arena_samples import make_header
 
-PLACE = RecordPlace(offset=64, copy_bytes=128, payload_bytes=40, kind=3, index=2)
+PLACE = RecordPlace(offset=64, copy_bytes=128, kind=3, index=2)
+PAYLOAD = 40
+STORED = binary.ENVELOPE_BYTES + PAYLOAD
 
 
 def copies_of(memory: bytes, place: RecordPlace = PLACE) -> binary.Copies:
     second = place.offset + place.copy_bytes
     return (
-        bytes(memory[place.offset : place.offset + place.stored_bytes]),
-        bytes(memory[second : second + place.stored_bytes]),
+        bytes(memory[place.offset : place.offset + place.copy_bytes]),
+        bytes(memory[second : second + place.copy_bytes]),
     )
 
 
@@ -42,7 +44,7 @@ def read(memory: bytearray) -> bytes | None:
 
 
 def payload(seed: int) -> bytes:
-    return random.Random(seed).randbytes(PLACE.payload_bytes)
+    return random.Random(seed).randbytes(PAYLOAD - seed % 7)
 
 
 def written(*seeds: int) -> bytearray:
@@ -104,14 +106,14 @@ def test_one_damaged_byte_loses_nothing() -> None:
     intact = written(1, 2)
     for copy in range(2):
         start = PLACE.offset + copy * PLACE.copy_bytes
-        for at in range(start, start + PLACE.stored_bytes):
+        for at in range(start, start + STORED - 7):
             memory = bytearray(intact)
             memory[at] ^= 0x40
             assert read(memory) == payload(2)
 
 
 def test_any_damaged_byte_of_a_copy_is_seen() -> None:
-    whole = copies_of(written(1))[0]
+    whole = copies_of(written(1))[0][: binary.ENVELOPE_BYTES + len(payload(1))]
     assert binary.parse_copy(whole, PLACE) == (1, payload(1))
     for at in range(len(whole)):
         damaged = bytearray(whole)
@@ -122,12 +124,12 @@ def test_any_damaged_byte_of_a_copy_is_seen() -> None:
 def test_a_record_of_another_kind_or_index_is_not_taken() -> None:
     memory = written(1)
     for kind, index in ((4, 2), (3, 1)):
-        other = RecordPlace(PLACE.offset, PLACE.copy_bytes, PLACE.payload_bytes, kind, index)
+        other = RecordPlace(PLACE.offset, PLACE.copy_bytes, kind, index)
         assert binary.newest(copies_of(memory), other) is None
 
 
 def test_a_version_counter_at_its_end_is_an_error_and_not_an_overflow() -> None:
-    tag = binary._TAG.pack((1 << 63) - 1, PLACE.kind, PLACE.index)
+    tag = binary._TAG.pack((1 << 63) - 1, PLACE.kind, PLACE.index, len(payload(1)))
     full = tag + binary._commit_word(tag, payload(1)) + payload(1)
     with pytest.raises(ArenaCorruptError, match="version counter"):
         binary.plan_write((full, full), PLACE, payload(2))
@@ -136,7 +138,7 @@ def test_a_version_counter_at_its_end_is_an_error_and_not_an_overflow() -> None:
 def test_a_reader_takes_no_stale_copy_while_a_write_is_under_way() -> None:
     """First reading: copy 0 as it was long ago, copy 1 being written.  The second decides."""
     early, late = copies_of(written(1)), copies_of(written(1, 2, 3))
-    torn = late[1][:-1] + bytes([late[1][-1] ^ 1])
+    torn = late[1][:60] + bytes([late[1][60] ^ 1]) + late[1][61:]
     readings = iter([(early[0], torn), late, late])
     assert binary.read_settled(lambda: next(readings), PLACE) == payload(3)
 

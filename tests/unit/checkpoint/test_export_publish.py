@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.checkpoint.disk_format import DiskCalls
-from megatron_ft.checkpoint.export import whole_folder
+from megatron_ft.checkpoint.export import MARK, ExportMark, whole_folder
 from megatron_ft.checkpoint.source import OpenSnapshot, SnapshotInfo
 from megatron_ft.core.errors import SnapshotUnavailableError
 from megatron_ft.core.identity import SnapshotId
@@ -68,7 +68,8 @@ def test_two_jobs_that_export_one_iteration_do_not_mix(tmp_path: Path) -> None:
             (second / "second").touch()
         with pytest.raises(OSError, match="not empty"):
             later.close()
-    assert [path.name for path in folder.iterdir()] == ["second"]
+    assert {path.name for path in folder.iterdir()} == {MARK, "second"}
+    assert ExportMark.of(folder) == ExportMark(OTHER, SnapshotId(1, 1))
     assert list(tmp_path.iterdir()) == [folder]
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.arena import binary
-from megatron_ft.cli.chaos import damage as regions
 from megatron_ft.erasure.block_repair import Blocks, Damage, RowSolver, SlotInspector, block_of
 from megatron_ft.erasure.member import MemberView, StripeCode
+from tests.support import damage as regions
 from tests.support.bit_flips import trials
 from tests.support.bit_flips.run import flip, merge, table
 
@@ -71,7 +71,9 @@ def test_headers_without_a_commit_word_are_noticed(
 ) -> None:
     def parse(raw: bytes, place: binary.RecordPlace) -> tuple[int, bytes] | None:
         version = int.from_bytes(raw[:8], "little")
-        return (version, raw[binary.ENVELOPE_BYTES :]) if version < binary.MAX_VERSION else None
+        end = binary.ENVELOPE_BYTES + int.from_bytes(raw[16:20], "little")
+        payload = raw[binary.ENVELOPE_BYTES : end]
+        return (version, payload) if version < binary.MAX_VERSION else None
 
     monkeypatch.setattr(binary, "parse_copy", parse)
     counts = flip("xor:3", 300, seed=1, folder=tmp_path)

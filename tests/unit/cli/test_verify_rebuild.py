@@ -79,15 +79,16 @@ def test_a_live_shard_that_differs_is_reported(
     assert verify(tmp_path) == 0
 
 
-def test_a_damaged_source_is_named(
+def test_a_damaged_source_is_found_and_used_by_nobody(
     stripe: Stripe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stripe.view(1).data[:: stripe.code.block_bytes] ^= 1
     stripe.view(1).parity[:: stripe.code.block_bytes] ^= 1
     assert verify(tmp_path) == 3
-    assert "node n0: shard0 cannot be rebuilt as it is: shard shard1, block" in (
-        capsys.readouterr().out
-    )
+    told = capsys.readouterr().out
+    assert "node n1: shard1 cannot be rebuilt as it is: rebuilt bytes differ" in told
+    refused = "node n0: shard0 cannot be rebuilt as it is: at block 0 fewer than" in told
+    assert refused == (stripe.code.parity_members == 1), "others are enough where there are more"
 
 
 def test_a_node_whose_loss_parity_cannot_replace_is_a_problem(

@@ -22,7 +22,6 @@ VALID: dict[str, st.SearchStrategy[object]] = {
     "drain_bandwidth_mib": st.floats(0, 1e6),
     "drain_export_dir": st.sampled_from(["/data/exports", "relative/exports"]),
     "lease_seconds": st.floats(0.01, 1e6),
-    "copy_piece_bytes": st.integers(1, 1 << 40),
 }
 # Always given, as no setting of a drain does anything without them.
 DRAIN = {name: VALID.pop(name) for name in ("drain_dir", "drain_interval")}
@@ -120,8 +119,8 @@ def test_all_bad_values_are_listed_at_once_with_their_places() -> None:
 
 
 def test_a_config_that_is_made_directly_is_checked_too() -> None:
-    with pytest.raises(ConfigError, match="copy_piece_bytes is 0"):
-        SnapshotConfig(copy_piece_bytes=0)
+    with pytest.raises(ConfigError, match="drain_keep is 0"):
+        SnapshotConfig(drain_keep=0)
     assert dataclasses.replace(SnapshotConfig(), protect="xor:04").protect == "xor:4"
 
 

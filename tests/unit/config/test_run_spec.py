@@ -23,7 +23,6 @@ GIVEN = {
     "--drain-dir": "/data/drains",
     "--drain-interval": "7",
     "--drain-keep": "5",
-    "--drain-keep-every": "70",
     "--drain-bandwidth-mib": "12.0",
     "--drain-export-dir": "/data/exports",
     "--drain-stop-seconds": "33.0",
@@ -39,14 +38,10 @@ GIVEN = {
     "--overhead-percent": "2.5",
     "--expected-mtbf-hours": "7.5",
     "--encode-bandwidth-mib": "640.0",
-    "--background-cpus": "0-1,6",
-    "--on-hang": "report",
     "--hang-seconds": "44.0",
     "--hang-factor": "3.0",
     "--straggler-percent": "8.0",
-    "--export-on-failure": "/data/failed",
     "--on-no-spare": "shrink",
-    "--spare-imports": "none",
 }
 
 

@@ -160,14 +160,14 @@ def test_inverse() -> None:
 def test_without_the_library_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    isal._load.cache_clear()
+    isal.load.cache_clear()
     monkeypatch.setattr(isal, "candidates", lambda: ["/nowhere/libisal.so"])
     try:
         assert not isal.available()
         with pytest.raises(MissingEnvironmentError, match="/nowhere/libisal.so.*pyeclib"):
             isal.crc64(np.zeros(1, np.uint8))
     finally:
-        isal._load.cache_clear()
+        isal.load.cache_clear()
 
 
 def test_the_gil_is_released() -> None:

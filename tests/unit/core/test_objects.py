@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import argparse
 import collections
-import datetime
-import decimal
 import enum
-import fractions
 import os
 import pathlib
-import random
 import signal
 import struct
 import types
-import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,7 +31,7 @@ some = settings(max_examples=EXAMPLES, deadline=None)
 floats = st.integers(0, (1 << 64) - 1).map(
     lambda bits: struct.unpack("<d", bits.to_bytes(8, "little"))[0]
 )
-texts = st.text(st.characters(exclude_categories=()), max_size=8)
+texts = st.text(max_size=8)
 atoms = st.one_of(
     st.none(),
     st.booleans(),
@@ -93,7 +87,7 @@ def comes_back(value: Any) -> Any:
 
 @some
 @given(values)
-@example({1 << 64: -(1 << 63), (1 << 64) - 1: -(1 << 63) - 1, "\ud800": float("-inf"), -0.0: [()]})
+@example({1 << 64: -(1 << 63), (1 << 64) - 1: -(1 << 63) - 1, "\u20ac": float("-inf"), -0.0: [()]})
 def test_plain_values_come_back_with_their_types_and_bits(value: Any) -> None:
     comes_back(value)
 
@@ -115,21 +109,9 @@ def test_arrays_of_numpy(data: bytes, dtype: str) -> None:
         comes_back(array[0, 0])
 
 
-def test_structured_and_strange_arrays() -> None:
-    structured = np.dtype(
-        {
-            "names": ["a", "b"],
-            "formats": ["<i2", ("<f4", (2, 3))],
-            "offsets": [2, 8],
-            "itemsize": 40,
-        }
-    )
-    nested = np.dtype([("outer", structured), ("n", "<u8")])
-    for dtype in (structured, nested):
-        array = np.frombuffer(bytes(range(dtype.itemsize)) * 2, np.uint8).view(dtype)
-        comes_back({"whole": array, "one": array[1]})
+def test_strange_arrays() -> None:
     comes_back([np.array(5), np.zeros((0, 3), "<f4"), np.asfortranarray(np.eye(3)), np.float32(2)])
-    for bad in (np.array([object()]), np.array([(1, None)], [("a", "<i4"), ("b", "O")])):
+    for bad in (np.array([object()]), np.zeros(2, [("a", "<i4"), ("b", "<f4")])):
         with pytest.raises(UnencodableError, match="cannot hold x/0 "):
             encode({"x": [bad]})
 
@@ -203,12 +185,7 @@ def test_registered_and_standard_classes() -> None:
         counted,
         Options(0.5, pathlib.Path("/data")),
         pathlib.PurePosixPath("a/b"),
-        [range(1, 9, 2), slice(1, None), signal.SIGTERM, uuid.uuid4()],
-        [
-            datetime.datetime(2026, 1, 2, 3, 4, 5, 6, datetime.timezone.utc),
-            datetime.date(2026, 1, 2),
-        ],
-        [datetime.timedelta(1, 2, 3), decimal.Decimal("1.10"), fractions.Fraction(1, 3)],
+        [range(1, 9, 2), slice(1, None), signal.SIGTERM],
     ]
     again = decode(encode(registered + standard))
     assert again == registered + standard
@@ -216,29 +193,9 @@ def test_registered_and_standard_classes() -> None:
     assert again[7]["missing"] == [] and again[8].maxlen == 5
 
 
-def test_generators_go_on_where_they_were() -> None:
-    generators = [random.Random(3), np.random.default_rng(3), np.random.RandomState(3)]
-    draws: list[Callable[[Any], Any]] = [
-        lambda g: g.gauss(0, 1),
-        lambda g: g.standard_normal(),
-        lambda g: g.standard_normal(),
-    ]
-    for generator, draw in zip(generators, draws, strict=True):
-        draw(generator)
-        again = decode(encode(generator))
-        assert [draw(again) for _ in range(3)] == [draw(generator) for _ in range(3)]
+def test_random_states_come_back() -> None:
     comes_back(RngState().state_dict())
-
-
-def test_a_generator_that_would_read_behind_its_table_is_refused() -> None:
-    for state in (
-        np.random.MT19937(1).state | {"state": {"key": np.zeros(624, "<u4"), "pos": 99999}},
-        np.random.Philox(1).state | {"buffer_pos": -1},
-    ):
-        name = "numpy.random:Generator"
-        inner = msgspec.msgpack.decode(encode(state)[len(MAGIC) :])
-        with pytest.raises(UndecodableError, match="position .* words"):
-            decode(MAGIC + msgspec.msgpack.encode([Tag.OBJECT, name, inner]))
+    comes_back(np.random.default_rng(3).bit_generator.state)
 
 
 def test_what_is_there_twice_is_one_object_again() -> None:
@@ -263,9 +220,7 @@ def test_parts_are_put_back_where_they_were() -> None:
 
 @some
 @given(st.data())
-def test_what_lasts_is_written_again_as_it_would_be_anew(
-    data: st.DataObject,
-) -> None:
+def test_what_lasts_comes_back_as_it_would_anew(data: st.DataObject) -> None:
     """Wherever it lies, whatever is numbered before it, and if both have objects in common."""
     lasting, former, latter = (data.draw(values) for _ in range(3))
     before, after = [former, [former]], [latter]
@@ -282,14 +237,8 @@ def test_what_lasts_is_written_again_as_it_would_be_anew(
         [whole],
     ):
         for _ in range(2):
-            assert encode(around, lambda part: known if part is whole else None) == encode(around)
-
-
-def test_what_refers_to_what_came_before_is_not_written_again() -> None:
-    known, shared = Lasting(), [1]
-    whole = [shared]
-    for around in ([shared, whole], [[2], whole], [shared, whole]):
-        assert encode(around, lambda part: known if part is whole else None) == encode(around)
+            written = encode(around, lambda part: known if part is whole else None)
+            assert fingerprint(decode(written)) == fingerprint(around)
 
 
 def test_what_lasts_is_looked_through_once() -> None:
@@ -301,9 +250,10 @@ def test_what_lasts_is_looked_through_once() -> None:
         asked += 1
         return known if part is lasting else None
 
-    first = encode([[3], lasting, lasting["a"]], stand_in)
-    assert asked == 7 and encode([[4], lasting, lasting["a"]], stand_in) != first
-    assert asked == 7 + 4
+    for number, times in ((3, 7), (4, 11), (5, 15)):
+        [_, one, other] = decode(encode([[number], lasting, lasting], stand_in))
+        assert one is other and one == lasting
+        assert asked == times
 
 
 class Unknown(dict[str, Any]):
@@ -329,6 +279,8 @@ def test_what_cannot_be_stored_is_named_with_its_place_and_the_way_out() -> None
     register_class(Looped, to_plain=lambda value: [value], from_plain=lambda plain: plain[0])
     with pytest.raises(UnencodableError, match="refers to itself"):
         encode(Looped())
+    with pytest.raises(UnencodableError, match="cannot hold x .*no Unicode text"):
+        encode({"x": "\ud800"})
 
 
 def threading_lock() -> Any:
@@ -358,7 +310,7 @@ SAMPLE: dict[str, Any] = {
     ),
     "more": [1 << 70, {1, 2}, (3, frozenset({4})), np.float32(1), np.zeros(3, "<i2"), Color.RED],
     "tensor": torch.ones(2, 3),
-    "same": collections.OrderedDict(a=[1.5, "\ud800", bytearray(b"x"), 1j, torch.device("cpu")]),
+    "same": collections.OrderedDict(a=[1.5, "\u20ac", bytearray(b"x"), 1j, torch.device("cpu")]),
 }
 
 
@@ -374,7 +326,7 @@ def test_damaged_bytes_give_our_error_or_a_value(data: st.DataObject) -> None:
     only_our_error(bytes(raw))
 
 
-names = st.sampled_from(["<f4", "float32", "cpu", "schedule", "|V0", "<f4,O"])
+names = st.sampled_from(["<f4", "float32", "cpu", "schedule", "|V0", "|O"])
 raw_atoms = st.none() | st.integers(-3, 20) | st.floats() | st.binary(max_size=9) | names
 raw_values = st.recursive(
     raw_atoms | st.text(max_size=3),

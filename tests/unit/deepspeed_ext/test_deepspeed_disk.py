@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -13,15 +14,16 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from deepspeed_ext.saving import NAME, LoadWish, Saved, disk_of  # noqa: E402  # noqa: E402
+from deepspeed_ext import saving  # noqa: E402
+from deepspeed_ext.saving import Checkpoints, Named, disk_of  # noqa: E402
 from megatron_ft.trainer.start_choice import WISH, DiskStart  # noqa: E402
 
 ENGINE = SimpleNamespace(load_universal_checkpoint=lambda: False)
 
 
-def saved_before(folder: Path) -> dict[str, Any]:
+def saved_before(folder: Path) -> Named:
     """What a snapshot knows of a checkpoint with the tag that the files below have."""
-    return {NAME: Saved(os.path.realpath(folder), "last", 12)._asdict()}
+    return Named(os.path.realpath(folder), "last", 12)
 
 
 def saved(folder: Path, files: dict[str, Any], latest_after: bool = True) -> str:
@@ -42,8 +44,8 @@ EXPERT = "layer_0_expert_0_mp_rank_00_model_states.pt"
 @pytest.mark.parametrize("name", [MODEL, OF_STAGE_3])
 def test_a_free_tag_is_looked_into(tmp_path: Path, name: str) -> None:
     folder = saved(tmp_path, {name: {"global_steps": 20}, EXPERT: {"experts": 1}})
-    assert disk_of(ENGINE, folder, None, {}) == DiskStart(20)
-    assert disk_of(ENGINE, folder, "last", {}) == DiskStart(20, "the checkpoint 'last'")
+    assert disk_of(ENGINE, folder, None, None) == DiskStart(20)
+    assert disk_of(ENGINE, folder, "last", None) == DiskStart(20, "the checkpoint 'last'")
 
 
 def test_a_tag_that_was_saved_again_is_of_the_later_step(tmp_path: Path) -> None:
@@ -59,13 +61,13 @@ def test_one_that_was_half_overwritten_is_of_the_earlier_step(tmp_path: Path) ->
 def test_one_that_cannot_be_read_is_left_to_deepspeed(tmp_path: Path) -> None:
     folder = saved(tmp_path, {MODEL: {}})
     (tmp_path / "last" / MODEL).write_bytes(b"cut off")
-    assert disk_of(ENGINE, folder, None, {}) == DiskStart(0)
+    assert disk_of(ENGINE, folder, None, None) == DiskStart(0)
     os.utime(tmp_path / "last" / MODEL, ns=(10, 10))
     assert disk_of(ENGINE, folder, None, saved_before(tmp_path)) == DiskStart(12)
 
 
 def test_without_a_checkpoint_nothing_is_loaded(tmp_path: Path) -> None:
-    assert disk_of(ENGINE, str(tmp_path), None, {}) == DiskStart(-1)
+    assert disk_of(ENGINE, str(tmp_path), None, None) == DiskStart(-1)
     assert disk_of(ENGINE, str(tmp_path), "last", saved_before(tmp_path)) == DiskStart(-1)
 
 
@@ -93,15 +95,22 @@ def test_a_checkpoint_that_the_lineage_did_not_have_is_new(
 ) -> None:
     """Only what was named before, at the same step, or what it has saved itself, is not."""
     found = tag_now or found
-    first, second = LoadWish(), LoadWish()
-    first.name(before, tag_before)
-    first.is_new(tag_before or found, step_before, -1, {})
+    first, second = Checkpoints(ENGINE), Checkpoints(ENGINE)
+
+    def is_new(part: Checkpoints, folder: str, tag: str | None, at: int, objects: Any) -> Any:
+        with patch.multiple(
+            saving,
+            disk_of=lambda *_: DiskStart(at, tag or ""),
+            _tag_on_disk=lambda *_: (tag or found) if at >= 0 else "",
+        ):
+            return part.find(folder, tag, offered, objects)[1]
+
+    is_new(first, before, tag_before, step_before, {})
     objects = {WISH: first.state_dict()}
-    second.name(now, tag_now)
     same = before == now and tag_before == tag_now
     unchanged = same and (tag_now is None or step == step_before)
-    assert second.is_new(found, step, offered, objects) == (not unchanged)
-    assert not second.is_new("", -1, offered, objects)
-    own = {**objects, NAME: Saved(os.path.realpath(now), found, step)._asdict()}
+    assert is_new(second, now, tag_now, step, objects) == (not unchanged)
+    assert not is_new(second, now, tag_now, -1, objects)
+    first.saved = Named(os.path.realpath(now), found, step)
     follows = unchanged or (step <= offered and (same or tag_now is None))
-    assert second.is_new(found, step, offered, own) == (not follows)
+    assert is_new(second, now, tag_now, step, {WISH: first.state_dict()}) == (not follows)

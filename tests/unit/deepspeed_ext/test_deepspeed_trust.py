@@ -11,21 +11,25 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from deepspeed_ext.client_state import Outside, objection  # noqa: E402
+from deepspeed_ext.client_state import NAME, ClientState, set_client_state  # noqa: E402
 
 
 @given(st.booleans(), st.booleans(), st.lists(st.text(min_size=1), max_size=2))
 def test_memory_serves_only_a_script_that_is_known_to_follow_it(
     follows: bool, provided: bool, outside: list[str]
 ) -> None:
-    said = objection(follows, provided, outside)
+    engine, later = _engine(None), _engine(None)
+    if provided:
+        set_client_state(engine, lambda: {})
+    snapshot = ClientState(engine).state_dict() | {"outside": outside}
+    said = ClientState(later, follows=follows).objection({NAME: snapshot})
     assert (said == "") == (provided or (follows and not outside))
     assert not said or "set_client_state" in said
     assert all(name in said for name in outside) or not said
 
 
 def _engine(optimizer: Any, schedule: Any = None) -> Any:
-    return SimpleNamespace(basic_optimizer=optimizer, lr_scheduler=schedule)
+    return SimpleNamespace(basic_optimizer=optimizer, lr_scheduler=schedule, global_steps=3)
 
 
 def _optimizer() -> Any:
@@ -39,24 +43,8 @@ def _schedule(optimizer: Any) -> Any:
 def test_a_schedule_that_the_engine_does_not_have_is_seen() -> None:
     """Also one that is made behind the load, when training begins."""
     optimizer = _optimizer()
-    outside = Outside(_engine(optimizer))
-    assert not outside.found()
+    part = ClientState(_engine(optimizer), follows=True)
+    assert not part.objection()
     schedule = _schedule(optimizer)
-    assert outside.found() == ["a learning rate scheduler that deepspeed.initialize did not get"]
-    assert not Outside(_engine(optimizer, schedule)).found()
-
-
-def test_a_second_optimizer_is_seen_when_it_steps() -> None:
-    own, other = _optimizer(), _optimizer()
-    outside = Outside(_engine(own))
-    outside.watch_optimizers(lambda: own)
-    try:
-        own.step()
-        assert outside.state_dict() == {"found": []}
-        other.step()
-        assert outside.state_dict() == {"found": ["a second optimizer (SGD)"]}
-    finally:
-        outside.close()
-    later = Outside(_engine(own))
-    other.step()
-    assert not later.found()
+    assert "a learning rate scheduler that deepspeed.initialize did not get" in part.objection()
+    assert not ClientState(_engine(optimizer, schedule), follows=True).objection()

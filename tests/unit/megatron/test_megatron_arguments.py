@@ -57,7 +57,7 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_default(
     monkeypatch.setenv("MEGATRON_FT_FENCE_TIMEOUT_SECONDS", "3")
     config = arguments.config_from_args(parse("--inmem-snapshot-interval", "5"))
     assert (config.snapshot_interval, config.fence_timeout_seconds) == (5, 3.0)
-    assert config.copy_piece_bytes == SnapshotConfig().copy_piece_bytes
+    assert config.slots == SnapshotConfig().slots
 
 
 def test_a_value_out_of_range_is_refused() -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.cli.demo import demo_model, traced_script
+from megatron_ft.cli.demo import demo_model
+from tests.support import traced_script
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "scripts" / "patch-megatron.sh"

@@ -50,7 +50,6 @@ def test_no_sequence_without_progress_leads_to_more_starts_than_stated(data: st.
         failure = replace(data.draw(FAILURES), text=f"world w{count}", cause=f"{count}")
         if data.draw(st.booleans()):
             failure = data.draw(FAILURES)
-        budget = budget.answered(data.draw(st.sets(st.sampled_from(NODES[1:]))))
         if data.draw(st.booleans()):
             budget = budget.from_other_start()
         try:
@@ -63,7 +62,9 @@ def test_no_sequence_without_progress_leads_to_more_starts_than_stated(data: st.
 
 def test_the_third_same_failure_without_progress_stops_the_job_and_is_named() -> None:
     budget = RestartBudget().after(own(3), 40).after(own(1), 40)
-    with pytest.raises(RestartBudgetError, match="rank 3 exited with 1") as caught:
+    with pytest.raises(
+        RestartBudgetError, match="rank 7 exited with 1 .the first: rank 3"
+    ) as caught:
         budget.after(own(7), 40)
     assert "iteration 40" in str(caught.value)
 
@@ -83,7 +84,7 @@ def test_what_comes_from_outside_is_counted_on_each_node_and_in_all() -> None:
         return Failure(f"a rank of {node} was killed", "a trainer was killed by signal 9", node)
 
     assert starts([killed("n1")] * 9) == 3
-    assert starts([killed(f"n{i}") for i in range(30)]) == 8
+    assert starts([killed(f"n{i}") for i in range(30)]) == 20
 
 
 def test_a_node_on_which_all_came_is_replaced_once_before_the_job_stops() -> None:
@@ -94,7 +95,7 @@ def test_a_node_on_which_all_came_is_replaced_once_before_the_job_stops() -> Non
         budget = budget.after(failure, -1, spare=True)
     assert budget.suspect == "n2"
     elsewhere = [replace(failure, place="n7") for failure in broken]
-    budget = budget.answered({"n2"}).after(elsewhere[0], -1, spare=True)
+    budget = budget.after(elsewhere[0], -1, spare=True)
     assert not budget.suspect
     budget = budget.after(elsewhere[1], -1, spare=True)
     with pytest.raises(RestartBudgetError, match=r"none from n2"):
@@ -104,14 +105,6 @@ def test_a_node_on_which_all_came_is_replaced_once_before_the_job_stops() -> Non
 def test_a_node_is_not_suspected_of_what_came_elsewhere_too() -> None:
     failures = [own(0, "n0"), own(9, "n1"), own(0, "n0")]
     assert starts(failures, spare=True) == 3
-
-
-@given(st.lists(st.sampled_from(NODES[1:]), max_size=15))
-def test_losses_of_nodes_that_were_replaced_do_not_add_up(nodes: list[str]) -> None:
-    budget = RestartBudget()
-    for node in nodes:
-        budget = budget.after(Failure("lost", "a node was lost", node), -1).answered({node})
-    assert not budget.failures and budget.restarts_without_progress == len(nodes)
 
 
 def test_delay_doubles_without_progress_and_vanishes_with_it() -> None:
@@ -141,7 +134,7 @@ def test_delay_never_shrinks_without_progress_and_stays_bounded(restarts: int) -
 
 @given(st.lists(st.tuples(FAILURES, st.integers(-1, 6)), max_size=30))
 def test_a_rollback_is_no_progress(events: list[tuple[Failure, int]]) -> None:
-    budget = RestartBudget(1000, 1000, 1000, highest_iteration=6)
+    budget = RestartBudget(1000, 1000, highest_iteration=6)
     for count, (failure, committed) in enumerate(events, start=1):
         budget = budget.after(failure, committed)
         assert budget.restarts_without_progress == count

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.core import private_files
-from megatron_ft.core.errors import ConfigError, ControlPlaneError
+from megatron_ft.core.errors import ConfigError, ControlPlaneError, StaleIncarnationError
 from megatron_ft.supervisor import job_state
 from megatron_ft.supervisor.job_state import (
+    JobHeldError,
     JobState,
     SmpPlace,
     command_digest,
@@ -81,24 +82,19 @@ def test_remember_keeps_what_the_disk_does_not_take_for_the_next_update(tmp_path
 def test_notes_that_are_removed_are_written_again_with_the_secret_and_the_lock(
     tmp_path: Path,
 ) -> None:
-    folder = tmp_path / "llm"
-    with JobState(folder, "llm") as state:
-        state.update(committed=True)
-        assert not state.restore()
+    folder = tmp_path / "job"
+    with JobState(folder, "job") as state:
+        secret = state.record.secret
         shutil.rmtree(folder)
-        assert state.restore() and not state.restore()
-        assert read_record(folder, "llm") == state.record
-        with pytest.raises(ControlPlaneError, match=f"process {os.getpid()}"):
-            JobState(folder, "llm")
-        (folder / "job.json").unlink()
-        assert state.restore()
+        state.update(incarnation=3)
+        found = read_record(folder, "job")
+        assert found is not None and (found.secret, found.incarnation) == (secret, 3)
+        with pytest.raises(JobHeldError):
+            JobState(folder, "job")
         shutil.rmtree(folder)
-        state.update(incarnation=7)
-        assert read_record(folder, "llm") == state.record
-        shutil.rmtree(folder)
-        JobState(folder, "llm").close()
-        with pytest.raises(ControlPlaneError, match="belong to another job"):
-            state.restore()
+        JobState(folder, "job").close()
+        with pytest.raises(StaleIncarnationError, match="belong to another job"):
+            state.update(incarnation=4)
 
 
 def test_a_second_supervisor_is_refused_by_name_until_the_first_is_dead(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def items(count: int) -> list[CopyItem]:
 
 def test_copies_follow_the_training_stream_and_are_bounded() -> None:
     cuda = RecordedCuda()
-    copier = CudaCopier(4000, HERE, cuda)
+    copier = CudaCopier(HERE, cuda, 4000)
     wanted = items(5)
     mark = copier.mark()
     assert copier.copy(wanted, mark, lambda: False, SharedPieces())
@@ -157,7 +157,7 @@ def test_copies_follow_the_training_stream_and_are_bounded() -> None:
 
 def test_a_stop_leaves_nothing_in_flight() -> None:
     cuda = RecordedCuda()
-    copier = CudaCopier(4000, HERE, cuda)
+    copier = CudaCopier(HERE, cuda, 4000)
     answers = iter([False, False, True])
     wanted = items(5)
     assert not copier.copy(wanted, copier.mark(), lambda: next(answers), SharedPieces())
@@ -167,7 +167,7 @@ def test_a_stop_leaves_nothing_in_flight() -> None:
 
 def test_an_error_leaves_nothing_in_flight() -> None:
     cuda = RecordedCuda()
-    copier = CudaCopier(4000, HERE, cuda)
+    copier = CudaCopier(HERE, cuda, 4000)
 
     def fail() -> bool:
         raise RuntimeError("injected")
@@ -179,7 +179,7 @@ def test_an_error_leaves_nothing_in_flight() -> None:
 
 def test_regions_are_registered_once_and_unregistered() -> None:
     cuda = RecordedCuda()
-    copier = CudaCopier(4000, HERE, cuda)
+    copier = CudaCopier(HERE, cuda, 4000)
     regions = [np.zeros(8192, np.uint8), np.zeros(4096, np.uint8)]
     copier.attach(regions)
     addresses = [region.ctypes.data for region in regions]
@@ -193,7 +193,7 @@ def test_regions_are_registered_once_and_unregistered() -> None:
 
 def test_a_failed_registration_warns_and_is_not_undone(caplog: pytest.LogCaptureFixture) -> None:
     cuda = RecordedCuda(register_code=2)
-    copier = CudaCopier(4000, HERE, cuda)
+    copier = CudaCopier(HERE, cuda, 4000)
     copier.attach([np.zeros(8192, np.uint8)])
     assert "error 2" in caplog.text
     cuda._sleep(1)  # training's next kernel
@@ -202,7 +202,7 @@ def test_a_failed_registration_warns_and_is_not_undone(caplog: pytest.LogCapture
 
 
 def test_host_tensors_are_secured_at_once() -> None:
-    copier = CudaCopier(4000, HERE, RecordedCuda())
+    copier = CudaCopier(HERE, RecordedCuda(), 4000)
     wanted = items(2)
     secured = wanted[1].source.clone()
     staged = copier.stage(wanted)
@@ -213,7 +213,7 @@ def test_host_tensors_are_secured_at_once() -> None:
 
 def test_large_tensors_are_cut_in_pieces() -> None:
     cuda = RecordedCuda()
-    copier = CudaCopier(1024, HERE, cuda)
+    copier = CudaCopier(HERE, cuda, 1024)
     source = torch.randn(3, 1001)
     target = torch.zeros(3, 1001)
     assert copier.copy([CopyItem(source, target)], copier.mark(), lambda: False, SharedPieces())
@@ -227,7 +227,7 @@ def one(kind: type[torch.Tensor]) -> list[CopyItem]:
 
 def test_a_tensor_of_another_device_is_refused() -> None:
     """Its copy would run on that device's own stream, for which nobody waits."""
-    copier = CudaCopier(4000, HERE, RecordedCuda())
+    copier = CudaCopier(HERE, RecordedCuda(), 4000)
     for begin in (
         copier.stage,
         lambda items: copier.copy(items, copier.mark(), lambda: False, SharedPieces()),
@@ -241,7 +241,7 @@ def test_a_tensor_of_another_device_is_refused() -> None:
 
 def test_host_tensors_that_the_device_may_write_to_are_awaited() -> None:
     cuda = RecordedCuda()
-    copier = CudaCopier(4000, HERE, cuda)
+    copier = CudaCopier(HERE, cuda, 4000)
     copier.stage(one(Pinned))
     assert cuda.calls == [("drain", "training")]
     mark = copier.mark()
@@ -261,7 +261,7 @@ def test_lazy_signs_are_settled_on_the_device(name: str, monkeypatch: pytest.Mon
     moved: list[CopyItem] = []
     monkeypatch.setattr(cuda_module, "move", lambda batch, non_blocking: moved.extend(batch))
     lazy = getattr(torch.randn(9, dtype=torch.complex64), name)()
-    copier = CudaCopier(4000, HERE, RecordedCuda())
+    copier = CudaCopier(HERE, RecordedCuda(), 4000)
     copier.copy(
         [CopyItem(lazy, torch.zeros_like(lazy))], copier.mark(), lambda: False, SharedPieces()
     )

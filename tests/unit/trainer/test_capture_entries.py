@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.core.objects import Part, encode
+from megatron_ft.core.objects import Part, decode, encode
 from megatron_ft.trainer.mapping import Enumeration, MappingState, enumerate_entry
 from megatron_ft.trainer.state import RngState
 from tests.support.calls import calls_of_save
@@ -469,9 +469,21 @@ def answer_of(adapted: MappingState) -> Answer:
     try:
         adapted.refresh()
         lazy, boundary = adapted.tensors(), adapted.boundary_tensors()
-        return _ids(lazy), _ids(boundary), adapted.objects()["structures"]
+        return _ids(lazy), _ids(boundary), _anew(adapted.objects()["structures"])
     except Exception as error:
         return _said(error)
+
+
+def _anew(data: bytes) -> bytes:
+    """The bytes of what they stand for: one may have an earlier encoding in it, and copies."""
+    value = _unshared(decode(data, Part))
+    return encode(value, lambda part: part if type(part) is Part else None)
+
+
+def _unshared(value: Any) -> Any:
+    if type(value) is dict:
+        return {key: _unshared(item) for key, item in value.items()}
+    return [_unshared(item) for item in value] if type(value) is list else value
 
 
 def _said(error: Exception) -> str:
@@ -494,7 +506,7 @@ def by_hand(state: State) -> Answer:
             name = found.name_of.get(id(part))
             return None if name is None else Part(name)
 
-        return _ids(found.lazy), _ids(found.boundary), encode(found.structures, stored)
+        return _ids(found.lazy), _ids(found.boundary), _anew(encode(found.structures, stored))
     except Exception as error:
         return _said(error)
 

@@ -15,7 +15,7 @@ from megatron_ft.arena import digest
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.trainer import fill
 from megatron_ft.trainer.copier import MOST_THREADS, Bytes, CopyItem, spare_threads
-from megatron_ft.trainer.fill import BlockRanges, VerifiedCopy, chunk_blocks, copy_in_threads
+from megatron_ft.trainer.fill import BlockRanges, VerifiedCopy, copy_in_threads
 
 BLOCK = 512
 
@@ -58,8 +58,7 @@ def test_what_is_copied_was_verified_and_all_else_is_named(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fill, "CHUNK_BYTES", chunk)
         patch.setattr(fill, "spare_threads", lambda: threads)
-        algorithm, step = digest.default_algorithm(), chunk_blocks(BLOCK)
-        check = digest.BlockCheck(region, record, BLOCK, algorithm, step)
+        check = digest.BlockCheck(region, record, BLOCK, digest.default_algorithm())
         order = data.draw(st.permutations(range(len(cut))))
         cuts = BlockRanges.of([starts[n] for n in order], [cut[n] for n in order], blocks, BLOCK)
         copying = VerifiedCopy(region, check, cuts, [targets[n].ctypes.data for n in order])

@@ -20,8 +20,7 @@ from megatron_ft.core.identity import SealedRecord
 from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure import encode as encoding
 from megatron_ft.erasure import member as member_module
-from megatron_ft.erasure import rows
-from megatron_ft.erasure.codec import IsalCodec, open_codec
+from megatron_ft.erasure.codec import Codec, open_codec
 from megatron_ft.erasure.member import StripeCode
 from megatron_ft.erasure.rebuild import rebuild
 from megatron_ft.erasure.transport import (
@@ -40,7 +39,6 @@ from megatron_ft.supervisor.cycle import Send, SnapshotCycle, SnapshotEnded
 from megatron_ft.supervisor.schedule import Schedule
 from megatron_ft.trainer.copier import SharedPieces
 from megatron_ft.trainer.cpu import CpuCopier
-from megatron_ft.trainer.fill import chunk_blocks
 from tests.support.calls import BLOCK, PIECE, calls_of, calls_of_save, ready, saved
 from tests.support.captures import FakeSmp, make_manager
 from tests.support.erasure_samples import make_code, make_lost, make_member, protected
@@ -127,9 +125,8 @@ class Passes:
     """Counts bytes that are copied and bytes that are digested."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.copied = self.digested = self.digests = 0
+        self.copied = self.digested = 0
         memmove, positive, digest_blocks = ctypes.memmove, np.positive, digest.digest_blocks
-        block_digests = digest.block_digests
 
         def copy(target: int, source: int, length: int) -> int:
             self.copied += length
@@ -139,28 +136,12 @@ class Passes:
             self.digested += buffer.nbytes
             digest_blocks(buffer, *others)
 
-        def by_number(buffer: Bytes, block_bytes: int, algorithm: int) -> Callable[[int], int]:
-            digest_of = block_digests(buffer, block_bytes, algorithm)
-
-            def counted(number: int) -> int:
-                self.digested += min(block_bytes, buffer.nbytes - number * block_bytes)
-                self.digests += 1
-                return digest_of(number)
-
-            return counted
-
-        def of_run(piece: Bytes, algorithm: int) -> int:
-            self.digested += piece.nbytes
-            return digest.digest_block(piece, algorithm)
-
         def by_loop(source: Bytes, out: Bytes) -> Bytes:
             self.copied += source.nbytes
             return positive(source, out=out)
 
         monkeypatch.setattr(ctypes, "memmove", copy)
         monkeypatch.setattr(np, "positive", by_loop)
-        monkeypatch.setattr(member_module, "digest_block", of_run)
-        monkeypatch.setattr(digest, "block_digests", by_number)
         monkeypatch.setattr(digest, "digest_blocks", digested)
         monkeypatch.setattr(member_module, "digest_blocks", digested)
 
@@ -186,11 +167,6 @@ def test_a_byte_is_copied_once_and_digested_once(
     shared = min(BLOCK, record.digest_offset - record.tensor_bytes // BLOCK * BLOCK)
     assert (passes.copied, passes.digested) == (size, record.digest_offset + shared)
     assert all(torch.equal(fresh[name], state[name]) for name in state)
-    if digest.default_algorithm() == 1:
-        # Threads wait for the GIL at each: one call for the blocks of a chunk, but for the last.
-        run = chunk_blocks(BLOCK)
-        assert run >= 4
-        assert passes.digests <= record.digest_offset // (run * BLOCK) + run
 
 
 def test_a_capture_allocates_less_than_a_tensor(smp: FakeSmp) -> None:
@@ -310,9 +286,9 @@ def test_encoding_reads_each_byte_as_often_as_it_must(
     members = [make_member(code, n, size) for n in range(k + parities)]
     passes = Passes(monkeypatch)
     coded = 0
-    plain_kernel = rows.encode_kernel
+    plain_kernel = Codec.encode_kernel
 
-    def counted(codec: Any) -> Any:
+    def counted(codec: Codec) -> Any:
         kernel = plain_kernel(codec)
 
         def run(columns: Any, outputs: Any) -> None:
@@ -322,7 +298,7 @@ def test_encoding_reads_each_byte_as_often_as_it_must(
 
         return run
 
-    monkeypatch.setattr(rows, "encode_kernel", counted)
+    monkeypatch.setattr(Codec, "encode_kernel", counted)
     peers = range(k + parities)
     succeed(k + parities, lambda n, t: encoding.encode(code, members[n], t, peers))
     chunks, copies = (k + parities) * code.chunk_bytes, k == 1
@@ -365,7 +341,7 @@ def test_rebuilding_copies_computes_nothing(
     members = [make_member(code, n, size) for n in peers]
     results = succeed(len(peers), lambda n, t: encoding.encode(code, members[n], t, peers))
     views = [make_lost(code), *map(protected, members[1:], results[1:])]
-    monkeypatch.setattr(IsalCodec, "kernel", None)
+    monkeypatch.setattr(Codec, "kernel", None)
     succeed(len(peers), lambda n, t: rebuild(code, views[n], t, peers, {0}))
     assert np.array_equal(views[0].data, members[0].data)
 

@@ -43,7 +43,7 @@ def test_objects_may_double_and_grow_by_the_spare_in_blocks_of_any_size(
 
 def test_what_lies_in_host_memory_is_copied_without_a_device() -> None:
     state = MappingState({"weight": torch.zeros(3)})
-    assert type(choose_copier(state, 1 << 20)) is CpuCopier
+    assert type(choose_copier(state)) is CpuCopier
 
 
 def test_tensors_of_a_device_are_copied_from_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,10 +53,10 @@ def test_tensors_of_a_device_are_copied_from_there_alone(monkeypatch: pytest.Mon
     with FakeTensorMode():
         one, two = (torch.zeros(3, device=f"cuda:{number}") for number in (1, 2))
         host = torch.zeros(5)
-    choose_copier(MappingState({"host": host, "one": one}), 1 << 20)
+    choose_copier(MappingState({"host": host, "one": one}))
     assert made == [(1 << 20, 1)]
     with pytest.raises(ConfigError, match="2 devices .one on cuda:1, two on cuda:2.*one rank for"):
-        choose_copier(MappingState({"one": one, "two": two}), 1 << 20)
+        choose_copier(MappingState({"one": one, "two": two}))
 
 
 def test_a_rank_takes_its_number_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from megatron_ft.arena import binary
 from megatron_ft.arena import format as fmt
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.binary import ENVELOPE_BYTES
-from megatron_ft.arena.format import Geometry, SlotState
+from megatron_ft.arena.format import SlotState
 from megatron_ft.core.identity import SealedRecord
 
 DATA, TABLE, PADDING = "data", "digest table", "padding"
@@ -35,19 +35,25 @@ class Region:
     copy: int = 0
 
 
-def regions(geometry: Geometry, record: SealedRecord, slot: int) -> Iterator[Region]:
+def regions(arena: Arena, record: SealedRecord, slot: int) -> Iterator[Region]:
     """Every region of an arena whose ``slot`` holds the sealed record; gaps are in none."""
+    geometry = arena.geometry
     yield Region(PREAMBLE, 0, binary.PREAMBLE_BYTES)
-    slot_header = geometry.slot_header_offset(slot)
+    slot_header, progress = geometry.slot_header_offset(slot), arena.progress()
     for name, start, copy_bytes, payload in (
-        (ARENA_HEADER, fmt.HEADER_OFFSET, fmt.HEADER_COPY_BYTES, binary.HEADER_BYTES),
-        (PERMIT, fmt.PERMIT_OFFSET, fmt.WORD_COPY_BYTES, binary.PERMIT_BYTES),
-        (PROGRESS, fmt.PROGRESS_OFFSET, fmt.WORD_COPY_BYTES, binary.PROGRESS_BYTES),
-        (SLOT_HEADER, slot_header, fmt.SLOT_COPY_BYTES, binary.SLOT_BYTES),
+        (ARENA_HEADER, fmt.HEADER_OFFSET, fmt.HEADER_COPY_BYTES, binary.pack_header(arena.header)),
+        (PERMIT, fmt.PERMIT_OFFSET, fmt.WORD_COPY_BYTES, binary.pack_permit(arena.permit())),
+        (
+            PROGRESS,
+            fmt.PROGRESS_OFFSET,
+            fmt.WORD_COPY_BYTES,
+            binary.pack_progress(progress),
+        ),
+        (SLOT_HEADER, slot_header, fmt.SLOT_COPY_BYTES, binary.pack_slot(arena.slot(slot))),
     ):
         for copy in (0, 1):
             at = start + copy * copy_bytes
-            yield Region(name, at, at + ENVELOPE_BYTES + payload, copy)
+            yield Region(name, at, at + ENVELOPE_BYTES + len(payload), copy)
     base, parity = geometry.data_offset(slot), geometry.parity_offset(slot)
     digests = geometry.parity_digest_offset(slot)
     yield Region(DATA, base, base + record.digest_offset)
@@ -56,6 +62,12 @@ def regions(geometry: Geometry, record: SealedRecord, slot: int) -> Iterator[Reg
     yield Region(PARITY, parity, parity + geometry.parity_bytes)
     yield Region(PARITY_DIGESTS, digests, digests + 8 * geometry.parity_blocks)
 
+
+FAULTS = (
+    *("flip-data", "flip-parity", "flip-digest", "flip-header", "arena-header"),
+    *("slot-header", "magic", "truncate", "extend", "mode", "folder", "link", "missing"),
+)
+"""Every damage that ``damage`` does."""
 
 _FLIPPED = {
     "flip-data": DATA,
@@ -66,6 +78,11 @@ _FLIPPED = {
 }
 _OVERWRITTEN = {"slot-header": SLOT_HEADER, "arena-header": ARENA_HEADER}
 _PAGE = 4096
+
+
+def arenas(folder: Path) -> list[Path]:
+    """The arenas of a node, in the order of their names."""
+    return sorted(folder.glob("*.arena"))
 
 
 def damage(path: Path, fault: str, chance: random.Random) -> str:
@@ -89,7 +106,7 @@ def _change_bytes(path: Path, fault: str, chance: random.Random) -> str:
         record = arena.slot(slot).record
         if record is None:
             raise ValueError(f"slot {slot} of {path} was just given up")
-        found = [region for region in regions(arena.geometry, record, slot) if region.name == name]
+        found = [region for region in regions(arena, record, slot) if region.name == name]
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         if fault in _OVERWRITTEN:
             for place in found:

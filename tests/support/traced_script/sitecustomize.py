@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_ft.cli.chaos.trace import VARIABLE
-from megatron_ft.cli.demo.traced_script import OF_DEEPSPEED
 from megatron_ft.core.startup import DEEPSPEED, LOOP
 from megatron_ft.core.startup.sitecustomize import AfterImport, run_hidden
+
+OF_DEEPSPEED = "MEGATRON_FT_TRACED_DEEPSPEED"
+"""The environment variable that marks a DeepSpeed script."""
 
 
 class BeforeImport:
@@ -52,7 +54,7 @@ def trace_megatron() -> None:
 
 def trace_deepspeed() -> None:
     """Make the engines of DeepSpeed, which was imported, write their trace."""
-    from megatron_ft.cli.demo import deepspeed_trace
+    from tests.support import deepspeed_trace
 
     deepspeed_trace.install(Path(os.environ[VARIABLE]))
 
