@@ -47,10 +47,6 @@ class BaseLauncher(ABC):
         """False: a node that cannot be heard may continue running."""
         return False
 
-    def interface(self, node: str) -> str:
-        """Empty: gloo chooses, or GLOO_SOCKET_IFNAME in the site's environment."""
-        return ""
-
     @property
     def job_dir(self) -> Path:
         """The job's folder on each node."""

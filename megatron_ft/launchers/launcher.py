@@ -94,9 +94,6 @@ class Launcher(Protocol):
         first node's.
         """
 
-    def interface(self, node: str) -> str:
-        """The network device of that address, for gloo; empty if gloo is to choose."""
-
     def node_dir(self, node: str) -> Path:
         """The job's folder in that node's memory, for its socket and its arenas.
 
