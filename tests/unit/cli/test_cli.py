@@ -292,7 +292,7 @@ def test_clean_ends_a_stopped_smp(
 
 def test_a_finished_job_leaves_no_file_of_a_daemon_that_died(tmp_path: Path) -> None:
     flags = {"launcher": "virtual", "nodes": 1, "spares": 0, "job": "job"}
-    arguments = argparse.Namespace(**flags, srun_flags="")
+    arguments = argparse.Namespace(**flags, srun_flags="", sbatch_flags="")
     place = place_of(arguments, tmp_path / "root", tmp_path / "state", tmp_path / "meeting")
     node = place.launcher.node_dir("node0")
     node.mkdir(parents=True, exist_ok=True)
