@@ -49,7 +49,6 @@ from megatron_ft.launchers.slurm.allocation import NO_KILL_ADVICE, no_kill
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState, state_folder
 from megatron_ft.supervisor.membership import NoSpareError
-from megatron_ft.supervisor.orders import Sizes
 from megatron_ft.supervisor.placement import describe_domains, read_domains
 from megatron_ft.supervisor.spec import JobSpec, raise_open_files
 from megatron_ft.supervisor.supervisor import (
@@ -148,7 +147,7 @@ def main(arguments: argparse.Namespace) -> int:
         return code
     notes = state_folder(arguments.job, arguments.state_dir)
     meeting = run_place.meeting_folder(arguments)
-    place = run_place.place_of(arguments, settings.arena_dir, notes, meeting)
+    place = run_place.place_of(arguments, settings.arena_dir, notes, meeting, settings.on_no_spare)
     if arguments.launcher == run_place.SLURM and not no_kill():
         say(
             "megatron-ft: warning: --no-kill is not seen: without it Slurm kills the whole job, "
@@ -178,7 +177,7 @@ def _supervise(
     with JobState(notes, spec.name) as state, ExitStack() as held:
         with _leaving_nothing(place):
             held.enter_context(folders_ready(spec, state))
-        supervisor = Supervisor(spec, place.launcher, state)
+        supervisor = Supervisor(spec, place.launcher, state, place.hosts)
         supervisor.observers.add(Printer())
         supervisor.observers.add(end := RunSummary())
         if spec.domains:
@@ -221,6 +220,7 @@ def spec_from(
 ) -> JobSpec:
     """The job that flags and settings describe; ConfigError or ProtectionError if it makes no
     sense."""
+    isal.load()  # Digests and parity need it: where it is missing, say so before anything starts.
     settle_ranks(arguments, command)
     source, shrinks = arguments.failure_domains, settings.on_no_spare == SHRINK
     check_torchrun(command, place.nodes, arguments.ranks_per_node, fewer=shrinks)
@@ -232,7 +232,6 @@ def spec_from(
         ranks_per_node=arguments.ranks_per_node,
         trainer_per_node=arguments.trainer_per_node,
         settings=settings,
-        sizes=Sizes(crc=isal.available()),
         from_scratch=arguments.from_scratch,
         restore_from=arguments.restore_from,
         log_dir=arguments.log_dir or state_folder(arguments.job, arguments.state_dir) / "logs",

@@ -57,7 +57,7 @@ CASES: list[tuple[Facts, str, str, str, str]] = [
     (facts(wishes=wishes(spares=(), active=NODES[:4])), "spares", "warning", "no spare", ""),
     (facts(wishes=wishes(scheme=Scheme.parse("none")), world=None), "protection", "warning",
      "", ""),
-    (facts(wishes=wishes(domains=RACKS)), "protection", "refused", "r0 holds 3 of 4 nodes", ""),
+    (facts(wishes=wishes(domains=RACKS)), "protection", "refused", "r0 holds 3 (", ""),
     (facts(no_kill=False), "slurm", "warning", "kills the job", ""),
     (with_trainer("n2", cgroup=STEP.format("1")), "steps", "refused", "share the cgroup", "n2"),
     (with_trainer("n2", python="3.9.2"), "versions", "refused", "3.9.2", "n2"),
