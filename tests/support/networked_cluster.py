@@ -186,8 +186,14 @@ class NetworkedCluster(VirtualCluster):
         """Start a process in the node's network, on whose device gloo is to be; see Launcher."""
         if self.network is not None:
             argv = self.network.entered(node, argv)
-            env = {"GLOO_SOCKET_IFNAME": self.network.interface(node), **env}
-        return self._placed(super().start(node, argv, env, *more))
+        return self._placed(super().start(node, argv, self.on_device(node, env), *more))
+
+    def on_device(self, node: str, env: Mapping[str, str]) -> dict[str, str]:
+        """An environment in which gloo takes the node's device."""
+        device = (
+            {} if self.network is None else {"GLOO_SOCKET_IFNAME": self.network.interface(node)}
+        )
+        return {**device, **env}
 
     def attach(self, node: str, pid: int, start_time: int | None = None) -> LocalProcess:
         """Take over a process; see Launcher."""
