@@ -23,7 +23,8 @@ from megatron_ft.core.errors import (
     RestartBudgetError,
     StaleIncarnationError,
 )
-from megatron_ft.launchers.launcher import HostSource, Launcher
+from megatron_ft.launchers.launcher import Launcher
+from megatron_ft.launchers.slurm.allocation import ReplacementHosts
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.supervisor.coordinator import Coordinator
@@ -58,7 +59,7 @@ class Supervisor:
         spec: JobSpec,
         launcher: Launcher,
         state: JobState,
-        hosts: HostSource | None = None,
+        hosts: ReplacementHosts | None = None,
     ) -> None:
         self.spec, self.state, self.observers = spec, state, Observers()
         self._launcher, self._hosts = launcher, hosts
