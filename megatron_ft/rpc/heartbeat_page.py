@@ -77,11 +77,6 @@ def stacks_path(folder: Path, pid: int) -> Path:
     return folder / f"stacks-{pid}"
 
 
-def signs_path(folder: Path, shard_id: str) -> Path:
-    """The last heartbeats of a shard's trainer that did not end by itself, for people."""
-    return folder / f"ended-{shard_id.replace('/', '_')}.txt"
-
-
 class PulseFile:
     """The trainer's side.  ``store`` belongs to the training thread, ``beat`` to another one."""
 

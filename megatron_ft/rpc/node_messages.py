@@ -233,7 +233,6 @@ class StripeOrder(msgspec.Struct, frozen=True):
     parity_members: int
     data_bytes: int
     block_bytes: int
-    digest_algorithm: int
     members: tuple[str, ...]
     world_ranks: tuple[int, ...]
     arenas: dict[str, str]

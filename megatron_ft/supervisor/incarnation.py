@@ -85,7 +85,7 @@ class Incarnation:
         nodes = sorted(set(places.values()))
         try:
             rule = registration.rank_rule(needed=spec.settings.on_no_spare == SHRINK)
-            stripes = registration.stripes(stored, spec.scheme, spec.sizes)
+            stripes = registration.stripes(stored, spec.scheme, spec.block_bytes)
             requests = create_requests(stripes, plan.incarnation, plan.lineage, spec.settings.slots)
             await make_arenas(self.coordinator, requests, places)
         except MegatronFTError as error:

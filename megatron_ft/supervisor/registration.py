@@ -21,7 +21,6 @@ from megatron_ft.core.identity import RankRule, ShardPlacement
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import Domains, RankPlace, domain_of, plan_stripes
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.orders import Sizes
 
 OTHER_SHAPE = (
     "Run with the shape of the snapshots; or write a checkpoint of the framework, `megatron-ft "
@@ -108,14 +107,14 @@ class Registration:
         return rule
 
     def stripes(
-        self, stored: Sequence[StripeState], scheme: Scheme, sizes: Sizes
+        self, stored: Sequence[StripeState], scheme: Scheme, block_bytes: int
     ) -> tuple[StripeState, ...]:
         """The stripes of this incarnation: the ``stored`` ones if there are, else planned anew.
 
         LayoutMismatchError if the shards no longer fit the stored ones.
         """
         if not stored:
-            return new_stripes(self._rank_places(), scheme, sizes)
+            return new_stripes(self._rank_places(), scheme, block_bytes)
         room = {shard: stripe.data_bytes for stripe in stored for shard in stripe.members}
         if room.keys() != self.layouts.keys():
             raise LayoutMismatchError(
@@ -157,7 +156,7 @@ class Registration:
 
 
 def new_stripes(
-    places: Sequence[RankPlace], scheme: Scheme, sizes: Sizes
+    places: Sequence[RankPlace], scheme: Scheme, block_bytes: int
 ) -> tuple[StripeState, ...]:
     """Stripes planned for ranks that have no arenas yet; ProtectionError as plan_stripes says."""
     return tuple(
@@ -167,8 +166,7 @@ def new_stripes(
             p.parity_members,
             p.data_bytes,
             p.members,
-            sizes.block_bytes,
-            sizes.digest_algorithm,
+            block_bytes,
         )
-        for p in plan_stripes(places, scheme, block_bytes=sizes.block_bytes)
+        for p in plan_stripes(places, scheme, block_bytes=block_bytes)
     )

@@ -36,6 +36,9 @@ START = 0.8
 """Share of the time to register that a start may take: the job gives up with it, and knows less
 of why."""
 
+HANG_FACTOR = 5.0
+"""A silence this many times as long as the longest so far is too long."""
+
 MOST_FOLDERS = 10
 """Hangs whose stacks are kept."""
 
@@ -48,7 +51,7 @@ def learned_timeout(longest: float, settings: SnapshotConfig) -> float:
     ``longest`` is the longest silence of any rank that ended by itself, evaluations and
     checkpoints that nobody announced among them: each has taught us its length.
     """
-    return max(settings.hang_seconds, settings.hang_factor * longest)
+    return max(settings.hang_seconds, HANG_FACTOR * longest)
 
 
 def allowance(phase: int, done: int, learned: float, settings: SnapshotConfig) -> float:

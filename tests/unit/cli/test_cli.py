@@ -242,7 +242,7 @@ def test_job_with_a_living_process_is_left_alone(
         assert process.stdout and process.stdout.readline()
         private_files.replace_file(node / "smp.pid", f"{process.pid}\n".encode())
         assert clean(tmp_path, "--job", "alive") == 1
-        assert f"process {process.pid}, the SMP of node node-0" in capsys.readouterr().err
+        assert f"still runs (process {process.pid})" in capsys.readouterr().err
     assert clean(tmp_path, "--job", "alive") == 0
 
 
@@ -263,7 +263,7 @@ def test_clean_ends_a_stopped_smp(
         asyncio.run(node.endpoint())
         assert node.process is not None
         assert clean(tmp_path / "root", "--all") == 0
-        assert "stopped, its SMPs keep its snapshots" in capsys.readouterr().err
+        assert "SMPs of a stopped job end with" in capsys.readouterr().err
         # One that runs makes them again.
         os.kill(node.process.pid, signal.SIGSTOP)
         if remove == "socket":
