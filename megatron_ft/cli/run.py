@@ -95,8 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--failure-domains",
         metavar="FILE",
-        help="which nodes fail together: a file of lines `rack1: node[0-3],node7`, or "
-        "slurm: what `scontrol show topology` says (default: each node is alone)",
+        help="which nodes fail together: a file of lines `rack1: node[0-3],node7` (default: each "
+        "node is alone)",
     )
     parser.add_argument(
         "--state-dir",

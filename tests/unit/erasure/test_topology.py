@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.cli import main as cli
-from megatron_ft.core.errors import ConfigError, MissingEnvironmentError, ProtectionError
+from megatron_ft.core.errors import ConfigError, ProtectionError
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import check_domains, crowded, possible_scheme, stripe_sets
 from megatron_ft.supervisor.placement import (
@@ -19,23 +19,10 @@ from megatron_ft.supervisor.placement import (
     choose_spares,
     describe_domains,
     expand_hostlist,
-    leaf_switches,
     parse_domains,
     read_domains,
     stripes_by_position,
 )
-
-PRINTED = """\
-SwitchName=leaf0 Level=0 LinkSpeed=1 Nodes=n[0-1]
-SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=n2
-SwitchName=spine Level=1 LinkSpeed=1 Nodes=n[0-2] Switches=leaf[0-1]
-"""
-
-
-def test_slurms_topology_is_read_by_its_leaves() -> None:
-    found = parse_domains(leaf_switches(PRINTED), "t")
-    assert found == {"n0": "leaf0", "n1": "leaf0", "n2": "leaf1"}
-    assert leaf_switches("BlockName=b1 Nodes=n[1-2]\nBlockSizes=2\n") == "b1: n[1-2]"
 
 
 def test_a_simple_file_is_read() -> None:
@@ -67,14 +54,11 @@ def test_what_is_no_such_file_is_refused(text: str, said: str) -> None:
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:
         parse_domains(text, "t")
-        parse_domains(leaf_switches(text), "t")
     except ConfigError:
         pass
 
 
-def test_a_node_that_is_not_named_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_is_not_named_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "racks"
     path.write_text("a: node[0-2]")
     assert read_domains(str(path), ["node1"]) == {"node1": "a"}
@@ -82,9 +66,6 @@ def test_a_node_that_is_not_named_is_refused(
         read_domains(str(path), ["node1", "node3"])
     with pytest.raises(ConfigError, match="cannot be read"):
         read_domains(str(tmp_path / "none"), ["node1"])
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MissingEnvironmentError, match="scontrol"):
-        read_domains("slurm", ["node1"])
 
 
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=5)
