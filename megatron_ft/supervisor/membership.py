@@ -409,10 +409,9 @@ def _check_nodes(spec: JobSpec, record: JobRecord) -> None:
     kept = len(record.active)
     shrunk = spec.settings.on_no_spare == SHRINK and kept < spec.nodes
     if kept and kept != spec.nodes and not shrunk:
-        free = "" if record.committed else ", or free it: `megatron-ft clean --job {spec.name}`"
         raise ConfigError(
             f"job {spec.name!r} is kept with {kept} nodes; you asked for {spec.nodes}. Use --nodes "
-            f"{kept}, or another --job{free.format(spec=spec)}"
+            f"{kept}, or another --job, or free this one: `megatron-ft clean --job {spec.name}`"
         )
     ranks = (kept or spec.nodes) * spec.ranks_per_node
     if record.committed and record.shards and len(record.shards) != ranks:

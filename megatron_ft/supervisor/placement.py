@@ -75,25 +75,6 @@ def stripes_by_position(
     return sorted(sets, key=sorted)
 
 
-def describe_domains(
-    active: Sequence[str], nodes: Sequence[str], domains: Domains, scheme: Scheme
-) -> str:
-    """The failure domains of a job and what becomes of its stripes, in one line."""
-    groups = members_of(active, domains)
-    shown = "; ".join(f"{name}: {', '.join(found)}" for name, found in groups.items())
-    spares = [f"{n} ({domain_of(n, domains)})" for n in nodes if n not in active]
-    text = f"{len(groups)} failure domains train ({shown})"
-    text += f", spares {', '.join(spares)}" if spares else ", no spares"
-    count = stripe_sets(len(active), max(map(len, groups.values())), scheme)
-    if not scheme.parity_members or count is None:
-        return text
-    lengths = sorted({len(active) // count, -(-len(active) // count)})
-    return (
-        f"{text}; stripes of {' or '.join(map(str, lengths))} nodes, at most "
-        f"{scheme.parity_members} of one domain in each"
-    )
-
-
 def _fits(active: Sequence[str], domains: Domains, scheme: Scheme) -> bool:
     largest = max(map(len, members_of(active, domains).values()))
     return stripe_sets(len(active), largest, scheme) is not None

@@ -17,7 +17,6 @@ from megatron_ft.erasure.stripes import check_domains, crowded, possible_scheme,
 from megatron_ft.supervisor.placement import (
     choose_active,
     choose_spares,
-    describe_domains,
     expand_hostlist,
     parse_domains,
     read_domains,
@@ -145,13 +144,6 @@ def test_stripes_are_known_by_the_positions_of_their_nodes() -> None:
     positions = {"r0": 0, "r1": 0, "r2": 1, "r3": 1}
     members = [("r0", "r2"), ("r1", "r3"), ("r1", "gone")]
     assert stripes_by_position(members, positions) == [frozenset({0}), frozenset({0, 1})]
-
-
-def test_domains_are_shown_in_a_line() -> None:
-    nodes, names = nodes_of([2, 2, 1])
-    text = describe_domains(nodes[:4], nodes, names, Scheme.parse("rs:2+2"))
-    assert "2 failure domains train (d0: n0-0, n0-1; d1: n1-0, n1-1), spares n2-0 (d2)" in text
-    assert text.endswith("stripes of 4 nodes, at most 2 of one domain in each")
 
 
 def test_run_refuses_stripes_in_one_rack(
