@@ -209,8 +209,8 @@ class Recovery:
         if unwanted:
             # Not from scratch either: what the folder names is what the framework would load.
             raise UnrecoverableError(
-                f"no snapshot can be served: {reason}. {checkpoint} cannot either: {unwanted}. Name "
-                f"what is to be loaded in {TRACKER} (DeepSpeed: {LATEST}) of its folder anew"
+                f"no snapshot can be served: {reason}. {checkpoint} cannot either: {unwanted}. "
+                f"Name what is to be loaded in {TRACKER} (DeepSpeed: {LATEST}) of its folder"
             )
         if checkpoint is not None:
             # A job that has shrunk has no shards in its notes any more.

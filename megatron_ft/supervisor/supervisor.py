@@ -37,7 +37,7 @@ from megatron_ft.supervisor.incarnation import Incarnation
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership, NoSpareError
 from megatron_ft.supervisor.processes import TrainerFleet
-from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy, newest_saved
+from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy
 from megatron_ft.supervisor.recovery import RebuildError, Recovery
 from megatron_ft.supervisor.schedule import Pacing
 from megatron_ft.supervisor.spec import JobSpec
@@ -117,7 +117,7 @@ class Supervisor:
             await asyncio.to_thread(starter.check, self.spec.nodes)
             if starter.over_tcp:
                 self.observers.emit("transport", starter.describe())
-        saved = await newest_saved(self.spec.checkpoint_dir)
+        saved = await self._quarantine.newest_saved()
         self._budget = replace(self._budget, highest_saved=saved)
         try:
             while (failure := await self._run_incarnation()) is not None:
@@ -237,7 +237,7 @@ class Supervisor:
             await self._quarantine.training_failed()
         committed = self.coordinator.committed
         iteration = -1 if committed is None else committed[1]
-        saved = await newest_saved(self.spec.checkpoint_dir)
+        saved = await self._quarantine.newest_saved()
         self._budget = self._budget.after(failure, iteration, saved=saved)
         if self._budget.delay_seconds:
             delay = self._budget.delay_seconds
