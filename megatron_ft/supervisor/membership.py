@@ -113,10 +113,6 @@ class NoSpareError(MegatronFTError):
         self.admitted, self.missing = admitted, missing
 
 
-class SmpStartError(MegatronFTError):
-    """The first SMPs of a job could not be started; nothing was lost."""
-
-
 class Membership:
     """The nodes of one job over all its incarnations.
 
@@ -375,7 +371,7 @@ class Membership:
         except ControlPlaneError as error:
             # At the job's start a node that merely refuses is a mistake that the user can mend.
             if self._coordinator.incarnation == 0 and not isinstance(error, NodeUnreachable):
-                raise SmpStartError(str(error)) from error
+                raise MegatronFTError(str(error)) from error
             self._give_up(node)
             return False
         link = self._coordinator.links.get(node)

@@ -23,12 +23,13 @@ def choose_active(nodes: Sequence[str], count: int, domains: Domains, scheme: Sc
     any one failure domain: if any choice allows stripes, this one does.
     """
     active = list(nodes[:count])
-    if not scheme.parity_members or _fits(active, domains, scheme):
+    largest = max(map(len, members_of(active, domains).values()), default=0)
+    if not scheme.parity_members or stripe_sets(len(active), largest, scheme) is not None:
         return active
     active = list(nodes)
     while len(active) > count:
-        largest = max(members_of(active, domains).values(), key=len)
-        active.remove(largest[-1])
+        crowd = max(members_of(active, domains).values(), key=len)
+        active.remove(crowd[-1])
     return active
 
 
@@ -73,11 +74,6 @@ def stripes_by_position(
     """
     sets = {frozenset(positions[s] for s in stripe if s in positions) for stripe in members}
     return sorted(sets, key=sorted)
-
-
-def _fits(active: Sequence[str], domains: Domains, scheme: Scheme) -> bool:
-    largest = max(map(len, members_of(active, domains).values()))
-    return stripe_sets(len(active), largest, scheme) is not None
 
 
 _ENTRY = re.compile(r"([^\s:=]+)\s*:\s*(\S.*)")
