@@ -24,7 +24,6 @@ from pathlib import Path
 
 from megatron_ft.cli import run_place
 from megatron_ft.cli.common import say
-from megatron_ft.cli.doctor.examine import no_kill, warning
 from megatron_ft.cli.run_folders import RunSummary, folders_ready, make_folder
 from megatron_ft.cli.run_place import RunPlace
 from megatron_ft.cli.training_command import (
@@ -46,6 +45,7 @@ from megatron_ft.core.errors import (
     UnrecoverableError,
 )
 from megatron_ft.core.identity import SHRINK
+from megatron_ft.launchers.slurm.allocation import NO_KILL_ADVICE, no_kill
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState, state_folder
 from megatron_ft.supervisor.membership import NoSpareError
@@ -95,8 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--failure-domains",
         metavar="FILE",
-        help="which nodes fail together: a file of lines `rack1: node[0-3],node7`, or Slurm's "
-        "topology.conf; slurm: what `scontrol show topology` says (default: each node is alone)",
+        help="which nodes fail together: a file of lines `rack1: node[0-3],node7`, or "
+        "slurm: what `scontrol show topology` says (default: each node is alone)",
     )
     parser.add_argument(
         "--state-dir",
@@ -147,9 +147,12 @@ def main(arguments: argparse.Namespace) -> int:
         return code
     notes = state_folder(arguments.job, arguments.state_dir)
     meeting = run_place.meeting_folder(arguments)
-    place = run_place.place_of(arguments, settings.arena_dir, notes, meeting, settings.on_no_spare)
-    if arguments.launcher == run_place.SLURM and (said := warning(no_kill())):
-        say(said)
+    place = run_place.place_of(arguments, settings.arena_dir, notes, meeting)
+    if arguments.launcher == run_place.SLURM and not no_kill():
+        say(
+            "megatron-ft: warning: --no-kill is not seen: without it Slurm kills the whole job, "
+            f"and its memory, when a node is lost; {NO_KILL_ADVICE}"
+        )
     code = 1
     try:
         code = _supervise(arguments, command, settings, place)
@@ -174,7 +177,7 @@ def _supervise(
     with JobState(notes, spec.name) as state, ExitStack() as held:
         with _leaving_nothing(place):
             held.enter_context(folders_ready(spec, state))
-        supervisor = Supervisor(spec, place.launcher, state, place.hosts)
+        supervisor = Supervisor(spec, place.launcher, state)
         supervisor.observers.add(Printer())
         supervisor.observers.add(end := RunSummary())
         if spec.domains:

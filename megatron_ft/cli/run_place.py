@@ -15,13 +15,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ft.cli.common import say
 from megatron_ft.core.environment import check_names, check_sockets
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.core.identity import HOLD, STOP
 from megatron_ft.launchers.agents.agent import AgentFront
 from megatron_ft.launchers.agents.hub import AgentHub
 from megatron_ft.launchers.agents.launcher import AgentLauncher
@@ -33,21 +33,23 @@ from megatron_ft.launchers.agents.rendezvous import (
     node_rank,
     read_hostfile,
 )
-from megatron_ft.launchers.launcher import HostSource, Launcher
-from megatron_ft.launchers.slurm.allocation import Allocation, ReplacementHosts
+from megatron_ft.launchers.launcher import Launcher
+from megatron_ft.launchers.slurm.allocation import Allocation
 from megatron_ft.launchers.slurm.launcher import SlurmLauncher
 from megatron_ft.launchers.virtual import VirtualCluster, default_root
 from megatron_ft.supervisor.job_state import make_notes_folder, state_folder
 
 VIRTUAL, SLURM, NODES, HOSTFILE = "virtual", "slurm", "nodes", "hostfile"
 VIRTUAL_NODES = 4
-HOLD_SECONDS = 600.0
 GATHER_SECONDS = 120.0
 _LOOK_SECONDS = 0.5
 _SSH = "ssh -o BatchMode=yes"
 # Nothing is there (RFC 5737), but the way to it is the way out of this machine.
 _ANYWHERE = "192.0.2.1"
-_ONLY = {"hostfile": HOSTFILE, "remote_shell": HOSTFILE, "node_rank": NODES, "node_name": NODES}
+_ONLY = {
+    "hostfile": HOSTFILE, "remote_shell": HOSTFILE, "node_rank": NODES, "node_name": NODES,
+    "srun_flags": SLURM,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,7 @@ class RunPlace:
 
     ``seconds_left`` until it ends the job, 0: never.  ``clean`` removes what a job that is done
     left on its nodes; ``destroy`` also ends its processes.  ``hint`` explains what becomes of
-    memory when the job has stopped.  ``hosts`` is where replacements of lost nodes come from.
-    ``leave`` takes the exit code to all nodes, at the very end.
+    memory when the job has stopped.  ``leave`` takes the exit code to all nodes, at the very end.
     """
 
     launcher: Launcher
@@ -66,7 +67,6 @@ class RunPlace:
     clean: Callable[[], None]
     destroy: Callable[[], None]
     hint: str
-    hosts: HostSource | None = None
     leave: Callable[[int], None] = lambda code: None
 
 
@@ -110,19 +110,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FLAGS",
         help="more flags for each srun, as one word: --srun-flags='--container-image=...'",
     )
-    parser.add_argument(
-        "--hold-seconds",
-        type=float,
-        default=HOLD_SECONDS,
-        help="longest wait of --on-no-spare hold, then stop (%(default)g)",
-    )
-    parser.add_argument(
-        "--sbatch-flags",
-        default="",
-        metavar="FLAGS",
-        help="more flags for the sbatch of a replacement host, as one word: "
-        "--sbatch-flags=--gpus-per-node=8",
-    )
 
 
 def place_of(
@@ -130,18 +117,16 @@ def place_of(
     root: Path | None,
     state_folder: Path,
     meeting_folder: Path,
-    on_no_spare: str = STOP,
 ) -> RunPlace:
     """The place that the flags ask for.
 
     ``root`` is the folder of all jobs' arenas, None: the usual one.
-    Agents meet the supervisor in ``meeting_folder``; ``on_no_spare`` is the job's setting.
+    Agents meet the supervisor in ``meeting_folder``.
     ConfigError for flags that do not fit the place.
     """
-    root, hold = root or default_root(), on_no_spare == HOLD
+    root = root or default_root()
     if arguments.launcher == SLURM:
-        return _slurm(arguments, root, state_folder, hold)
-    _refuse_slurms(arguments, hold)
+        return _slurm(arguments, root, state_folder)
     if arguments.launcher in (NODES, HOSTFILE):
         return _gather(arguments, root, meeting_folder)
     nodes: int = VIRTUAL_NODES if arguments.nodes is None else arguments.nodes
@@ -154,24 +139,9 @@ def place_of(
     return RunPlace(cluster, nodes, 0.0, cluster.clean, cluster.destroy, hint)
 
 
-def _refuse_slurms(arguments: argparse.Namespace, hold: bool) -> None:
-    given = {
-        "--srun-flags": arguments.srun_flags,
-        "--sbatch-flags": arguments.sbatch_flags,
-        "--on-no-spare hold": hold,
-    }
-    for flag in (name for name, value in given.items() if value):
-        raise ConfigError(f"{flag} needs --launcher slurm")
-
-
-def _slurm(arguments: argparse.Namespace, root: Path, state_folder: Path, hold: bool) -> RunPlace:
+def _slurm(arguments: argparse.Namespace, root: Path, state_folder: Path) -> RunPlace:
     allocation = Allocation.from_environment()
     there = len(allocation.names)
-    if int(os.environ.get("SLURM_HET_SIZE", "1")) > 1:
-        say(
-            f"megatron-ft: job {allocation.job_id} is heterogeneous; only the nodes of this "
-            f"component are used: {', '.join(allocation.names)}"
-        )
     nodes: int = there - arguments.spares if arguments.nodes is None else arguments.nodes
     if nodes < 1 or nodes + arguments.spares > there:
         raise ConfigError(
@@ -184,25 +154,14 @@ def _slurm(arguments: argparse.Namespace, root: Path, state_folder: Path, hold: 
     make_notes_folder(notes)
     launcher = SlurmLauncher(arguments.job, allocation, root, notes, flags)
     hint = "snapshots stay in memory until this Slurm job ends or runs the same command again"
-    hosts = ReplacementHosts(
-        allocation,
-        root / arguments.job,
-        shlex.split(arguments.sbatch_flags),
-        arguments.hold_seconds,
-    )
-
-    def clean() -> None:
-        launcher.clean()
-        hosts.end()
-
-    held = hosts if hold else None
-    return RunPlace(launcher, nodes, allocation.seconds_left(), clean, clean, hint, hosts=held)
+    clean = launcher.clean
+    return RunPlace(launcher, nodes, allocation.seconds_left(), clean, clean, hint)
 
 
 def _refuse_other_flags(arguments: argparse.Namespace) -> None:
     """ConfigError for flags of another launcher."""
     for name, launcher in _ONLY.items():
-        if getattr(arguments, name) is not None and arguments.launcher != launcher:
+        if getattr(arguments, name) not in (None, "") and arguments.launcher != launcher:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{flag} needs --launcher {launcher}")
     if arguments.launcher == HOSTFILE and arguments.hostfile is None:
@@ -269,18 +228,10 @@ def own_address(environment: Mapping[str, str], towards: str = "") -> str:
 
     That towards one of them, MASTER_ADDR if it is here, or the one towards the outside.
     """
-    master = environment.get("MASTER_ADDR", "")
-    for host in (towards, master, _ANYWHERE):
-        try:
-            address = socket.gethostbyname(host) if host else ""
-            if host == master and address:
-                with socket.socket() as probe:
-                    probe.bind((address, 0))
-                return address
-            if address:
-                return address_towards(address)
-        except OSError:
-            continue
+    for host in (towards, environment.get("MASTER_ADDR", ""), _ANYWHERE):
+        with suppress(OSError):
+            if host:
+                return address_towards(socket.gethostbyname(host))
     return "127.0.0.1"
 
 

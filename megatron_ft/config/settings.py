@@ -30,7 +30,7 @@ from megatron_ft.config.setting import (
     whole,
 )
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.core.identity import HOLD, SHRINK, STOP
+from megatron_ft.core.identity import SHRINK, STOP
 
 SWITCH = "--inmem-snapshot"
 SWITCH_HELP = "Keep snapshots of the training state in host memory and restore from them."
@@ -171,15 +171,9 @@ class SnapshotConfig:
     )
     hang_seconds: float = seconds(
         600.0,
-        "Training that makes no progress for at least so long, and for hang_factor times the "
-        "longest such time so far, hangs. 0: hangs are not looked for.",
+        "Training that makes no progress for at least so long, and for five times the longest such "
+        "time so far, hangs. 0: hangs are not looked for.",
         never=True,
-    )
-    hang_factor: float = number(
-        5.0,
-        "See hang_seconds.",
-        allowed="a number >= 1",
-        accepts=lambda v: v >= 1,
     )
     straggler_percent: float = number(
         5.0,
@@ -189,10 +183,9 @@ class SnapshotConfig:
         unit="percent",
     )
     on_no_spare: str = one_of(
-        (STOP, HOLD, SHRINK),
-        "When a node is lost and no spare is left, what memory can serve is drained; then stop, "
-        "hold memory until a Slurm job of its own has brought a host, or shrink: continue with "
-        "fewer data-parallel ranks from an export in drain_export_dir.",
+        (STOP, SHRINK),
+        "When a node is lost and no spare is left, what memory can serve is drained; then stop, or "
+        "shrink: continue with fewer data-parallel ranks from an export in drain_export_dir.",
     )
     register_timeout_seconds: float = seconds(
         600.0,

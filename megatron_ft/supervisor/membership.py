@@ -101,12 +101,12 @@ class IncarnationHigherError(ControlPlaneError):
 class NoSpareError(MegatronFTError):
     """A node is lost and no spare is left to take its place.
 
-    ``admitted`` are the nodes that are left, ``missing`` is how many hosts would do.
+    ``admitted`` are the nodes that are left.
     """
 
-    def __init__(self, reason: str, admitted: Inventories, missing: int = 1) -> None:
+    def __init__(self, reason: str, admitted: Inventories) -> None:
         super().__init__(reason)
-        self.admitted, self.missing = admitted, missing
+        self.admitted = admitted
 
 
 class SmpStartError(MegatronFTError):
@@ -213,7 +213,6 @@ class Membership:
                 f"node {', '.join(lost)} lost, or set aside, and no spare is left; its memory may "
                 "still be rebuilt: start the same command again with more --spares",
                 admitted,
-                len(lost) - len(spares),
             )
         if lost:
             self._place_spares(admitted, lost, spares)

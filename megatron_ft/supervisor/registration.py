@@ -111,7 +111,7 @@ class Registration:
             raise ConfigError(
                 "--on-no-spare shrink: this program does not say with how many ranks it could go "
                 "on; Megatron-LM under --inmem-snapshot does, DeepSpeed and plain PyTorch do not. "
-                "Take --on-no-spare stop, or hold under Slurm, and spares"
+                "Take --on-no-spare stop, and spares"
             )
         return rule
 

@@ -38,9 +38,7 @@ class JobWatch:
     def __init__(self, coordinator: Coordinator, settings: SnapshotConfig, log_dir: Path) -> None:
         self.clock = RecoveryClock()
         self._coordinator, self._ranks = coordinator, 0
-        hang = HangSettings(
-            settings.hang_seconds, settings.hang_factor, first=settings.register_timeout_seconds
-        )
+        hang = HangSettings(settings.hang_seconds, first=settings.register_timeout_seconds)
         self._hangs = HangFinder(coordinator, hang, log_dir)
         self._stragglers = StragglerFinder(settings.straggler_percent)
         self._failed = False

@@ -112,7 +112,6 @@ def job_of(
         snapshot_interval=SNAPSHOT_INTERVAL,
         lease=_LEASE_SECONDS,
         node_prefix="node",
-        costs=True,
         logs=f"logs/{'run' if snapshots else 'uninterrupted'}",
         trace=str(trace),
         # Host memory everywhere, so that the same bits come out with and without a GPU.

@@ -27,16 +27,13 @@ from pathlib import Path
 from megatron_ft.core import procfs
 from megatron_ft.launchers.base import BaseLauncher
 from megatron_ft.launchers.launcher_env import STEP_PLACES, outside_of_steps
-from megatron_ft.launchers.mpirun import MpiKind, MpiLauncher, mpich_by, open_mpi_by
+from megatron_ft.launchers.mpirun import MpiLauncher, daemons_by
 from megatron_ft.launchers.process import LocalProcess, open_session
 from megatron_ft.launchers.slurm.allocation import Allocation
 from megatron_ft.launchers.world import IN_FOLDER, Spread, WorldProcess
 
 SRUN = "MEGATRON_FT_SRUN"
 """JSON: srun with its flags, up to the node."""
-
-JOBS = "MEGATRON_FT_SLURM_JOBS"
-"""JSON: the number of the job that each node belongs to."""
 
 FOLDER = "MEGATRON_FT_JOB_DIR"
 """The job's folder on each node; MPI keeps its files in <folder>/<node>/mpi."""
@@ -47,10 +44,8 @@ def remote_command(
 ) -> list[str]:
     """The step that runs ``words`` on ``node``.  Pure."""
     prefix: list[str] = json.loads(environment[SRUN])
-    jobs: dict[str, str] = json.loads(environment[JOBS])
     folder = os.path.join(environment[FOLDER], node, "mpi")
-    prefix += [f"--jobid={jobs[node]}", f"--nodelist={node}"]
-    return [*prefix, "/bin/sh", "-c", IN_FOLDER, folder, " ".join(words)]
+    return [*prefix, f"--nodelist={node}", "/bin/sh", "-c", IN_FOLDER, folder, " ".join(words)]
 
 
 END_SECONDS = 4.0
@@ -66,8 +61,16 @@ class StepProcess(LocalProcess):
     of which srun makes a 0, it is that of SIGKILL.
     """
 
-    allocation: Allocation | None = None
-    """Known once it is; a step that has ended by then cannot be attached to."""
+    def __init__(
+        self,
+        allocation: Allocation,
+        node: str,
+        pid: int,
+        child: subprocess.Popen[bytes] | None = None,
+    ) -> None:
+        """Watch the srun ``pid`` of a step of ``allocation``."""
+        super().__init__(node, pid, child)
+        self._allocation = allocation
 
     @classmethod
     def begin(
@@ -81,21 +84,9 @@ class StepProcess(LocalProcess):
         stdin: bytes | None,
     ) -> StepProcess:
         """Start a step; ``flags`` are the site's own for srun."""
-        command = step_command(allocation.job_of(node), node, argv, log_path, flags)
+        command = step_command(allocation.job_id, node, argv, log_path, flags)
         child = open_session(node, command, outside_of_steps(env), log_path, stdin)
-        process = cls(node, child.pid, child)
-        process.allocation = allocation
-        return process
-
-    @classmethod
-    def of_earlier(
-        cls, allocation: Allocation, node: str, pid: int, start_time: int | None
-    ) -> StepProcess:
-        """The step of a supervisor that was here before; ProcessGoneError if it has ended."""
-        process = cls.attach(node, pid, start_time)
-        assert isinstance(process, StepProcess)
-        process.allocation = allocation
-        return process
+        return cls(allocation, node, child.pid, child)
 
     def kill(self) -> None:
         """Have Slurm send SIGKILL to all of the step; see ProcessHandle.
@@ -111,8 +102,7 @@ class StepProcess(LocalProcess):
 
     def _status(self) -> int:
         status = super()._status()
-        left = self.allocation is None or self.node in self.allocation.left()
-        return task_status(status, left)
+        return task_status(status, self.node in self._allocation.left())
 
 
 def task_status(status: int, node_left: bool) -> int:
@@ -150,23 +140,17 @@ _POLL_SECONDS = 0.05
 
 
 def reach_by_steps(
-    mpi: MpiLauncher, jobs: Mapping[str, str], job_dir: Path, flags: Sequence[str], notes: Path
+    mpi: MpiLauncher, job_id: str, job_dir: Path, flags: Sequence[str], notes: Path
 ) -> dict[str, str]:
-    """Settings by which ``mpi`` starts its daemons as job steps.
+    """Settings by which ``mpi`` starts its daemons as job steps; ``notes`` is a folder of ours.
 
-    ``jobs`` has the number of the Slurm job of each node, ``notes`` is a folder of ours.
     Slurm's configuration is named, because mpirun must not see that it is in a job.
     """
     conf = os.environ.get("SLURM_CONF")
     prefix = ["env", f"SLURM_CONF={conf}"] if conf else []
-    command = [sys.executable, "-m", __name__]
-    by = open_mpi_by(command)
-    if mpi.kind is MpiKind.MPICH:
-        by = mpich_by(command, notes / "remote-shell")
     return {
-        **by,
-        SRUN: json.dumps([*prefix, *step_prefix(flags)]),
-        JOBS: json.dumps(dict(jobs)),
+        **daemons_by(mpi, "megatron_ft.launchers.slurm.launcher", notes),
+        SRUN: json.dumps([*prefix, *step_prefix(flags), f"--jobid={job_id}"]),
         FOLDER: str(job_dir),
     }
 
@@ -231,7 +215,7 @@ class SlurmLauncher(BaseLauncher):
         self._shared, self._flags = shared_dir.absolute(), tuple(flags)
 
     def nodes(self) -> list[str]:
-        """All nodes that the allocation began with, in Slurm's order; then hosts that came."""
+        """All nodes that the allocation began with, in Slurm's order."""
         return list(self.allocation.names)
 
     def reachable(self, node: str) -> bool:
@@ -265,16 +249,14 @@ class SlurmLauncher(BaseLauncher):
     def attach(self, node: str, pid: int, start_time: int | None = None) -> StepProcess:
         """Take over the step whose srun has this number; see Launcher."""
         self._require([node])
-        return StepProcess.of_earlier(self.allocation, node, pid, start_time)
+        process = StepProcess(self.allocation, node, pid)
+        process.require_start(start_time)
+        return process
 
     def clean(self) -> None:
-        """Remove the job's folder on all nodes that are left; the job is over.
-
-        Replacement hosts do so themselves when their jobs end.
-        """
-        ours = self.allocation.job_id
-        left = sorted(n for n in self.allocation.left() if self.allocation.job_of(n) == ours)
-        command = [*step_prefix(self._flags), f"--jobid={ours}"]
+        """Remove the job's folder on all nodes that are left; the job is over."""
+        left = sorted(self.allocation.left())
+        command = [*step_prefix(self._flags), f"--jobid={self.allocation.job_id}"]
         command += [f"--nodelist={','.join(left)}"]
         command += [f"--nodes={len(left)}", f"--ntasks={len(left)}", "--output=none"]
         command += ["rm", "-rf", str(self.job_dir)]
@@ -282,8 +264,8 @@ class SlurmLauncher(BaseLauncher):
         shutil.rmtree(self._shared, ignore_errors=True)
 
     def _spread(self, nodes: Sequence[str], scratch: Path) -> Spread:
-        jobs = {node: self.allocation.job_of(node) for node in nodes}
-        settings = reach_by_steps(self.mpi(), jobs, self.job_dir, self._flags, self._shared)
+        job_id, notes = self.allocation.job_id, self._shared
+        settings = reach_by_steps(self.mpi(), job_id, self.job_dir, self._flags, notes)
         # MPICH's proxies call mpirun, which is where the batch script is.
         here = os.environ.get("SLURMD_NODENAME", "")
         address = self.allocation.address(here) if here in self.allocation.names else ""

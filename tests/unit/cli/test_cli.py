@@ -242,7 +242,7 @@ def test_job_with_a_living_process_is_left_alone(
         assert process.stdout and process.stdout.readline()
         private_files.replace_file(node / "smp.pid", f"{process.pid}\n".encode())
         assert clean(tmp_path, "--job", "alive") == 1
-        assert f"process {process.pid}, the SMP of node node-0" in capsys.readouterr().err
+        assert f"still runs (process {process.pid})" in capsys.readouterr().err
     assert clean(tmp_path, "--job", "alive") == 0
 
 
@@ -263,7 +263,7 @@ def test_clean_ends_a_stopped_smp(
         asyncio.run(node.endpoint())
         assert node.process is not None
         assert clean(tmp_path / "root", "--all") == 0
-        assert "stopped, its SMPs keep its snapshots" in capsys.readouterr().err
+        assert "SMPs of a stopped job end with" in capsys.readouterr().err
         # One that runs makes them again.
         os.kill(node.process.pid, signal.SIGSTOP)
         if remove == "socket":
@@ -307,7 +307,7 @@ def test_a_strangers_lock_is_not_taken_for_a_dead_supervisor(tmp_path: Path) -> 
 
 def test_a_finished_job_leaves_no_file_of_a_daemon_that_died(tmp_path: Path) -> None:
     flags = {"launcher": "virtual", "nodes": 1, "spares": 0, "job": "job"}
-    arguments = argparse.Namespace(**flags, srun_flags="", sbatch_flags="")
+    arguments = argparse.Namespace(**flags, srun_flags="")
     place = place_of(arguments, tmp_path / "root", tmp_path / "state", tmp_path / "meeting")
     node = place.launcher.node_dir("node0")
     node.mkdir(parents=True, exist_ok=True)

@@ -38,7 +38,6 @@ GIVEN = {
     "--expected-mtbf-hours": "7.5",
     "--encode-bandwidth-mib": "640.0",
     "--hang-seconds": "44.0",
-    "--hang-factor": "3.0",
     "--straggler-percent": "8.0",
     "--on-no-spare": "shrink",
 }
