@@ -147,7 +147,7 @@ def main(arguments: argparse.Namespace) -> int:
         return code
     notes = state_folder(arguments.job, arguments.state_dir)
     meeting = run_place.meeting_folder(arguments)
-    place = run_place.place_of(arguments, settings.arena_dir, notes, meeting)
+    place = run_place.place_of(arguments, settings.arena_dir, notes, meeting, settings.on_no_spare)
     if arguments.launcher == run_place.SLURM and not no_kill():
         say(
             "megatron-ft: warning: --no-kill is not seen: without it Slurm kills the whole job, "
@@ -177,7 +177,7 @@ def _supervise(
     with JobState(notes, spec.name) as state, ExitStack() as held:
         with _leaving_nothing(place):
             held.enter_context(folders_ready(spec, state))
-        supervisor = Supervisor(spec, place.launcher, state)
+        supervisor = Supervisor(spec, place.launcher, state, place.hosts)
         supervisor.observers.add(Printer())
         supervisor.observers.add(end := RunSummary())
         if spec.domains:

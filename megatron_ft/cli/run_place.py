@@ -22,6 +22,7 @@ from pathlib import Path
 from megatron_ft.cli.common import say
 from megatron_ft.core.environment import check_names, check_sockets
 from megatron_ft.core.errors import ConfigError
+from megatron_ft.core.identity import HOLD, STOP
 from megatron_ft.launchers.agents.agent import AgentFront
 from megatron_ft.launchers.agents.hub import AgentHub
 from megatron_ft.launchers.agents.launcher import AgentLauncher
@@ -33,14 +34,15 @@ from megatron_ft.launchers.agents.rendezvous import (
     node_rank,
     read_hostfile,
 )
-from megatron_ft.launchers.launcher import Launcher
-from megatron_ft.launchers.slurm.allocation import Allocation
+from megatron_ft.launchers.launcher import HostSource, Launcher
+from megatron_ft.launchers.slurm.allocation import Allocation, ReplacementHosts
 from megatron_ft.launchers.slurm.launcher import SlurmLauncher
 from megatron_ft.launchers.virtual import VirtualCluster, default_root
 from megatron_ft.supervisor.job_state import make_notes_folder, state_folder
 
 VIRTUAL, SLURM, NODES, HOSTFILE = "virtual", "slurm", "nodes", "hostfile"
 VIRTUAL_NODES = 4
+HOLD_SECONDS = 600.0
 GATHER_SECONDS = 120.0
 _LOOK_SECONDS = 0.5
 _SSH = "ssh -o BatchMode=yes"
@@ -48,7 +50,7 @@ _SSH = "ssh -o BatchMode=yes"
 _ANYWHERE = "192.0.2.1"
 _ONLY = {
     "hostfile": HOSTFILE, "remote_shell": HOSTFILE, "node_rank": NODES, "node_name": NODES,
-    "srun_flags": SLURM,
+    "srun_flags": SLURM, "sbatch_flags": SLURM,
 }  # fmt: skip
 
 
@@ -58,7 +60,8 @@ class RunPlace:
 
     ``seconds_left`` until it ends the job, 0: never.  ``clean`` removes what a job that is done
     left on its nodes; ``destroy`` also ends its processes.  ``hint`` explains what becomes of
-    memory when the job has stopped.  ``leave`` takes the exit code to all nodes, at the very end.
+    memory when the job has stopped.  ``hosts`` is where replacements of lost nodes come from.
+    ``leave`` takes the exit code to all nodes, at the very end.
     """
 
     launcher: Launcher
@@ -67,6 +70,7 @@ class RunPlace:
     clean: Callable[[], None]
     destroy: Callable[[], None]
     hint: str
+    hosts: HostSource | None = None
     leave: Callable[[int], None] = lambda code: None
 
 
@@ -110,6 +114,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FLAGS",
         help="more flags for each srun, as one word: --srun-flags='--container-image=...'",
     )
+    parser.add_argument(
+        "--hold-seconds",
+        type=float,
+        default=HOLD_SECONDS,
+        help="longest wait of --on-no-spare hold, then stop (%(default)g)",
+    )
+    parser.add_argument(
+        "--sbatch-flags",
+        default="",
+        metavar="FLAGS",
+        help="more flags for the sbatch of a replacement host, as one word: "
+        "--sbatch-flags=--gpus-per-node=8",
+    )
 
 
 def place_of(
@@ -117,16 +134,19 @@ def place_of(
     root: Path | None,
     state_folder: Path,
     meeting_folder: Path,
+    on_no_spare: str = STOP,
 ) -> RunPlace:
     """The place that the flags ask for.
 
     ``root`` is the folder of all jobs' arenas, None: the usual one.
-    Agents meet the supervisor in ``meeting_folder``.
+    Agents meet the supervisor in ``meeting_folder``; ``on_no_spare`` is the job's setting.
     ConfigError for flags that do not fit the place.
     """
-    root = root or default_root()
+    root, hold = root or default_root(), on_no_spare == HOLD
     if arguments.launcher == SLURM:
-        return _slurm(arguments, root, state_folder)
+        return _slurm(arguments, root, state_folder, hold)
+    if hold:
+        raise ConfigError("--on-no-spare hold needs --launcher slurm")
     if arguments.launcher in (NODES, HOSTFILE):
         return _gather(arguments, root, meeting_folder)
     nodes: int = VIRTUAL_NODES if arguments.nodes is None else arguments.nodes
@@ -139,7 +159,7 @@ def place_of(
     return RunPlace(cluster, nodes, 0.0, cluster.clean, cluster.destroy, hint)
 
 
-def _slurm(arguments: argparse.Namespace, root: Path, state_folder: Path) -> RunPlace:
+def _slurm(arguments: argparse.Namespace, root: Path, state_folder: Path, hold: bool) -> RunPlace:
     allocation = Allocation.from_environment()
     there = len(allocation.names)
     nodes: int = there - arguments.spares if arguments.nodes is None else arguments.nodes
@@ -154,8 +174,19 @@ def _slurm(arguments: argparse.Namespace, root: Path, state_folder: Path) -> Run
     make_notes_folder(notes)
     launcher = SlurmLauncher(arguments.job, allocation, root, notes, flags)
     hint = "snapshots stay in memory until this Slurm job ends or runs the same command again"
-    clean = launcher.clean
-    return RunPlace(launcher, nodes, allocation.seconds_left(), clean, clean, hint)
+    hosts = ReplacementHosts(
+        allocation,
+        root / arguments.job,
+        shlex.split(arguments.sbatch_flags),
+        arguments.hold_seconds,
+    )
+
+    def clean() -> None:
+        launcher.clean()
+        hosts.end()
+
+    held = hosts if hold else None
+    return RunPlace(launcher, nodes, allocation.seconds_left(), clean, clean, hint, hosts=held)
 
 
 def _refuse_other_flags(arguments: argparse.Namespace) -> None:

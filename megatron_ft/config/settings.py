@@ -30,7 +30,7 @@ from megatron_ft.config.setting import (
     whole,
 )
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.core.identity import SHRINK, STOP
+from megatron_ft.core.identity import HOLD, SHRINK, STOP
 
 SWITCH = "--inmem-snapshot"
 SWITCH_HELP = "Keep snapshots of the training state in host memory and restore from them."
@@ -183,9 +183,10 @@ class SnapshotConfig:
         unit="percent",
     )
     on_no_spare: str = one_of(
-        (STOP, SHRINK),
-        "When a node is lost and no spare is left, what memory can serve is drained; then stop, or "
-        "shrink: continue with fewer data-parallel ranks from an export in drain_export_dir.",
+        (STOP, HOLD, SHRINK),
+        "When a node is lost and no spare is left, what memory can serve is drained; then stop, "
+        "hold memory until a Slurm job of its own has brought a host, or shrink: continue with "
+        "fewer data-parallel ranks from an export in drain_export_dir.",
     )
     register_timeout_seconds: float = seconds(
         600.0,

@@ -124,7 +124,7 @@ def extend(
 
 Positive = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 
-STOP, SHRINK = "stop", "shrink"
+STOP, HOLD, SHRINK = "stop", "hold", "shrink"
 """Values of ``on_no_spare``."""
 
 

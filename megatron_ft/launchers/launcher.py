@@ -64,6 +64,22 @@ class ProcessHandle(Protocol):
         """True if it still runs; a zombie does not."""
 
 
+class HostSource(Protocol):
+    """A source of more nodes for a job."""
+
+    seconds: float
+    """Longest to wait for them."""
+
+    def request(self, count: int) -> str:
+        """Ask for so many; what was asked for, in words.  MegatronFTError if that is refused."""
+
+    def arrived(self) -> list[str]:
+        """Nodes that came since this was asked before; the launcher has them from now on."""
+
+    def withdraw(self) -> None:
+        """Give back what was asked for and has not come."""
+
+
 class Launcher(Protocol):
     """Starts processes on the nodes of one job.
 

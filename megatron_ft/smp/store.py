@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -315,16 +315,12 @@ def _check_same(present: ArenaHeader, wanted: ArenaHeader) -> None:
 
 def _report(header: ArenaHeader, slots: tuple[m.SlotReport, ...]) -> m.ArenaReport:
     return m.ArenaReport(
-        shard_id=header.shard_id,
-        incarnation=header.incarnation,
-        lineage=header.lineage,
-        codec=header.codec,
-        data_members=header.data_members,
-        parity_members=header.parity_members,
-        member_index=header.member_index,
-        members=header.members,
+        **{name: getattr(header, name) for name in _REPORTED},
         data_bytes=header.geometry.data_bytes,
         file_bytes=header.geometry.file_bytes,
         block_bytes=header.geometry.block_bytes,
         slots=slots,
     )
+
+
+_REPORTED = {f.name for f in fields(ArenaHeader)} & set(m.ArenaReport.__struct_fields__)

@@ -55,7 +55,7 @@ def choose_spares(
     enough spares.
     """
 
-    def cost(chosen: Sequence[str]) -> tuple[int, int]:
+    def cost(chosen: Iterable[str]) -> tuple[int, int]:
         moved = {node: domain_of(n, domains) for node, n in zip(lost, chosen, strict=True)}
         names = [moved.get(node, domain_of(node, domains)) for node in active]
         counts = [Counter(names[i] for i in stripe) for stripe in stripes]

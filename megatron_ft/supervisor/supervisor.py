@@ -4,13 +4,14 @@ It starts processes and decides who replaces whom; the coordinator inside it tal
 When it is killed, SMPs and arenas stay, and the same command run again takes them over.
 
 When nodes are lost and no spare is left, it drains memory at once.  Then the job continues with
-fewer nodes, or stops, as its settings say.  On SIGTERM the newest
+fewer nodes, waits for replacement hosts, or stops, as its settings say.  On SIGTERM the newest
 committed snapshot goes to disk before all ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 
 from megatron_ft.core.errors import (
@@ -22,7 +23,7 @@ from megatron_ft.core.errors import (
     RestartBudgetError,
     StaleIncarnationError,
 )
-from megatron_ft.launchers.launcher import Launcher
+from megatron_ft.launchers.launcher import HostSource, Launcher
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.supervisor.coordinator import Coordinator
@@ -42,11 +43,14 @@ from megatron_ft.supervisor.schedule import Pacing
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.watch import JobWatch
 
+HOST_POLL_SECONDS = 1.0
+
 
 class Supervisor:
     """Runs one JobSpec through a Launcher.  ``observers`` get every event.
 
-    Making a supervisor starts nothing.
+    ``hosts`` is where replacement hosts can be had, None: nowhere.  Making a supervisor starts
+    nothing.
     """
 
     def __init__(
@@ -54,9 +58,10 @@ class Supervisor:
         spec: JobSpec,
         launcher: Launcher,
         state: JobState,
+        hosts: HostSource | None = None,
     ) -> None:
         self.spec, self.state, self.observers = spec, state, Observers()
-        self._launcher = launcher
+        self._launcher, self._hosts = launcher, hosts
         self.trainers = TrainerFleet(launcher, spec)
         encoders = EncoderWorld(launcher, spec)
         self.coordinator = Coordinator(
@@ -133,6 +138,10 @@ class Supervisor:
         """One incarnation; None when training has finished."""
         try:
             return await self._recover_and_train()
+        except NoSpareError as error:
+            if not await self._hold_for_hosts(error.missing):
+                raise
+            return Failure("replacement hosts have come", asked=True)
         except RebuildError as error:
             self._quarantine.rebuild_failed(error.corrupt)
             self.observers.emit("rebuild_failed", f"the rebuild failed: {error}")
@@ -165,7 +174,7 @@ class Supervisor:
 
     async def _recover_and_train(self) -> Failure | None:
         try:
-            plan = await self._recovery.run(self._budget, self._reached)
+            plan = await self._recovery.run(self._reached)
         except NoSpareError as error:
             await self._emergency.run(error.admitted)
             if await self._emergency.shrink(error.admitted):
@@ -188,6 +197,34 @@ class Supervisor:
         )
         return await incarnation.run()
 
+    async def _hold_for_hosts(self, missing: int) -> bool:
+        """Wait for ``missing`` hosts; whether all have come.  SMPs and memory stay meanwhile.
+
+        False at once where the job's place has no source of them.
+        """
+        source, emit = self._hosts, self.observers.emit
+        if source is None:
+            return False
+        self.world.stop()
+        try:
+            asked = await asyncio.to_thread(source.request, missing)
+        except MegatronFTError as error:
+            emit("hold_refused", f"no replacement host can be asked for: {error}")
+            return False
+        emit("holding", f"memory is held for up to {source.seconds:g} s, until there is {asked}")
+        deadline = time.monotonic() + source.seconds
+        while time.monotonic() < deadline:
+            # Only the scheduler knows, and it notifies nobody.
+            for node in await asyncio.to_thread(source.arrived):
+                emit("host", f"{node} has come as a replacement host", node=node)
+                missing -= 1
+            if missing <= 0:
+                return True
+            await asyncio.sleep(HOST_POLL_SECONDS)
+        await asyncio.to_thread(source.withdraw)
+        emit("held_in_vain", f"no replacement host came within {source.seconds:g} s")
+        return False
+
     async def _after(self, failure: Failure) -> None:
         """Charge a failure to the restart budget, which may end the job, and wait if it says so."""
         self._watch.clock.dead(failure.text)
@@ -201,8 +238,7 @@ class Supervisor:
         committed = self.coordinator.committed
         iteration = -1 if committed is None else committed[1]
         saved = await newest_saved(self.spec.checkpoint_dir)
-        spare = bool(self.members.free_spares())
-        self._budget = self._budget.after(failure, iteration, saved=saved, spare=spare)
+        self._budget = self._budget.after(failure, iteration, saved=saved)
         if self._budget.delay_seconds:
             delay = self._budget.delay_seconds
             self.observers.emit("backoff", f"waiting {delay:g} s before the next start")

@@ -40,7 +40,7 @@ one_of() {
     exit 2
 }
 one_of AFTER_TERM "$AFTER_TERM" requeue stop
-one_of ON_NO_SPARE "$ON_NO_SPARE" requeue stop shrink
+one_of ON_NO_SPARE "$ON_NO_SPARE" requeue stop hold shrink
 if ! [[ "$MAX_REQUEUES" =~ ^[0-9]+$ ]]; then
     echo "megatron-ft: MAX_REQUEUES is '$MAX_REQUEUES'; give a whole number >= 0" >&2
     exit 2
@@ -56,7 +56,7 @@ THIS="$SLURM_JOB_ID"
 [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || THIS="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
 on_no_spare=stop
 case "$ON_NO_SPARE" in
-    shrink) on_no_spare="$ON_NO_SPARE" ;;
+    hold | shrink) on_no_spare="$ON_NO_SPARE" ;;
 esac
 stop_for_good=""
 told=""

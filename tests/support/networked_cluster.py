@@ -144,6 +144,17 @@ def _mpi_settings(network: Network, agent: Path) -> Mapping[str, str]:
     }
 
 
+def _near_world(near: Callable[[str], bool]) -> type[WorldProcess]:
+    """A world whose ranks are ended only where the supervisor reaches them."""
+
+    class NearWorld(WorldProcess):
+        def _is_member(self, pid: int) -> bool:
+            node = procfs.read_environment(pid).get(NODE, "")
+            return super()._is_member(pid) and (not node or near(node))
+
+    return NearWorld
+
+
 class NetworkedCluster(VirtualCluster):
     """A VirtualCluster whose nodes may have a network each, to be cut.
 
@@ -157,6 +168,9 @@ class NetworkedCluster(VirtualCluster):
     def use_network(self, network: Network | None, place: str = HOST) -> None:
         """Have processes that start from now on be in this network; before any is started."""
         self.network, self._place = network, place
+        if network is not None:
+            self.process_kind = RemoteProcess
+            self.world_kind = _near_world(self._near)
 
     def move_supervisor(self, place: str) -> None:
         """The next supervisor is at another place of the network than the one before."""
@@ -178,23 +192,6 @@ class NetworkedCluster(VirtualCluster):
     def attach(self, node: str, pid: int, start_time: int | None = None) -> LocalProcess:
         """Take over a process; see Launcher."""
         return self._placed(super().attach(node, pid, start_time))
-
-    @property
-    def process_kind(self) -> type[LocalProcess]:
-        """What may be cut off has a handle that knows it."""
-        return LocalProcess if self.network is None else RemoteProcess
-
-    @property
-    def world_kind(self) -> type[WorldProcess]:
-        """A world whose ranks are ended only where the supervisor reaches them."""
-        near = self._near
-
-        class NearWorld(WorldProcess):
-            def _is_member(self, pid: int) -> bool:
-                node = procfs.read_environment(pid).get(NODE, "")
-                return super()._is_member(pid) and (not node or near(node))
-
-        return NearWorld
 
     def mpi(self) -> MpiLauncher:
         """The MPI launcher, at the supervisor's place."""

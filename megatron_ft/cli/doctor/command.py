@@ -86,7 +86,7 @@ async def examine(
     logs = state_folder(name, arguments.log_dir or arguments.state_dir)
     own = argparse.Namespace(**{**vars(arguments), "job": name})
     meeting = run_place.meeting_folder(arguments)
-    place = run_place.place_of(own, root, logs, meeting)
+    place = run_place.place_of(own, root, logs, meeting, settings.on_no_spare)
     try:
         with _unmade(settings):
             _refuse_what_run_refuses(arguments, settings, command, place)

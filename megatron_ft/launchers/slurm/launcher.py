@@ -35,6 +35,9 @@ from megatron_ft.launchers.world import IN_FOLDER, Spread, WorldProcess
 SRUN = "MEGATRON_FT_SRUN"
 """JSON: srun with its flags, up to the node."""
 
+JOBS = "MEGATRON_FT_SLURM_JOBS"
+"""JSON: the number of the job that each node belongs to."""
+
 FOLDER = "MEGATRON_FT_JOB_DIR"
 """The job's folder on each node; MPI keeps its files in <folder>/<node>/mpi."""
 
@@ -44,8 +47,10 @@ def remote_command(
 ) -> list[str]:
     """The step that runs ``words`` on ``node``.  Pure."""
     prefix: list[str] = json.loads(environment[SRUN])
+    jobs: dict[str, str] = json.loads(environment[JOBS])
     folder = os.path.join(environment[FOLDER], node, "mpi")
-    return [*prefix, f"--nodelist={node}", "/bin/sh", "-c", IN_FOLDER, folder, " ".join(words)]
+    prefix += [f"--jobid={jobs[node]}", f"--nodelist={node}"]
+    return [*prefix, "/bin/sh", "-c", IN_FOLDER, folder, " ".join(words)]
 
 
 END_SECONDS = 4.0
@@ -84,7 +89,7 @@ class StepProcess(LocalProcess):
         stdin: bytes | None,
     ) -> StepProcess:
         """Start a step; ``flags`` are the site's own for srun."""
-        command = step_command(allocation.job_id, node, argv, log_path, flags)
+        command = step_command(allocation.job_of(node), node, argv, log_path, flags)
         child = open_session(node, command, outside_of_steps(env), log_path, stdin)
         return cls(allocation, node, child.pid, child)
 
@@ -140,17 +145,19 @@ _POLL_SECONDS = 0.05
 
 
 def reach_by_steps(
-    mpi: MpiLauncher, job_id: str, job_dir: Path, flags: Sequence[str], notes: Path
+    mpi: MpiLauncher, jobs: Mapping[str, str], job_dir: Path, flags: Sequence[str], notes: Path
 ) -> dict[str, str]:
-    """Settings by which ``mpi`` starts its daemons as job steps; ``notes`` is a folder of ours.
+    """Settings by which ``mpi`` starts its daemons as job steps.
 
+    ``jobs`` has the number of the Slurm job of each node, ``notes`` is a folder of ours.
     Slurm's configuration is named, because mpirun must not see that it is in a job.
     """
     conf = os.environ.get("SLURM_CONF")
     prefix = ["env", f"SLURM_CONF={conf}"] if conf else []
     return {
         **daemons_by(mpi, "megatron_ft.launchers.slurm.launcher", notes),
-        SRUN: json.dumps([*prefix, *step_prefix(flags), f"--jobid={job_id}"]),
+        SRUN: json.dumps([*prefix, *step_prefix(flags)]),
+        JOBS: json.dumps(dict(jobs)),
         FOLDER: str(job_dir),
     }
 
@@ -215,7 +222,7 @@ class SlurmLauncher(BaseLauncher):
         self._shared, self._flags = shared_dir.absolute(), tuple(flags)
 
     def nodes(self) -> list[str]:
-        """All nodes that the allocation began with, in Slurm's order."""
+        """All nodes that the allocation began with, in Slurm's order; then hosts that came."""
         return list(self.allocation.names)
 
     def reachable(self, node: str) -> bool:
@@ -254,9 +261,13 @@ class SlurmLauncher(BaseLauncher):
         return process
 
     def clean(self) -> None:
-        """Remove the job's folder on all nodes that are left; the job is over."""
-        left = sorted(self.allocation.left())
-        command = [*step_prefix(self._flags), f"--jobid={self.allocation.job_id}"]
+        """Remove the job's folder on all nodes that are left; the job is over.
+
+        Replacement hosts do so themselves when their jobs end.
+        """
+        ours = self.allocation.job_id
+        left = sorted(n for n in self.allocation.left() if self.allocation.job_of(n) == ours)
+        command = [*step_prefix(self._flags), f"--jobid={ours}"]
         command += [f"--nodelist={','.join(left)}"]
         command += [f"--nodes={len(left)}", f"--ntasks={len(left)}", "--output=none"]
         command += ["rm", "-rf", str(self.job_dir)]
@@ -264,8 +275,8 @@ class SlurmLauncher(BaseLauncher):
         shutil.rmtree(self._shared, ignore_errors=True)
 
     def _spread(self, nodes: Sequence[str], scratch: Path) -> Spread:
-        job_id, notes = self.allocation.job_id, self._shared
-        settings = reach_by_steps(self.mpi(), job_id, self.job_dir, self._flags, notes)
+        jobs = {node: self.allocation.job_of(node) for node in nodes}
+        settings = reach_by_steps(self.mpi(), jobs, self.job_dir, self._flags, self._shared)
         # MPICH's proxies call mpirun, which is where the batch script is.
         here = os.environ.get("SLURMD_NODENAME", "")
         address = self.allocation.address(here) if here in self.allocation.names else ""

@@ -29,7 +29,7 @@ from megatron_ft.core.objects import decode, encode
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.rpc.local_query import ask
 from megatron_ft.rpc.messages import StatusRequest
-from megatron_ft.supervisor.job_state import JobHeldError, JobState, state_folder
+from megatron_ft.supervisor.job_state import JobState, state_folder
 from tests.support.smp_node import SmpNode
 
 
@@ -290,24 +290,9 @@ def test_clean_ends_a_stopped_smp(
     assert not (tmp_path / "root" / name).exists()
 
 
-def test_a_strangers_lock_is_not_taken_for_a_dead_supervisor(tmp_path: Path) -> None:
-    lock = state_folder("job", tmp_path) / "lock"
-    JobState(lock.parent, "job").close()
-    assert lock.read_text().strip() == str(os.getpid())
-    with subprocess.Popen(
-        ["flock", str(lock), "sh", "-c", "echo; read x"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as stranger:
-        assert stranger.stdout is not None and stranger.stdout.readline()
-        with pytest.raises(JobHeldError, match=f"holds its lock: process {stranger.pid}"):
-            JobState(lock.parent, "job")
-        stranger.communicate(b"\n", 10)
-
-
 def test_a_finished_job_leaves_no_file_of_a_daemon_that_died(tmp_path: Path) -> None:
     flags = {"launcher": "virtual", "nodes": 1, "spares": 0, "job": "job"}
-    arguments = argparse.Namespace(**flags, srun_flags="")
+    arguments = argparse.Namespace(**flags, srun_flags="", sbatch_flags="")
     place = place_of(arguments, tmp_path / "root", tmp_path / "state", tmp_path / "meeting")
     node = place.launcher.node_dir("node0")
     node.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from megatron_ft.launchers.mpirun import MpiKind, MpiLauncher, world_environment
 from megatron_ft.launchers.slurm import allocation, launcher
 from megatron_ft.launchers.slurm.allocation import (
     Allocation,
+    host_command,
     job_reference,
     node_addresses,
     parse_duration,
@@ -83,7 +84,7 @@ def test_the_task_of_a_step_logs_by_itself_and_is_told_no_rank(tmp_path: Path) -
 
 
 def test_mpirun_reaches_a_node_by_a_step_of_its_own(tmp_path: Path) -> None:
-    settings = reach_by_steps(OPEN_MPI, "7", tmp_path, ["-v"], tmp_path)
+    settings = reach_by_steps(OPEN_MPI, {"n0": "7", "n5": "8"}, tmp_path, ["-v"], tmp_path)
     words = launcher.remote_command("n0", ["echo", "$TMPDIR;", "pwd"], settings)
     assert {"srun", "--jobid=7", "--nodelist=n0", "-v"} <= set(words)
     script = words[words.index("/bin/sh") :]
@@ -93,23 +94,71 @@ def test_mpirun_reaches_a_node_by_a_step_of_its_own(tmp_path: Path) -> None:
     assert modes == [0o700, 0o700], "an SMP refuses a folder that others may read"
 
 
+def test_mpirun_reaches_a_replacement_host_in_the_job_that_brought_it(tmp_path: Path) -> None:
+    settings = reach_by_steps(OPEN_MPI, {"n0": "7", "n5": "8"}, tmp_path, [], tmp_path)
+    words = {n: launcher.remote_command(n, ["true"], settings) for n in ("n0", "n5")}
+    jobs = {node: [w for w in found if w.startswith("--jobid")] for node, found in words.items()}
+    assert jobs == {"n0": ["--jobid=7"], "n5": ["--jobid=8"]}
+
+
 def test_a_task_of_an_array_is_not_called_by_its_number() -> None:
     assert job_reference({"SLURM_JOB_ID": "7"}) == "7"
     array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "4"}
     assert job_reference({"SLURM_JOB_ID": "7", **array}) == "7_4"
 
 
+def test_a_host_is_asked_for_like_those_that_the_job_has(tmp_path: Path) -> None:
+    job = {"SLURM_JOB_PARTITION": "gpu", "SLURM_JOB_ACCOUNT": "us"}
+    allocation = Allocation("7", ["n0", "n1"], {}, "7_2")
+    words = host_command(allocation, tmp_path, 150.0, ["--partition=spare"], job)
+    assert {"--exclusive", "--nodes=1", "--exclude=n0,n1", "--time=2", "--account=us"} <= set(words)
+    partitions = [word for word in words if word.startswith("--partition")]
+    assert partitions == ["--partition=gpu", "--partition=spare"], "the last one counts"
+    assert not [w for w in host_command(allocation, tmp_path, 0.0, [], {}) if "--time" in w]
+    script = words[-1].removeprefix("--wrap=")
+    assert "--jobs=7_2 " in script
+    subprocess.run(["sh", "-n", "-c", script], check=True)
+
+
+@pytest.mark.parametrize(("state", "ends"), [("RUNNING", False), ("PENDING", True), ("", True)])
+def test_a_host_is_given_back_when_its_job_runs_no_more(
+    tmp_path: Path, state: str, ends: bool
+) -> None:
+    """Its memory is freed then, and at scancel too."""
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\necho {state}\n")
+    (tmp_path / "sleep").write_text("#!/bin/sh\nexec /bin/sleep 0.1\n")
+    for name in ("squeue", "sleep"):
+        (tmp_path / name).chmod(0o700)
+    (tmp_path / "job" / "n5").mkdir(parents=True)
+    command = host_command(Allocation("7", ["n0"], {}), tmp_path / "job", 0.0, [], {})
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURMD_NODENAME": "n5"}
+    script = ["sh", "-c", command[-1].removeprefix("--wrap=")]
+    with subprocess.Popen(script, env=environment) as host:
+        try:
+            if ends:
+                host.wait(10)
+            else:
+                with pytest.raises(subprocess.TimeoutExpired):
+                    host.wait(0.5)
+                host.terminate()
+                host.wait(10)
+        finally:
+            # Else a host that does not end would be waited for without a limit.
+            host.kill()
+    assert not (tmp_path / "job" / "n5").exists()
+
+
 def test_slurms_configuration_reaches_srun_and_not_mpirun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_CONF", "/etc/other.conf")
-    settings = reach_by_steps(OPEN_MPI, "7", tmp_path, [], tmp_path)
+    settings = reach_by_steps(OPEN_MPI, {"n0": "7", "n5": "8"}, tmp_path, [], tmp_path)
     assert json.loads(settings[launcher.SRUN])[:2] == ["env", "SLURM_CONF=/etc/other.conf"]
     assert "SLURM_CONF" not in world_environment(OPEN_MPI, os.environ, tmp_path, settings)
 
 
 def test_across_nodes_mpi_chooses_its_networks_or_the_user_does(tmp_path: Path) -> None:
-    settings = reach_by_steps(OPEN_MPI, "7", tmp_path, [], tmp_path)
+    settings = reach_by_steps(OPEN_MPI, {"n0": "7", "n5": "8"}, tmp_path, [], tmp_path)
     chosen = {"OMPI_MCA_btl_tcp_if_include": "ib0"}
     assert "OMPI_MCA_btl" not in world_environment(OPEN_MPI, {}, tmp_path, settings)
     assert world_environment(OPEN_MPI, chosen, tmp_path, settings).items() >= chosen.items()
@@ -117,7 +166,7 @@ def test_across_nodes_mpi_chooses_its_networks_or_the_user_does(tmp_path: Path) 
 
 def test_mpich_reaches_a_node_by_a_program_that_is_called_like_ssh(tmp_path: Path) -> None:
     mpich = MpiLauncher(Path("/bin/mpirun"), MpiKind.MPICH, "5.0.1", "python")
-    settings = reach_by_steps(mpich, "7", tmp_path, [], tmp_path)
+    settings = reach_by_steps(mpich, {"n0": "7", "n1": "7"}, tmp_path, [], tmp_path)
     (tmp_path / "srun").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "srun").chmod(0o700)
     environment = {**os.environ, **settings, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
@@ -135,6 +184,8 @@ def test_outside_of_a_job_it_says_where_to_run() -> None:
 def test_flags_for_srun_need_slurm(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "--srun-flags=-v", "--", "true"]) == 2
     assert "--srun-flags needs --launcher slurm" in capsys.readouterr().err
+    assert cli.main(["run", "--on-no-spare", "hold", "--", "true"]) == 2
+    assert "--on-no-spare hold needs --launcher slurm" in capsys.readouterr().err
 
 
 def test_a_controller_that_does_not_answer_loses_no_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def test_what_is_copied_was_verified_and_all_else_is_named(
         order = data.draw(st.permutations(range(len(cut))))
         cuts = BlockRanges.of([starts[n] for n in order], [cut[n] for n in order], blocks, BLOCK)
         copying = VerifiedCopy(region, check, cuts, [targets[n].ctypes.data for n in order])
-        bad = copying.run(cuts.chunks)
+        bad = copying.run()
     assert bad == sorted({at // BLOCK for at in flipped})
     looked_at = [cuts.blocks_of(chunk) for chunk in cuts.chunks]
     assert [*chain(*looked_at)] == [*range(blocks)]
