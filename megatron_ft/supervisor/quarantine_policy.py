@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from megatron_ft.checkpoint.decide import Decision, Quarantine
 from megatron_ft.checkpoint.native import iteration_of, naming, newest_iteration
+from megatron_ft.core.errors import ControlPlaneError, StaleIncarnationError
 from megatron_ft.core.identity import Ancestor, SnapshotId, on_lineage
 from megatron_ft.core.process_tools import in_thread
 from megatron_ft.rpc import messages as m
@@ -145,6 +146,11 @@ class QuarantinePolicy:
         self._coordinator.observers.emit("rewind", text, before=before)
         return text
 
+    async def newest_saved(self) -> int:
+        """The newest iteration that the framework has saved itself; -1 for none, or if unknown."""
+        own = await self._own()
+        return -1 if own is None else own.iteration
+
     async def _own(self) -> OwnCheckpoint | None:
         """The newest that the framework has saved itself, None where that is not known."""
         directory = self._directory
@@ -171,9 +177,13 @@ class QuarantinePolicy:
             self._coordinator.repairs.lost.discard((body.shard_id, body.snapshot))
 
     def _remember(self, quarantine: Quarantine) -> None:
-        """Put a quarantine in force; if its note fails, a job that runs from memory continues."""
-        if reason := self._state.remember(quarantine=quarantine):
-            self._coordinator.observers.emit("notes_unwritten", reason)
+        """Put a quarantine in force, unless its note fails: that is an event."""
+        try:
+            self._state.update(quarantine=quarantine)
+        except StaleIncarnationError:
+            raise
+        except ControlPlaneError as error:
+            self._coordinator.observers.emit("notes_unwritten", str(error))
 
 
 def reason_against_own(quarantine: Quarantine, checkpoint: Path | None) -> str:
@@ -188,11 +198,3 @@ def reason_against_own(quarantine: Quarantine, checkpoint: Path | None) -> str:
 def memory_goes_first(quarantine: Quarantine, directory: Path) -> bool:
     """True if memory goes before a newer checkpoint of the framework's own in ``directory``."""
     return quarantine.goes_before(naming(directory))
-
-
-async def newest_saved(directory: Path | None) -> int:
-    """The newest iteration that the framework has saved itself; -1 for none, or if unknown."""
-    try:
-        return await in_thread(lambda: newest_iteration(directory), DISK_TIMEOUT_SECONDS)
-    except (asyncio.TimeoutError, OSError):
-        return -1

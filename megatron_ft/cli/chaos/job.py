@@ -20,7 +20,7 @@ import msgspec
 
 from megatron_ft.cli.chaos import trace
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.core import fault_points, isal
+from megatron_ft.core import fault_points
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.fault_plan import PLAN_NAME
 from megatron_ft.core.scheme import Scheme
@@ -28,7 +28,6 @@ from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.orders import Sizes
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.supervisor import Supervisor
 
@@ -55,7 +54,7 @@ class JobFile(msgspec.Struct, frozen=True):
     protect: str
     ranks_per_node: int = 1
     slots: int = 2
-    block_bytes: int = Sizes().block_bytes
+    block_bytes: int = 16384
     snapshot_interval: int = 2
     drain_interval: int = 0
     lease: float = 4.0
@@ -123,7 +122,7 @@ class JobFile(msgspec.Struct, frozen=True):
                 drain_interval=self.drain_interval,
                 transport=self.transport,
             ),
-            sizes=Sizes(self.block_bytes, isal.available()),
+            block_bytes=self.block_bytes,
             log_dir=self.place / self.logs,
             environment={**environment, **self.environment},
         )
@@ -165,7 +164,6 @@ class ChaosSettings:
             spares=spares,
             protect=self.protect,
             ranks_per_node=self.ranks_per_node,
-            block_bytes=16384,  # of a small model there would be one block else
             lease=self.lease,
             cluster_class=self.cluster_class,
             warm=self.warm,

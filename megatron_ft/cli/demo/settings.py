@@ -8,6 +8,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.cli.chaos.job import JobFile
 from megatron_ft.cli.demo.demo_model import ENVIRONMENT, HEADS, demo_arguments
 from megatron_ft.core.errors import ConfigError
@@ -107,6 +108,7 @@ def job_of(
         spares=settings.spares,
         protect=settings.protect,
         ranks_per_node=settings.ranks_per_node,
+        block_bytes=BLOCK_BYTES,
         snapshot_interval=SNAPSHOT_INTERVAL,
         lease=_LEASE_SECONDS,
         node_prefix="node",
