@@ -10,7 +10,6 @@ import torch
 from megatron_ft.arena import digest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import BlockCheck
-from megatron_ft.arena.mapping import populate_read
 from megatron_ft.core.errors import CorruptBlockError, LayoutMismatchError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SealedRecord
@@ -64,34 +63,31 @@ class SealedShard:
         self.region, self.record = arena.data(slot), record
         self.block_bytes = header.geometry.block_bytes
         self.check = BlockCheck(self.region, record, self.block_bytes, header.digest_algorithm)
-        self._contents: ShardContents | None = None
         self._report = report
         self._name = f"shard {record.shard_id}, snapshot {record.snapshot}, slot {slot} of"
         self._name += f" {arena.path}"
-
-    def prepare(self) -> None:
-        """Keep the contents for when they are asked for, unless blocks of theirs are bad."""
-        if not self._bad_meta():
-            self._contents = self._read_contents()
-
-    def map_pages(self) -> None:
-        """Map the pages, so that the next reader takes no page faults."""
-        populate_read(self.region[: self.record.used_bytes])
 
     def contents(self) -> ShardContents:
         """The layout and the small objects, their digests compared; tensors are not read.
 
         CorruptBlockError, and LayoutMismatchError if they were written by another release.
         """
-        if self._contents is None:
-            self.require_none(self._bad_meta())
-            self._contents = self._read_contents()
-        return self._contents
+        meta = self.meta()
+        layout = ShardLayout.from_bytes(meta.layout)
+        if layout.tensor_bytes != self.record.tensor_bytes:
+            raise LayoutMismatchError(
+                f"{self._name}: the stored layout is of {layout.tensor_bytes} bytes of tensors and "
+                f"its record of {self.record.tensor_bytes}; restore another snapshot"
+            )
+        plain = PlainLayout.of(layout)
+        cuts = None if plain is None else self.cut(plain.offsets, plain.lengths)
+        return ShardContents(layout, meta.objects, plain, cuts)
 
     def meta(self) -> Meta:
         """As contents, not decoded."""
-        self.require_none(self._bad_meta())
-        return self._read_meta()
+        first = digest.first_meta_block(self.record, self.block_bytes)
+        self.require_none(self.check.bad(first, self.check.blocks))
+        return unpack_meta(digest.read_meta(self.region, self.record))
 
     def cut(self, offsets: list[int], lengths: list[int]) -> BlockRanges:
         """Spans of tensors, cut for VerifiedCopy, which looks at all blocks that hold tensors.
@@ -111,25 +107,6 @@ class SealedShard:
             f"their digests ({digest.name_blocks(bad)}); no byte of them was loaded, rebuild the "
             "shard from its stripe"
         )
-
-    def _bad_meta(self) -> list[int]:
-        first = digest.first_meta_block(self.record, self.block_bytes)
-        return self.check.bad(first, self.check.blocks)
-
-    def _read_meta(self) -> Meta:
-        return unpack_meta(digest.read_meta(self.region, self.record))
-
-    def _read_contents(self) -> ShardContents:
-        meta = self._read_meta()
-        layout = ShardLayout.from_bytes(meta.layout)
-        if layout.tensor_bytes != self.record.tensor_bytes:
-            raise LayoutMismatchError(
-                f"{self._name}: the stored layout is of {layout.tensor_bytes} bytes of tensors and "
-                f"its record of {self.record.tensor_bytes}; restore another snapshot"
-            )
-        plain = PlainLayout.of(layout)
-        cuts = None if plain is None else self.cut(plain.offsets, plain.lengths)
-        return ShardContents(layout, meta.objects, plain, cuts)
 
 
 def restore_shard(shard: SealedShard, state: TrainingState) -> ShardLayout:

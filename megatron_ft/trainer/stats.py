@@ -10,7 +10,6 @@ import logging
 from collections import deque
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
 
 NEVER = -1
 """In place of an iteration: there is no such snapshot."""
@@ -113,44 +112,6 @@ class IterationTimes:
             return
         self._shadows.append(sum(min(seconds, 2 * usual) - usual for seconds in busy))
         self.shadow_seconds = max(0.0, median(self._shadows))
-
-
-TAG = "inmem-snapshot/"
-"""Begins the names of figures in TensorBoard, W&B and the like."""
-
-_MEBI = 1 << 20
-
-
-class Figure(NamedTuple):
-    """One figure: its name in TensorBoard and W&B, its words in the text, its value, its form."""
-
-    name: str
-    words: str
-    value: float
-    form: str
-
-
-def figures(stats: CaptureStats) -> list[Figure]:
-    """The figures to log; iterations that do not exist yet are left out."""
-    last = stats.last
-    found = [
-        Figure("captured-iteration", "captured iteration", last.iteration, "8d"),
-        Figure("capture-ms", "capture time (ms)", 1000 * last.seconds, ".1f"),
-        Figure("stall-ms", "stall (ms)", 1000 * last.stall_seconds, ".1f"),
-        Figure("mib", "size (MiB)", last.copied_bytes / _MEBI, ".1f"),
-    ]
-    safety = [
-        Figure("protected-iteration", "protected iteration", stats.protected_iteration, "8d"),
-        Figure("committed-iteration", "committed iteration", stats.committed_iteration, "8d"),
-    ]
-    counts = [
-        Figure("taken", "taken", stats.taken, "d"),
-        Figure("skipped", "skipped", stats.due_skipped, "d"),
-        Figure("missed", "missed", stats.missed, "d"),
-        Figure("abandoned", "abandoned", stats.abandoned, "d"),
-    ]
-    captured = found if last.iteration != NEVER else []
-    return captured + [figure for figure in safety if figure.value != NEVER] + counts
 
 
 class Warner:
