@@ -26,9 +26,7 @@ from megatron_ft.trainer.manager import SnapshotManager
 
 _CANNOT_SHRINK = (
     "on_no_spare shrink: DeepSpeed's files load into another number of ranks only after "
-    "ds_to_universal, which is not done here; take stop, or hold under Slurm, and spares. By hand: "
-    "let the job stop (code 11), run ds_to_universal on its export, start it with fewer nodes and "
-    "load_universal"
+    "ds_to_universal; take stop or hold, and run that on the export of the job that stopped"
 )
 _WITHOUT_SECTION = Section(True, Source({}, str), {})
 

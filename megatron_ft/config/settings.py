@@ -171,15 +171,9 @@ class SnapshotConfig:
     )
     hang_seconds: float = seconds(
         600.0,
-        "Training that makes no progress for at least so long, and for hang_factor times the "
-        "longest such time so far, hangs. 0: hangs are not looked for.",
+        "Training that makes no progress for at least so long, and for five times the longest such "
+        "time so far, hangs. 0: hangs are not looked for.",
         never=True,
-    )
-    hang_factor: float = number(
-        5.0,
-        "See hang_seconds.",
-        allowed="a number >= 1",
-        accepts=lambda v: v >= 1,
     )
     straggler_percent: float = number(
         5.0,

@@ -55,6 +55,15 @@ def read_stat(pid: int | Literal["self"]) -> ProcessStat | None:
     return ProcessStat(fields[0], group, session, flags, start_time)
 
 
+def read_status(pid: int | Literal["self"]) -> dict[str, str]:
+    """The lines of /proc/PID/status by name (see proc(5)); empty if the process is gone."""
+    try:
+        lines = (PROC / str(pid) / "status").read_text().splitlines()
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
 def read_environment(pid: int) -> dict[str, str]:
     """The environment that a process was started with; empty if it ended or is not ours.
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron_ft.core import private_files
 
-_FIELDS = struct.Struct("<Q?qqqqqddqdddddddddQ")
+_FIELDS = struct.Struct("<Q?qqqqqddqddddQ")
 _BEAT = struct.Struct("<d")
 FILE_BYTES = _FIELDS.size + _BEAT.size
 _ATTEMPTS = 3
@@ -46,8 +46,8 @@ class Pulse:
     iterations it has ended in this incarnation.  ``typical`` is an iteration's usual length,
     ``longest`` the longest time between two marks.  ``own`` and ``spread`` are the median and
     the median absolute deviation of the rank's own share of the iterations of one ``window``
-    (-1: none yet).  ``started`` is when the process was, and how long its start took up to the end
-    of the first iteration follows in parts.  ``beat`` is when its watching thread last ran.
+    (-1: none yet).  ``started`` is when the process was.  ``beat`` is when its watching thread last
+    ran.
     ``dumps`` is whether it writes its stacks on DUMP_SIGNAL.
     """
 
@@ -64,11 +64,6 @@ class Pulse:
     spread: float = 0.0
     marked: float = 0.0
     started: float = 0.0
-    imports: float = 0.0
-    communicators: float = 0.0
-    set_up: float = 0.0
-    restore: float = 0.0
-    first_iteration: float = 0.0
     beat: float = 0.0
 
 
@@ -80,11 +75,6 @@ def pulse_path(folder: Path, pid: int) -> Path:
 def stacks_path(folder: Path, pid: int) -> Path:
     """The file to which that trainer writes its stacks."""
     return folder / f"stacks-{pid}"
-
-
-def signs_path(folder: Path, shard_id: str) -> Path:
-    """The last heartbeats of a shard's trainer that did not end by itself, for people."""
-    return folder / f"ended-{shard_id.replace('/', '_')}.txt"
 
 
 class PulseFile:
@@ -123,11 +113,6 @@ class PulseFile:
             p.spread,
             p.marked,
             p.started,
-            p.imports,
-            p.communicators,
-            p.set_up,
-            p.restore,
-            p.first_iteration,
             self._sequence,
         )
 

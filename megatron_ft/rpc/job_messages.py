@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from megatron_ft.arena.format import DIGEST_CRC64
 from megatron_ft.core.identity import Ancestor, Count, Iteration, SealedRecord, ShardId, SnapshotId
 from megatron_ft.rpc import node_messages as node
 from megatron_ft.rpc.node_messages import Message, PulseReport, Seconds, StripeOrder
@@ -117,7 +116,6 @@ class ArenaReport(msgspec.Struct, frozen=True):
     data_bytes: int
     file_bytes: int
     block_bytes: int
-    digest_algorithm: int
     slots: tuple[SlotReport, ...]
 
 
@@ -162,7 +160,6 @@ class CreateArena(Message, frozen=True):
     data_bytes: Count
     block_bytes: Count
     slot_count: Count
-    digest_algorithm: Count = DIGEST_CRC64
 
 
 class ArenasReady(Message, frozen=True):

@@ -233,7 +233,6 @@ class StripeOrder(msgspec.Struct, frozen=True):
     parity_members: int
     data_bytes: int
     block_bytes: int
-    digest_algorithm: int
     members: tuple[str, ...]
     world_ranks: tuple[int, ...]
     arenas: dict[str, str]
@@ -371,9 +370,8 @@ class PulseReport(msgspec.Struct, frozen=True, array_like=True):
     """One trainer's heartbeats as its node sees them; all times are durations in seconds.
 
     ``idle`` is how long it has passed no mark, ``quiet`` how long its watching thread has not
-    run, ``state`` the kernel's letter for its process (proc(5)), ``age`` how long the process
-    is there.  The parts of its start are 0 until its first iteration has ended.  See
-    rpc.pulse.Pulse for the rest.
+    run, ``state`` the kernel's letter for its process (proc(5)).  See rpc.heartbeat_page.Pulse for
+    the rest.
     """
 
     rank: int
@@ -389,12 +387,6 @@ class PulseReport(msgspec.Struct, frozen=True, array_like=True):
     own: float
     spread: float
     state: str
-    age: float
-    imports: float
-    communicators: float
-    set_up: float
-    restore: float
-    first_iteration: float
 
 
 class StacksRequest(Message, frozen=True):

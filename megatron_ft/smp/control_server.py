@@ -16,15 +16,10 @@ from megatron_ft.smp.state_machine import ORDERS
 
 
 class ControlServer:
-    """Serves one SmpService to the coordinator on ``server``, which is bound by the caller.
+    """Serves one SmpService to the coordinator on ``server``, which is bound by the caller."""
 
-    ``keep_folder`` is called before an incarnation is admitted.
-    """
-
-    def __init__(
-        self, service: SmpService, server: Server, keep_folder: Callable[[], None]
-    ) -> None:
-        self._service, self._server, self._keep_folder = service, server, keep_folder
+    def __init__(self, service: SmpService, server: Server) -> None:
+        self._service, self._server = service, server
         self._busy = asyncio.Lock()
 
     async def serve(self) -> None:
@@ -131,7 +126,6 @@ class ControlServer:
         highest = machine.highest_incarnation
         if request.incarnation <= highest:
             raise StaleIncarnationError(f"incarnation {highest} was here already")
-        self._keep_folder()
         service.change_state(highest_incarnation=request.incarnation)
         reach("smp.admitting")
         while service.writers.all():
@@ -145,7 +139,8 @@ class ControlServer:
         service.preparing.clear()
         machine.admit(request.incarnation)
         service.events.begin_incarnation()
-        service.readers.forget_all()
+        for reader in list(service.readers.pids):
+            service.readers.forget(reader)
         service.store.forget_progress()
         service.heartbeats.sweep()
         reach("smp.admitted")

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
-from megatron_ft.core.identity import SnapshotId
+from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import Peer
 from megatron_ft.smp.state_machine import NodeMachine
@@ -47,7 +47,11 @@ class EventBatch:
     def add(self, body: Any, shards: Collection[str]) -> list[Any]:
         """Events that leave now because of ``body``, oldest first; ``shards`` are the node's."""
         self.waiting.append(body)
-        return [] if self._waits(body, shards) else self.take()
+        if isinstance(body, m.CaptureCost | m.Encoded):
+            return []  # Sealed and OrderDone come after them
+        if isinstance(body, m.Sealed) and self._waits(body.record, shards):
+            return []
+        return self.take()
 
     def on_heartbeat(self) -> list[Any]:
         """Count a heartbeat; returns the events that have waited too long."""
@@ -59,26 +63,14 @@ class EventBatch:
         taken, self.waiting, self._beats = self.waiting, [], 0
         return taken
 
-    def _waits(self, body: Any, shards: Collection[str]) -> bool:
-        if isinstance(body, m.CaptureCost | m.Encoded):
-            return True  # Sealed and OrderDone come after them
-        if not self._waits_for_others(body):
+    def _waits(self, record: SealedRecord, shards: Collection[str]) -> bool:
+        """True if other ranks have not sealed yet; older snapshots do not wait."""
+        if self.snapshot is None or record.snapshot > self.snapshot:
+            self.snapshot, self.sealed = record.snapshot, set()
+        if record.snapshot != self.snapshot:
             return False
+        self.sealed.add(record.shard_id)
         return not self.sealed >= set(shards)
-
-    def _waits_for_others(self, body: Any) -> bool:
-        """True if the event waits for those of other ranks on the newest snapshot."""
-        if isinstance(body, m.Sealed) and self._begin(body.record.snapshot):
-            self.sealed.add(body.record.shard_id)
-            return True
-        return False
-
-    def _begin(self, snapshot: SnapshotId) -> bool:
-        """Note a newer snapshot; True if it is the newest, as older ones do not wait."""
-        if self.snapshot is None or snapshot > self.snapshot:
-            self.snapshot = snapshot
-            self.sealed = set()
-        return snapshot == self.snapshot
 
 
 class Outbox:

@@ -20,7 +20,6 @@ from megatron_ft.rpc.heartbeat_page import (
     TrainerPhase,
     pulse_path,
     read_pulse,
-    signs_path,
     stacks_path,
 )
 from megatron_ft.rpc.node_messages import PulseReport
@@ -66,20 +65,14 @@ class NodeHeartbeats:
         return {shard: self._written(writer) for shard, writer in asked.items()}
 
     def ended(self, writer: WriterProcess) -> None:
-        """Remove the files of a trainer that is gone; of one that did not end by itself, keep
-        its last heartbeats until the next trainer of the shard ends.
-        """
+        """Remove the files of a trainer that is gone; log where one was that was killed."""
         pulse = self._read(writer)
-        last_signs = signs_path(self._folder, writer.who)
-        try:
-            if pulse is not None and pulse.phase == TrainerPhase.ENDED:
-                last_signs.unlink(missing_ok=True)
-            elif pulse is not None:
-                text = _last_signs(writer, pulse, self._written(writer))
-                private_files.replace_file(last_signs, text.encode())
-                log.warning("%s: %s; see %s", writer.who, text.partition("\n")[0], last_signs)
-        except (OSError, UntrustedFileError) as error:
-            log.warning("the last heartbeats of %s are not kept: %s", writer.who, error)
+        if pulse is not None and pulse.phase != TrainerPhase.ENDED:
+            log.warning(
+                "rank %d (%s, pid %d) ended after iteration %d, %.1f s after its last mark, in "
+                "phase %s", pulse.rank, writer.who, writer.pid, pulse.iteration,
+                time.monotonic() - pulse.marked, _PHASES.get(pulse.phase, "unknown"),
+            )  # fmt: skip
         for path in (pulse_path(self._folder, writer.pid), stacks_path(self._folder, writer.pid)):
             with suppress(OSError):
                 path.unlink()
@@ -134,28 +127,7 @@ class NodeHeartbeats:
 
 def _catches(pid: int, number: int) -> bool:
     """True if the process has a handler for a signal (proc(5), SigCgt)."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return False
-    caught = next((line for line in lines if line.startswith("SigCgt:")), "SigCgt: 0")
-    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
-
-
-def _last_signs(writer: WriterProcess, pulse: Pulse, stacks: str) -> str:
-    now = time.monotonic()
-    signs = {
-        "phase": _PHASES.get(pulse.phase, "unknown"),
-        "iterations of this incarnation": pulse.done,
-        "seconds since the last mark": f"{now - pulse.marked:.1f}" if pulse.marked else "no mark",
-        "seconds since the last beat": f"{now - pulse.beat:.1f}" if pulse.beat else "no beat",
-        "seconds of an iteration": f"{pulse.typical:.3f}",
-        "seconds since the start": f"{now - pulse.started:.1f}",
-        "written": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-    }
-    lines = [f"{name}: {value}" for name, value in signs.items()]
-    head = f"rank {pulse.rank} (pid {writer.pid}) ended after iteration {pulse.iteration}"
-    return "\n".join([head, *lines, "stacks, written when asked for:", stacks or "none", ""])
+    return bool(int(procfs.read_status(pid).get("SigCgt", "0"), 16) >> (number - 1) & 1)
 
 
 def _report(pulse: Pulse, pid: int, now: float) -> PulseReport:
@@ -165,5 +137,4 @@ def _report(pulse: Pulse, pid: int, now: float) -> PulseReport:
         idle=max(0.0, now - pulse.marked) if pulse.marked else 0.0,
         quiet=max(0.0, now - pulse.beat) if pulse.beat else 0.0,
         state=stat.state if stat else "X",
-        age=max(0.0, now - pulse.started),
     )

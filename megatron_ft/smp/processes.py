@@ -13,7 +13,6 @@ import errno
 import logging
 import os
 import signal
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -27,12 +26,6 @@ from megatron_ft.smp.store import SUFFIX
 log = logging.getLogger(__name__)
 
 WRITERS_NAME = "writers.json"
-MOST_WRITERS = 1024
-"""Most writers of a node, which has a handful; each holds a descriptor."""
-
-MOST_READERS = 256
-"""Most readers of a node; each holds a descriptor."""
-
 STALL_SECONDS = 120.0
 """A reader that has not run for so long holds no slot any more.
 
@@ -119,11 +112,9 @@ class Writers:
         """Watch a process.
 
         ControlPlaneError if it is dead already, not this user's, or this one itself, which
-        would be killed by the next fence; and if there are too many.  One that cannot be written
-        down is not watched: the next SMP would not fence it.
+        would be killed by the next fence.  One that cannot be written down is not watched: the
+        next SMP would not fence it.
         """
-        if len(self._pidfds) >= MOST_WRITERS:
-            raise ControlPlaneError(f"{len(self._pidfds)} writers are registered already")
         check_process(pid)
         writer = WriterProcess(role, who, pid, start_time_of(pid), identity)
         self._watch(writer)
@@ -191,17 +182,13 @@ class Writers:
         return self._dead.pop(writer)
 
     def _stored(self) -> list[WriterProcess]:
+        # The list is written before the first arena is made.
+        if not self._path.exists() and not any(self._path.parent.glob(f"*{SUFFIX}")):
+            return []
         try:
             raw = private_files.read_file(self._path)
             return msgspec.json.decode(raw, type=list[WriterProcess])
-        except FileNotFoundError:
-            # The list is written before the first arena is made.
-            if any(self._path.parent.glob(f"*{SUFFIX}")):
-                raise ControlPlaneError(
-                    f"{self._path} is gone, so nobody knows who may write to the arenas beside it"
-                ) from None
-            return []
-        except UNREADABLE as error:
+        except (FileNotFoundError, *UNREADABLE) as error:
             raise ControlPlaneError(
                 f"{self._path} is damaged ({error}), so nobody knows who may write to the arenas "
                 "beside it"
@@ -213,41 +200,32 @@ class Writers:
 
 
 class Readers:
-    """Live readers by name.  ``on_death`` is called with the name, from the event loop."""
+    """Live readers by name.  ``on_death`` is called with the name, from the event loop.
+
+    ``pids`` are the processes of those that are watched.
+    """
 
     def __init__(self, on_death: Callable[[str], None]) -> None:
+        self.pids: dict[str, int] = {}
         self._on_death = on_death
         self._pidfds: dict[str, int] = {}
-        self._pids: dict[str, int] = {}
-
-    def pids(self) -> dict[str, int]:
-        """The processes of those that are watched."""
-        return dict(self._pids)
 
     def watch(self, reader: str, pid: int) -> None:
-        """Watch a process under this name; ControlPlaneError if it is dead, or there are many."""
+        """Watch a process under this name; ControlPlaneError if it is dead."""
         self.forget(reader)
-        if len(self._pidfds) >= MOST_READERS:
-            raise ControlPlaneError(f"{len(self._pidfds)} readers hold snapshots already")
         try:
             pidfd = open_pidfd(pid)
         except ProcessLookupError as error:
             raise ControlPlaneError(f"process {pid} is gone") from error
-        self._pidfds[reader], self._pids[reader] = pidfd, pid
+        self._pidfds[reader], self.pids[reader] = pidfd, pid
         asyncio.get_running_loop().add_reader(pidfd, self._died, reader)
 
     def forget(self, reader: str) -> None:
         """Stop watching a reader; an unknown one is ignored."""
-        self._pids.pop(reader, None)
-        pidfd = self._pidfds.pop(reader, None)
-        if pidfd is not None:
+        if self.pids.pop(reader, None) is not None:
+            pidfd = self._pidfds.pop(reader)
             asyncio.get_running_loop().remove_reader(pidfd)
             os.close(pidfd)
-
-    def forget_all(self) -> None:
-        """Stop watching all readers: a new incarnation was admitted, so all pins are void."""
-        for reader in list(self._pidfds):
-            self.forget(reader)
 
     def _died(self, reader: str) -> None:
         self.forget(reader)
@@ -259,12 +237,9 @@ def switches(pid: int) -> int:
 
     A thread that waits in one system call, or is stopped, stays at its number.
     """
-    try:
-        text = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return -1
-    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    return int(fields["voluntary_ctxt_switches"]) + int(fields["nonvoluntary_ctxt_switches"])
+    status = procfs.read_status(pid)
+    names = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
+    return sum(int(status[name]) for name in names) if status else -1
 
 
 class Stalls:
@@ -276,9 +251,8 @@ class Stalls:
         self._seconds, self._count = seconds, count
         self._seen: dict[str, tuple[int, float]] = {}
 
-    def poll(self, readers: Mapping[str, int], now: float | None = None) -> list[str]:
+    def poll(self, readers: Mapping[str, int], now: float) -> list[str]:
         """Those of ``readers``, by name with their pids, that stall; each is named once."""
-        now = time.monotonic() if now is None else now
         self._seen = {name: seen for name, seen in self._seen.items() if name in readers}
         stalled = []
         for name, pid in readers.items():

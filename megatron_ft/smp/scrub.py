@@ -4,9 +4,8 @@ Memory that is not read can go bad unnoticed until it is needed.  So the SMP rea
 is committed over and over: digests are computed in a thread, a piece at a time, and
 after each piece it sleeps for as long as its share of a processor demands.  The share
 makes it unimportant, and not a lower priority: a thread that is put aside while it holds
-the interpreter's lock would hold up the event loop.  That one only starts runs of many
-pieces, as to start one costs it more than a piece's digests, and looks at headers in
-between: a slot that was given to a new snapshot meanwhile proves nothing.
+the interpreter's lock would hold up the event loop.  Headers are looked at in between: a slot
+that was given to a new snapshot meanwhile proves nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -33,8 +32,6 @@ from megatron_ft.smp.service import SmpService
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 1 << 20
-RUN_BYTES = 32 << 20
-"""Bytes that the thread reads before it returns to the event loop."""
 IDLE_SECONDS = 1.0
 MOST_LISTED = 64
 """Bad blocks in one report: what a repair sends back must stay a message, not a shard."""
@@ -107,47 +104,45 @@ class Scrub:
         if header is None:
             return True
         arena = self._service.store.arenas[shard_id]
-        size = arena.geometry.block_bytes
-        inspector = await self._in_thread(partial(_inspector, arena, slot, header))
-        start, total = self._next.get((shard_id, slot), 0), inspector.blocks
-        step, run = (max(1, length // size) for length in (PIECE_BYTES, RUN_BYTES))
+        start = self._next.get((shard_id, slot), 0)
 
-        def is_committed() -> bool:
+        def stays() -> bool:
             return self._committed(shard_id, slot) == header
 
-        damage, done = Damage(), 0
-        while done < total:
-            first = (start + done) % total
-            stop = min(first + run, total, first + total - done)
-            pieces = [range(at, min(at + step, stop)) for at in range(first, stop, step)]
-            found, end = await self._in_thread(partial(self._read, inspector, pieces, is_committed))
-            self._service.count_scrub(bytes_read=(end - first) * size)
-            if end < stop or not is_committed():
-                self._next[shard_id, slot] = end % total
-                return False
-            damage, done = damage | found, done + stop - first
-        self._next[shard_id, slot] = start
+        damage, end, size = await self._in_thread(
+            partial(self._read, arena, slot, header, start, stays)
+        )
+        self._service.count_scrub(bytes_read=size)
+        self._next[shard_id, slot] = start if end is None else end
+        if end is not None or not stays():
+            return False
         if damage:
             # Looked at once more: it may have been repaired since it was read.
             again = await self._in_thread(partial(_again, arena, slot, header, damage))
-            if self._committed(shard_id, slot) != header:
+            if not stays():
                 return False
             await self._report(shard_id, header, again)
         return True
 
     def _read(
-        self, inspector: SlotInspector, pieces: Sequence[range], go_on: Callable[[], bool]
-    ) -> tuple[Damage, int]:
-        """Read in pieces in the thread, with rests; the damage, and the block to continue from.
+        self, arena: Arena, slot: int, header: SlotHeader, start: int, stays: Callable[[], bool]
+    ) -> tuple[Damage, int | None, int]:
+        """In the thread: the damage, and how many bytes were read.
 
-        That block is the first of the piece in which it was given up, or the one behind all.
+        In between, where it is to go on: at the piece in which it was given up, None if at none.
         """
-        damage = Damage()
-        for piece in pieces:
-            damage |= self._paced(partial(inspector.damage, piece.start, piece.stop))
-            if self._closed.is_set() or self._service.scrub_percent <= 0 or not go_on():
-                return damage, piece.start
-        return damage, pieces[-1].stop
+        inspector = _inspector(arena, slot, header)
+        size, total = arena.geometry.block_bytes, inspector.blocks
+        step = max(1, PIECE_BYTES // size)
+        damage, length = Damage(), 0
+        for first in (*range(start, total, step), *range(0, start, step)):
+            stop = min(first + step, start if first < start else total)
+            damage |= inspector.damage(first, stop)
+            self._rest()
+            if self._closed.is_set() or self._service.scrub_percent <= 0 or not stays():
+                return damage, first, length
+            length += (stop - first) * size
+        return damage, None, length
 
     def _committed(self, shard_id: str, slot: int) -> SlotHeader | None:
         """The slot's header if a snapshot is committed there: no process may write to it."""
@@ -175,19 +170,14 @@ class Scrub:
         await self._service.events.emit(m.BadBlocks(shard_id, header.snapshot, data, parity, more))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """The result of ``work``, paced."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._paced, work)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def _paced(self, work: Callable[[], T]) -> T:
-        """In the thread: run ``work``, then rest until our share of a processor is kept."""
-        started = time.monotonic()
-        result = work()
-        # All that the thread has done since it last rested, to come back from that included.
-        busy, self._rested = time.thread_time() - self._rested, time.thread_time()
+    def _rest(self) -> None:
+        """In the thread: rest until our share of a processor is kept."""
+        busy = time.thread_time() - self._rested
         percent = min(max(self._service.scrub_percent, 0.01), 100.0)
-        self._closed.wait(max(0.0, busy * 100.0 / percent - (time.monotonic() - started)))
-        return result
+        self._closed.wait(busy * (100.0 / percent - 1))
+        self._rested = time.thread_time()
 
 
 def _inspector(arena: Arena, slot: int, header: SlotHeader) -> SlotInspector:

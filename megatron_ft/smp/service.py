@@ -11,12 +11,12 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Collection
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from megatron_ft.arena import files
+from megatron_ft.core import procfs
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import ControlPlaneError, UntrustedFileError
 from megatron_ft.core.fault_points import reach
@@ -115,11 +115,6 @@ class SmpService:
         if self.store.arenas:
             log.info("adopted %d arenas: %s", len(self.store.arenas), ", ".join(self.store.arenas))
 
-    def write_files(self) -> None:
-        """Write what this SMP knows into a folder that was made again."""
-        self.state.save(self.environment.node_dir)
-        self.writers.save()
-
     def change_state(self, **changes: Any) -> None:
         """Store a state beyond the life of this process, before anything relies on it."""
         state = msgspec.structs.replace(self.state, **changes)
@@ -190,7 +185,8 @@ class SmpService:
     async def drop_stalled(self) -> None:
         """Drop the pins of readers that make no progress, and report them."""
         drains = {w.who: w.pid for w in self.writers.all() if w.role == DRAIN}
-        for name in self.stalls.poll({**self.readers.pids(), **drains}):
+        now = time.monotonic()
+        for name in self.stalls.poll({**self.readers.pids, **drains}, now):
             log.warning("reader %s has not run for %.0f s: its pin is dropped", name, STALL_SECONDS)
             self.readers.forget(name)
             self.machine.reader_gone(name)
@@ -278,6 +274,5 @@ class SmpService:
 
 def resident_bytes() -> int:
     """Memory of this process beside the arenas: resident, less shared memory (proc(5))."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))
+    status = procfs.read_status("self")
+    return sum(int(status[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))

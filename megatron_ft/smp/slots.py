@@ -386,14 +386,14 @@ class ShardSlots:
         """The slots as reported to the coordinator."""
         return tuple(
             m.SlotReport(
-                slot=index,
-                state=int(slot.state),
-                snapshot=slot.snapshot,
-                iteration=slot.iteration,
-                local_only=slot.local_only,
-                record=slot.record,
-                parity_valid=slot.parity_valid,
-                stripe_table=slot.stripe_table,
+                index,
+                int(slot.state),
+                slot.snapshot,
+                slot.iteration,
+                slot.local_only,
+                slot.record,
+                slot.parity_valid,
+                slot.stripe_table,
             )
             for index, slot in enumerate(self.slots)
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +14,6 @@ from megatron_ft.arena import files
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import fits
 from megatron_ft.arena.format import (
-    MATRIX_CAUCHY,
-    MATRIX_NONE,
-    MATRIX_ONES,
     ArenaHeader,
     Geometry,
     SlotHeader,
@@ -40,12 +37,6 @@ from megatron_ft.smp.state_machine import MendSlot, NodeMachine, StorePermit, St
 log = logging.getLogger(__name__)
 
 SUFFIX = ".arena"
-MATRIX_OF = {
-    "none": MATRIX_NONE,
-    "xor": MATRIX_ONES,
-    "replica": MATRIX_ONES,
-    "rs": MATRIX_CAUCHY,
-}
 _POINTS = {
     SlotState.CAPTURING: ("", "smp.capturing.stored"),
     SlotState.SEALED: ("smp.sealed", "smp.sealed.stored"),
@@ -89,17 +80,15 @@ class ArenaStore:
             machine.highest_incarnation = max(machine.highest_incarnation, arena.header.incarnation)
 
     def put_right(self) -> None:
-        """Before ``adopt``, by the folder's owner: mend or set aside what could not be opened."""
+        """Before ``adopt``: set aside what is no file of ours, and close the others to all."""
         for path in self._paths():
             reason = files.reason_in_the_way(path)
             if reason:
                 aside = files.set_aside(path)
                 self._lost(path.name.removesuffix(SUFFIX), f"{path} {reason} (now {aside.name})")
                 continue
-            try:
-                self._say_mended(path, files.put_right(path, self.job))
-            except (ArenaError, OSError) as error:
-                log.warning("%s is left as it is: %s", path, error)
+            # The folder lets nobody else in, so a wrong mode has cost nothing.
+            path.chmod(files.MODE)
 
     def distrust_all(self, reason: str) -> None:
         """Before ``adopt``: count all arenas as lost, since their writers are unknown.
@@ -136,14 +125,10 @@ class ArenaStore:
         if not arena.in_place():
             raise ArenaForeignError(f"{arena.path} was removed, replaced or cut")
         header = self._headers[shard_id]
-        mended = files.put_right(arena.path, self.job, header)
-        mended += arena.mend_records(header, self._stored[shard_id], stale=True)
-        self._say_mended(arena.path, mended)
-        Arena.open(arena.path, job=self.job).close()
-
-    def _say_mended(self, path: Path, mended: Sequence[str]) -> None:
+        mended = arena.mend_records(header, self._stored[shard_id], stale=True)
         if mended:
-            log.warning("%s was damaged and is mended: %s", path, ", ".join(mended))
+            log.warning("%s was damaged and is mended: %s", arena.path, ", ".join(mended))
+        Arena.open(arena.path, job=self.job).close()
 
     def _lost(self, shard_id: str, reason: str) -> None:
         self.damaged[shard_id] = f"{reason}; the shard counts as lost"
@@ -238,7 +223,7 @@ class ArenaStore:
         """Write recomputed blocks that the slot's header proves; how many were written."""
         arena = self.arenas[effect.shard_id]
         code = code_of(self._headers[effect.shard_id])
-        member = member_of(arena, effect.slot, effect.header, writable=True)
+        member = member_of(arena, effect.slot, effect.header, data=True, parity=True)
         data, parity = _arrays(effect.blocks.data), _arrays(effect.blocks.parity)
         written = len(data) if mend_data(code, member, data) else 0
         return written + (len(parity) if mend_parity(code, member, parity) else 0)
@@ -286,12 +271,10 @@ class ArenaStore:
             incarnation=request.incarnation,
             lineage=request.lineage,
             codec=request.codec,
-            matrix=MATRIX_OF[request.codec],
             data_members=k,
             parity_members=parity,
             member_index=request.member_index,
             members=request.members,
-            digest_algorithm=request.digest_algorithm,
             geometry=Geometry(
                 slot_count=request.slot_count,
                 data_bytes=request.data_bytes,
@@ -332,17 +315,12 @@ def _check_same(present: ArenaHeader, wanted: ArenaHeader) -> None:
 
 def _report(header: ArenaHeader, slots: tuple[m.SlotReport, ...]) -> m.ArenaReport:
     return m.ArenaReport(
-        shard_id=header.shard_id,
-        incarnation=header.incarnation,
-        lineage=header.lineage,
-        codec=header.codec,
-        data_members=header.data_members,
-        parity_members=header.parity_members,
-        member_index=header.member_index,
-        members=header.members,
+        **{name: getattr(header, name) for name in _REPORTED},
         data_bytes=header.geometry.data_bytes,
         file_bytes=header.geometry.file_bytes,
         block_bytes=header.geometry.block_bytes,
-        digest_algorithm=header.digest_algorithm,
         slots=slots,
     )
+
+
+_REPORTED = {f.name for f in fields(ArenaHeader)} & set(m.ArenaReport.__struct_fields__)

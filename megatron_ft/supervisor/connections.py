@@ -372,13 +372,10 @@ class Connections(ABC):
 
     async def ask_all(self, requests: Mapping[str, m.Message]) -> dict[str, Any]:
         """Send each node its request; the answers.  A refusal or silence is raised."""
-        answers = await asyncio.gather(
-            *(
-                self.links[node].demand(request, REQUEST_TIMEOUT_SECONDS)
-                for node, request in requests.items()
-            )
-        )
-        return dict(zip(requests, answers, strict=True))
+        if away := requests.keys() - self.links.keys():
+            raise ControlPlaneError(f"no connection to the SMP of {', '.join(sorted(away))} now")
+        asked = (self.links[n].demand(r, REQUEST_TIMEOUT_SECONDS) for n, r in requests.items())
+        return dict(zip(requests, await asyncio.gather(*asked), strict=True))
 
     def _fail(self, error: BaseException) -> None:
         """Record an error of ours: work under way may never end, so this incarnation must."""

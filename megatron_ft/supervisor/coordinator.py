@@ -74,11 +74,6 @@ class Coordinator(Connections):
         self._encoding_since = self._world_seen = self._first_try = 0.0
         self._protect_tries: dict[SnapshotId, int] = {}
 
-    async def close(self) -> None:
-        """End all tasks and connections; the SMPs stay."""
-        self.stop_snapshots()
-        await super().close()
-
     def view(self) -> dict[str, dict[str, Any]]:
         """The job as the coordinator sees it, for its summary: JSON objects by part."""
         return {
@@ -123,9 +118,6 @@ class Coordinator(Connections):
 
     async def hold(self, snapshot: SnapshotId, nodes: Sequence[str]) -> None:
         """Pin a snapshot on these nodes for a drain; ControlPlaneError if one refuses."""
-        away = [node for node in nodes if node not in self.links]
-        if away:
-            raise ControlPlaneError(f"no connection to the SMP of {', '.join(away)} just now")
         await self.ask_all({n: m.Hold(self.incarnation, HOLDER, snapshot) for n in nodes})
 
     async def release(self, nodes: Sequence[str]) -> None:
@@ -228,13 +220,10 @@ class Coordinator(Connections):
 
     def _skip(self, progress: int, interval: int) -> None:
         """Count; the observers get one event for each time that something is in the way."""
-        if not self.skips.begin(progress, interval):
-            return
-        if self.pinned:
-            self.observers.emit("held", "a reader holds a snapshot: captures are skipped")
-        else:
-            text = "the last protected snapshot and a newer local one fill the slots"
-            self.observers.emit("held", f"{text}: captures are skipped while encoders are away")
+        if self.skips.begin(progress, interval):
+            full = "the last protected snapshot and a newer local one fill the slots"
+            reason = "a reader holds a snapshot" if self.pinned else full
+            self.observers.emit("held", f"{reason}: captures are skipped")
 
     def _gives_way(self, cycle: SnapshotCycle) -> bool:
         if set(cycle.nodes) - self.held.keys():
@@ -290,23 +279,16 @@ class Coordinator(Connections):
             # It is what it was, or known to be less; the event of the broken world has the reason.
             self.repairs.count_lost(ended.snapshot, ended.corrupt)
             return
-        if ended.level == "aborted":
-            kind = "dropped" if ended.last else "aborted"
-            if kind == "aborted":
-                self.given_up = (self.given_up[0] + 1, ended.reason)
-            self.observers.emit(
-                kind,
-                f"snapshot of iteration {ended.iteration} given up: {ended.reason}",
-                iteration=ended.iteration,
-            )
-            return
-        self.record_commit(ended.snapshot, ended.iteration, ended.level)
-        self.observers.emit(
-            "committed",
-            f"snapshot of iteration {ended.iteration} committed ({ended.level})",
-            iteration=ended.iteration,
-            level=ended.level,
-        )
+        text, fields = f"snapshot of iteration {ended.iteration}", {"iteration": ended.iteration}
+        if ended.level != "aborted":
+            self.record_commit(ended.snapshot, ended.iteration, ended.level)
+            text += f" committed ({ended.level})"
+            self.observers.emit("committed", text, level=ended.level, **fields)
+        elif ended.last:
+            self.observers.emit("dropped", f"{text} given up: {ended.reason}", **fields)
+        else:
+            self.given_up = (self.given_up[0] + 1, ended.reason)
+            self.observers.emit("aborted", f"{text} given up: {ended.reason}", **fields)
 
     def record_commit(self, snapshot: SnapshotId, iteration: int, level: str) -> None:
         """Record ``snapshot`` as committed on every node: failures fall back to it from now on."""

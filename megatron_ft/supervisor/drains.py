@@ -13,6 +13,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -140,12 +141,7 @@ class Drains:
         self._places, self._seats, self._lineage = dict(places), dict(seats), lineage
         self._last = min(self._last, first)
         if self._spec.settings.drain_interval:
-            self._ending = False
-            self._start()
-
-    def _start(self) -> None:
-        self._task = asyncio.create_task(self._keep())
-        self._watch = asyncio.create_task(self._watch_urgency())
+            self._ending, self._task = False, asyncio.create_task(self._keep())
 
     async def settle(self) -> None:
         """Training has finished: let the drain end that runs, and the one that is due."""
@@ -166,10 +162,9 @@ class Drains:
         text = f"a last drain, for at most {seconds:g} s"
         self._coordinator.observers.emit("stopping", text)
         if self._cap:
-            self._task.cancel()
-            await self._end(self._task)
+            await self.abandon()
             self._cap, self._last = 0.0, -1
-            self._start()
+            self._task = asyncio.create_task(self._keep())
         if not self._busy and not self._is_durable(committed[0]):
             self._last = -1
         self._ending = self._urgent = True
@@ -197,11 +192,9 @@ class Drains:
     async def _end(self, task: asyncio.Task[None]) -> None:
         """Wait for the task; a mistake of ours in it ends drains, visibly, and nothing else."""
         await asyncio.wait({task})
-        self._watch.cancel()
         self._task = None
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._count(repr(error))
-            self._coordinator.observers.emit("drain_failed", f"drains had stopped: {error!r}")
+            self._failed(f"drains had stopped: {error!r}")
 
     async def _stall(self) -> DrainError:
         """Wait until an SMP gives up a process of the drain that does not get on."""
@@ -214,20 +207,6 @@ class Drains:
             self._stalled.set()
         if event.kind == "committed":
             self._news.set()
-
-    async def _watch_urgency(self) -> None:
-        """Have what is committed drained at once, after the drain that runs, for a new reason."""
-        while True:
-            reason = self._urgency.poll(
-                time.monotonic(),
-                spares_gone=self._spares_gone(),
-                slowest=self._slowest,
-            )
-            if reason:
-                self._urgent = True
-                self._coordinator.observers.emit("drain_urged", f"draining at once: {reason}")
-                self._news.set()
-            await asyncio.sleep(self._coordinator.timing.heartbeat)
 
     async def _keep(self) -> None:
         while True:
@@ -244,7 +223,16 @@ class Drains:
             if self._ending:
                 return
             self._news.clear()
-            await self._news.wait()
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._news.wait(), self._coordinator.timing.heartbeat)
+            self._look_for_urgency()
+
+    def _look_for_urgency(self) -> None:
+        """Have what is committed drained at once for a new reason."""
+        now, gone = time.monotonic(), self._spares_gone()
+        if reason := self._urgency.poll(now, spares_gone=gone, slowest=self._slowest):
+            self._urgent = True
+            self._coordinator.observers.emit("drain_urged", f"draining at once: {reason}")
 
     def _next(self) -> DrainPlan | None:
         """The newest committed snapshot, if it is due."""
@@ -275,73 +263,64 @@ class Drains:
         )
 
     async def _drain(self, plan: DrainPlan) -> None:
-        started = time.monotonic()
-        nodes = sorted(set(self._places.values()))
+        started, nodes, reason = time.monotonic(), sorted(set(self._places.values())), ""
         try:
             await self._coordinator.hold(plan.snapshot, nodes)
             await unless(self._write(plan, nodes), self._stall())
             self._coordinator.durable = (plan.snapshot, plan.iteration)
-            await self._tidy(plan, nodes[0])
-            reason = ""
+            await self._try("tidy", plan, nodes[0], "retention_failed")
         except (MegatronFTError, OSError) as error:
             reason = str(error)
         # Not when cancelled: the next incarnation voids it, and must not wait for us.
         await self._coordinator.release(nodes)
         if reason:
-            self._failed(plan, reason)
-        else:
-            seconds = time.monotonic() - started
-            self._slowest = max(self._slowest, seconds)
-            text = f"iteration {plan.iteration} is on disk after {seconds:.1f} s: {plan.folder}"
-            self._emit("drained", text, plan)
-            if plan.export_dir is not None:
-                await self._export(plan, nodes[0])
+            text = f"iteration {plan.iteration} could not be written to disk; training continues, "
+            self._failed(f"{text}and what was there stays: {reason}")
+            return
+        seconds = time.monotonic() - started
+        self._slowest = max(self._slowest, seconds)
+        text = f"iteration {plan.iteration} is on disk after {seconds:.1f} s: {plan.folder}"
+        self._emit("drained", text, plan)
+        if plan.export_dir is not None:
+            await self._export(plan, nodes[0])
 
     async def _run(self, step: str, plans: Mapping[str, DrainPlan]) -> None:
         await run_step(self._launcher, self._spec, self._coordinator.incarnation, step, plans)
 
     async def _write(self, plan: DrainPlan, nodes: list[str]) -> None:
+        """Write a checkpoint, all of it or nothing that anybody would take for one.
+
+        Older ones are not removed by the process that publishes: the supervisor may die before it
+        knows, and the next incarnation may descend from what that would remove.
+        """
         await self._run("clear", {nodes[0]: plan})
-        shards = {
-            n: {s: self._seats[s] for s, place in self._places.items() if place == n} for n in nodes
-        }
-        await self._run(
-            "write", {n: msgspec.structs.replace(plan, shards=shards[n]) for n in nodes}
-        )
+        seats: dict[str, dict[str, ShardPlacement]] = {node: {} for node in nodes}
+        for shard, node in self._places.items():
+            seats[node][shard] = self._seats[shard]
+        parts = {n: msgspec.structs.replace(plan, shards=shards) for n, shards in seats.items()}
+        await self._run("write", parts)
         await self._run("publish", {nodes[0]: plan})
 
-    async def _tidy(self, plan: DrainPlan, node: str) -> None:
-        """Remove older checkpoints, now that this incarnation knows that the new one is there.
-
-        Not by the process that publishes: the supervisor may die before that does, and the next
-        incarnation, which did not see the new one, may descend from what it would remove.
-        """
+    async def _try(self, step: str, plan: DrainPlan, node: str, kind: str) -> bool:
+        """Run a step behind a drain; its failure stops nothing and is an event of this kind."""
         try:
-            await self._run("tidy", {node: plan})
+            await self._run(step, {node: plan})
         except (MegatronFTError, OSError) as error:
-            self._emit("retention_failed", str(error), plan)
-
-    def _count(self, reason: str) -> None:
-        """Count a failed drain; ``megatron-ft status`` shows the number and the reason."""
-        self.failures += 1
-        self._coordinator.drain_failures = (self.failures, reason)
+            self._emit(kind, f"iteration {plan.iteration} is on disk; {step}: {error}", plan)
+            return False
+        return True
 
     async def _export(self, plan: DrainPlan, node: str) -> None:
         started = time.monotonic()
-        try:
-            await self._run("export", {node: plan})
-        except (MegatronFTError, OSError) as error:
-            text = f"iteration {plan.iteration} is on disk but could not be exported, which "
-            self._emit("export_failed", f"{text}stops nothing: {error}", plan)
-        else:
-            seconds = time.monotonic() - started
+        if await self._try("export", plan, node, "export_failed"):
             text = f"iteration {plan.iteration} is exported to {plan.export_dir} after"
-            self._emit("exported", f"{text} {seconds:.1f} s", plan)
+            self._emit("exported", f"{text} {time.monotonic() - started:.1f} s", plan)
 
-    def _failed(self, plan: DrainPlan, reason: str) -> None:
-        self._count(reason)
-        text = f"iteration {plan.iteration} could not be written to disk; training continues, and "
-        self._emit("drain_failed", f"{text}what was there stays: {reason}", plan)
+    def _failed(self, text: str) -> None:
+        """Emit and count a failed drain; ``megatron-ft status`` shows the number and the text."""
+        self.failures += 1
+        self._coordinator.drain_failures = (self.failures, text)
+        self._coordinator.observers.emit("drain_failed", text)
 
     def _emit(self, kind: str, text: str, plan: DrainPlan) -> None:
         fields = {"iteration": plan.iteration, "folder": str(plan.folder)}

@@ -44,9 +44,6 @@ class RestartBudget:
     job ends with a failure of the training command that has come ``same_failure_limit`` times, on
     whatever rank; with another one that has come so often on one node; and after ``total_limit``
     restarts whatever happened.  Delays are seconds.
-
-    Before a repeated failure ends the job, the one node on which it was seen each time is to be
-    replaced, once: it is ``suspect`` then.
     """
 
     same_failure_limit: int = 3
@@ -59,17 +56,12 @@ class RestartBudget:
     restarts_without_progress: int = 0
     other_starts: int = 0
     first: str = ""
-    suspect: str = ""
-    suspected: bool = False
 
-    def after(
-        self, failure: Failure, iteration: int, *, saved: int = -1, spare: bool = False
-    ) -> RestartBudget:
+    def after(self, failure: Failure, iteration: int, *, saved: int = -1) -> RestartBudget:
         """The budget once ``failure`` happened, when ``iteration`` was the highest committed.
 
-        ``saved`` is the newest that the framework has saved itself, ``spare`` says that a node is
-        free to replace a suspect.  Raises RestartBudgetError when the job is not to be started
-        again.
+        ``saved`` is the newest that the framework has saved itself.  Raises RestartBudgetError
+        when the job is not to be started again.
         """
         now = self._noted(failure, iteration, saved)
         if failure.final:
@@ -77,13 +69,11 @@ class RestartBudget:
         if now.restarts_without_progress >= self.total_limit:
             raise RestartBudgetError(now._explain(failure, now.restarts_without_progress))
         same = [one for one in now.failures if one.cause == failure.cause]
-        here = [one for one in same if failure.place and one.place == failure.place]
-        if len(same if failure.training else here) < self.same_failure_limit:
-            return now
-        if len(here) == len(same) and spare and not now.suspected:
-            # What happened there says nothing of the next node.
-            return replace(now, suspect=failure.place, suspected=True, failures=())
-        raise RestartBudgetError(now._explain(failure, len(same)))
+        if not failure.training:
+            same = [one for one in same if failure.place and one.place == failure.place]
+        if len(same) >= self.same_failure_limit:
+            raise RestartBudgetError(now._explain(failure, len(same)))
+        return now
 
     def _noted(self, failure: Failure, iteration: int, saved: int) -> RestartBudget:
         # Each for itself: the folder may hold what another job has saved later than this one is.
@@ -103,7 +93,6 @@ class RestartBudget:
             failures=(*self.failures, failure),
             restarts_without_progress=self.restarts_without_progress + 1,
             first=self.first or failure.text,
-            suspect="",
         )
 
     def from_other_start(self) -> RestartBudget:
@@ -129,8 +118,10 @@ class RestartBudget:
         newest = f"iteration {self.highest_iteration} is the newest commit"
         reached = newest if self.highest_iteration >= 0 else "nothing committed"
         before = f" (the first: {self.first})" if self.first != failure.text else ""
+        place = f" on node {failure.place}" if failure.place else ""
         return (
-            f"{count} failures without progress ({reached}), the last: {failure.text}{before}; "
+            f"{count} failures without progress ({reached}), the last{place}: {failure.text}"
+            f"{before}; "
             "see the logs, fix the cause, then run the same command, which continues from the "
             "newest snapshot"
         )

@@ -11,9 +11,8 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
 
 from megatron_ft.rpc.node_messages import PulseReport
 from megatron_ft.trainer.heartbeats import WINDOW, WindowSummary
@@ -72,34 +71,21 @@ SIGNIFICANT = 6.0
 chance all the time."""
 
 MEDIAN_ERROR = 1.2533 * 1.4826 / math.sqrt(WINDOW)
-"""Standard error of the median of a window, in median absolute deviations.
-
-1.2533 (the root of pi / 2) is the ratio to the mean's error, 1.4826 that of standard deviation
-to median absolute deviation, both for normally distributed values.
-"""
+"""Standard error of the median of a window, in median absolute deviations, where values are
+normally distributed."""
 
 SAMPLING = 0.7
 """A rank slower by exactly the limit is measured below it every second time."""
 
 
-@dataclass(frozen=True)
-class Straggler:
-    """A rank whose own part of an iteration is ``excess`` (0.05: 5 %) above its peers'."""
+def find_stragglers(windows: Mapping[int, WindowSummary], percent: float) -> dict[int, float]:
+    """The slow ones among ranks that do the same work, and by which share each is slower.
 
-    rank: int
-    excess: float
-    own: float
-    peers: float
-
-
-def find_stragglers(windows: Mapping[int, WindowSummary], percent: float) -> list[Straggler]:
-    """The slow ones among ranks that do the same work; ``windows`` are all of one index.
-
-    A rank is compared with the median of the others.  It is named when it is slower by
-    ``percent`` (less the error of sampling), by more than chance explains, and by a
-    millisecond.  0 percent names nobody, and so does a rank without peers.
+    ``windows`` are all of one index.  A rank is compared with the median of the others.  It is
+    named when it is slower by ``percent`` (less the error of sampling), by more than chance
+    explains, and by a millisecond.  0 percent names nobody, and so does a rank without peers.
     """
-    found = []
+    found = {}
     for rank, mine in sorted(windows.items()) if percent > 0 else ():
         others = [w for r, w in windows.items() if r != rank]
         peers = median(w.own for w in others) if others else 0.0
@@ -108,21 +94,18 @@ def find_stragglers(windows: Mapping[int, WindowSummary], percent: float) -> lis
         error = MEDIAN_ERROR * math.hypot(mine.spread, median(w.spread for w in others))
         least = max(SAMPLING * percent / 100 * peers, SIGNIFICANT * error, LEAST_SECONDS)
         if mine.own - peers >= least:
-            found.append(Straggler(rank, mine.own / peers - 1, mine.own, peers))
+            found[rank] = mine.own / peers - 1
     return found
-
-
-_DATA_PARALLEL = re.compile(r"dp\d+")
 
 
 class StragglerFinder:
     """Compares ranks that hold the same part of the model, on data of their own.
 
-    ``present`` are the stragglers of the newest windows, by rank.
+    ``present`` are the stragglers of the newest windows: by which share each rank is slower.
     """
 
     def __init__(self, percent: float) -> None:
-        self.present: dict[int, Straggler] = {}
+        self.present: dict[int, float] = {}
         self._percent = percent
         self._judged: dict[str, int] = {}
 
@@ -135,7 +118,7 @@ class StragglerFinder:
         """New stragglers since the last call, in words."""
         groups: dict[str, list[RankReport]] = defaultdict(list)
         for one in heard:
-            groups[_DATA_PARALLEL.sub("dp", one.shard)].append(one)
+            groups[re.sub(r"dp\d+", "dp", one.shard)].append(one)
         return [text for name, members in groups.items() for text in self._judge(name, members)]
 
     def _judge(self, name: str, members: Sequence[RankReport]) -> list[str]:
@@ -145,54 +128,54 @@ class StragglerFinder:
             return []
         self._judged[name] = index
         nodes = {one.report.rank: one.node for one in members}
-        windows = {
-            one.report.rank: WindowSummary(index, one.report.own, one.report.spread)
-            for one in members
-        }
+        reports = {one.report.rank: one.report for one in members}
+        windows = {r: WindowSummary(index, one.own, one.spread) for r, one in reports.items()}
         before = {rank for rank in windows if self.present.pop(rank, None)}
         slow = find_stragglers(windows, self._percent)
-        self.present |= {one.rank: one for one in slow}
+        self.present |= slow
         return [
-            f"rank {one.rank} on {nodes[one.rank]} is a straggler since iteration "
-            f"{index * WINDOW}: {1e3 * one.own:.1f} ms of its own in an iteration, "
-            f"{100 * one.excess:.0f} % more than its peers"
-            for one in slow
-            if one.rank not in before
+            f"rank {rank} on {nodes[rank]} is a straggler since iteration {index * WINDOW}: its "
+            f"own part takes {1e3 * windows[rank].own:.1f} ms, {excess:.0%} more than its peers'"
+            for rank, excess in slow.items()
+            if rank not in before
         ]
 
 
 @dataclass(frozen=True)
 class RecoveryTime:
-    """Seconds of one recovery, in parts; of what ranks do, those of the slowest rank for each.
+    """Seconds of one recovery, in parts.
 
     ``detect``: from the last sign of progress (hang) or of the node (silence); the kernel reports
     the end of a process at once.  ``kill``: until all trainers are dead.  ``decide``: until
     new ones are started: fencing, the decision, rebuilding or loading, waiting after repeated
-    failures.  ``launch``: until a process is there.  The others are those of PulseReport.
-    ``total``: from the fault to the end of the first iteration of the last rank.
+    failures.  ``start``: until all have ended their first iteration.
     """
 
     cause: str
-    total: float
-    parts: dict[str, float]
+    detect: float
+    kill: float
+    decide: float
+    start: float
+
+    def parts(self) -> dict[str, float]:
+        """The parts by name, in their order in time."""
+        return {n: round(v, 3) for n, v in asdict(self).items() if n != "cause"}
+
+    @property
+    def total(self) -> float:
+        """From the fault to the end of the first iteration of the last rank."""
+        return self.detect + self.kill + self.decide + self.start
 
     def describe(self) -> str:
         """One line for people."""
-        parts = ", ".join(f"{name} {value:.2f}" for name, value in self.parts.items())
+        parts = ", ".join(f"{name} {value:.2f}" for name, value in self.parts().items())
         return f"training again {self.total:.2f} s after {self.cause}: {parts}"
 
 
-_OF_RANKS = ("imports", "communicators", "set_up", "restore", "first_iteration")
-
-
 class RecoveryClock:
-    """Notes when an incarnation ended, its trainers were dead and new ones were started.
-
-    Of what happens on nodes only durations are used: clocks of two nodes are never compared.
-    """
+    """Notes when an incarnation ended, its trainers were dead and new ones were started."""
 
     def __init__(self) -> None:
-        self.done: list[RecoveryTime] = []
         self._cause = ""
         self._detect = self._failed = self._dead = self._started = 0.0
         self._waiting = self._down = False
@@ -218,25 +201,14 @@ class RecoveryClock:
 
     def poll(self, heard: Sequence[RankReport]) -> RecoveryTime | None:
         """The recovery that has just ended, returned once."""
-        if not self._waiting or not heard or not all(h.report.first_iteration for h in heard):
+        if not self._waiting or not heard or not all(one.report.done for one in heard):
             return None
-        self._waiting = False
-        ranks = [{name: getattr(h.report, name) for name in _OF_RANKS} for h in heard]
-        began = [h.at - h.report.age for h in heard]
-        ended = max(start + sum(rank.values()) for start, rank in zip(began, ranks, strict=True))
-        parts = {
-            "detect": self._detect,
-            "kill": self._dead - self._failed,
-            "decide": self._started - self._dead,
-            "launch": max(0.0, max(began) - self._started),
-            **{name: max(rank[name] for rank in ranks) for name in _OF_RANKS},
-        }
-        rounded = {name: round(seconds, 3) for name, seconds in parts.items()}
-        recovery = RecoveryTime(self._cause, ended - self._failed + self._detect, rounded)
-        self.done.append(recovery)
-        self._cause, self._detect = "", 0.0
+        recovery = RecoveryTime(
+            self._cause,
+            self._detect,
+            self._dead - self._failed,
+            self._started - self._dead,
+            time.monotonic() - self._started,
+        )
+        self._waiting, self._cause, self._detect = False, "", 0.0
         return recovery
-
-    def view(self) -> list[dict[str, Any]]:
-        """The last recoveries, for ``megatron-ft status --json``."""
-        return [{"cause": r.cause, "total": round(r.total, 3), **r.parts} for r in self.done[-5:]]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ft.core.environment import RESTORE
-from megatron_ft.core.errors import ConfigError, MegatronFTError
-from megatron_ft.core.identity import SHRINK, RankRule
+from megatron_ft.core.errors import MegatronFTError
+from megatron_ft.core.identity import SHRINK
 from megatron_ft.core.process_tools import last_lines
 from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.rpc import messages as m
@@ -57,9 +57,7 @@ class Incarnation:
     declined: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        restored = self.plan.decision.snapshot is not None
-        known = frozenset(self.state.record.shards) if restored else frozenset[str]()
-        self.registration = Registration(self.members.ranks, self.spec.domains, known=known)
+        self.registration = Registration(self.members.ranks, self.spec.domains)
 
     async def run(self) -> Failure | None:
         """None when training has finished; errors of nodes and of memory are raised."""
@@ -82,21 +80,20 @@ class Incarnation:
         """Await all ranks, make arenas, let trainers begin, and permit snapshots."""
         spec, plan, registration = self.spec, self.plan, self.registration
         await registration.wait(spec.settings.register_timeout_seconds)
-        registration.check_shards(spec.name)
-        rule = await self._rank_rule()
         stored = plan.decision.stripes if plan.decision.snapshot is not None else ()
-        stripes, places = (
-            registration.stripes(stored, spec.scheme, spec.sizes),
-            registration.places(),
-        )
-        requests = create_requests(stripes, plan.incarnation, plan.lineage, spec.settings.slots)
+        places = registration.places()
+        nodes = sorted(set(places.values()))
         try:
+            rule = registration.rank_rule(needed=spec.settings.on_no_spare == SHRINK)
+            stripes = registration.stripes(stored, spec.scheme, spec.block_bytes)
+            requests = create_requests(stripes, plan.incarnation, plan.lineage, spec.settings.slots)
             await make_arenas(self.coordinator, requests, places)
         except MegatronFTError as error:
-            await self._refuse_trainers(error)
+            # Trainers that wait for their arenas end with the same error.
+            refusal = m.ArenasReady(plan.incarnation, type(error).__name__, str(error))
+            await self.coordinator.ask_all(dict.fromkeys(nodes, refusal))
             raise
-        ready = m.ArenasReady(plan.incarnation)
-        await self.coordinator.ask_all({node: ready for node in sorted(set(places.values()))})
+        await self.coordinator.ask_all(dict.fromkeys(nodes, m.ArenasReady(plan.incarnation)))
         self.state.update(shards=registration.placements(), rank_rule=rule)
         first = max(0, plan.decision.iteration)
         schedule = self.pacing.begin(registration.interval, first)
@@ -104,20 +101,6 @@ class Incarnation:
         orders = stripe_orders(stripes, places, plan.active)
         self.coordinator.start_snapshots(SnapshotCycle(plan.incarnation, places, orders, schedule))
         self.drains.begin(places, registration.placements(), plan.lineage, first)
-
-    async def _rank_rule(self) -> RankRule | None:
-        """Numbers of ranks that the command could continue with; trainers get an error, too."""
-        try:
-            return self.registration.rank_rule(self.spec.settings.on_no_spare == SHRINK)
-        except ConfigError as error:
-            await self._refuse_trainers(error)
-            raise
-
-    async def _refuse_trainers(self, error: MegatronFTError) -> None:
-        """Have the trainers that wait for their arenas end with this error."""
-        refusal = m.ArenasReady(self.plan.incarnation, type(error).__name__, str(error))
-        nodes = sorted(set(self.registration.places().values()))
-        await self.coordinator.ask_all({node: refusal for node in nodes})
 
     async def _watch(self, beginning: asyncio.Task[None]) -> Failure | None:
         """Watch until this incarnation ends; meanwhile replace SMPs and encoders that die alone."""
@@ -142,8 +125,8 @@ class Incarnation:
                     found = hang.result()
                     return Failure(found.signature, "a hang", found.node, training=True)
                 if silent.done():
-                    failure = self._silence()
-                    if failure is not None:
+                    if (failure := self.members.on_silence()) is not None:
+                        self.watch.clock.detected(self.spec.timing.node_timeout)
                         return failure
                     silent = asyncio.create_task(coordinator.silent.wait())
                 if beginning.done():
@@ -154,25 +137,6 @@ class Incarnation:
             for task in (trainers, silent, rewind, hang, beginning):
                 task.cancel()
 
-    def _silence(self) -> Failure | None:
-        """The failure behind ``silent``; None if only spares are lost."""
-        coordinator = self.coordinator
-        coordinator.silent.clear()
-        error, coordinator.failure = coordinator.failure, None
-        if error is not None:
-            log.error("the coordinator failed", exc_info=error)
-            text = f"the coordinator failed: {error!r}"
-            self._emit("coordinator_failed", text)
-            return Failure(text, f"the coordinator failed with {type(error).__name__}")
-        coordinator.require_lead()
-        lost = self.members.silent()
-        if not lost or self.members.without(lost):
-            return None
-        self.watch.clock.detected(self.spec.timing.node_timeout)
-        text = f"no heartbeat from {', '.join(lost)}"
-        self._emit("silent", text)
-        return Failure(text, NODE_LOST, lost[0])
-
     async def _trainers_ended(self, first: TrainerExit) -> Failure | None:
         registration = self.registration
         if first.finished:
@@ -180,7 +144,6 @@ class Incarnation:
         if first.status > 0 and not registration.complete.is_set():
             # Nodes answer after their earlier events, perhaps why this rank could not begin.
             await self.coordinator.refresh()
-        registration.check_shards(self.spec.name)
         registration.check_fit()
         return self._trainer_failure(first)
 
@@ -212,10 +175,9 @@ class Incarnation:
         self.declined, self.coordinator.resumed_from = True, body.iteration
         offered, found = self.plan.decision.iteration, body.iteration
         source = "scratch" if found < 0 else f"the framework's checkpoint of iteration {found}"
-        text = f"trainers do not take the snapshot of iteration {offered}: {body.reason}; "
-        text += f"they start from {source}"
-        if self.reached >= 0:
-            text += f"; {max(0, self.reached - max(0, found))} iterations are lost"
+        lost = max(0, self.reached - max(0, found))
+        text = f"trainers do not take the snapshot of iteration {offered}: {body.reason}; they "
+        text += f"start from {source}; {lost} iterations are lost"
         self._emit("declined", text, offered=offered, iteration=found, reason=body.reason)
 
     def _emit(self, kind: str, text: str, **fields: Any) -> None:

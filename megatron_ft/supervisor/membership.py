@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -30,11 +31,14 @@ from megatron_ft.launchers.launcher import Launcher, NodeUnreachable
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.connections import ARENA_TIMEOUT_SECONDS
 from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.failures import NODE_LOST, Failure
 from megatron_ft.supervisor.job_state import JobRecord, JobState
 from megatron_ft.supervisor.placement import choose_active, choose_spares, stripes_by_position
 from megatron_ft.supervisor.processes import Result, SmpFleet, unless
-from megatron_ft.supervisor.registration import other_shape
+from megatron_ft.supervisor.registration import OTHER_SHAPE
 from megatron_ft.supervisor.spec import JobSpec
+
+log = logging.getLogger(__name__)
 
 ADMIT_TIMEOUT_SECONDS = ARENA_TIMEOUT_SECONDS + 30.0
 """Limit for fencing a node that still answers heartbeats.  Its earlier requests come first, which
@@ -262,11 +266,6 @@ class Membership:
         self._emit("no_room", f"{refusal}; another spare is tried", refusal.node)
         return True
 
-    def suspect(self, node: str) -> None:
-        """Have a spare take the place of this node, on which a failure repeats."""
-        self._aside.add(node)
-        self._emit("suspected", f"failures repeat on node {node}: a spare takes its place", node)
-
     def free_spares(self) -> list[str]:
         """Nodes that answer and could take the place of another one."""
         used = {*self.active, *self._aside}
@@ -329,17 +328,31 @@ class Membership:
         return await unless(self.smps.while_all_run(work), self._silence())
 
     async def _silence(self) -> ControlPlaneError:
-        coordinator = self._coordinator
         while True:
-            await coordinator.silent.wait()
-            if coordinator.failure is not None:
-                return ControlPlaneError(f"the coordinator failed: {coordinator.failure!r}")
-            coordinator.require_lead()
-            coordinator.silent.clear()
-            lost = self.silent()
-            if lost and not self.without(lost):
-                text = f"no heartbeat from {', '.join(lost)} during the recovery"
-                return ControlPlaneError(text, lost[0])
+            await self._coordinator.silent.wait()
+            if (failure := self.on_silence()) is not None:
+                return ControlPlaneError(failure.text, failure.place)
+
+    def on_silence(self) -> Failure | None:
+        """The failure behind ``coordinator.silent``, now cleared; None if only spares are lost.
+
+        StaleIncarnationError when somebody else leads the job.
+        """
+        coordinator = self._coordinator
+        coordinator.silent.clear()
+        error, coordinator.failure = coordinator.failure, None
+        if error is not None:
+            log.error("the coordinator failed", exc_info=error)
+            text = f"the coordinator failed: {error!r}"
+            self._emit("coordinator_failed", text, "")
+            return Failure(text, f"the coordinator failed with {type(error).__name__}")
+        coordinator.require_lead()
+        lost = self.silent()
+        if not lost or self.without(lost):
+            return None
+        text = f"no heartbeat from {', '.join(lost)}"
+        self._emit("silent", text, lost[0])
+        return Failure(text, NODE_LOST, lost[0])
 
     def silent(self) -> list[str]:
         """Nodes without a heartbeat whose SMP is not known to have ended."""
@@ -405,5 +418,5 @@ def _check_nodes(spec: JobSpec, record: JobRecord) -> None:
     if record.committed and record.shards and len(record.shards) != ranks:
         raise LayoutMismatchError(
             f"job {spec.name!r} keeps snapshots of {len(record.shards)} ranks in memory; you asked "
-            f"for {ranks}. {other_shape(spec.name)}"
+            f"for {ranks}. {OTHER_SHAPE}"
         )

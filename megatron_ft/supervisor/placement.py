@@ -1,8 +1,7 @@
 """Placement: the nodes that train, the spares that take over, and their failure domains.
 
-Failure domains come from a file: Slurm's topology.conf, or lines ``rack1: node[0-3],node7``.
-The form of topology.conf and of hostlist expressions is that of Slurm's manual pages
-topology.conf(5) and scontrol(1); ``scontrol show topology`` prints the former.
+Failure domains come from a file of lines ``rack1: node[0-3],node7``, or from
+``scontrol show topology``.  Hostlist expressions are those of scontrol(1).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import re
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
@@ -56,7 +55,7 @@ def choose_spares(
     enough spares.
     """
 
-    def cost(chosen: Sequence[str]) -> tuple[int, int]:
+    def cost(chosen: Iterable[str]) -> tuple[int, int]:
         moved = {node: domain_of(n, domains) for node, n in zip(lost, chosen, strict=True)}
         names = [moved.get(node, domain_of(node, domains)) for node in active]
         counts = [Counter(names[i] for i in stripe) for stripe in stripes]
@@ -108,7 +107,7 @@ SLURM = "slurm"
 
 ASK_SECONDS = 10.0
 _PAIR = re.compile(r"(\w+)=(\S+)")
-_SIMPLE = re.compile(r"([^\s:=]+)\s*:\s*(\S.*)")
+_ENTRY = re.compile(r"([^\s:=]+)\s*:\s*(\S.*)")
 _BRACKET = re.compile(r"\[([^\]]*)\]")
 _MOST_NAMES = 1 << 16
 
@@ -120,7 +119,7 @@ def read_domains(source: str, nodes: Sequence[str]) -> dict[str, str]:
     MissingEnvironmentError where Slurm is to be asked and does not answer.
     """
     where = "`scontrol show topology`" if source == SLURM else source
-    text = _ask_slurm() if source == SLURM else _read(Path(source))
+    text = leaf_switches(_ask_slurm()) if source == SLURM else _read(Path(source))
     found = parse_domains(text, where)
     missing = [node for node in nodes if node not in found]
     if missing:
@@ -135,19 +134,40 @@ def read_domains(source: str, nodes: Sequence[str]) -> dict[str, str]:
 def parse_domains(text: str, where: str) -> dict[str, str]:
     """Failure domain by node.  Pure; ConfigError, which names the line, for what is no such file.
 
-    Of topology.conf the switches (or blocks) count that name nodes themselves: the leaves.
+    ``#`` begins a comment.
     """
     found: dict[str, str] = {}
-    for number, line in _lines(text):
-        place = f"{where}, line {number}"
-        for name, nodes in _entry(line, place):
-            for node in expand_hostlist(nodes, place):
-                if found.setdefault(node, name) != name:
-                    raise ConfigError(
-                        f"{place}: {node} is in failure domain {name} and in {found[node]}; "
-                        "a node is in one"
-                    )
+    for number, raw in enumerate(text.splitlines(), 1):
+        line, place = raw.partition("#")[0].strip(), f"{where}, line {number}"
+        if not line:
+            continue
+        entry = _ENTRY.fullmatch(line)
+        if entry is None:
+            raise ConfigError(
+                f"{place}: {line!r} is no failure domain; write `rack1: node[0-3],node7`"
+            )
+        name, nodes = entry.groups()
+        for node in expand_hostlist(re.sub(r"\s*,\s*", ",", nodes), place):
+            if found.setdefault(node, name) != name:
+                raise ConfigError(
+                    f"{place}: {node} is in failure domain {name} and in {found[node]}; "
+                    "a node is in one"
+                )
     return found
+
+
+def leaf_switches(topology: str) -> str:
+    """What ``scontrol show topology`` prints, as lines of a file of failure domains.  Pure.
+
+    Only switches, or blocks, without others below them count: those repeat their nodes.
+    """
+    lines = []
+    for line in topology.splitlines():
+        pairs = {key.lower(): value for key, value in _PAIR.findall(line)}
+        name = pairs.get("switchname") or pairs.get("blockname")
+        if name and "nodes" in pairs and pairs.get("switches", "(null)") == "(null)":
+            lines.append(f"{name}: {pairs['nodes']}")
+    return "\n".join(lines)
 
 
 def expand_hostlist(expression: str, place: str = "hostlist") -> list[str]:
@@ -156,39 +176,6 @@ def expand_hostlist(expression: str, place: str = "hostlist") -> list[str]:
     ConfigError, which begins with ``place``, for brackets or ranges that make no sense.
     """
     return [name for part in _split(expression, place) for name in _expand(part, place)]
-
-
-def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Lines without comments, numbered; a backslash at the end joins the next."""
-    joined, start = "", 0
-    for number, raw in enumerate(text.splitlines(), 1):
-        start = start or number
-        line = raw.partition("#")[0].rstrip()
-        joined += line.removesuffix("\\")
-        if line.endswith("\\"):
-            continue
-        if joined.strip():
-            yield start, joined.strip()
-        joined, start = "", 0
-
-
-def _entry(line: str, place: str) -> list[tuple[str, str]]:
-    """Domain and hostlist of one line; nothing for a switch above the leaves."""
-    simple = _SIMPLE.fullmatch(line)
-    if simple is not None:
-        return [(simple.group(1), re.sub(r"\s*,\s*", ",", simple.group(2)))]
-    pairs = {key.lower(): value for key, value in _PAIR.findall(line)}
-    name = pairs.get("switchname") or pairs.get("blockname")
-    if name is None and pairs:
-        return []  # Other lines of topology.conf, such as BlockSizes.
-    if name is None:
-        raise ConfigError(
-            f"{place}: {line!r} is no failure domain; write `rack1: node[0-3],node7`, or Slurm's "
-            "`SwitchName=rack1 Nodes=node[0-3],node7`"
-        )
-    # A switch above others repeats their nodes in what scontrol prints.
-    leaf = "nodes" in pairs and pairs.get("switches", "(null)") == "(null)"
-    return [(name, pairs["nodes"])] if leaf else []
 
 
 def _split(expression: str, place: str) -> list[str]:

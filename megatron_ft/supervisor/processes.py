@@ -65,25 +65,20 @@ class TrainerPlace:
         Names and meanings are those of torchrun's documentation ("Environment Variables").
         OMP_NUM_THREADS becomes 1 where ``base`` does not set it.
         """
-        rank = str(self.node_index * self.ranks_per_node + self.local_rank)
-        world_size = str(self.node_count * self.ranks_per_node)
-        return {
-            **_DEFAULTS,
-            **base,
-            **_FIXED,
-            "RANK": rank,
-            "LOCAL_RANK": str(self.local_rank),
-            "WORLD_SIZE": world_size,
-            "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
-            "GROUP_RANK": str(self.node_index),
-            "GROUP_WORLD_SIZE": str(self.node_count),
-            "ROLE_RANK": rank,
-            "ROLE_WORLD_SIZE": world_size,
-            "MASTER_ADDR": self.master_address,
-            "MASTER_PORT": str(self.master_port),
-            "TORCHELASTIC_RUN_ID": self.run_id,
-            "TORCHELASTIC_RESTART_COUNT": str(self.restart_count),
+        numbers = {
+            "RANK": self.node_index * self.ranks_per_node + self.local_rank,
+            "LOCAL_RANK": self.local_rank,
+            "WORLD_SIZE": self.node_count * self.ranks_per_node,
+            "LOCAL_WORLD_SIZE": self.ranks_per_node,
+            "GROUP_RANK": self.node_index,
+            "GROUP_WORLD_SIZE": self.node_count,
+            "MASTER_PORT": self.master_port,
+            "TORCHELASTIC_RESTART_COUNT": self.restart_count,
         }
+        words = {name: str(number) for name, number in numbers.items()}
+        roles = {"ROLE_RANK": words["RANK"], "ROLE_WORLD_SIZE": words["WORLD_SIZE"]}
+        names = {"MASTER_ADDR": self.master_address, "TORCHELASTIC_RUN_ID": self.run_id}
+        return {**_DEFAULTS, **base, **_FIXED, **words, **roles, **names}
 
     def of_torchrun(self, base: Mapping[str, str]) -> dict[str, str]:
         """Complete environment of a torchrun that starts all ranks of this node, from ``base``.
@@ -91,20 +86,18 @@ class TrainerPlace:
         torchrun takes the defaults of its flags from ``PET_<FLAG>``.  It numbers the ranks as
         ``of_rank`` does, and makes a session for each: TREE ends them with it.
         """
-        assert self.local_rank == 0, "one process stands for all ranks of a node"
-        return {
-            **_DEFAULTS,
-            **base,
-            TREE: uuid.uuid4().hex,
-            "PET_NNODES": str(self.node_count),
-            "PET_NODE_RANK": str(self.node_index),
-            "PET_NPROC_PER_NODE": str(self.ranks_per_node),
-            "PET_RDZV_BACKEND": "static",
-            "PET_RDZV_ID": f"{self.run_id}-{self.restart_count}",
-            "PET_MASTER_ADDR": self.master_address,
-            "PET_MASTER_PORT": str(self.master_port),
-            "PET_MAX_RESTARTS": "0",
+        flags = {
+            "NNODES": self.node_count,
+            "NODE_RANK": self.node_index,
+            "NPROC_PER_NODE": self.ranks_per_node,
+            "RDZV_BACKEND": "static",
+            "RDZV_ID": f"{self.run_id}-{self.restart_count}",
+            "MASTER_ADDR": self.master_address,
+            "MASTER_PORT": self.master_port,
+            "MAX_RESTARTS": 0,
         }
+        words = {f"PET_{name}": str(value) for name, value in flags.items()}
+        return {**_DEFAULTS, **base, TREE: uuid.uuid4().hex, **words}
 
 
 SMP_START_SECONDS = 60.0
@@ -175,12 +168,13 @@ class SmpFleet:
 
         Its answer would be awaited to the end of the timeout.
         """
-        return await unless(work, self._some_end())
 
-    async def _some_end(self) -> ControlPlaneError:
-        nodes = await self.ended()
-        text = f"the SMP of {', '.join(nodes)} ended during the recovery"
-        return ControlPlaneError(text, nodes[0])
+        async def some_end() -> ControlPlaneError:
+            nodes = await self.ended()
+            text = f"the SMP of {', '.join(nodes)} ended during the recovery"
+            return ControlPlaneError(text, nodes[0])
+
+        return await unless(work, some_end())
 
     def forget(self, node: str) -> None:
         """The node is lost, and its SMP with it."""
@@ -259,15 +253,10 @@ class TrainerFleet:
 
     def start(self, active: Sequence[str], incarnation: int, extra: Mapping[str, str]) -> None:
         """Start every rank, node by node.  NodeUnreachable if one is lost meanwhile."""
-        spec = self._spec
-        port = free_port()
-        given = {
-            **base_environment(),
-            **spec.trainer_environment,
-            **extra,
-            INCARNATION: str(incarnation),
-        }
-        base, master = before_script(given), self._launcher.address(active[0])
+        spec, port = self._spec, free_port()
+        given = {**base_environment(), **spec.trainer_environment, **extra}
+        base = before_script({**given, INCARNATION: str(incarnation)})
+        master = self._launcher.address(active[0])
         self._handles = []
         for index, node in enumerate(active):
             for local in range(0, spec.ranks_per_node, self._ranks_each):
@@ -322,16 +311,14 @@ class TrainerFleet:
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for wait in done:
-                    if wait.result() != 0:
-                        return self._exit(waits[wait], wait.result())
+                    if status := wait.result():
+                        index = waits[wait]
+                        node = self._handles[index].node
+                        return TrainerExit(False, index * self._ranks_each, node, status)
         finally:
             for wait in pending:
                 wait.cancel()
         return TrainerExit(finished=True)
-
-    def _exit(self, index: int, status: int) -> TrainerExit:
-        handle = self._handles[index]
-        return TrainerExit(False, index * self._ranks_each, handle.node, status)
 
     async def kill_all(self) -> None:
         """SIGKILL every rank and wait until they are dead."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from megatron_ft.checkpoint.decide import Decision, Quarantine
 from megatron_ft.checkpoint.native import iteration_of, naming, newest_iteration
+from megatron_ft.core.errors import ControlPlaneError, StaleIncarnationError
 from megatron_ft.core.identity import Ancestor, SnapshotId, on_lineage
 from megatron_ft.core.process_tools import in_thread
 from megatron_ft.rpc import messages as m
@@ -171,9 +172,13 @@ class QuarantinePolicy:
             self._coordinator.repairs.lost.discard((body.shard_id, body.snapshot))
 
     def _remember(self, quarantine: Quarantine) -> None:
-        """Put a quarantine in force; if its note fails, a job that runs from memory continues."""
-        if reason := self._state.remember(quarantine=quarantine):
-            self._coordinator.observers.emit("notes_unwritten", reason)
+        """Put a quarantine in force, unless its note fails: that is an event."""
+        try:
+            self._state.update(quarantine=quarantine)
+        except StaleIncarnationError:
+            raise
+        except ControlPlaneError as error:
+            self._coordinator.observers.emit("notes_unwritten", str(error))
 
 
 def reason_against_own(quarantine: Quarantine, checkpoint: Path | None) -> str:

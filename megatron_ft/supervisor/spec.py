@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import ConfigError, ProtectionError
 from megatron_ft.core.identity import SHRINK
 from megatron_ft.core.scheme import Scheme, largest_scheme
 from megatron_ft.erasure.stripes import Domains
 from megatron_ft.supervisor.failures import RestartBudget
-from megatron_ft.supervisor.orders import Sizes, Timing
+from megatron_ft.supervisor.orders import Timing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class JobSpec:
     ranks_per_node: int = 1
     trainer_per_node: bool = False
     settings: SnapshotConfig = field(default_factory=SnapshotConfig)
-    sizes: Sizes = field(default_factory=Sizes)
+    block_bytes: int = BLOCK_BYTES
     from_scratch: bool = False
     restore_from: Path | None = None
     log_dir: Path = Path("megatron-ft-logs")

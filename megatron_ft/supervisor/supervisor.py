@@ -174,7 +174,7 @@ class Supervisor:
 
     async def _recover_and_train(self) -> Failure | None:
         try:
-            plan = await self._recovery.run(self._budget, self._reached)
+            plan = await self._recovery.run(self._reached)
         except NoSpareError as error:
             await self._emergency.run(error.admitted)
             if await self._emergency.shrink(error.admitted):
@@ -238,8 +238,7 @@ class Supervisor:
         committed = self.coordinator.committed
         iteration = -1 if committed is None else committed[1]
         saved = await newest_saved(self.spec.checkpoint_dir)
-        spare = bool(self.members.free_spares())
-        self._budget = self._budget.after(failure, iteration, saved=saved, spare=spare)
+        self._budget = self._budget.after(failure, iteration, saved=saved)
         if self._budget.delay_seconds:
             delay = self._budget.delay_seconds
             self.observers.emit("backoff", f"waiting {delay:g} s before the next start")

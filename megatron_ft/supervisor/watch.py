@@ -13,7 +13,7 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +29,59 @@ from megatron_ft.trainer.heartbeats import FIRST_ITERATIONS
 log = logging.getLogger(__name__)
 
 
+PAUSE_SECONDS = 3600.0
+"""What evaluations and checkpoints may take whose begin and end are known."""
+
+START = 0.8
+"""Share of the time to register that a start may take: the job gives up with it, and knows less
+of why."""
+
+HANG_FACTOR = 5.0
+"""A silence this many times as long as the longest so far is too long."""
+
+MOST_FOLDERS = 10
+"""Hangs whose stacks are kept."""
+
+_LINE = re.compile(r":\d+\)")
+
+
+def learned_timeout(longest: float, settings: SnapshotConfig) -> float:
+    """Seconds of silence in mid-training from which on a rank counts as stuck.
+
+    ``longest`` is the longest silence of any rank that ended by itself, evaluations and
+    checkpoints that nobody announced among them: each has taught us its length.
+    """
+    return max(settings.hang_seconds, HANG_FACTOR * longest)
+
+
+def allowance(phase: int, done: int, learned: float, settings: SnapshotConfig) -> float:
+    """Seconds of silence that a rank may have now; endless when training is over."""
+    first = settings.register_timeout_seconds
+    if phase == TrainerPhase.ENDED:
+        return float("inf")
+    if phase == TrainerPhase.STARTING:
+        return START * first
+    # The first iterations of an incarnation compile.
+    allowed = learned if done >= FIRST_ITERATIONS else max(learned, first)
+    return max(allowed, PAUSE_SECONDS) if phase == TrainerPhase.PAUSED else allowed
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A stuck job: whom it waits for, where, and how long nobody had made progress.
+
+    ``signature`` is the same text for a hang of the same rank in the same place, ``node`` that
+    of the rank if it is a single one.
+    """
+
+    ranks: tuple[int, ...]
+    idle: float
+    signature: str
+    text: str
+    folder: Path
+    node: str = ""
+
+
 class JobWatch:
     """Watches one job over all its incarnations; what it finds is an event for the observers.
 
@@ -37,13 +90,9 @@ class JobWatch:
 
     def __init__(self, coordinator: Coordinator, settings: SnapshotConfig, log_dir: Path) -> None:
         self.clock = RecoveryClock()
-        self._coordinator, self._ranks = coordinator, 0
-        hang = HangSettings(
-            settings.hang_seconds, settings.hang_factor, first=settings.register_timeout_seconds
-        )
-        self._hangs = HangFinder(coordinator, hang, log_dir)
+        self._coordinator, self._settings, self._log_dir = coordinator, settings, log_dir
         self._stragglers = StragglerFinder(settings.straggler_percent)
-        self._failed = False
+        self._ranks, self._longest, self._failed = 0, 0.0, False
 
     def begin_incarnation(self, ranks: int) -> None:
         """Begin to watch ``ranks`` trainers, which are about to be started."""
@@ -57,9 +106,10 @@ class JobWatch:
         while True:
             await asyncio.sleep(self._coordinator.timing.heartbeat)
             try:
-                self._poll()
-                if (hang := await self._hangs.poll(self._ranks)) is not None:
-                    ranks, folder = list(hang.blame.ranks), str(hang.folder)
+                heard = self._fresh()
+                self._poll(heard)
+                if self._stuck(heard) and (hang := await self._hang()) is not None:
+                    ranks, folder = list(hang.ranks), str(hang.folder)
                     self._coordinator.observers.emit("hang", hang.text, ranks=ranks, folder=folder)
                     self.clock.detected(hang.idle)
                     return hang
@@ -73,105 +123,42 @@ class JobWatch:
             log.exception("the watch failed")
             self._coordinator.observers.emit("watch_failed", f"hangs may be missed: {error!r}")
 
-    def _poll(self) -> None:
+    def _fresh(self) -> list[RankReport]:
+        age = 4 * self._coordinator.timing.heartbeat
+        heard = self._coordinator.pulses.fresh(self._ranks, age)
+        self._longest = max([self._longest, *(one.report.longest for one in heard)])
+        return heard
+
+    def _poll(self, heard: Sequence[RankReport]) -> None:
         """Emit recoveries that have ended and new stragglers, and renew what status shows."""
         coordinator, slow = self._coordinator, self._stragglers
-        heard = coordinator.pulses.fresh(self._ranks, 4 * coordinator.timing.heartbeat)
         if (done := self.clock.poll(heard)) is not None:
-            fields = {"total": done.total, **done.parts}
+            fields = {"total": done.total, **done.parts()}
             coordinator.observers.emit("recovered", done.describe(), **fields)
         for text in slow.poll(heard):
             coordinator.observers.emit("straggler", text, ranks=sorted(slow.present))
         coordinator.watched = {
-            "hang_timeout": round(self._hangs.timeout, 3),
+            "hang_timeout": round(learned_timeout(self._longest, self._settings), 3),
             "iteration_seconds": max((one.report.typical for one in heard), default=0.0),
             "stragglers": [
-                {"rank": one.rank, "excess": round(one.excess, 4)} for one in slow.present.values()
+                {"rank": rank, "excess": round(excess, 4)} for rank, excess in slow.present.items()
             ],
-            "recoveries": self.clock.view(),
         }
 
+    def _stuck(self, heard: Sequence[RankReport]) -> list[float]:
+        """The silences that are longer than they may be, in seconds."""
+        now, settings = time.monotonic(), self._settings
+        learned = learned_timeout(self._longest, settings)
+        allowed = [allowance(h.report.phase, h.report.done, learned, settings) for h in heard]
+        if not settings.hang_seconds:
+            return []
+        return [h.idle(now) for h, most in zip(heard, allowed, strict=True) if h.idle(now) > most]
 
-START = 0.8
-"""Share of ``first`` that a start may take: the job gives up with it, and knows less of why."""
-
-
-@dataclass(frozen=True)
-class HangSettings:
-    """``floor`` is the least timeout in seconds, 0 for no hang detection at all.
-
-    ``factor`` is how many times as long as the longest silence so far is too long.  ``first``
-    holds for the first iterations of an incarnation, which compile, and for most of a start;
-    ``pause`` for evaluations and checkpoints whose begin and end are known.
-    """
-
-    floor: float = 600.0
-    factor: float = 5.0
-    first: float = 600.0
-    pause: float = 3600.0
-
-
-def learned_timeout(longest: Iterable[float], settings: HangSettings) -> float:
-    """Seconds of silence in mid-training from which on a rank counts as stuck.
-
-    ``longest`` are the longest silences of all ranks that ended by themselves, evaluations and
-    checkpoints that nobody announced among them: each has taught us its length.
-    """
-    return max(settings.floor, settings.factor * max(longest, default=0.0))
-
-
-def allowance(phase: int, done: int, learned: float, settings: HangSettings) -> float:
-    """Seconds of silence that a rank may have now; endless when training is over."""
-    if phase == TrainerPhase.ENDED:
-        return float("inf")
-    if phase == TrainerPhase.STARTING:
-        return START * settings.first
-    allowed = learned if done >= FIRST_ITERATIONS else max(learned, settings.first)
-    return max(allowed, settings.pause) if phase == TrainerPhase.PAUSED else allowed
-
-
-_LINE = re.compile(r":\d+\)")
-
-MOST_FOLDERS = 10
-"""Hangs whose stacks are kept."""
-
-
-@dataclass(frozen=True)
-class Hang:
-    """A stuck job: whom it waits for, where, and how long nobody had made progress.
-
-    ``signature`` is the same text for a hang of the same rank in the same place, ``node`` that
-    of the rank if it is a single one.
-    """
-
-    blame: Blame
-    idle: float
-    signature: str
-    text: str
-    folder: Path
-    node: str = ""
-
-
-class HangFinder:
-    """Knows what silences are usual, over all incarnations of a job."""
-
-    def __init__(self, coordinator: Coordinator, settings: HangSettings, log_dir: Path) -> None:
-        self._coordinator = coordinator
-        self._settings, self._log_dir = settings, log_dir
-        self._longest = 0.0
-
-    @property
-    def timeout(self) -> float:
-        """The learned timeout in seconds."""
-        return learned_timeout([self._longest], self._settings)
-
-    async def poll(self, ranks: int) -> Hang | None:
-        """The hang of this moment of a job of so many ranks, its stacks written to disk."""
-        if not self._settings.floor or not self._stuck(self._fresh(ranks)):
-            return None
+    async def _hang(self) -> Hang | None:
+        """The hang of this moment, if there still is one, its stacks written to disk."""
         # Asked once more: this process may have been suspended behind the last answers.
         await self._coordinator.refresh()
-        heard = self._fresh(ranks)
+        heard = self._fresh()
         stuck = self._stuck(heard)
         if not stuck:
             return None
@@ -180,18 +167,6 @@ class HangFinder:
         await asyncio.to_thread(_write, folder, heard, stacks)
         return self._describe(heard, max(stuck), stacks, folder)
 
-    def _fresh(self, ranks: int) -> list[RankReport]:
-        age = 4 * self._coordinator.timing.heartbeat
-        heard = self._coordinator.pulses.fresh(ranks, age)
-        self._longest = max([self._longest, *(one.report.longest for one in heard)])
-        return heard
-
-    def _stuck(self, heard: Sequence[RankReport]) -> list[float]:
-        """The silences that are longer than they may be, in seconds."""
-        now, learned = time.monotonic(), self.timeout
-        allowed = [allowance(h.report.phase, h.report.done, learned, self._settings) for h in heard]
-        return [h.idle(now) for h, most in zip(heard, allowed, strict=True) if h.idle(now) > most]
-
     def _describe(
         self, heard: list[RankReport], idle: float, stacks: dict[str, str], folder: Path
     ) -> Hang:
@@ -199,22 +174,20 @@ class HangFinder:
             Witness.of(h.report.rank, h.report.marks, h.report.state, stacks.get(h.shard, ""))
             for h in heard
         ]
-        found = blame(witnesses)
-        where = {str(w.place) for w in witnesses if w.rank in found.ranks and w.place}
+        ranks, reason = blame(witnesses)
+        where = {str(w.place) for w in witnesses if w.rank in ranks and w.place}
         place = ", ".join(sorted(where)) or "an unknown place"
         nodes = {h.report.rank: h.node for h in heard}
-        names = ", ".join(f"rank {rank} on {nodes[rank]}" for rank in found.ranks)
-        ranks = ", ".join(map(str, found.ranks))
-        return Hang(
-            found,
-            idle,
-            # A loop is met in another line each time.
-            f"hang of rank {ranks} at {_LINE.sub(')', place)}",
-            f"hang: no progress for {idle:.1f} s (allowed: {self.timeout:.1f} s); the job waits "
-            f"for {names}: {found.reason}; at {place}; stacks of all ranks: {folder}",
-            folder,
-            nodes[found.ranks[0]] if len(found.ranks) == 1 else "",
+        names = ", ".join(f"rank {rank} on {nodes[rank]}" for rank in ranks)
+        # A loop is met in another line each time.
+        signature = f"hang of rank {', '.join(map(str, ranks))} at {_LINE.sub(')', place)}"
+        allowed = learned_timeout(self._longest, self._settings)
+        text = (
+            f"hang: no progress for {idle:.1f} s (allowed: {allowed:.1f} s); the job waits for "
+            f"{names}: {reason}; at {place}; stacks of all ranks: {folder}"
         )
+        node = nodes[ranks[0]] if len(ranks) == 1 else ""
+        return Hang(ranks, idle, signature, text, folder, node)
 
     async def _stacks(self, nodes: Sequence[str]) -> dict[str, str]:
         """The stacks of each shard's rank, without those of nodes that do not answer."""
@@ -247,7 +220,6 @@ def _write(folder: Path, heard: Sequence[RankReport], stacks: dict[str, str]) ->
 
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
-_THREAD = re.compile(r"^(Current thread|Thread) ", re.MULTILINE)
 
 _LIBRARY = re.compile(r"/torch/|/megatron_ft/|<frozen |/lib/python3[^/]*/(?!(site|dist)-packages/)")
 """PyTorch, Python's own library, and us: a place in them shows less than its caller."""
@@ -280,14 +252,10 @@ class Frame(NamedTuple):
 def main_thread(text: str) -> list[Frame]:
     """Frames of the main thread, innermost first; none if it is not there.
 
-    faulthandler lists the newest thread first, so the main thread comes last (Python's
-    documentation, ``faulthandler``).  The kernel gives a signal to the main thread if that
-    can take it, so that one is called the current thread as a rule.
+    faulthandler lists the newest thread first, so the main thread comes last.
     """
-    starts = [match.start() for match in _THREAD.finditer(text)]
-    if not starts:
-        return []
-    matches = (_FRAME.match(line) for line in text[starts[-1] :].splitlines())
+    last = re.split(r"^(?:Current thread|Thread) ", text, flags=re.MULTILINE)[1:][-1:]
+    matches = (_FRAME.match(line) for part in last for line in part.splitlines())
     return [Frame(m["file"], int(m["line"]), m["function"]) for m in matches if m]
 
 
@@ -296,11 +264,9 @@ def waits_for_others(frames: Sequence[Frame]) -> bool | None:
 
     It can be in one, or compute, in the midst of a backward pass.
     """
-    if not frames:
-        return None
-    if any(part in frames[0].file for part in _COLLECTIVE_FILES):
+    if frames and any(part in frames[0].file for part in _COLLECTIVE_FILES):
         return True
-    return None if frames[0].function == _BACKWARD else False
+    return None if not frames or frames[0].function == _BACKWARD else False
 
 
 def of_training(frames: Sequence[Frame]) -> list[Frame]:
@@ -340,15 +306,8 @@ class Witness:
         return "" if self.place is None else self.place.function
 
 
-class Blame(NamedTuple):
-    """The ranks that the others wait for, and how that is known."""
-
-    ranks: tuple[int, ...]
-    reason: str
-
-
-def blame(witnesses: Sequence[Witness]) -> Blame:
-    """The stuck ranks among all; all of them if nothing tells them apart.
+def blame(witnesses: Sequence[Witness]) -> tuple[tuple[int, ...], str]:
+    """The stuck ranks among all, and how that is known; all if nothing tells them apart.
 
     In order of certainty: a process that is suspended; ranks that passed the fewest marks;
     among those, ranks whose main thread is not in a collective; ranks that are elsewhere than
@@ -372,5 +331,5 @@ def blame(witnesses: Sequence[Witness]) -> Blame:
     return _blame(behind, "nothing else tells the ranks apart")
 
 
-def _blame(ranks: Sequence[Witness], reason: str) -> Blame:
-    return Blame(tuple(sorted(w.rank for w in ranks)), reason)
+def _blame(ranks: Sequence[Witness], reason: str) -> tuple[tuple[int, ...], str]:
+    return tuple(sorted(w.rank for w in ranks)), reason

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_ft.arena.digest import default_algorithm, digest_block
+from megatron_ft.arena.digest import digest_block
 from megatron_ft.core.errors import ConfigError, LayoutMismatchError
 from megatron_ft.core.shard import (
     LayoutEntry,
@@ -161,21 +161,17 @@ def check_replicas(state: TrainingState, layout: ShardLayout) -> None:
 
 def _unequal(tensors: list[torch.Tensor], group: Any) -> list[int]:
     device = exchange_device(group)
-    # ISA-L may be on some nodes only, and digests of two kinds are never equal.  Of the highest
-    # number is the one that needs no library.
-    algorithm = torch.tensor([default_algorithm()], device=device)
-    dist.all_reduce(algorithm, dist.ReduceOp.MAX, group=group)
-    made = [_digest(tensor, int(algorithm)) for tensor in tensors]
+    made = [_digest(tensor) for tensor in tensors]
     digests = torch.tensor(made, device=device)
     every = [torch.empty_like(digests) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, digests, group=group)
     return [i for i in range(len(tensors)) if any(other[i] != every[0][i] for other in every)]
 
 
-def _digest(tensor: torch.Tensor, algorithm: int) -> int:
+def _digest(tensor: torch.Tensor) -> int:
     data = tensor.detach().cpu().view(-1).view(torch.uint8).numpy()
     # Halved, because torch has no unsigned 64-bit integers for collectives.
-    return digest_block(data, algorithm) >> 1
+    return digest_block(data) >> 1
 
 
 def _spec(

@@ -62,7 +62,7 @@ class SealedShard:
         header = arena.header
         self.region, self.record = arena.data(slot), record
         self.block_bytes = header.geometry.block_bytes
-        self.check = BlockCheck(self.region, record, self.block_bytes, header.digest_algorithm)
+        self.check = BlockCheck(self.region, record, self.block_bytes)
         self._report = report
         self._name = f"shard {record.shard_id}, snapshot {record.snapshot}, slot {slot} of"
         self._name += f" {arena.path}"

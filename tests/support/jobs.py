@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.config import SETTINGS, SnapshotConfig
 from megatron_ft.core.environment import TREE
 from megatron_ft.core.process_tools import free_port
@@ -19,7 +20,7 @@ from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.failures import RestartBudget
 from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.orders import Sizes, Timing
+from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.supervisor import Stop, Supervisor
 from tests.programs.gated_training import GATE
@@ -104,7 +105,7 @@ class Job:
     from_scratch: bool = False
     checkpoint_dir: Path | None = None
     slots: int = 2
-    sizes: Sizes = Sizes()
+    block_bytes: int = BLOCK_BYTES
     drain_dir: Path | None = None
     drain_interval: int = 0
     drain_export_dir: Path | None = None
@@ -167,7 +168,7 @@ class Job:
             ranks_per_node=self.ranks_per_node,
             trainer_per_node=self.trainer_per_node,
             settings=self.settings(),
-            sizes=self.sizes,
+            block_bytes=self.block_bytes,
             from_scratch=self.from_scratch,
             log_dir=self.folder / "logs",
             environment={**self.environment, **self._gate_variable()},

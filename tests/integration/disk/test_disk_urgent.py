@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.checkpoint.disk_format import mount_point
-from megatron_ft.checkpoint.load import open_checkpoint
+from megatron_ft.checkpoint.drained import open_checkpoint
 from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.supervisor.membership import NoSpareError

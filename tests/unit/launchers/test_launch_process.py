@@ -18,7 +18,7 @@ import pytest
 from megatron_ft.core import procfs
 from megatron_ft.core.errors import ControlPlaneError, MissingEnvironmentError
 from megatron_ft.launchers.launcher import UNKNOWN_EXIT, ProcessGoneError
-from megatron_ft.launchers.process import LocalProcess
+from megatron_ft.launchers.process import LocalProcess, open_session
 from megatron_ft.launchers.slurm.allocation import Allocation
 from megatron_ft.launchers.slurm.launcher import StepProcess
 
@@ -194,7 +194,7 @@ def test_attach_refuses_another_start_time_and_the_dead(
 STARTER = """
 import os, signal, sys
 from pathlib import Path
-from megatron_ft.launchers.process import LocalProcess
+from megatron_ft.launchers.process import LocalProcess, open_session
 process = LocalProcess.spawn("n0", ["sleep", "60"], os.environ, Path(sys.argv[1]))
 print(process.pid, process.start_time, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -307,9 +307,8 @@ def test_of_a_step_no_thread_sees_the_status_that_srun_gave(
             other.join(LET_SECONDS)
             return frozenset()
 
-    process = StepProcess.spawn("n0", ["true"], os.environ, tmp_path / "log")
-    assert isinstance(process, StepProcess)
-    process.allocation = OfALostNode()
+    child = open_session("n0", ["true"], os.environ, tmp_path / "log")
+    process = StepProcess(OfALostNode(), "n0", child.pid, child)
     started.append(process)
     assert process.join(TIMEOUT) == -signal.SIGKILL
     assert seen.result(TIMEOUT) == -signal.SIGKILL

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.core import private_files
+from megatron_ft.core.errors import UntrustedFileError
 from megatron_ft.smp.processes import WRITERS_NAME, WriterProcess, Writers
 
 WAIT = 20.0
@@ -62,7 +63,7 @@ def test_who_cannot_be_written_down_is_not_watched(
 
     async def add() -> list[WriterProcess]:
         writers = Writers(tmp_path, lambda writer: pytest.fail(f"{writer} was watched"))
-        with pytest.raises(OSError, match="directory"):
+        with pytest.raises(UntrustedFileError, match="plain file"):
             writers.add("encoder", "world-1", process.pid, b"one")
         process.kill()
         await asyncio.to_thread(process.wait, WAIT)

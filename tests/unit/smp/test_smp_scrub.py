@@ -24,6 +24,8 @@ from megatron_ft.smp.service import SmpService
 from megatron_ft.smp.store import free
 from tests.support.smp_node import create, run, service, snapshot
 
+LARGE_BYTES = 96 << 20
+
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[SmpService]:
@@ -52,7 +54,6 @@ def commit(host: SmpService, arena: Arena) -> None:
         meta=b"",
         layout_hash=bytes(32),
         block_bytes=geometry.block_bytes,
-        algorithm=arena.header.digest_algorithm,
     )
     committed = SlotHeader(SlotState.COMMITTED, snapshot(1), 3, local_only=True, record=record)
     host.machine.shards["dp0"].slots[0] = committed
@@ -130,9 +131,8 @@ def test_damage_of_a_slot_that_was_given_away_is_nobodys(
 
 @pytest.fixture
 def large(host: SmpService) -> Iterator[Scrub]:
-    """Of a host with a snapshot of three runs, in blocks as arenas have them."""
-    data_bytes = 3 * scrub_module.RUN_BYTES
-    body = msgspec.structs.replace(create(), data_bytes=data_bytes, block_bytes=BLOCK_BYTES)
+    """Of a host with a snapshot of many pieces, in blocks as arenas have them."""
+    body = msgspec.structs.replace(create(), data_bytes=LARGE_BYTES, block_bytes=BLOCK_BYTES)
     commit(host, entered(host, body))
     host.scrub_percent = 100.0
     scrub = Scrub(host)
@@ -165,24 +165,12 @@ class Pieces:
         return [block for piece in self.seen for block in range(*piece)]
 
 
-def test_a_thread_reads_many_pieces_before_the_event_loop_hears_of_it(
-    large: Scrub, pieces: Pieces, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To start a piece costs the loop several times what its digests cost."""
-    started: list[Any] = []
-    in_thread = large._in_thread
-
-    def counted(work: Callable[[], Any]) -> Any:
-        started.append(work)
-        return in_thread(work)
-
-    monkeypatch.setattr(large, "_in_thread", counted)
+def test_a_slot_is_read_in_pieces(large: Scrub, pieces: Pieces) -> None:
     assert run(large._slot("dp0", 0))
-    assert pieces.blocks == list(range(3 * scrub_module.RUN_BYTES // BLOCK_BYTES))
+    assert pieces.blocks == list(range(LARGE_BYTES // BLOCK_BYTES))
     assert max(stop - first for first, stop in pieces.seen) * BLOCK_BYTES == (
         scrub_module.PIECE_BYTES
     )
-    assert len(started) == 1 + 3  # the digest table, the runs
 
 
 def test_a_scrub_keeps_its_share_of_a_processor(large: Scrub, host: SmpService) -> None:
@@ -200,10 +188,8 @@ def test_a_slot_that_is_given_away_is_read_no_further(
     """What is removed is freed when nobody reads it any more."""
     slots = host.machine.shards["dp0"].slots
     committed = slots[0]
-    in_run, in_piece = (
-        n // BLOCK_BYTES for n in (scrub_module.RUN_BYTES, scrub_module.PIECE_BYTES)
-    )
-    last = in_run + 2 * in_piece
+    in_piece = scrub_module.PIECE_BYTES // BLOCK_BYTES
+    last = 20 * in_piece
 
     def give_away() -> None:
         if pieces.seen[-1][0] == last:
@@ -217,7 +203,7 @@ def test_a_slot_that_is_given_away_is_read_no_further(
     slots[0], pieces.at_each = committed, lambda: None
     pieces.seen.clear()
     assert run(large._slot("dp0", 0))
-    assert pieces.blocks == [*range(last, 3 * in_run), *range(last)]
+    assert pieces.blocks == [*range(last, LARGE_BYTES // BLOCK_BYTES), *range(last)]
 
 
 @pytest.mark.parametrize("reason", ["closed", "switched off"])
@@ -231,7 +217,7 @@ def test_a_scrub_that_is_to_end_reads_no_further(
     assert len(pieces.seen) == 1
 
 
-def test_damage_in_a_slot_that_is_given_away_behind_its_run_is_nobodys(
+def test_damage_in_a_slot_that_is_given_away_after_its_reading_is_nobodys(
     large: Scrub, host: SmpService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slots, in_thread = host.machine.shards["dp0"].slots, large._in_thread

@@ -62,7 +62,7 @@ def test_a_stalled_reader_holds_nothing_and_is_told_of(tmp_path: Path) -> None:
         host.machine.reader_gone = gone.append  # type: ignore[method-assign]
         await host.drop_stalled()
         await host.drop_stalled()
-        assert host.readers.pids() == {}
+        assert host.readers.pids == {}
         return gone, told
 
     gone, told = asyncio.run(story())

@@ -26,12 +26,12 @@ def own(rank: int, node: str = "") -> Failure:
     return Failure(f"rank {rank} exited with 1", "a trainer exited with 1", node, training=True)
 
 
-def starts(failures: list[Failure], spare: bool = False) -> int:
+def starts(failures: list[Failure]) -> int:
     """How often a job is started that fails so and makes no progress."""
     budget = RestartBudget()
     for count, failure in enumerate(failures, start=1):
         try:
-            budget = budget.after(failure, -1, spare=spare)
+            budget = budget.after(failure, -1)
         except RestartBudgetError:
             return count
     return len(failures) + 1
@@ -53,7 +53,7 @@ def test_no_sequence_without_progress_leads_to_more_starts_than_stated(data: st.
         if data.draw(st.booleans()):
             budget = budget.from_other_start()
         try:
-            budget = budget.after(failure, -1, spare=data.draw(st.booleans()))
+            budget = budget.after(failure, -1)
         except RestartBudgetError:
             assert count <= budget.total_limit
             return
@@ -85,26 +85,6 @@ def test_what_comes_from_outside_is_counted_on_each_node_and_in_all() -> None:
 
     assert starts([killed("n1")] * 9) == 3
     assert starts([killed(f"n{i}") for i in range(30)]) == 20
-
-
-def test_a_node_on_which_all_came_is_replaced_once_before_the_job_stops() -> None:
-    broken = [Failure(f"world w{i}: none from n2", "no world", "n2") for i in range(9)]
-    budget = RestartBudget()
-    for failure in broken[:3]:
-        assert not budget.suspect
-        budget = budget.after(failure, -1, spare=True)
-    assert budget.suspect == "n2"
-    elsewhere = [replace(failure, place="n7") for failure in broken]
-    budget = budget.after(elsewhere[0], -1, spare=True)
-    assert not budget.suspect
-    budget = budget.after(elsewhere[1], -1, spare=True)
-    with pytest.raises(RestartBudgetError, match=r"none from n2"):
-        budget.after(elsewhere[2], -1, spare=True)
-
-
-def test_a_node_is_not_suspected_of_what_came_elsewhere_too() -> None:
-    failures = [own(0, "n0"), own(9, "n1"), own(0, "n0")]
-    assert starts(failures, spare=True) == 3
 
 
 def test_delay_doubles_without_progress_and_vanishes_with_it() -> None:
