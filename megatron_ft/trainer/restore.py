@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -39,18 +39,6 @@ from megatron_ft.trainer.state import AdoptsTensors, TrainingState, live_tensors
 Report = Callable[[int], None]
 
 
-class ShardContents(NamedTuple):
-    """The contents of a sealed shard, and what follows from them for any state.
-
-    ``plain`` and the cuts for its tensors are None if only planning can tell whether a state fits.
-    """
-
-    layout: ShardLayout
-    objects: bytes
-    plain: PlainLayout | None
-    cuts: BlockRanges | None
-
-
 class SealedShard:
     """One sealed slot of an arena, about to be read: nothing of it is used unverified.
 
@@ -67,7 +55,7 @@ class SealedShard:
         self._name = f"shard {record.shard_id}, snapshot {record.snapshot}, slot {slot} of"
         self._name += f" {arena.path}"
 
-    def contents(self) -> ShardContents:
+    def contents(self) -> tuple[ShardLayout, bytes]:
         """The layout and the small objects, their digests compared; tensors are not read.
 
         CorruptBlockError, and LayoutMismatchError if they were written by another release.
@@ -79,9 +67,7 @@ class SealedShard:
                 f"{self._name}: the stored layout is of {layout.tensor_bytes} bytes of tensors and "
                 f"its record of {self.record.tensor_bytes}; restore another snapshot"
             )
-        plain = PlainLayout.of(layout)
-        cuts = None if plain is None else self.cut(plain.offsets, plain.lengths)
-        return ShardContents(layout, meta.objects, plain, cuts)
+        return layout, meta.objects
 
     def meta(self) -> Meta:
         """As contents, not decoded."""
@@ -117,16 +103,20 @@ def restore_shard(shard: SealedShard, state: TrainingState) -> ShardLayout:
     Raises LayoutMismatchError naming the tensors that differ, UndecodableError for small
     objects that cannot be read here.
     """
-    contents = shard.contents()
+    layout, objects = shard.contents()
     reach("restore.verified")
-    live = live_tensors(state)
-    addresses = _fill(contents, shard, state, live)
-    state.load(decode(contents.objects))
-    plain, now = contents.plain, live_tensors(state)
-    if plain is None or not plain.lie_there(addresses, live, now):
-        require_same_layout(contents.layout, plan_state(state))
+    plain, live = PlainLayout.of(layout), live_tensors(state)
+    addresses = None if plain is None else plain.addresses(live)
+    if plain is not None and addresses is not None:
+        _copy(shard.cut(plain.offsets, plain.lengths), addresses, shard)
+    else:
+        _fill_one_by_one(layout, shard, state, live)
+    state.load(decode(objects))
+    now = live_tensors(state)
+    if plain is None or addresses is None or not plain.lie_there(addresses, live, now):
+        require_same_layout(layout, plan_state(state))
     reach("restore.done")
-    return contents.layout
+    return layout
 
 
 def read_objects(shard: SealedShard) -> dict[str, Any]:
@@ -135,29 +125,16 @@ def read_objects(shard: SealedShard) -> dict[str, Any]:
     return objects
 
 
-def _fill(
-    contents: ShardContents, shard: SealedShard, state: TrainingState, live: dict[str, torch.Tensor]
-) -> list[int]:
-    """Give every stored tensor its bytes: live ones in place, others through adopt().
-
-    Returns the addresses of all if a copy of bytes was enough, else nothing.
-    """
-    plain, cuts = contents.plain, contents.cuts
-    addresses = None if plain is None else plain.addresses(live)
-    if addresses is None or cuts is None:
-        _fill_one_by_one(contents.layout, shard, state, live)
-        return []
-    _copy(cuts, addresses, shard)
-    return addresses
-
-
 def _fill_one_by_one(
     layout: ShardLayout,
     shard: SealedShard,
     state: TrainingState,
     live: dict[str, torch.Tensor],
 ) -> None:
-    """As _fill, of any state: parts of tensors, several names for one, tensors to be made."""
+    """Give every stored tensor its bytes: live ones in place, others through adopt().
+
+    Of any state: parts of tensors, several names for one, tensors to be made.
+    """
     region = region_tensor(shard.region)
     require_fit(layout, live, state)
     replicas = state.replicas()
