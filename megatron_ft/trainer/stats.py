@@ -1,7 +1,7 @@
 """Figures about a trainer's snapshots: what they cost, how safe they are, how often one failed.
 
-Counters, the lengths of iterations with and without a snapshot under way, named figures for a
-framework's logs, and warnings that do not flood them.
+Counters, the lengths of iterations with and without a snapshot under way, and warnings that do not
+flood logs.
 """
 
 from __future__ import annotations
@@ -15,24 +15,12 @@ NEVER = -1
 """In place of an iteration: there is no such snapshot."""
 
 
-@dataclass(frozen=True)
-class LastCapture:
-    """One sealed capture: its iteration, the seconds from the iteration's end until all bytes and
-    digests were in the arena, those of them that the training thread was held, tensor bytes."""
-
-    iteration: int = NEVER
-    seconds: float = 0.0
-    stall_seconds: float = 0.0
-    copied_bytes: int = 0
-
-
 @dataclass
 class CaptureStats:
     """Counters of one SnapshotManager, since it was made.
 
     ``taken`` counts sealed snapshots, ``skipped`` calls of save() that captured
-    nothing, ``due_skipped`` those of them at a multiple of the snapshot interval,
-    ``missed`` permits whose iteration passed uncaptured, ``abandoned``
+    nothing, ``missed`` permits whose iteration passed uncaptured, ``abandoned``
     captures that ended without a result, ``gated`` permits that this rank's loss gate
     has refused.  ``stall_seconds`` is the time the training
     thread spent in save() while capturing and in fences; ``copied_bytes`` counts
@@ -45,13 +33,11 @@ class CaptureStats:
 
     taken: int = 0
     skipped: int = 0
-    due_skipped: int = 0
     missed: int = 0
     abandoned: int = 0
     gated: int = 0
     stall_seconds: float = 0.0
     copied_bytes: int = 0
-    last: LastCapture = LastCapture()
     protected_iteration: int = NEVER
     committed_iteration: int = NEVER
 
