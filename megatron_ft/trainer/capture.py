@@ -27,7 +27,7 @@ from megatron_ft.trainer.binding import layout_changed
 from megatron_ft.trainer.copier import Copier
 from megatron_ft.trainer.engine import CaptureEngine, CaptureRun
 from megatron_ft.trainer.state import TrainingState, live_tensors
-from megatron_ft.trainer.stats import CaptureStats, IterationTimes, LastCapture, Warner
+from megatron_ft.trainer.stats import CaptureStats, IterationTimes, Warner
 from megatron_ft.trainer.ticket import Ticket, TicketBook
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,6 @@ class Capture:
     ) -> None:
         self._client, self._stats, self._warn = client, stats, warn
         self._timeout_seconds = config.fence_timeout_seconds
-        self._interval = config.fixed_interval
         self._losses = LossGate(config.loss_gate)
         self._times = IterationTimes()
         self._tickets = TicketBook()
@@ -184,7 +183,6 @@ class Capture:
     def skip(self, iteration: int) -> Ticket:
         """Count an iteration of which nothing is captured."""
         self._stats.skipped += 1
-        self._stats.due_skipped += self._interval > 0 and iteration % self._interval == 0
         return Ticket(iteration)
 
     def _act(self, iteration: int, adapt: Callable[[], TrainingState], declined: bool) -> Ticket:
@@ -310,8 +308,6 @@ class Capture:
     def _on_sealed(self, run: CaptureRun, record: SealedRecord) -> None:
         """The engine has captured everything, digests included."""
         stats, snapshot = self._stats, run.permit.snapshot
-        seconds = time.monotonic() - run.began
-        stats.last = LastCapture(run.permit.iteration, seconds, run.stall_seconds, run.copied_bytes)
         stats.taken += 1
         stats.copied_bytes += run.copied_bytes
         self._client.cost(

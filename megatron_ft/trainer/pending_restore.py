@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,8 +40,6 @@ class PendingRestore:
         self._coordinates, self._world_size = coordinates, world_size
         self._offer: RestoreOffer | None = None
         self._greeted = False
-        self._arena: Arena | None = None
-        self._expected: Future[SealedShard] | None = None
 
     def get(self) -> RestoreOffer | None:
         """The offer, None if there is none or it was declined."""
@@ -67,51 +63,19 @@ class PendingRestore:
             self._client.declined(offer.record.snapshot, reason, iteration)
             self.declined, self._offer = True, None
 
-    def expect(self) -> None:
-        """Do in a thread what ``load`` would begin with: read all but tensors, map the arena.
-
-        For who knows that there is something else to do before, such as to build a model.
-        """
-        offer = self.get()
-        if offer is None or self._arena is not None:
-            return
-        with self._reporting():
-            self._arena = arena = Arena.open(offer.arena_path)
-        self._expected = Future()
-        threading.Thread(
-            target=self._get_ready,
-            args=[arena, offer, self._expected],
-            name="megatron-ft-map",
-            daemon=True,
-        ).start()
-
-    def _get_ready(self, arena: Arena, offer: RestoreOffer, expected: Future[SealedShard]) -> None:
-        try:
-            shard = self._shard(arena, offer)
-            shard.prepare()
-        except Exception as error:
-            # Raised where it can be reported, and ends the load.
-            return expected.set_exception(error)
-        expected.set_result(shard)
-        shard.map_pages()
-
     def load(self, offer: RestoreOffer, into: TrainingState) -> None:
         """Restore in place, every block verified before it; errors as of SnapshotManager.load."""
         with self._reporting():
-            arena, self._arena = self._arena or Arena.open(offer.arena_path), None
+            arena = Arena.open(offer.arena_path)
             try:
                 # The call alone holds the shard, whose memory is unmapped beside what follows.
-                self.restored = restore_shard(self._awaited(arena, offer), into)
+                self.restored = restore_shard(self._shard(arena, offer), into)
             except Exception as error:
                 # After any error some tensors and small objects may be the snapshot's by now.
                 self.broken_off = error
                 raise
             finally:
                 arena.close_beside()
-
-    def _awaited(self, arena: Arena, offer: RestoreOffer) -> SealedShard:
-        expected, self._expected = self._expected, None
-        return expected.result() if expected else self._shard(arena, offer)
 
     def _shard(self, arena: Arena, offer: RestoreOffer) -> SealedShard:
         return SealedShard(arena, offer.slot, offer.record, self._report_corrupt)
