@@ -134,7 +134,8 @@ class _Stripe:
 def _view(arena: Arena, holding: Holding, snapshot: SnapshotId) -> MemberView:
     report = holding.slot(snapshot)
     assert report is not None, "the holding has the snapshot"
-    return member_of(arena, report.slot, arena.slot(report.slot))
+    number = holding.arena.slots.index(report)
+    return member_of(arena, number, arena.slot(number))
 
 
 def _checks(code: StripeCode, view: MemberView) -> Checks:

@@ -367,36 +367,6 @@ class Unpin(Message, frozen=True):
     reader: Name
 
 
-class PulseReport(msgspec.Struct, frozen=True, array_like=True):
-    """One trainer's heartbeats as its node sees them; all times are durations in seconds.
-
-    ``idle`` is how long it has passed no mark, ``quiet`` how long its watching thread has not
-    run, ``state`` the kernel's letter for its process (proc(5)), ``age`` how long the process
-    is there.  The parts of its start are 0 until its first iteration has ended.  See
-    rpc.pulse.Pulse for the rest.
-    """
-
-    rank: int
-    phase: int
-    iteration: int
-    marks: int
-    done: int
-    idle: float
-    quiet: float
-    typical: float
-    longest: float
-    window: int
-    own: float
-    spread: float
-    state: str
-    age: float
-    imports: float
-    communicators: float
-    set_up: float
-    restore: float
-    first_iteration: float
-
-
 class StacksRequest(Message, frozen=True):
     """Have all trainers of the node write their stacks.
 

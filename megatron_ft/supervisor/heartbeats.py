@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from megatron_ft.rpc.node_messages import PulseReport
+from megatron_ft.rpc.heartbeat_page import PulseReport
 from megatron_ft.trainer.heartbeats import WINDOW, WindowSummary
 
 
